@@ -1,0 +1,290 @@
+"""The nouns of the system, the same in Python, SQL, JSON, command line and documentation.
+
+task -> group -> rollout -> attempt -> transition. Records are frozen and carry no behaviour beyond
+arithmetic on their own fields; the store is the only place where they live.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+Json = Any  # the payload of a user: whatever JSON can say
+Task = Mapping[str, Json]
+"""JSON object. `input` goes to the agent, the whole object to the verifier; `id` is optional."""
+
+
+def int32(values: Any = ()) -> array[int]:
+    """Token ids as they are stored: int32, contiguous. Raises OverflowError outside int32."""
+    return array("i", values)
+
+
+def float32(values: Any = ()) -> array[float]:
+    """Log-probs as they are stored: float32, contiguous."""
+    return array("f", values)
+
+
+class Purpose(StrEnum):
+    """Why a rollout was asked for. Evaluation rollouts are never trained on."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+
+
+class RolloutState(StrEnum):
+    QUEUED = "queued"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def terminal(self) -> bool:
+        return self in (RolloutState.SUCCEEDED, RolloutState.FAILED, RolloutState.CANCELLED)
+
+
+class AttemptState(StrEnum):
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    EXPIRED = "expired"  # the lease ran out: the runner is presumed dead
+    CANCELLED = "cancelled"
+
+
+class ErrorKind(StrEnum):
+    """Why an attempt failed. Data, not control flow: a failed rollout has no reward, never reward 0."""
+
+    AGENT = "agent_error"
+    TIMEOUT = "timeout"
+    MODEL = "model_error"
+    VERIFIER = "verifier_error"
+    LOST_RUNNER = "lost_runner"
+    CANCELLED = "cancelled"
+
+
+class Scope(StrEnum):
+    """What a reward row is about."""
+
+    TRANSITION = "transition"
+    ROLE = "role"
+    ROLLOUT = "rollout"
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all stored records."""
+
+
+class Sampling(Record):
+    """Sampling parameters. In a rollout: what the gateway adds where the agent is silent."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: no limit
+    max_tokens: int | None = None
+    seed: int | None = None
+
+
+class NewRollout(Record):
+    """A request for one execution of the agent. `id` is chosen by the caller; a repeat is a no-op."""
+
+    id: str
+    run: str
+    group: str
+    index: int  # position inside the group
+    task: dict[str, Json]
+    purpose: Purpose = Purpose.TRAIN
+    sampling: Sampling = Sampling()
+    step: int = 0  # the training step that asked for it
+    max_attempts: int = 3
+    timeout: float = 60.0  # seconds for one attempt
+    priority: int = 0  # larger is claimed first
+
+
+class Attempt(Record):
+    """One try at a rollout: a lease. `id` is the 32-hex-digit OpenTelemetry trace id."""
+
+    id: str
+    rollout: NewRollout
+    fence: int  # 1 for the first attempt of a rollout; only the highest fence may write
+    lease_until: float  # unix seconds
+
+
+class Transition(Record):
+    """One model call as an RL step: state = `prompt`, action = `completion`.
+
+    `prompt` [P] and `completion` [C] are int32 token ids, `logprobs` [C] the sampler's own float32
+    log-probs at `sampling.temperature`. `exact` is false when the upstream gave no token ids.
+    `messages` and `tools` are what the agent sent, `answer` what it received (chat message).
+    """
+
+    id: str
+    attempt: str
+    index: int  # order of arrival within the attempt, from 0
+    prompt: array[int]
+    completion: array[int]
+    logprobs: array[float]
+    role: str = "agent"
+    policy: str = "policy"
+    version: int | None = None
+    sampling: Sampling = Sampling()
+    finish: str = "stop"  # the API's finish_reason
+    exact: bool = True
+    messages: list[dict[str, Json]] = []
+    tools: list[dict[str, Json]] = []
+    answer: dict[str, Json] | None = None
+    span: str | None = None  # parent span id of the request, 16 hex digits
+    started: float = 0.0  # unix seconds
+    seconds: float = 0.0
+
+
+class Reward(Record):
+    """A number about a rollout, a role or a transition. A missing reward has no row."""
+
+    value: float
+    name: str = "outcome"
+    scope: Scope = Scope.ROLLOUT
+    target: str | None = None  # role name or transition id, by scope
+    source: str = "verifier"
+
+
+class Span(Record):
+    """An OpenTelemetry span of an attempt. Times are unix nanoseconds."""
+
+    id: str  # 16 hex digits
+    attempt: str
+    parent: str | None
+    name: str
+    kind: str  # agent, chain, tool, llm or internal
+    start: int
+    end: int
+    ok: bool = True
+    attributes: dict[str, Json] = {}
+
+
+class Failure(Record):
+    kind: ErrorKind
+    message: str
+    traceback: str = ""
+
+
+class Outcome(Record):
+    """How an attempt ended. Exactly one of `failure` (failed) or none (succeeded)."""
+
+    attempt: str
+    fence: int
+    result: Json = None
+    rewards: list[Reward] = []
+    spans: list[Span] = []
+    failure: Failure | None = None
+    retry: bool = False  # try again with the next fence while attempts are left
+
+
+class Rollout(Record):
+    """A rollout as the store knows it now; `attempt` is the one that counts (the last)."""
+
+    id: str
+    run: str
+    group: str
+    index: int
+    task: dict[str, Json]
+    purpose: Purpose
+    state: RolloutState
+    step: int
+    attempts: int
+    attempt: str | None
+    result: Json
+    failure: Failure | None
+    rewards: list[Reward] = []
+    transitions: list[Transition] = []
+    seconds: float = 0.0  # of the last attempt
+
+    def reward(self, name: str = "outcome") -> float:
+        """Rollout-scope reward of that name; NaN when missing."""
+        for row in self.rewards:
+            if row.scope is Scope.ROLLOUT and row.name == name:
+                return row.value
+        return float("nan")
+
+
+class Group(Record):
+    """The rollouts of one task that are compared with each other, all of them terminal."""
+
+    id: str
+    run: str
+    step: int
+    rollouts: list[Rollout]
+
+
+class PolicyVersion(Record):
+    """Where a policy is served right now. The gateway reads this to route a call."""
+
+    run: str
+    policy: str
+    version: int
+    base_url: str  # ends in /v1
+    model: str  # the name the server answers to
+
+
+class Checkpoint(Record):
+    step: int
+    path: str
+
+
+class StepCommit(Record):
+    """Everything one training step makes true, in one transaction."""
+
+    run: str
+    epoch: int
+    step: int
+    groups: list[str]
+    versions: dict[str, int]
+    checkpoint: str
+    metrics: dict[str, float]
+
+
+class RunState(Record):
+    """What a (re)started algorithm needs to continue exactly where the last commit left off."""
+
+    run: str
+    epoch: int  # grows with every open_run; older epochs are fenced
+    step: int  # the next step to train; 0 for a new run
+    checkpoint: str | None
+    config: dict[str, Json]
+
+
+class StepRow(Record):
+    """A committed step (or a logged evaluation) with its metrics."""
+
+    run: str
+    step: int
+    metrics: dict[str, float]
+    committed: bool
+    at: float
+
+
+class Counts(Record):
+    """Rollouts of one run by state, and groups by whether they are trained."""
+
+    queued: int = 0
+    running: int = 0
+    succeeded: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    groups_open: int = 0
+    groups_settled: int = 0
+    groups_trained: int = 0
+    transitions: int = 0
+    tokens: int = 0  # completion tokens
+
+
+class Trace(Record):
+    """All that one attempt left behind."""
+
+    rollout: Rollout
+    attempt: str
+    transitions: list[Transition]
+    spans: list[Span]

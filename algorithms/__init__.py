@@ -1,0 +1,1 @@
+"""The learning side: loop, credit, objectives, batching, learners, policy servers."""

@@ -1,0 +1,66 @@
+"""The data of one optimizer batch: flat levels with parent links, no padding.
+
+    token -> transition -> row -> rollout -> group
+
+A token is an *action* token (sampled by the policy). Prompts, tool results and template tokens
+are context: they appear in `Row.tokens`, never in the token level.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence to run through the model: a call, or calls merged by exact token prefix."""
+
+    tokens: Tensor  # int64 [L], context and actions in order
+    actions: Tensor  # int64 [A], positions of action tokens in `tokens`, ascending, each >= 1
+    logprobs: Tensor  # float32 [A], behaviour log-probs at the sampling temperature
+    temperature: Tensor  # float32 [A], > 0
+    transition: Tensor  # int64 [A], index into Batch.transitions
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows and the level tables of one optimizer batch.
+
+    N action tokens, S transitions, R rows, U rollouts, M groups. Token columns are the rows'
+    action tokens concatenated in row order.
+    """
+
+    rows: list[Row]
+    token_row: Tensor  # int64 [N]
+    token_transition: Tensor  # int64 [N]
+    behaviour: Tensor  # float32 [N]
+    transition_rollout: Tensor  # int64 [S]
+    transition_role: Tensor  # int64 [S], index into `roles`
+    row_rollout: Tensor  # int64 [R]
+    rollout_group: Tensor  # int64 [U]
+    rewards: dict[str, Tensor]  # name -> float64 [U]; NaN = missing
+    roles: list[str]
+    groups: list[str]  # ids [M]
+    rollouts: list[str]  # ids [U]
+    transitions: list[str]  # ids [S]
+
+    @property
+    def n_tokens(self) -> int:
+        return int(self.token_row.numel())
+
+    @property
+    def token_rollout(self) -> Tensor:
+        return self.row_rollout[self.token_row]
+
+    @property
+    def token_group(self) -> Tensor:
+        return self.rollout_group[self.token_rollout]
+
+    @property
+    def row_offsets(self) -> Tensor:
+        """int64 [R + 1]: token range of each row."""
+        sizes = torch.tensor([0, *(row.actions.numel() for row in self.rows)])
+        return sizes.cumsum(0)

@@ -1,0 +1,1 @@
+"""Policy servers: what samples from the weights."""

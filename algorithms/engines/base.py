@@ -1,0 +1,34 @@
+"""The policy server protocol. The wire is OpenAI's chat completions with vLLM's additions:
+
+request   `return_token_ids: true`, `logprobs: true`
+response  `prompt_token_ids`, `choices[].token_ids`, `choices[].logprobs.content[].logprob`
+          (streamed: the same fields in the chunks), header `x-policy-version`
+Log-probs are those of the distribution sampled from at the request's temperature (before top-p
+and top-k); at temperature 0 those of the model itself.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+
+class PolicyServer(Protocol):
+    """Owns the serving of one policy. Every answer names the version that produced it."""
+
+    base_url: str  # ends in /v1
+    model: str  # the name it answers to
+
+    async def start(self) -> None:
+        """Listen. Raises PolicyError when the port is taken."""
+        ...
+
+    def updating(self) -> AbstractAsyncContextManager[None]:
+        """While inside, weights may change: calls in flight have finished, new ones are held."""
+        ...
+
+    async def publish(self, version: int) -> None:
+        """From now on serve the learner's current weights as `version`. Call inside `updating`."""
+        ...
+
+    async def close(self) -> None: ...

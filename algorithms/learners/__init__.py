@@ -1,0 +1,1 @@
+"""Learners: what holds the weights and the optimizer."""
