@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from agentrl.errors import ConfigError
 from agentrl.types import Sampling
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Natural = Annotated[int, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+NonNegative = Annotated[float, msgspec.Meta(ge=0)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -22,13 +30,13 @@ class AgentConfig(Section):
     """The unmodified agent and how it is run."""
 
     path: str = ""  # "file.py:name" or "package.module:name"
-    timeout: float = 60.0  # seconds for one attempt
-    max_attempts: int = 3  # tries at one rollout when the infrastructure fails
+    timeout: Seconds = 60.0  # for one attempt
+    max_attempts: Count = 3  # tries at one rollout when the infrastructure fails
     error_reward: float | None = None  # outcome when the agent itself raises; none: missing
 
 
 class TasksConfig(Section):
-    """Each a "file.jsonl" or a "file.py:name" that is an iterable of tasks or returns one."""
+    """Each a "file.jsonl", or a "file.py:name" that is an iterable of tasks or returns one."""
 
     train: str = ""
     heldout: str = ""
@@ -39,10 +47,10 @@ class VerifierConfig(Section):
 
 
 class PolicyConfig(Section):
-    """A Hugging Face checkpoint directory or hub name."""
+    """The model to train: a Hugging Face checkpoint directory or hub name."""
 
-    model: str = ""
-    build: str = ""  # "file.py:name": function (directory, seed) that makes `model` if it is absent
+    model: str = ""  # default with `build`: <output>/policy
+    build: str = ""  # "file.py:name": called as (directory, seed) to make `model` if it is absent
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "auto"
 
@@ -52,57 +60,61 @@ class AlgorithmConfig(Section):
 
     preset: str = "grpo"
     options: dict[str, Any] = {}
-    groups: int = 8  # per step
-    group_size: int = 8
-    min_group: int = 2  # valid rollouts below which a group is dropped
-    max_staleness: int = 0  # steps that may be asked for ahead of the update
-    minibatches: int = 1
-    epochs: int = 1
-    lr: float = 1e-6
-    warmup: int = 0  # steps of linear learning-rate warm-up
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
+    groups: Count = 8  # per step
+    group_size: Count = 8
+    min_group: Count = 2  # valid rollouts below which a group is dropped
+    max_staleness: Natural = 0  # steps that may be asked for ahead of the update
+    minibatches: Count = 1  # optimizer steps a batch is split into
+    epochs: Count = 1  # passes over a batch
+    lr: Positive = 1e-6
+    warmup: Natural = 0  # steps of linear learning-rate warm-up
+    weight_decay: NonNegative = 0.0
+    max_grad_norm: Positive = 1.0
 
 
 class LearnerConfig(Section):
-    token_budget: int = 4096  # tokens forwarded at once
-    threads: int = 0  # 0: all cores
+    token_budget: Count = 4096  # tokens forwarded at once
+    threads: Natural = 0  # 0: all cores
 
 
 class EngineConfig(Section):
     """The embedded policy server."""
 
     host: str = "127.0.0.1"
-    port: int = 0  # 0: any free one
-    max_batch: int = 64  # calls decoded together
-    max_context: int = 2048  # tokens of prompt and completion
-    threads: int = 1
+    port: Port = 0  # 0: any free one
+    max_batch: Count = 64  # calls decoded together
+    max_context: Count = 2048  # tokens of prompt and completion
+    threads: Count = 1
 
 
 class RunnerConfig(Section):
-    processes: int = 1
-    concurrency: int = 64  # rollouts at a time in one process
-    lease: float = 15.0  # seconds without a heartbeat until a rollout is given to another runner
-    port: int = 0  # of the gateway; 0: any free one
+    processes: Natural = 1  # 0: runners are started elsewhere
+    concurrency: Count = 64  # rollouts at a time in one process
+    lease: Seconds = 15.0  # without a heartbeat until a rollout is given to another runner
+    port: Port = 0  # of the gateway; 0: any free one
 
 
 class EvalConfig(Section):
-    every: int = 0  # steps; 0: only before and after
-    tasks: int = 0  # held-out tasks per evaluation; 0: all
-    sampled: bool = True  # also score before and after at temperature 1
+    """Held-out evaluations before and after training, and every so many steps between."""
+
+    every: Natural = 0  # steps; 0: only before and after
+    tasks: Natural = 0  # before and after; 0: all held-out tasks
+    curve_tasks: Natural = 64  # in the evaluations between; 0: all
+    sampled: bool = True  # before and after, also at temperature 1
     sampling: Sampling = Sampling(temperature=0.0)
 
 
 class RunConfig(Section):
-    """One training job. Paths are relative to the run file's folder (`root`)."""
+    """One training job. Files are looked up in `root`, the run file's folder; what the run writes
+    goes to `output`, relative to the working directory."""
 
-    name: str = "run"
+    name: Name = "run"
     root: str = "."
-    output: str = ""  # folder of store, checkpoints and figures; default: runs/<name>
-    store: str = ""  # store URL; default: sqlite in the output folder
-    seed: int = 0
-    steps: int = 100
-    keep_checkpoints: int = 2
+    output: str = ""  # folder of store, checkpoints and figures; default runs/<name>
+    store: str = ""  # store URL; default: SQLite in the output folder
+    seed: Natural = 0
+    steps: Natural = 100
+    keep_checkpoints: Count = 2
     agent: AgentConfig = AgentConfig()
     tasks: TasksConfig = TasksConfig()
     verifier: VerifierConfig = VerifierConfig()
@@ -113,3 +125,126 @@ class RunConfig(Section):
     engine: EngineConfig = EngineConfig()
     runner: RunnerConfig = RunnerConfig()
     eval: EvalConfig = EvalConfig()
+
+    def path(self, name: str) -> Path:
+        """A file named in the run file, relative to its folder."""
+        return Path(self.root, name)
+
+
+def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
+    """Read a run file and apply `key.sub=value` overrides.
+
+    Raises ConfigError naming the file, the key and the nearest valid name."""
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such run file; give the path of a TOML file") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: not a readable TOML file: {error}") from None
+    data.setdefault("root", str(path.parent.resolve()))
+    data.setdefault("name", path.parent.resolve().name)
+    for override in overrides:
+        _apply(data, override)
+    return resolve(data, source=str(path))
+
+
+def resolve(data: Mapping[str, Any], *, source: str) -> RunConfig:
+    """Typed settings from a mapping, with every path absolute."""
+    _check_keys(RunConfig, data, prefix="", source=source)
+    try:
+        config = msgspec.convert(data, RunConfig)
+    except msgspec.ValidationError as error:
+        message = str(error).replace("`$.", "`").replace("`$`", "the top level")
+        raise ConfigError(f"{source}: {message}") from None
+    output = Path(config.output or Path("runs", config.name)).resolve()
+    return msgspec.structs.replace(
+        config,
+        root=str(Path(config.root).resolve()),
+        output=str(output),
+        store=config.store or f"sqlite:///{output / 'store.db'}",
+    )
+
+
+def to_toml(config: RunConfig) -> str:
+    """The resolved settings as a run file, for `--dry-run`."""
+    lines: list[str] = []
+
+    def table(values: Mapping[str, Any], prefix: str) -> None:
+        plain = {k: v for k, v in values.items() if not isinstance(v, dict) and v is not None}
+        if prefix and (plain or not values):
+            lines.append(f"\n[{prefix}]")
+        lines.extend(f"{key} = {_toml_value(value)}" for key, value in plain.items())
+        for key, value in values.items():
+            if isinstance(value, dict):
+                table(value, f"{prefix}.{key}" if prefix else key)
+
+    table(msgspec.to_builtins(config), "")
+    return "\n".join(lines) + "\n"
+
+
+def differences(old: RunConfig, new: RunConfig) -> list[str]:
+    """Settings that would change what a run learns, as "key: old -> new"."""
+    ignored = {"root", "output", "store", "steps", "keep_checkpoints", "eval", "runner", "engine"}
+    before, after = (_flatten(msgspec.to_builtins(config)) for config in (old, new))
+    return [
+        f"{key}: {before.get(key)!r} -> {after.get(key)!r}"
+        for key in sorted(before.keys() | after.keys())
+        if key.split(".")[0] not in ignored and before.get(key) != after.get(key)
+    ]
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """ "; did you mean 'x'?" or the list of what is valid."""
+    names = sorted(valid)
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(names)}"
+
+
+def _apply(data: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override {override!r}: write it as key.sub=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text  # a bare word is a string: no quoting on the command line
+    *parents, last = key.split(".")
+    table = data
+    for parent in parents:
+        table = table.setdefault(parent, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"override {override!r}: {parent!r} is a value, not a table")
+    table[last] = value
+
+
+def _check_keys(
+    section: type[msgspec.Struct], data: Mapping[str, Any], *, prefix: str, source: str
+) -> None:
+    types = {field.name: field.type for field in msgspec.structs.fields(section)}
+    for key, value in data.items():
+        if key not in types:
+            where = f" in [{prefix.rstrip('.')}]" if prefix else ""
+            raise ConfigError(
+                f"{source}: unknown key {prefix + key!r}{where}; {nearest(key, types)}"
+            )
+        kind = types[key]
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and isinstance(value, dict):
+            _check_keys(kind, value, prefix=f"{prefix}{key}.", source=source)
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _toml_value(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml_value, value))}]"
+    return msgspec.json.encode(value).decode() if isinstance(value, str) else repr(value)

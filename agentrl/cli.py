@@ -1,0 +1,125 @@
+"""The command line. Every error a user can cause is one sentence and exit code 2."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import click
+
+from agentrl import __version__
+from agentrl.config import RunConfig, load, to_toml
+from agentrl.errors import AgentRLError
+from agentrl.processes import ERROR_MARK, USER_ERROR, die_with_parent
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__)
+def cli() -> None:
+    """Reinforcement learning for the agents people already have."""
+
+
+@cli.command()
+@click.argument("run_file", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1)
+@click.option("--seed", type=int, help="Seed of model building, task order and sampling.")
+@click.option("--steps", type=int, help="Training steps.")
+@click.option("--fresh", is_flag=True, help="Delete what an earlier run of this name left.")
+@click.option("--dry-run", is_flag=True, help="Print the resolved run file and stop.")
+def train(
+    run_file: Path,
+    overrides: tuple[str, ...],
+    seed: int | None,
+    steps: int | None,
+    fresh: bool,
+    dry_run: bool,
+) -> None:
+    """Train the agent of RUN_FILE, or continue where an earlier start was stopped.
+
+    OVERRIDES are settings such as `algorithm.lr=1e-4`."""
+    named = {"seed": seed, "steps": steps}
+    extra = [f"{key}={value}" for key, value in named.items() if value is not None]
+    config = load(run_file, [*overrides, *extra])
+    if dry_run:
+        click.echo(to_toml(config), nl=False)
+        return
+    from agentrl.trainer import run_training
+
+    run_training(config, fresh=fresh)
+
+
+@cli.command("eval")
+@click.argument("run_file", type=click.Path(path_type=Path))
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1)
+@click.option("--tasks", help="Task file to score on; default: the run file's held-out tasks.")
+def evaluate(
+    run_file: Path, checkpoint: Path, overrides: tuple[str, ...], tasks: str | None
+) -> None:
+    """Score CHECKPOINT with the agent and verifier of RUN_FILE."""
+    from agentrl.trainer import run_evaluation
+
+    run_evaluation(load(run_file, overrides), checkpoint, tasks)
+
+
+@cli.command()
+@click.argument("rollout")
+@click.option("--store", help="Store URL; default: the one of the run the rollout names.")
+def show(rollout: str, store: str | None) -> None:
+    """Print the trace of ROLLOUT: every message, tool call, reward and failure."""
+    from agentrl.show import show_rollout
+
+    asyncio.run(show_rollout(store or _store_of(rollout), rollout))
+
+
+@cli.group()
+def runner() -> None:
+    """The agents' side."""
+
+
+@runner.command("start")
+@click.option("--store", required=True, help="Store URL.")
+@click.option("--run", "run", required=True, help="Name of the run.")
+@click.option("--root", type=click.Path(path_type=Path), help="Folder of the agent's files here.")
+def start_runner(store: str, run: str, root: Path | None) -> None:
+    """Run rollouts of a run until SIGTERM."""
+    die_with_parent()
+    from agentrl.runners.main import main as run_forever
+
+    sys.exit(run_forever(store, run, root=root))
+
+
+@cli.group(hidden=True)
+def algorithm() -> None:
+    """The learning side; `agentrl train` starts it."""
+
+
+@algorithm.command("start")
+@click.argument("config_file", type=click.Path(path_type=Path))
+def start_algorithm(config_file: Path) -> None:
+    die_with_parent()
+    import msgspec
+
+    from agentrl.algorithms.main import main as run_algorithm
+
+    run_algorithm(msgspec.json.decode(config_file.read_bytes(), type=RunConfig))
+
+
+def main() -> None:
+    """Entry point of `agentrl`."""
+    try:
+        cli(standalone_mode=False)
+    except AgentRLError as error:
+        click.echo(f"{ERROR_MARK}{error}", err=True)
+        sys.exit(USER_ERROR)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("\nStopped. The same command continues after the last committed step.", err=True)
+        sys.exit(130)
+
+
+def _store_of(rollout: str) -> str:
+    return f"sqlite:///{Path('runs', rollout.split('/')[0], 'store.db').resolve()}"

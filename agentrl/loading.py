@@ -1,0 +1,95 @@
+"""Loading what users point at: `file.py:name`, `package.module:name`, task files."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from agentrl.config import nearest
+from agentrl.errors import ConfigError
+from agentrl.types import Json
+
+
+def load_attribute(path: str, root: Path, *, key: str) -> Any:
+    """The object that `path` names; a file is looked up under `root`, which joins `sys.path`.
+
+    Raises ConfigError naming the settings `key` when the file, module or attribute is missing or
+    its import fails."""
+    source, colon, name = path.rpartition(":")
+    if not colon or not source or not name:
+        raise ConfigError(f"{key} = {path!r}: write it as file.py:name or package.module:name")
+    folder = root.resolve()
+    if source.endswith(".py"):
+        file = (root / source).resolve()
+        if not file.is_file():
+            raise ConfigError(f"{key} = {path!r}: there is no file {file}")
+        folder, source = file.parent, file.stem
+        loaded = sys.modules.get(source)
+        if loaded is not None and getattr(loaded, "__file__", None) != str(file):
+            del sys.modules[source]  # another run's file of the same name
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    try:
+        module = importlib.import_module(source)
+    except ImportError as error:
+        raise ConfigError(f"{key} = {path!r}: cannot import it: {error}") from error
+    except Exception as error:  # noqa: BLE001 - the user's module is a boundary: anything can happen
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"{key} = {path!r}: importing it raised {type(error).__name__}: {error}"
+            f" ({last.filename}:{last.lineno})"
+        ) from error
+    if not hasattr(module, name):
+        public = [item for item in vars(module) if not item.startswith("_")]
+        raise ConfigError(f"{key} = {path!r}: it has no {name!r}; {nearest(name, public)}")
+    return getattr(module, name)
+
+
+def load_tasks(path: str, root: Path, *, key: str) -> list[dict[str, Json]]:
+    """Tasks of a `.jsonl` file (one JSON object a line) or a `file.py:name`.
+
+    Raises ConfigError with file and line for anything that is not an object with an `input`."""
+    if path.endswith(".jsonl"):
+        items, where = _read_jsonl(root / path, key)
+    else:
+        found = load_attribute(path, root, key=key)
+        found = found() if callable(found) else found
+        if not isinstance(found, Iterable):
+            raise ConfigError(f"{key} = {path!r}: expected tasks, got {type(found).__name__}")
+        items = list(found)
+        where = [f"{path}[{index}]" for index in range(len(items))]
+    return check_tasks(items, where, key=key)
+
+
+def check_tasks(items: list[Any], where: list[str], *, key: str) -> list[dict[str, Json]]:
+    """`items` as tasks, or ConfigError saying which one is not a JSON object with an `input`."""
+    if not items:
+        raise ConfigError(f"{key}: there are no tasks in it")
+    for item, place in zip(items, where, strict=True):
+        if not isinstance(item, dict):
+            raise ConfigError(f"{key}: {place} is not a JSON object but {type(item).__name__}")
+        if "input" not in item:
+            raise ConfigError(f"{key}: {place} has no 'input', the part that the agent is given")
+    return items
+
+
+def _read_jsonl(file: Path, key: str) -> tuple[list[Any], list[str]]:
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{key} = {str(file)!r}: cannot read the task file: {error}") from None
+    items, where = [], []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                items.append(msgspec.json.decode(line))
+            except msgspec.DecodeError as error:
+                raise ConfigError(f"{key}: {file}:{number} is not JSON: {error}") from None
+            where.append(f"{file}:{number}")
+    return items, where

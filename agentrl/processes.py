@@ -1,0 +1,77 @@
+"""Child processes of a run: started in their own session, logged to a file, never orphaned."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+PARENT = "AGENTRL_PARENT"  # pid of the process that must outlive this one
+
+
+def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """Ask the kernel to send `number` when the parent dies, so that nobody is left behind.
+
+    A no-op unless this process was started by `Child`, and where the kernel is not Linux."""
+    parent = os.environ.pop(PARENT, None)
+    if parent is None or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
+    if os.getppid() != int(parent):  # it died before the request was made
+        os.kill(os.getpid(), number)
+
+
+@dataclass(slots=True)
+class Child:
+    """One `agentrl …` subprocess with its output in `log`."""
+
+    name: str
+    arguments: list[str]
+    log: Path
+    process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        with self.log.open("ab") as log:
+            self.process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "agentrl",
+                *self.arguments,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=os.environ | {PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,  # Ctrl-C reaches the front only, which ends its children
+            )
+
+    async def wait(self) -> int:
+        """Exit code; negative: the signal that ended it."""
+        assert self.process is not None
+        return await self.process.wait()
+
+    async def stop(self, grace: float = 10.0) -> None:
+        """SIGTERM, and after `grace` seconds SIGKILL."""
+        if self.process is None or self.process.returncode is not None:
+            return
+        self.process.terminate()
+        try:
+            async with asyncio.timeout(grace):
+                await self.process.wait()
+        except TimeoutError:
+            self.process.kill()
+            await self.process.wait()
+
+    def last_error(self) -> str | None:
+        """The sentence of the last user error in its log."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        marked = [line for line in lines if line.startswith(ERROR_MARK)]
+        return marked[-1].removeprefix(ERROR_MARK) if marked else None
+
+
+ERROR_MARK = "agentrl: error: "
+USER_ERROR = 2  # exit code of a process that ended with a sentence for the user

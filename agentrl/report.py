@@ -1,0 +1,106 @@
+"""What a finished run leaves to look at: table, two traces, learning curve, paths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from agentrl.config import RunConfig
+from agentrl.show import render
+from agentrl.store.base import Store
+from agentrl.types import Purpose, Rollout, StepRow
+
+
+async def write(
+    store: Store,
+    config: RunConfig,
+    steps: list[StepRow],
+    checkpoint: str | None,
+    seconds: float,
+    console: Console | None = None,
+) -> None:
+    """Print the report of a run and save its learning curve."""
+    console = console or Console()
+    console.print(_scores(steps))
+    for title, rollout in (await _examples(store, config)).items():
+        trace = await store.trace(rollout.id)
+        if trace:
+            console.print(f"[bold]{title}[/]")
+            console.print(render(trace))
+    for row in (_split(steps, seconds), await _failures(store, config)):
+        if row:
+            console.print(row, highlight=False)
+    paths = {"store": config.store, "checkpoint": checkpoint, "curve": curve(config, steps)}
+    for name, path in paths.items():
+        if path:
+            console.print(f"{name:<11}{path}", highlight=False, soft_wrap=True)
+
+
+def curve(config: RunConfig, steps: list[StepRow]) -> Path | None:
+    """Save reward per step and held-out score as `curve.png`; None when nothing was trained."""
+    committed = [row for row in steps if row.committed and "reward/mean" in row.metrics]
+    if not committed:
+        return None
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    means = [row.metrics["reward/mean"] for row in committed]
+    spread = [row.metrics.get("reward/std", 0.0) for row in committed]
+    x = [row.step for row in committed]
+    low, high = zip(*((m - s / 2, m + s / 2) for m, s in zip(means, spread, strict=True)), strict=True)
+    axes.fill_between(x, low, high, alpha=0.15, linewidth=0)
+    axes.plot(x, means, label="training reward (mean ± half a standard deviation)")
+    held = [(row.step, row.metrics["eval/score"]) for row in steps if "eval/score" in row.metrics]
+    if held:
+        axes.plot(*zip(*held, strict=True), "o-", label="held-out, greedy")
+    axes.set(xlabel="step", ylabel="reward", title=config.name)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    path = Path(config.output, "curve.png")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return path
+
+
+def _scores(steps: list[StepRow]) -> Table:
+    table = Table(title="held-out tasks", title_justify="left")
+    for column in ("", "before", "after"):
+        table.add_column(column, justify="left" if not column else "right")
+    first, last = steps[0].metrics, steps[-1].metrics
+    for key in ("eval/score", "eval/sampled"):
+        if key in first:
+            values = [f"{row[key]:.1%}" if key in row else "-" for row in (first, last)]
+            table.add_row(key.removeprefix("eval/"), *values)
+    return table
+
+
+async def _examples(store: Store, config: RunConfig) -> dict[str, Rollout]:
+    """The latest evaluated rollout that succeeded and the latest that did not, by title."""
+    found: dict[str, Rollout] = {}
+    rollouts = await store.rollouts(config.name, purpose=Purpose.EVAL)
+    for rollout in sorted(rollouts, key=lambda item: item.step, reverse=True):
+        found.setdefault("A success" if rollout.reward() > 0 else "A failure", rollout)
+    return {f"{title}, after {row.step} steps": row for title, row in sorted(found.items(), reverse=True)}
+
+
+async def _failures(store: Store, config: RunConfig) -> str:
+    failed = [row.failure for row in await store.rollouts(config.name) if row.failure]
+    if not failed:
+        return ""
+    kinds = sorted({failure.kind for failure in failed})
+    counts = ", ".join(f"{sum(f.kind == kind for f in failed)} {kind}" for kind in kinds)
+    return f"{len(failed)} rollouts failed ({counts}); the last one: {failed[-1].message}"
+
+
+def _split(steps: list[StepRow], seconds: float) -> str:
+    total = {
+        part: sum(row.metrics.get(f"time/{part}", 0.0) for row in steps)
+        for part in ("build", "rollouts", "update", "eval")
+    }
+    parts = ", ".join(f"{part} {value:.0f}" for part, value in total.items())
+    return f"{seconds:.0f} s in all: {parts}"

@@ -1,0 +1,73 @@
+"""A trace as a person reads it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.text import Text
+
+from agentrl.errors import StoreError
+from agentrl.store import open_store
+from agentrl.types import Rollout, Trace, Transition
+
+STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
+
+
+async def show_rollout(store_url: str, rollout: str, console: Console | None = None) -> None:
+    """Print one rollout of a store. Raises StoreError when it has none of that id."""
+    async with open_store(store_url, create=False) as store:
+        trace = await store.trace(rollout)
+    if trace is None:
+        raise StoreError(f"there is no rollout {rollout!r} in {store_url}; ids look like run/train/0000000/0000")
+    (console or Console()).print(render(trace))
+
+
+def render(trace: Trace) -> RenderableType:
+    """Header, then every message once, each model call with its tokens, version and role."""
+    parts: list[RenderableType] = []
+    shown: list[dict[str, Any]] = []
+    for transition in trace.transitions:
+        known = len(shown) if transition.messages[: len(shown)] == shown else 0
+        parts += [_message(message) for message in transition.messages[known:]]
+        parts.append(_answer(transition))
+        shown = [*transition.messages, transition.answer or {}]
+    if trace.rollout.failure:
+        failure = trace.rollout.failure
+        parts.append(Text(f"{failure.kind}: {failure.message}", style="bold red"))
+        if failure.traceback:
+            parts.append(Text(failure.traceback.rstrip(), style="red dim"))
+    return Panel(Group(*parts), title=_title(trace.rollout), title_align="left")
+
+
+def _title(rollout: Rollout) -> str:
+    rewards = ", ".join(f"{row.name} {row.value:g}" for row in rollout.rewards) or "no reward"
+    tries = f", attempt {rollout.attempts}" if rollout.attempts > 1 else ""
+    return f"{rollout.id}: {rollout.state}, {rewards}, {rollout.seconds:.2f} s{tries}"
+
+
+def _message(message: dict[str, Any], note: str = "") -> Text:
+    role = str(message.get("role", "?"))
+    text = Text(f"{role:<10}", style=f"bold {STYLES.get(role, '')}")
+    text.append(_content(message.get("content")), style=STYLES.get(role, ""))
+    for call in message.get("tool_calls") or []:
+        function = call.get("function", {})
+        text.append(f"{function.get('name')}({function.get('arguments')}) ", style="magenta")
+    text.append(note, style="dim")
+    return text
+
+
+def _answer(transition: Transition) -> Text:
+    note = (
+        f"   [{transition.role} v{transition.version}, {len(transition.prompt)} +"
+        f" {len(transition.completion)} tokens, {transition.finish}]"
+    )
+    return _message({"role": "assistant"} | (transition.answer or {}), note)
+
+
+def _content(content: object) -> str:
+    if content is None:
+        return ""
+    return content if isinstance(content, str) else msgspec.json.encode(content).decode()

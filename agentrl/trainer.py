@@ -1,0 +1,284 @@
+"""The front of a run: it starts the processes, watches them and reports. It never loads torch.
+
+    front ── starts ──► algorithm process (loop, learner, policy server)
+          └─ starts ──► runner processes  (worker, gateway, the agents)
+
+Owns the child processes and nothing else: all state is in the store, so killing the front and
+giving the same command again continues the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from agentrl import report, view
+from agentrl.config import RunConfig, differences, resolve
+from agentrl.errors import AgentRLError, ConfigError, TrainingError
+from agentrl.loading import check_tasks, load_tasks
+from agentrl.processes import USER_ERROR, Child
+from agentrl.store import open_store
+from agentrl.store.base import Store
+from agentrl.types import Json
+
+RESTARTS = 20  # of one runner within a run; more means that it cannot work
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a run achieved. Scores are mean held-out rewards; None where not evaluated."""
+
+    before: float | None
+    after: float | None
+    before_sampled: float | None
+    after_sampled: float | None
+    seconds: float
+    checkpoint: str | None
+    store: str
+
+
+def run_training(config: RunConfig, *, fresh: bool = False) -> Result:
+    """Train to the end with runner processes, show it, print the report."""
+    check(config)
+    output = Path(config.output)
+    if fresh and output.exists():
+        shutil.rmtree(output)
+    return _blocking(_front(config, runners=config.runner.processes))
+
+
+def run_evaluation(config: RunConfig, checkpoint: Path, tasks: str | None) -> Result:
+    """Score a checkpoint: a run of no steps in a folder of its own."""
+    if not checkpoint.is_dir():
+        raise ConfigError(f"{checkpoint}: no such checkpoint directory")
+    replace = msgspec.structs.replace
+    output = Path(config.output, "eval", time.strftime("%Y%m%d-%H%M%S"))
+    heldout = str(Path(tasks).resolve()) if tasks and ":" not in tasks else tasks
+    config = replace(
+        config,
+        output=str(output),
+        store=f"sqlite:///{output / 'store.db'}",
+        steps=0,
+        policy=replace(config.policy, model=str(checkpoint.resolve()), build=""),
+        tasks=replace(config.tasks, heldout=heldout or config.tasks.heldout),
+    )
+    check(config)
+    return _blocking(_front(config, runners=config.runner.processes))
+
+
+@dataclass(slots=True)
+class Trainer:
+    """Train an agent from Python, in a script or a notebook.
+
+    `agent` is a callable, a LangChain runnable or a function without arguments that builds one
+    (called once `OPENAI_BASE_URL` points at the gateway), and runs in this process; `tasks` and
+    `heldout` are lists of `{"input": ..., ...}`; `verifier` takes task and result and returns a
+    number or named numbers; `policy` is a Hugging Face directory or name. `settings` are those of
+    a run file, tables as dicts: `Trainer(..., steps=50, algorithm={"lr": 1e-5})`.
+
+    `agent`, `tasks`, `heldout` and `verifier` may also be "file.py:name" as in a run file.
+    """
+
+    agent: Any
+    tasks: Iterable[dict[str, Json]] | str
+    verifier: Callable[..., Any] | str
+    policy: str | Path
+    heldout: Iterable[dict[str, Json]] | str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def __init__(
+        self,
+        agent: Any,
+        tasks: Iterable[dict[str, Json]] | str,
+        verifier: Callable[..., Any] | str,
+        policy: str | Path,
+        heldout: Iterable[dict[str, Json]] | str = "",
+        **settings: Any,
+    ) -> None:
+        self.agent, self.tasks, self.verifier = agent, tasks, verifier
+        self.policy, self.heldout, self.settings = policy, heldout, settings
+
+    def fit(self, *, fresh: bool = False) -> Result:
+        """Train to the end, or continue where an earlier call of this name was stopped."""
+        config = self._config()
+        output = Path(config.output)
+        if fresh and output.exists():
+            shutil.rmtree(output)
+        output.mkdir(parents=True, exist_ok=True)
+        names = {
+            "train": _task_file(self.tasks, output / "train.jsonl"),
+            "heldout": _task_file(self.heldout, output / "heldout.jsonl"),
+        }
+        config = msgspec.structs.replace(config, tasks=msgspec.convert(names, type(config.tasks)))
+        if isinstance(self.agent, str) and isinstance(self.verifier, str):
+            return run_training(config)
+        check(config)
+        return _blocking(_front(config, runners=0, local=(self.agent, self.verifier)))
+
+    def _config(self) -> RunConfig:
+        data = {"policy": {}, "agent": {}, "verifier": {}} | self.settings
+        data["policy"] = {"model": str(self.policy)} | data["policy"]
+        for key, value in (("agent", self.agent), ("verifier", self.verifier)):
+            if isinstance(value, str):
+                data[key] = {"path": value} | data[key]
+        return resolve(data, source="Trainer")
+
+
+def check(config: RunConfig) -> None:
+    """Refuse, before anything starts, what can be seen to be wrong from here."""
+    root = Path(config.root)
+    for key, value in (("tasks.train", config.tasks.train), ("tasks.heldout", config.tasks.heldout)):
+        if value:
+            load_tasks(value, root, key=key)
+    if config.steps and not config.tasks.train:
+        raise ConfigError("tasks.train is missing: name a .jsonl file or file.py:name")
+    if not config.steps and not config.tasks.heldout:
+        raise ConfigError("tasks.heldout is missing: there is nothing to evaluate on")
+    for key, value in (("agent.path", config.agent.path), ("verifier.path", config.verifier.path)):
+        file = value.rpartition(":")[0]
+        if file.endswith(".py") and not (root / file).is_file():
+            raise ConfigError(f"{key} = {value!r}: there is no file {root / file}")
+    if not config.policy.model and not config.policy.build:
+        raise ConfigError("policy.model is missing: a Hugging Face directory or name")
+
+
+async def _front(
+    config: RunConfig, *, runners: int, local: tuple[Any, Any] | None = None
+) -> Result:
+    output = Path(config.output)
+    logs = output / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    async with open_store(config.store) as store:
+        await _refuse_changes(store, config)
+        run_file = output / "run.json"
+        run_file.write_bytes(msgspec.json.format(msgspec.json.encode(config)))
+        algorithm = Child("algorithm", ["algorithm", "start", str(run_file)], logs / "algorithm.log")
+        arguments = ["runner", "start", "--store", config.store, "--run", config.name]
+        workers = [Child(f"runner-{i}", arguments, logs / f"runner-{i}.log") for i in range(runners)]
+        started = time.monotonic()
+        async with contextlib.AsyncExitStack() as stack:
+            for child in (algorithm, *workers):
+                stack.push_async_callback(child.stop)
+            if local:
+                stack.enter_context(_local_runner(config, *local))
+            watchers = [asyncio.create_task(_algorithm(algorithm))]
+            watchers += [asyncio.create_task(_keep_alive(child)) for child in workers]
+            following = asyncio.create_task(view.follow(store, config))
+            try:
+                done, _ = await asyncio.wait(watchers, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in (*watchers, following):
+                    task.cancel()
+                await asyncio.gather(*watchers, following, return_exceptions=True)
+            for task in done:
+                task.result()
+        return await _finish(store, config, time.monotonic() - started)
+
+
+async def _finish(store: Store, config: RunConfig, seconds: float) -> Result:
+    state = await store.run(config.name)
+    steps = await store.steps(config.name)
+    first, last = steps[0].metrics, steps[-1].metrics
+    result = Result(
+        before=first.get("eval/score"),
+        after=last.get("eval/score"),
+        before_sampled=first.get("eval/sampled"),
+        after_sampled=last.get("eval/sampled"),
+        seconds=seconds,
+        checkpoint=state.checkpoint if state else None,
+        store=config.store,
+    )
+    await report.write(store, config, steps, result.checkpoint, seconds)
+    return result
+
+
+async def _algorithm(child: Child) -> None:
+    await child.start()
+    code = await child.wait()
+    if code == USER_ERROR:
+        raise AgentRLError(child.last_error() or f"see {child.log}")
+    if code:
+        raise TrainingError(
+            f"the algorithm process ended with {_ending(code)}; nothing is lost: the same command"
+            f" continues after the last committed step (its output: {child.log})"
+        )
+
+
+async def _keep_alive(child: Child) -> None:
+    """Start a runner again whenever it dies: its rollouts come back when their leases expire."""
+    for _ in range(RESTARTS):
+        await child.start()
+        code = await child.wait()
+        if code == USER_ERROR:
+            raise AgentRLError(child.last_error() or f"see {child.log}")
+        await asyncio.sleep(1.0)
+    raise TrainingError(f"{child.name} died {RESTARTS} times; read {child.log}, mend the cause, repeat")
+
+
+@contextlib.contextmanager
+def _local_runner(config: RunConfig, agent: Any, verifier: Any) -> Any:
+    from agentrl.runners.main import RunnerThread
+
+    runner = RunnerThread(config.store, config.name, agent=agent, verifier=verifier)
+    runner.start()
+    try:
+        yield
+    finally:
+        runner.stop()
+
+
+async def _refuse_changes(store: Store, config: RunConfig) -> None:
+    """A run is one experiment: continuing it with other settings would be neither of the two."""
+    state = await store.run(config.name)
+    if state is None:
+        return
+    changed = differences(msgspec.convert(state.config, RunConfig), config)
+    if changed:
+        raise ConfigError(
+            f"run {config.name!r} in {config.output} was started with other settings"
+            f" ({'; '.join(changed)}); restore them, choose another name, or give --fresh"
+        )
+
+
+def _task_file(tasks: Iterable[dict[str, Json]] | str, file: Path) -> str:
+    """Name of a task file for the other processes, written from the list if it is one."""
+    if isinstance(tasks, str):
+        return tasks
+    items = list(tasks)
+    check_tasks(items, [f"task {index}" for index in range(len(items))], key=file.stem)
+    file.write_bytes(b"".join(msgspec.json.encode(item) + b"\n" for item in items))
+    return str(file)
+
+
+def _ending(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def _blocking(work: Coroutine[Any, Any, Result]) -> Result:
+    """Run to the end from a script, or from a notebook whose own event loop is running."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    outcome: list[Result | BaseException] = []
+
+    def target() -> None:
+        try:
+            outcome.append(asyncio.run(work))
+        except BaseException as error:  # noqa: BLE001 - handed to the caller's thread below
+            outcome.append(error)
+
+    thread = threading.Thread(target=target, name="agentrl-front")
+    thread.start()
+    thread.join()
+    if isinstance(outcome[0], BaseException):
+        raise outcome[0]
+    return outcome[0]

@@ -1,0 +1,136 @@
+"""What the user sees while a run works: a view that only follows the store."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from agentrl.config import RunConfig
+from agentrl.store.base import Store
+from agentrl.types import Counts, StepRow
+
+REFRESH = 0.5  # seconds between redraws
+PLAIN_LINES = 20  # step lines of a whole run where there is no terminal to redraw
+
+
+async def follow(store: Store, config: RunConfig, console: Console | None = None) -> None:
+    """Show the run until cancelled: redrawn on a terminal, as lines elsewhere."""
+    console = console or Console()
+    model = Progress(config)
+    console.print(f"[bold]{config.name}[/]: {config.steps} steps, {config.output}", highlight=False)
+    if not console.is_terminal:
+        return await _follow_plain(store, model, console)
+    with Live(model.table(), console=console, refresh_per_second=4, transient=True) as live:
+        while True:
+            await model.update(store)
+            live.update(model.table())
+            await _next_change(store)
+
+
+async def _follow_plain(store: Store, model: Progress, console: Console) -> None:
+    printed = -1
+    every = max(1, model.config.steps // PLAIN_LINES)
+    while True:
+        await model.update(store)
+        for row in model.rows:
+            if row.step > printed and row.committed:
+                printed = row.step
+                if row.step % every == 0 or row.step + 1 == model.config.steps:
+                    console.print(model.line(row), highlight=False)
+        await _next_change(store)
+
+
+async def _next_change(store: Store) -> None:
+    cursor = await store.cursor()
+    started = time.monotonic()
+    await store.wait(cursor, timeout=5.0)
+    remaining = REFRESH - (time.monotonic() - started)
+    if remaining > 0:  # a busy run changes hundreds of times a second
+        await store.wait(2**62, timeout=remaining)
+
+
+@dataclass(slots=True)
+class Progress:
+    """A run as of the last look at the store."""
+
+    config: RunConfig
+    rows: list[StepRow] = field(default_factory=list)
+    counts: Counts = field(default_factory=Counts)
+    ready: bool = False
+
+    async def update(self, store: Store) -> None:
+        self.rows = await store.steps(self.config.name)
+        self.counts = await store.counts(self.config.name)
+        self.ready = bool(await store.policies(self.config.name))
+
+    @property
+    def committed(self) -> list[StepRow]:
+        return [row for row in self.rows if row.committed]
+
+    def seconds_left(self) -> float | None:
+        """From the mean of the last ten steps, evaluations included; None before the first."""
+        recent = self.committed[-10:]
+        if not recent:
+            return None
+        spent = sum(_seconds(row.metrics) for row in recent) / len(recent)
+        return spent * (self.config.steps - len(self.committed))
+
+    def table(self) -> Table:
+        grid = Table.grid(padding=(0, 2))
+        done = len(self.committed)
+        bar = ProgressBar(total=max(1, self.config.steps), completed=done, width=40)
+        left = self.seconds_left()
+        grid.add_row(
+            bar, f"step {done}/{self.config.steps}", f"{left:.0f} s left" if left is not None else ""
+        )
+        if not self.ready:
+            grid.add_row("preparing the policy and starting the agents ...")
+        elif not done:
+            finished = self.counts.succeeded + self.counts.failed
+            grid.add_row(f"scoring the untrained policy: {finished} rollouts done")
+        else:
+            last = self.committed[-1].metrics
+            grid.add_row(
+                f"reward {_number(last, 'reward/mean')} ± {_number(last, 'reward/std')}",
+                f"held-out {self._heldout()}",
+                f"{_rate(last, 'rollouts')} rollouts/s, {_rate(last, 'tokens/completion')} tokens/s",
+            )
+        if self.counts.failed:
+            grid.add_row(f"{self.counts.failed} rollouts failed")
+        return grid
+
+    def line(self, row: StepRow) -> str:
+        metrics = row.metrics
+        score = f"  held-out {metrics['eval/score']:.3f}" if "eval/score" in metrics else ""
+        left = self.seconds_left()
+        return (
+            f"step {row.step + 1}/{self.config.steps}"
+            f"  reward {_number(metrics, 'reward/mean')} ± {_number(metrics, 'reward/std')}"
+            f"  {_rate(metrics, 'rollouts')} rollouts/s"
+            f"  {_rate(metrics, 'tokens/completion')} tokens/s"
+            f"  {left:.0f} s left{score}"
+        )
+
+    def _heldout(self) -> str:
+        scores = [row.metrics["eval/score"] for row in self.rows if "eval/score" in row.metrics]
+        return f"{scores[-1]:.3f} (from {scores[0]:.3f})" if scores else "-"
+
+
+def _seconds(metrics: dict[str, float]) -> float:
+    return sum(metrics.get(f"time/{part}", 0.0) for part in ("rollouts", "update", "eval"))
+
+
+def _number(metrics: dict[str, float], key: str) -> str:
+    value = metrics.get(key, math.nan)
+    return "-" if math.isnan(value) else f"{value:.3f}"
+
+
+def _rate(metrics: dict[str, float], key: str) -> str:
+    seconds = metrics.get("time/rollouts", 0.0)
+    return f"{metrics.get(key, 0.0) / seconds:.0f}" if seconds else "-"

@@ -1,0 +1,113 @@
+"""The training loop: ask, claim groups, update, commit, publish, evaluate.
+
+It owns nothing that the store or the last checkpoint does not hold, so it may be killed anywhere:
+the next start continues after the last committed step. It never knows which algorithm it runs.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentrl.algorithms import checkpoint
+from agentrl.algorithms.engines.base import PolicyServer
+from agentrl.algorithms.evaluate import score
+from agentrl.algorithms.requests import TaskStream
+from agentrl.algorithms.update import Updater
+from agentrl.config import RunConfig
+from agentrl.store.base import Store
+from agentrl.types import Group, Json, PolicyVersion, RunState, Sampling, StepCommit
+
+POLICY = "policy"  # name of the one trainable policy
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """Everything one run trains with. `state` is what `open_run` returned."""
+
+    config: RunConfig
+    store: Store
+    state: RunState
+    updater: Updater
+    server: PolicyServer
+    tasks: TaskStream
+    heldout: list[dict[str, Json]]
+
+    async def run(self) -> None:
+        """Train from the last committed step to the last one of the run file."""
+        await self.publish(self.state.step)
+        await self.evaluate(self.state.step)
+        for step in range(self.state.step, self.config.steps):
+            started = time.monotonic()
+            groups = await self.collect(step)
+            collected = time.monotonic()
+            async with self.server.updating():
+                metrics = self.updater.update(step, groups)
+                metrics["time/rollouts"] = collected - started
+                metrics["time/update"] = time.monotonic() - collected
+                await self.commit(step, groups, metrics)
+                await self.server.publish(step + 1)
+            await self.publish(step + 1)
+            await self.evaluate(step + 1)
+
+    async def collect(self, step: int) -> list[Group]:
+        """Ask for this step's groups, and for those that may be sampled ahead of the update."""
+        settings = self.config.algorithm
+        last = min(step + settings.max_staleness, self.config.steps - 1)
+        for ahead in range(step, last + 1):
+            await self.store.enqueue(self.tasks.rollouts(ahead))
+        return await self.store.claim_groups(self.config.name, self.state.epoch, settings.groups)
+
+    async def commit(self, step: int, groups: list[Group], metrics: dict[str, float]) -> None:
+        """Write the checkpoint, then make the step true; earlier checkpoints go last."""
+        folder = Path(self.config.output, "checkpoints")
+        path = folder / f"{step + 1:06d}"
+        self.updater.save(path)
+        await self.store.commit_step(
+            StepCommit(
+                run=self.config.name,
+                epoch=self.state.epoch,
+                step=step,
+                groups=[group.id for group in groups],
+                versions={POLICY: step + 1},
+                checkpoint=str(path),
+                metrics=metrics,
+            )
+        )
+        checkpoint.prune(folder, keep=self.config.keep_checkpoints)
+
+    async def publish(self, version: int) -> None:
+        """Tell the runners where the policy is served."""
+        await self.store.publish(
+            PolicyVersion(
+                run=self.config.name,
+                policy=POLICY,
+                version=version,
+                base_url=self.server.base_url,
+                model=self.server.model,
+            )
+        )
+
+    async def evaluate(self, step: int) -> None:
+        """Held-out scores after `step` steps, where the run file asks for them."""
+        settings = self.config.eval
+        outer = step in (0, self.config.steps)
+        if not self.heldout or not (outer or (settings.every and step % settings.every == 0)):
+            return
+        done = {row.step: row.metrics for row in await self.store.steps(self.config.name)}
+        if "eval/score" in done.get(step, {}):
+            return
+        started = time.monotonic()
+        limit = settings.tasks if outer else settings.curve_tasks
+        tasks = self.heldout[: limit or None]
+        metrics = await self.score(step, "score", tasks, settings.sampling)
+        if outer and settings.sampled:
+            metrics |= await self.score(step, "sampled", tasks, Sampling(temperature=1.0))
+        metrics["time/eval"] = time.monotonic() - started
+        await self.store.log(self.config.name, step, metrics)
+
+    async def score(
+        self, step: int, name: str, tasks: list[dict[str, Json]], sampling: Sampling
+    ) -> dict[str, float]:
+        return await score(self.store, self.config, step, name, tasks, sampling)

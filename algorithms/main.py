@@ -1,0 +1,95 @@
+"""The algorithm process: model, learner and embedded policy server around the training loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+import time
+from pathlib import Path
+
+import msgspec
+import torch
+
+from agentrl.algorithms import presets
+from agentrl.algorithms.engines.embedded import EmbeddedServer
+from agentrl.algorithms.learners.torch import TorchLearner
+from agentrl.algorithms.loop import Loop
+from agentrl.algorithms.model import load_model
+from agentrl.algorithms.requests import TaskStream
+from agentrl.algorithms.update import Updater
+from agentrl.config import RunConfig
+from agentrl.errors import ConfigError
+from agentrl.loading import load_attribute, load_tasks
+from agentrl.store import open_store
+from agentrl.types import Json
+
+
+def main(config: RunConfig) -> None:
+    """Train (or, with no steps, evaluate) until the run is complete."""
+    asyncio.run(run(config))
+
+
+async def run(config: RunConfig) -> None:
+    """Open the run, load the policy of its last committed step, and loop."""
+    algo = presets.make(config.algorithm.preset, config.algorithm.options)
+    train, heldout = _tasks(config, "train"), _tasks(config, "heldout")
+    random.seed(config.seed)
+    torch.manual_seed(config.seed)
+    async with open_store(config.store) as store:
+        started = time.monotonic()
+        source = policy_directory(config)
+        if time.monotonic() - started > 1.0:
+            await store.log(config.name, 0, {"time/build": time.monotonic() - started})
+        state = await store.open_run(config.name, msgspec.to_builtins(config))
+        model, tokenizer = load_model(source, config.policy.dtype, config.policy.device)
+        learner = TorchLearner(
+            model,
+            tokenizer,
+            weight_decay=config.algorithm.weight_decay,
+            max_grad_norm=config.algorithm.max_grad_norm,
+            token_budget=config.learner.token_budget,
+            threads=config.learner.threads or os.cpu_count() or 1,
+        )
+        if state.checkpoint:
+            learner.load(Path(state.checkpoint))
+        server = EmbeddedServer(
+            model,
+            tokenizer,
+            host=config.engine.host,
+            port=config.engine.port,
+            max_batch=config.engine.max_batch,
+            max_context=config.engine.max_context,
+            threads=config.engine.threads,
+        )
+        await server.start()
+        try:
+            await server.publish(state.step)
+            tasks = TaskStream(config, train)
+            await Loop(config, store, state, Updater(config, algo, learner), server, tasks, heldout).run()
+        finally:
+            await server.close()
+
+
+def policy_directory(config: RunConfig) -> str:
+    """The model to start from: a local directory, built first if the run file says how, or a hub
+    name. Built elsewhere and renamed, so that a directory of that name is always whole."""
+    settings = config.policy
+    directory = config.path(settings.model) if settings.model else Path(config.output, "policy")
+    if not settings.build or directory.is_dir():
+        return str(directory) if directory.is_dir() else settings.model
+    build = load_attribute(settings.build, Path(config.root), key="policy.build")
+    if not callable(build):
+        raise ConfigError(f"policy.build = {settings.build!r}: it is not a function")
+    partial = directory.with_name(f"{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    build(partial, config.seed)
+    partial.rename(directory)
+    return str(directory)
+
+
+def _tasks(config: RunConfig, split: str) -> list[dict[str, Json]]:
+    path: str = getattr(config.tasks, split)
+    return load_tasks(path, Path(config.root), key=f"tasks.{split}") if path else []

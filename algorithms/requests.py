@@ -1,0 +1,89 @@
+"""Which rollouts to ask for: a pure function of seed and step, so a restart asks for the same."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from agentrl.config import RunConfig
+from agentrl.types import Json, NewRollout, Purpose, Sampling
+
+EVAL_PRIORITY = 1  # an evaluation holds up the loop: it goes before rollouts asked for ahead
+
+
+@dataclass(frozen=True, slots=True)
+class TaskStream:
+    """Training tasks in a shuffled order that changes every epoch."""
+
+    config: RunConfig
+    tasks: list[dict[str, Json]]
+
+    def task(self, index: int) -> dict[str, Json]:
+        """The `index`-th task of the run, counted over all epochs."""
+        epoch, position = divmod(index, len(self.tasks))
+        order = list(range(len(self.tasks)))
+        random.Random(f"{self.config.seed}/{epoch}").shuffle(order)
+        return self.tasks[order[position]]
+
+    def rollouts(self, step: int) -> list[NewRollout]:
+        """`groups` x `group_size` rollouts that training step `step` compares."""
+        size = self.config.algorithm.groups
+        return [
+            _rollout(
+                self.config,
+                group=f"{self.config.name}/train/{number:07d}",
+                index=index,
+                task=task,
+                purpose=Purpose.TRAIN,
+                sampling=self.config.sampling,
+                step=step,
+            )
+            for number in range(step * size, (step + 1) * size)
+            for task in [self.task(number)]
+            for index in range(self.config.algorithm.group_size)
+        ]
+
+
+def evaluation(
+    config: RunConfig, step: int, name: str, tasks: list[dict[str, Json]], sampling: Sampling
+) -> list[NewRollout]:
+    """One rollout per task, as the group `<run>/eval/<step>/<name>`."""
+    return [
+        _rollout(
+            config,
+            group=f"{config.name}/eval/{step:06d}/{name}",
+            index=index,
+            task=task,
+            purpose=Purpose.EVAL,
+            sampling=sampling,
+            step=step,
+            priority=EVAL_PRIORITY,
+        )
+        for index, task in enumerate(tasks)
+    ]
+
+
+def _rollout(
+    config: RunConfig,
+    *,
+    group: str,
+    index: int,
+    task: dict[str, Json],
+    purpose: Purpose,
+    sampling: Sampling,
+    step: int,
+    priority: int = 0,
+) -> NewRollout:
+    return NewRollout(
+        id=f"{group}/{index:04d}",
+        run=config.name,
+        group=group,
+        index=index,
+        task=task,
+        purpose=purpose,
+        sampling=sampling,
+        step=step,
+        max_attempts=config.agent.max_attempts,
+        timeout=config.agent.timeout,
+        priority=priority,
+    )

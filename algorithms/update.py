@@ -1,0 +1,113 @@
+"""One training step: groups into a batch, credit, and one or more optimizer steps on psi."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agentrl.algorithms import objective
+from agentrl.algorithms.batch import Batch
+from agentrl.algorithms.learners.base import Learner, Psi
+from agentrl.algorithms.merge import build_batch
+from agentrl.algorithms.objective import Algo, Terms
+from agentrl.config import AlgorithmConfig
+from agentrl.types import Group, RolloutState
+
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Updater:
+    """Turns claimed groups into updates of the learner's weights; keeps no state of its own."""
+
+    config: AlgorithmConfig
+    algo: Algo
+    learner: Learner
+
+    def update(self, step: int, groups: list[Group]) -> Metrics:
+        """Learn from the groups of one step; returns its metrics.
+
+        Where there is nothing to learn from (every reward equal or missing) no weight changes, and
+        `update/skipped` counts it."""
+        batch = build_batch(groups, min_group=self.config.min_group)
+        metrics = describe(groups, batch)
+        metrics |= {"lr": self.lr(step), "update/steps": 0.0, "update/skipped": 0.0}
+        for number, (part, terms) in enumerate(self.parts(groups, batch)):
+            metrics["update/steps"] += 1
+            if terms.skip:
+                metrics["update/skipped"] += 1
+                continue
+            report = self.learner.step(part, self.psi(terms), lr=self.lr(step))
+            metrics["update/skipped"] += not report.applied
+            if number == 0:  # later optimizer steps have moved away from the sampler on purpose
+                metrics |= difference(report.logprobs, part.behaviour)
+            metrics |= objective.stats(self.algo, part, terms, report.logprobs)
+            metrics |= {"loss": report.loss, "grad_norm": report.grad_norm}
+            metrics["tokens/forwarded"] = metrics.get("tokens/forwarded", 0.0) + report.tokens
+        return metrics
+
+    def parts(self, groups: list[Group], batch: Batch) -> Iterator[tuple[Batch, Terms]]:
+        """The optimizer steps of a batch: minibatches of whole groups, once per epoch. Credit is
+        computed on the whole batch, whichever way it is cut."""
+        count = min(self.config.minibatches, len(groups))
+        if count * self.config.epochs == 1 or not batch.n_tokens:
+            yield batch, objective.plan(self.algo, batch, {}, fresh=True)
+            return
+        old = self.learner.logprobs(batch)
+        advantage = self.algo.credit(batch)
+        for _ in range(self.config.epochs):
+            first = 0
+            for index in range(count):
+                share = groups[len(groups) * index // count : len(groups) * (index + 1) // count]
+                part = build_batch(share, min_group=self.config.min_group)
+                tokens = slice(first, first + part.n_tokens)  # groups keep their order in a batch
+                first = tokens.stop
+                yield part, objective.plan(
+                    self.algo, part, {"o": old[tokens]}, advantage=advantage[tokens]
+                )
+
+    def psi(self, terms: Terms) -> Psi:
+        def psi(logprobs: Tensor, index: Tensor) -> Tensor:
+            return objective.psi(self.algo, terms, logprobs, index)
+
+        return psi
+
+    def lr(self, step: int) -> float:
+        """Learning rate of a step: linear warm-up, then constant."""
+        return self.config.lr * min(1.0, (step + 1) / (self.config.warmup + 1))
+
+
+def describe(groups: list[Group], batch: Batch) -> Metrics:
+    """What was collected: counts of rollouts, groups and tokens, and the outcome rewards."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rewards = [reward for row in rollouts if not math.isnan(reward := row.reward())]
+    values = torch.tensor(rewards, dtype=torch.float64)
+    calls = [call for row in rollouts for call in row.transitions]
+    spread = {
+        "reward/mean": float(values.mean()),
+        "reward/std": float(values.std(correction=0)),
+    }
+    return (spread if rewards else {}) | {
+        "rollouts": len(rollouts),
+        "rollouts/failed": sum(row.state is not RolloutState.SUCCEEDED for row in rollouts),
+        "groups/dropped": len(groups) - len(batch.groups),
+        "calls": len(calls),
+        "calls/inexact": sum(not call.exact for call in calls),
+        "tokens/completion": sum(len(call.completion) for call in calls),
+        "tokens/prompt": sum(len(call.prompt) for call in calls),
+        "rows": len(batch.rows),
+        "tokens/trained": batch.n_tokens,
+    }
+
+
+def difference(learner: Tensor, sampler: Tensor) -> Metrics:
+    """|log-prob of the learner - log-prob of the sampler| over all tokens."""
+    gap = (learner.double().cpu() - sampler.double()).abs()
+    return {
+        "logprob_difference/max": float(gap.max()),
+        "logprob_difference/mean": float(gap.mean()),
+    }

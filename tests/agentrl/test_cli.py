@@ -1,0 +1,84 @@
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from agentrl.cli import cli
+from agentrl.config import load
+from agentrl.store import open_store
+
+
+def agentrl(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "agentrl", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_dry_run_prints_a_run_file(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("seed = 1\n")
+    arguments = ["train", str(tmp_path / "run.toml"), "algorithm.lr=0.5", "--steps", "3", "--dry-run"]
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 0
+    (tmp_path / "again.toml").write_text(result.output)
+    config = load(tmp_path / "again.toml")
+    assert (config.seed, config.steps, config.algorithm.lr) == (1, 3, 0.5)
+
+
+FILES = {
+    "agent.py": "agent = lambda text: text\n",
+    "verifier.py": "def verify(task, result): return 1.0\n",
+    "tasks.jsonl": '{"input": "x"}\n',
+}
+RUN = """
+[agent]
+path = "agent.py:agent"
+[tasks]
+train = "tasks.jsonl"
+[verifier]
+path = "verifier.py:verify"
+[policy]
+model = "model"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "run.toml").write_text(RUN)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "overrides", "sentence"),
+    [
+        ("run.toml", "stepps = 3", [], "unknown key 'stepps'; did you mean 'steps'?"),
+        ("tasks.jsonl", '{"input": 1}\n{', [], "tasks.jsonl:2 is not JSON"),
+        ("x", "", ["agent.path=agnet.py:agent"], "there is no file"),
+        ("x", "", ["verifier.path=check.py:verify"], "there is no file"),
+        ("x", "", ["tasks.train="], "tasks.train is missing"),
+        ("x", "", ["policy.model="], "policy.model is missing"),
+        ("x", "", ["store=mysql://x"], "mysql"),
+    ],
+)
+def test_user_errors_are_one_sentence_and_exit_code_two(
+    folder: Path, file: str, text: str, overrides: list[str], sentence: str
+) -> None:
+    (folder / file).write_text(text)
+    result = agentrl("train", "run.toml", *overrides, cwd=folder)
+    assert result.returncode == 2, result.stderr
+    assert sentence in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_show_names_what_is_missing(folder: Path) -> None:
+    arguments = ["show", "run/train/0000000/0000"]
+    missing = agentrl(*arguments, cwd=folder)
+    assert missing.returncode == 2
+    assert str(folder / "runs" / "run" / "store.db") in missing.stderr
+    asyncio.run(open_store(str(folder / "new.db")).close())
+    empty = agentrl(*arguments, "--store", "new.db", cwd=folder)
+    assert empty.returncode == 2
+    assert "no rollout 'run/train/0000000/0000'" in empty.stderr

@@ -1,0 +1,66 @@
+from pathlib import Path
+
+import pytest
+
+from agentrl.config import RunConfig, differences, load, resolve, to_toml
+from agentrl.errors import ConfigError
+
+
+def run_file(folder: Path, text: str) -> Path:
+    path = folder / "run.toml"
+    path.write_text(text)
+    return path
+
+
+def test_defaults_and_overrides(tmp_path: Path) -> None:
+    path = run_file(tmp_path, 'seed = 3\n[algorithm]\nlr = 1e-5\n[sampling]\ntemperature = 0.8\n')
+    config = load(path, ["algorithm.lr=1e-4", "steps=7", "policy.model=Qwen/Qwen2.5-0.5B"])
+    assert (config.seed, config.steps, config.algorithm.lr) == (3, 7, 1e-4)
+    assert config.sampling.temperature == 0.8
+    assert config.policy.model == "Qwen/Qwen2.5-0.5B"
+    assert config.name == tmp_path.name
+    assert config.root == str(tmp_path)
+    assert config.store.startswith("sqlite:////")
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "message"),
+    [
+        ("sed = 1", [], r"run\.toml: unknown key 'sed'; did you mean 'seed'\?"),
+        ("[algorithm]\nlrr = 1", [], r"'algorithm\.lrr' in \[algorithm\]; did you mean 'lr'\?"),
+        ("[sampling]\ntemp = 1", [], r"'sampling\.temp' in \[sampling\]; valid: .*temperature"),
+        ("[algorithm]\nlr = 'x'", [], r"algorithm\.lr"),
+        ("[algorithm]\nlr = -1.0", [], r"algorithm\.lr"),
+        ("steps = 1.5", [], r"steps"),
+        ("name = 'a/b'", [], r"name"),
+        ("steps = ", [], r"not a readable TOML file"),
+        ("", ["steps"], r"override 'steps': write it as key\.sub=value"),
+        ("steps = 1", ["steps.x=1"], r"'steps' is a value, not a table"),
+        ("", ["nothing.x=1"], r"unknown key 'nothing'"),
+    ],
+)
+def test_every_mistake_is_one_sentence(
+    tmp_path: Path, text: str, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(run_file(tmp_path, text), overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such run file"):
+        load(tmp_path / "none.toml")
+
+
+def test_printed_settings_read_back_the_same(tmp_path: Path) -> None:
+    config = load(run_file(tmp_path, 'name = "x"\n[algorithm.options]\nclip_low = 0.1\n'))
+    again = load(run_file(tmp_path, to_toml(config)))
+    assert again == config
+
+
+def test_differences_name_what_changes_learning_only() -> None:
+    old = resolve({"seed": 0, "steps": 5}, source="test")
+    new = resolve({"seed": 1, "steps": 9, "runner": {"concurrency": 2}}, source="test")
+    assert differences(old, new) == ["seed: 0 -> 1"]
+    assert differences(old, old) == []
+    assert isinstance(old, RunConfig)

@@ -1,0 +1,69 @@
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import ConfigError
+from agentrl.loading import load_attribute, load_tasks
+
+
+def test_attribute_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "my_agent.py").write_text("value = 41\n")
+    assert load_attribute("my_agent.py:value", tmp_path, key="agent.path") == 41
+
+
+def test_files_of_one_name_in_two_folders(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "same_name.py").write_text(f"value = {name!r}\n")
+        assert load_attribute("same_name.py:value", tmp_path / name, key="k") == name
+
+
+@pytest.mark.parametrize(
+    ("source", "path", "message"),
+    [
+        ("", "agent.py", "write it as file.py:name"),
+        ("", "missing_file.py:agent", "there is no file"),
+        ("agnet = 1", "agent_a.py:agent", "it has no 'agent'; did you mean 'agnet'"),
+        ("1 / 0", "agent_b.py:agent", r"raised ZeroDivisionError.*agent_b\.py:1"),
+        ("import no_such_module_here", "agent_c.py:agent", "No module named"),
+    ],
+)
+def test_mistakes_name_key_and_place(
+    tmp_path: Path, source: str, path: str, message: str
+) -> None:
+    if source:
+        (tmp_path / path.split(":")[0]).write_text(source)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_attribute(path, tmp_path, key="agent.path")
+    assert str(caught.value).startswith("agent.path = ")
+
+
+def test_tasks_of_a_jsonl_file(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text('{"input": "a", "answer": 1}\n\n{"input": "b"}\n')
+    tasks = load_tasks("t.jsonl", tmp_path, key="tasks.train")
+    assert [task["input"] for task in tasks] == ["a", "b"]
+
+
+def test_tasks_of_a_function(tmp_path: Path) -> None:
+    (tmp_path / "task_source.py").write_text("def train():\n    yield {'input': 'x'}\n")
+    assert load_tasks("task_source.py:train", tmp_path, key="k") == [{"input": "x"}]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"input": 1}\n{"input": \n', r"t\.jsonl:2 is not JSON"),
+        ('{"input": 1}\n[1]\n', r"t\.jsonl:2 is not a JSON object"),
+        ('{"question": 1}\n', r"t\.jsonl:1 has no 'input'"),
+        ("\n", "there are no tasks"),
+    ],
+)
+def test_broken_lines_are_named(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "t.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_tasks("t.jsonl", tmp_path, key="tasks.train")
+
+
+def test_missing_task_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read the task file"):
+        load_tasks("none.jsonl", tmp_path, key="tasks.train")

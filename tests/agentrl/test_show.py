@@ -1,0 +1,83 @@
+from rich.console import Console
+
+from agentrl.show import render
+from agentrl.types import (
+    ErrorKind,
+    Failure,
+    Purpose,
+    Reward,
+    Rollout,
+    RolloutState,
+    Trace,
+    Transition,
+    float32,
+    int32,
+)
+
+CALL = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": "c1", "function": {"name": "query", "arguments": '{"sql": "SELECT 1"}'}}],
+}
+OPENING = [{"role": "system", "content": "Be exact."}, {"role": "user", "content": "What is one?"}]
+
+
+def transition(index: int, messages: list[dict], answer: dict) -> Transition:
+    return Transition(
+        id=f"t{index}",
+        attempt="a" * 32,
+        index=index,
+        prompt=int32([1, 2, 3]),
+        completion=int32([4, 5]),
+        logprobs=float32([-0.5, -0.5]),
+        version=3,
+        messages=messages,
+        answer=answer,
+    )
+
+
+def printed(failure: Failure | None = None) -> str:
+    second = [*OPENING, CALL, {"role": "tool", "content": "1", "tool_call_id": "c1"}]
+    rollout = Rollout(
+        id="staff/train/0000001/0002",
+        run="staff",
+        group="staff/train/0000001",
+        index=2,
+        task={"input": "What is one?"},
+        purpose=Purpose.TRAIN,
+        state=RolloutState.FAILED if failure else RolloutState.SUCCEEDED,
+        step=0,
+        attempts=2,
+        attempt="a" * 32,
+        result="1",
+        failure=failure,
+        rewards=[] if failure else [Reward(value=1.0)],
+        seconds=0.25,
+    )
+    transitions = [
+        transition(0, OPENING, CALL),
+        transition(1, second, {"role": "assistant", "content": "one"}),
+    ]
+    trace = Trace(rollout=rollout, attempt="a" * 32, transitions=transitions, spans=[])
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
+    console.print(render(trace))
+    console.file.close()
+    return console.export_text()
+
+
+def test_every_message_once_in_order() -> None:
+    text = printed()
+    parts = ["Be exact.", "What is one?", 'query({"sql": "SELECT 1"})', "tool      1", "assistant one"]
+    places = [text.index(part) for part in parts]
+    assert places == sorted(places)
+    assert text.count("What is one?") == 1
+    assert text.count("SELECT 1") == 1
+    assert "outcome 1, 0.25 s, attempt 2" in text
+    assert "[agent v3, 3 + 2 tokens, stop]" in text
+
+
+def test_failure_is_shown_with_its_traceback() -> None:
+    text = printed(Failure(kind=ErrorKind.AGENT, message="no such tool", traceback="File x.py"))
+    assert "agent_error: no such tool" in text
+    assert "File x.py" in text
+    assert "no reward" in text

@@ -1,0 +1,129 @@
+"""The view and the report read a store in which a short run has happened."""
+
+import asyncio
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from agentrl import report, view
+from agentrl.config import RunConfig, resolve
+from agentrl.store import open_store
+from agentrl.store.base import Store
+from agentrl.types import (
+    ErrorKind,
+    Failure,
+    NewRollout,
+    Outcome,
+    PolicyVersion,
+    Purpose,
+    Reward,
+    StepCommit,
+)
+
+METRICS = {
+    "reward/mean": 0.5,
+    "reward/std": 0.25,
+    "rollouts": 60.0,
+    "tokens/completion": 1200.0,
+    "time/rollouts": 2.0,
+    "time/update": 1.0,
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    return resolve({"name": "r", "output": str(tmp_path), "steps": 4}, source="test")
+
+
+async def finished(store: Store, rollouts: list[NewRollout], reward: float | None) -> None:
+    await store.enqueue(rollouts)
+    for attempt in await store.claim(len(rollouts), runner="test", lease=60):
+        failure = Failure(kind=ErrorKind.AGENT, message="it broke")
+        rewards = [Reward(value=reward)] if reward is not None else []
+        outcome = Outcome(
+            attempt=attempt.id,
+            fence=attempt.fence,
+            rewards=rewards,
+            failure=None if rewards else failure,
+        )
+        assert await store.finish([outcome]) == [True]
+
+
+async def short_run(store: Store) -> None:
+    state = await store.open_run("r", {})
+    for index, reward in enumerate((1.0, 0.0, None)):
+        group = f"r/eval/000000/{index}"
+        rollout = NewRollout(
+            id=f"{group}/0000", run="r", group=group, index=0, task={}, purpose=Purpose.EVAL
+        )
+        await finished(store, [rollout], reward)
+    await store.log("r", 0, {"eval/score": 0.25, "eval/sampled": 0.2})
+    version = PolicyVersion(run="r", policy="policy", version=0, base_url="http://x/v1", model="p")
+    await store.publish(version)
+    for step in range(2):
+        group = f"r/train/{step:07d}"
+        rollout = NewRollout(id=f"{group}/0000", run="r", group=group, index=0, task={}, step=step)
+        await finished(store, [rollout], 1.0)
+        (claimed,) = await store.claim_groups("r", state.epoch, 1)
+        await store.commit_step(
+            StepCommit(
+                run="r",
+                epoch=state.epoch,
+                step=step,
+                groups=[claimed.id],
+                versions={"policy": step + 1},
+                checkpoint=f"/checkpoints/{step + 1}",
+                metrics=METRICS,
+            )
+        )
+    await store.log("r", 2, {"eval/score": 0.75})
+
+
+async def test_progress_of_a_run(config: RunConfig) -> None:
+    async with open_store(config.store) as store:
+        await short_run(store)
+        model = view.Progress(config)
+        await model.update(store)
+        console = Console(file=io.StringIO(), width=120)
+        console.print(model.table())
+        assert isinstance(console.file, io.StringIO)
+        text = console.file.getvalue()
+    assert "step 2/4" in text
+    assert "6 s left" in text
+    assert "reward 0.500 ± 0.250" in text
+    assert "held-out 0.750 (from 0.250)" in text
+    assert "30 rollouts/s, 600 tokens/s" in text
+    assert "1 rollouts failed" in text
+
+
+async def test_lines_where_there_is_no_terminal(config: RunConfig) -> None:
+    console = Console(file=io.StringIO(), width=120)
+    async with open_store(config.store) as store:
+        await short_run(store)
+        following = asyncio.create_task(view.follow(store, config, console))
+        assert isinstance(console.file, io.StringIO)
+        cursor = await store.cursor()
+        while "step 2/4" not in console.file.getvalue():
+            cursor = await store.wait(cursor, timeout=0.05)
+        following.cancel()
+    assert "step 1/4  reward 0.500 ± 0.250  30 rollouts/s" in console.file.getvalue()
+
+
+async def test_report(config: RunConfig) -> None:
+    console = Console(file=io.StringIO(), width=120)
+    async with open_store(config.store) as store:
+        await short_run(store)
+        steps = await store.steps("r")
+        await report.write(store, config, steps, "/checkpoints/2", 9.0, console)
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    row = next(line for line in text.splitlines() if "score" in line)
+    assert "25.0%" in row
+    assert "75.0%" in row
+    assert "r/eval/000000/0/0000: succeeded, outcome 1" in text
+    assert "A failure, after 0 steps" in text
+    assert "1 rollouts failed (1 agent_error); the last one: it broke" in text
+    assert "9 s in all: build 0, rollouts 4, update 2, eval 0" in text
+    assert Path(config.output, "curve.png").stat().st_size > 1000

@@ -1,0 +1,103 @@
+"""`kill -9` at random moments, then the same command again: nothing lost, nothing trained twice."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from agentrl.store import open_store
+from agentrl.types import Purpose, RolloutState
+
+KILLS = 6
+STEPS = 40
+GROUPS, SIZE = 2, 4
+
+
+def children(pid: int) -> dict[str, int]:
+    """`runner` and `algorithm` processes of a front, by name."""
+    found = {}
+    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    for child in map(int, listed):
+        arguments = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+        found[arguments[3].decode()] = child
+    return found
+
+
+def committed(database: Path) -> int:
+    if not database.exists():
+        return 0
+    with sqlite3.connect(f"file:{database}?mode=ro", uri=True) as connection:
+        try:
+            return int(connection.execute("select count(*) from steps where committed").fetchone()[0])
+        except sqlite3.OperationalError:
+            return 0  # the schema is not there yet
+
+
+@pytest.mark.timeout(360)
+def test_killed_at_random_moments_the_run_ends_where_it_would_have_ended(run_folder: Path) -> None:
+    database = run_folder / "out" / "store.db"
+    command = [sys.executable, "-m", "agentrl", "train", "run.toml"]
+    overrides = [f"steps={STEPS}", f"algorithm.groups={GROUPS}", f"algorithm.group_size={SIZE}"]
+    chance = random.Random(20261121)
+    kills = {"runner": 0, "algorithm": 0, "both": 0}
+    while True:
+        process = subprocess.Popen([*command, *overrides], cwd=run_folder)
+        try:
+            if sum(kills.values()) < KILLS:
+                victim = chance.choice(list(kills))
+                kill_after_progress(process, database, victim, chance.uniform(0.0, 0.6))
+                kills[victim] += 1
+            code = process.wait(timeout=120)
+        finally:
+            if process.poll() is None:
+                process.kill()
+        if code == 0 and sum(kills.values()) >= KILLS:
+            break
+        assert committed(database) < STEPS, "the run ended before all kills were made"
+    asyncio.run(check(run_folder, database))
+
+
+def kill_after_progress(
+    process: subprocess.Popen[bytes], database: Path, victim: str, delay: float
+) -> None:
+    """Wait until the run has moved on by a step, then some more, then kill."""
+    before = committed(database)
+    deadline = time.monotonic() + 90
+    while committed(database) == before and process.poll() is None:
+        assert time.monotonic() < deadline, "the run made no progress"
+        time.sleep(0.02)
+    time.sleep(delay)
+    processes = children(process.pid) if process.poll() is None else {}
+    for name in ("runner", "algorithm") if victim == "both" else (victim,):
+        if name in processes:
+            os.kill(processes[name], signal.SIGKILL)
+
+
+async def check(folder: Path, database: Path) -> None:
+    async with open_store(f"sqlite:///{database}") as store:
+        (run,) = await store.runs()
+        state = await store.run(run)
+        steps = [row for row in await store.steps(run) if row.committed]
+        rollouts = await store.rollouts(run, purpose=Purpose.TRAIN)
+    assert state is not None
+    assert state.step == STEPS
+    assert [row.step for row in steps] == list(range(STEPS))
+    assert state.checkpoint is not None
+    assert Path(state.checkpoint, "model.safetensors").is_file()
+    assert len(rollouts) == STEPS * GROUPS * SIZE
+    assert {row.state for row in rollouts} <= {RolloutState.SUCCEEDED, RolloutState.FAILED}
+    assert sum(row.state is RolloutState.SUCCEEDED for row in rollouts) >= 0.9 * len(rollouts)
+    with sqlite3.connect(f"file:{database}?mode=ro", uri=True) as connection:
+        trained = connection.execute(
+            "select id, trained_step from groups where purpose = 'train'"
+        ).fetchall()
+    assert sorted(step for _, step in trained) == sorted(list(range(STEPS)) * GROUPS)

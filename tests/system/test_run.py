@@ -1,0 +1,151 @@
+"""The main job from the command line, on an untrained tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from agentrl.store import open_store
+from agentrl.store.base import Store
+from agentrl.types import ErrorKind, Rollout, RolloutState
+
+T = TypeVar("T")
+SMALL = ["steps=2", "algorithm.groups=2", "algorithm.group_size=4"]
+
+
+def agentrl(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "agentrl", *arguments]
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+def read(folder: Path, query: Callable[[Store], Awaitable[T]]) -> T:
+    async def work() -> T:
+        async with open_store(f"sqlite:///{folder / 'out' / 'store.db'}") as store:
+            return await query(store)
+
+    return asyncio.run(work())
+
+
+def rollouts(folder: Path) -> list[Rollout]:
+    return read(folder, lambda store: store.rollouts("tiny"))
+
+
+def test_train_show_evaluate_and_continue(run_folder: Path) -> None:
+    trained = agentrl(run_folder, "train", "run.toml", *SMALL)
+    assert trained.returncode == 0, trained.stderr
+    assert "held-out tasks" in trained.stdout
+    assert (run_folder / "out" / "curve.png").is_file()
+
+    steps = read(run_folder, lambda store: store.steps("tiny"))
+    committed = [row for row in steps if row.committed]
+    assert [row.step for row in committed] == [0, 1]
+    for row in committed:
+        # Sampler and learner share weights, so the first update after a publish must agree.
+        assert row.metrics["logprob_difference/max"] <= 1e-4
+        assert row.metrics["rollouts"] == 8
+    assert {row.state for row in rollouts(run_folder)} == {RolloutState.SUCCEEDED}
+
+    shown = agentrl(run_folder, "show", "tiny/train/0000000/0000", "--store", "out/store.db")
+    assert shown.returncode == 0, shown.stderr
+    assert "What is" in shown.stdout
+
+    again = agentrl(run_folder, "train", "run.toml", *SMALL)
+    assert again.returncode == 0, again.stderr
+    assert len(rollouts(run_folder)) == 2 * 8 + 2 * 2 * 4
+
+    changed = agentrl(run_folder, "train", "run.toml", *SMALL, "algorithm.lr=0.5")
+    assert changed.returncode == 2
+    assert "algorithm.lr: 0.001 -> 0.5" in changed.stderr
+
+    checkpoint = read(run_folder, lambda store: store.run("tiny")).checkpoint
+    scored = agentrl(run_folder, "eval", "run.toml", checkpoint)
+    assert scored.returncode == 0, scored.stderr
+    assert "held-out tasks" in scored.stdout
+
+
+AGENTS = {
+    "raises": (
+        "def agent(text):\n    raise ValueError('no luck')\n",
+        "def verify(task, result): return 1.0\n",
+        ErrorKind.AGENT,
+        "no luck",
+    ),
+    "hangs": (
+        "import time\ndef agent(text):\n    time.sleep(30)\n",
+        "def verify(task, result): return 1.0\n",
+        ErrorKind.TIMEOUT,
+        "0.5",
+    ),
+    "verifier raises": (
+        "def agent(text):\n    return text\n",
+        "def verify(task, result): return task['no such key']\n",
+        ErrorKind.VERIFIER,
+        "no such key",
+    ),
+    "verifier returns NaN": (
+        "def agent(text):\n    return text\n",
+        "def verify(task, result): return float('nan')\n",
+        ErrorKind.VERIFIER,
+        "nan",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", AGENTS)
+def test_failures_are_rows_and_the_run_goes_on(run_folder: Path, case: str) -> None:
+    agent, verifier, kind, message = AGENTS[case]
+    (run_folder / "agent.py").write_text(agent)
+    (run_folder / "verifier.py").write_text(verifier)
+    overrides = ["steps=1", "algorithm.groups=1", "algorithm.group_size=2", "agent.timeout=0.5"]
+    result = agentrl(run_folder, "train", "run.toml", *overrides, "agent.max_attempts=1")
+    assert result.returncode == 0, result.stderr
+    assert "rollouts failed" in result.stdout
+    failed = rollouts(run_folder)
+    assert {row.state for row in failed} == {RolloutState.FAILED}
+    for row in failed:
+        assert row.failure is not None
+        assert row.failure.kind is kind
+        assert message in row.failure.message.lower()
+        assert row.rewards == []
+
+
+def test_port_in_use(run_folder: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = agentrl(run_folder, "train", "run.toml", f"engine.port={port}")
+    assert result.returncode == 2
+    assert str(port) in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_model_without_a_chat_template(run_folder: Path) -> None:
+    text = (run_folder / "run.toml").read_text()
+    model = next(line for line in text.splitlines() if line.startswith("model = ")).split('"')[1]
+    bare = run_folder / "bare"
+    bare.mkdir()
+    for file in Path(model).iterdir():
+        if file.name != "chat_template.jinja":
+            (bare / file.name).write_bytes(file.read_bytes())
+    result = agentrl(run_folder, "train", "run.toml", f"policy.model={bare}")
+    assert result.returncode == 2
+    assert "chat template" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_agent_that_cannot_be_imported(run_folder: Path) -> None:
+    (run_folder / "agent.py").write_text("import no_such_package_anywhere\n")
+    result = agentrl(run_folder, "train", "run.toml", *SMALL)
+    assert result.returncode == 2
+    assert "no_such_package_anywhere" in result.stderr
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,43 @@
+"""Wheel and sdist contain the linked folders as real packages."""
+
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXPECTED = {
+    "agentrl/__init__.py",
+    "agentrl/py.typed",
+    "agentrl/store/base.py",
+    "agentrl/runners/gateway.py",
+    "agentrl/algorithms/loop.py",
+    "agentrl/algorithms/learners/base.py",
+}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    subprocess.run(command, check=True, capture_output=True)
+    return folder
+
+
+def test_wheel(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert names >= EXPECTED
+    assert any(name.startswith("agentrl/store/sql/") and name.endswith(".sql") for name in names)
+    assert not any(name.startswith(("store/", "runners/", "algorithms/", "tests/")) for name in names)
+
+
+def test_sdist(built: Path) -> None:
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        members = {m.name.split("/", 1)[1]: m for m in archive if "/" in m.name}
+    assert set(members) >= EXPECTED | {"examples/staff/run.toml", "constraints.txt"}
+    assert not any(member.issym() for member in members.values())
