@@ -101,7 +101,7 @@ class EvalConfig(Section):
     tasks: Natural = 0  # before and after; 0: all held-out tasks
     curve_tasks: Natural = 64  # in the evaluations between; 0: all
     sampled: bool = True  # before and after, also at temperature 1
-    sampling: Sampling = Sampling(temperature=0.0)
+    temperature: NonNegative = 0.0  # everything else is sampled as in training
 
 
 class RunConfig(Section):

@@ -74,9 +74,14 @@ def _scores(steps: list[StepRow]) -> Table:
     first, last = steps[0].metrics, steps[-1].metrics
     for key in ("eval/score", "eval/sampled"):
         if key in first:
-            values = [f"{row[key]:.1%}" if key in row else "-" for row in (first, last)]
-            table.add_row(key.removeprefix("eval/"), *values)
+            table.add_row(key.removeprefix("eval/"), _score(first.get(key)), _score(last.get(key)))
     return table
+
+
+def _score(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.1%}" if 0.0 <= value <= 1.0 else f"{value:.3g}"
 
 
 async def _examples(store: Store, config: RunConfig) -> dict[str, Rollout]:

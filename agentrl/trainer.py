@@ -167,10 +167,10 @@ async def _front(
         async with contextlib.AsyncExitStack() as stack:
             for child in (algorithm, *workers):
                 stack.push_async_callback(child.stop)
-            if local:
-                stack.enter_context(_local_runner(config, *local))
             watchers = [asyncio.create_task(_algorithm(algorithm))]
             watchers += [asyncio.create_task(_keep_alive(child)) for child in workers]
+            if local:
+                watchers.append(asyncio.create_task(_local_runner(config, *local)))
             following = asyncio.create_task(view.follow(store, config))
             try:
                 done, _ = await asyncio.wait(watchers, return_when=asyncio.FIRST_COMPLETED)
@@ -223,16 +223,17 @@ async def _keep_alive(child: Child) -> None:
     raise TrainingError(f"{child.name} died {RESTARTS} times; read {child.log}, mend the cause, repeat")
 
 
-@contextlib.contextmanager
-def _local_runner(config: RunConfig, agent: Any, verifier: Any) -> Any:
+async def _local_runner(config: RunConfig, agent: Any, verifier: Any) -> None:
+    """A runner in this process, for agents that are objects of it; ends only by failing."""
     from agentrl.runners.main import RunnerThread
 
-    runner = RunnerThread(config.store, config.name, agent=agent, verifier=verifier)
+    root = Path(config.root)
+    runner = RunnerThread(config.store, config.name, agent=agent, verifier=verifier, root=root)
     runner.start()
     try:
-        yield
+        await asyncio.wrap_future(runner.done)
     finally:
-        runner.stop()
+        await asyncio.to_thread(runner.stop)
 
 
 async def _refuse_changes(store: Store, config: RunConfig) -> None:

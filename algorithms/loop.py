@@ -10,14 +10,16 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl.algorithms import checkpoint
+from msgspec.structs import replace
+
+from agentrl.algorithms.checkpoint import prune, save_checkpoint
 from agentrl.algorithms.engines.base import PolicyServer
 from agentrl.algorithms.evaluate import score
 from agentrl.algorithms.requests import TaskStream
 from agentrl.algorithms.update import Updater
 from agentrl.config import RunConfig
 from agentrl.store.base import Store
-from agentrl.types import Group, Json, PolicyVersion, RunState, Sampling, StepCommit
+from agentrl.types import Group, Json, PolicyVersion, RunState, StepCommit
 
 POLICY = "policy"  # name of the one trainable policy
 
@@ -63,7 +65,7 @@ class Loop:
         """Write the checkpoint, then make the step true; earlier checkpoints go last."""
         folder = Path(self.config.output, "checkpoints")
         path = folder / f"{step + 1:06d}"
-        self.updater.save(path)
+        save_checkpoint(path, self.updater.learner, state={})
         await self.store.commit_step(
             StepCommit(
                 run=self.config.name,
@@ -75,7 +77,7 @@ class Loop:
                 metrics=metrics,
             )
         )
-        checkpoint.prune(folder, keep=self.config.keep_checkpoints)
+        prune(folder, keep=self.config.keep_checkpoints, protect=[path])
 
     async def publish(self, version: int) -> None:
         """Tell the runners where the policy is served."""
@@ -101,13 +103,14 @@ class Loop:
         started = time.monotonic()
         limit = settings.tasks if outer else settings.curve_tasks
         tasks = self.heldout[: limit or None]
-        metrics = await self.score(step, "score", tasks, settings.sampling)
+        metrics = await self.score(step, "score", tasks, settings.temperature)
         if outer and settings.sampled:
-            metrics |= await self.score(step, "sampled", tasks, Sampling(temperature=1.0))
+            metrics |= await self.score(step, "sampled", tasks, 1.0)
         metrics["time/eval"] = time.monotonic() - started
         await self.store.log(self.config.name, step, metrics)
 
     async def score(
-        self, step: int, name: str, tasks: list[dict[str, Json]], sampling: Sampling
+        self, step: int, name: str, tasks: list[dict[str, Json]], temperature: float
     ) -> dict[str, float]:
+        sampling = replace(self.config.sampling, temperature=temperature)
         return await score(self.store, self.config, step, name, tasks, sampling)

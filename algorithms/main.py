@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import shutil
 import time
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import msgspec
 import torch
 
 from agentrl.algorithms import presets
+from agentrl.algorithms.checkpoint import atomic_directory, load_checkpoint
 from agentrl.algorithms.engines.embedded import EmbeddedServer
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.loop import Loop
@@ -38,11 +38,12 @@ async def run(config: RunConfig) -> None:
     random.seed(config.seed)
     torch.manual_seed(config.seed)
     async with open_store(config.store) as store:
+        # Opened before the policy is built, so that runners load their agents in the meantime.
+        state = await store.open_run(config.name, msgspec.to_builtins(config))
         started = time.monotonic()
         source = policy_directory(config)
-        if time.monotonic() - started > 1.0:
+        if config.policy.build and state.step == 0:
             await store.log(config.name, 0, {"time/build": time.monotonic() - started})
-        state = await store.open_run(config.name, msgspec.to_builtins(config))
         model, tokenizer = load_model(source, config.policy.dtype, config.policy.device)
         learner = TorchLearner(
             model,
@@ -53,7 +54,7 @@ async def run(config: RunConfig) -> None:
             threads=config.learner.threads or os.cpu_count() or 1,
         )
         if state.checkpoint:
-            learner.load(Path(state.checkpoint))
+            load_checkpoint(Path(state.checkpoint), learner)
         server = EmbeddedServer(
             model,
             tokenizer,
@@ -67,14 +68,15 @@ async def run(config: RunConfig) -> None:
         try:
             await server.publish(state.step)
             tasks = TaskStream(config, train)
-            await Loop(config, store, state, Updater(config, algo, learner), server, tasks, heldout).run()
+            updater = Updater(config.algorithm, algo, learner)
+            await Loop(config, store, state, updater, server, tasks, heldout).run()
         finally:
             await server.close()
 
 
 def policy_directory(config: RunConfig) -> str:
     """The model to start from: a local directory, built first if the run file says how, or a hub
-    name. Built elsewhere and renamed, so that a directory of that name is always whole."""
+    name."""
     settings = config.policy
     directory = config.path(settings.model) if settings.model else Path(config.output, "policy")
     if not settings.build or directory.is_dir():
@@ -82,11 +84,8 @@ def policy_directory(config: RunConfig) -> str:
     build = load_attribute(settings.build, Path(config.root), key="policy.build")
     if not callable(build):
         raise ConfigError(f"policy.build = {settings.build!r}: it is not a function")
-    partial = directory.with_name(f"{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    build(partial, config.seed)
-    partial.rename(directory)
+    with atomic_directory(directory) as partial:
+        build(partial, config.seed)
     return str(directory)
 
 

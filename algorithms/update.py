@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import fmean, pstdev
 
-import torch
 from torch import Tensor
 
 from agentrl.algorithms import objective
@@ -85,13 +85,9 @@ def describe(groups: list[Group], batch: Batch) -> Metrics:
     """What was collected: counts of rollouts, groups and tokens, and the outcome rewards."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [reward for row in rollouts if not math.isnan(reward := row.reward())]
-    values = torch.tensor(rewards, dtype=torch.float64)
     calls = [call for row in rollouts for call in row.transitions]
-    spread = {
-        "reward/mean": float(values.mean()),
-        "reward/std": float(values.std(correction=0)),
-    }
-    return (spread if rewards else {}) | {
+    outcome = {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)} if rewards else {}
+    return outcome | {
         "rollouts": len(rollouts),
         "rollouts/failed": sum(row.state is not RolloutState.SUCCEEDED for row in rollouts),
         "groups/dropped": len(groups) - len(batch.groups),

@@ -45,13 +45,17 @@ class Store(Protocol):
     async def close(self) -> None: ...
     async def __aenter__(self) -> Self: ...
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
     ) -> None: ...
 
     # -- runs: called by the algorithm -------------------------------------------------------------
     async def open_run(self, run: str, config: dict[str, Json]) -> RunState:
-        """Create a run, or take it over: the epoch grows, which fences every earlier owner, and
-        groups that were claimed but never committed are ready again."""
+        """Create a run, or take it over: the epoch grows, which fences every earlier owner, groups
+        that were claimed but never committed are ready again, and `config` is the run's now.
+        Other writes that name a run raise StoreError until it has been opened once."""
         ...
 
     async def commit_step(self, commit: StepCommit) -> None:
@@ -80,12 +84,21 @@ class Store(Protocol):
 
     # -- queue -------------------------------------------------------------------------------------
     async def enqueue(self, rollouts: Sequence[NewRollout]) -> int:
-        """Add rollouts; ids already present are ignored. Returns how many were new."""
+        """Add rollouts; ids already present are ignored. Returns how many were new.
+
+        A group has one run and one purpose, and is complete when its first rollouts settle:
+        StoreError for new rollouts of a group that was claimed for training."""
         ...
 
     async def claim(
-        self, n: int, *, runner: str, lease: float, run: str | None = None,
-        claim_id: str | None = None, timeout: float = 0.0,
+        self,
+        n: int,
+        *,
+        runner: str,
+        lease: float,
+        run: str | None = None,
+        claim_id: str | None = None,
+        timeout: float = 0.0,
     ) -> list[Attempt]:
         """Lease up to `n` rollouts for `lease` seconds, highest priority then oldest first.
 
@@ -94,22 +107,28 @@ class Store(Protocol):
         ...
 
     async def heartbeat(self, attempts: Sequence[str], *, lease: float) -> list[str]:
-        """Extend leases; returns the attempts that are still live. The others must be stopped."""
+        """Extend leases; returns the attempts that are still live. The others must be stopped.
+        A lease that ran out cannot be extended. Changes no cursor: leases are no news."""
         ...
 
     async def finish(self, outcomes: Sequence[Outcome]) -> list[bool]:
         """End attempts, each with its rewards and spans in the same transaction.
 
-        False where the attempt was no longer live; its rows are then kept as late."""
+        False where the attempt was no longer live; its rows are then kept as late. A repeat of
+        an accepted outcome is True. Raises StoreError for an unknown attempt and for a reward
+        that is not finite."""
         ...
 
     async def cancel(self, rollouts: Sequence[str]) -> int:
         """Cancel rollouts that are not terminal; returns how many were."""
         ...
 
-    # -- evidence: called by runner and gateway ------------------------------------------------------
+    # -- evidence: called by runner and gateway ----------------------------------------------------
     async def add_transitions(self, transitions: Sequence[Transition]) -> list[bool]:
-        """Store model calls as tree nodes; False where the attempt was no longer live."""
+        """Store model calls as tree nodes; False where the attempt was no longer live.
+
+        Raises StoreError for an unknown attempt, for log-probs that are not finite, and for an
+        exact call whose log-probs do not number its tokens."""
         ...
 
     async def add_spans(self, spans: Sequence[Span]) -> None: ...
@@ -118,18 +137,29 @@ class Store(Protocol):
     async def run(self, run: str) -> RunState | None: ...
     async def runs(self) -> list[str]: ...
     async def rollouts(
-        self, run: str, *, purpose: Purpose | None = None, step: int | None = None,
-        group: str | None = None, state: RolloutState | None = None, limit: int | None = None,
+        self,
+        run: str,
+        *,
+        purpose: Purpose | None = None,
+        step: int | None = None,
+        group: str | None = None,
+        state: RolloutState | None = None,
+        limit: int | None = None,
     ) -> list[Rollout]:
         """Rollouts with their rewards, without transitions, in order of group and index."""
         ...
 
     async def trace(self, rollout: str) -> Trace | None:
-        """Last attempt of a rollout with everything it left behind."""
+        """Last attempt of a rollout with what it left behind: late spans too, late transitions
+        and rewards not. None while it has no attempt."""
         ...
 
     async def steps(self, run: str, *, after: int = -1) -> list[StepRow]: ...
-    async def counts(self, run: str) -> Counts: ...
+    async def counts(self, run: str) -> Counts:
+        """Groups of training rollouts only; settled: terminal and not yet trained. Late
+        transitions are not counted."""
+        ...
+
     async def policies(self, run: str) -> dict[str, PolicyVersion]: ...
 
     # -- change feed -------------------------------------------------------------------------------
@@ -142,5 +172,6 @@ class Store(Protocol):
         ...
 
     async def settled(self, group: str, *, timeout: float | None = None) -> bool:
-        """Waits until every rollout of the group is terminal."""
+        """Waits until every rollout of the group is terminal; False at the timeout.
+        Raises StoreError for an unknown group."""
         ...

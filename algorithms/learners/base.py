@@ -1,6 +1,6 @@
 """The learner protocol: four verbs suffice for every algorithm, because one loss exists.
 
-    loss = - sum_t sg[psi_t] * log pi_t
+loss = - sum_t sg[psi_t] * log pi_t
 """
 
 from __future__ import annotations

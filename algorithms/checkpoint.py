@@ -1,0 +1,132 @@
+"""Checkpoints on disk: a directory that is there is whole, whatever was killed when.
+
+A checkpoint is what the learner saved (an ordinary Hugging Face directory plus optimizer state)
+and `state.json`: the state of the algorithm and of the random number generators. It is written
+beside its place, forced to disk and renamed, before the store commit that names it. One process
+writes a folder of checkpoints at a time: the one that holds the run's epoch.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import random
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+
+from agentrl.algorithms.learners.base import Learner
+from agentrl.errors import PolicyError, TrainingError
+from agentrl.types import Json
+
+STATE = "state.json"
+PARTIAL = ".tmp-"  # in the name of a directory that is being written or deleted
+
+
+def save_checkpoint(directory: Path, learner: Learner, state: Mapping[str, Json]) -> None:
+    """Write a checkpoint, replacing one of the same name. `state` must survive JSON.
+
+    Raises TrainingError when the disk refuses, with nothing left behind."""
+    content = {"state": state, "random": random_state()}
+    try:
+        with atomic_directory(directory) as partial:
+            learner.save(partial)
+            (partial / STATE).write_text(json.dumps(content), encoding="utf-8")
+    except (OSError, SafetensorError) as error:
+        raise TrainingError(
+            f"checkpoint {directory}: it cannot be written ({error}); free disk space or check "
+            "the permissions of the folder, then start the run again"
+        ) from error
+
+
+def load_checkpoint(directory: Path, learner: Learner) -> dict[str, Json]:
+    """Restore learner and random state; returns the `state` given to `save_checkpoint`.
+
+    Raises PolicyError, with nothing changed, if it is damaged or of another model."""
+    try:
+        content = json.loads((directory / STATE).read_text(encoding="utf-8"))
+        state: dict[str, Json] = content["state"]
+        generators = content["random"]
+    except (OSError, ValueError, KeyError) as error:
+        raise PolicyError(
+            f"checkpoint {directory}: {STATE} is missing or incomplete; "
+            "resume from another checkpoint"
+        ) from error
+    learner.load(directory)
+    set_random_state(generators)
+    return state
+
+
+def prune(folder: Path, *, keep: int, protect: Iterable[Path] = ()) -> None:
+    """Delete all but the `keep` newest checkpoints of a folder, and what killed processes left.
+
+    Checkpoints are the directories named by their step; anything else and every path in `protect`
+    stays."""
+    protected = {path.resolve() for path in protect}
+    steps = [path for path in folder.iterdir() if path.name.isdigit() and path.is_dir()]
+    steps.sort(key=lambda path: int(path.name), reverse=True)
+    for path in steps[keep:]:
+        if path.resolve() not in protected:
+            _delete(path)
+    for path in folder.glob(f"*{PARTIAL}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def atomic_directory(path: Path) -> Iterator[Path]:
+    """A new directory to write into, which becomes `path` on leaving, or vanishes on an error."""
+    partial = _partial(path)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        for file in partial.rglob("*"):
+            _sync(file)
+        _sync(partial)
+        if path.exists():
+            _delete(path)
+        partial.rename(path)
+        _sync(path.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # gone already, unless something failed
+
+
+def random_state() -> dict[str, Json]:
+    """State of the process-wide generators of `random` and torch (CPU)."""
+    version, words, gauss = random.getstate()
+    torch_bytes = torch.get_rng_state().numpy().tobytes()
+    return {
+        "python": [version, list(words), gauss],
+        "torch": base64.b64encode(torch_bytes).decode(),
+    }
+
+
+def set_random_state(state: Mapping[str, Json]) -> None:
+    """Restore what `random_state` returned."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    torch_bytes = bytearray(base64.b64decode(state["torch"]))
+    torch.set_rng_state(torch.frombuffer(torch_bytes, dtype=torch.uint8))
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f"{path.name}{PARTIAL}{secrets.token_hex(4)}")
+
+
+def _delete(path: Path) -> None:
+    """Never leaves half a checkpoint under its name."""
+    doomed = path.rename(_partial(path))
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

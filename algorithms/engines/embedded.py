@@ -1,0 +1,145 @@
+"""The embedded policy server: serves the very weights that the learner in this process trains.
+
+Owns one thread with an event loop for HTTP, and the engine's thread. Always true: weights change
+only inside `updating`, while no call is in flight; every answer carries the version it came from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from aiohttp import web
+
+from agentrl.algorithms.engines.calls import Calls
+from agentrl.algorithms.engines.chat import Chat
+from agentrl.algorithms.engines.routes import Routes
+from agentrl.algorithms.engines.text import Codec
+from agentrl.algorithms.model import Model, Tokenizer
+from agentrl.errors import PolicyError
+from agentrl.types import Sampling
+
+T = TypeVar("T")
+NO_DEFAULTS = Sampling()
+
+
+class EmbeddedServer:
+    """A PolicyServer on a model object. Its methods may be awaited from any event loop."""
+
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        name: str = "policy",
+        max_batch: int = 64,
+        max_context: int = 2048,
+        threads: int = 1,
+        defaults: Sampling = NO_DEFAULTS,
+    ) -> None:
+        """`port` 0 takes any free one. `max_context` tokens of prompt and completion are cut to
+        what the model's positions allow. `defaults` are for requests that say nothing.
+
+        Raises PolicyError for a model whose attention cannot be batched."""
+        config: Any = model.config
+        positions = getattr(config.get_text_config(), "max_position_embeddings", max_context)
+        self.model = name
+        self.base_url = ""
+        self._host, self._port = host, port
+        codec = Codec(tokenizer)
+        self._calls = Calls(
+            model,
+            codec,
+            eos=_end_of_sequence(model, tokenizer),
+            max_batch=max_batch,
+            max_context=min(max_context, positions),
+            threads=threads,
+        )
+        self._routes = Routes(self._calls, Chat(tokenizer, codec), codec, name, defaults)
+        self._runner: web.AppRunner | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="policy-http", daemon=True
+        )
+
+    async def start(self) -> None:
+        """Listen. Raises PolicyError when the port is taken."""
+        self._thread.start()
+        try:
+            await self._on_loop(self._listen())
+        except OSError as error:
+            await self.close()
+            reason = os.strerror(error.errno) if error.errno else error
+            raise PolicyError(
+                f"policy server: cannot listen on {self._host}:{self._port}: {reason}; "
+                "set engine.port to a free port, or to 0 for any"
+            ) from None
+
+    @asynccontextmanager
+    async def updating(self) -> AsyncIterator[None]:
+        """While inside, weights may change: calls in flight have finished, new ones are held."""
+        await self._on_loop(self._calls.hold())
+        try:
+            yield
+        finally:
+            self._loop.call_soon_threadsafe(self._calls.resume)
+
+    async def publish(self, version: int) -> None:
+        """From now on serve the learner's current weights as `version`."""
+        if self._calls.held:
+            await self._on_loop(self._publish(version))
+        else:
+            async with self.updating():
+                await self._on_loop(self._publish(version))
+
+    async def close(self) -> None:
+        """Refuse what is in flight and stop. A second time does nothing."""
+        if not self._thread.is_alive():
+            return
+        await self._on_loop(self._shut())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        await asyncio.to_thread(self._thread.join)
+        self._loop.close()
+
+    async def _listen(self) -> None:
+        runner = web.AppRunner(
+            self._routes.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0
+        )
+        self._runner = runner
+        await runner.setup()
+        await web.TCPSite(runner, self._host, self._port, backlog=1024).start()
+        port = runner.addresses[0][1]
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        self._calls.start()
+        self.base_url = f"http://{host}:{port}/v1"
+
+    async def _publish(self, version: int) -> None:
+        self._calls.publish(version)
+
+    async def _shut(self) -> None:
+        if self._calls.engine.alive:
+            await asyncio.to_thread(self._calls.engine.close)
+        if self._runner is not None:
+            await self._runner.cleanup()
+        await self._loop.shutdown_default_executor()
+
+    async def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+
+def _end_of_sequence(model: Model, tokenizer: Tokenizer) -> list[int]:
+    """Tokens that end an answer: the model's own, which may be several, and the tokenizer's."""
+    generation: Any = getattr(model, "generation_config", None)
+    ids = getattr(generation, "eos_token_id", None)
+    tokens = {ids} if isinstance(ids, int) else set(ids or ())
+    if tokenizer.eos_token_id is not None:
+        tokens.add(tokenizer.eos_token_id)
+    if not tokens:
+        raise PolicyError("the model has no end-of-sequence token; set eos_token in its tokenizer")
+    return sorted(tokens)

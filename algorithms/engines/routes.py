@@ -1,0 +1,202 @@
+"""The HTTP face of the embedded server: OpenAI's paths, errors and server-sent events."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import msgspec
+from aiohttp import web
+
+from agentrl.algorithms.engines.calls import Calls, Flight
+from agentrl.algorithms.engines.chat import Chat
+from agentrl.algorithms.engines.replies import Format, StreamedChoice
+from agentrl.algorithms.engines.text import Codec
+from agentrl.algorithms.engines.wire import ChatRequest, RequestError, TextRequest
+from agentrl.types import Sampling
+
+VERSION = "x-policy-version"
+Body = TypeVar("Body")
+LARGEST_BODY = 64 * 2**20  # bytes of a request
+
+_encoder = msgspec.json.Encoder()
+_chat_decoder = msgspec.json.Decoder(ChatRequest)
+_text_decoder = msgspec.json.Decoder(TextRequest)
+
+
+class Routes:
+    def __init__(self, calls: Calls, chat: Chat, codec: Codec, name: str, defaults: Sampling):
+        self._calls, self._chat, self._codec = calls, chat, codec
+        self._name, self._defaults = name, defaults
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=LARGEST_BODY, middlewares=[_refusals])
+        app.router.add_post("/v1/chat/completions", self.chat)
+        app.router.add_post("/v1/completions", self.text)
+        app.router.add_get("/v1/models", self.models)
+        app.router.add_get("/health", self.health)
+        return app
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        body = _decode(await request.read(), _chat_decoder)
+        _check_tool_choice(body.tool_choice)
+        prompt = self._chat.prompt(
+            bytes(body.messages), bytes(body.tools), bytes(body.chat_template_kwargs)
+        )
+        body.max_tokens = body.max_completion_tokens or body.max_tokens
+        form = self._format(
+            body,
+            prompt,
+            chat=True,
+            tools=body.tools != b"null" and body.tool_choice != "none",
+            logprobs=bool(body.logprobs),
+        )
+        return await self._answer(request, body, form)
+
+    async def text(self, request: web.Request) -> web.StreamResponse:
+        body = _decode(await request.read(), _text_decoder)
+        given = body.prompt
+        prompt = self._codec.encode_plain(given) if isinstance(given, str) else given
+        form = self._format(
+            body, tuple(prompt), chat=False, tools=False, logprobs=body.logprobs is not None
+        )
+        return await self._answer(request, body, form)
+
+    async def models(self, request: web.Request) -> web.Response:
+        card = {
+            "id": self._name,
+            "object": "model",
+            "owned_by": "agentrl",
+            "max_model_len": self._calls.max_context,
+        }
+        return self._json({"object": "list", "data": [card]})
+
+    async def health(self, request: web.Request) -> web.Response:
+        if not self._calls.engine.alive:
+            raise RequestError("the engine has stopped; restart the algorithm process", status=503)
+        return self._json({"status": "ok", "version": self._calls.version})
+
+    def _format(
+        self,
+        body: ChatRequest | TextRequest,
+        prompt: tuple[int, ...],
+        *,
+        chat: bool,
+        tools: bool,
+        logprobs: bool,
+    ) -> Format:
+        stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+        return Format(
+            codec=self._codec,
+            model=body.model or self._name,
+            prompt=prompt,
+            chat=chat,
+            tools=tools,
+            logprobs=logprobs,
+            token_ids=bool(body.return_token_ids),
+            stop=tuple(filter(None, stop)),
+            id=Format.new_id(chat=chat),
+        )
+
+    async def _answer(
+        self, request: web.Request, body: ChatRequest | TextRequest, form: Format
+    ) -> web.StreamResponse:
+        sampling, n = self._sampling(body), body.n or 1
+        stream = bool(body.stream)
+        async with self._calls.fly(
+            form.prompt, sampling, n=n, stop=form.stop, stream=stream
+        ) as flight:
+            if stream:
+                usage = bool(body.stream_options and body.stream_options.include_usage)
+                return await self._stream(request, flight, form, n, usage=usage)
+            updates = {index: update async for index, update in flight}
+        whole = form.whole([updates[index] for index in range(n)])
+        return self._json(whole, flight.version)
+
+    def _sampling(self, body: ChatRequest | TextRequest) -> Sampling:
+        default = self._defaults
+        return Sampling(
+            temperature=default.temperature if body.temperature is None else body.temperature,
+            top_p=default.top_p if body.top_p is None else body.top_p,
+            top_k=default.top_k if body.top_k is None else max(body.top_k, 0),
+            max_tokens=body.max_tokens or default.max_tokens,
+            seed=default.seed if body.seed is None else body.seed,
+        )
+
+    async def _stream(
+        self, request: web.Request, flight: Flight, form: Format, n: int, *, usage: bool
+    ) -> web.StreamResponse:
+        headers = {
+            "content-type": "text/event-stream; charset=utf-8",
+            "cache-control": "no-cache",
+            VERSION: str(flight.version),
+        }
+        response = web.StreamResponse(headers=headers)
+        await response.prepare(request)
+        choices = [StreamedChoice(form, index) for index in range(n)]
+        tokens, first = 0, True
+        try:
+            async for index, update in flight:
+                tokens += len(update.tokens)
+                choice = choices[index].push(update)
+                if choice is not None:
+                    chunk = form.response([choice], first=first, chunk=True)
+                    first = False
+                    await response.write(_event(chunk))
+            if usage:
+                total = form.response([], usage=form.usage(tokens), first=False, chunk=True)
+                await response.write(_event(total))
+        except RequestError as refusal:  # the status line is long gone: tell it in the stream
+            await response.write(_event(refusal.body))
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    def _json(self, body: object, version: int | None = None) -> web.Response:
+        number = self._calls.version if version is None else version
+        return web.Response(
+            body=_encoder.encode(body),
+            content_type="application/json",
+            headers={VERSION: str(number)},
+        )
+
+
+@web.middleware
+async def _refusals(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Every refusal, aiohttp's own included, as OpenAI's error object."""
+    try:
+        return await handler(request)
+    except RequestError as error:
+        refusal = error
+    except web.HTTPException as error:
+        refusal = RequestError(
+            f"{request.method} {request.path}: {error.reason}", status=error.status
+        )
+    return web.Response(
+        status=refusal.status,
+        body=_encoder.encode(refusal.body),
+        content_type="application/json",
+    )
+
+
+def _decode(raw: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:
+    try:
+        return decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        raise RequestError(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"the body is not JSON: {error}") from None
+
+
+def _check_tool_choice(choice: object) -> None:
+    if choice not in (None, "auto", "none"):
+        raise RequestError(
+            f"tool_choice {choice!r} needs guided decoding, which the embedded server does not "
+            'have; use "auto" or "none"',
+            param="tool_choice",
+        )
+
+
+def _event(body: object) -> bytes:
+    return b"data: " + _encoder.encode(body) + b"\n\n"

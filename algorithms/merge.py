@@ -1,0 +1,168 @@
+"""From stored model calls to rows: one row per branch of an attempt's token tree.
+
+A call extends an earlier row when the row's tokens are an exact prefix of the call's prompt; the
+row then grows by what is new. Everything else (a sub-agent, a second sample of one prompt, a
+compacted history) starts a row of its own. Always true: each sampled token is an action exactly
+once, behind exactly the tokens it was sampled from; its other appearances are context.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from agentrl.algorithms.batch import Batch, Row
+from agentrl.types import Group, Purpose, Rollout, RolloutState, Transition
+
+
+def trainable(transition: Transition) -> bool:
+    """Whether every sampled token is known with its log-prob and has something before it."""
+    return (
+        transition.exact
+        and len(transition.prompt) > 0
+        and len(transition.logprobs) == len(transition.completion)
+        and all(map(math.isfinite, transition.logprobs))
+    )
+
+
+def valid(rollout: Rollout, reward_names: Sequence[str] = ("outcome",)) -> bool:
+    """Whether a rollout may be learned from: a training rollout with a trainable call that ended
+    well, or failed with a reward all the same (`agent.error_reward`)."""
+    return (
+        rollout.purpose is Purpose.TRAIN
+        and (rollout.state is RolloutState.SUCCEEDED or scored(rollout, reward_names))
+        and any(map(trainable, rollout.transitions))
+    )
+
+
+def scored(rollout: Rollout, reward_names: Sequence[str] = ("outcome",)) -> bool:
+    """Whether any of the rewards is known."""
+    return not all(math.isnan(rollout.reward(name)) for name in reward_names)
+
+
+def merge(transitions: Sequence[Transition]) -> list[Row]:
+    """Rows of one attempt. `Row.transition` indexes `transitions`; all must be `trainable`.
+
+    Calls are taken by length of prompt and each continues the longest row that is a prefix of it,
+    which forwards the fewest tokens: the rows a call can continue are prefixes of one another, so
+    taking the longest leaves the others to every call that could have used them. A call without
+    sampled tokens is in no row. Rows come in the order of their first call."""
+    branches: list[_Branch] = []
+    by_length = sorted(range(len(transitions)), key=lambda i: (len(transitions[i].prompt), i))
+    for index in by_length:
+        if len(transitions[index].completion) == 0:
+            continue
+        prompt = transitions[index].prompt.tobytes()
+        open_branches = (branch for branch in branches if prompt.startswith(branch.tokens))
+        branch = max(open_branches, key=lambda branch: len(branch.tokens), default=None)
+        if branch is None:
+            branch = _Branch()
+            branches.append(branch)
+        branch.tokens = prompt + transitions[index].completion.tobytes()
+        branch.calls.append(index)
+    branches.sort(key=lambda branch: min(branch.calls))
+    return [_row(branch, transitions) for branch in branches]
+
+
+def build_batch(
+    groups: Iterable[Group], *, reward_names: Sequence[str] = ("outcome",), min_group: int = 0
+) -> Batch:
+    """The batch of one training step, with everything in it that may be learned from.
+
+    Failed rollouts without a reward and inexact calls are left out; a rollout whose reward is
+    missing stays, with NaN, and one without sampled tokens stays, without rows, because its reward
+    counts. A group with fewer than `min_group` scored rollouts is left out as a whole."""
+    tables = _Tables()
+    for group in groups:
+        rollouts = [rollout for rollout in group.rollouts if valid(rollout, reward_names)]
+        if not rollouts or sum(scored(rollout, reward_names) for rollout in rollouts) < min_group:
+            continue
+        for rollout in rollouts:
+            tables.add(rollout, group=len(tables.groups))
+        tables.groups.append(group.id)
+    return tables.batch(reward_names)
+
+
+@dataclass(slots=True)
+class _Branch:
+    tokens: bytes = b""  # int32, compared as bytes: one memcmp per candidate
+    calls: list[int] = field(default_factory=list)
+
+
+def _row(branch: _Branch, transitions: Sequence[Transition]) -> Row:
+    calls = [transitions[index] for index in branch.calls]
+    sizes = torch.tensor([len(call.completion) for call in calls])
+    return Row(
+        tokens=torch.frombuffer(bytearray(branch.tokens), dtype=torch.int32).long(),
+        actions=torch.cat([_positions(call) for call in calls]),
+        logprobs=torch.cat([torch.frombuffer(c.logprobs, dtype=torch.float32) for c in calls]),
+        temperature=torch.tensor([_temperature(call) for call in calls]).repeat_interleave(sizes),
+        transition=torch.tensor(branch.calls).repeat_interleave(sizes),
+    )
+
+
+def _positions(call: Transition) -> Tensor:
+    return torch.arange(len(call.prompt), len(call.prompt) + len(call.completion))
+
+
+def _temperature(call: Transition) -> float:
+    # Log-probs of greedy calls are those of the model itself (see engines.base).
+    return call.sampling.temperature or 1.0
+
+
+@dataclass(slots=True)
+class _Tables:
+    """The columns of a batch while rollouts are added."""
+
+    rows: list[Row] = field(default_factory=list)
+    row_rollout: list[int] = field(default_factory=list)
+    transitions: list[Transition] = field(default_factory=list)
+    transition_rollout: list[int] = field(default_factory=list)
+    rollouts: list[Rollout] = field(default_factory=list)
+    rollout_group: list[int] = field(default_factory=list)
+    groups: list[str] = field(default_factory=list)
+
+    def add(self, rollout: Rollout, *, group: int) -> None:
+        calls = [call for call in rollout.transitions if trainable(call)]
+        first = len(self.transitions)
+        rows = [replace(row, transition=row.transition + first) for row in merge(calls)]
+        self.rows += rows
+        self.row_rollout += [len(self.rollouts)] * len(rows)
+        self.transitions += calls
+        self.transition_rollout += [len(self.rollouts)] * len(calls)
+        self.rollouts.append(rollout)
+        self.rollout_group.append(group)
+
+    def batch(self, reward_names: Sequence[str]) -> Batch:
+        roles = sorted({call.role for call in self.transitions})
+        sizes = [row.actions.numel() for row in self.rows]
+        return Batch(
+            rows=self.rows,
+            token_row=_ids(range(len(sizes))).repeat_interleave(_ids(sizes)),
+            token_transition=_cat([row.transition for row in self.rows], torch.int64),
+            behaviour=_cat([row.logprobs for row in self.rows], torch.float32),
+            transition_rollout=_ids(self.transition_rollout),
+            transition_role=_ids(roles.index(call.role) for call in self.transitions),
+            row_rollout=_ids(self.row_rollout),
+            rollout_group=_ids(self.rollout_group),
+            rewards={
+                name: torch.tensor([r.reward(name) for r in self.rollouts], dtype=torch.float64)
+                for name in reward_names
+            },
+            roles=roles,
+            groups=self.groups,
+            rollouts=[rollout.id for rollout in self.rollouts],
+            transitions=[call.id for call in self.transitions],
+        )
+
+
+def _ids(values: Iterable[int]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.int64)
+
+
+def _cat(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.cat(parts) if parts else torch.empty(0, dtype=dtype)

@@ -1,0 +1,57 @@
+"""Loading a policy: a Hugging Face decoder and its tokenizer, ready to sample from and to train."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from agentrl.errors import PolicyError
+
+Model = torch.nn.Module
+Tokenizer = Any  # transformers' tokenizers share no typed base class
+
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def load_model(
+    path_or_name: str | Path, dtype: str = "float32", device: str = "auto"
+) -> tuple[Model, Tokenizer]:
+    """A checkpoint directory or hub name as (model in eval mode, tokenizer).
+
+    `device` "auto" is the GPU if there is one. Raises PolicyError when the directory, its weights
+    or its chat template is missing or unreadable."""
+    name = str(path_or_name)
+    _check_directory(name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[dtype])
+    except Exception as error:  # transformers and safetensors document no types
+        reason = " ".join(str(error).split())[:300]
+        raise PolicyError(f"model {name!r}: cannot be loaded: {reason}") from error
+    if not getattr(tokenizer, "chat_template", None):
+        raise PolicyError(
+            f"model {name!r}: its tokenizer has no chat template; add chat_template.jinja to the "
+            "directory or train an instruction-tuned model"
+        )
+    target = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    # Dropout would make the sampler and the learner disagree; eval mode switches it off for both.
+    return model.to(target).eval(), tokenizer
+
+
+def _check_directory(name: str) -> None:
+    """A path that is not there would otherwise be looked up, and reported, as a hub name."""
+    path = Path(name)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise PolicyError(
+                f"model {name!r}: the directory has no config.json; give a Hugging Face checkpoint"
+            )
+    elif not _HUB_NAME.fullmatch(name):
+        raise PolicyError(
+            f"model {name!r}: no such directory; give a checkpoint directory or a hub name"
+        )

@@ -1,0 +1,263 @@
+"""The one objective: an algorithm is a record of five answers, and psi is what they come to.
+
+    c_t   = prod_g fn_g(pool(s_num - s_den))
+    psi_t = u_t * (c_t * A_t - sum_r beta_r * kappa_r(p_t - s_r))
+    loss  = - sum_t sg[psi_t] * log pi_t
+
+Streams of log-probs, one number per action token: p current, o before the first update of the
+batch, b the sampler's own, q reference, t teacher. A `Terms` holds everything that is fixed during
+one optimizer step, counted over the whole of it, so the gradient does not depend on how the step is
+cut into micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from agentrl.algorithms.batch import Batch
+from agentrl.algorithms.credit import Column, Credit, spread
+from agentrl.algorithms.gates import LOG_LIMIT, GateFn, ratio
+from agentrl.algorithms.ids import How, Unit, key, seg, units
+from agentrl.errors import TrainingError
+
+Stream = Literal["p", "o", "b", "q", "t"]
+STREAMS: dict[str, str] = {
+    "p": "current policy", "o": "old policy", "b": "sampler", "q": "reference model", "t": "teacher"
+}  # fmt: skip
+Inner = Literal["mean", "sum", "const"]
+Penalty = Literal["k1", "k2", "k3", "abs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """One factor: fn of the log-ratio num - den, pooled over the tokens of a transition or row."""
+
+    fn: GateFn
+    num: Stream = "p"
+    den: Stream = "o"
+    by: Literal["transition", "row"] | None = None  # units that no micro-batch splits
+    how: How = "mean"
+
+
+@dataclass(frozen=True, slots=True)
+class Reg:
+    """One penalty beta * k(p - den) on leaving a stream."""
+
+    kind: Penalty
+    beta: float
+    den: Stream = "q"
+
+
+@dataclass(frozen=True, slots=True)
+class Average:
+    """How the sum over tokens is averaged: over units, and within one by `inner`."""
+
+    unit: tuple[Unit, ...] = ("row",)
+    inner: Inner = "mean"
+    const: float = 1.0  # tokens, for inner = "const"
+
+
+@dataclass(frozen=True, slots=True)
+class Algo:
+    """An algorithm. `keep` (bool [N]) says which tokens are in the loss; default all. `rewards` are
+    the names that a batch must carry for it."""
+
+    credit: Credit
+    gates: tuple[Gate, ...] = ()
+    regs: tuple[Reg, ...] = ()
+    agg: Average = Average()
+    keep: Column | None = None
+    rewards: tuple[str, ...] = ("outcome",)
+    name: str = "custom"
+
+    @property
+    def needs(self) -> frozenset[Stream]:
+        """Streams it reads besides the current policy."""
+        read: set[Stream] = {s for gate in self.gates for s in (gate.num, gate.den)}
+        return frozenset(read | {reg.den for reg in self.regs}) - {"p"}
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What one optimizer step knows about each of its N tokens before the forward pass."""
+
+    advantage: Tensor  # float64 [N]
+    weight: Tensor  # float64 [N], 0: not in the loss
+    streams: dict[str, Tensor]  # float64 [N] each
+    ids: dict[str, Tensor]  # int64 [N], units that gates pool over
+    skip: str | None  # why there is nothing to learn from this batch, if so
+
+
+def plan(
+    algo: Algo,
+    batch: Batch,
+    streams: Mapping[str, Tensor],
+    *,
+    fresh: bool = False,
+    advantage: Tensor | None = None,
+) -> Terms:
+    """Terms of one optimizer step on the whole of `batch`.
+
+    streams: log-probs [N] by letter, besides b which the batch carries. fresh: this is the only
+    step on the batch, so o is p and need not be computed. advantage: what `algo.credit` gave for a
+    larger batch that this one was cut from; default: computed here.
+
+    Raises TrainingError for a missing stream, log-probs that are not finite, infinite credit."""
+    columns = {
+        name: column.detach().double().cpu()
+        for name, column in {"b": batch.behaviour, **streams}.items()
+    }
+    for name in sorted(algo.needs - ({"o"} if fresh else set())):
+        if name not in columns:
+            raise TrainingError(
+                f"algorithm {algo.name!r} needs the log-probs of the {STREAMS[name]} (stream "
+                f"{name}), and there are none; choose a preset or options that do without"
+            )
+        _check_finite(columns[name], name, algo)
+    credit = (algo.credit(batch) if advantage is None else advantage).detach().double()
+    if infinite := int(credit.isinf().sum()):
+        raise TrainingError(f"algorithm {algo.name!r}: {infinite} advantages are infinite")
+    live = ~credit.isnan()
+    if algo.keep is not None:
+        live &= algo.keep(batch)
+    credit = torch.where(live, credit, 0.0)
+    agg = algo.agg
+    return Terms(
+        advantage=credit,
+        weight=weights(units(batch, "token", *agg.unit), agg.inner, agg.const, live),
+        streams=columns,
+        ids={gate.by: units(batch, "token", gate.by) for gate in algo.gates if gate.by},
+        skip=_skip(algo, batch, live, credit),
+    )
+
+
+def psi(algo: Algo, terms: Terms, p: Tensor, index: Tensor) -> Tensor:
+    """psi [n] of a micro-batch of whole rows: p [n] are the current log-probs of tokens index [n].
+
+    Detached, of the dtype and device of p. Raises TrainingError if p is not finite."""
+    now = p.detach().double().cpu()
+    _check_finite(now, "p", algo)
+    index = index.cpu()
+    streams = _streams(terms, now, index)
+    total = terms.advantage[index]
+    for _, factor in _gated(algo, terms, streams, index):
+        total = total * factor
+    for reg in algo.regs:
+        total = total - reg.beta * kappa(now - streams[reg.den], reg.kind)
+    return (terms.weight[index] * total).to(p)
+
+
+def psi_of(loss: Callable[[Tensor], Tensor], p: Tensor) -> Tensor:
+    """psi = -d loss / d p [N], float64, for any scalar function of the log-probs."""
+    leaf = p.detach().double().requires_grad_()
+    return -torch.autograd.grad(loss(leaf), leaf)[0]
+
+
+def pool(lr: Tensor, ids: Tensor | None, how: How = "mean") -> Tensor:
+    """One value per unit, copied back to its tokens, float64 [n]; without ids lr itself."""
+    if ids is None:
+        return lr
+    ids = key(ids)
+    return seg(lr, ids, how=how)[ids]
+
+
+def weights(
+    unit: Tensor, inner: Inner = "mean", const: float = 1.0, mask: Tensor | None = None
+) -> Tensor:
+    """u float64 [N] = mask / live units / (tokens of the unit | 1 | const).
+
+    A unit is live if the mask keeps one of its tokens; the others are in no denominator."""
+    kept = torch.ones_like(unit, dtype=torch.bool) if mask is None else mask
+    tokens = seg(kept, unit)
+    share = torch.where(kept, 1.0, 0.0).double() / (tokens > 0).sum().clamp(min=1)
+    if inner == "mean":
+        return share / tokens[unit].clamp(min=1)
+    return share / const if inner == "const" else share
+
+
+def kappa(d: Tensor, kind: Penalty) -> Tensor:
+    """d k / d p [n] at d = p - s: the coefficient of the log-prob gradient of penalty k."""
+    d = d.clamp(-LOG_LIMIT, LOG_LIMIT)
+    return {"k1": torch.ones_like(d), "k2": d, "k3": 1 - (-d).exp(), "abs": d.sign()}[kind]
+
+
+def kl_value(d: Tensor, kind: Penalty) -> Tensor:
+    """k [n] at d = p - s, for metrics: k1 = d, k2 = d^2 / 2, k3 = e^-d - 1 + d, abs = |d|."""
+    d = d.clamp(-LOG_LIMIT, LOG_LIMIT)
+    return {"k1": d, "k2": d.square() / 2, "k3": (-d).expm1() + d, "abs": d.abs()}[kind]
+
+
+def stats(algo: Algo, batch: Batch, terms: Terms, p: Tensor) -> dict[str, float]:
+    """Metrics of one step from the log-probs p [N] before its update.
+
+    reward/<name>/*: shares of groups with one known value, of groups whose values do not differ and
+    of rollouts without one. policy/clip_fraction: share of the tokens in the loss that have an
+    advantage and a gate that is neither 1 nor the plain ratio. old/*, sampler/*, reference/*: mean
+    and maximum of p / stream over the tokens in the loss and the k3 estimate of their KL."""
+    metrics: dict[str, float] = {}
+    for name, x in batch.rewards.items():
+        known = seg(~x.isnan(), batch.rollout_group, len(batch.groups))
+        alike = seg(spread(batch, name), batch.rollout_group, len(batch.groups)) == 0
+        metrics[f"reward/{name}/frac_solo"] = _mean(known == 1)
+        metrics[f"reward/{name}/frac_zero_std"] = _mean(alike & (known > 1))
+        metrics[f"reward/{name}/frac_missing"] = _mean(x.isnan())
+    now, live = p.detach().double().cpu(), terms.weight > 0
+    streams = _streams(terms, now, torch.arange(now.numel()))
+    clipped = torch.zeros_like(live)
+    for lr, factor in _gated(algo, terms, streams, torch.arange(now.numel())):
+        plain = torch.isclose(factor, ratio(lr), rtol=1e-9, atol=0.0)
+        clipped |= (factor != 1) & ~plain & (terms.advantage != 0)
+    metrics["policy/clip_fraction"] = _mean(clipped[live])
+    for letter, word in (("o", "old"), ("b", "sampler"), ("q", "reference")):
+        d = (now - streams.get(letter, now))[live]
+        if letter in terms.streams and d.numel() and d.isfinite().all():
+            metrics[f"{word}/ratio_mean"] = _mean(ratio(d))
+            metrics[f"{word}/ratio_max"] = float(ratio(d).max())
+            # k3 of the distribution that was sampled from: the stream itself, except a reference.
+            metrics[f"{word}/kl"] = _mean(kl_value(d if letter == "q" else -d, "k3"))
+    return metrics
+
+
+def _streams(terms: Terms, now: Tensor, index: Tensor) -> dict[str, Tensor]:
+    # A plan without o is that of the first step on its batch: o is p.
+    return {"p": now, "o": now} | {name: x[index] for name, x in terms.streams.items()}
+
+
+def _gated(
+    algo: Algo, terms: Terms, streams: Mapping[str, Tensor], index: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    """(pooled log-ratio [n], factor [n]) of each gate."""
+    advantage = terms.advantage[index]
+    gated = []
+    for gate in algo.gates:
+        ids = terms.ids[gate.by][index] if gate.by else None
+        lr = pool(streams[gate.num] - streams[gate.den], ids, gate.how)
+        gated.append((lr, gate.fn(lr, advantage, streams)))
+    return gated
+
+
+def _check_finite(x: Tensor, stream: str, algo: Algo) -> None:
+    if bad := int((~x.isfinite()).sum()):
+        raise TrainingError(
+            f"{bad} of {x.numel()} log-probs of the {STREAMS[stream]} (stream {stream}) are NaN or "
+            f"infinite; algorithm {algo.name!r} cannot weigh these tokens"
+        )
+
+
+def _skip(algo: Algo, batch: Batch, live: Tensor, credit: Tensor) -> str | None:
+    if not batch.n_tokens:
+        return "the batch has no sampled tokens"
+    if not live.any():
+        return f"every token of {len(batch.groups)} groups is missing its reward or filtered out"
+    if not algo.regs and not credit.any():
+        return f"no rollout of {len(batch.groups)} groups did better or worse than the others"
+    return None
+
+
+def _mean(x: Tensor) -> float:
+    return float(x.double().mean()) if x.numel() else 0.0

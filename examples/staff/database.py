@@ -1,0 +1,67 @@
+"""The company database that the agent queries: 400 people in one table of a SQLite file.
+
+`python database.py` writes it; `connect` writes it on first use.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sqlite3
+from pathlib import Path
+
+FILE = Path(__file__).with_name("staff.db")
+COLUMNS = ("team", "city", "title", "manager")
+
+FIRST = "Ada Ben Cleo Dan Eva Finn Gail Hugo Ines Jon Kim Leo Mia Noel Olga Paul Rosa Sven Tess Uma"
+LAST = (
+    "Adler Berg Costa Diaz Ellis Frey Gomez Holt Ito Jung"
+    " Klein Lund Mori Novak Olsen Pace Quist Reed Silva Tran"
+)
+TEAM = "sales design legal finance support research security logistics training quality"
+CITY = "Oslo Lima Cairo Delhi Porto Quito Seoul Tunis Turin Vienna"
+TITLE = "engineer analyst lawyer writer planner buyer tester director editor chemist"
+
+
+def people() -> list[tuple[str, str, str, str, str]]:
+    """Every row of the table, always the same: name, team, city, title, manager."""
+    dice = random.Random("staff")
+    names = [f"{first} {last}" for first in FIRST.split() for last in LAST.split()]
+    dice.shuffle(names)
+    return [
+        (
+            name,
+            dice.choice(TEAM.split()),
+            dice.choice(CITY.split()),
+            dice.choice(TITLE.split()),
+            dice.choice([other for other in names if other != name]),
+        )
+        for name in names
+    ]
+
+
+def create(file: Path) -> None:
+    """Write the database; a reader sees all of it or none."""
+    partial = file.with_suffix(f".{os.getpid()}")
+    partial.unlink(missing_ok=True)
+    connection = sqlite3.connect(partial)
+    with connection:
+        connection.execute(
+            "CREATE TABLE staff (name TEXT PRIMARY KEY, team TEXT, city TEXT, title TEXT,"
+            " manager TEXT REFERENCES staff (name))"
+        )
+        connection.executemany("INSERT INTO staff VALUES (?, ?, ?, ?, ?)", people())
+    connection.close()
+    partial.replace(file)
+
+
+def connect() -> sqlite3.Connection:
+    """A read-only connection that any thread may use."""
+    if not FILE.exists():
+        create(FILE)
+    return sqlite3.connect(f"{FILE.as_uri()}?mode=ro", uri=True, check_same_thread=False)
+
+
+if __name__ == "__main__":
+    create(FILE)
+    print(f"{FILE}: {len(people())} people")

@@ -1,0 +1,135 @@
+"""Whose model call is this? By path, W3C trace context or API key, in this order; never guessed.
+
+Owns: the attempts this process runs and what the gateway learns about each of them.
+Always true: an attempt is live from `register` to `unregister`; a call of one that is not is
+refused, and calls in flight when it ends are cancelled.
+Who may write: the worker registers and unregisters, the gateway's event loop everything else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from urllib.parse import unquote
+
+from agentrl.types import Attempt
+
+REMEMBERED = 10_000  # ended attempts that are told apart from ones that never were
+ROLE = "agentrl.role"  # baggage key, as `tracing.role` sets it
+
+
+@dataclass(slots=True, eq=False)
+class Live:
+    """An attempt in progress, as the gateway sees it."""
+
+    attempt: Attempt
+    deadline: float  # time.monotonic() at which it is out of time
+    calls: int = 0  # requests so far
+    stored: int = 0  # transitions so far
+    failures: dict[int, str] = field(default_factory=dict)  # request hash -> unrecovered failure
+    tasks: set[asyncio.Task[object]] = field(default_factory=set)  # calls in flight
+
+    @property
+    def id(self) -> str:
+        return self.attempt.id
+
+    @property
+    def left(self) -> float:
+        """Seconds until the deadline."""
+        return self.deadline - time.monotonic()
+
+    def extend(self, seconds: float) -> None:
+        """A new phase, the verifier's, with time of its own."""
+        self.deadline = time.monotonic() + seconds
+
+
+class Caller(NamedTuple):
+    live: Live
+    role: str
+    span: str | None  # span id of the request's parent, 16 hex digits
+
+
+class RefusedError(Exception):
+    """A request that belongs to no live attempt."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.code, self.message = status, code, message
+
+
+class Attempts:
+    """The registry of live attempts."""
+
+    def __init__(self) -> None:
+        self._live: dict[str, Live] = {}
+        self._ended: OrderedDict[str, None] = OrderedDict()
+
+    def register(self, attempt: Attempt) -> Live:
+        deadline = time.monotonic() + attempt.rollout.timeout
+        live = self._live[attempt.id] = Live(attempt, deadline)
+        return live
+
+    def unregister(self, attempt: str) -> None:
+        if self._live.pop(attempt, None) is not None:
+            self._ended[attempt] = None
+            while len(self._ended) > REMEMBERED:
+                self._ended.popitem(last=False)
+
+    def live(self) -> list[Live]:
+        return list(self._live.values())
+
+    def find(self, attempt: str) -> Live:
+        """Raises RefusedError for an attempt that has ended or never was."""
+        live = self._live.get(attempt)
+        if live is not None:
+            return live
+        if attempt in self._ended:
+            raise RefusedError(
+                403,
+                "attempt_ended",
+                f"attempt {attempt} has ended; a model call is possible only while it runs",
+            )
+        raise RefusedError(
+            404, "attempt_unknown", f"there is no attempt {attempt!r:.80} in this runner"
+        )
+
+    def caller(self, headers: Mapping[str, str], path: Mapping[str, str]) -> Caller:
+        """Who makes the request. `path` holds `attempt` and `role` where the URL names them.
+
+        Raises RefusedError with a sentence that says how to mend it."""
+        trace, span = _traceparent(headers.get("traceparent", ""))
+        role = path.get("role") or _baggage(headers.get("baggage", ""), ROLE) or "agent"
+        if "attempt" in path:
+            return Caller(self.find(path["attempt"]), role, span)
+        key = headers.get("authorization", "").removeprefix("Bearer ").strip()
+        for attempt in (trace, key):
+            if attempt in self._live or attempt in self._ended:
+                return Caller(self.find(attempt), role, span)
+        raise RefusedError(
+            401,
+            "attempt_missing",
+            "this model call belongs to no rollout: it carries neither a traceparent header of a"
+            " running attempt, nor its id as API key, nor /a/{attempt}/v1 in its base URL. Make it"
+            " inside the agent's own call (in a thread, copy the context with"
+            " contextvars.copy_context().run), or use one of the other two",
+        )
+
+
+def _traceparent(header: str) -> tuple[str, str | None]:
+    """Trace id and span id of a W3C `traceparent`; nothing where it is malformed."""
+    parts = header.split("-")
+    if len(parts) < 4 or len(parts[1]) != 32 or len(parts[2]) != 16:
+        return "", None
+    return parts[1], parts[2]
+
+
+def _baggage(header: str, key: str) -> str | None:
+    for item in header.split(","):
+        name, _, value = item.partition(";")[0].partition("=")
+        if name.strip() == key and value:
+            return unquote(value.strip())
+    return None

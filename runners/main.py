@@ -1,0 +1,167 @@
+"""A runner: store, gateway, agent and worker put together, as a process or as a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from agentrl.config import RunConfig
+from agentrl.errors import ConfigError
+from agentrl.runners import agents, verifiers
+from agentrl.runners.agents import Agent
+from agentrl.runners.environment import environment
+from agentrl.runners.execution import Executor
+from agentrl.runners.gateway import Gateway
+from agentrl.runners.verifiers import Verifier
+from agentrl.runners.worker import Worker
+from agentrl.store import open_store
+from agentrl.store.base import Store
+
+
+def main(store_url: str, run: str, *, root: Path | None = None, name: str | None = None) -> int:
+    """Run rollouts of `run` until SIGTERM or SIGINT; the exit code.
+
+    Raises AgentRLError for what the user can mend: an agent or verifier that cannot be loaded, a
+    port that is taken, a store that cannot be opened."""
+    logging.basicConfig(format="%(asctime)s %(name)s: %(message)s")
+    logging.getLogger("agentrl").setLevel(logging.INFO)  # not the root: clients log every request
+
+    async def until_signal() -> None:
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        await start_runner(store_url, run, root=root, name=name, stop=stop)
+
+    asyncio.run(until_signal())
+    return 0
+
+
+async def start_runner(
+    store_url: str,
+    run: str,
+    *,
+    root: Path | None = None,
+    name: str | None = None,
+    stop: asyncio.Event,
+    agent: object = None,
+    verifier: Callable[..., Any] | str | None = None,
+) -> None:
+    """Run rollouts of `run` until `stop` is set.
+
+    Waits for the run to exist. `agent` and `verifier` default to those of the run's settings,
+    whose paths are relative to `root`, by default the run's own. Raises as `main` does."""
+    async with open_store(store_url) as store:
+        config = await _config(store, run, stop)
+        if config is None:
+            return
+        folder = root or Path(config.root)
+        gateway = Gateway(store, run, port=config.runner.port)
+        await asyncio.to_thread(gateway.start)
+        try:
+            with environment(gateway.base_url):
+                executor = Executor(
+                    store,
+                    gateway,
+                    _agent(agent, config, folder),
+                    _verifier(verifier, config, folder),
+                    config.agent.error_reward,
+                )
+                # Frameworks run sync tools on the default executor, six threads on two cores.
+                asyncio.get_running_loop().set_default_executor(
+                    ThreadPoolExecutor(config.runner.concurrency, thread_name_prefix="tool")
+                )
+                worker = Worker(run, executor, config.runner, name=name or _name())
+                await worker.run(stop)
+        finally:
+            await asyncio.to_thread(gateway.close)
+
+
+class RunnerThread:
+    """A runner beside the caller's own code, for an agent that is an object of this process.
+
+    `agent` and `verifier` are objects or "file.py:name". An agent that builds its client itself
+    comes as a function without parameters, called once `OPENAI_BASE_URL` points at the gateway;
+    the environment is restored by `stop`."""
+
+    def __init__(
+        self,
+        store_url: str,
+        run: str,
+        *,
+        agent: object,
+        verifier: Callable[..., Any] | str,
+        root: Path | None = None,
+    ) -> None:
+        self.done: Future[None] = Future()  # raises what ended the runner
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._runner = partial(
+            start_runner,
+            store_url,
+            run,
+            root=root,
+            stop=self._stop,
+            agent=agent,
+            verifier=verifier,
+        )
+        self._thread = threading.Thread(target=self._work, name="agentrl-runner", daemon=True)
+
+    def start(self) -> None:
+        """Returns at once; the runner waits for the run to exist."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Give back what is unfinished and end the thread; what ended it early is in `done`."""
+        with contextlib.suppress(RuntimeError):  # its loop has ended already
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+    def _work(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._runner())
+        except BaseException as error:  # noqa: BLE001 - handed to whoever asks `done`
+            self.done.set_exception(error)
+        else:
+            self.done.set_result(None)
+
+
+async def _config(store: Store, run: str, stop: asyncio.Event) -> RunConfig | None:
+    """The run's settings as soon as it exists; None when it is time to stop before that."""
+    cursor = await store.cursor()
+    while not stop.is_set():
+        state = await store.run(run)
+        if state is not None:
+            return msgspec.convert(state.config, RunConfig)
+        cursor = await store.wait(cursor, timeout=1.0)
+    return None
+
+
+def _agent(given: object, config: RunConfig, root: Path) -> Agent:
+    path = config.agent.path if given is None else given
+    if path == "":
+        raise ConfigError("agent.path is missing: write it as file.py:name")
+    return agents.as_agent(agents.load(path, root) if isinstance(path, str) else path)
+
+
+def _verifier(given: Callable[..., Any] | str | None, config: RunConfig, root: Path) -> Verifier:
+    path = config.verifier.path if given is None else given
+    if path == "":
+        raise ConfigError("verifier.path is missing: write it as file.py:name")
+    return verifiers.load(path, root) if isinstance(path, str) else Verifier(path)
+
+
+def _name() -> str:
+    return f"{socket.gethostname()}-{os.getpid()}"

@@ -1,0 +1,129 @@
+"""Claims rollouts, runs an attempt of each and ends it in the store.
+
+Owns: one task for each attempt in progress, at most `concurrency` of them running an agent.
+Always true: an attempt is ended by exactly one of: its outcome, being given back when the worker is
+told to stop, or its lease running out. One whose lease is lost is stopped and not written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+
+from agentrl.config import RunnerConfig
+from agentrl.errors import StoreError
+from agentrl.runners.attribution import Live
+from agentrl.runners.execution import Executor
+from agentrl.types import Attempt, ErrorKind, Failure, Outcome
+
+log = logging.getLogger("agentrl.runner")
+ROUND = 1.0  # seconds one `claim` waits on the store, and so the longest wait of a stop
+GRACE = 5.0  # seconds past its deadline after which the lease of a hung attempt is let go
+
+
+class Worker:
+    """Runs attempts of one run in this process."""
+
+    def __init__(self, run: str, executor: Executor, config: RunnerConfig, *, name: str) -> None:
+        self.run_name, self.config, self.name = run, config, name
+        self._executor = executor
+        self._store, self._gateway = executor.store, executor.gateway
+        self._running: dict[str, tuple[asyncio.Task[None], Live]] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        self._failed: BaseException | None = None
+        self._changed = asyncio.Event()  # a slot is free, or it is time to stop
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Work until `stop` is set, then give back at once what is unfinished.
+
+        Raises StoreError when the store cannot be used any more."""
+        stopping = asyncio.create_task(stop.wait())
+        stopping.add_done_callback(lambda _: self._changed.set())
+        leases = self._gateway.spawn(self._keep_leases(asyncio.get_running_loop()))
+        try:
+            while not stop.is_set() and self._failed is None:
+                await self._round(stop)
+        finally:
+            stopping.cancel()
+            leases.cancel()
+            await self._give_back()
+        if self._failed:
+            raise self._failed
+
+    async def _round(self, stop: asyncio.Event) -> None:
+        self._changed.clear()
+        free = self.config.concurrency - len(self._running)
+        if not free:
+            await self._changed.wait()
+            return
+        attempts = await self._store.claim(
+            free, runner=self.name, lease=self.config.lease, run=self.run_name, timeout=ROUND
+        )
+        for attempt in attempts:
+            self._start(attempt)
+
+    def _start(self, attempt: Attempt) -> None:
+        live = self._gateway.register(attempt)
+        task = asyncio.create_task(self._attempt(live), name=f"attempt-{live.id}")
+        self._running[live.id] = task, live
+        task.add_done_callback(self._settle)
+
+    async def _attempt(self, live: Live) -> None:
+        try:
+            outcome = await self._executor.run(live)
+        finally:
+            task, _ = self._running.pop(live.id)
+            self._changed.set()
+        self._ending.add(task)
+        await self._store.finish([outcome])
+
+    def _settle(self, task: asyncio.Task[None]) -> None:
+        self._ending.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._failed = task.exception()
+            self._changed.set()
+
+    async def _give_back(self) -> None:
+        """Stop what is running and return it to the queue, without waiting for leases to expire."""
+        unfinished = list(self._running.values())
+        for task, _ in unfinished:
+            task.cancel()
+        if unfinished:
+            failure = Failure(kind=ErrorKind.LOST_RUNNER, message=f"runner {self.name} was stopped")
+            await self._store.finish(
+                [
+                    Outcome(attempt=live.id, fence=live.attempt.fence, failure=failure, retry=True)
+                    for _, live in unfinished
+                ]
+            )
+        tasks = {*(task for task, _ in unfinished), *self._ending}
+        if tasks:  # an agent may refuse to be cancelled; its outcome would come too late anyway
+            await asyncio.wait(tasks, timeout=GRACE)
+
+    async def _keep_leases(self, home: asyncio.AbstractEventLoop) -> None:
+        """Heartbeat of all attempts, on the gateway's event loop: an agent that blocks the worker's
+        loop keeps its lease until it is out of time."""
+        while True:
+            await asyncio.sleep(self.config.lease / 3)
+            running = list(self._running.values())
+            held = [live.id for _, live in running if live.left > -GRACE]
+            if not held:
+                continue
+            try:
+                kept = await self._store.heartbeat(held, lease=self.config.lease)
+            except StoreError as error:  # `claim` says it again if it stays
+                log.warning("heartbeat failed: %s", error)
+                continue
+            lost = set(held).difference(kept)
+            if lost:
+                with contextlib.suppress(RuntimeError):  # the worker's loop has ended
+                    home.call_soon_threadsafe(self._lose, sorted(lost))
+
+    def _lose(self, attempts: Sequence[str]) -> None:
+        for attempt in attempts:
+            if attempt in self._running:
+                task, _ = self._running[attempt]
+                log.warning("attempt %s lost its lease and is stopped", attempt)
+                task.cancel()

@@ -1,0 +1,95 @@
+"""SQLite connections: where the file is, how it is opened, and what its errors mean to a user."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import parse_qsl
+
+from agentrl.errors import StoreError
+
+BUSY = 60.0  # seconds a writer waits for the other processes; a transaction takes milliseconds
+CHECKPOINT = 4000  # pages of write-ahead log before they are copied back: fewer, larger syncs
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A store file and its options, from `sqlite:///path?synchronous=full` or a bare path.
+
+    `normal` survives the death of any process; `full` also a power cut, at one disk sync a commit.
+    """
+
+    path: Path
+    synchronous: str = "normal"
+
+    @classmethod
+    def parse(cls, url: str) -> Location:
+        if "://" not in url:
+            return cls(_file(url, url))
+        base, _, query = url.partition("?")
+        path = base.removeprefix("sqlite:///") if base.startswith("sqlite:///") else ""
+        options = dict(parse_qsl(query, keep_blank_values=True))
+        synchronous = options.pop("synchronous", "normal")
+        if options or synchronous not in ("normal", "full"):
+            raise StoreError(
+                f"Store URL {url!r} has an unknown option: use ?synchronous=normal or "
+                "?synchronous=full."
+            )
+        return cls(_file(path, url), synchronous)
+
+    @property
+    def url(self) -> str:
+        option = "" if self.synchronous == "normal" else f"?synchronous={self.synchronous}"
+        return f"sqlite:///{self.path}{option}"
+
+    def connect(self, *, readonly: bool = False) -> sqlite3.Connection:
+        """A connection in autocommit mode: every transaction is begun by hand."""
+        conn = sqlite3.connect(
+            self.path,
+            timeout=BUSY,
+            isolation_level=None,
+            check_same_thread=False,  # each is used by one thread, but closed by another
+            cached_statements=256,
+        )
+        conn.row_factory = sqlite3.Row
+        conn.execute(f"pragma synchronous = {self.synchronous}")
+        conn.execute(f"pragma wal_autocheckpoint = {CHECKPOINT}")
+        if readonly:
+            conn.execute("pragma query_only = on")
+        return conn
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Turns SQLite's errors into one sentence that names the file."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise StoreError(explain(self.path, error)) from error
+
+
+def explain(path: Path, error: sqlite3.Error) -> str:
+    """What happened to the file and what to do."""
+    advice = {
+        "SQLITE_NOTADB": "it is not an SQLite database; choose another path",
+        "SQLITE_CORRUPT": "the file is damaged; restore a copy or choose another path",
+        "SQLITE_CANTOPEN": "it cannot be opened; check that the folder exists and is writable",
+        "SQLITE_READONLY": "it cannot be written; check its permissions",
+        "SQLITE_PERM": "it cannot be written; check its permissions",
+        "SQLITE_FULL": "the disk is full; free some space and run the same command again",
+        "SQLITE_BUSY": "another process holds its write lock; end that process",
+    }
+    name = getattr(error, "sqlite_errorname", "") or ""
+    known = next((text for code, text in advice.items() if name.startswith(code)), str(error))
+    return f"Store {path}: {known}."
+
+
+def _file(path: str, url: str) -> Path:
+    if not path or path == ":memory:":
+        raise StoreError(
+            f"Store URL {url!r} names no file: use sqlite:///runs/store.db, or "
+            "sqlite:////absolute/store.db."
+        )
+    return Path(path).absolute()

@@ -1,0 +1,226 @@
+"""The queue: rollouts, their attempts and leases, their groups. SQLite verbs, called by the writer.
+
+Always true: an attempt is live while its state is running and its lease has not run out; a rollout
+has at most one such attempt, its last; `groups.pending` is the number of its rollouts that are
+not terminal.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from sqlite3 import Connection
+from typing import Any
+
+import msgspec
+
+from agentrl.errors import StoreError
+from agentrl.store import evidence, queries, rows, runs
+from agentrl.store.feed import GROUPS, QUEUE
+from agentrl.store.tree import digest
+from agentrl.store.writer import Transaction
+from agentrl.types import (
+    Attempt,
+    AttemptState,
+    ErrorKind,
+    Failure,
+    NewRollout,
+    Outcome,
+    RolloutState,
+)
+
+SQL = queries.load("rollouts")
+CANCELLED = Failure(kind=ErrorKind.CANCELLED, message="The rollout was cancelled.")
+
+
+def enqueue(tx: Transaction, rollouts: Sequence[NewRollout]) -> int:
+    added: Counter[str] = Counter()
+    groups = {rollout.group: rollout for rollout in rollouts}
+    for member in groups.values():
+        _open_group(tx, member)
+    for rollout in rollouts:
+        first = groups[rollout.group]
+        if (rollout.run, rollout.purpose) != (first.run, first.purpose):
+            raise StoreError(f"Group {rollout.group!r} mixes runs or purposes: give each its own.")
+        columns = rows.new_rollout_columns(rollout)
+        added[rollout.group] += tx.conn.execute(SQL["enqueue"], columns).rowcount
+    for group, new in added.items():
+        if new:
+            _grow_group(tx, groups[group], new)
+    return added.total()
+
+
+def claim(
+    tx: Transaction,
+    n: int,
+    *,
+    runner: str,
+    lease: float,
+    run: str | None,
+    claim_id: str | None,
+) -> list[Attempt]:
+    if claim_id is not None and (repeat := tx.conn.execute(SQL["claimed"], (claim_id,)).fetchall()):
+        return [rows.attempt(r, r["claimed_id"], r["fence"], r["lease_until"]) for r in repeat]
+    query = SQL["queued"] if run is None else SQL["queued_of_run"]
+    claimed = []
+    for row in tx.conn.execute(query, {"n": n, "run": run}).fetchall():
+        columns = {
+            "attempt": uuid.uuid4().hex,
+            "rollout": row["id"],
+            "run": row["run_id"],
+            "fence": row["attempts"] + 1,
+            "runner": runner,
+            "claim_id": claim_id,
+            "lease_until": tx.now + lease,
+            "now": tx.now,
+            "seq": row["seq"],
+        }
+        tx.conn.execute(SQL["start_rollout"], columns)
+        tx.conn.execute(SQL["start_attempt"], columns)
+        tx.note(row["run_id"], "rollout", row["id"])
+        claimed.append(rows.attempt(row, columns["attempt"], columns["fence"], tx.now + lease))
+    return claimed
+
+
+def heartbeat(tx: Transaction, attempts: Sequence[str], lease: float) -> list[str]:
+    """Leases are no news: nothing is added to the feed."""
+    columns = {
+        "attempts": rows.dump(attempts, "Attempts"),
+        "until": tx.now + lease,
+        "now": tx.now,
+    }
+    tx.conn.execute(SQL["heartbeat"], columns)
+    live = set(rows.load(tx.conn.execute(SQL["live"], columns).fetchone()[0]))
+    return [attempt for attempt in attempts if attempt in live]
+
+
+def finish(tx: Transaction, outcomes: Sequence[Outcome]) -> list[bool]:
+    return [_finish(tx, outcome) for outcome in outcomes]
+
+
+def cancel(tx: Transaction, rollouts: Sequence[str]) -> int:
+    cancelled = 0
+    for rollout in rollouts:
+        row = tx.conn.execute(SQL["cancellable"], (rollout,)).fetchone()
+        if row is None:
+            continue
+        if row["state"] == RolloutState.RUNNING:
+            _end_attempt(tx, row, AttemptState.CANCELLED, CANCELLED)
+        _end_rollout(tx, row, RolloutState.CANCELLED, CANCELLED)
+        cancelled += 1
+    return cancelled
+
+
+def expire(tx: Transaction) -> None:
+    """Gives the rollouts of runners that fell silent to others, or gives up on them."""
+    for row in tx.conn.execute(SQL["expired"], (tx.now,)).fetchall():
+        tried = f"attempt {row['attempts']} of {row['max_attempts']}"
+        lost = Failure(
+            kind=ErrorKind.LOST_RUNNER, message=f"The runner of {tried} sent no heartbeat."
+        )
+        _end_attempt(tx, row, AttemptState.EXPIRED, lost)
+        if row["attempts"] < row["max_attempts"]:
+            _requeue(tx, row)
+        else:
+            _end_rollout(tx, row, RolloutState.FAILED, lost)
+
+
+def next_expiry(conn: Connection) -> float | None:
+    """When the earliest lease runs out, unix seconds."""
+    (until,) = conn.execute(SQL["next_expiry"]).fetchone()
+    return None if until is None else float(until)
+
+
+def settled(conn: Connection, group: str) -> bool:
+    row = conn.execute(SQL["pending"], (group,)).fetchone()
+    if row is None:
+        raise StoreError(f"There is no group {group!r} in this store: enqueue its rollouts first.")
+    return bool(row["pending"] == 0)
+
+
+# -- parts -----------------------------------------------------------------------------------------
+
+
+def _open_group(tx: Transaction, member: NewRollout) -> None:
+    runs.known(tx.conn, member.run)
+    columns = {"group": member.group, "run": member.run, "step": member.step}
+    tx.conn.execute(SQL["open_group"], {**columns, "purpose": member.purpose.value})
+    row = tx.conn.execute(SQL["group"], (member.group,)).fetchone()
+    if (row["run_id"], row["purpose"]) != (member.run, member.purpose.value):
+        raise StoreError(
+            f"Group {member.group!r} belongs to run {row['run_id']!r} for {row['purpose']}: "
+            "choose another name."
+        )
+
+
+def _grow_group(tx: Transaction, member: NewRollout, new: int) -> None:
+    state = tx.conn.execute(SQL["group"], (member.group,)).fetchone()["state"]
+    if state in ("claimed", "trained"):
+        raise StoreError(f"Group {member.group!r} is {state} already: use a new group.")
+    tx.conn.execute(SQL["grow_group"], {"new": new, "group": member.group})
+    tx.note(member.run, "group", member.group, QUEUE)
+
+
+def _finish(tx: Transaction, outcome: Outcome) -> bool:
+    row = tx.conn.execute(SQL["attempt"], (outcome.attempt,)).fetchone()
+    if row is None:
+        raise StoreError(f"There is no attempt {outcome.attempt!r} in this store.")
+    result = rows.dump(outcome.result, f"The result of attempt {outcome.attempt}")
+    mark = digest(msgspec.json.encode(outcome))
+    if row["outcome"] == mark:
+        return True
+    live = (
+        row["state"] == AttemptState.RUNNING
+        and row["lease_until"] > tx.now
+        and row["fence"] == outcome.fence
+    )
+    evidence.add_outcome(tx, outcome, late=not live)
+    if not live:
+        tx.note(row["run_id"], "attempt", outcome.attempt)
+        return False
+    failed = outcome.failure is not None
+    state = AttemptState.FAILED if failed else AttemptState.SUCCEEDED
+    _end_attempt(tx, row, state, outcome.failure, mark)
+    if outcome.retry and row["attempts"] < row["max_attempts"]:
+        _requeue(tx, row)
+    else:
+        final = RolloutState.FAILED if failed else RolloutState.SUCCEEDED
+        _end_rollout(tx, row, final, outcome.failure, result)
+    return True
+
+
+def _requeue(tx: Transaction, row: Any) -> None:
+    tx.conn.execute(SQL["requeue"], (row["id"],))
+    tx.note(row["run_id"], "rollout", row["id"], QUEUE)
+
+
+def _end_attempt(
+    tx: Transaction,
+    row: Any,
+    state: AttemptState,
+    failure: Failure | None,
+    outcome: bytes | None = None,
+) -> None:
+    columns = {"attempt": row["attempt"], "state": state.value, "now": tx.now, "outcome": outcome}
+    tx.conn.execute(SQL["end_attempt"], {**columns, **rows.failure_columns(failure)})
+
+
+def _end_rollout(
+    tx: Transaction,
+    row: Any,
+    state: RolloutState,
+    failure: Failure | None,
+    result: str | None = None,
+) -> None:
+    columns = {
+        "id": row["id"],
+        "state": state.value,
+        "result": result,
+        "seconds": 0.0 if row["started_at"] is None else tx.now - row["started_at"],
+    }
+    tx.conn.execute(SQL["end_rollout"], {**columns, **rows.failure_columns(failure)})
+    group = tx.conn.execute(SQL["shrink_group"], (row["group_id"],)).fetchone()
+    tx.note(row["run_id"], "rollout", row["id"])
+    if group["state"] == "settled":
+        tx.note(row["run_id"], "group", row["group_id"], GROUPS)

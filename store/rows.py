@@ -1,0 +1,310 @@
+"""Records to columns and back. Pure functions; the only place that knows both shapes."""
+
+from __future__ import annotations
+
+import math
+import sys
+from array import array
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from agentrl.errors import StoreError
+from agentrl.types import (
+    Attempt,
+    ErrorKind,
+    Failure,
+    Json,
+    NewRollout,
+    Outcome,
+    Purpose,
+    Reward,
+    Rollout,
+    RolloutState,
+    Sampling,
+    Scope,
+    Span,
+    Transition,
+)
+
+NO_ERROR = {"kind": None, "message": None, "traceback": None}
+
+
+class Row(Protocol):
+    """A row of any database, by column name."""
+
+    def __getitem__(self, column: str, /) -> Any: ...
+
+
+# -- values ----------------------------------------------------------------------------------------
+
+
+def dump(value: Json, what: str) -> str:
+    """JSON text of a user's payload. Raises StoreError, naming `what`, if it is none."""
+    try:
+        return msgspec.json.encode(value).decode()
+    except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
+        raise StoreError(f"{what} cannot be written as JSON: {error}.") from error
+
+
+def load(text: str | None) -> Json:
+    return None if text is None else msgspec.json.decode(text)
+
+
+def clean(text: str) -> str:
+    """Text from the outside world: lone surrogates, which no database stores, become `?`."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def blob(values: array[Any]) -> bytes:
+    """Little-endian, as it is stored."""
+    if sys.byteorder == "big":
+        values = values[:]
+        values.byteswap()
+    return values.tobytes()
+
+
+def unblob(typecode: str, data: bytes) -> array[Any]:
+    values: array[Any] = array(typecode)
+    values.frombytes(data)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
+# -- queue -----------------------------------------------------------------------------------------
+
+
+def check_rollout(rollout: NewRollout) -> None:
+    if rollout.max_attempts < 1 or not 0 < rollout.timeout < math.inf:
+        raise StoreError(
+            f"Rollout {rollout.id}: max_attempts must be at least 1 and timeout a positive "
+            "number of seconds."
+        )
+
+
+def new_rollout_columns(rollout: NewRollout) -> dict[str, Any]:
+    return {
+        "id": rollout.id,
+        "run": rollout.run,
+        "group": rollout.group,
+        "index": rollout.index,
+        "purpose": rollout.purpose.value,
+        "step": rollout.step,
+        "priority": rollout.priority,
+        "max_attempts": rollout.max_attempts,
+        "timeout": rollout.timeout,
+        "sampling": dump(rollout.sampling, "sampling"),
+        "task": dump(rollout.task, f"The task of rollout {rollout.id}"),
+    }
+
+
+def attempt(row: Row, id: str, fence: int, lease_until: float) -> Attempt:
+    """The lease of a rollout's row."""
+    rollout = NewRollout(
+        id=row["id"],
+        run=row["run_id"],
+        group=row["group_id"],
+        index=row["position"],
+        task=load(row["task"]),
+        purpose=Purpose(row["purpose"]),
+        sampling=msgspec.json.decode(row["sampling"], type=Sampling),
+        step=row["step"],
+        max_attempts=row["max_attempts"],
+        timeout=row["timeout"],
+        priority=row["priority"],
+    )
+    return Attempt(id=id, rollout=rollout, fence=fence, lease_until=lease_until)
+
+
+def rollout(row: Row, rewards: list[Reward], transitions: list[Transition]) -> Rollout:
+    return Rollout(
+        id=row["id"],
+        run=row["run_id"],
+        group=row["group_id"],
+        index=row["position"],
+        task=load(row["task"]),
+        purpose=Purpose(row["purpose"]),
+        state=RolloutState(row["state"]),
+        step=row["step"],
+        attempts=row["attempts"],
+        attempt=row["attempt_id"],
+        result=load(row["result"]),
+        failure=failure(row),
+        rewards=rewards,
+        transitions=transitions,
+        seconds=row["seconds"],
+    )
+
+
+def failure(row: Row) -> Failure | None:
+    if row["error_kind"] is None:
+        return None
+    return Failure(
+        kind=ErrorKind(row["error_kind"]),
+        message=row["error_message"],
+        traceback=row["error_traceback"],
+    )
+
+
+def failure_columns(failure: Failure | None) -> dict[str, str | None]:
+    if failure is None:
+        return dict(NO_ERROR)
+    return {
+        "kind": failure.kind.value,
+        "message": clean(failure.message),
+        "traceback": clean(failure.traceback),
+    }
+
+
+# -- evidence --------------------------------------------------------------------------------------
+
+
+def check_transition(transition: Transition) -> None:
+    """Refuses what could not be trained on, before anything is written."""
+    where = f"Transition {transition.id}"
+    t = transition
+    for name, values, code in (
+        ("prompt", t.prompt, "i"),
+        ("completion", t.completion, "i"),
+        ("logprobs", t.logprobs, "f"),
+    ):
+        if not isinstance(values, array) or values.typecode != code:
+            raise StoreError(
+                f"{where}: {name} must be an array made by agentrl.types."
+                f"{'int32' if code == 'i' else 'float32'}, not {type(values).__name__}."
+            )
+    if t.exact and len(t.logprobs) != len(t.completion):
+        raise StoreError(
+            f"{where}: {len(t.logprobs)} log-probs for {len(t.completion)} completion tokens; "
+            "send one for each, or mark the call as not exact."
+        )
+    if not math.isfinite(sum(t.logprobs)):
+        raise StoreError(f"{where}: a log-prob is not finite.")
+
+
+def transition_columns(t: Transition) -> dict[str, Any]:
+    """Everything but prompt, messages, tools and position in the tree."""
+    return {
+        "id": t.id,
+        "attempt": t.attempt,
+        "index": t.index,
+        "role": t.role,
+        "policy": t.policy,
+        "version": t.version,
+        "finish": t.finish,
+        "exact": t.exact,
+        "span": t.span,
+        "started": t.started,
+        "seconds": t.seconds,
+        "sampling": dump(t.sampling, "sampling"),
+        "completion": blob(t.completion),
+        "logprobs": blob(t.logprobs),
+        "answer": None if t.answer is None else dump(t.answer, f"The answer of transition {t.id}"),
+    }
+
+
+def transitions(rows: Sequence[Row]) -> dict[str, list[Transition]]:
+    """By attempt, in order of index. `rows` holds whole attempts in order of arrival, so that
+    every parent comes before its children."""
+    tokens: dict[int, bytes] = {}
+    chats: dict[int, list[dict[str, Json]]] = {}
+    found: dict[str, list[Transition]] = {}
+    for row in rows:
+        prompt = tokens.get(row["parent"], b"") + row["prompt"]
+        tokens[row["seq"]] = prompt + row["completion"]
+        messages = chats.get(row["chat_parent"], [])[: row["chat_shared"]] + load(row["messages"])
+        answer = load(row["answer"])
+        chats[row["seq"]] = messages if answer is None else [*messages, answer]
+        if not row["late"]:
+            made = _transition(row, prompt, messages, answer)
+            found.setdefault(row["attempt_id"], []).append(made)
+    for calls in found.values():
+        calls.sort(key=lambda call: call.index)
+    return found
+
+
+def _transition(
+    row: Row, prompt: bytes, messages: list[dict[str, Json]], answer: dict[str, Json] | None
+) -> Transition:
+    return Transition(
+        id=row["id"],
+        attempt=row["attempt_id"],
+        index=row["position"],
+        prompt=unblob("i", prompt),
+        completion=unblob("i", row["completion"]),
+        logprobs=unblob("f", row["logprobs"]),
+        role=row["role"],
+        policy=row["policy"],
+        version=row["version"],
+        sampling=msgspec.json.decode(row["sampling"], type=Sampling),
+        finish=row["finish"],
+        exact=bool(row["exact"]),
+        messages=messages,
+        tools=load(row["tools_body"]) or [],
+        answer=answer,
+        span=row["span_id"],
+        started=row["started_at"],
+        seconds=row["seconds"],
+    )
+
+
+def span_columns(span: Span, *, late: bool) -> dict[str, Any]:
+    return {
+        "attempt": span.attempt,
+        "id": span.id,
+        "parent": span.parent,
+        "name": clean(span.name),
+        "kind": span.kind,
+        "start": span.start,
+        "end": span.end,
+        "ok": span.ok,
+        "late": late,
+        "attributes": dump(span.attributes, f"The attributes of span {span.name!r}"),
+    }
+
+
+def span(row: Row) -> Span:
+    return Span(
+        id=row["id"],
+        attempt=row["attempt_id"],
+        parent=row["parent_id"],
+        name=row["name"],
+        kind=row["kind"],
+        start=row["started_at"],
+        end=row["ended_at"],
+        ok=bool(row["ok"]),
+        attributes=load(row["attributes"]),
+    )
+
+
+def check_outcome(outcome: Outcome) -> None:
+    """Refuses an outcome of which a part could not be written."""
+    if outcome.retry and outcome.failure is None:
+        raise StoreError(f"Attempt {outcome.attempt} succeeded: only a failure can be retried.")
+    for reward in outcome.rewards:
+        where = f"Reward {reward.name!r} of attempt {outcome.attempt}"
+        if not math.isfinite(reward.value):
+            raise StoreError(
+                f"{where} is {reward.value}: a reward must be finite; leave a missing one out."
+            )
+        if (reward.target is None) is not (reward.scope is Scope.ROLLOUT):
+            raise StoreError(
+                f"{where}: name a target for scope transition or role, none for rollout."
+            )
+    for span in outcome.spans:
+        if span.attempt != outcome.attempt:
+            raise StoreError(
+                f"Span {span.id} of attempt {span.attempt} came with attempt {outcome.attempt}."
+            )
+
+
+def reward(row: Row) -> Reward:
+    return Reward(
+        value=row["value"],
+        name=row["name"],
+        scope=Scope(row["scope"]),
+        target=row["target"],
+        source=row["source"],
+    )

@@ -1,0 +1,75 @@
+-- name: attempt
+select run_id, state, lease_until from attempts where id = ?;
+
+-- name: known
+select late from transitions where id = ?;
+
+-- name: earlier
+select seq, size, digest, chat_size, chat_digest, answer_digest, tools
+from transitions where attempt_id = ? order by seq;
+
+-- name: add_payload
+insert into payloads (hash, body) values (?, ?) on conflict (hash) do nothing;
+
+-- name: add_transition
+insert into transitions (
+    id, attempt_id, position, late, parent, size, digest,
+    chat_parent, chat_shared, chat_size, chat_digest, answer_digest,
+    role, policy, version, finish, exact, span_id, started_at, seconds, sampling, tools,
+    prompt, completion, logprobs, messages, answer
+) values (
+    :id, :attempt, :index, :late, :parent, :size, :digest,
+    :chat_parent, :chat_shared, :chat_size, :chat_digest, :answer_digest,
+    :role, :policy, :version, :finish, :exact, :span, :started, :seconds, :sampling, :tools,
+    :prompt, :completion, :logprobs, :messages, :answer
+)
+on conflict (id) do nothing;
+
+-- name: count
+update runs set transitions = transitions + :calls, tokens = tokens + :tokens where id = :run;
+
+-- name: add_span
+insert into spans (
+    attempt_id, id, parent_id, name, kind, started_at, ended_at, ok, late, attributes
+) values (
+    :attempt, :id, :parent, :name, :kind, :start, :end, :ok, :late, :attributes
+)
+on conflict (attempt_id, id) do nothing;
+
+-- name: add_reward
+insert into rewards (attempt_id, late, position, scope, target, name, value, source)
+values (?, ?, ?, ?, ?, ?, ?, ?)
+on conflict (attempt_id, late, position) do nothing;
+
+-- name: rollout
+select * from rollouts where id = ?;
+
+-- name: rollouts
+select * from rollouts
+where run_id = :run
+  and (:purpose is null or purpose = :purpose)
+  and (:step is null or step = :step)
+  and (:state is null or state = :state)
+order by group_id, position, seq limit :limit;
+
+-- name: rollouts_of_group
+select * from rollouts
+where run_id = :run and group_id = :group
+  and (:purpose is null or purpose = :purpose)
+  and (:step is null or step = :step)
+  and (:state is null or state = :state)
+order by position, seq limit :limit;
+
+-- name: rewards
+select attempt_id, scope, target, name, value, source from rewards
+where attempt_id in (select value from json_each(?)) and late = 0
+order by attempt_id, position;
+
+-- name: transitions
+select t.*, p.body as tools_body
+from transitions t left join payloads p on p.hash = t.tools
+where t.attempt_id in (select value from json_each(?))
+order by t.seq;
+
+-- name: spans
+select * from spans where attempt_id = ? order by started_at, rowid;

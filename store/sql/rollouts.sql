@@ -1,0 +1,96 @@
+-- name: open_group
+insert into groups (id, run_id, purpose, step, state, pending)
+values (:group, :run, :purpose, :step, 'open', 0)
+on conflict (id) do nothing;
+
+-- name: group
+select run_id, purpose, state, pending from groups where id = ?;
+
+-- name: grow_group
+update groups set pending = pending + :new, state = 'open' where id = :group;
+
+-- name: shrink_group
+update groups
+set pending = pending - 1, state = case when pending = 1 then 'settled' else state end
+where id = ?
+returning state;
+
+-- name: enqueue
+insert into rollouts (
+    id, run_id, group_id, position, purpose, step, state, priority, max_attempts, timeout,
+    sampling, task
+) values (
+    :id, :run, :group, :index, :purpose, :step, 'queued', :priority, :max_attempts, :timeout,
+    :sampling, :task
+)
+on conflict (id) do nothing;
+
+-- name: queued
+select * from rollouts where state = 'queued' order by priority desc, seq limit :n;
+
+-- name: queued_of_run
+select * from rollouts
+where state = 'queued' and run_id = :run
+order by priority desc, seq limit :n;
+
+-- name: start_rollout
+update rollouts set state = 'running', attempts = :fence, attempt_id = :attempt where seq = :seq;
+
+-- name: start_attempt
+insert into attempts (
+    id, rollout_id, run_id, fence, state, runner, claim_id, lease_until, started_at
+) values (
+    :attempt, :rollout, :run, :fence, 'running', :runner, :claim_id, :lease_until, :now
+);
+
+-- name: claimed
+select r.*, a.id as claimed_id, a.fence, a.lease_until
+from attempts a join rollouts r on r.id = a.rollout_id
+where a.claim_id = ?
+order by a.rowid;
+
+-- name: heartbeat
+update attempts set lease_until = max(lease_until, :until)
+where id in (select value from json_each(:attempts)) and state = 'running' and lease_until > :now;
+
+-- name: live
+select json_group_array(id) from attempts
+where id in (select value from json_each(:attempts)) and state = 'running' and lease_until > :now;
+
+-- name: next_expiry
+select min(lease_until) from attempts where state = 'running';
+
+-- name: expired
+select a.id as attempt, a.started_at, r.id, r.run_id, r.group_id, r.attempts, r.max_attempts
+from attempts a join rollouts r on r.id = a.rollout_id
+where a.state = 'running' and a.lease_until <= ?;
+
+-- name: attempt
+select
+    a.id as attempt, a.fence, a.state, a.lease_until, a.started_at, a.outcome,
+    r.id, r.run_id, r.group_id, r.attempts, r.max_attempts
+from attempts a join rollouts r on r.id = a.rollout_id
+where a.id = ?;
+
+-- name: end_attempt
+update attempts
+set state = :state, ended_at = :now, outcome = :outcome,
+    error_kind = :kind, error_message = :message, error_traceback = :traceback
+where id = :attempt;
+
+-- name: requeue
+update rollouts set state = 'queued' where id = ?;
+
+-- name: end_rollout
+update rollouts
+set state = :state, result = :result, seconds = :seconds,
+    error_kind = :kind, error_message = :message, error_traceback = :traceback
+where id = :id;
+
+-- name: cancellable
+select r.id, r.run_id, r.group_id, r.state, a.id as attempt, a.started_at
+from rollouts r left join attempts a on a.id = r.attempt_id
+where r.id = ? and r.state in ('queued', 'running');
+
+-- name: pending
+select pending from groups where id = ?;

@@ -1,0 +1,73 @@
+-- name: open_run
+insert into runs (id, epoch, config, created_at) values (:run, 1, :config, :now)
+on conflict (id) do update set epoch = epoch + 1, config = excluded.config
+returning *;
+
+-- name: release_groups
+update groups set state = 'settled', claimed_epoch = null
+where run_id = ? and purpose = 'train' and state = 'claimed';
+
+-- name: run
+select * from runs where id = ?;
+
+-- name: runs
+select id from runs order by created_at, id;
+
+-- name: claimed_groups
+select id from groups
+where run_id = ? and purpose = 'train' and state = 'claimed'
+order by id limit ?;
+
+-- name: settled_groups
+select id from groups
+where run_id = ? and purpose = 'train' and state = 'settled'
+order by id limit ?;
+
+-- name: claim_group
+update groups set state = 'claimed', claimed_epoch = :epoch where id = :group;
+
+-- name: group
+select run_id, purpose, state, claimed_epoch, trained_step from groups where id = ?;
+
+-- name: train_group
+update groups set state = 'trained', trained_step = :step where id = :group;
+
+-- name: step
+select committed, record from steps where run_id = ? and step = ?;
+
+-- name: commit_step
+insert into steps (run_id, step, committed, at, record) values (:run, :step, 1, :now, :record)
+on conflict (run_id, step) do update
+set committed = 1, at = excluded.at, record = excluded.record;
+
+-- name: advance_run
+update runs set step = step + 1, checkpoint = :checkpoint where id = :run;
+
+-- name: log_step
+insert into steps (run_id, step, committed, at) values (:run, :step, 0, :now)
+on conflict (run_id, step) do nothing;
+
+-- name: set_metric
+insert into metrics (run_id, step, name, value) values (?, ?, ?, ?)
+on conflict (run_id, step, name) do update set value = excluded.value;
+
+-- name: metrics
+select step, name, value from metrics where run_id = ? and step > ? order by step, name;
+
+-- name: steps
+select step, committed, at from steps where run_id = ? and step > ? order by step;
+
+-- name: publish
+insert into policies (run_id, policy, version, base_url, model)
+values (:run, :policy, :version, :base_url, :model)
+on conflict (run_id, policy) do update
+set version = excluded.version, base_url = excluded.base_url, model = excluded.model;
+
+-- name: policies
+select * from policies where run_id = ?;
+
+-- name: rollout_counts
+select state, count(*) as n from rollouts where run_id = ? group by state;
+
+-- name: group_counts
+select state, count(*) as n from groups where run_id = ? and purpose = 'train' group by state;

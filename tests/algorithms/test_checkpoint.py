@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from agentrl.algorithms.batch import Batch
+from agentrl.algorithms.checkpoint import (
+    STATE,
+    atomic_directory,
+    load_checkpoint,
+    prune,
+    random_state,
+    save_checkpoint,
+    set_random_state,
+)
+from agentrl.algorithms.learners.base import Psi, StepReport
+from agentrl.errors import PolicyError, TrainingError
+
+
+class OneNumber:
+    """A learner whose weights are one number in one file."""
+
+    def __init__(self, weight: int = 0, error: Exception | None = None) -> None:
+        self.weight = weight
+        self.error = error
+
+    def logprobs(self, batch: Batch) -> torch.Tensor:
+        raise NotImplementedError
+
+    def step(self, batch: Batch, psi: Psi, *, lr: float) -> StepReport:
+        raise NotImplementedError
+
+    def save(self, directory: Path) -> None:
+        (directory / "weight").write_text(str(self.weight))
+        if self.error:
+            raise self.error
+
+    def load(self, directory: Path) -> None:
+        self.weight = int((directory / "weight").read_text())
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_was_saved_comes_back(tmp_path: Path) -> None:
+    state = {"baseline": {"easy": 0.5}, "seen": [1, 2]}
+    save_checkpoint(tmp_path / "runs" / "1", OneNumber(7), state)
+    learner = OneNumber()
+    assert load_checkpoint(tmp_path / "runs" / "1", learner) == state
+    assert learner.weight == 7
+    assert names(tmp_path / "runs") == ["1"]
+
+
+def test_random_streams_continue_where_they_were_saved(tmp_path: Path) -> None:
+    random.gauss(0, 1)
+    save_checkpoint(tmp_path / "1", OneNumber(), {})
+    drawn = random.random(), random.gauss(0, 1), torch.rand(3).tolist()
+    load_checkpoint(tmp_path / "1", OneNumber())
+    assert (random.random(), random.gauss(0, 1), torch.rand(3).tolist()) == drawn
+
+
+def test_random_state_is_what_was_set() -> None:
+    state = random_state()
+    random.random()
+    torch.rand(1)
+    set_random_state(state)
+    assert random_state() == state
+
+
+def test_saving_again_replaces(tmp_path: Path) -> None:
+    for weight in (1, 2):
+        save_checkpoint(tmp_path / "1", OneNumber(weight), {"weight": weight})
+    learner = OneNumber()
+    assert load_checkpoint(tmp_path / "1", learner) == {"weight": 2}
+    assert learner.weight == 2
+    assert names(tmp_path) == ["1"]
+
+
+def test_a_full_disk_is_a_sentence_and_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "1", OneNumber(1), {})
+    full = OneNumber(2, OSError(28, "No space left on device"))
+    with pytest.raises(TrainingError, match=r"No space left on device.*free disk space"):
+        save_checkpoint(tmp_path / "1", full, {})
+    assert names(tmp_path) == ["1"]
+    assert (tmp_path / "1" / "weight").read_text() == "1"
+
+
+def test_a_process_killed_while_writing_leaves_nothing_under_the_name(tmp_path: Path) -> None:
+    script = f"""
+import os, pathlib
+from agentrl.algorithms.checkpoint import atomic_directory
+with atomic_directory(pathlib.Path({str(tmp_path)!r}, "2")) as partial:
+    (partial / "weight").write_text("half")
+    os.kill(os.getpid(), {signal.SIGKILL.value})
+"""
+    save_checkpoint(tmp_path / "1", OneNumber(1), {})
+    killed = subprocess.run([sys.executable, "-c", script], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert not (tmp_path / "2").exists()
+    assert len(names(tmp_path)) == 2
+    prune(tmp_path, keep=1)
+    assert names(tmp_path) == ["1"]
+
+
+def test_an_error_inside_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), atomic_directory(tmp_path / "1") as partial:
+        (partial / "folder" / "file").touch()
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("content", [None, "", '{"state": {}', '{"state": {}}'])
+def test_a_checkpoint_without_its_state_is_refused_before_anything_is_loaded(
+    tmp_path: Path, content: str | None
+) -> None:
+    save_checkpoint(tmp_path / "1", OneNumber(7), {})
+    (tmp_path / "1" / STATE).unlink()
+    if content is not None:
+        (tmp_path / "1" / STATE).write_text(content)
+    learner = OneNumber(3)
+    with pytest.raises(PolicyError, match="missing or incomplete; resume from another"):
+        load_checkpoint(tmp_path / "1", learner)
+    assert learner.weight == 3
+
+
+def test_prune_keeps_the_newest_the_protected_and_what_is_not_a_checkpoint(tmp_path: Path) -> None:
+    for name in ("000001", "000002", "000009", "000010", "best"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "000003").write_text("a file")
+    prune(tmp_path, keep=2, protect=[tmp_path / "x" / ".." / "000001"])
+    assert names(tmp_path) == ["000001", "000003", "000009", "000010", "best"]

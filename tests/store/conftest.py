@@ -1,0 +1,128 @@
+"""A store of every backend, a clock that moves by hand, and short ways to make records."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.store import Store, open_store
+from agentrl.types import (
+    Attempt,
+    ErrorKind,
+    Failure,
+    NewRollout,
+    Outcome,
+    Reward,
+    Span,
+    StepCommit,
+    Transition,
+    float32,
+    int32,
+)
+
+
+@dataclass
+class Clock:
+    now: float = 1_700_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Kit:
+    """Makes records with unique ids."""
+
+    numbers: Any = field(default_factory=itertools.count)
+
+    def group(self, group: str, n: int = 1, **more: Any) -> list[NewRollout]:
+        base = {"run": "run", "task": {"input": group}, "group": group, **more}
+        return [NewRollout(id=f"{group}/{i}", index=i, **base) for i in range(n)]
+
+    def call(
+        self,
+        attempt: Attempt,
+        prompt: list[int],
+        completion: list[int],
+        **more: Any,
+    ) -> Transition:
+        number = next(self.numbers)
+        base: dict[str, Any] = {
+            "id": f"call-{number}",
+            "index": number,
+            "logprobs": float32([-0.5] * len(completion)),
+        }
+        return Transition(
+            attempt=attempt.id,
+            prompt=int32(prompt),
+            completion=int32(completion),
+            **{**base, **more},
+        )
+
+    def span(self, attempt: Attempt, **more: Any) -> Span:
+        base: dict[str, Any] = {"id": f"{next(self.numbers):016x}", "start": 1, "end": 9}
+        return Span(attempt=attempt.id, parent=None, name="tool", kind="tool", **{**base, **more})
+
+    def good(self, attempt: Attempt, value: float = 1.0, **more: Any) -> Outcome:
+        rewards = [Reward(value=value)]
+        base = {"attempt": attempt.id, "fence": attempt.fence, "rewards": rewards}
+        return Outcome(**{**base, **more})
+
+    def bad(self, attempt: Attempt, *, retry: bool = False) -> Outcome:
+        failure = Failure(kind=ErrorKind.AGENT, message="boom", traceback="line 1")
+        return Outcome(attempt=attempt.id, fence=attempt.fence, failure=failure, retry=retry)
+
+    def step(self, step: int, groups: list[str], epoch: int = 1, **more: Any) -> StepCommit:
+        base: dict[str, Any] = {
+            "run": "run",
+            "versions": {"policy": step + 1},
+            "checkpoint": f"step-{step}",
+            "metrics": {"reward": 0.5},
+        }
+        return StepCommit(epoch=epoch, step=step, groups=groups, **{**base, **more})
+
+
+Opener = Callable[..., Store]
+
+
+@pytest.fixture
+def kit() -> Kit:
+    return Kit()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture(params=["sqlite"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Where an empty store of each backend is made."""
+    return {"sqlite": f"sqlite:///{tmp_path / 'store.db'}"}[request.param]
+
+
+@pytest.fixture
+async def opener(url: str) -> AsyncIterator[Opener]:
+    """Opens the one store of the test any number of times."""
+    opened: list[Store] = []
+
+    def open_(**options: Any) -> Store:
+        opened.append(open_store(url, **options))
+        return opened[-1]
+
+    yield open_
+    for store in opened:
+        await store.close()
+
+
+@pytest.fixture
+async def store(opener: Opener, clock: Clock) -> Store:
+    """With one run, named `run`, opened once."""
+    store = opener(clock=clock)
+    await store.open_run("run", {"seed": 1})
+    return store

@@ -1,0 +1,617 @@
+"""What every store does, whatever it is made of."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import pytest
+
+from agentrl.errors import Fenced, StoreError
+from agentrl.types import (
+    Counts,
+    ErrorKind,
+    NewRollout,
+    Outcome,
+    PolicyVersion,
+    Purpose,
+    Reward,
+    RolloutState,
+    Sampling,
+    Scope,
+    float32,
+)
+
+SOON = 10.0  # seconds in which whatever is waited for must have happened
+
+
+async def claim(store, n=1, *, lease=10.0, **more):
+    return await store.claim(n, runner="test", lease=lease, **more)
+
+
+async def settle(store, kit, group, n=1):
+    """A group of which every rollout succeeded."""
+    await store.enqueue(kit.group(group, n))
+    attempts = await claim(store, n)
+    await store.finish([kit.good(attempt) for attempt in attempts])
+    return attempts
+
+
+# -- queue -----------------------------------------------------------------------------------------
+
+
+async def test_enqueue_ignores_what_is_there(store, kit):
+    assert await store.enqueue(kit.group("a", 3)) == 3
+    assert await store.enqueue(kit.group("a", 4)) == 1
+    assert (await store.counts("run")).queued == 4
+
+
+async def test_a_rollout_comes_out_as_it_went_in(store):
+    rollout = NewRollout(
+        id="x",
+        run="run",
+        group="g",
+        index=3,
+        task={"input": "héllo \u0000", "deep": [{"n": 1.5, "none": None}]},
+        purpose=Purpose.EVAL,
+        sampling=Sampling(temperature=0.0, max_tokens=7, seed=1),
+        step=4,
+        max_attempts=2,
+        timeout=2.5,
+        priority=-1,
+    )
+    await store.enqueue([rollout])
+    (attempt,) = await claim(store)
+    assert attempt.rollout == rollout
+    assert (attempt.fence, len(attempt.id)) == (1, 32)
+    (row,) = await store.rollouts("run")
+    assert (row.task, row.state, row.attempt) == (rollout.task, RolloutState.RUNNING, attempt.id)
+
+
+async def test_claims_highest_priority_then_oldest(store, kit):
+    await store.enqueue(kit.group("old", 2))
+    await store.enqueue(kit.group("urgent", 1, priority=5))
+    await store.enqueue(kit.group("new", 1))
+    order = [attempt.rollout.id for attempt in await claim(store, 9)]
+    assert order == ["urgent/0", "old/0", "old/1", "new/0"]
+    assert await claim(store) == []
+
+
+async def test_claims_of_one_run_only(store, kit):
+    await store.open_run("other", {})
+    await store.enqueue(kit.group("a", 1))
+    await store.enqueue(kit.group("b", 1, run="other"))
+    assert [a.rollout.id for a in await claim(store, 9, run="other")] == ["b/0"]
+
+
+async def test_fifty_workers_never_share_a_rollout(opener, store, kit, clock):
+    await store.enqueue(kit.group("a", 200))
+    stores = [opener(clock=clock) for _ in range(5)]
+
+    async def work(number):
+        mine = []
+        while got := await claim(stores[number % 5], 3):
+            mine += [attempt.rollout.id for attempt in got]
+        return mine
+
+    shares = await asyncio.gather(*(work(number) for number in range(50)))
+    taken = [rollout for share in shares for rollout in share]
+    assert len(taken) == 200
+    assert set(taken) == {rollout.id for rollout in kit.group("a", 200)}
+
+
+async def test_a_claim_repeats_with_its_id(store, kit):
+    await store.enqueue(kit.group("a", 4))
+    first = await claim(store, 2, claim_id="c1")
+    assert await claim(store, 2, claim_id="c1") == first
+    second = await claim(store, 2, claim_id="c2")
+    assert not {a.id for a in first} & {a.id for a in second}
+
+
+async def test_an_expired_lease_becomes_the_next_attempt(store, kit, clock):
+    await store.enqueue(kit.group("a", 1))
+    (first,) = await claim(store, lease=10)
+    clock.now += 9
+    assert await store.heartbeat([first.id, "unknown"], lease=10) == [first.id]
+    clock.now += 9
+    assert await claim(store) == []
+    clock.now += 1
+    assert await store.heartbeat([first.id], lease=10) == []
+    (second,) = await claim(store)
+    assert (second.rollout, second.fence) == (first.rollout, 2)
+    assert second.id != first.id
+
+
+async def test_a_heartbeat_never_shortens_a_lease(store, kit, clock):
+    await store.enqueue(kit.group("a", 1))
+    (attempt,) = await claim(store, lease=100)
+    await store.heartbeat([attempt.id], lease=1)
+    clock.now += 50
+    assert await store.heartbeat([attempt.id], lease=1) == [attempt.id]
+
+
+async def test_too_many_lost_runners_fail_the_rollout(store, kit, clock):
+    await store.enqueue(kit.group("a", 1, max_attempts=2))
+    for fence in (1, 2):
+        (attempt,) = await claim(store, lease=10)
+        assert attempt.fence == fence
+        clock.now += 10
+    assert await claim(store) == []
+    (row,) = await store.rollouts("run")
+    assert (row.state, row.attempts) == (RolloutState.FAILED, 2)
+    assert row.failure.kind is ErrorKind.LOST_RUNNER
+    assert await store.settled("a", timeout=0)
+
+
+async def test_a_late_writer_changes_nothing(store, kit, clock):
+    await store.enqueue(kit.group("a", 1))
+    (old,) = await claim(store, lease=10)
+    clock.now += 10
+    (new,) = await claim(store)
+    assert await store.add_transitions([kit.call(old, [1], [2])]) == [False]
+    assert await store.finish([kit.good(old, 9.0)]) == [False]
+    await store.add_transitions([kit.call(new, [1], [3])])
+    assert await store.finish([kit.good(new, 1.0)]) == [True]
+    ((rollout,),) = [group.rollouts for group in await store.claim_groups("run", 1, 1)]
+    assert (rollout.attempt, rollout.reward()) == (new.id, 1.0)
+    assert [call.completion.tolist() for call in rollout.transitions] == [[3]]
+    assert (await store.counts("run")).transitions == 1
+
+
+async def test_an_old_fence_does_not_finish_the_attempt(store, kit):
+    await store.enqueue(kit.group("a", 1))
+    (attempt,) = await claim(store)
+    wrong = Outcome(attempt=attempt.id, fence=attempt.fence + 1)
+    assert await store.finish([wrong]) == [False]
+    assert await store.finish([kit.good(attempt)]) == [True]
+
+
+async def test_nothing_is_added_after_the_end(store, kit):
+    (attempt,) = await settle(store, kit, "a")
+    assert await store.add_transitions([kit.call(attempt, [1], [2])]) == [False]
+    assert (await store.trace("a/0")).transitions == []
+
+
+async def test_an_outcome_can_be_repeated(store, kit):
+    await store.enqueue(kit.group("a", 1))
+    (attempt,) = await claim(store)
+    outcome = kit.good(attempt, spans=[kit.span(attempt)], result={"answer": 4})
+    assert await store.finish([outcome]) == [True]
+    assert await store.finish([outcome]) == [True]
+    trace = await store.trace("a/0")
+    assert (trace.rollout.rewards, trace.rollout.result) == (outcome.rewards, {"answer": 4})
+    assert trace.spans == outcome.spans
+    assert await store.finish([kit.good(attempt, 0.0)]) == [False]
+    assert (await store.trace("a/0")).rollout.reward() == 1.0
+
+
+async def test_a_retry_is_the_next_attempt_and_only_the_last_counts(store, kit):
+    await store.enqueue(kit.group("a", 1, max_attempts=2))
+    (first,) = await claim(store)
+    await store.add_transitions([kit.call(first, [1], [2])])
+    assert await store.finish([kit.bad(first, retry=True)]) == [True]
+    assert (await store.counts("run")).queued == 1
+    (second,) = await claim(store)
+    assert second.fence == 2
+    call = kit.call(second, [1], [3])
+    await store.add_transitions([call])
+    await store.finish([kit.bad(second, retry=True)])
+    (row,) = (await store.claim_groups("run", 1, 1))[0].rollouts
+    assert (row.state, row.failure) == (RolloutState.FAILED, kit.bad(second).failure)
+    assert row.transitions == [call]
+    assert math.isnan(row.reward())
+
+
+async def test_cancel(store, kit):
+    await store.enqueue(kit.group("a", 3))
+    done, running = await claim(store, 2)
+    await store.finish([kit.good(done)])
+    assert await store.cancel(["a/0", "a/1", "a/2", "unknown"]) == 2
+    assert await store.cancel(["a/0", "a/1", "a/2"]) == 0
+    assert await store.heartbeat([running.id], lease=10) == []
+    assert await store.finish([kit.good(running)]) == [False]
+    assert await claim(store) == []
+    assert await store.settled("a", timeout=0)
+    row = (await store.rollouts("run", state=RolloutState.CANCELLED))[0]
+    assert row.failure.kind is ErrorKind.CANCELLED
+
+
+# -- training --------------------------------------------------------------------------------------
+
+
+async def test_a_group_is_ready_when_all_are_terminal_failures_too(store, kit):
+    await store.enqueue(kit.group("a", 2))
+    good, bad = await claim(store, 2)
+    await store.finish([kit.good(good)])
+    assert not await store.settled("a", timeout=0)
+    assert await store.claim_groups("run", 1, 1, timeout=0) == []
+    await store.finish([kit.bad(bad)])
+    assert await store.settled("a", timeout=0)
+    (group,) = await store.claim_groups("run", 1, 1, timeout=0)
+    assert [row.state for row in group.rollouts] == [RolloutState.SUCCEEDED, RolloutState.FAILED]
+
+
+async def test_groups_come_oldest_first_and_again_until_committed(store, kit):
+    for name in ("g2", "g3", "g1"):
+        await settle(store, kit, name)
+    await store.enqueue(kit.group("g0", 1))  # not settled yet
+    first = await store.claim_groups("run", 1, 2, timeout=0)
+    assert [group.id for group in first] == ["g1", "g2"]
+    (attempt,) = await claim(store)
+    await store.finish([kit.good(attempt)])
+    assert await store.claim_groups("run", 1, 2, timeout=0) == first
+    await store.commit_step(kit.step(0, ["g1", "g2"]))
+    rest = await store.claim_groups("run", 1, 2, timeout=0)
+    assert [group.id for group in rest] == ["g0", "g3"]
+
+
+async def test_evaluation_is_never_trained(store, kit):
+    await store.enqueue(kit.group("e", 1, purpose=Purpose.EVAL))
+    (attempt,) = await claim(store)
+    await store.finish([kit.good(attempt)])
+    assert await store.settled("e", timeout=0)
+    assert await store.claim_groups("run", 1, 1, timeout=0) == []
+
+
+async def test_claim_groups_waits_for_all_it_asked_for(store, kit):
+    await settle(store, kit, "a")
+    waiting = asyncio.create_task(store.claim_groups("run", 1, 2))
+    await settle(store, kit, "b")
+    async with asyncio.timeout(SOON):
+        assert [group.id for group in await waiting] == ["a", "b"]
+
+
+async def test_claim_groups_takes_what_there_is_at_the_timeout(store, kit):
+    await settle(store, kit, "a")
+    assert len(await store.claim_groups("run", 1, 2, timeout=0.01)) == 1
+
+
+async def test_commit_makes_a_step_true_once(store, kit):
+    await settle(store, kit, "a")
+    await store.claim_groups("run", 1, 1)
+    await store.log("run", 0, {"eval/reward": 0.25, "reward": 0.0})
+    commit = kit.step(0, ["a"], metrics={"reward": 0.5, "kl": math.nan})
+    await store.commit_step(commit)
+    await store.commit_step(commit)
+    state = await store.run("run")
+    assert (state.step, state.checkpoint) == (1, "step-0")
+    (row,) = await store.steps("run")
+    assert row.committed
+    assert row.metrics == {
+        "eval/reward": 0.25,
+        "reward": 0.5,
+        "kl": pytest.approx(math.nan, nan_ok=True),
+    }
+    assert await store.claim_groups("run", 1, 1, timeout=0) == []
+    with pytest.raises(StoreError, match="next one is 1"):
+        await store.commit_step(kit.step(0, ["a"], checkpoint="other"))
+
+
+async def test_commit_refuses_the_wrong_step_and_groups_it_does_not_hold(store, kit):
+    await settle(store, kit, "a")
+    await settle(store, kit, "b")
+    await store.claim_groups("run", 1, 1)
+    with pytest.raises(StoreError, match="next one is 0"):
+        await store.commit_step(kit.step(1, ["a"]))
+    with pytest.raises(StoreError, match="'b'"):
+        await store.commit_step(kit.step(0, ["a", "b"]))
+    with pytest.raises(StoreError, match="no group"):
+        await store.commit_step(kit.step(0, ["a", "missing"]))
+    assert (await store.run("run")).step == 0
+    assert await store.steps("run") == []
+    await store.commit_step(kit.step(0, ["a"]))
+    await store.claim_groups("run", 1, 1)
+    with pytest.raises(StoreError, match="trained at step 0"):
+        await store.commit_step(kit.step(1, ["b", "a"]))
+    assert (await store.counts("run")).groups_trained == 1
+
+
+async def test_a_new_owner_fences_the_old_and_gets_its_groups_back(store, kit):
+    await settle(store, kit, "a")
+    before = await store.claim_groups("run", 1, 1)
+    waiting = asyncio.create_task(store.claim_groups("run", 1, 2))
+    state = await store.open_run("run", {"seed": 2})
+    assert (state.epoch, state.step, state.config) == (2, 0, {"seed": 2})
+    async with asyncio.timeout(SOON):
+        with pytest.raises(Fenced):
+            await waiting
+    with pytest.raises(Fenced):
+        await store.commit_step(kit.step(0, ["a"]))
+    assert await store.claim_groups("run", 2, 1) == before
+    await store.commit_step(kit.step(0, ["a"], epoch=2))
+    assert (await store.open_run("run", {})).step == 1
+
+
+async def test_steps_of_an_old_owner_are_refused_even_repeated(store, kit):
+    await store.commit_step(kit.step(0, []))
+    await store.open_run("run", {})
+    with pytest.raises(Fenced):
+        await store.commit_step(kit.step(0, []))
+
+
+async def test_log_merges(store):
+    await store.log("run", 3, {"a": 1.0, "b": 2.0})
+    await store.log("run", 3, {"b": 3.0, "c": math.inf})
+    await store.log("run", 5, {})
+    rows = await store.steps("run")
+    assert [(row.step, row.committed) for row in rows] == [(3, False), (5, False)]
+    assert rows[0].metrics == {"a": 1.0, "b": 3.0, "c": math.inf}
+    assert [row.step for row in await store.steps("run", after=3)] == [5]
+
+
+async def test_publish_keeps_the_last(store):
+    for number in (1, 2):
+        version = PolicyVersion(
+            run="run", policy="p", version=number, base_url=f"http://h/{number}/v1", model="m"
+        )
+        await store.publish(version)
+    assert await store.policies("run") == {"p": version}
+    assert await store.policies("none") == {}
+
+
+async def test_counts(store, kit):
+    assert await store.counts("none") == Counts()
+    await settle(store, kit, "a", 2)
+    await store.enqueue(kit.group("b", 3))
+    running, failed = await claim(store, 2)
+    await store.add_transitions([kit.call(running, [1], [2, 3])])
+    await store.finish([kit.bad(failed)])
+    await store.claim_groups("run", 1, 1)
+    await store.commit_step(kit.step(0, ["a"]))
+    await settle(store, kit, "0", 1)  # takes what is left of b
+    assert await store.counts("run") == Counts(
+        queued=1,
+        running=1,
+        succeeded=3,
+        failed=1,
+        groups_open=2,
+        groups_trained=1,
+        transitions=1,
+        tokens=2,
+    )
+
+
+async def test_runs_and_rollouts_are_listed(store, kit):
+    await store.open_run("second", {})
+    assert await store.runs() == ["run", "second"]
+    assert await store.run("third") is None
+    await store.enqueue(kit.group("b", 2, step=1))
+    await store.enqueue(kit.group("a", 1, purpose=Purpose.EVAL))
+    ids = [row.id for row in await store.rollouts("run")]
+    assert ids == ["a/0", "b/0", "b/1"]
+    assert [row.id for row in await store.rollouts("run", purpose=Purpose.EVAL)] == ["a/0"]
+    assert [row.id for row in await store.rollouts("run", step=1, limit=1)] == ["b/0"]
+    assert [row.id for row in await store.rollouts("run", group="b")] == ["b/0", "b/1"]
+    assert await store.rollouts("run", group="b", state=RolloutState.RUNNING) == []
+    assert await store.trace("b/0") is None
+    assert await store.trace("unknown") is None
+
+
+# -- evidence --------------------------------------------------------------------------------------
+
+
+async def test_a_conversation_comes_back_exactly(store, kit):
+    await store.enqueue(kit.group("a", 1))
+    (attempt,) = await claim(store)
+    user, tools = {"role": "user", "content": "2+2?"}, [{"type": "function", "name": "add"}]
+    said = {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}
+    resent = {**said, "content": None}  # frameworks do not resend quite what they received
+    result = {"role": "tool", "content": "4"}
+    calls = [
+        kit.call(attempt, [1, 2], [3, 4], messages=[user], answer=said, tools=tools),
+        kit.call(attempt, [1, 2], [3, 4], messages=[user], answer=said, tools=tools, version=2),
+        kit.call(attempt, [1, 2, 3, 4, 5], [6], messages=[user, said, result], tools=tools),
+        kit.call(attempt, [9, 9], [6], messages=[user, resent, result], answer=said, role="critic"),
+        kit.call(attempt, [], [], exact=False, messages=[user], span="00ff", finish="length"),
+    ]
+    assert await store.add_transitions(calls[:3]) == [True] * 3
+    assert await store.add_transitions(calls[2:]) == [True] * 3
+    trace = await store.trace("a/0")
+    assert trace.transitions == calls
+    assert (await store.counts("run")).transitions == 5
+
+
+async def test_calls_are_ordered_by_index_not_by_arrival(store, kit):
+    await store.enqueue(kit.group("a", 1))
+    (attempt,) = await claim(store)
+    calls = [kit.call(attempt, [1], [2]), kit.call(attempt, [1, 2, 3], [4])]
+    await asyncio.gather(*(store.add_transitions([call]) for call in reversed(calls)))
+    assert (await store.trace("a/0")).transitions == calls
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"logprobs": float32()}, "0 log-probs for 2"),
+        ({"logprobs": float32([-1.0, math.nan])}, "not finite"),
+        ({"logprobs": float32([-1.0, -math.inf])}, "not finite"),
+        ({"answer": {"x": object()}}, "JSON"),
+    ],
+)
+async def test_a_wrong_call_is_refused_with_all_that_came_along(store, kit, wrong, why):
+    await store.enqueue(kit.group("a", 1))
+    (attempt,) = await claim(store)
+    with pytest.raises(StoreError, match=why):
+        await store.add_transitions(
+            [kit.call(attempt, [1], [2]), kit.call(attempt, [1], [2, 3], **wrong)]
+        )
+    assert (await store.trace("a/0")).transitions == []
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+async def test_an_impossible_reward_is_refused_and_nothing_written(store, kit, value):
+    await store.enqueue(kit.group("a", 2))
+    one, two = await claim(store, 2)
+    with pytest.raises(StoreError, match="must be finite"):
+        await store.finish([kit.good(one), kit.good(two, value)])
+    assert (await store.counts("run")).running == 2
+    assert (await store.trace("a/0")).rollout.rewards == []
+
+
+async def test_rewards_of_every_scope(store, kit):
+    await store.enqueue(kit.group("a", 1))
+    (attempt,) = await claim(store)
+    rewards = [
+        Reward(value=1.0),
+        Reward(value=0.5, name="style", scope=Scope.ROLE, target="critic", source="judge"),
+        Reward(value=0.5, name="style", scope=Scope.ROLE, target="critic", source="judge"),
+        Reward(value=-1.0, scope=Scope.TRANSITION, target="call-0"),
+    ]
+    await store.finish([kit.good(attempt, rewards=rewards)])
+    assert (await store.trace("a/0")).rollout.rewards == rewards
+    with pytest.raises(StoreError, match="target"):
+        await store.finish([kit.good(attempt, rewards=[Reward(value=1.0, scope=Scope.ROLE)])])
+
+
+async def test_spans_are_kept_even_late(store, kit):
+    await store.enqueue(kit.group("a", 1))
+    (attempt,) = await claim(store)
+    early, late = kit.span(attempt, attributes={"n": [1]}), kit.span(attempt, ok=False, start=5)
+    await store.add_spans([early])
+    await store.add_spans([early])
+    await store.finish([kit.bad(attempt)])
+    await store.add_spans([late])
+    assert (await store.trace("a/0")).spans == [early, late]
+
+
+async def test_unknown_names_are_refused(store, kit):
+    await store.enqueue(kit.group("a", 1))
+    (attempt,) = await claim(store)
+    stranger = type(attempt)(id="f" * 32, rollout=attempt.rollout, fence=1, lease_until=0.0)
+    with pytest.raises(StoreError, match="no attempt"):
+        await store.add_transitions([kit.call(stranger, [1], [2])])
+    with pytest.raises(StoreError, match="no attempt"):
+        await store.add_spans([kit.span(stranger)])
+    with pytest.raises(StoreError, match="no attempt"):
+        await store.finish([kit.good(attempt), kit.good(stranger)])
+    assert (await store.rollouts("run"))[0].state is RolloutState.RUNNING
+    with pytest.raises(StoreError, match="no group"):
+        await store.settled("none")
+    for verb in (
+        store.enqueue(kit.group("b", 1, run="none")),
+        store.log("none", 0, {}),
+        store.claim_groups("none", 1, 1),
+        store.commit_step(kit.step(0, [], run="none")),
+    ):
+        with pytest.raises(StoreError, match="no run 'none'"):
+            await verb
+
+
+async def test_a_group_keeps_its_run_and_purpose_and_is_closed_by_its_claim(store, kit):
+    await settle(store, kit, "a")
+    await store.open_run("other", {})
+    with pytest.raises(StoreError, match="belongs to run 'run' for train"):
+        await store.enqueue(kit.group("a", 2, purpose=Purpose.EVAL))
+    with pytest.raises(StoreError, match="belongs to run 'run' for train"):
+        await store.enqueue(kit.group("a", 2, run="other"))
+    await store.claim_groups("run", 1, 1)
+    with pytest.raises(StoreError, match="claimed already"):
+        await store.enqueue(kit.group("a", 2))
+    assert await store.enqueue(kit.group("a", 1)) == 0
+
+
+@pytest.mark.parametrize("wrong", [{"max_attempts": 0}, {"timeout": 0.0}, {"task": {1: object()}}])
+async def test_a_wrong_rollout_is_refused(store, kit, wrong):
+    with pytest.raises(StoreError, match="b/0"):
+        await store.enqueue([*kit.group("a", 1), *kit.group("b", 1, **wrong)])
+    assert await store.rollouts("run") == []
+
+
+async def test_a_claim_of_nothing_is_refused(store):
+    with pytest.raises(StoreError, match="n must be positive"):
+        await claim(store, 0)
+    with pytest.raises(StoreError, match="lease must be positive"):
+        await claim(store, lease=0)
+
+
+# -- change feed -----------------------------------------------------------------------------------
+
+
+async def test_every_change_moves_the_cursor(store, kit):
+    cursor = await store.cursor()
+
+    async def moved():
+        nonlocal cursor
+        before, cursor = cursor, await store.cursor()
+        return cursor > before
+
+    await store.enqueue(kit.group("a", 2))
+    assert await moved()
+    one, two = await claim(store, 2)
+    assert await moved()
+    await store.heartbeat([one.id], lease=10)
+    assert not await moved()
+    await store.add_transitions([kit.call(one, [1], [2])])
+    assert await moved()
+    await store.add_spans([kit.span(one)])
+    assert await moved()
+    await store.finish([kit.good(one)])
+    assert await moved()
+    await store.cancel([two.rollout.id])
+    assert await moved()
+    await store.claim_groups("run", 1, 1)
+    assert await moved()
+    await store.commit_step(kit.step(0, ["a"]))
+    assert await moved()
+    await store.log("run", 0, {"a": 1.0})
+    assert await moved()
+    await store.open_run("run", {})
+    assert await moved()
+
+
+async def test_wait_returns_at_once_when_there_is_news(store, kit):
+    cursor = await store.cursor()
+    assert await store.wait(cursor - 1) == cursor
+    assert await store.wait(cursor, timeout=0.01) == cursor
+
+
+@pytest.mark.parametrize("same", [True, False])
+async def test_waiters_wake_for_the_writes_of_this_and_other_stores(
+    opener, store, kit, clock, same
+):
+    other = store if same else opener(clock=clock)
+    await store.enqueue(kit.group("a", 1))
+    (attempt,) = await claim(store)
+    cursor = await store.cursor()
+    waiting = [
+        asyncio.create_task(verb)
+        for verb in (
+            other.wait(cursor),
+            other.settled("a"),
+            other.claim_groups("run", 1, 1),
+            other.claim(1, runner="w", lease=10, timeout=SOON),
+        )
+    ]
+    done, _ = await asyncio.wait(waiting, timeout=0.05)
+    assert not done
+    await store.finish([kit.good(attempt)])
+    await store.enqueue(kit.group("b", 1))
+    async with asyncio.timeout(SOON):
+        newest, settled, groups, claimed = await asyncio.gather(*waiting)
+    assert newest > cursor
+    assert settled
+    assert [group.id for group in groups] == ["a"]
+    assert [a.rollout.id for a in claimed] == ["b/0"]
+
+
+async def test_waiters_wake_when_a_lease_runs_out(opener, kit):
+    store = opener()  # on the real clock
+    await store.open_run("run", {})
+    await store.enqueue(kit.group("a", 1, max_attempts=2))
+    (first,) = await claim(store, lease=0.05)
+    async with asyncio.timeout(SOON):
+        (second,) = await claim(store, lease=0.05, timeout=SOON)
+        assert (first.rollout.id, first.fence, second.fence) == (second.rollout.id, 1, 2)
+        assert await store.settled("a")
+        (group,) = await store.claim_groups("run", 1, 1)
+    assert group.rollouts[0].failure.kind is ErrorKind.LOST_RUNNER
+
+
+async def test_a_closed_store_says_so(opener):
+    store = opener()
+    await store.close()
+    with pytest.raises(StoreError, match="closed"):
+        await store.runs()
+    with pytest.raises(StoreError, match="closed"):
+        await store.open_run("run", {})
+    await store.close()

@@ -1,0 +1,115 @@
+"""Several processes on one file: they compete, wake each other, and are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from agentrl.store import bell, open_store
+from agentrl.types import RolloutState
+
+PEER = Path(__file__).with_name("peer.py")
+Spawn = Callable[[str, str], "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "store.db"
+
+
+@pytest.fixture
+def spawn(path: Path) -> Iterator[Spawn]:
+    with contextlib.ExitStack() as stack:
+
+        def start(command: str, argument: str) -> subprocess.Popen[str]:
+            process = subprocess.Popen(
+                [sys.executable, str(PEER), str(path), command, argument],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            return process
+
+        yield start
+
+
+async def test_processes_write_at_once_and_nothing_is_lost_or_done_twice(
+    path: Path, spawn: Spawn
+) -> None:
+    async with open_store(str(path)) as store:
+        await store.open_run("run", {})
+        peers = {name: spawn("work", name) for name in ("a", "b", "c")}
+        for peer in peers.values():
+            assert await asyncio.to_thread(peer.wait) == 0
+        rows = await store.rollouts("run")
+        assert len(rows) == 3 * 20 * 4
+        assert all(row.attempts <= 1 for row in rows)
+        done = [row for row in rows if row.state is RolloutState.SUCCEEDED]
+        assert (await store.counts("run")).succeeded == len(done) > 0
+        assert {row.result for row in done} == set(peers)
+
+
+async def test_another_process_wakes_a_waiter_at_once(
+    path: Path, spawn: Spawn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bell, "SLOW", 60.0)  # the bell, not the slow look
+    async with open_store(str(path)) as store:
+        await store.open_run("run", {})
+        peer = spawn("enqueue", "g")
+        assert peer.stdout.readline() == "ready\n"
+        claim = asyncio.create_task(store.claim(1, runner="r", lease=9, timeout=60))
+        wait = asyncio.create_task(store.wait(await store.cursor()))
+        peer.stdin.write("go\n")
+        peer.stdin.flush()
+        async with asyncio.timeout(20):
+            assert [attempt.rollout.id for attempt in await claim] == ["g/0"]
+            assert await wait > 0
+
+
+async def test_without_sockets_the_file_is_watched(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(socket, "AF_UNIX")
+    monkeypatch.setattr(bell, "SLOW", 0.05)
+    async with open_store(str(path)) as one, open_store(str(path)) as other:
+        waiting = asyncio.create_task(one.wait(await one.cursor()))
+        await other.open_run("run", {})
+        async with asyncio.timeout(20):
+            assert await waiting == 1
+
+
+async def test_whatever_was_acknowledged_survives_kill_9(path: Path, spawn: Spawn) -> None:
+    async with open_store(str(path)) as store:
+        await store.open_run("run", {})
+        acknowledged = []
+        for name in ("first", "second"):
+            peer = spawn("load", name)
+            acknowledged += [peer.stdout.readline().strip() for _ in range(300)]
+            peer.kill()
+            acknowledged += [line.strip() for line in peer.stdout if line.endswith("\n")]
+            peer.wait()
+        assert len(list(bell.folder(path).iterdir())) > 1  # the dead left their bells
+        await store.log("run", 0, {})  # and the next commit takes them down
+        await store.counts("run")
+        assert len(acknowledged) >= 600
+        stored = {
+            call.id
+            for row in await store.rollouts("run")
+            for call in (await store.trace(row.id)).transitions
+        }
+        assert stored >= set(acknowledged)
+        assert (await store.counts("run")).transitions == len(stored)
+    conn = sqlite3.connect(path)
+    assert conn.execute("pragma integrity_check").fetchall() == [("ok",)]
+    conn.close()
+    assert not bell.folder(path).exists()

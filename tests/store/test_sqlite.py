@@ -1,0 +1,222 @@
+"""The SQLite file itself: addresses, damage, schema, full disks, and what imports cost."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import StoreError
+from agentrl.store import migrations, open_store
+from agentrl.store.bell import folder
+from agentrl.store.connection import Location
+
+
+def refused(url: object, **options: object) -> str:
+    """The one sentence with which a URL is refused."""
+    with pytest.raises(StoreError) as caught:
+        open_store(str(url), **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.endswith(".")
+    return message
+
+
+def test_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    absolute = Location(tmp_path / "a b.db")
+    assert Location.parse("sqlite:///a b.db") == absolute
+    assert Location.parse("a b.db") == absolute
+    assert Location.parse(f"sqlite:///{tmp_path}/a b.db") == absolute
+    assert Location.parse(absolute.url) == absolute
+    full = Location.parse("sqlite:///x.db?synchronous=full")
+    assert full == Location(tmp_path / "x.db", "full")
+    assert Location.parse(full.url) == full
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("mysql://host/db", "mysql:// is not supported, use sqlite:///path"),
+        ("sqlite://", "names no file"),
+        ("sqlite://host/x.db", "names no file"),
+        (":memory:", "names no file"),
+        ("", "names no file"),
+        ("sqlite:///x.db?sync=full", "unknown option"),
+        ("sqlite:///x.db?synchronous=off", "unknown option"),
+    ],
+)
+def test_wrong_addresses(url: str, why: str) -> None:
+    assert why in refused(url)
+
+
+def test_a_file_that_is_no_database(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("dear diary, " * 100)
+    assert "not an SQLite database" in refused(path)
+    assert path.read_text().startswith("dear diary")
+
+
+def test_a_database_of_something_else(tmp_path: Path) -> None:
+    path = tmp_path / "other.db"
+    conn = sqlite3.connect(path)
+    conn.execute("create table books (title)")
+    conn.close()
+    assert "no agentrl store" in refused(path)
+
+
+async def test_a_damaged_store(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    await open_store(str(path)).close()
+    content = bytearray(path.read_bytes())
+    content[4096:] = b"\xff" * (len(content) - 4096)
+    path.write_bytes(content)
+    with pytest.raises(StoreError, match="damaged"):
+        async with open_store(str(path)) as store:
+            await store.open_run("run", {})
+
+
+async def test_a_newer_schema(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    await open_store(str(path)).close()
+    conn = sqlite3.connect(path)
+    conn.execute(
+        "insert into _sqlite_migrations (migration_set, name, applied_at) values (?, ?, ?)",
+        (migrations.SET, "0999_future", "2099"),
+    )
+    conn.commit()
+    conn.close()
+    assert "newer agentrl (schema 0999_future): upgrade" in refused(path)
+
+
+def test_an_impossible_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "choose a writable one" in refused(tmp_path / "file" / "store.db")
+    assert "cannot be opened" in refused(tmp_path)  # a folder is no file
+
+
+def test_a_missing_store_is_made_only_when_wanted(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "store.db"
+    assert "no store at" in refused(path, create=False)
+    assert not path.parent.exists()
+    asyncio.run(open_store(str(path)).close())
+    asyncio.run(open_store(str(path), create=False).close())
+
+
+async def test_the_schema_is_applied_once_by_all_who_start_together(tmp_path: Path) -> None:
+    path = str(tmp_path / "store.db")
+    stores = await asyncio.gather(*(asyncio.to_thread(open_store, path) for _ in range(8)))
+    for number, store in enumerate(stores):
+        await store.open_run(str(number), {})
+    assert len(await stores[0].runs()) == 8
+    for store in stores:
+        await store.close()
+
+
+async def test_sqlite_utils_agrees_that_nothing_is_pending(tmp_path: Path) -> None:
+    from sqlite_utils import Database
+
+    await open_store(str(tmp_path / "store.db")).close()
+    conn = sqlite3.connect(tmp_path / "store.db")
+    assert migrations.migrations().pending(Database(conn)) == []
+    assert conn.execute("pragma journal_mode").fetchone() == ("wal",)
+    conn.close()
+
+
+async def test_a_full_disk_fails_the_write_and_nothing_else(tmp_path: Path, kit) -> None:
+    async with open_store(str(tmp_path / "store.db")) as store:
+        await store.open_run("run", {})
+
+        def limit(tx):
+            (pages,) = tx.conn.execute("pragma page_count").fetchone()
+            tx.conn.execute(f"pragma max_page_count = {pages + 1}")
+
+        await store._writer.post(limit)
+        big = store.open_run("big", {"text": "x" * 100_000})
+        small = store.log("run", 0, {"a": 1.0})
+        failed, _ = await asyncio.gather(big, small, return_exceptions=True)
+        assert isinstance(failed, StoreError)
+        assert "disk is full" in str(failed)
+        await store._writer.post(lambda tx: tx.conn.execute("pragma max_page_count = 100000"))
+        await store.log("run", 1, {"a": 2.0})
+        assert await store.runs() == ["run"]
+
+
+async def test_a_refused_verb_harms_no_other_of_its_group(tmp_path: Path, kit) -> None:
+    async with open_store(str(tmp_path / "store.db")) as store:
+        await store.open_run("run", {})
+        verbs = [
+            store.enqueue(kit.group("a", 2)),
+            store.enqueue([*kit.group("b", 1), *kit.group("c", 1, run="none")]),
+            store.enqueue(kit.group("d", 2)),
+        ]
+        added = await asyncio.gather(*verbs, return_exceptions=True)
+        assert added[::2] == [2, 2]
+        assert isinstance(added[1], StoreError)
+        ids = [row.id for row in await store.rollouts("run")]
+        assert ids == ["a/0", "a/1", "d/0", "d/1"]
+
+
+async def test_one_store_serves_several_loops(tmp_path: Path, kit) -> None:
+    async with open_store(str(tmp_path / "store.db")) as store:
+        await store.open_run("run", {})
+        waiting = asyncio.create_task(store.claim(1, runner="here", lease=10, timeout=10))
+        await asyncio.to_thread(asyncio.run, store.enqueue(kit.group("a", 1)))
+        assert [attempt.rollout.id for attempt in await waiting] == ["a/0"]
+
+
+async def test_a_cancelled_caller_does_not_disturb_the_writer(tmp_path: Path, kit) -> None:
+    async with open_store(str(tmp_path / "store.db")) as store:
+        await store.open_run("run", {})
+        task = asyncio.create_task(store.enqueue(kit.group("a", 1)))
+        await asyncio.sleep(0)
+        task.cancel()
+        assert await store.enqueue(kit.group("b", 1)) == 1
+
+
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    store = open_store(str(path))
+    bells = folder(path)
+    assert len(list(bells.iterdir())) == 1
+    asyncio.run(store.close())
+    assert not bells.exists()
+    assert [file.name for file in tmp_path.iterdir()] == ["store.db"]
+
+
+@pytest.mark.parametrize(
+    ("query", "index"),
+    [
+        ("queued", "rollouts_queue"),
+        ("queued_of_run", "rollouts_queue_of_run"),
+        ("expired", "attempts_by_lease"),
+        ("next_expiry", "attempts_by_lease"),
+        ("claimed", "attempts_by_claim"),
+    ],
+)
+async def test_claims_do_not_slow_down_with_the_table(
+    tmp_path: Path, query: str, index: str
+) -> None:
+    from agentrl.store.rollouts import SQL
+
+    await open_store(str(tmp_path / "store.db")).close()
+    conn = sqlite3.connect(tmp_path / "store.db")
+    names = {"n": 1, "run": "run"} if query.startswith("queued") else ("x",) * SQL[query].count("?")
+    plan = conn.execute(f"explain query plan {SQL[query]}", names).fetchall()
+    conn.close()
+    assert any(f"{index}" in step[3].split() for step in plan), plan
+    assert not any("B-TREE FOR ORDER BY" in step[3] for step in plan[:-1]), plan
+
+
+def test_importing_the_package_is_light() -> None:
+    code = (
+        "import sys; import agentrl.store; "
+        "heavy = {'sqlite_utils', 'torch', 'aiohttp', 'sqlite3', 'httpx'}; "
+        "sys.exit(', '.join(sorted(heavy & set(sys.modules))) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,173 @@
+"""The tree rule against the obvious implementation, on random conversations."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.store import open_store
+from agentrl.store.tree import Node, deepest, digest, prefixes
+from agentrl.types import NewRollout, Transition, float32, int32
+
+few = st.lists(st.integers(0, 2), max_size=3)
+message = st.builds(
+    lambda role, n: {"role": role, "content": n}, st.sampled_from("ua"), st.integers(0, 1)
+)
+
+
+@dataclass
+class Call:
+    prompt: list[int]
+    completion: list[int]
+    messages: list[dict]
+    answer: dict | None
+    tools: list[dict] = field(default_factory=list)
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> list[Call]:
+    """Each call continues, repeats, cuts short or ignores an earlier one."""
+    calls = [Call([], [], [], None)]
+    for _ in range(draw(st.integers(1, 9))):
+        base = draw(st.sampled_from(calls))
+        tokens = base.prompt + base.completion
+        chat = base.messages + ([base.answer] if base.answer else [])
+        tokens = tokens[: draw(st.integers(0, len(tokens)))] if draw(st.booleans()) else tokens
+        chat = chat[: draw(st.integers(0, len(chat)))] if draw(st.booleans()) else chat
+        again = draw(st.booleans())
+        calls.append(
+            Call(
+                prompt=base.prompt if again else tokens + draw(few),
+                completion=draw(few),
+                messages=base.messages if again else chat + draw(st.lists(message, max_size=2)),
+                answer=draw(st.none() | message),
+                tools=draw(st.sampled_from([[], [{"name": "x"}], [{"name": "y"}]])),
+            )
+        )
+    return calls[1:]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    made = Bench(tmp_path_factory.mktemp("tree") / "store.db")
+    yield made
+    made.close()
+
+
+class Bench:
+    """One store for all examples; each is an attempt of its own."""
+
+    def __init__(self, path: Path) -> None:
+        self.runner = asyncio.Runner()
+        self.store = open_store(str(path))
+        self.runner.run(self.store.open_run("run", {}))
+        self.sql = sqlite3.connect(path)
+        self.numbers = count()
+
+    def close(self) -> None:
+        self.runner.run(self.store.close())
+        self.runner.close()
+        self.sql.close()
+
+    async def record(self, calls: list[Call], at_once: bool) -> tuple[str, list[Transition]]:
+        name = str(next(self.numbers))
+        rollout = NewRollout(id=name, run="run", group=name, index=0, task={})
+        await self.store.enqueue([rollout])
+        (attempt,) = await self.store.claim(1, runner="test", lease=1e6)
+        sent = [
+            Transition(
+                id=f"{name}/{i}",
+                attempt=attempt.id,
+                index=i,
+                prompt=int32(call.prompt),
+                completion=int32(call.completion),
+                logprobs=float32([-0.25] * len(call.completion)),
+                messages=call.messages,
+                answer=call.answer,
+                tools=call.tools,
+            )
+            for i, call in enumerate(calls)
+        ]
+        for batch in [sent] if at_once else [[one] for one in sent]:
+            assert all(await self.store.add_transitions(batch))
+        return name, sent
+
+
+def continues(calls: list[Call], i: int) -> int | None:
+    """The deepest earlier call whose tokens begin the prompt, the latest of equals."""
+    best, depth = None, 1
+    for j in range(i):
+        tokens = calls[j].prompt + calls[j].completion
+        if len(tokens) >= depth and calls[i].prompt[: len(tokens)] == tokens:
+            best, depth = j, len(tokens)
+    return best
+
+
+def shared_messages(calls: list[Call], i: int) -> int:
+    """How many messages the earlier calls have already."""
+    here, best = calls[i].messages, (0, 0)
+    for j in range(i):
+        said = calls[j].messages
+        if said and here[: len(said)] == said:
+            heard = calls[j].answer is not None and here[len(said) :][:1] == [calls[j].answer]
+            best = max(best, (len(said), int(heard)))
+    return sum(best)
+
+
+@settings(max_examples=60, deadline=None)
+@given(calls=conversations(), at_once=st.booleans())
+def test_round_trip_and_parents(bench: Bench, calls: list[Call], at_once: bool) -> None:
+    name, sent = bench.runner.run(bench.record(calls, at_once))
+    trace = bench.runner.run(bench.store.trace(name))
+    assert trace is not None
+    assert trace.transitions == sent
+
+    rows = bench.sql.execute(
+        "select seq, parent, prompt, json_array_length(messages) from transitions "
+        "where attempt_id = ? order by seq",
+        (trace.attempt,),
+    ).fetchall()
+    numbers = {row[0]: i for i, row in enumerate(rows)}
+    for i, (_, parent, prompt, messages) in enumerate(rows):
+        expected = continues(calls, i)
+        assert numbers.get(parent) == expected
+        base = [] if expected is None else calls[expected].prompt + calls[expected].completion
+        assert prompt == int32(calls[i].prompt[len(base) :]).tobytes()
+        assert messages == len(calls[i].messages) - shared_messages(calls, i)
+
+
+def test_a_long_conversation_costs_what_is_new(bench: Bench) -> None:
+    calls, prompt, messages = [], [1] * 50, [{"role": "user", "content": "x" * 50}]
+    for turn in range(50):
+        calls.append(Call(prompt, [turn] * 10, messages, {"role": "assistant", "content": turn}))
+        prompt = prompt + [turn] * 10 + [7] * 5
+        messages = [*messages, calls[-1].answer, {"role": "tool", "content": "y" * 10}]
+    name, _ = bench.runner.run(bench.record(calls, at_once=True))
+    trace = bench.runner.run(bench.store.trace(name))
+    stored = (
+        "select sum(length(prompt)), sum(length(messages)) from transitions where attempt_id = ?"
+    )
+    tokens, chat = bench.sql.execute(stored, (trace.attempt,)).fetchone()
+    assert tokens == 4 * (50 + 49 * 5)
+    assert chat < 50 * 100
+
+
+@given(data=st.binary(max_size=40), sizes=st.lists(st.integers(0, 60)))
+def test_prefixes_are_digests_of_the_beginning(data: bytes, sizes: list[int]) -> None:
+    assert prefixes(data, sizes) == {n: digest(data[:n]) for n in sizes if n <= len(data)}
+
+
+def test_deepest_gives_all_equals_and_never_the_empty_one() -> None:
+    nodes = [Node(i, len(text), digest(text)) for i, text in enumerate([b"", b"a", b"ab", b"ab"])]
+    assert [node.seq for node in deepest(b"abc", nodes)] == [2, 3]
+    assert [node.seq for node in deepest(b"ax", nodes)] == [1]
+    assert deepest(b"xyz", nodes) == []
+    assert deepest(b"", nodes) == []
