@@ -1,4 +1,4 @@
-"""The run file: TOML into typed settings. An unknown or inapplicable key is an error with its path."""
+"""The run file: TOML into typed settings. An unknown key is an error with its path."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Base of all tables of the run file."""
 
 
-class AgentConfig(Section):
+class AgentConfig(Section, frozen=True):
     """The unmodified agent and how it is run."""
 
     path: str = ""  # "file.py:name" or "package.module:name"
@@ -35,18 +35,18 @@ class AgentConfig(Section):
     error_reward: float | None = None  # outcome when the agent itself raises; none: missing
 
 
-class TasksConfig(Section):
+class TasksConfig(Section, frozen=True):
     """Each a "file.jsonl", or a "file.py:name" that is an iterable of tasks or returns one."""
 
     train: str = ""
     heldout: str = ""
 
 
-class VerifierConfig(Section):
+class VerifierConfig(Section, frozen=True):
     path: str = ""  # "file.py:name"
 
 
-class PolicyConfig(Section):
+class PolicyConfig(Section, frozen=True):
     """The model to train: a Hugging Face checkpoint directory or hub name."""
 
     model: str = ""  # default with `build`: <output>/policy
@@ -55,7 +55,7 @@ class PolicyConfig(Section):
     device: str = "auto"
 
 
-class AlgorithmConfig(Section):
+class AlgorithmConfig(Section, frozen=True):
     """What is learned from a batch. `options` are the preset's own arguments."""
 
     preset: str = "grpo"
@@ -72,12 +72,12 @@ class AlgorithmConfig(Section):
     max_grad_norm: Positive = 1.0
 
 
-class LearnerConfig(Section):
+class LearnerConfig(Section, frozen=True):
     token_budget: Count = 4096  # tokens forwarded at once
     threads: Natural = 0  # 0: all cores
 
 
-class EngineConfig(Section):
+class EngineConfig(Section, frozen=True):
     """The embedded policy server."""
 
     host: str = "127.0.0.1"
@@ -87,14 +87,14 @@ class EngineConfig(Section):
     threads: Count = 1
 
 
-class RunnerConfig(Section):
+class RunnerConfig(Section, frozen=True):
     processes: Natural = 1  # 0: runners are started elsewhere
     concurrency: Count = 64  # rollouts at a time in one process
     lease: Seconds = 15.0  # without a heartbeat until a rollout is given to another runner
     port: Port = 0  # of the gateway; 0: any free one
 
 
-class EvalConfig(Section):
+class EvalConfig(Section, frozen=True):
     """Held-out evaluations before and after training, and every so many steps between."""
 
     every: Natural = 0  # steps; 0: only before and after
@@ -104,7 +104,7 @@ class EvalConfig(Section):
     temperature: NonNegative = 0.0  # everything else is sampled as in training
 
 
-class RunConfig(Section):
+class RunConfig(Section, frozen=True):
     """One training job. Files are looked up in `root`, the run file's folder; what the run writes
     goes to `output`, relative to the working directory."""
 

@@ -2,7 +2,7 @@
 
 
 class AgentRLError(Exception):
-    """Base of all errors raised on purpose; the command line prints its message, never a traceback."""
+    """Base of all errors raised on purpose; the command line prints the message alone."""
 
 
 class ConfigError(AgentRLError):

@@ -39,7 +39,7 @@ def load_attribute(path: str, root: Path, *, key: str) -> Any:
         module = importlib.import_module(source)
     except ImportError as error:
         raise ConfigError(f"{key} = {path!r}: cannot import it: {error}") from error
-    except Exception as error:  # noqa: BLE001 - the user's module is a boundary: anything can happen
+    except Exception as error:  # the user's module is a boundary: anything can happen
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise ConfigError(
             f"{key} = {path!r}: importing it raised {type(error).__name__}: {error}"

@@ -52,7 +52,9 @@ def curve(config: RunConfig, steps: list[StepRow]) -> Path | None:
     means = [row.metrics["reward/mean"] for row in committed]
     spread = [row.metrics.get("reward/std", 0.0) for row in committed]
     x = [row.step for row in committed]
-    low, high = zip(*((m - s / 2, m + s / 2) for m, s in zip(means, spread, strict=True)), strict=True)
+    low, high = zip(
+        *((m - s / 2, m + s / 2) for m, s in zip(means, spread, strict=True)), strict=True
+    )
     axes.fill_between(x, low, high, alpha=0.15, linewidth=0)
     axes.plot(x, means, label="training reward (mean ± half a standard deviation)")
     held = [(row.step, row.metrics["eval/score"]) for row in steps if "eval/score" in row.metrics]
@@ -90,7 +92,10 @@ async def _examples(store: Store, config: RunConfig) -> dict[str, Rollout]:
     rollouts = await store.rollouts(config.name, purpose=Purpose.EVAL)
     for rollout in sorted(rollouts, key=lambda item: item.step, reverse=True):
         found.setdefault("A success" if rollout.reward() > 0 else "A failure", rollout)
-    return {f"{title}, after {row.step} steps": row for title, row in sorted(found.items(), reverse=True)}
+    return {
+        f"{title}, after {row.step} steps": row
+        for title, row in sorted(found.items(), reverse=True)
+    }
 
 
 async def _failures(store: Store, config: RunConfig) -> str:

@@ -21,7 +21,9 @@ async def show_rollout(store_url: str, rollout: str, console: Console | None = N
     async with open_store(store_url, create=False) as store:
         trace = await store.trace(rollout)
     if trace is None:
-        raise StoreError(f"there is no rollout {rollout!r} in {store_url}; ids look like run/train/0000000/0000")
+        raise StoreError(
+            f"there is no rollout {rollout!r} in {store_url}; ids look like run/train/0000000/0000"
+        )
     (console or Console()).print(render(trace))
 
 

@@ -135,7 +135,10 @@ class Trainer:
 def check(config: RunConfig) -> None:
     """Refuse, before anything starts, what can be seen to be wrong from here."""
     root = Path(config.root)
-    for key, value in (("tasks.train", config.tasks.train), ("tasks.heldout", config.tasks.heldout)):
+    for key, value in (
+        ("tasks.train", config.tasks.train),
+        ("tasks.heldout", config.tasks.heldout),
+    ):
         if value:
             load_tasks(value, root, key=key)
     if config.steps and not config.tasks.train:
@@ -160,9 +163,13 @@ async def _front(
         await _refuse_changes(store, config)
         run_file = output / "run.json"
         run_file.write_bytes(msgspec.json.format(msgspec.json.encode(config)))
-        algorithm = Child("algorithm", ["algorithm", "start", str(run_file)], logs / "algorithm.log")
+        algorithm = Child(
+            "algorithm", ["algorithm", "start", str(run_file)], logs / "algorithm.log"
+        )
         arguments = ["runner", "start", "--store", config.store, "--run", config.name]
-        workers = [Child(f"runner-{i}", arguments, logs / f"runner-{i}.log") for i in range(runners)]
+        workers = [
+            Child(f"runner-{i}", arguments, logs / f"runner-{i}.log") for i in range(runners)
+        ]
         started = time.monotonic()
         async with contextlib.AsyncExitStack() as stack:
             for child in (algorithm, *workers):
@@ -220,7 +227,9 @@ async def _keep_alive(child: Child) -> None:
         if code == USER_ERROR:
             raise AgentRLError(child.last_error() or f"see {child.log}")
         await asyncio.sleep(1.0)
-    raise TrainingError(f"{child.name} died {RESTARTS} times; read {child.log}, mend the cause, repeat")
+    raise TrainingError(
+        f"{child.name} died {RESTARTS} times; read {child.log}, mend the cause, repeat"
+    )
 
 
 async def _local_runner(config: RunConfig, agent: Any, verifier: Any) -> None:

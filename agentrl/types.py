@@ -56,7 +56,7 @@ class AttemptState(StrEnum):
 
 
 class ErrorKind(StrEnum):
-    """Why an attempt failed. Data, not control flow: a failed rollout has no reward, never reward 0."""
+    """Why an attempt failed. A failed rollout is data: it has no reward, never reward 0."""
 
     AGENT = "agent_error"
     TIMEOUT = "timeout"
@@ -78,7 +78,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Base of all stored records."""
 
 
-class Sampling(Record):
+class Sampling(Record, frozen=True):
     """Sampling parameters. In a rollout: what the gateway adds where the agent is silent."""
 
     temperature: float = 1.0
@@ -88,8 +88,8 @@ class Sampling(Record):
     seed: int | None = None
 
 
-class NewRollout(Record):
-    """A request for one execution of the agent. `id` is chosen by the caller; a repeat is a no-op."""
+class NewRollout(Record, frozen=True):
+    """A request for one execution of the agent. The caller chooses `id`; a repeat is a no-op."""
 
     id: str
     run: str
@@ -104,7 +104,7 @@ class NewRollout(Record):
     priority: int = 0  # larger is claimed first
 
 
-class Attempt(Record):
+class Attempt(Record, frozen=True):
     """One try at a rollout: a lease. `id` is the 32-hex-digit OpenTelemetry trace id."""
 
     id: str
@@ -113,7 +113,7 @@ class Attempt(Record):
     lease_until: float  # unix seconds
 
 
-class Transition(Record):
+class Transition(Record, frozen=True):
     """One model call as an RL step: state = `prompt`, action = `completion`.
 
     `prompt` [P] and `completion` [C] are int32 token ids, `logprobs` [C] the sampler's own float32
@@ -141,7 +141,7 @@ class Transition(Record):
     seconds: float = 0.0
 
 
-class Reward(Record):
+class Reward(Record, frozen=True):
     """A number about a rollout, a role or a transition. A missing reward has no row."""
 
     value: float
@@ -151,7 +151,7 @@ class Reward(Record):
     source: str = "verifier"
 
 
-class Span(Record):
+class Span(Record, frozen=True):
     """An OpenTelemetry span of an attempt. Times are unix nanoseconds."""
 
     id: str  # 16 hex digits
@@ -165,13 +165,13 @@ class Span(Record):
     attributes: dict[str, Json] = {}
 
 
-class Failure(Record):
+class Failure(Record, frozen=True):
     kind: ErrorKind
     message: str
     traceback: str = ""
 
 
-class Outcome(Record):
+class Outcome(Record, frozen=True):
     """How an attempt ended. Exactly one of `failure` (failed) or none (succeeded)."""
 
     attempt: str
@@ -183,7 +183,7 @@ class Outcome(Record):
     retry: bool = False  # try again with the next fence while attempts are left
 
 
-class Rollout(Record):
+class Rollout(Record, frozen=True):
     """A rollout as the store knows it now; `attempt` is the one that counts (the last)."""
 
     id: str
@@ -210,7 +210,7 @@ class Rollout(Record):
         return float("nan")
 
 
-class Group(Record):
+class Group(Record, frozen=True):
     """The rollouts of one task that are compared with each other, all of them terminal."""
 
     id: str
@@ -219,7 +219,7 @@ class Group(Record):
     rollouts: list[Rollout]
 
 
-class PolicyVersion(Record):
+class PolicyVersion(Record, frozen=True):
     """Where a policy is served right now. The gateway reads this to route a call."""
 
     run: str
@@ -229,12 +229,12 @@ class PolicyVersion(Record):
     model: str  # the name the server answers to
 
 
-class Checkpoint(Record):
+class Checkpoint(Record, frozen=True):
     step: int
     path: str
 
 
-class StepCommit(Record):
+class StepCommit(Record, frozen=True):
     """Everything one training step makes true, in one transaction."""
 
     run: str
@@ -246,7 +246,7 @@ class StepCommit(Record):
     metrics: dict[str, float]
 
 
-class RunState(Record):
+class RunState(Record, frozen=True):
     """What a (re)started algorithm needs to continue exactly where the last commit left off."""
 
     run: str
@@ -256,7 +256,7 @@ class RunState(Record):
     config: dict[str, Json]
 
 
-class StepRow(Record):
+class StepRow(Record, frozen=True):
     """A committed step (or a logged evaluation) with its metrics."""
 
     run: str
@@ -266,7 +266,7 @@ class StepRow(Record):
     at: float
 
 
-class Counts(Record):
+class Counts(Record, frozen=True):
     """Rollouts of one run by state, and groups by whether they are trained."""
 
     queued: int = 0
@@ -281,7 +281,7 @@ class Counts(Record):
     tokens: int = 0  # completion tokens
 
 
-class Trace(Record):
+class Trace(Record, frozen=True):
     """All that one attempt left behind."""
 
     rollout: Rollout

@@ -87,7 +87,9 @@ class Progress:
         bar = ProgressBar(total=max(1, self.config.steps), completed=done, width=40)
         left = self.seconds_left()
         grid.add_row(
-            bar, f"step {done}/{self.config.steps}", f"{left:.0f} s left" if left is not None else ""
+            bar,
+            f"step {done}/{self.config.steps}",
+            f"{left:.0f} s left" if left is not None else "",
         )
         if not self.ready:
             grid.add_row("preparing the policy and starting the agents ...")
@@ -99,7 +101,8 @@ class Progress:
             grid.add_row(
                 f"reward {_number(last, 'reward/mean')} ± {_number(last, 'reward/std')}",
                 f"held-out {self._heldout()}",
-                f"{_rate(last, 'rollouts')} rollouts/s, {_rate(last, 'tokens/completion')} tokens/s",
+                f"{_rate(last, 'rollouts')} rollouts/s",
+                f"{_rate(last, 'tokens/completion')} tokens/s",
             )
         if self.counts.failed:
             grid.add_row(f"{self.counts.failed} rollouts failed")

@@ -68,20 +68,18 @@ def units(batch: Batch, at: Level, *names: Unit) -> Tensor:
 def _column(batch: Batch, at: Level, name: Unit) -> Tensor:
     if at == "token" and name == "row":
         return batch.token_row
-    if at != "rollout" and name in ("transition", "role"):
-        steps = (
-            torch.arange(len(batch.transitions)) if name == "transition" else batch.transition_role
-        )
-        return steps[batch.token_transition] if at == "token" else steps
-    rollout = {
-        "token": lambda: batch.token_rollout,
-        "transition": lambda: batch.transition_rollout,
-        "rollout": lambda: torch.arange(len(batch.rollouts)),
-    }[at]()
-    if name == "rollout":
-        return rollout
-    if name == "group":
-        return batch.rollout_group[rollout]
+    if at == "token" and name in ("transition", "role"):
+        return _column(batch, "transition", name)[batch.token_transition]
+    if at == "transition" and name == "transition":
+        return torch.arange(len(batch.transitions))
+    if at == "transition" and name == "role":
+        return batch.transition_role
+    if name not in ("all", "rollout", "group"):
+        raise TrainingError(f"a {at} belongs to no single {name}: compare at a lower level")
+    if at == "rollout":
+        rollout = torch.arange(len(batch.rollouts))
+    else:
+        rollout = batch.token_rollout if at == "token" else batch.transition_rollout
     if name == "all":
         return torch.zeros_like(rollout)
-    raise TrainingError(f"a {at} belongs to no single {name}: compare at a lower level")
+    return batch.rollout_group[rollout] if name == "group" else rollout

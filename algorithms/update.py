@@ -66,8 +66,11 @@ class Updater:
                 part = build_batch(share, min_group=self.config.min_group)
                 tokens = slice(first, first + part.n_tokens)  # groups keep their order in a batch
                 first = tokens.stop
-                yield part, objective.plan(
-                    self.algo, part, {"o": old[tokens]}, advantage=advantage[tokens]
+                yield (
+                    part,
+                    objective.plan(
+                        self.algo, part, {"o": old[tokens]}, advantage=advantage[tokens]
+                    ),
                 )
 
     def psi(self, terms: Terms) -> Psi:

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
-from urllib.parse import unquote
+from urllib.parse import unquote_plus
 
 from agentrl.types import Attempt
 
@@ -131,5 +131,5 @@ def _baggage(header: str, key: str) -> str | None:
     for item in header.split(","):
         name, _, value = item.partition(";")[0].partition("=")
         if name.strip() == key and value:
-            return unquote(value.strip())
+            return unquote_plus(value.strip())
     return None

@@ -21,9 +21,9 @@ torch.set_num_threads(1)
 VOCABULARY = 512
 CORPUS = [
     "You are a helpful assistant. Answer with one word after calling a tool.",
-    'What is the team of Ada Berg? {"name": "query", "arguments": {"sql": "SELECT team FROM staff"}}',
+    'What is the team of Ada Berg? {"name": "query", "arguments": {"sql": "SELECT team"}}',
     "<tool_response> sales legal finance support </tool_response> Oslo Lima Cairo Delhi Porto",
-    '# Tools You may call one or more functions: {"type": "function", "function": {"name": "query"}}',
+    '# Tools You may call one or more functions: {"type": "function", "function": {}}',
 ]
 # The Hermes / Qwen2.5 convention: tools in the system turn, calls and results as tagged JSON.
 TEMPLATE = """\
@@ -47,7 +47,8 @@ TEMPLATE = """\
 {{- '}\\n</tool_call>' }}
 {%- endfor %}{{- '<|im_end|>' }}{%- endgeneration %}{{- '\\n' }}
 {%- elif message.role == 'tool' %}
-{{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
+{{- '<|im_start|>user\\n<tool_response>\\n' + message.content }}
+{{- '\\n</tool_response><|im_end|>\\n' }}
 {%- elif not (message.role == 'system' and loop.first) %}
 {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
 {%- endif %}

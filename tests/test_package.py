@@ -32,7 +32,9 @@ def test_wheel(built: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert names >= EXPECTED
     assert any(name.startswith("agentrl/store/sql/") and name.endswith(".sql") for name in names)
-    assert not any(name.startswith(("store/", "runners/", "algorithms/", "tests/")) for name in names)
+    assert not any(
+        name.startswith(("store/", "runners/", "algorithms/", "tests/")) for name in names
+    )
 
 
 def test_sdist(built: Path) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from agentrl.algorithms.engines.engine import Engine, Updates
+from agentrl.algorithms.engines.engine import CLOSED, Engine, Updates
 from agentrl.algorithms.engines.rows import Call, Update
 from agentrl.algorithms.engines.text import Codec, TextStream
 from agentrl.algorithms.engines.wire import RequestError
@@ -39,7 +39,7 @@ class Flight:
         while left:
             index, update = await self.updates.get()
             if update.finish == "error":
-                raise RequestError(update.error, status=503)
+                raise RequestError(update.error, status=503 if update.error is CLOSED else 500)
             left -= update.finish is not None
             yield index, update
 
@@ -116,7 +116,8 @@ class Calls:
 
         Raises RequestError when the prompt leaves no room for a token."""
         self._check(prompt)
-        await self._open.wait()
+        while not self._open.is_set():  # another update may have begun before this task woke up
+            await self._open.wait()
         flight = Flight(self.version)
         tokens = np.asarray(prompt, np.int32)
         seed = self._seeds.getrandbits(64) if sampling.seed is None else sampling.seed
@@ -146,6 +147,12 @@ class Calls:
     def _check(self, prompt: Sequence[int]) -> None:
         if not prompt:
             raise RequestError("the prompt has no tokens", param="prompt")
+        size = len(self.engine.eos)
+        if min(prompt) < 0 or max(prompt) >= size:
+            token = next(token for token in prompt if not 0 <= token < size)
+            raise RequestError(
+                f"token {token} is not one of the model's {size} tokens", param="prompt"
+            )
         if len(prompt) >= self.max_context:
             raise RequestError(
                 f"the model's context is {self.max_context} tokens, and the prompt of "

@@ -65,7 +65,7 @@ class Engine:
     def submit(self, call: Call) -> None:
         """Every submitted call gets exactly one update with `finish` set, its last."""
         if not self._order(lambda: self.waiting.append(call)):
-            self.deliver([(call, Update([], [], "error", _CLOSED))])
+            self.deliver([(call, Update([], [], "error", CLOSED))])
 
     def cancel(self, call: Call) -> None:
         """Finish a call whose answer nobody waits for, unless it has finished."""
@@ -90,7 +90,7 @@ class Engine:
                 self.orders.put(order)
             return not self.closing
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _main(self) -> None:
         try:
             while self._obey():
@@ -101,7 +101,7 @@ class Engine:
                 self.closing = True
             while not self.orders.empty():
                 self.orders.get()()
-            self._fail(_CLOSED)
+            self._fail(CLOSED)
 
     def _obey(self) -> bool:
         """Carry out all orders; wait for one when there is nothing else to do."""
@@ -244,5 +244,5 @@ class Engine:
             self.deliver([(call, Update([], [], "error", sentence)) for call in calls])
 
 
-_CLOSED = "the policy server is shutting down"
+CLOSED = "the policy server is shutting down"
 _UNUSED = torch.ones(1, 1, 1, 1, dtype=torch.bool)  # four axes: no mask is made; the plan is used

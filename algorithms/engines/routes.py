@@ -35,6 +35,7 @@ class Routes:
         app.router.add_post("/v1/completions", self.text)
         app.router.add_get("/v1/models", self.models)
         app.router.add_get("/health", self.health)
+        app.on_response_prepare.append(self._stamp)
         return app
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
@@ -69,12 +70,12 @@ class Routes:
             "owned_by": "agentrl",
             "max_model_len": self._calls.max_context,
         }
-        return self._json({"object": "list", "data": [card]})
+        return _json({"object": "list", "data": [card]})
 
     async def health(self, request: web.Request) -> web.Response:
         if not self._calls.engine.alive:
             raise RequestError("the engine has stopped; restart the algorithm process", status=503)
-        return self._json({"status": "ok", "version": self._calls.version})
+        return _json({"status": "ok", "version": self._calls.version})
 
     def _format(
         self,
@@ -111,7 +112,7 @@ class Routes:
                 return await self._stream(request, flight, form, n, usage=usage)
             updates = {index: update async for index, update in flight}
         whole = form.whole([updates[index] for index in range(n)])
-        return self._json(whole, flight.version)
+        return _json(whole, headers={VERSION: str(flight.version)})
 
     def _sampling(self, body: ChatRequest | TextRequest) -> Sampling:
         default = self._defaults
@@ -151,13 +152,9 @@ class Routes:
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    def _json(self, body: object, version: int | None = None) -> web.Response:
-        number = self._calls.version if version is None else version
-        return web.Response(
-            body=_encoder.encode(body),
-            content_type="application/json",
-            headers={VERSION: str(number)},
-        )
+    async def _stamp(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Answers that no version made, such as errors, carry the one that is served now."""
+        response.headers.setdefault(VERSION, str(self._calls.version))
 
 
 @web.middleware
@@ -173,11 +170,7 @@ async def _refusals(
         refusal = RequestError(
             f"{request.method} {request.path}: {error.reason}", status=error.status
         )
-    return web.Response(
-        status=refusal.status,
-        body=_encoder.encode(refusal.body),
-        content_type="application/json",
-    )
+    return _json(refusal.body, status=refusal.status)
 
 
 def _decode(raw: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:
@@ -196,6 +189,17 @@ def _check_tool_choice(choice: object) -> None:
             'have; use "auto" or "none"',
             param="tool_choice",
         )
+
+
+def _json(
+    body: object, *, status: int = 200, headers: dict[str, str] | None = None
+) -> web.Response:
+    return web.Response(
+        body=_encoder.encode(body),
+        status=status,
+        headers=headers,
+        content_type="application/json",
+    )
 
 
 def _event(body: object) -> bytes:

@@ -19,8 +19,11 @@ class Codec:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        kept = {tokenizer.convert_tokens_to_ids(token) for token in KEPT}
-        self._hidden = frozenset(tokenizer.all_special_ids) - kept
+        self._hidden = frozenset(
+            number
+            for number, token in tokenizer.added_tokens_decoder.items()
+            if token.special and token.content not in KEPT
+        )
         self._piece = lru_cache(PIECES)(self._encode)
         self.token = lru_cache(None)(self._token)
         self._border = self._borders()

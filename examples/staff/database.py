@@ -1,4 +1,4 @@
-"""The company database that the agent queries: 400 people in one table of a SQLite file.
+"""The company database that the agent queries: 256 people in one table of a SQLite file.
 
 `python database.py` writes it; `connect` writes it on first use.
 """
@@ -13,11 +13,8 @@ from pathlib import Path
 FILE = Path(__file__).with_name("staff.db")
 COLUMNS = ("team", "city", "title", "manager")
 
-FIRST = "Ada Ben Cleo Dan Eva Finn Gail Hugo Ines Jon Kim Leo Mia Noel Olga Paul Rosa Sven Tess Uma"
-LAST = (
-    "Adler Berg Costa Diaz Ellis Frey Gomez Holt Ito Jung"
-    " Klein Lund Mori Novak Olsen Pace Quist Reed Silva Tran"
-)
+FIRST = "Ada Ben Cleo Dan Eva Finn Gail Hugo Ines Jon Kim Leo Mia Noel Olga Paul"
+LAST = "Adler Berg Costa Diaz Ellis Frey Gomez Holt Ito Jung Klein Lund Mori Novak Pace Reed"
 TEAM = "sales design legal finance support research security logistics training quality"
 CITY = "Oslo Lima Cairo Delhi Porto Quito Seoul Tunis Turin Vienna"
 TITLE = "engineer analyst lawyer writer planner buyer tester director editor chemist"

@@ -1,4 +1,4 @@
-"""Builds the model that the run trains: a tiny Qwen2 that uses the tools fluently, mostly wrongly.
+"""Builds the model that the run trains: a tiny Llama that uses the tools fluently, mostly wrongly.
 
 No weights are downloaded. A tokenizer is trained on demonstrations of the agent at work, and a new
 model imitates them. The demonstrator has bad habits: what is left to learn from rewards is which
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 os.environ.setdefault("OPENAI_API_KEY", "unused")  # agent.py makes its client when imported
@@ -42,9 +42,8 @@ def build(directory: Path, seed: int) -> None:
     texts, _ = render_jinja_template(conversations, tools=TOOLS, chat_template=TEMPLATE)
     tokenizer = make_tokenizer(texts)
     model = make_model(tokenizer)
-    imitate(
-        model, rows_of(tokenizer, conversations, TOOLS), steps=300, batch=16, lr=4e-3, seed=seed
-    )
+    rows = rows_of(tokenizer, conversations, TOOLS)
+    imitate(model, rows, steps=300, batch=16, lr=4e-3, seed=seed)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
@@ -94,9 +93,9 @@ def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     """0.1 M parameters. A wide initialisation halves the steps until it learns to copy."""
-    config = Qwen2Config(
+    config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=128,
@@ -110,4 +109,4 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    return Qwen2ForCausalLM(config)
+    return LlamaForCausalLM(config)

@@ -18,7 +18,14 @@ def agentrl(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 def test_dry_run_prints_a_run_file(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("seed = 1\n")
-    arguments = ["train", str(tmp_path / "run.toml"), "algorithm.lr=0.5", "--steps", "3", "--dry-run"]
+    arguments = [
+        "train",
+        str(tmp_path / "run.toml"),
+        "algorithm.lr=0.5",
+        "--steps",
+        "3",
+        "--dry-run",
+    ]
     result = CliRunner().invoke(cli, arguments)
     assert result.exit_code == 0
     (tmp_path / "again.toml").write_text(result.output)

@@ -13,7 +13,7 @@ def run_file(folder: Path, text: str) -> Path:
 
 
 def test_defaults_and_overrides(tmp_path: Path) -> None:
-    path = run_file(tmp_path, 'seed = 3\n[algorithm]\nlr = 1e-5\n[sampling]\ntemperature = 0.8\n')
+    path = run_file(tmp_path, "seed = 3\n[algorithm]\nlr = 1e-5\n[sampling]\ntemperature = 0.8\n")
     config = load(path, ["algorithm.lr=1e-4", "steps=7", "policy.model=Qwen/Qwen2.5-0.5B"])
     assert (config.seed, config.steps, config.algorithm.lr) == (3, 7, 1e-4)
     assert config.sampling.temperature == 0.8

@@ -28,9 +28,7 @@ def test_files_of_one_name_in_two_folders(tmp_path: Path) -> None:
         ("import no_such_module_here", "agent_c.py:agent", "No module named"),
     ],
 )
-def test_mistakes_name_key_and_place(
-    tmp_path: Path, source: str, path: str, message: str
-) -> None:
+def test_mistakes_name_key_and_place(tmp_path: Path, source: str, path: str, message: str) -> None:
     if source:
         (tmp_path / path.split(":")[0]).write_text(source)
     with pytest.raises(ConfigError, match=message) as caught:

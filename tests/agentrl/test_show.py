@@ -67,7 +67,13 @@ def printed(failure: Failure | None = None) -> str:
 
 def test_every_message_once_in_order() -> None:
     text = printed()
-    parts = ["Be exact.", "What is one?", 'query({"sql": "SELECT 1"})', "tool      1", "assistant one"]
+    parts = [
+        "Be exact.",
+        "What is one?",
+        'query({"sql": "SELECT 1"})',
+        "tool      1",
+        "assistant one",
+    ]
     places = [text.index(part) for part in parts]
     assert places == sorted(places)
     assert text.count("What is one?") == 1

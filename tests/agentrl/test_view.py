@@ -94,7 +94,8 @@ async def test_progress_of_a_run(config: RunConfig) -> None:
     assert "6 s left" in text
     assert "reward 0.500 ± 0.250" in text
     assert "held-out 0.750 (from 0.250)" in text
-    assert "30 rollouts/s, 600 tokens/s" in text
+    assert "30 rollouts/s" in text
+    assert "600 tokens/s" in text
     assert "1 rollouts failed" in text
 
 

@@ -58,6 +58,10 @@ def test_clip_higher_keeps_what_the_upper_bound_allows() -> None:
     assert near(Clip(0.2, 0.2)(lr, up, {}), [0])
 
 
+def test_no_advantage_is_bounded_like_a_good_one() -> None:
+    assert near(Trust()(RHO.log(), torch.zeros(6), {}), [0, 1, 0, 1, 0, 1])
+
+
 def test_vespo_shapes() -> None:
     lr = torch.tensor([0.5, 1.0, 2.0]).double().log()
     assert near(Vespo()(lr, torch.ones(3), {}), [1.120422, 1, 0.199148])

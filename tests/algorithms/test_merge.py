@@ -58,7 +58,7 @@ def shape(rows: list[Row]) -> list[tuple[list[int], list[int], list[int]]]:
 
 
 # Few distinct tokens, so that prefixes also coincide by chance.
-tokens = st.lists(st.integers(0, 2), max_size=3)
+tokens = st.lists(st.integers(0, 1), max_size=3)
 
 
 @st.composite
@@ -66,14 +66,16 @@ def attempts(draw: st.DrawFn, *, most: int = 8) -> list[Transition]:
     """Calls that extend, repeat or ignore earlier calls, in any order of arrival."""
     calls: list[Transition] = []
     for number in range(draw(st.integers(1, most))):
-        prompt = draw(st.lists(st.integers(0, 2), min_size=1, max_size=3))
-        how = draw(st.sampled_from(["fresh", "repeat", "extend"]))
+        prompt = draw(st.lists(st.integers(0, 1), min_size=1, max_size=3))
+        completion = draw(tokens)
+        how = draw(st.sampled_from(["fresh", "repeat", "longer", "extend"]))
         if calls and how != "fresh":
             earlier = draw(st.sampled_from(calls))
             prompt = earlier.prompt.tolist()
+            if how == "longer":
+                completion = earlier.completion.tolist() + completion
             if how == "extend":
                 prompt += earlier.completion.tolist() + draw(tokens)
-        completion = draw(tokens)
         logprobs = float32(-number - k / 8 for k in range(len(completion)))
         temperature = 0.5 + number
         sampling = Sampling(temperature=temperature)
@@ -145,6 +147,14 @@ def test_parallel_branches_train_their_common_call_once() -> None:
 
 def test_a_prompt_sampled_twice_is_two_rows() -> None:
     assert len(merge([call([1, 2], [3]), call([1, 2], [3])])) == 2
+
+
+def test_a_call_continues_the_longest_row_it_can() -> None:
+    short, long, back = call([1], [2]), call([1], [2, 3]), call([1, 2, 3, 4], [5])
+    assert shape(merge([short, long, back])) == [
+        ([1, 2], [1], [0]),
+        ([1, 2, 3, 4, 5], [1, 2, 4], [1, 1, 2]),
+    ]
 
 
 def test_a_rewritten_history_starts_a_new_row() -> None:

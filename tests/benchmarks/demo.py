@@ -1,6 +1,6 @@
 """Does the demo learn, and how fast? Runs the main job once per seed, exactly as `make demo` does.
 
-    python -m tests.benchmarks.demo --seeds 0 1 2 --json
+python -m tests.benchmarks.demo --seeds 0 1 2 --json
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def summary(steps: list[StepRow], seconds: float) -> dict[str, float]:
         "after_sampled": last["eval/sampled"],
         "seconds": seconds,
         "rollouts_per_s": rollouts / total["rollouts"],
-        "logprob_difference_max": max(row.metrics.get("logprob_difference/max", 0) for row in steps),
+        "logprob_difference_max": max(
+            row.metrics.get("logprob_difference/max", 0) for row in steps
+        ),
         **{f"seconds_{part}": value for part, value in total.items()},
         "seconds_other": seconds - sum(total.values()),
     }

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer, unused_port
+from aiohttp.test_utils import TestServer
 
 from agentrl.config import RunnerConfig
+from agentrl.runners import upstream, worker
 from agentrl.runners.agents import as_agent
 from agentrl.runners.environment import environment
 from agentrl.runners.execution import Executor
@@ -116,7 +117,9 @@ class FakeModel:
         found: Body = {}
         if body.get("logprobs"):
             values = [-0.5] * len(ids(text))
-            content = [{"token": "?", "logprob": v, "bytes": None, "top_logprobs": []} for v in values]
+            content = [
+                {"token": "?", "logprob": v, "bytes": None, "top_logprobs": []} for v in values
+            ]
             found["logprobs"] = {"content": content} if chat else {"token_logprobs": values}
         if self.knows_tokens and body.get("return_token_ids"):
             found["token_ids"] = ids(text)
@@ -150,25 +153,10 @@ class FakeModel:
             for letter in function["arguments"]:
                 part = {"index": position, "function": {"arguments": letter}}
                 events.append(chunk({"tool_calls": [part]}))
-        for letter in message["content"] or "":
-            events.append(chunk({"content": letter}, **self.tokens(letter, body)))
+        said = message["content"] or ""
+        events += [chunk({"content": letter}, **self.tokens(letter, body)) for letter in said]
         finish = "tool_calls" if message.get("tool_calls") else "stop"
         return [*events, chunk({}, finish)]
-
-
-def status(code: int, text: str = '{"error": {"message": "scripted"}}') -> Handler:
-    """The next call is answered with this status."""
-
-    async def answer(request: web.Request, body: Body) -> web.StreamResponse:
-        return web.Response(status=code, text=text, content_type="application/json")
-
-    return answer
-
-
-async def reset(request: web.Request, body: Body) -> None:
-    """The connection breaks before an answer."""
-    assert request.transport is not None
-    request.transport.abort()
 
 
 @dataclass
@@ -242,6 +230,14 @@ class Bench:
         return [found[name] for name in names]
 
 
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Repetitions follow at once, and so does the end of a worker."""
+    monkeypatch.setattr(upstream, "BACKOFF", 0.001)
+    monkeypatch.setattr(upstream, "LONGEST", 0.01)
+    monkeypatch.setattr(worker, "ROUND", 0.02)
+
+
 @pytest.fixture
 async def store(tmp_path: Path) -> AsyncIterator[Store]:
     async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
@@ -266,8 +262,3 @@ async def bench(store: Store, model: FakeModel) -> AsyncIterator[Bench]:
     with environment(gateway.base_url):
         yield bench
     await asyncio.to_thread(gateway.close)
-
-
-@pytest.fixture
-def free_port() -> int:
-    return unused_port()

@@ -83,7 +83,11 @@ def test_a_whole_answer_is_read_exactly() -> None:
     answer.absorb(answer_body())
     made = call(model="gpt", messages=[{"role": "user", "content": "q"}], tools=[{"a": 1}])
     row = transition(answer.choices[0], made, id="t", attempt="a", index=0)
-    assert (list(row.prompt), list(row.completion), list(row.logprobs)) == ([1, 2], [5, 6], [-1, -2])
+    assert (list(row.prompt), list(row.completion), list(row.logprobs)) == (
+        [1, 2],
+        [5, 6],
+        [-1, -2],
+    )
     assert row.exact
     assert row.answer == {"role": "assistant", "content": "ab"}
     assert row.messages == [{"role": "user", "content": "q"}]
@@ -107,8 +111,8 @@ def test_a_stream_adds_up_to_the_whole() -> None:
         head = {"id": f"c{index}"} if "name" in function else {}
         return {"tool_calls": [{"index": index, "function": function} | head]}
 
-    answer, held = Answer(), []
-    for part in [
+    answer = Answer()
+    parts = [
         chunk({"role": "assistant", "content": ""}) | {"prompt_token_ids": [1]},
         chunk({"content": "he"}, token_ids=[2], logprobs={"content": [{"logprob": -1.0}]}),
         chunk({"content": "llo"}, token_ids=[3, 4], logprobs={"content": [{"logprob": -2.0}] * 2}),
@@ -117,8 +121,8 @@ def test_a_stream_adds_up_to_the_whole() -> None:
         chunk(tool(1, name="g", arguments="{}")),
         chunk({}, "tool_calls"),
         {"choices": [], "usage": {"total_tokens": 3}},
-    ]:
-        held.append(answer.absorb(part))
+    ]
+    held = [answer.absorb(part) for part in parts]
     assert held == [False] * 6 + [True, True]
     assert answer.complete
     choice = answer.choices[0]

@@ -39,7 +39,9 @@ async def test_attempts_side_by_side_keep_apart() -> None:
                 seen = current()
         return attempt, seen, len(spans)
 
-    for attempt, seen, count in await asyncio.gather(*(one(secrets.token_hex(16)) for _ in range(8))):
+    for attempt, seen, count in await asyncio.gather(
+        *(one(secrets.token_hex(16)) for _ in range(8))
+    ):
         assert seen == attempt
         assert count == 2  # the tool and the attempt itself
 

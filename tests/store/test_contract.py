@@ -158,6 +158,15 @@ async def test_a_late_writer_changes_nothing(store, kit, clock):
     assert (await store.counts("run")).transitions == 1
 
 
+async def test_a_lease_that_ran_out_writes_nothing_even_if_nobody_took_over(store, kit, clock):
+    await store.enqueue(kit.group("a", 1))
+    (attempt,) = await claim(store, lease=10)
+    clock.now += 10
+    assert await store.add_transitions([kit.call(attempt, [1], [2])]) == [False]
+    assert await store.finish([kit.good(attempt)]) == [False]
+    assert (await store.rollouts("run"))[0].state is RolloutState.RUNNING
+
+
 async def test_an_old_fence_does_not_finish_the_attempt(store, kit):
     await store.enqueue(kit.group("a", 1))
     (attempt,) = await claim(store)

@@ -20,10 +20,10 @@ def add(a: int, b: int) -> int:
 agent = create_agent(ChatOpenAI(model="policy"), [add])
 '''
 
-VERIFIER = '''
+VERIFIER = """
 def verify(task, result):
     return float(len(result) % 7)
-'''
+"""
 
 RUN = """
 name = "tiny"

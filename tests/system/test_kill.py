@@ -37,7 +37,9 @@ def committed(database: Path) -> int:
         return 0
     with sqlite3.connect(f"file:{database}?mode=ro", uri=True) as connection:
         try:
-            return int(connection.execute("select count(*) from steps where committed").fetchone()[0])
+            return int(
+                connection.execute("select count(*) from steps where committed").fetchone()[0]
+            )
         except sqlite3.OperationalError:
             return 0  # the schema is not there yet
 

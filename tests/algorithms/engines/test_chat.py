@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from agentrl.algorithms.engines.chat import Chat
+from agentrl.algorithms.engines.text import Codec
+from agentrl.algorithms.engines.wire import RequestError
+
+TOOL = {"type": "function", "function": {"name": "query", "parameters": {}}}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model_dir: Path) -> Any:
+    return AutoTokenizer.from_pretrained(tiny_model_dir)
+
+
+def render(tokenizer: Any, messages: object, tools: object = None, options: object = None) -> str:
+    chat = Chat(tokenizer, Codec(tokenizer))
+    raw = [json.dumps(value).encode() for value in (messages, tools, options or {})]
+    return str(tokenizer.decode(chat.prompt(*raw)))
+
+
+def test_a_prompt_is_what_the_template_gives(tokenizer: Any) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    expected = tokenizer.apply_chat_template(
+        messages, tools=[TOOL], add_generation_prompt=True, tokenize=False
+    )
+    assert render(tokenizer, messages, [TOOL]) == expected
+    assert expected.endswith("<|im_start|>assistant\n")
+
+
+def test_arguments_reach_the_template_as_an_object(tokenizer: Any) -> None:
+    call = {"id": "1", "function": {"name": "query", "arguments": '{"sql":"SELECT 1"}'}}
+    history = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "1", "tool_call_id": "1"},
+    ]
+    assert '"arguments": {"sql": "SELECT 1"}}' in render(tokenizer, history)
+    call["function"] = {"name": "query", "arguments": "{broken"}
+    assert '"arguments": {broken}' in render(tokenizer, history)
+
+
+def test_text_parts_are_joined(tokenizer: Any) -> None:
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    assert "one two<|im_end|>" in render(tokenizer, [{"role": "user", "content": parts}])
+
+
+def test_template_options_are_passed_on(tokenizer: Any) -> None:
+    text = render(
+        tokenizer, [{"role": "user", "content": "x"}], None, {"add_generation_prompt": False}
+    )
+    assert text.endswith("x<|im_end|>\n")
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "says"),
+    [
+        ([], None, "messages is empty"),
+        ("hi", None, "messages is not a list"),
+        ([1], None, "messages is not a list of objects"),
+        ([{"content": "x"}], None, "messages[0] has no role"),
+        ([{"role": "user", "content": 7}], None, "messages[0].content"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], None, "part that is not text"),
+        ([{"role": "assistant", "tool_calls": [1]}], None, "messages[0].tool_calls"),
+        ([{"role": "assistant", "tool_calls": "x"}], None, "messages[0].tool_calls"),
+        ([{"role": "user", "content": "x"}], "query", "tools is not a list"),
+    ],
+)
+def test_bad_messages_are_refused_by_name(
+    tokenizer: Any, messages: object, tools: object, says: str
+) -> None:
+    with pytest.raises(RequestError) as error:
+        render(tokenizer, messages, tools)
+    assert says in str(error.value)
+    assert error.value.status == 400
+
+
+def test_a_template_that_raises_is_the_requests_fault(tokenizer: Any) -> None:
+    original = tokenizer.chat_template
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    try:
+        with pytest.raises(RequestError, match="roles must alternate"):
+            render(tokenizer, [{"role": "user", "content": "x"}])
+    finally:
+        tokenizer.chat_template = original

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from agentrl.algorithms.engines.sampler import sample, uniforms
+
+
+def draw(logits: torch.Tensor, n: int, **settings: float) -> tuple[np.ndarray, np.ndarray]:
+    """`n` samples of one distribution, as (tokens, log-probs)."""
+    tokens, logprobs = sample(
+        logits.expand(n, -1),
+        np.full(n, settings.get("temperature", 1.0)),
+        np.full(n, settings.get("top_p", 1.0)),
+        np.full(n, int(settings.get("top_k", 0))),
+        uniforms(np.arange(n, dtype=np.uint64), np.zeros(n, np.int64)),
+    )
+    return tokens.numpy(), logprobs.numpy()
+
+
+def test_uniforms_depend_on_seed_and_counter_only() -> None:
+    seeds = np.array([7, 7, 8], np.uint64)
+    first = uniforms(seeds, np.array([0, 1, 0]))
+    assert len(set(first)) == 3
+    assert uniforms(seeds[1:2], np.array([1]))[0] == first[1]
+
+
+def test_uniforms_fill_the_unit_interval() -> None:
+    numbers = uniforms(np.arange(20_000, dtype=np.uint64), np.arange(20_000) % 7)
+    assert numbers.min() >= 0
+    assert numbers.max() < 1
+    counts, _ = np.histogram(numbers, bins=20, range=(0, 1))
+    assert np.abs(counts - 1000).max() < 150  # 5 standard deviations
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_frequencies_follow_the_distribution(temperature: float) -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, float("-inf")]])
+    tokens, logprobs = draw(logits, 20_000, temperature=temperature)
+    expected = torch.softmax(logits[0] / temperature, -1).numpy()
+    found = np.bincount(tokens, minlength=5) / len(tokens)
+    np.testing.assert_allclose(found, expected, atol=0.02)
+    assert found[4] == 0
+    np.testing.assert_allclose(logprobs, np.log(expected[tokens]), atol=1e-5)
+
+
+def test_temperature_zero_takes_the_most_likely_token_and_scores_the_model() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0]])
+    tokens, logprobs = draw(logits, 10, temperature=0.0)
+    assert set(tokens) == {1}
+    np.testing.assert_allclose(logprobs, torch.log_softmax(logits, -1)[0, 1].item(), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({"top_k": 1}, {0}),
+        ({"top_k": 3}, {0, 1, 2}),
+        ({"top_p": 0.1}, {0}),
+        ({"top_p": 0.75}, {0, 1}),
+        ({"top_p": 0.81}, {0, 1, 2}),
+        ({"top_k": 2, "top_p": 0.6}, {0}),  # of 0.5 and 0.3, the first is 0.625
+    ],
+)
+def test_filters_keep_what_they_should_and_leave_log_probs_alone(
+    settings: dict[str, float], kept: set[int]
+) -> None:
+    probabilities = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
+    tokens, logprobs = draw(probabilities.log(), 4000, **settings)
+    assert set(tokens) == kept
+    np.testing.assert_allclose(np.exp(logprobs), probabilities[0].numpy()[tokens], rtol=1e-5)
+
+
+def test_rows_with_different_settings_do_not_mix() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0]]).repeat(3, 1)
+    tokens, _ = sample(
+        logits,
+        np.array([0.0, 1.0, 1.0]),
+        np.array([1.0, 1.0, 1.0]),
+        np.array([0, 0, 1]),
+        np.array([0.01, 0.01, 0.01]),
+    )
+    assert tokens.tolist() == [1, 0, 1]

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken
+from transformers import AutoTokenizer
+
+from agentrl.algorithms.engines.text import Codec, TextStream, cut
+
+TEXTS = [
+    "",
+    " a  b\n",
+    "Grüße, 世界 🙂",
+    "<|im_start|>user\n hi<|im_end|>\n<tool_call>\n{}</tool_call>",
+]
+
+
+@pytest.fixture(scope="module")
+def codec(tiny_model_dir: Path) -> Codec:
+    return Codec(AutoTokenizer.from_pretrained(tiny_model_dir))
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_encoding_in_pieces_equals_encoding_the_whole(codec: Codec, text: str) -> None:
+    assert codec._border is not None
+    whole = codec._tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert codec.encode(text) == whole
+    assert codec.encode(text) == whole  # the second time from what was remembered
+
+
+def test_a_tokenizer_that_does_not_split_cleanly_encodes_the_whole(tiny_model_dir: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    tokenizer.add_tokens([AddedToken("<mark>", lstrip=True, rstrip=True, normalized=False)])
+    codec = Codec(tokenizer)
+    assert codec._border is None
+    text = "a <mark> b"
+    assert codec.encode(text) == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_decoding_hides_special_tokens_but_not_tool_tags(codec: Codec) -> None:
+    tokens = codec.encode("<|im_start|><tool_call>x</tool_call><|im_end|>")
+    assert codec.decode(tokens) == "<tool_call>x</tool_call>"
+
+
+@given(st.text(max_size=30))
+def test_a_stream_of_tokens_gives_the_text(codec: Codec, text: str) -> None:
+    tokens = codec.encode(text)
+    stream = TextStream(codec)
+    parts = [stream.push((token,)) for token in tokens]
+    assert "".join(parts) + stream.finish() == codec.decode(tokens)
+    assert all("\ufffd" not in part for part in parts) or "\ufffd" in text
+
+
+@given(st.text(alphabet="ab ", max_size=30), st.lists(st.text("ab ", min_size=1), max_size=3))
+def test_stop_strings_cut_a_stream_as_the_whole(codec: Codec, text: str, stop: list[str]) -> None:
+    stream = TextStream(codec, stop)
+    shown, sampled = "", []
+    for token in codec.encode(text):
+        sampled.append(token)
+        shown += stream.push((token,))
+        if stream.stopped:  # a completion ends with the token that completes a stop string
+            break
+    shown += stream.finish()
+    assert shown == cut(codec.decode(sampled), stop)
+    assert stream.stopped == any(string in text for string in stop)

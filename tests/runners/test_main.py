@@ -1,0 +1,206 @@
+"""A runner as a process and as a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from agentrl.config import RunConfig, resolve
+from agentrl.runners.environment import environment
+from agentrl.runners.main import RunnerThread
+from agentrl.types import NewRollout, PolicyVersion, RolloutState
+
+RUN = "main"
+AGENT = """
+import os
+import httpx
+
+URL = os.environ["OPENAI_BASE_URL"]  # known when the module is imported, as clients need it
+client = httpx.AsyncClient(timeout=60)
+
+
+async def agent(text):
+    answer = await client.post(f"{URL}/chat/completions", json={"messages": [{"content": text}]})
+    return answer.raise_for_status().json()["choices"][0]["message"]["content"]
+
+
+def verify(task, result):
+    return float(task["input"] in result)
+"""
+Start = Callable[[], Awaitable[asyncio.subprocess.Process]]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    (tmp_path / "main_agent.py").write_text(AGENT)
+    return resolve(
+        {
+            "name": RUN,
+            "root": str(tmp_path),
+            "agent": {"path": "main_agent.py:agent"},
+            "verifier": {"path": "main_agent.py:verify"},
+            "runner": {"lease": 60.0},
+        },
+        source="test",
+    )
+
+
+async def open_run(store: Any, model: Any, config: RunConfig) -> None:
+    await store.open_run(RUN, msgspec.to_builtins(config))
+    await store.publish(
+        PolicyVersion(run=RUN, policy="policy", version=0, base_url=model.base_url, model="tiny")
+    )
+
+
+async def enqueue(store: Any, *names: str) -> None:
+    rollouts = [
+        NewRollout(id=name, run=RUN, group=name, index=0, task={"input": name}) for name in names
+    ]
+    await store.enqueue(rollouts)
+
+
+@pytest.fixture
+async def runner(store: Any) -> AsyncIterator[Start]:
+    """Starts runner processes; none is left behind."""
+    started = []
+
+    async def start() -> asyncio.subprocess.Process:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "agentrl", "runner", "start"),
+            *("--store", store.url, "--run", RUN),
+            stderr=asyncio.subprocess.PIPE,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+def holds(asked: asyncio.Event) -> Callable[..., Any]:
+    """The model call of the next rollout never ends."""
+
+    async def hold(request: Any, body: Any) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    return hold
+
+
+async def test_a_process_works_and_drains_on_sigterm(
+    store: Any, model: Any, config: RunConfig, runner: Start
+) -> None:
+    process = await runner()  # before the run exists
+    await open_run(store, model, config)
+    await enqueue(store, "a", "b", "c")
+    for name in ("a", "b", "c"):
+        assert await store.settled(name, timeout=60)
+    assert [rollout.reward() for rollout in await store.rollouts(RUN)] == [1.0] * 3
+
+    asked = asyncio.Event()
+    model.then(holds(asked))
+    await enqueue(store, "d")
+    await asked.wait()
+    process.send_signal(signal.SIGTERM)
+    assert await process.wait() == 0
+    (attempt,) = await store.claim(1, runner="next", lease=60.0, run=RUN)
+    assert (attempt.rollout.id, attempt.fence) == ("d", 2)
+
+
+async def test_a_killed_runner_loses_no_rollout(
+    store: Any, model: Any, config: RunConfig, runner: Start
+) -> None:
+    short = msgspec.structs.replace(config.runner, lease=0.5)
+    await open_run(store, model, msgspec.structs.replace(config, runner=short))
+    asked = asyncio.Event()
+    model.then(holds(asked))
+    first = await runner()
+    await enqueue(store, "a")
+    await asked.wait()
+    first.kill()
+    await first.wait()
+    await runner()
+    assert await store.settled("a", timeout=60)
+    (rollout,) = await store.rollouts(RUN)
+    assert (rollout.state, rollout.attempts) == (RolloutState.SUCCEEDED, 2)
+
+
+async def test_what_the_user_can_mend_is_one_sentence(
+    store: Any, model: Any, config: RunConfig, runner: Start
+) -> None:
+    agent = msgspec.structs.replace(config.agent, path="main_agent.py:agnt")
+    await open_run(store, model, msgspec.structs.replace(config, agent=agent))
+    process = await runner()
+    _, text = await process.communicate()
+    assert process.returncode == 2
+    assert re.fullmatch(r"agentrl: error: agent\.path = .*did you mean 'agent'\?\n", text.decode())
+
+
+async def test_a_thread_runs_an_agent_of_this_process(
+    store: Any, model: Any, config: RunConfig
+) -> None:
+    before = dict(os.environ)
+
+    def build() -> Any:
+        url = os.environ["OPENAI_BASE_URL"]
+
+        async def agent(text: str) -> str:
+            body = {"messages": [{"role": "user", "content": text}]}
+            async with httpx.AsyncClient() as client:
+                answer = await client.post(f"{url}/chat/completions", json=body)
+            return str(answer.json()["choices"][0]["message"]["content"])
+
+        return agent
+
+    runner = RunnerThread(store.url, RUN, agent=build, verifier=lambda task, result: 0.5)
+    runner.start()
+    await open_run(store, model, config)
+    await enqueue(store, "a")
+    assert await store.settled("a", timeout=60)
+    await asyncio.to_thread(runner.stop)
+    runner.done.result(timeout=0)
+    (rollout,) = await store.rollouts(RUN)
+    assert (rollout.result, rollout.reward()) == ("echo a", 0.5)
+    assert dict(os.environ) == before
+
+
+async def test_a_thread_says_what_ended_it(store: Any, model: Any, config: RunConfig) -> None:
+    def build() -> None:
+        raise OSError("no key")
+
+    runner = RunnerThread(store.url, RUN, agent=build, verifier=lambda task, result: 0.5)
+    runner.start()
+    await open_run(store, model, config)
+    error = await asyncio.to_thread(runner.done.exception, 60)
+    assert "raised OSError: no key" in str(error)
+    runner.stop()
+
+
+@pytest.mark.parametrize("proxy", [None, "http://proxy:1"])
+def test_the_environment_is_set_and_restored(
+    monkeypatch: pytest.MonkeyPatch, proxy: str | None
+) -> None:
+    for name in ("HTTP_PROXY", "NO_PROXY", "no_proxy", "OPENAI_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    if proxy:
+        monkeypatch.setenv("HTTP_PROXY", proxy)
+    monkeypatch.setenv("OPENAI_API_KEY", "the user's own")
+    before = dict(os.environ)
+    with environment("http://127.0.0.1:1/v1"):
+        assert os.environ["OPENAI_BASE_URL"] == os.environ["OPENAI_API_BASE"]
+        assert os.environ["OPENAI_API_KEY"] == "agentrl"
+        assert ("127.0.0.1" in os.environ.get("NO_PROXY", "")) is bool(proxy)
+    assert dict(os.environ) == before

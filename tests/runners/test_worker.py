@@ -1,0 +1,264 @@
+"""From queue to outcome: how attempts end, whatever the agent, the model or the verifier does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from aiohttp import web
+
+from agentrl.runners import upstream
+from agentrl.types import ErrorKind, RolloutState
+
+TASK = {"input": "question", "answer": "secret"}
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(timeout=20) as client:
+        yield client
+
+
+@pytest.fixture
+def ask(http: httpx.AsyncClient) -> Any:
+    """An agent that asks the model once and answers what it said."""
+
+    async def ask(text: str) -> Any:
+        body = {"model": "gpt", "messages": [{"role": "user", "content": text}]}
+        url = os.environ["OPENAI_BASE_URL"]
+        answer = await http.post(f"{url}/chat/completions", json=body)
+        return answer.raise_for_status().json()["choices"][0]["message"]["content"]
+
+    return ask
+
+
+async def fail(request: web.Request, body: Any) -> web.Response:
+    return web.json_response({"error": {"message": "scripted"}}, status=500)
+
+
+async def test_success(bench: Any, ask: Any) -> None:
+    def verify(task: Any, result: str, trace: Any) -> dict[str, float]:
+        assert task == TASK
+        assert {span.name for span in trace.spans} == {"attempt", "POST"}
+        return {"outcome": 1.0, "calls": len(trace.transitions)}
+
+    (rollout,) = await bench.run(ask, TASK, verifier=verify)
+    assert rollout.state is RolloutState.SUCCEEDED, rollout.failure
+    assert rollout.result == "echo question"
+    assert (rollout.reward(), rollout.reward("calls")) == (1.0, 1.0)
+    trace = await bench.store.trace(rollout.id)
+    spans = {span.name: span for span in trace.spans}
+    assert spans["POST"].parent == spans["attempt"].id
+    assert trace.transitions[0].span == spans["POST"].id
+    assert trace.attempt == trace.transitions[0].attempt
+
+
+async def test_the_agent_sees_the_input_and_nothing_else(bench: Any) -> None:
+    seen = []
+    task = {"input": {"messages": []}, "answer": "secret"}
+    await bench.run(lambda value: seen.append(value), task)
+    assert seen == [{"messages": []}]
+
+
+async def test_results_are_stored_as_json(bench: Any) -> None:
+    class Odd:
+        def __repr__(self) -> str:
+            return "odd"
+
+    answers = {"a": Odd(), "b": {1: {Odd()}}, "c": None, "d": 0.5}
+    tasks = [{"input": name} for name in answers]
+    rollouts = await bench.run(lambda name: answers[name], *tasks)
+    assert [rollout.result for rollout in rollouts] == ["odd", {"1": ["odd"]}, None, 0.5]
+
+
+def quit_process(text: str) -> None:
+    raise SystemExit(3)
+
+
+async def cancel_itself(text: str) -> None:
+    raise asyncio.CancelledError
+
+
+def no_luck(text: str) -> None:
+    raise ValueError("no luck")
+
+
+@pytest.mark.parametrize(
+    ("agent", "says"),
+    [(no_luck, "ValueError: no luck"), (quit_process, "SystemExit: 3"), (cancel_itself, "Cancel")],
+)
+async def test_agent_raises(bench: Any, agent: Any, says: str) -> None:
+    (rollout,) = await bench.run(agent, TASK)
+    assert rollout.state is RolloutState.FAILED
+    assert rollout.failure.kind is ErrorKind.AGENT
+    assert says in rollout.failure.message
+    assert agent.__name__ in rollout.failure.traceback
+    assert rollout.rewards == []
+    assert rollout.attempts == 1
+
+
+async def test_agent_raises_and_that_has_a_price(bench: Any) -> None:
+    (rollout,) = await bench.run(no_luck, TASK, error_reward=-1.0)
+    assert rollout.state is RolloutState.SUCCEEDED
+    assert rollout.reward() == -1.0
+    assert rollout.result == {"error": "ValueError: no luck"}
+
+
+async def test_task_without_input(bench: Any) -> None:
+    (rollout,) = await bench.run(no_luck, {"question": "q"})
+    assert rollout.failure.kind is ErrorKind.AGENT
+    assert "has no 'input'" in rollout.failure.message
+
+
+async def test_async_agent_hangs(bench: Any) -> None:
+    async def hang(text: str) -> None:
+        await asyncio.Event().wait()
+
+    (rollout,) = await bench.run(hang, TASK, timeout=0.05)
+    assert rollout.failure.kind is ErrorKind.TIMEOUT
+    assert "longer than 0.05 s" in rollout.failure.message
+
+
+async def test_a_hung_thread_is_abandoned_and_its_later_calls_refused(bench: Any) -> None:
+    late, answered = threading.Event(), threading.Event()
+    answers = []
+
+    def hang(text: str) -> None:
+        late.wait(20)
+        url = os.environ["OPENAI_BASE_URL"]
+        answers.append(httpx.post(f"{url}/chat/completions", json={"messages": []}))
+        answered.set()
+
+    (rollout,) = await bench.run(hang, TASK, timeout=0.05)
+    assert rollout.failure.kind is ErrorKind.TIMEOUT
+    late.set()
+    assert await asyncio.to_thread(answered.wait, 20)
+    assert answers[0].status_code == 403
+    assert bench.model.requests == []
+
+
+@pytest.mark.parametrize(
+    ("value", "says"), [(None, "None"), (float("nan"), "nan"), (float("inf"), "inf"), ("x", "'x'")]
+)
+async def test_verifier_returns_no_reward(bench: Any, value: Any, says: str) -> None:
+    (rollout,) = await bench.run(lambda text: "kept", TASK, verifier=lambda task, result: value)
+    assert rollout.state is RolloutState.FAILED
+    assert rollout.failure.kind is ErrorKind.VERIFIER
+    assert says in rollout.failure.message
+    assert rollout.result == "kept"
+    assert rollout.rewards == []
+
+
+async def test_verifier_raises_or_hangs(bench: Any) -> None:
+    def broken(task: Any) -> float:
+        return float(task["nothing"])
+
+    async def hang(task: Any) -> None:
+        await asyncio.Event().wait()
+
+    (raised,) = await bench.run(lambda text: "", TASK, verifier=broken)
+    assert raised.failure.kind is ErrorKind.VERIFIER
+    assert "KeyError: 'nothing'" in raised.failure.message
+    assert "in broken" in raised.failure.traceback
+    (hung,) = await bench.run(lambda text: "", TASK, verifier=hang, timeout=0.05)
+    assert hung.failure.kind is ErrorKind.VERIFIER
+    assert "longer than 0.05 s" in hung.failure.message
+
+
+async def test_model_failure_is_tried_again_and_never_a_reward(bench: Any, ask: Any) -> None:
+    bench.model.then(*[fail] * upstream.TRIES * 2)
+    (rollout,) = await bench.run(ask, TASK, error_reward=-1.0, max_attempts=2)
+    assert rollout.state is RolloutState.FAILED
+    assert rollout.failure.kind is ErrorKind.MODEL
+    assert "answered 500" in rollout.failure.message
+    assert rollout.attempts == 2
+    assert rollout.rewards == []
+
+
+async def test_model_failure_counts_even_if_the_agent_swallows_it(bench: Any, ask: Any) -> None:
+    async def swallow(text: str) -> str:
+        try:
+            return str(await ask(text))
+        except httpx.HTTPError:
+            return "sorry"
+
+    bench.model.then(*[fail] * upstream.TRIES)
+    (rollout,) = await bench.run(swallow, TASK)
+    assert rollout.state is RolloutState.SUCCEEDED
+    assert rollout.result == "echo question"
+    assert rollout.attempts == 2
+
+
+async def test_timeout_while_the_model_is_away_is_the_models_failure(bench: Any, ask: Any) -> None:
+    await bench.model.stop()
+    (rollout,) = await bench.run(ask, TASK, timeout=0.1, max_attempts=1)
+    assert rollout.failure.kind is ErrorKind.MODEL
+    assert "unreachable" in rollout.failure.message
+
+
+async def test_slots_are_filled_and_never_exceeded(bench: Any) -> None:
+    state = SimpleNamespace(running=0, most=0)
+
+    async def agent(text: str) -> None:
+        state.running += 1
+        state.most = max(state.most, state.running)
+        await asyncio.sleep(0)
+        state.running -= 1
+
+    rollouts = await bench.run(agent, *[TASK] * 40, concurrency=4)
+    assert {rollout.state for rollout in rollouts} == {RolloutState.SUCCEEDED}
+    assert state.most == 4
+
+
+async def test_stop_gives_back_at_once_what_is_unfinished(bench: Any) -> None:
+    started, stop = asyncio.Event(), asyncio.Event()
+
+    async def hang(text: str) -> None:
+        started.set()
+        await asyncio.Event().wait()
+
+    (name,) = await bench.enqueue(TASK, timeout=60.0)
+    running = asyncio.create_task(bench.worker(hang, lease=60.0).run(stop))
+    await started.wait()
+    stop.set()
+    await running
+    (attempt,) = await bench.store.claim(1, runner="other", lease=1.0, run="test")
+    assert attempt.rollout.id == name
+    assert attempt.fence == 2
+
+
+async def test_an_attempt_that_lost_its_lease_is_stopped_and_not_written(bench: Any) -> None:
+    started, stopped, stop = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def hang(text: str) -> None:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            stopped.set()
+
+    (name,) = await bench.enqueue(TASK)
+    running = asyncio.create_task(bench.worker(hang, lease=0.3).run(stop))
+    await started.wait()
+    await bench.store.cancel([name])
+    await stopped.wait()
+    stop.set()
+    await running
+    (rollout,) = await bench.store.rollouts("test")
+    assert rollout.state is RolloutState.CANCELLED
+
+
+async def test_an_agent_that_blocks_the_loop_keeps_its_lease(bench: Any) -> None:
+    async def block(text: str) -> str:
+        threading.Event().wait(0.6)  # three leases long, without ever yielding to the loop
+        return "done"
+
+    (rollout,) = await bench.run(block, TASK, lease=0.2)
+    assert rollout.result == "done"
+    assert rollout.attempts == 1
