@@ -22,7 +22,7 @@ from torch import Tensor
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.credit import Column, Credit, spread
 from agentrl.algorithms.gates import LOG_LIMIT, GateFn, ratio
-from agentrl.algorithms.ids import How, Unit, key, seg, units
+from agentrl.algorithms.ids import How, Unit, seg, units
 from agentrl.errors import TrainingError
 
 Stream = Literal["p", "o", "b", "q", "t"]
@@ -160,10 +160,7 @@ def psi_of(loss: Callable[[Tensor], Tensor], p: Tensor) -> Tensor:
 
 def pool(lr: Tensor, ids: Tensor | None, how: How = "mean") -> Tensor:
     """One value per unit, copied back to its tokens, float64 [n]; without ids lr itself."""
-    if ids is None:
-        return lr
-    ids = key(ids)
-    return seg(lr, ids, how=how)[ids]
+    return lr if ids is None else seg(lr, ids, how=how)[ids]
 
 
 def weights(

@@ -66,7 +66,7 @@ def imitate(
         optimizer.param_groups[0]["lr"] = lr * min((step + 1) / warmup, 1 - step / steps)
         loss = -forward_logprobs(model, dice.sample(rows, batch)).mean()
         optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         losses.append(float(loss.detach()))

@@ -33,7 +33,7 @@ class Updater:
 
         Where there is nothing to learn from (every reward equal or missing) no weight changes, and
         `update/skipped` counts it."""
-        batch = build_batch(groups, min_group=self.config.min_group)
+        batch = self.batch(groups)
         metrics = describe(groups, batch)
         metrics |= {"lr": self.lr(step), "update/steps": 0.0, "update/skipped": 0.0}
         for number, (part, terms) in enumerate(self.parts(groups, batch)):
@@ -50,6 +50,12 @@ class Updater:
             metrics["tokens/forwarded"] = metrics.get("tokens/forwarded", 0.0) + report.tokens
         return metrics
 
+    def batch(self, groups: list[Group]) -> Batch:
+        """What may be learned from, with the rewards that the algorithm reads."""
+        return build_batch(
+            groups, reward_names=self.algo.rewards, min_group=self.config.min_group
+        )
+
     def parts(self, groups: list[Group], batch: Batch) -> Iterator[tuple[Batch, Terms]]:
         """The optimizer steps of a batch: minibatches of whole groups, once per epoch. Credit is
         computed on the whole batch, whichever way it is cut."""
@@ -63,7 +69,7 @@ class Updater:
             first = 0
             for index in range(count):
                 share = groups[len(groups) * index // count : len(groups) * (index + 1) // count]
-                part = build_batch(share, min_group=self.config.min_group)
+                part = self.batch(share)
                 tokens = slice(first, first + part.n_tokens)  # groups keep their order in a batch
                 first = tokens.stop
                 yield (

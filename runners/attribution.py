@@ -19,7 +19,7 @@ from urllib.parse import unquote_plus
 from agentrl.types import Attempt
 
 REMEMBERED = 10_000  # ended attempts that are told apart from ones that never were
-ROLE = "agentrl.role"  # baggage key, as `tracing.role` sets it
+ROLE = "agentrl.role"  # baggage key: who inside a multi-agent system makes the call
 
 
 @dataclass(slots=True, eq=False)

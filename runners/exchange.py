@@ -59,6 +59,13 @@ class Exchange:
         return self._sent
 
     async def _forward(self, policy: PolicyVersion) -> web.StreamResponse:
+        try:
+            return await self._once(policy)
+        except UpstreamError as error:
+            error.final = error.final or self._sent is not None
+            raise
+
+    async def _once(self, policy: PolicyVersion) -> web.StreamResponse:
         self._started = time.time()
         url = f"{policy.base_url}/{self._api}"
         body = self._call.encode(policy.model)
@@ -124,7 +131,7 @@ class Exchange:
 
     def _bad(self, policy: PolicyVersion, what: str) -> UpstreamError:
         message = f"the policy server at {policy.base_url} sent {what}"
-        return UpstreamError(message, transient=False, final=self._sent is not None)
+        return UpstreamError(message, transient=False)
 
     async def _keep(
         self, answer: Answer, policy: PolicyVersion, reply: aiohttp.ClientResponse

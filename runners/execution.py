@@ -69,25 +69,28 @@ class Executor:
         return self._outcome(live, spans, result=_json(result), rewards=rewards)
 
     async def _run_agent(self, live: Live) -> tuple[Any, Failure | None]:
+        """Result or failure, at the deadline at the latest: an agent that does not heed its
+        cancellation is left behind."""
         rollout = live.attempt.rollout
         if "input" not in rollout.task:
             message = f"the task of rollout {rollout.id} has no 'input' to give to the agent"
             return None, Failure(kind=ErrorKind.AGENT, message=message)
-        limit = asyncio.timeout(live.left)
+        task = asyncio.create_task(self._guarded(rollout.task["input"]))
         try:
-            async with limit:
-                return await self.agent(rollout.task["input"]), None
-        except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            return None, _failure(ErrorKind.AGENT, error)  # the agent cancelled itself
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's agent is a boundary
-            if not limit.expired():
-                return None, _failure(ErrorKind.AGENT, error)
+            await asyncio.wait({task}, timeout=live.left)
+        finally:
             waiting = f", waiting for {len(live.tasks)} model calls" if live.tasks else ""
-            message = f"the agent ran longer than {rollout.timeout:g} s{waiting}"
-            return None, Failure(kind=ErrorKind.TIMEOUT, message=message)
+            task.cancel()  # nothing happens if it is done
+        if task.done():
+            return task.result()
+        message = f"the agent ran longer than {rollout.timeout:g} s{waiting}"
+        return None, Failure(kind=ErrorKind.TIMEOUT, message=message)
+
+    async def _guarded(self, value: Json) -> tuple[Any, Failure | None]:
+        try:
+            return await self.agent(value), None
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001
+            return None, _failure(ErrorKind.AGENT, error)  # the user's agent is a boundary
 
     async def _verify(self, rollout: NewRollout, result: Any, trace: Trace | None) -> list[Reward]:
         try:

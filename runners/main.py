@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from agentrl.runners.agents import Agent
 from agentrl.runners.environment import environment
 from agentrl.runners.execution import Executor
 from agentrl.runners.gateway import Gateway
+from agentrl.runners.threads import DaemonThreads
 from agentrl.runners.verifiers import Verifier
 from agentrl.runners.worker import Worker
 from agentrl.store import open_store
@@ -78,10 +79,7 @@ async def start_runner(
                     _verifier(verifier, config, folder),
                     config.agent.error_reward,
                 )
-                # Frameworks run sync tools on the default executor, six threads on two cores.
-                asyncio.get_running_loop().set_default_executor(
-                    ThreadPoolExecutor(config.runner.concurrency, thread_name_prefix="tool")
-                )
+                asyncio.get_running_loop().set_default_executor(DaemonThreads())
                 worker = Worker(run, executor, config.runner, name=name or _name())
                 await worker.run(stop)
         finally:

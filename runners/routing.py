@@ -7,10 +7,13 @@ Who may write: its own `follow` task.
 from __future__ import annotations
 
 import asyncio
+import logging
 
+from agentrl.errors import StoreError
 from agentrl.store.base import Store
 from agentrl.types import PolicyVersion
 
+log = logging.getLogger("agentrl.runner")
 THROTTLE = 0.1  # seconds between reads: every write moves the feed, few of them move a policy
 DEFAULT = "policy"
 
@@ -25,12 +28,16 @@ class Router:
 
     async def follow(self) -> None:
         """Keep the copy fresh, for ever."""
-        cursor = await self.store.cursor()
+        cursor = 0
         while True:
-            self.policies = await self.store.policies(self.run)
+            try:
+                cursor = await self.store.wait(cursor)
+                self.policies = await self.store.policies(self.run)
+            except StoreError as error:  # what was known may still be right
+                log.warning("the routes of run %s cannot be read: %s", self.run, error)
+                cursor = 0
             if self.policies:
                 self._served.set()
-            cursor = await self.store.wait(cursor)
             await asyncio.sleep(THROTTLE)
 
     async def route(self, model: str) -> PolicyVersion:

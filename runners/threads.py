@@ -1,4 +1,8 @@
-"""User code that blocks, run beside the event loop without being able to hold the process back."""
+"""Blocking user code beside the event loop, without the power to hold the process back.
+
+A thread of a pool that never returns shrinks the pool, then blocks the interpreter's exit. Here
+every call has a daemon thread of its own: one that hangs costs its memory and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -6,40 +10,44 @@ import asyncio
 import contextvars
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
-async def call(function: Callable[..., T], *arguments: object) -> T:
-    """`function(*arguments)` in a thread of its own that sees the caller's context variables.
+async def call(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """`function(...)` in a thread that sees the caller's context variables.
 
-    A thread of a pool that never returns would shrink the pool and block the interpreter's exit;
-    a daemon thread does neither. When the caller is cancelled the thread is abandoned and what it
-    returns is dropped."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
+    When the caller is cancelled the thread is abandoned and what it returns is dropped."""
     context = contextvars.copy_context()
+    return await asyncio.wrap_future(_start(partial(context.run, function, *args, **kwargs)))
 
-    def settle(value: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return  # the caller has given up
-        if error is None:
-            future.set_result(value)  # type: ignore[arg-type]
-        else:
-            future.set_exception(error)
 
-    def work() -> None:
-        value: T | None = None
-        error: BaseException | None = None
-        try:
-            value = context.run(function, *arguments)
-        except StopIteration as stop:  # a future refuses it
-            error = RuntimeError(f"the function raised StopIteration({stop.value!r})")
-        except BaseException as raised:  # noqa: BLE001 - handed to whoever awaits
-            error = raised
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, value, error)
+class DaemonThreads(ThreadPoolExecutor):
+    """An executor for `loop.set_default_executor`, where frameworks run the sync tools of async
+    agents. It has no limit: tools of other rollouts never wait for one that hangs."""
 
-    threading.Thread(target=work, name=f"agentrl-{function!r:.40}", daemon=True).start()
-    return await future
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        return _start(partial(fn, *args, **kwargs))
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """There is nothing to wait for."""
+
+
+def _start(work: Callable[[], T]) -> Future[T]:
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+    threading.Thread(target=_run, args=(work, future), name="agentrl-call", daemon=True).start()
+    return future
+
+
+def _run(work: Callable[[], Any], future: Future[Any]) -> None:
+    try:
+        future.set_result(work())
+    except StopIteration as stop:  # an asyncio future refuses it
+        future.set_exception(RuntimeError(f"the function raised StopIteration({stop.value!r})"))
+    except BaseException as error:  # noqa: BLE001 - handed to whoever awaits
+        future.set_exception(error)

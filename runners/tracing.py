@@ -25,9 +25,9 @@ from opentelemetry.trace import (
     TraceFlags,
 )
 
+from agentrl.runners.attribution import ROLE
 from agentrl.types import Span
 
-ROLE = "agentrl.role"  # baggage key: who inside a multi-agent system makes the calls
 KIND = "openinference.span.kind"
 KINDS = frozenset({"agent", "chain", "tool", "llm"})
 

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Sequence
+from concurrent.futures import Future
 
 from agentrl.config import RunnerConfig
 from agentrl.errors import StoreError
@@ -41,7 +42,9 @@ class Worker:
         Raises StoreError when the store cannot be used any more."""
         stopping = asyncio.create_task(stop.wait())
         stopping.add_done_callback(lambda _: self._changed.set())
-        leases = self._gateway.spawn(self._keep_leases(asyncio.get_running_loop()))
+        home = asyncio.get_running_loop()
+        leases = self._gateway.spawn(self._keep_leases(home))
+        leases.add_done_callback(lambda ended: home.call_soon_threadsafe(self._settle, ended))
         try:
             while not stop.is_set() and self._failed is None:
                 await self._round(stop)
@@ -77,12 +80,13 @@ class Worker:
             task, _ = self._running.pop(live.id)
             self._changed.set()
         self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
         await self._store.finish([outcome])
 
-    def _settle(self, task: asyncio.Task[None]) -> None:
-        self._ending.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self._failed = task.exception()
+    def _settle(self, ended: asyncio.Task[None] | Future[None]) -> None:
+        """What an attempt or the heartbeat did not expect ends the worker."""
+        if not ended.cancelled() and ended.exception() is not None:
+            self._failed = ended.exception()
             self._changed.set()
 
     async def _give_back(self) -> None:

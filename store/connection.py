@@ -11,7 +11,7 @@ from urllib.parse import parse_qsl
 
 from agentrl.errors import StoreError
 
-BUSY = 60.0  # seconds a writer waits for the other processes; a transaction takes milliseconds
+BUSY = 60.0  # seconds to wait for the locks of other processes, which hold them for milliseconds
 CHECKPOINT = 4000  # pages of write-ahead log before they are copied back: fewer, larger syncs
 
 
@@ -45,11 +45,11 @@ class Location:
         option = "" if self.synchronous == "normal" else f"?synchronous={self.synchronous}"
         return f"sqlite:///{self.path}{option}"
 
-    def connect(self, *, readonly: bool = False) -> sqlite3.Connection:
+    def connect(self, *, readonly: bool = False, timeout: float = BUSY) -> sqlite3.Connection:
         """A connection in autocommit mode: every transaction is begun by hand."""
         conn = sqlite3.connect(
             self.path,
-            timeout=BUSY,
+            timeout=timeout,
             isolation_level=None,
             check_same_thread=False,  # each is used by one thread, but closed by another
             cached_statements=256,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,12 +22,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from agentrl.errors import StoreError
-from agentrl.store.connection import Location, explain
+from agentrl.store.connection import BUSY, Location, explain
 from agentrl.store.feed import ANY, call_soon
 from agentrl.store.queries import load
 
 SQL = load("feed")
 GROUP = 256  # verbs in one transaction: bounds how long other processes wait for the lock
+PAUSE = 0.001  # seconds between two tries for the write lock
 T = TypeVar("T")
 
 
@@ -76,7 +78,7 @@ class Writer:
         self._ring = ring
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._closed = False
-        self._conn = location.connect()
+        self._conn = location.connect(timeout=0.0)
         self._thread = threading.Thread(target=self._serve, name="store-writer", daemon=True)
         self._thread.start()
 
@@ -129,7 +131,7 @@ class Writer:
 
     def _transact(self, jobs: list[_Job], run: Callable[[_Job, Transaction], None]) -> int:
         events, topics = list[tuple[str, str, str]](), 0
-        self._conn.execute("begin immediate")
+        self._begin()
         for job in jobs:
             tx = Transaction(self._conn, self._clock())
             run(job, tx)
@@ -140,6 +142,20 @@ class Writer:
             self._conn.execute(SQL["add_events"], (msgspec.json.encode(events).decode(),))
         self._conn.execute("commit")
         return topics
+
+    def _begin(self) -> None:
+        """Takes the write lock of the file. SQLite's own waiting sleeps for up to 100 ms at a
+        time, so that one busy process would starve the others; this looks every millisecond."""
+        deadline = time.monotonic() + BUSY
+        while True:
+            try:
+                self._conn.execute("begin immediate")
+                return
+            except sqlite3.OperationalError as error:
+                busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
+                if not busy or time.monotonic() > deadline:
+                    raise
+            time.sleep(PAUSE)
 
     def _run(self, job: _Job, tx: Transaction) -> None:
         job.result = job.verb(tx)

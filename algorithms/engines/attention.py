@@ -73,17 +73,33 @@ class Plan:
 def install(model: Model) -> None:
     """Route the model's attention through `attention`.
 
-    Raises PolicyError for a model whose attention cannot be replaced."""
-    config: Any = model.config
+    Raises PolicyError for a model that this would change or that depends on its batch."""
     network: Any = model
-    if config._attn_implementation == NAME:
-        return
-    if not (network._supports_attention_backend and network._supports_sdpa):
+    reason = _obstacle(network)
+    if reason:
         raise PolicyError(
-            f"model type {config.model_type!r} has its own attention, which the embedded policy "
-            "server cannot batch; choose a decoder that transformers runs with SDPA"
+            f"model type {network.config.model_type!r} {reason}, so the embedded policy server "
+            "cannot batch it; choose a decoder with plain or sliding-window attention"
         )
-    network.set_attn_implementation(NAME)
+    if network.config._attn_implementation != NAME:
+        network.set_attn_implementation(NAME)
+
+
+def _obstacle(network: Any) -> str | None:
+    config = network.config.get_text_config()
+    if not (network._supports_attention_backend and network._supports_sdpa):
+        return "has an attention of its own"
+    layers = set(getattr(config, "layer_types", None) or ())
+    if layers - {"full_attention", "sliding_attention"}:
+        return f"has layers of type {min(layers - {'full_attention', 'sliding_attention'})!r}"
+    if getattr(config, "attn_logit_softcapping", None):
+        return "caps its attention scores"
+    rope = getattr(config, "rope_parameters", None) or {}
+    for each in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        # positions of every call would move with the longest one
+        if each.get("rope_type") in ("dynamic", "longrope"):
+            return f"has {each['rope_type']!r} rotary positions"
+    return None
 
 
 def attention(

@@ -45,6 +45,8 @@ class Flight:
 
 
 class Calls:
+    """Every call of one server, from admission to its last token."""
+
     def __init__(
         self,
         model: Model,

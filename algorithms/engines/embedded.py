@@ -63,13 +63,15 @@ class EmbeddedServer:
         )
         self._routes = Routes(self._calls, Chat(tokenizer, codec), codec, name, defaults)
         self._runner: web.AppRunner | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    async def start(self) -> None:
+        """Listen. Raises PolicyError when the port is taken."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="policy-http", daemon=True
         )
-
-    async def start(self) -> None:
-        """Listen. Raises PolicyError when the port is taken."""
         self._thread.start()
         try:
             await self._on_loop(self._listen())
@@ -88,7 +90,7 @@ class EmbeddedServer:
         try:
             yield
         finally:
-            self._loop.call_soon_threadsafe(self._calls.resume)
+            await self._on_loop(self._resume())
 
     async def publish(self, version: int) -> None:
         """From now on serve the learner's current weights as `version`."""
@@ -100,7 +102,7 @@ class EmbeddedServer:
 
     async def close(self) -> None:
         """Refuse what is in flight and stop. A second time does nothing."""
-        if not self._thread.is_alive():
+        if self._loop is None or self._thread is None or self._loop.is_closed():
             return
         await self._on_loop(self._shut())
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -122,14 +124,18 @@ class EmbeddedServer:
     async def _publish(self, version: int) -> None:
         self._calls.publish(version)
 
+    async def _resume(self) -> None:
+        self._calls.resume()
+
     async def _shut(self) -> None:
         if self._calls.engine.alive:
             await asyncio.to_thread(self._calls.engine.close)
         if self._runner is not None:
             await self._runner.cleanup()
-        await self._loop.shutdown_default_executor()
+        await asyncio.get_running_loop().shutdown_default_executor()
 
     async def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
+        assert self._loop is not None, "start() comes first"
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
 

@@ -90,7 +90,7 @@ class Engine:
                 self.orders.put(order)
             return not self.closing
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def _main(self) -> None:
         try:
             while self._obey():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from uuid import uuid4
 
 import msgspec
 from msgspec import UNSET
@@ -39,10 +38,6 @@ class Format:
     token_ids: bool
     stop: tuple[str, ...]
     id: str
-
-    @classmethod
-    def new_id(cls, *, chat: bool) -> str:
-        return f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}"
 
     def whole(self, updates: Sequence[Update]) -> Response:
         """The answer to a request that does not stream: one finished update per choice."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
+from uuid import uuid4
 
 import msgspec
 from aiohttp import web
@@ -25,6 +26,8 @@ _text_decoder = msgspec.json.Decoder(TextRequest)
 
 
 class Routes:
+    """Handlers of one server's requests."""
+
     def __init__(self, calls: Calls, chat: Chat, codec: Codec, name: str, defaults: Sampling):
         self._calls, self._chat, self._codec = calls, chat, codec
         self._name, self._defaults = name, defaults
@@ -96,7 +99,7 @@ class Routes:
             logprobs=logprobs,
             token_ids=bool(body.return_token_ids),
             stop=tuple(filter(None, stop)),
-            id=Format.new_id(chat=chat),
+            id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}",
         )
 
     async def _answer(

@@ -44,6 +44,8 @@ class Call:
 
 
 class Rows:
+    """`limit` rows that may run at once and `idle` ones, of `context` tokens each."""
+
     def __init__(self, limit: int, idle: int, context: int) -> None:
         size = limit + idle
         self.limit = limit

@@ -43,7 +43,7 @@ def build(directory: Path, seed: int) -> None:
     tokenizer = make_tokenizer(texts)
     model = make_model(tokenizer)
     rows = rows_of(tokenizer, conversations, TOOLS)
-    imitate(model, rows, steps=300, batch=16, lr=4e-3, seed=seed)
+    imitate(model, rows, steps=400, batch=16, lr=4e-3, seed=seed)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 
 from agentrl.errors import AgentError, ConfigError
 from agentrl.runners.agents import as_agent, load
+from agentrl.runners.threads import DaemonThreads, call
 
 
 class Runnable:
@@ -144,3 +146,21 @@ def test_load_names_the_setting_and_the_nearest_name(tmp_path: Path) -> None:
     assert load("my_agent_file.py:solver", tmp_path) == 1
     with pytest.raises(ConfigError, match=r"agent\.path.*did you mean 'solver'"):
         load("my_agent_file.py:solvr", tmp_path)
+
+
+async def test_threads_that_hang_hold_nobody_up() -> None:
+    release = threading.Event()
+    executor, loop = DaemonThreads(), asyncio.get_running_loop()
+    hung = [loop.run_in_executor(executor, release.wait) for _ in range(100)]
+    assert await loop.run_in_executor(executor, len, "abc") == 3
+    executor.shutdown()
+    assert not any(future.done() for future in hung)
+    release.set()
+    await asyncio.gather(*hung)
+
+
+async def test_an_error_of_a_thread_reaches_the_caller() -> None:
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await call(next, iter(()))
+    with pytest.raises(SystemExit):
+        await call(sys.exit, 3)

@@ -279,20 +279,24 @@ async def test_a_dead_server_is_given_up_at_the_deadline(bench: Any, http: Any) 
     assert "unreachable" in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("how", ["ends", "resets"])
 async def test_a_stream_that_breaks_cuts_the_agent_off(
-    bench: Any, live: Any, http: httpx.AsyncClient
+    bench: Any, live: Any, http: httpx.AsyncClient, how: str
 ) -> None:
     async def break_off(request: web.Request, body: Any) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
         event = {"choices": [{"index": 0, "delta": {"content": "a"}, "finish_reason": None}]}
         await response.write(f"data: {json.dumps(event)}\n\n".encode())
+        if how == "resets":
+            await reset(request, body)
         return response
 
     bench.model.then(break_off)
     with pytest.raises(httpx.HTTPError):
         await ask(http, live, stream=True)
-    assert "half a stream" in next(iter(live.failures.values()))
+    expected = "half a stream" if how == "ends" else "unreachable"
+    assert expected in next(iter(live.failures.values()))
     assert len(bench.model.requests) == 1
     assert await rows(bench, live) == []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 from collections.abc import AsyncIterator
@@ -262,3 +263,16 @@ async def test_an_agent_that_blocks_the_loop_keeps_its_lease(bench: Any) -> None
     (rollout,) = await bench.run(block, TASK, lease=0.2)
     assert rollout.result == "done"
     assert rollout.attempts == 1
+
+
+async def test_an_agent_that_does_not_heed_its_cancellation_is_left_behind(bench: Any) -> None:
+    release = asyncio.Event()
+
+    async def stubborn(text: str) -> None:
+        while not release.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await release.wait()
+
+    (rollout,) = await bench.run(stubborn, TASK, timeout=0.05)
+    assert rollout.failure.kind is ErrorKind.TIMEOUT
+    release.set()

@@ -16,6 +16,7 @@ from agentrl.algorithms.engines import engine as engine_module
 from agentrl.algorithms.engines.engine import Engine, Updates
 from agentrl.algorithms.engines.rows import Call, Update
 from agentrl.algorithms.model import load_model
+from agentrl.errors import PolicyError
 from agentrl.types import Sampling
 
 EOS = 2
@@ -283,3 +284,41 @@ def test_closing_fails_what_is_unfinished(desk: Callable[..., Desk]) -> None:
     late = closing.submit([5])
     assert {closing.result(call).finish for call in [*calls, late]} <= {"error", "length"}
     assert "shutting down" in closing.result(late).error
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' rotary"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "'chunked_attention'"),
+        ({"attn_logit_softcapping": 50.0}, "caps its attention scores"),
+    ],
+)
+def test_models_that_cannot_be_batched_exactly_are_refused(
+    tiny_model_dir: Path, settings: dict[str, Any], says: str
+) -> None:
+    model: Any = load_model(tiny_model_dir, device="cpu")[0]
+    for name, value in settings.items():
+        setattr(model.config, name, value)
+    with pytest.raises(PolicyError, match=says):
+        Engine(
+            model, eos=[EOS], max_batch=1, max_context=8, threads=1, deliver=lambda updates: None
+        )
+
+
+def test_serving_does_not_change_what_is_trained_or_saved(
+    tiny_model_dir: Path, tmp_path: Path, desk: Callable[..., Desk]
+) -> None:
+    plain, _ = load_model(tiny_model_dir, device="cpu")
+    served = desk()
+    served.run([5, 6, 7], max_tokens=4)
+    tokens = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+    mask = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1]])
+    losses = [
+        model(input_ids=tokens, attention_mask=mask, labels=tokens).loss
+        for model in (plain, served.model)
+    ]
+    assert losses[0].item() == losses[1].item()
+    losses[1].backward()
+    served.model.save_pretrained(tmp_path)
+    assert "agentrl" not in (tmp_path / "config.json").read_text()
