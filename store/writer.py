@@ -78,7 +78,8 @@ class Writer:
         self._ring = ring
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._closed = False
-        self._conn = location.connect(timeout=0.0)
+        self._conn = location.connect()  # waits while another process recovers or closes the file
+        self._conn.execute("pragma busy_timeout = 0")  # from here on `_begin` waits by itself
         self._thread = threading.Thread(target=self._serve, name="store-writer", daemon=True)
         self._thread.start()
 

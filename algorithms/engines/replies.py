@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
 from msgspec import UNSET
 
 from agentrl.algorithms.engines.rows import Update
@@ -138,10 +137,7 @@ class StreamedChoice:
         if calls:
             delta.tool_calls = [
                 IndexedToolCall(
-                    index=count + offset,
-                    id=call.id,
-                    type=call.type,
-                    function=msgspec.structs.asdict(call.function),
+                    index=count + offset, id=call.id, type=call.type, function=call.function
                 )
                 for offset, call in enumerate(calls)
             ]

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from agentrl.algorithms.engines.tools import ToolCall
+from agentrl.algorithms.engines.tools import Function, ToolCall
 from agentrl.types import Json
 
 
@@ -104,7 +104,7 @@ class IndexedToolCall(msgspec.Struct, kw_only=True):
     index: int
     id: str
     type: str
-    function: Json
+    function: Function
 
 
 class MessageDelta(msgspec.Struct, kw_only=True):
