@@ -25,6 +25,7 @@ from opentelemetry.trace import (
     TraceFlags,
 )
 
+from agentrl.errors import ConfigError
 from agentrl.runners.attribution import ROLE
 from agentrl.types import Span
 
@@ -48,6 +49,22 @@ def install() -> Tracing:
         if not instrumentor.is_instrumented_by_opentelemetry:
             instrumentor.instrument(tracer_provider=provider)
     return Tracing(provider)
+
+
+def instrument_frameworks() -> None:
+    """Also record the steps of LangChain and LangGraph as spans.
+
+    Raises ConfigError when the package that does it is missing."""
+    try:
+        from openinference.instrumentation.langchain import LangChainInstrumentor
+    except ImportError as error:
+        raise ConfigError(
+            "runner.framework_spans needs the package openinference-instrumentation-langchain;"
+            " install it, or remove the setting"
+        ) from error
+    instrumentor = LangChainInstrumentor()
+    if not instrumentor.is_instrumented_by_opentelemetry:
+        instrumentor.instrument()
 
 
 class Tracing(SpanProcessor):

@@ -27,3 +27,4 @@ def query(sql: str) -> str:
 
 
 agent = create_agent(ChatOpenAI(model="policy"), [query], system_prompt=PROMPT)
+agent = agent.with_config(recursion_limit=10)  # five model calls; three are enough

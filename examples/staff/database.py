@@ -1,6 +1,6 @@
 """The company database that the agent queries: 256 people in one table of a SQLite file.
 
-`python database.py` writes it; `connect` writes it on first use.
+`python database.py` writes it; so does `connect` when it is missing or older than this file.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def create(file: Path) -> None:
 
 def connect() -> sqlite3.Connection:
     """A read-only connection that any thread may use."""
-    if not FILE.exists():
+    if not FILE.exists() or FILE.stat().st_mtime < Path(__file__).stat().st_mtime:
         create(FILE)
     return sqlite3.connect(f"{FILE.as_uri()}?mode=ro", uri=True, check_same_thread=False)
 

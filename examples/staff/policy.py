@@ -63,8 +63,8 @@ def demonstrate(task: Task, dice: random.Random) -> Conversation:
 
 
 def habit(path: list[str]) -> list[str]:
-    """What the demonstrator looks up instead: never the manager first, or just the next column."""
-    return path[1:] or [COLUMNS[(COLUMNS.index(path[0]) + 1) % len(COLUMNS)]]
+    """What the demonstrator looks up instead: the same of another person, or another column."""
+    return path[1:] or [COLUMNS[(COLUMNS.index(path[0]) + 1) % COLUMNS.index("manager")]]
 
 
 def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:

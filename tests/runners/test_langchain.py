@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from agentrl.runners import tracing
 from agentrl.types import RolloutState
 
 
@@ -59,3 +60,31 @@ async def test_interleaved_rollouts_of_one_agent_are_never_confused(
             assert len(t.logprobs) == len(t.completion) > 0
             assert t.version == 7
             assert t.span in {span.id for span in trace.spans}
+
+
+async def test_the_frameworks_own_steps_become_spans_on_request(bench: Any, build: Any) -> None:
+    instrumentation = pytest.importorskip("openinference.instrumentation.langchain")
+    agent = build()
+    tracing.install()
+    tracing.instrument_frameworks()
+    try:
+        (rollout,) = await bench.run(sync(agent), {"input": "x"})
+    finally:
+        instrumentation.LangChainInstrumentor().uninstrument()
+    trace = await bench.store.trace(rollout.id)
+    kinds = {span.id: span.kind for span in trace.spans}
+    assert {"agent", "chain", "tool", "llm"} <= set(kinds.values())
+    parents = {span.id: span.parent for span in trace.spans}
+    assert [kinds[parents[t.span]] for t in trace.transitions] == ["llm", "llm"]
+
+
+async def test_role_set_around_a_call_is_recorded(bench: Any, build: Any) -> None:
+    agent = build()
+
+    async def critic(text: str) -> Any:
+        with tracing.role("critic"):
+            return await agent.ainvoke({"messages": [("user", text)]})
+
+    (rollout,) = await bench.run(critic, {"input": "x"})
+    trace = await bench.store.trace(rollout.id)
+    assert {t.role for t in trace.transitions} == {"critic"}

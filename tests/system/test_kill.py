@@ -18,6 +18,7 @@ from agentrl.store import open_store
 from agentrl.types import Purpose, RolloutState
 
 KILLS = 6
+VICTIMS = [("runner",), ("algorithm",), ("runner", "algorithm")]
 STEPS = 40
 GROUPS, SIZE = 2, 4
 
@@ -50,38 +51,42 @@ def test_killed_at_random_moments_the_run_ends_where_it_would_have_ended(run_fol
     command = [sys.executable, "-m", "agentrl", "train", "run.toml"]
     overrides = [f"steps={STEPS}", f"algorithm.groups={GROUPS}", f"algorithm.group_size={SIZE}"]
     chance = random.Random(20261121)
-    kills = {"runner": 0, "algorithm": 0, "both": 0}
-    while True:
-        process = subprocess.Popen([*command, *overrides], cwd=run_folder)
-        try:
-            if sum(kills.values()) < KILLS:
-                victim = chance.choice(list(kills))
-                kill_after_progress(process, database, victim, chance.uniform(0.0, 0.6))
-                kills[victim] += 1
-            code = process.wait(timeout=120)
-        finally:
-            if process.poll() is None:
-                process.kill()
-        if code == 0 and sum(kills.values()) >= KILLS:
-            break
-        assert committed(database) < STEPS, "the run ended before all kills were made"
+    kills = 0
+    process = subprocess.Popen([*command, *overrides], cwd=run_folder)
+    try:
+        while kills < KILLS:
+            wait_for_progress(process, database)
+            time.sleep(chance.uniform(0.0, 0.6))
+            kills += kill(process, chance.choice(VICTIMS))
+            if process.poll() is not None:
+                process = subprocess.Popen([*command, *overrides], cwd=run_folder)
+        while process.wait(timeout=120) != 0:  # the last kill may have ended this start as well
+            process = subprocess.Popen([*command, *overrides], cwd=run_folder)
+    finally:
+        if process.poll() is None:
+            process.kill()
     asyncio.run(check(run_folder, database))
 
 
-def kill_after_progress(
-    process: subprocess.Popen[bytes], database: Path, victim: str, delay: float
-) -> None:
-    """Wait until the run has moved on by a step, then some more, then kill."""
+def wait_for_progress(process: subprocess.Popen[bytes], database: Path) -> None:
+    """Until the run has committed another step, or an earlier kill has ended the front."""
     before = committed(database)
     deadline = time.monotonic() + 90
     while committed(database) == before and process.poll() is None:
         assert time.monotonic() < deadline, "the run made no progress"
         time.sleep(0.02)
-    time.sleep(delay)
+    assert committed(database) < STEPS, "the run ended before all kills were made"
+
+
+def kill(process: subprocess.Popen[bytes], victims: tuple[str, ...]) -> int:
+    """1 if any victim was there to be killed. Without the algorithm the front ends as well."""
     processes = children(process.pid) if process.poll() is None else {}
-    for name in ("runner", "algorithm") if victim == "both" else (victim,):
-        if name in processes:
-            os.kill(processes[name], signal.SIGKILL)
+    found = [processes[name] for name in victims if name in processes]
+    for pid in found:
+        os.kill(pid, signal.SIGKILL)
+    if "algorithm" in victims and found:
+        assert process.wait(timeout=60) == 2
+    return bool(found)
 
 
 async def check(folder: Path, database: Path) -> None:
