@@ -68,6 +68,7 @@ class AlgorithmConfig(Section, frozen=True):
     epochs: Count = 1  # passes over a batch
     lr: Positive = 1e-6
     warmup: Natural = 0  # steps of linear learning-rate warm-up
+    schedule: Literal["constant", "linear"] = "constant"  # after it; linear: to zero at the end
     weight_decay: NonNegative = 0.0
     max_grad_norm: Positive = 1.0
 

@@ -10,8 +10,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from msgspec.structs import replace
-
 from agentrl.algorithms.checkpoint import prune, save_checkpoint
 from agentrl.algorithms.engines.base import PolicyServer
 from agentrl.algorithms.evaluate import score
@@ -103,14 +101,9 @@ class Loop:
         started = time.monotonic()
         limit = settings.tasks if outer else settings.curve_tasks
         tasks = self.heldout[: limit or None]
-        metrics = await self.score(step, "score", tasks, settings.temperature)
+        temperatures = {"score": settings.temperature}
         if outer and settings.sampled:
-            metrics |= await self.score(step, "sampled", tasks, 1.0)
+            temperatures["sampled"] = 1.0
+        metrics = await score(self.store, self.config, step, tasks, temperatures)
         metrics["time/eval"] = time.monotonic() - started
         await self.store.log(self.config.name, step, metrics)
-
-    async def score(
-        self, step: int, name: str, tasks: list[dict[str, Json]], temperature: float
-    ) -> dict[str, float]:
-        sampling = replace(self.config.sampling, temperature=temperature)
-        return await score(self.store, self.config, step, name, tasks, sampling)

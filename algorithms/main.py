@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from agentrl.algorithms import presets
 from agentrl.algorithms.checkpoint import atomic_directory, load_checkpoint
@@ -35,6 +36,7 @@ async def run(config: RunConfig) -> None:
     """Open the run, load the policy of its last committed step, and loop."""
     algo = presets.make(config.algorithm.preset, config.algorithm.options)
     train, heldout = _tasks(config, "train"), _tasks(config, "heldout")
+    disable_progress_bar()  # the view is the only one
     random.seed(config.seed)
     torch.manual_seed(config.seed)
     async with open_store(config.store) as store:
@@ -68,7 +70,7 @@ async def run(config: RunConfig) -> None:
         try:
             await server.publish(state.step)
             tasks = TaskStream(config, train)
-            updater = Updater(config.algorithm, algo, learner)
+            updater = Updater(config.algorithm, algo, learner, config.steps)
             await Loop(config, store, state, updater, server, tasks, heldout).run()
         finally:
             await server.close()

@@ -27,6 +27,7 @@ class Updater:
     config: AlgorithmConfig
     algo: Algo
     learner: Learner
+    steps: int  # of the whole run
 
     def update(self, step: int, groups: list[Group]) -> Metrics:
         """Learn from the groups of one step; returns its metrics.
@@ -86,8 +87,10 @@ class Updater:
         return psi
 
     def lr(self, step: int) -> float:
-        """Learning rate of a step: linear warm-up, then constant."""
-        return self.config.lr * min(1.0, (step + 1) / (self.config.warmup + 1))
+        """Learning rate of a step: linear warm-up, then constant or linear to zero at the end."""
+        warm = min(1.0, (step + 1) / (self.config.warmup + 1))
+        left = 1 - step / self.steps if self.config.schedule == "linear" else 1.0
+        return self.config.lr * min(warm, left)
 
 
 def describe(groups: list[Group], batch: Batch) -> Metrics:

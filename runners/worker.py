@@ -47,7 +47,7 @@ class Worker:
         leases.add_done_callback(lambda ended: home.call_soon_threadsafe(self._settle, ended))
         try:
             while not stop.is_set() and self._failed is None:
-                await self._round(stop)
+                await self._round()
         finally:
             stopping.cancel()
             leases.cancel()
@@ -55,7 +55,7 @@ class Worker:
         if self._failed:
             raise self._failed
 
-    async def _round(self, stop: asyncio.Event) -> None:
+    async def _round(self) -> None:
         self._changed.clear()
         free = self.config.concurrency - len(self._running)
         if not free:

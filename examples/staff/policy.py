@@ -22,9 +22,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 os.environ.setdefault("OPENAI_API_KEY", "unused")  # agent.py makes its client when imported
 
 from agent import PROMPT, query
-from database import COLUMNS
 from langchain_core.utils.function_calling import convert_to_openai_tool
-from tasks import Task, train
+from tasks import ASKED, Task, train
 
 from agentrl.algorithms.sft import Conversation, imitate, rows_of
 
@@ -43,14 +42,14 @@ def build(directory: Path, seed: int) -> None:
     tokenizer = make_tokenizer(texts)
     model = make_model(tokenizer)
     rows = rows_of(tokenizer, conversations, TOOLS)
-    imitate(model, rows, steps=400, batch=16, lr=4e-3, seed=seed)
+    imitate(model, rows, steps=450, batch=16, lr=6e-3, seed=seed)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
 
 def demonstrate(task: Task, dice: random.Random) -> Conversation:
     """The messages of one rollout, as LangChain sends them."""
-    path = task["path"] if dice.random() < CORRECT else habit(task["path"])
+    path = task["path"] if dice.random() < CORRECT else habit(task["path"], dice)
     messages = [{"role": "system", "content": PROMPT}, {"role": "user", "content": task["input"]}]
     found = task["person"]
     for column in path:
@@ -62,9 +61,11 @@ def demonstrate(task: Task, dice: random.Random) -> Conversation:
     return [*messages, {"role": "assistant", "content": found}]
 
 
-def habit(path: list[str]) -> list[str]:
-    """What the demonstrator looks up instead: the same of another person, or another column."""
-    return path[1:] or [COLUMNS[(COLUMNS.index(path[0]) + 1) % COLUMNS.index("manager")]]
+def habit(path: list[str], dice: random.Random) -> list[str]:
+    """What the demonstrator looks up instead: another column, or that of the wrong person."""
+    if len(path) > 1 and dice.random() < 0.3:
+        return path[1:]
+    return [*path[:-1], ASKED[(ASKED.index(path[-1]) + 1) % len(ASKED)]]
 
 
 def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
@@ -94,7 +95,10 @@ def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """0.1 M parameters. A wide initialisation halves the steps until it learns to copy."""
+    """0.1 M parameters. A wide initialisation halves the steps until it learns to copy.
+
+    A Llama, because transformers gives every Qwen2 directory Qwen2's own way to split words.
+    """
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,

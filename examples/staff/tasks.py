@@ -9,7 +9,8 @@ from typing import TypedDict
 
 from database import COLUMNS, people
 
-HELDOUT_PEOPLE = 32
+ASKED = ("team", "city", "title")
+HELDOUT_PEOPLE = 40
 
 
 class Task(TypedDict):
@@ -22,7 +23,7 @@ class Task(TypedDict):
 
 def questions(person: str) -> list[Task]:
     """What is the city of Ada Berg? What is the city of the manager of Ada Berg? And so on."""
-    direct = [[column] for column in COLUMNS]
+    direct = [[column] for column in ASKED]
     return [task(person, path) for path in [*direct, *(["manager", *path] for path in direct)]]
 
 

@@ -85,7 +85,7 @@ def group(name: str, *rewards: float | None) -> Group:
 
 def updater(learner: Recorder, **settings: object) -> Updater:
     config = AlgorithmConfig(lr=1.0, **settings)  # type: ignore[arg-type]
-    return Updater(config, presets.make("grpo", {}), learner)
+    return Updater(config, presets.make("grpo", {}), learner, steps=5)
 
 
 def test_one_step_pushes_the_better_rollouts() -> None:
@@ -152,3 +152,11 @@ def test_learning_rate_warms_up() -> None:
     for number in range(5):
         step.update(number, [group("a", 1.0, 0.0)])
     assert learner.rates == [0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+def test_learning_rate_falls_to_zero() -> None:
+    learner = Recorder()
+    step = updater(learner, warmup=1, schedule="linear")
+    for number in range(5):
+        step.update(number, [group("a", 1.0, 0.0)])
+    assert learner.rates == pytest.approx([0.5, 0.8, 0.6, 0.4, 0.2])

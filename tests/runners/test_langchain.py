@@ -68,14 +68,13 @@ async def test_the_frameworks_own_steps_become_spans_on_request(bench: Any, buil
     tracing.install()
     tracing.instrument_frameworks()
     try:
-        (rollout,) = await bench.run(sync(agent), {"input": "x"})
+        (rollout,) = await bench.run(agent, {"input": "x"})
     finally:
         instrumentation.LangChainInstrumentor().uninstrument()
     trace = await bench.store.trace(rollout.id)
-    kinds = {span.id: span.kind for span in trace.spans}
-    assert {"agent", "chain", "tool", "llm"} <= set(kinds.values())
-    parents = {span.id: span.parent for span in trace.spans}
-    assert [kinds[parents[t.span]] for t in trace.transitions] == ["llm", "llm"]
+    assert {"agent", "chain", "tool", "llm"} <= {span.kind for span in trace.spans}
+    (root,) = [span for span in trace.spans if span.parent is None]
+    assert root.name == "attempt"
 
 
 async def test_role_set_around_a_call_is_recorded(bench: Any, build: Any) -> None:
