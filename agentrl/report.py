@@ -70,13 +70,17 @@ def curve(config: RunConfig, steps: list[StepRow]) -> Path | None:
 
 
 def _scores(steps: list[StepRow]) -> Table:
+    """Held-out scores before and after, or of the one evaluation there was."""
+    shown = {"before": steps[0].metrics, "after": steps[-1].metrics}
+    if len(steps) == 1:
+        shown = {"mean": steps[0].metrics}
     table = Table(title="held-out tasks", title_justify="left")
-    for column in ("", "before", "after"):
-        table.add_column(column, justify="left" if not column else "right")
-    first, last = steps[0].metrics, steps[-1].metrics
+    for column in ("", *shown):
+        table.add_column(column, justify="right" if column else "left")
     for key in ("eval/score", "eval/sampled"):
-        if key in first:
-            table.add_row(key.removeprefix("eval/"), _score(first.get(key)), _score(last.get(key)))
+        if any(key in metrics for metrics in shown.values()):
+            values = [_score(metrics.get(key)) for metrics in shown.values()]
+            table.add_row(key.removeprefix("eval/"), *values)
     return table
 
 

@@ -53,9 +53,7 @@ class Updater:
 
     def batch(self, groups: list[Group]) -> Batch:
         """What may be learned from, with the rewards that the algorithm reads."""
-        return build_batch(
-            groups, reward_names=self.algo.rewards, min_group=self.config.min_group
-        )
+        return build_batch(groups, reward_names=self.algo.rewards, min_group=self.config.min_group)
 
     def parts(self, groups: list[Group], batch: Batch) -> Iterator[tuple[Batch, Terms]]:
         """The optimizer steps of a batch: minibatches of whole groups, once per epoch. Credit is
