@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import sys
 import traceback
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +58,13 @@ def load_tasks(path: str, root: Path, *, key: str) -> list[dict[str, Json]]:
         items, where = _read_jsonl(root / path, key)
     else:
         found = load_attribute(path, root, key=key)
-        found = found() if callable(found) else found
-        if not isinstance(found, Iterable):
-            raise ConfigError(f"{key} = {path!r}: expected tasks, got {type(found).__name__}")
-        items = list(found)
+        try:
+            found = found() if callable(found) else found
+            items = list(found)
+        except Exception as error:
+            raise ConfigError(
+                f"{key} = {path!r}: getting its tasks raised {type(error).__name__}: {error}"
+            ) from error
         where = [f"{path}[{index}]" for index in range(len(items))]
     return check_tasks(items, where, key=key)
 

@@ -81,6 +81,9 @@ def _scores(steps: list[StepRow]) -> Table:
         if any(key in metrics for metrics in shown.values()):
             values = [_score(metrics.get(key)) for metrics in shown.values()]
             table.add_row(key.removeprefix("eval/"), *values)
+        missing = [metrics.get(f"{key}_missing", 0.0) for metrics in shown.values()]
+        if any(missing):
+            table.add_row("  without a score", *(f"{value:.0f}" for value in missing))
     return table
 
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,10 @@ from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.types import Json
 
+WRITTEN = (
+    *("store.db*", "run.json", "logs", "checkpoints", "curve.png"),
+    *("policy", "policy.tmp-*", "train.jsonl", "heldout.jsonl"),
+)  # by a run, in its output folder
 RESTARTS = 20  # of one runner within a run; more means that it cannot work
 
 
@@ -49,9 +53,8 @@ class Result:
 def run_training(config: RunConfig, *, fresh: bool = False) -> Result:
     """Train to the end with runner processes, show it, print the report."""
     check(config)
-    output = Path(config.output)
-    if fresh and output.exists():
-        shutil.rmtree(output)
+    if fresh:
+        clear(config)
     return _blocking(_front(config, runners=config.runner.processes))
 
 
@@ -60,15 +63,18 @@ def run_evaluation(config: RunConfig, checkpoint: Path, tasks: str | None) -> Re
     if not checkpoint.is_dir():
         raise ConfigError(f"{checkpoint}: no such checkpoint directory")
     replace = msgspec.structs.replace
-    output = Path(config.output, "eval", time.strftime("%Y%m%d-%H%M%S"))
+    name = f"{config.name}-eval-{time.strftime('%Y%m%d-%H%M%S')}"
+    output = Path(config.output).with_name(name)
     heldout = str(Path(tasks).resolve()) if tasks and ":" not in tasks else tasks
     config = replace(
         config,
+        name=name,
         output=str(output),
         store=f"sqlite:///{output / 'store.db'}",
         steps=0,
         policy=replace(config.policy, model=str(checkpoint.resolve()), build=""),
         tasks=replace(config.tasks, heldout=heldout or config.tasks.heldout),
+        eval=replace(config.eval, tasks=0) if tasks else config.eval,
     )
     check(config)
     return _blocking(_front(config, runners=config.runner.processes))
@@ -109,10 +115,9 @@ class Trainer:
     def fit(self, *, fresh: bool = False) -> Result:
         """Train to the end, or continue where an earlier call of this name was stopped."""
         config = self._config()
-        output = Path(config.output)
-        if fresh and output.exists():
-            shutil.rmtree(output)
-        output.mkdir(parents=True, exist_ok=True)
+        if fresh:
+            clear(config)
+        output = _folder(Path(config.output))
         names = {
             "train": _task_file(self.tasks, output / "train.jsonl"),
             "heldout": _task_file(self.heldout, output / "heldout.jsonl"),
@@ -153,14 +158,38 @@ def check(config: RunConfig) -> None:
         raise ConfigError("policy.model is missing: a Hugging Face directory or name")
 
 
+def clear(config: RunConfig) -> None:
+    """Delete what an earlier run of this name wrote, and nothing else in its folder."""
+    output = Path(config.output)
+    if config.store != f"sqlite:///{output / 'store.db'}":
+        raise ConfigError(
+            f"--fresh: the store {config.store} is not in {output}, so it may hold other runs;"
+            " choose another name, or delete it yourself"
+        )
+    for pattern in WRITTEN:
+        for path in output.glob(pattern):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _folder(path: Path) -> Path:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"output: cannot make the folder {path} ({error.strerror}); choose another with output="
+        ) from None
+    return path
+
+
 async def _front(
     config: RunConfig, *, runners: int, local: tuple[Any, Any] | None = None
 ) -> Result:
     output = Path(config.output)
-    logs = output / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
+    logs = _folder(output / "logs")
     async with open_store(config.store) as store:
         await _refuse_changes(store, config)
+        # Runners read the settings from the store; and an algorithm left over is fenced from here.
+        await store.open_run(config.name, msgspec.to_builtins(config))
         run_file = output / "run.json"
         run_file.write_bytes(msgspec.json.format(msgspec.json.encode(config)))
         algorithm = Child(
@@ -248,9 +277,21 @@ async def _local_runner(config: RunConfig, agent: Any, verifier: Any) -> None:
 async def _refuse_changes(store: Store, config: RunConfig) -> None:
     """A run is one experiment: continuing it with other settings would be neither of the two."""
     state = await store.run(config.name)
-    if state is None:
-        return
-    changed = differences(msgspec.convert(state.config, RunConfig), config)
+    if state is None or not await store.rollouts(config.name, limit=1):
+        return  # nothing has come of it yet
+    if config.steps < state.step:
+        raise ConfigError(
+            f"steps = {config.steps}: run {config.name!r} has {state.step} steps already; give at"
+            " least as many, choose another name, or give --fresh"
+        )
+    try:
+        before = msgspec.convert(state.config, RunConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"run {config.name!r} in {config.output} was started by another version of agentrl"
+            f" ({error}); choose another name, or give --fresh"
+        ) from None
+    changed = differences(before, config)
     if changed:
         raise ConfigError(
             f"run {config.name!r} in {config.output} was started with other settings"
@@ -278,17 +319,19 @@ def _blocking(work: Coroutine[Any, Any, Result]) -> Result:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
-    outcome: list[Result | BaseException] = []
-
-    def target() -> None:
+    with ThreadPoolExecutor(1, thread_name_prefix="agentrl-front") as executor:
+        loop = asyncio.new_event_loop()
+        task = loop.create_task(work)
+        running = executor.submit(_run, loop, task)
         try:
-            outcome.append(asyncio.run(work))
-        except BaseException as error:  # noqa: BLE001 - handed to the caller's thread below
-            outcome.append(error)
+            return running.result()
+        except KeyboardInterrupt:  # a notebook's "interrupt": end the children, then the cell
+            loop.call_soon_threadsafe(task.cancel)
+            raise
 
-    thread = threading.Thread(target=target, name="agentrl-front")
-    thread.start()
-    thread.join()
-    if isinstance(outcome[0], BaseException):
-        raise outcome[0]
-    return outcome[0]
+
+def _run(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Result]) -> Result:
+    try:
+        return loop.run_until_complete(task)
+    finally:
+        loop.close()

@@ -86,7 +86,8 @@ class Loop:
                 version=version,
                 base_url=self.server.base_url,
                 model=self.server.model,
-            )
+            ),
+            epoch=self.state.epoch,
         )
 
     async def evaluate(self, step: int) -> None:
@@ -106,4 +107,4 @@ class Loop:
             temperatures["sampled"] = 1.0
         metrics = await score(self.store, self.config, step, tasks, temperatures)
         metrics["time/eval"] = time.monotonic() - started
-        await self.store.log(self.config.name, step, metrics)
+        await self.store.log(self.config.name, step, metrics, epoch=self.state.epoch)

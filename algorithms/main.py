@@ -87,7 +87,12 @@ def policy_directory(config: RunConfig) -> str:
     if not callable(build):
         raise ConfigError(f"policy.build = {settings.build!r}: it is not a function")
     with atomic_directory(directory) as partial:
-        build(partial, config.seed)
+        try:
+            build(partial, config.seed)
+        except Exception as error:
+            raise ConfigError(
+                f"policy.build = {settings.build!r} raised {type(error).__name__}: {error}"
+            ) from error
     return str(directory)
 
 

@@ -39,8 +39,13 @@ def load_model(
             "directory or train an instruction-tuned model"
         )
     target = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    try:
+        model = model.to(target)
+    except (RuntimeError, AssertionError) as error:  # unknown name, or no such device here
+        reason = str(error).splitlines()[0]
+        raise PolicyError(f"policy.device = {device!r}: cannot be used: {reason}") from None
     # Dropout would make the sampler and the learner disagree; eval mode switches it off for both.
-    return model.to(target).eval(), tokenizer
+    return model.eval(), tokenizer
 
 
 def _check_directory(name: str) -> None:

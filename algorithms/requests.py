@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import lru_cache
 
 from agentrl.config import RunConfig
 from agentrl.types import Json, NewRollout, Purpose, Sampling
@@ -21,9 +22,7 @@ class TaskStream:
     def task(self, index: int) -> dict[str, Json]:
         """The `index`-th task of the run, counted over all epochs."""
         epoch, position = divmod(index, len(self.tasks))
-        order = list(range(len(self.tasks)))
-        random.Random(f"{self.config.seed}/{epoch}").shuffle(order)
-        return self.tasks[order[position]]
+        return self.tasks[_order(self.config.seed, epoch, len(self.tasks))[position]]
 
     def rollouts(self, step: int) -> list[NewRollout]:
         """`groups` x `group_size` rollouts that training step `step` compares."""
@@ -42,6 +41,13 @@ class TaskStream:
             for task in [self.task(number)]
             for index in range(self.config.algorithm.group_size)
         ]
+
+
+@lru_cache(maxsize=2)
+def _order(seed: int, epoch: int, size: int) -> list[int]:
+    order = list(range(size))
+    random.Random(f"{seed}/{epoch}").shuffle(order)
+    return order
 
 
 def evaluation(

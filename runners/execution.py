@@ -54,8 +54,7 @@ class Executor:
             return self._outcome(live, spans, failure=failure, retry=True)
         if failure and failure.kind is ErrorKind.AGENT and self.error_reward is not None:
             reward = Reward(value=self.error_reward, source="runner")
-            shown = {"error": failure.message}
-            return self._outcome(live, spans, result=shown, rewards=[reward])
+            return self._outcome(live, spans, rewards=[reward], failure=failure)
         if failure:
             return self._outcome(live, spans, failure=failure)
         self._warn_if_silent(live)

@@ -44,7 +44,15 @@ def main(store_url: str, run: str, *, root: Path | None = None, name: str | None
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        await start_runner(store_url, run, root=root, name=name, stop=stop, ready=_tune_collector)
+        await start_runner(
+            store_url,
+            run,
+            root=root,
+            name=name,
+            stop=stop,
+            ready=_tune_collector,
+            on_blocked=_end_process,
+        )
 
     asyncio.run(until_signal())
     return 0
@@ -60,6 +68,7 @@ async def start_runner(
     agent: object = None,
     verifier: Callable[..., Any] | str | None = None,
     ready: Callable[[], None] | None = None,
+    on_blocked: Callable[[str], None] | None = None,
 ) -> None:
     """Run rollouts of `run` until `stop` is set; `ready` is called when all is loaded.
 
@@ -86,7 +95,9 @@ async def start_runner(
                     tracing.instrument_frameworks()
                 if ready is not None:
                     ready()
-                worker = Worker(run, executor, config.runner, name=name or _name())
+                worker = Worker(
+                    run, executor, config.runner, name=name or _name(), on_blocked=on_blocked
+                )
                 await worker.run(stop)
         finally:
             await asyncio.to_thread(gateway.close)
@@ -109,6 +120,7 @@ class RunnerThread:
         root: Path | None = None,
     ) -> None:
         self.done: Future[None] = Future()  # raises what ended the runner
+        self.done.set_running_or_notify_cancel()  # whoever waits for it cannot cancel it
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._runner = partial(
@@ -173,6 +185,16 @@ def _tune_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
+
+
+def _end_process(rollout: str) -> None:
+    """Whoever started this process starts it again; the rollouts come back by their leases."""
+    logging.getLogger("agentrl.runner").error(
+        "the agent blocks its event loop since before rollout %s ran out of time; ending this"
+        " process: make the agent await instead, or a plain function, which gets a thread",
+        rollout,
+    )
+    os._exit(1)
 
 
 def _name() -> str:

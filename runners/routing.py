@@ -38,6 +38,8 @@ class Router:
                 cursor = 0
             if self.policies:
                 self._served.set()
+            else:  # a new owner of the run has not published yet
+                self._served.clear()
             await asyncio.sleep(THROTTLE)
 
     async def route(self, model: str) -> PolicyVersion:

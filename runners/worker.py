@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from agentrl.config import RunnerConfig
@@ -27,8 +27,19 @@ GRACE = 5.0  # seconds past its deadline after which the lease of a hung attempt
 class Worker:
     """Runs attempts of one run in this process."""
 
-    def __init__(self, run: str, executor: Executor, config: RunnerConfig, *, name: str) -> None:
+    def __init__(
+        self,
+        run: str,
+        executor: Executor,
+        config: RunnerConfig,
+        *,
+        name: str,
+        on_blocked: Callable[[str], None] | None = None,
+    ) -> None:
+        """`on_blocked(rollout)` is called, from the gateway's thread, when an async agent has held
+        the event loop so long that no time-out can end it."""
         self.run_name, self.config, self.name = run, config, name
+        self.on_blocked = on_blocked
         self._executor = executor
         self._store, self._gateway = executor.store, executor.gateway
         self._running: dict[str, tuple[asyncio.Task[None], Live]] = {}
@@ -60,6 +71,11 @@ class Worker:
         free = self.config.concurrency - len(self._running)
         if not free:
             await self._changed.wait()
+            return
+        cursor = await self._store.cursor()
+        if not await self._store.policies(self.run_name):
+            # The algorithm is starting: an attempt's time would run while nobody can answer it.
+            await self._store.wait(cursor, timeout=ROUND)
             return
         attempts = await self._store.claim(
             free, runner=self.name, lease=self.config.lease, run=self.run_name, timeout=ROUND
@@ -112,6 +128,9 @@ class Worker:
         while True:
             await asyncio.sleep(self.config.lease / 3)
             running = list(self._running.values())
+            blocked = [live for _, live in running if live.left < -GRACE - self.config.lease]
+            if blocked and self.on_blocked is not None:
+                self.on_blocked(blocked[0].attempt.rollout.id)
             held = [live.id for _, live in running if live.left > -GRACE]
             if not held:
                 continue

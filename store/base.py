@@ -74,12 +74,15 @@ class Store(Protocol):
         `timeout` seconds have passed. Claims again what this epoch claimed and did not commit."""
         ...
 
-    async def publish(self, version: PolicyVersion) -> None:
-        """Record where a policy version is served. Last writer wins."""
+    async def publish(self, version: PolicyVersion, *, epoch: int | None = None) -> None:
+        """Record where a policy version is served. Last writer wins; with `epoch`, Fenced is
+        raised unless it is the present one. `open_run` forgets what was published before it."""
         ...
 
-    async def log(self, run: str, step: int, metrics: dict[str, float]) -> None:
-        """Merge metrics into a step without committing it (evaluations)."""
+    async def log(
+        self, run: str, step: int, metrics: dict[str, float], *, epoch: int | None = None
+    ) -> None:
+        """Merge metrics into a step without committing it (evaluations); `epoch` as in publish."""
         ...
 
     # -- queue -------------------------------------------------------------------------------------

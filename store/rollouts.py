@@ -182,7 +182,12 @@ def _finish(tx: Transaction, outcome: Outcome) -> bool:
     failed = outcome.failure is not None
     state = AttemptState.FAILED if failed else AttemptState.SUCCEEDED
     _end_attempt(tx, row, state, outcome.failure, mark)
-    if outcome.retry and row["attempts"] < row["max_attempts"]:
+    lost = outcome.failure is not None and outcome.failure.kind is ErrorKind.LOST_RUNNER
+    if outcome.retry and lost:
+        # Given back by a runner that was told to stop: no fault of the rollout, so not a try.
+        tx.conn.execute(SQL["give_back"], (row["id"],))
+        tx.note(row["run_id"], "rollout", row["id"], QUEUE)
+    elif outcome.retry and row["attempts"] < row["max_attempts"]:
         _requeue(tx, row)
     else:
         final = RolloutState.FAILED if failed else RolloutState.SUCCEEDED

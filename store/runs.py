@@ -25,6 +25,7 @@ def open_run(tx: Transaction, run: str, config: dict[str, Json]) -> RunState:
     columns = {"run": run, "now": tx.now, "config": rows.dump(config, "The run's configuration")}
     row = tx.conn.execute(SQL["open_run"], columns).fetchone()
     tx.conn.execute(SQL["release_groups"], (run,))
+    tx.conn.execute(SQL["forget_policies"], (run,))  # they were served by the fenced owner
     tx.note(run, "run", run, GROUPS)  # the fenced owner, if it waits for groups, must learn it
     return _state(row)
 
@@ -63,14 +64,16 @@ def claim_groups(tx: Transaction, run: str, epoch: int, n: int, *, last: bool) -
     return sorted([*held, *(row["id"] for row in more)])
 
 
-def publish(tx: Transaction, version: PolicyVersion) -> None:
-    known(tx.conn, version.run)
+def publish(tx: Transaction, version: PolicyVersion, *, epoch: int | None) -> None:
+    _admit(tx.conn, version.run, epoch)
     tx.conn.execute(SQL["publish"], msgspec.structs.asdict(version))
     tx.note(version.run, "policy", version.policy)
 
 
-def log(tx: Transaction, run: str, step: int, metrics: dict[str, float]) -> None:
-    known(tx.conn, run)
+def log(
+    tx: Transaction, run: str, step: int, metrics: dict[str, float], *, epoch: int | None
+) -> None:
+    _admit(tx.conn, run, epoch)
     tx.conn.execute(SQL["log_step"], {"run": run, "step": step, "now": tx.now})
     _set_metrics(tx.conn, run, step, metrics)
     tx.note(run, "step", str(step))
@@ -82,6 +85,13 @@ def known(conn: Connection, run: str) -> Any:
     if row is None:
         raise StoreError(f"There is no run {run!r} in this store: open it first.")
     return row
+
+
+def _admit(conn: Connection, run: str, epoch: int | None) -> None:
+    if epoch is None:
+        known(conn, run)
+    else:
+        owned(conn, run, epoch)
 
 
 def owned(conn: Connection, run: str, epoch: int) -> Any:

@@ -93,11 +93,14 @@ class SqliteStore:
         ids = await self._until(GROUPS, claim, timeout)
         return await self._readers.read(partial(evidence.groups, run=run, ids=ids))
 
-    async def publish(self, version: PolicyVersion) -> None:
-        await self._writer.post(partial(runs.publish, version=version))
+    async def publish(self, version: PolicyVersion, *, epoch: int | None = None) -> None:
+        await self._writer.post(partial(runs.publish, version=version, epoch=epoch))
 
-    async def log(self, run: str, step: int, metrics: dict[str, float]) -> None:
-        await self._writer.post(partial(runs.log, run=run, step=step, metrics=metrics))
+    async def log(
+        self, run: str, step: int, metrics: dict[str, float], *, epoch: int | None = None
+    ) -> None:
+        log = partial(runs.log, run=run, step=step, metrics=metrics, epoch=epoch)
+        await self._writer.post(log)
 
     # -- queue -------------------------------------------------------------------------------------
 

@@ -25,5 +25,6 @@ def test_wrap_your_own_agent(tmp_path: Path, tiny_model_dir: Path) -> None:
         check=False,
     )
     assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr
     assert "Result(" in result.stdout
     assert (tmp_path / "runs" / "run" / "curve.png").is_file()

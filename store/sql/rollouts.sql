@@ -81,6 +81,9 @@ where id = :attempt;
 -- name: requeue
 update rollouts set state = 'queued' where id = ?;
 
+-- name: give_back
+update rollouts set state = 'queued', max_attempts = max_attempts + 1 where id = ?;
+
 -- name: end_rollout
 update rollouts
 set state = :state, result = :result, seconds = :seconds,

@@ -3,6 +3,9 @@ insert into runs (id, epoch, config, created_at) values (:run, 1, :config, :now)
 on conflict (id) do update set epoch = epoch + 1, config = excluded.config
 returning *;
 
+-- name: forget_policies
+delete from policies where run_id = ?;
+
 -- name: release_groups
 update groups set state = 'settled', claimed_epoch = null
 where run_id = ? and purpose = 'train' and state = 'claimed';

@@ -68,6 +68,8 @@ def folder(tmp_path: Path) -> Path:
         ("x", "", ["tasks.train="], "tasks.train is missing"),
         ("x", "", ["policy.model="], "policy.model is missing"),
         ("x", "", ["store=mysql://x"], "mysql"),
+        ("x", "", ["output=run.toml/below"], "output: cannot make the folder"),
+        ("x", "", ["store=other.db", "--fresh"], "--fresh: the store other.db is not in"),
     ],
 )
 def test_user_errors_are_one_sentence_and_exit_code_two(

@@ -62,6 +62,12 @@ def test_broken_lines_are_named(tmp_path: Path, text: str, message: str) -> None
         load_tasks("t.jsonl", tmp_path, key="tasks.train")
 
 
+def test_task_function_that_raises(tmp_path: Path) -> None:
+    (tmp_path / "task_fault.py").write_text("def train():\n    yield {'input': 1 / 0}\n")
+    with pytest.raises(ConfigError, match="ZeroDivisionError: division by zero"):
+        load_tasks("task_fault.py:train", tmp_path, key="tasks.train")
+
+
 def test_missing_task_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read the task file"):
         load_tasks("none.jsonl", tmp_path, key="tasks.train")

@@ -15,6 +15,7 @@ import pytest
 from aiohttp import web
 
 from agentrl.runners import upstream
+from agentrl.runners import worker as module
 from agentrl.types import ErrorKind, RolloutState
 
 TASK = {"input": "question", "answer": "secret"}
@@ -106,9 +107,10 @@ async def test_agent_raises(bench: Any, agent: Any, says: str) -> None:
 
 async def test_agent_raises_and_that_has_a_price(bench: Any) -> None:
     (rollout,) = await bench.run(no_luck, TASK, error_reward=-1.0)
-    assert rollout.state is RolloutState.SUCCEEDED
+    assert rollout.state is RolloutState.FAILED
+    assert rollout.failure.kind is ErrorKind.AGENT
     assert rollout.reward() == -1.0
-    assert rollout.result == {"error": "ValueError: no luck"}
+    assert rollout.failure.message == "ValueError: no luck"
 
 
 async def test_task_without_input(bench: Any) -> None:
@@ -263,6 +265,30 @@ async def test_an_agent_that_blocks_the_loop_keeps_its_lease(bench: Any) -> None
     (rollout,) = await bench.run(block, TASK, lease=0.2)
     assert rollout.result == "done"
     assert rollout.attempts == 1
+
+
+async def test_an_agent_that_blocks_the_loop_for_ever_is_reported(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "GRACE", 0.05)
+    reported, release = [], threading.Event()
+
+    async def block(text: str) -> None:
+        release.wait(10)
+
+    def on_blocked(rollout: str) -> None:
+        reported.append(rollout)
+        release.set()
+
+    (name,) = await bench.enqueue(TASK, timeout=0.05, max_attempts=1)
+    worker = bench.worker(block, lease=0.2)
+    worker.on_blocked = on_blocked
+    stop = asyncio.Event()
+    running = asyncio.create_task(worker.run(stop))
+    assert await bench.store.settled(f"g-{name}", timeout=30.0)
+    stop.set()
+    await running
+    assert set(reported) == {name}
 
 
 async def test_an_agent_that_does_not_heed_its_cancellation_is_left_behind(bench: Any) -> None:

@@ -11,6 +11,7 @@ from agentrl.errors import Fenced, StoreError
 from agentrl.types import (
     Counts,
     ErrorKind,
+    Failure,
     NewRollout,
     Outcome,
     PolicyVersion,
@@ -211,6 +212,19 @@ async def test_a_retry_is_the_next_attempt_and_only_the_last_counts(store, kit):
     assert math.isnan(row.reward())
 
 
+async def test_what_a_stopping_runner_gives_back_was_no_try(store, kit):
+    await store.enqueue(kit.group("a", 1, max_attempts=1))
+    stopped = Failure(kind=ErrorKind.LOST_RUNNER, message="stopped")
+    for fence in (1, 2, 3):
+        (attempt,) = await claim(store)
+        assert attempt.fence == fence
+        given_back = Outcome(attempt=attempt.id, fence=fence, failure=stopped, retry=True)
+        assert await store.finish([given_back]) == [True]
+    (attempt,) = await claim(store)
+    await store.finish([kit.bad(attempt, retry=True)])  # its one try
+    assert (await store.counts("run")).failed == 1
+
+
 async def test_cancel(store, kit):
     await store.enqueue(kit.group("a", 3))
     done, running = await claim(store, 2)
@@ -356,6 +370,19 @@ async def test_publish_keeps_the_last(store):
         await store.publish(version)
     assert await store.policies("run") == {"p": version}
     assert await store.policies("none") == {}
+
+
+async def test_a_new_owner_publishes_anew_and_the_old_one_cannot(store):
+    version = PolicyVersion(run="run", policy="p", version=1, base_url="http://h/v1", model="m")
+    await store.publish(version, epoch=1)
+    await store.open_run("run", {})
+    assert await store.policies("run") == {}
+    with pytest.raises(Fenced):
+        await store.publish(version, epoch=1)
+    with pytest.raises(Fenced):
+        await store.log("run", 0, {"a": 1.0}, epoch=1)
+    assert await store.policies("run") == {}
+    assert await store.steps("run") == []
 
 
 async def test_counts(store, kit):

@@ -17,7 +17,7 @@ import pytest
 from agentrl.store import open_store
 from agentrl.types import Purpose, RolloutState
 
-KILLS = 6
+KILLS = 5
 VICTIMS = [("runner",), ("algorithm",), ("runner", "algorithm")]
 STEPS = 40
 GROUPS, SIZE = 2, 4
@@ -101,8 +101,7 @@ async def check(folder: Path, database: Path) -> None:
     assert state.checkpoint is not None
     assert Path(state.checkpoint, "model.safetensors").is_file()
     assert len(rollouts) == STEPS * GROUPS * SIZE
-    assert {row.state for row in rollouts} <= {RolloutState.SUCCEEDED, RolloutState.FAILED}
-    assert sum(row.state is RolloutState.SUCCEEDED for row in rollouts) >= 0.9 * len(rollouts)
+    assert {row.state for row in rollouts} == {RolloutState.SUCCEEDED}
     with sqlite3.connect(f"file:{database}?mode=ro", uri=True) as connection:
         trained = connection.execute(
             "select id, trained_step from groups where purpose = 'train'"

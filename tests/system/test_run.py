@@ -71,6 +71,16 @@ def test_train_show_evaluate_and_continue(run_folder: Path) -> None:
     assert scored.returncode == 0, scored.stderr
     assert "held-out tasks" in scored.stdout
 
+    fewer = agentrl(run_folder, "train", "run.toml", *SMALL, "steps=1")
+    assert fewer.returncode == 2
+    assert "has 2 steps already" in fewer.stderr
+
+    (run_folder / "out" / "mine.txt").write_text("not the run's")
+    fresh = agentrl(run_folder, "train", "run.toml", *SMALL, "steps=1", "--fresh")
+    assert fresh.returncode == 0, fresh.stderr
+    assert read(run_folder, lambda store: store.run("tiny")).step == 1
+    assert (run_folder / "out" / "mine.txt").exists()
+
 
 AGENTS = {
     "raises": (
@@ -78,18 +88,6 @@ AGENTS = {
         "def verify(task, result): return 1.0\n",
         ErrorKind.AGENT,
         "no luck",
-    ),
-    "hangs": (
-        "import time\ndef agent(text):\n    time.sleep(30)\n",
-        "def verify(task, result): return 1.0\n",
-        ErrorKind.TIMEOUT,
-        "0.5",
-    ),
-    "verifier raises": (
-        "def agent(text):\n    return text\n",
-        "def verify(task, result): return task['no such key']\n",
-        ErrorKind.VERIFIER,
-        "no such key",
     ),
     "verifier returns NaN": (
         "def agent(text):\n    return text\n",
