@@ -5,6 +5,7 @@ Nothing here knows about training. Point OPENAI_BASE_URL at any OpenAI-compatibl
 """
 
 import sqlite3
+from contextlib import closing
 
 from database import connect
 from langchain.agents import create_agent
@@ -13,16 +14,15 @@ from langchain_openai import ChatOpenAI
 
 PROMPT = "Answer from the table staff(name, team, city, title, manager)."
 
-staff = connect()
-
 
 @tool
 def query(sql: str) -> str:
     """Run one SQL query."""
-    try:
-        rows = staff.execute(sql).fetchall()
-    except sqlite3.Error as error:
-        return f"error: {error}"
+    with closing(connect()) as staff:  # LangChain runs tools in threads
+        try:
+            rows = staff.execute(sql).fetchall()
+        except sqlite3.Error as error:
+            return f"error: {error}"
     return "\n".join(", ".join(map(str, row)) for row in rows) or "no rows"
 
 

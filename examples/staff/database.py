@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-import os
 import random
 import sqlite3
 from pathlib import Path
+from uuid import uuid4
 
 FILE = Path(__file__).with_name("staff.db")
 COLUMNS = ("team", "city", "title", "manager")
@@ -39,7 +39,7 @@ def people() -> list[tuple[str, str, str, str, str]]:
 
 def create(file: Path) -> None:
     """Write the database; a reader sees all of it or none."""
-    partial = file.with_suffix(f".{os.getpid()}")
+    partial = file.with_suffix(f".{uuid4().hex}")
     partial.unlink(missing_ok=True)
     connection = sqlite3.connect(partial)
     with connection:
@@ -53,10 +53,10 @@ def create(file: Path) -> None:
 
 
 def connect() -> sqlite3.Connection:
-    """A read-only connection that any thread may use."""
+    """A read-only connection for the calling thread."""
     if not FILE.exists() or FILE.stat().st_mtime < Path(__file__).stat().st_mtime:
         create(FILE)
-    return sqlite3.connect(f"{FILE.as_uri()}?mode=ro", uri=True, check_same_thread=False)
+    return sqlite3.connect(f"{FILE.as_uri()}?mode=ro", uri=True)
 
 
 if __name__ == "__main__":
