@@ -40,7 +40,6 @@ def people() -> list[tuple[str, str, str, str, str]]:
 def create(file: Path) -> None:
     """Write the database; a reader sees all of it or none."""
     partial = file.with_suffix(f".{uuid4().hex}")
-    partial.unlink(missing_ok=True)
     connection = sqlite3.connect(partial)
     with connection:
         connection.execute(
