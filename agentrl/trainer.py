@@ -15,7 +15,7 @@ import shutil
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,6 @@ def run_evaluation(config: RunConfig, checkpoint: Path, tasks: str | None) -> Re
     return _blocking(_front(config, runners=config.runner.processes))
 
 
-@dataclass(slots=True)
 class Trainer:
     """Train an agent from Python, in a script or a notebook.
 
@@ -92,13 +91,6 @@ class Trainer:
 
     `agent`, `tasks`, `heldout` and `verifier` may also be "file.py:name" as in a run file.
     """
-
-    agent: Any
-    tasks: Iterable[dict[str, Json]] | str
-    verifier: Callable[..., Any] | str
-    policy: str | Path
-    heldout: Iterable[dict[str, Json]] | str = ""
-    settings: dict[str, Any] = field(default_factory=dict)
 
     def __init__(
         self,

@@ -39,7 +39,8 @@ class Gateway:
     def __init__(self, store: Store, run: str, *, port: int = 0) -> None:
         self.base_url = ""  # known once started; ends in /v1
         self.attempts = Attempts()
-        self._store, self._run, self._port = store, run, port
+        self.router = Router(store, run)
+        self._store, self._port = store, port
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="agentrl-gateway", daemon=True)
         self._listening: Future[int] = Future()
@@ -83,10 +84,9 @@ class Gateway:
             runner.run(self._main())
 
     async def _main(self) -> None:
-        router = Router(self._store, self._run)
-        upstream = Upstream(router)
+        upstream = Upstream(self.router)
         app = web.Application(middlewares=[_openai_errors], client_max_size=LARGEST)
-        handlers = _Handlers(self.attempts, router, upstream, self._store)
+        handlers = _Handlers(self.attempts, self.router, upstream, self._store)
         for prefix in ("/v1", "/a/{attempt}/v1", "/a/{attempt}/{role}/v1"):
             app.router.add_post(f"{prefix}/{CHAT}", handlers.chat)
             app.router.add_post(f"{prefix}/{TEXT}", handlers.text)
@@ -94,7 +94,7 @@ class Gateway:
         runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=0.0
         )
-        following = asyncio.create_task(router.follow())
+        following = asyncio.create_task(self.router.follow())
         try:
             await runner.setup()
             site = web.TCPSite(runner, "127.0.0.1", self._port, backlog=BACKLOG)

@@ -72,11 +72,12 @@ class Worker:
         if not free:
             await self._changed.wait()
             return
-        cursor = await self._store.cursor()
-        if not await self._store.policies(self.run_name):
+        if not self._gateway.router.policies:
             # The algorithm is starting: an attempt's time would run while nobody can answer it.
-            await self._store.wait(cursor, timeout=ROUND)
-            return
+            cursor = await self._store.cursor()
+            if not await self._store.policies(self.run_name):
+                await self._store.wait(cursor, timeout=ROUND)
+                return
         attempts = await self._store.claim(
             free, runner=self.name, lease=self.config.lease, run=self.run_name, timeout=ROUND
         )

@@ -185,8 +185,7 @@ def _finish(tx: Transaction, outcome: Outcome) -> bool:
     lost = outcome.failure is not None and outcome.failure.kind is ErrorKind.LOST_RUNNER
     if outcome.retry and lost:
         # Given back by a runner that was told to stop: no fault of the rollout, so not a try.
-        tx.conn.execute(SQL["give_back"], (row["id"],))
-        tx.note(row["run_id"], "rollout", row["id"], QUEUE)
+        _requeue(tx, row, statement="give_back")
     elif outcome.retry and row["attempts"] < row["max_attempts"]:
         _requeue(tx, row)
     else:
@@ -195,8 +194,8 @@ def _finish(tx: Transaction, outcome: Outcome) -> bool:
     return True
 
 
-def _requeue(tx: Transaction, row: Any) -> None:
-    tx.conn.execute(SQL["requeue"], (row["id"],))
+def _requeue(tx: Transaction, row: Any, statement: str = "requeue") -> None:
+    tx.conn.execute(SQL[statement], (row["id"],))
     tx.note(row["run_id"], "rollout", row["id"], QUEUE)
 
 
