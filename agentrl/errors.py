@@ -13,8 +13,28 @@ class StoreError(AgentRLError):
     """The store cannot be opened or refused a verb."""
 
 
-class Fenced(StoreError):
+class Invalid(StoreError):
+    """What was sent can never be stored: a wrong type, a value out of range, a bad combination."""
+
+
+class NotFound(StoreError):
+    """The store holds no run, group or attempt of that name."""
+
+
+class Conflict(StoreError):
+    """The request was well-formed, but the present state of the store forbids it."""
+
+
+class Fenced(Conflict):
     """The caller's lease, fence or run epoch is no longer the current one."""
+
+
+class Forbidden(StoreError):
+    """The key is missing, unknown, or of too small a scope."""
+
+
+class Unavailable(StoreError):
+    """The store cannot be reached, read or written at the moment; nothing of the request was kept."""
 
 
 class AgentError(AgentRLError):

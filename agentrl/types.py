@@ -278,6 +278,7 @@ class Counts(Record, frozen=True):
     groups_settled: int = 0
     groups_trained: int = 0
     transitions: int = 0
+    inexact: int = 0  # of the transitions: those without token ids
     tokens: int = 0  # completion tokens
 
 
@@ -288,3 +289,24 @@ class Trace(Record, frozen=True):
     attempt: str
     transitions: list[Transition]
     spans: list[Span]
+
+
+class Stats(Record, frozen=True):
+    """What a store holds. `bytes` is its size on disk, `free` the part a vacuum would give back."""
+
+    rows: dict[str, int]  # by table
+    bytes: int
+    free: int
+    cursor: int
+
+
+class Pruned(Record, frozen=True):
+    """What a prune removed, or would remove."""
+
+    rollouts: int = 0
+    attempts: int = 0
+    transitions: int = 0
+    spans: int = 0
+    rewards: int = 0
+    events: int = 0
+    bytes: int = 0  # of tokens, log-probs, messages and spans

@@ -27,11 +27,13 @@ from agentrl.types import (
     NewRollout,
     Outcome,
     PolicyVersion,
+    Pruned,
     Purpose,
     Rollout,
     RolloutState,
     RunState,
     Span,
+    Stats,
     StepCommit,
     StepRow,
     Trace,
@@ -118,7 +120,7 @@ class Store(Protocol):
         """End attempts, each with its rewards and spans in the same transaction.
 
         False where the attempt was no longer live; its rows are then kept as late. A repeat of
-        an accepted outcome is True. Raises StoreError for an unknown attempt and for a reward
+        an accepted outcome is True. Raises NotFound for an unknown attempt and for a reward
         that is not finite."""
         ...
 
@@ -130,7 +132,7 @@ class Store(Protocol):
     async def add_transitions(self, transitions: Sequence[Transition]) -> list[bool]:
         """Store model calls as tree nodes; False where the attempt was no longer live.
 
-        Raises StoreError for an unknown attempt, for log-probs that are not finite, and for an
+        Raises NotFound for an unknown attempt, for log-probs that are not finite, and for an
         exact call whose log-probs do not number its tokens."""
         ...
 
@@ -177,4 +179,28 @@ class Store(Protocol):
     async def settled(self, group: str, *, timeout: float | None = None) -> bool:
         """Waits until every rollout of the group is terminal; False at the timeout.
         Raises StoreError for an unknown group."""
+        ...
+
+    # -- upkeep: called by whoever keeps the store ---------------------------------------------------
+    async def stats(self) -> Stats: ...
+
+    async def prune(
+        self,
+        *,
+        run: str | None = None,
+        keep_last: int | None = None,
+        older_than: float | None = None,
+        dry_run: bool = False,
+    ) -> Pruned:
+        """Remove the evidence of what no step will ever read again, of one run or of all.
+
+        Goes: evaluation rollouts, and rollouts of trained groups, that belong neither to the last
+        `keep_last` committed steps of their run nor ended less than `older_than` seconds ago, with
+        their attempts, transitions, spans and rewards; and events as old. At least one of the two
+        limits is needed. Stays, always: what is queued, running or not yet trained, and every run,
+        step, metric and policy. Cursors keep growing. With `dry_run` nothing changes."""
+        ...
+
+    async def vacuum(self) -> None:
+        """Give the space of what was removed back to the file system."""
         ...

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qsl
 
-from agentrl.errors import StoreError
+from agentrl.errors import StoreError, Unavailable
 
 BUSY = 60.0  # seconds to wait for the locks of other processes, which hold them for milliseconds
 CHECKPOINT = 4000  # pages of write-ahead log before they are copied back: fewer, larger syncs
@@ -67,7 +67,7 @@ class Location:
         try:
             yield
         except sqlite3.Error as error:
-            raise StoreError(explain(self.path, error)) from error
+            raise Unavailable(explain(self.path, error)) from error
 
 
 def explain(path: Path, error: sqlite3.Error) -> str:

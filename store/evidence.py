@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from sqlite3 import Connection
 from typing import Any
 
-from agentrl.errors import StoreError
+from agentrl.errors import NotFound
 from agentrl.store import queries, rows
 from agentrl.store.tree import Node, deepest, digest
 from agentrl.store.writer import Transaction
@@ -126,7 +126,7 @@ def _attempt(tx: Transaction, id: str) -> tuple[str, bool]:
     """Its run, and whether what it writes now is late."""
     row = tx.conn.execute(SQL["attempt"], (id,)).fetchone()
     if row is None:
-        raise StoreError(f"There is no attempt {id!r} in this store.")
+        raise NotFound(f"There is no attempt {id!r} in this store.")
     live = row["state"] == AttemptState.RUNNING and row["lease_until"] > tx.now
     return row["run_id"], not live
 

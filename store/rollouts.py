@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from agentrl.errors import StoreError
+from agentrl.errors import Conflict, Invalid, NotFound
 from agentrl.store import evidence, queries, rows, runs
 from agentrl.store.feed import GROUPS, QUEUE
 from agentrl.store.tree import digest
@@ -42,7 +42,7 @@ def enqueue(tx: Transaction, rollouts: Sequence[NewRollout]) -> int:
     for rollout in rollouts:
         first = groups[rollout.group]
         if (rollout.run, rollout.purpose) != (first.run, first.purpose):
-            raise StoreError(f"Group {rollout.group!r} mixes runs or purposes: give each its own.")
+            raise Invalid(f"Group {rollout.group!r} mixes runs or purposes: give each its own.")
         columns = rows.new_rollout_columns(rollout)
         added[rollout.group] += tx.conn.execute(SQL["enqueue"], columns).rowcount
     for group, new in added.items():
@@ -135,7 +135,7 @@ def next_expiry(conn: Connection) -> float | None:
 def settled(conn: Connection, group: str) -> bool:
     row = conn.execute(SQL["pending"], (group,)).fetchone()
     if row is None:
-        raise StoreError(f"There is no group {group!r} in this store: enqueue its rollouts first.")
+        raise NotFound(f"There is no group {group!r} in this store: enqueue its rollouts first.")
     return bool(row["pending"] == 0)
 
 
@@ -148,7 +148,7 @@ def _open_group(tx: Transaction, member: NewRollout) -> None:
     tx.conn.execute(SQL["open_group"], {**columns, "purpose": member.purpose.value})
     row = tx.conn.execute(SQL["group"], (member.group,)).fetchone()
     if (row["run_id"], row["purpose"]) != (member.run, member.purpose.value):
-        raise StoreError(
+        raise Conflict(
             f"Group {member.group!r} belongs to run {row['run_id']!r} for {row['purpose']}: "
             "choose another name."
         )
@@ -157,7 +157,7 @@ def _open_group(tx: Transaction, member: NewRollout) -> None:
 def _grow_group(tx: Transaction, member: NewRollout, new: int) -> None:
     state = tx.conn.execute(SQL["group"], (member.group,)).fetchone()["state"]
     if state in ("claimed", "trained"):
-        raise StoreError(f"Group {member.group!r} is {state} already: use a new group.")
+        raise Conflict(f"Group {member.group!r} is {state} already: use a new group.")
     tx.conn.execute(SQL["grow_group"], {"new": new, "group": member.group})
     tx.note(member.run, "group", member.group, QUEUE)
 
@@ -165,7 +165,7 @@ def _grow_group(tx: Transaction, member: NewRollout, new: int) -> None:
 def _finish(tx: Transaction, outcome: Outcome) -> bool:
     row = tx.conn.execute(SQL["attempt"], (outcome.attempt,)).fetchone()
     if row is None:
-        raise StoreError(f"There is no attempt {outcome.attempt!r} in this store.")
+        raise NotFound(f"There is no attempt {outcome.attempt!r} in this store.")
     result = rows.dump(outcome.result, f"The result of attempt {outcome.attempt}")
     mark = digest(msgspec.json.encode(outcome))
     if row["outcome"] == mark:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from agentrl.errors import StoreError
+from agentrl.errors import Invalid
 from agentrl.types import (
     Attempt,
     ErrorKind,
@@ -45,7 +45,7 @@ def dump(value: Json, what: str) -> str:
     try:
         return msgspec.json.encode(value).decode()
     except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
-        raise StoreError(f"{what} cannot be written as JSON: {error}.") from error
+        raise Invalid(f"{what} cannot be written as JSON: {error}.") from error
 
 
 def load(text: str | None) -> Json:
@@ -78,7 +78,7 @@ def unblob(typecode: str, data: bytes) -> array[Any]:
 
 def check_rollout(rollout: NewRollout) -> None:
     if rollout.max_attempts < 1 or not 0 < rollout.timeout < math.inf:
-        raise StoreError(
+        raise Invalid(
             f"Rollout {rollout.id}: max_attempts must be at least 1 and timeout a positive "
             "number of seconds."
         )
@@ -171,17 +171,17 @@ def check_transition(transition: Transition) -> None:
         ("logprobs", t.logprobs, "f"),
     ):
         if not isinstance(values, array) or values.typecode != code:
-            raise StoreError(
+            raise Invalid(
                 f"{where}: {name} must be an array made by agentrl.types."
                 f"{'int32' if code == 'i' else 'float32'}, not {type(values).__name__}."
             )
     if t.exact and len(t.logprobs) != len(t.completion):
-        raise StoreError(
+        raise Invalid(
             f"{where}: {len(t.logprobs)} log-probs for {len(t.completion)} completion tokens; "
             "send one for each, or mark the call as not exact."
         )
     if not math.isfinite(sum(t.logprobs)):
-        raise StoreError(f"{where}: a log-prob is not finite.")
+        raise Invalid(f"{where}: a log-prob is not finite.")
 
 
 def transition_columns(t: Transition) -> dict[str, Any]:
@@ -282,20 +282,20 @@ def span(row: Row) -> Span:
 def check_outcome(outcome: Outcome) -> None:
     """Refuses an outcome of which a part could not be written."""
     if outcome.retry and outcome.failure is None:
-        raise StoreError(f"Attempt {outcome.attempt} succeeded: only a failure can be retried.")
+        raise Invalid(f"Attempt {outcome.attempt} succeeded: only a failure can be retried.")
     for reward in outcome.rewards:
         where = f"Reward {reward.name!r} of attempt {outcome.attempt}"
         if not math.isfinite(reward.value):
-            raise StoreError(
+            raise Invalid(
                 f"{where} is {reward.value}: a reward must be finite; leave a missing one out."
             )
         if (reward.target is None) is not (reward.scope is Scope.ROLLOUT):
-            raise StoreError(
+            raise Invalid(
                 f"{where}: name a target for scope transition or role, none for rollout."
             )
     for span in outcome.spans:
         if span.attempt != outcome.attempt:
-            raise StoreError(
+            raise Invalid(
                 f"Span {span.id} of attempt {span.attempt} came with attempt {outcome.attempt}."
             )
 

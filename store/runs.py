@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from agentrl.errors import Fenced, StoreError
+from agentrl.errors import Conflict, Fenced, NotFound
 from agentrl.store import queries, rows
 from agentrl.store.feed import GROUPS
 from agentrl.store.writer import Transaction
@@ -37,7 +37,7 @@ def commit_step(tx: Transaction, commit: StepCommit) -> None:
     if done is not None and done["record"] == record:
         return
     if commit.step != row["step"]:
-        raise StoreError(
+        raise Conflict(
             f"Run {commit.run!r}: step {commit.step} cannot be committed, the next one is "
             f"{row['step']}."
         )
@@ -83,7 +83,7 @@ def known(conn: Connection, run: str) -> Any:
     """The run's row. Raises StoreError if there is no such run."""
     row = conn.execute(SQL["run"], (run,)).fetchone()
     if row is None:
-        raise StoreError(f"There is no run {run!r} in this store: open it first.")
+        raise NotFound(f"There is no run {run!r} in this store: open it first.")
     return row
 
 
@@ -183,10 +183,10 @@ def _record(commit: StepCommit) -> str:
 def _train(tx: Transaction, group: str, commit: StepCommit) -> None:
     row = tx.conn.execute(SQL["group"], (group,)).fetchone()
     if row is None or row["run_id"] != commit.run:
-        raise StoreError(f"Run {commit.run!r} has no group {group!r} to commit.")
+        raise NotFound(f"Run {commit.run!r} has no group {group!r} to commit.")
     if row["state"] != "claimed" or row["claimed_epoch"] != commit.epoch:
         why = "was trained at step {trained_step}" if row["state"] == "trained" else "is {state}"
-        raise StoreError(
+        raise Conflict(
             f"Step {commit.step} cannot train group {group!r}: it {why.format(**dict(row))}, "
             f"not claimed by epoch {commit.epoch}."
         )

@@ -15,7 +15,7 @@ from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
 
-from agentrl.errors import StoreError
+from agentrl.errors import Invalid
 from agentrl.store import evidence, migrations, queries, rows, runs
 from agentrl.store import rollouts as queue
 from agentrl.store.bell import Bell
@@ -268,4 +268,4 @@ class _Deadline:
 
 def _positive(name: str, value: float) -> None:
     if not value > 0:
-        raise StoreError(f"{name} must be positive, not {value}.")
+        raise Invalid(f"{name} must be positive, not {value}.")

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from agentrl.errors import StoreError
+from agentrl.errors import StoreError, Unavailable
 from agentrl.store.connection import BUSY, Location, explain
 from agentrl.store.feed import ANY, call_soon
 from agentrl.store.queries import load
@@ -179,7 +179,7 @@ class Writer:
 
     def _explained(self, error: Exception) -> Exception:
         if isinstance(error, sqlite3.Error):
-            return StoreError(explain(self._location.path, error))
+            return Unavailable(explain(self._location.path, error))
         return error
 
 
