@@ -16,6 +16,7 @@ import msgspec
 Json = Any  # the payload of a user: whatever JSON can say
 Task = Mapping[str, Json]
 """JSON object. `input` goes to the agent, the whole object to the verifier; `id` is optional."""
+POLICY = "policy"  # name of the trained policy of a run that has only one
 
 
 def int32(values: Any = ()) -> array[int]:
@@ -128,7 +129,7 @@ class Transition(Record, frozen=True):
     completion: array[int]
     logprobs: array[float]
     role: str = "agent"
-    policy: str = "policy"
+    policy: str = POLICY
     version: int | None = None
     sampling: Sampling = Sampling()
     finish: str = "stop"  # the API's finish_reason

@@ -17,9 +17,7 @@ from agentrl.algorithms.requests import TaskStream
 from agentrl.algorithms.update import Updater
 from agentrl.config import RunConfig
 from agentrl.store.base import Store
-from agentrl.types import Group, Json, PolicyVersion, RunState, StepCommit
-
-POLICY = "policy"  # name of the one trainable policy
+from agentrl.types import POLICY, Group, Json, PolicyVersion, RunState, StepCommit
 
 
 @dataclass(frozen=True, slots=True)
