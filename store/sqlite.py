@@ -144,9 +144,8 @@ class SqliteStore:
     # -- evidence ----------------------------------------------------------------------------------
 
     async def add_transitions(self, transitions: Sequence[Transition]) -> list[bool]:
-        for transition in transitions:
-            rows.check_transition(transition)
-        add = partial(evidence.add_transitions, transitions=transitions)
+        calls = [evidence.prepare(transition) for transition in transitions]
+        add = partial(evidence.add_transitions, calls=calls)
         return await self._writer.post(add)
 
     async def add_spans(self, spans: Sequence[Span]) -> None:
