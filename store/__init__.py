@@ -10,21 +10,35 @@ from agentrl.store.base import Store
 
 __all__ = ["Fenced", "Store", "StoreError", "open_store"]
 
-SCHEMES = ("sqlite",)
-
 
 def open_store(url: str, *, create: bool = True, clock: Callable[[], float] = time.time) -> Store:
     """Open the store at a URL, or at the path of an SQLite file.
 
     `sqlite:///relative.db`, `sqlite:////absolute.db`, with `?synchronous=full` to survive power
-    cuts too. A missing file is made unless `create` is false. Raises StoreError when the URL is
-    not understood or what it names cannot be used. `clock` gives unix seconds.
+    cuts too; `postgresql://user:password@host:port/database`, with the options of libpq. A missing
+    file, or the tables in an empty database, are made unless `create` is false. Raises StoreError
+    when the URL is not understood or what it names cannot be used. `clock` gives unix seconds.
     """
     scheme, separator, _ = url.partition("://")
-    if separator and scheme not in SCHEMES:
-        raise StoreError(f"Store URL {url!r}: {scheme}:// is not supported, use sqlite:///path.")
+    if scheme in ("postgresql", "postgres") and separator:
+        return _postgres(url, create=create, clock=clock)
+    if separator and scheme != "sqlite":
+        raise StoreError(
+            f"Store URL: {scheme}:// is not supported, use sqlite:///path or "
+            "postgresql://host/database."
+        )
 
     from agentrl.store.connection import Location
     from agentrl.store.sqlite import SqliteStore
 
     return SqliteStore(Location.parse(url), create=create, clock=clock)
+
+
+def _postgres(url: str, *, create: bool, clock: Callable[[], float]) -> Store:
+    try:
+        from agentrl.store.postgres import PostgresStore
+    except ImportError as error:
+        raise StoreError(
+            f"postgresql:// needs psycopg ({error}): pip install 'agentrl[postgres]'."
+        ) from error
+    return PostgresStore(url, create=create, clock=clock)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sqlite3
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qsl
 
-from agentrl.errors import StoreError, Unavailable
+from agentrl.errors import Invalid, StoreError, Unavailable
 
 BUSY = 60.0  # seconds to wait for the locks of other processes, which hold them for milliseconds
+PAUSE = 0.001  # seconds between two tries for the write lock
 CHECKPOINT = 4000  # pages of write-ahead log before they are copied back: fewer, larger syncs
 
 
@@ -68,6 +71,94 @@ class Location:
             yield
         except sqlite3.Error as error:
             raise Unavailable(explain(self.path, error)) from error
+
+
+class SqliteSession:
+    """The writing connection of a process: see `Session`."""
+
+    errors: tuple[type[Exception], ...] = (sqlite3.Error,)
+
+    def __init__(self, location: Location) -> None:
+        self._path = location.path
+        self.conn = location.connect()  # waits while another process recovers or closes the file
+        self.conn.execute("pragma busy_timeout = 0")  # from here on `begin` waits by itself
+
+    def begin(self) -> None:
+        """Takes the write lock of the file. SQLite's own waiting sleeps for up to 100 ms at a
+        time, so that one busy process would starve the others; this looks every millisecond."""
+        deadline = time.monotonic() + BUSY
+        while True:
+            try:
+                self.conn.execute("begin immediate")
+                return
+            except sqlite3.OperationalError as error:
+                busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
+                if not busy or time.monotonic() > deadline:
+                    raise
+            time.sleep(PAUSE)
+
+    def commit(self, topics: int) -> None:
+        self.conn.execute("commit")
+
+    def rollback(self) -> None:
+        if self.conn.in_transaction:
+            self.conn.execute("rollback")
+
+    def intact(self, error: Exception) -> bool:
+        return self.conn.in_transaction  # a full disk undoes everything
+
+    def recover(self, error: Exception, since: float) -> bool:
+        return False  # the one lock is taken first, and waited for there
+
+    def explained(self, error: Exception) -> Exception:
+        return explained(self._path, error)
+
+    def close(self) -> None:
+        self.conn.close()
+
+
+class SqliteSnapshots:
+    """A read-only connection for each reading thread, never blocked by the writer."""
+
+    threads = 2
+    errors: tuple[type[Exception], ...] = (sqlite3.Error,)
+
+    def __init__(self, location: Location) -> None:
+        self.name = str(location.path)
+        self._location = location
+        self._local = threading.local()
+        self._opened: list[sqlite3.Connection] = []
+
+    @contextmanager
+    def snapshot(self) -> Iterator[sqlite3.Connection]:
+        conn: sqlite3.Connection | None = getattr(self._local, "conn", None)
+        if conn is None:
+            conn = self._local.conn = self._location.connect(readonly=True)
+            self._opened.append(conn)
+        conn.execute("begin")
+        try:
+            yield conn
+        finally:
+            conn.execute("rollback")
+
+    def recover(self, error: Exception, since: float) -> bool:
+        return False
+
+    def explained(self, error: Exception) -> Exception:
+        return explained(self._location.path, error)
+
+    def close(self) -> None:
+        for conn in self._opened:
+            conn.close()
+
+
+def explained(path: Path, error: Exception) -> Exception:
+    """The error as a user reads it."""
+    if isinstance(error, sqlite3.Error):
+        return Unavailable(explain(path, error))
+    if isinstance(error, OverflowError | UnicodeEncodeError):
+        return Invalid(f"A value cannot be stored: {error}.")
+    return error
 
 
 def explain(path: Path, error: sqlite3.Error) -> str:

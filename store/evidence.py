@@ -1,4 +1,4 @@
-"""Evidence: transitions, spans and rewards of attempts. SQLite verbs, called by the writer.
+"""Evidence: transitions, spans and rewards of attempts. Verbs, called by the writer.
 
 Always true: nothing is changed once written; what came from an attempt that was no longer live is
 marked late; a transition's parents are earlier transitions of its own attempt.
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from sqlite3 import Connection
 from typing import Any
 
 from agentrl.errors import Conflict, NotFound
 from agentrl.store import queries, rows
+from agentrl.store.database import Connection
 from agentrl.store.tree import Node, deepest, digest
 from agentrl.store.writer import Transaction
 from agentrl.types import (

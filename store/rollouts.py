@@ -1,4 +1,4 @@
-"""The queue: rollouts, their attempts and leases, their groups. SQLite verbs, called by the writer.
+"""The queue: rollouts, their attempts and leases, their groups. Verbs, called by the writer.
 
 Always true: an attempt is live while its state is running and its lease has not run out; a rollout
 has at most one such attempt, its last; `groups.pending` is the number of its rollouts that are
@@ -10,14 +10,14 @@ from __future__ import annotations
 import uuid
 from collections import Counter
 from collections.abc import Sequence
-from sqlite3 import Connection
 from typing import Any
 
 import msgspec
 
 from agentrl.errors import Conflict, Invalid, NotFound
 from agentrl.store import evidence, queries, rows, runs
-from agentrl.store.feed import GROUPS, QUEUE
+from agentrl.store.database import Connection
+from agentrl.store.feed import QUEUE
 from agentrl.store.tree import digest
 from agentrl.store.writer import Transaction
 from agentrl.types import (
@@ -65,8 +65,10 @@ def claim(
     run: str | None,
     claim_id: str | None,
 ) -> list[Attempt]:
-    if claim_id is not None and (repeat := tx.conn.execute(SQL["claimed"], (claim_id,)).fetchall()):
-        return [rows.attempt(r, r["claimed_id"], r["fence"], r["lease_until"]) for r in repeat]
+    if claim_id is not None:
+        tx.conn.execute(SQL["lock_claim"], {"claim_id": claim_id})
+        if repeat := tx.conn.execute(SQL["claimed"], (claim_id,)).fetchall():
+            return [rows.attempt(r, r["claimed_id"], r["fence"], r["lease_until"]) for r in repeat]
     query = SQL["queued"] if run is None else SQL["queued_of_run"]
     claimed = []
     for row in tx.conn.execute(query, {"n": n, "run": run}).fetchall():
@@ -119,9 +121,11 @@ def cancel(tx: Transaction, rollouts: Sequence[str]) -> int:
     return cancelled
 
 
-def expire(tx: Transaction) -> None:
-    """Gives the rollouts of runners that fell silent to others, or gives up on them."""
-    for row in tx.conn.execute(SQL["expired"], (tx.now,)).fetchall():
+def expire(tx: Transaction) -> bool:
+    """Gives the rollouts of runners that fell silent to others, or gives up on them; whether there
+    were any."""
+    overdue = tx.conn.execute(SQL["expired"], (tx.now,)).fetchall()
+    for row in overdue:
         tried = f"attempt {row['attempts']} of {row['max_attempts']}"
         lost = Failure(
             kind=ErrorKind.LOST_RUNNER, message=f"The runner of {tried} sent no heartbeat."
@@ -131,6 +135,7 @@ def expire(tx: Transaction) -> None:
             _requeue(tx, row)
         else:
             _end_rollout(tx, row, RolloutState.FAILED, lost)
+    return bool(overdue)
 
 
 def next_expiry(conn: Connection) -> float | None:
@@ -247,10 +252,6 @@ def _end_rollout(
         "seconds": 0.0 if row["started_at"] is None else tx.now - row["started_at"],
     }
     tx.conn.execute(SQL["end_rollout"], {**columns, **rows.failure_columns(failure)})
-    group = tx.conn.execute(SQL["shrink_group"], (row["group_id"],)).fetchone()
     tx.note(row["run_id"], "rollout", row["id"])
     tx.count(row["run_id"], **{was.value: -1, state.value: 1})
-    if group["state"] == "settled":
-        if group["purpose"] == Purpose.TRAIN:
-            tx.count(row["run_id"], groups_open=-1, groups_settled=1)
-        tx.note(row["run_id"], "group", row["group_id"], GROUPS)
+    tx.end(row["run_id"], row["group_id"])

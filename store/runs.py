@@ -1,4 +1,4 @@
-"""Runs: owners, training steps, served policy versions. SQLite verbs, called by the writer.
+"""Runs: owners, training steps, served policy versions. Verbs, called by the writer.
 
 Always true: `runs.step` is the number of committed steps; a group is trained by one step; a
 claimed group belongs to the present epoch; the counters of a run are what counting would give.
@@ -7,13 +7,13 @@ claimed group belongs to the present epoch; the counters of a run are what count
 from __future__ import annotations
 
 import math
-from sqlite3 import Connection
 from typing import Any
 
 import msgspec
 
 from agentrl.errors import Conflict, Fenced, NotFound
 from agentrl.store import queries, rows
+from agentrl.store.database import Connection
 from agentrl.store.feed import GROUPS
 from agentrl.store.writer import Transaction
 from agentrl.types import Counts, Json, PolicyVersion, RunState, StepCommit, StepRow
@@ -79,9 +79,9 @@ def log(
     tx.note(run, "step", str(step))
 
 
-def known(conn: Connection, run: str) -> Any:
+def known(conn: Connection, run: str, *, statement: str = "run") -> Any:
     """The run's row. Raises StoreError if there is no such run."""
-    row = conn.execute(SQL["run"], (run,)).fetchone()
+    row = conn.execute(SQL[statement], (run,)).fetchone()
     if row is None:
         raise NotFound(f"There is no run {run!r} in this store: open it first.")
     return row
@@ -96,7 +96,7 @@ def _admit(conn: Connection, run: str, epoch: int | None) -> None:
 
 def owned(conn: Connection, run: str, epoch: int) -> Any:
     """The run's row. Raises Fenced if `epoch` is not the present one."""
-    row = known(conn, run)
+    row = known(conn, run, statement="lock_run")
     if row["epoch"] != epoch:
         raise Fenced(
             f"Run {run!r} was taken over by another process (epoch {row['epoch']}, this is "

@@ -1,16 +1,15 @@
-"""The one writer of a process: a thread that commits verbs in groups.
+"""The one writer of an open store: a thread that commits verbs in groups.
 
-Owns: the process's only writing connection, and the queue of posted verbs. Always true: whatever
-waits is executed in one transaction; a refused verb leaves nothing behind and harms no other
-(the group is undone and run again, each verb in a savepoint of its own); a verb's future resolves
-after the commit, on the loop that posted it. A verb may therefore run twice: it has no effect
-outside the transaction. Nobody else writes.
+Owns: the store's only writing session in this process, and the queue of posted verbs. Always true:
+whatever waits is executed in one transaction; a refused verb leaves nothing behind and harms no
+other (the group is undone and run again, each verb in a savepoint of its own); a verb's future
+resolves after the commit, on the loop that posted it. A verb may therefore run several times: it
+has no effect outside the transaction. Nobody else in the process writes.
 """
 
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 import threading
 import time
 from collections import Counter, defaultdict
@@ -21,16 +20,15 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from agentrl.errors import StoreError, Unavailable
-from agentrl.store.connection import BUSY, Location, explain
-from agentrl.store.feed import ANY, call_soon
+from agentrl.errors import StoreError
+from agentrl.store.database import Connection, Session
+from agentrl.store.feed import ANY, GROUPS, call_soon
 from agentrl.store.queries import load
-from agentrl.types import Counts
+from agentrl.types import Counts, Purpose
 
 SQL = load("feed")
 GROUP = 256  # verbs in one transaction: bounds how long other processes wait for the lock
 COUNTERS = dict.fromkeys(Counts.__struct_fields__, 0)
-PAUSE = 0.001  # seconds between two tries for the write lock
 T = TypeVar("T")
 
 
@@ -40,11 +38,12 @@ class Transaction:
     is written once for the whole group, last: then the rows that all writers share are locked
     for the shortest time, in one order."""
 
-    conn: sqlite3.Connection
+    conn: Connection
     now: float  # unix seconds
     topics: int = 0
     events: list[tuple[str, str, str]] = field(default_factory=list)
     counts: dict[str, Counter[str]] = field(default_factory=dict)
+    ended: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def note(self, run: str, kind: str, id: str, topics: int = 0) -> None:
         """Adds to the change feed; `topics` are those that must be looked at now."""
@@ -55,12 +54,40 @@ class Transaction:
         """Adds to the counters of a run, named as the fields of `Counts`."""
         self.counts.setdefault(run, Counter()).update(change)
 
+    def end(self, run: str, group: str) -> None:
+        """One more rollout of the group is terminal."""
+        self.ended[run, group] += 1
+
     def add(self, other: Transaction) -> None:
         """Everything that another verb changed."""
         self.topics |= other.topics
         self.events += other.events
+        self.ended += other.ended
         for run, change in other.counts.items():
             self.count(run, **change)
+
+    def settle(self) -> None:
+        """Writes what ended: runs first, then groups, each in order of name."""
+        self._write_counts()
+        for (run, group), n in sorted(self.ended.items()):
+            row = self.conn.execute(SQL["shrink_group"], {"n": n, "group": group}).fetchone()
+            if row["state"] == "settled":
+                if row["purpose"] == Purpose.TRAIN:
+                    self.count(run, groups_open=-1, groups_settled=1)
+                self.note(run, "group", group, GROUPS)
+        self.ended.clear()
+        self._write_counts()
+
+    def write(self) -> None:
+        """Everything, the feed last."""
+        self.settle()
+        if self.events:
+            self.conn.execute(SQL["add_events"], (msgspec.json.encode(self.events).decode(),))
+
+    def _write_counts(self) -> None:
+        for run, change in sorted(self.counts.items()):
+            self.conn.execute(SQL["count"], {**COUNTERS, **change, "run": run})
+        self.counts.clear()
 
 
 Verb = Callable[[Transaction], T]
@@ -87,22 +114,25 @@ class Writer:
     """Group commit. `ring(topics)` is called after every commit that changed something."""
 
     def __init__(
-        self, location: Location, clock: Callable[[], float], ring: Callable[[int], None]
+        self,
+        name: str,
+        session: Session,
+        clock: Callable[[], float],
+        ring: Callable[[int], None],
     ) -> None:
-        self._location = location
+        self._name = name
+        self._session = session
         self._clock = clock
         self._ring = ring
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._closed = False
-        self._conn = location.connect()  # waits while another process recovers or closes the file
-        self._conn.execute("pragma busy_timeout = 0")  # from here on `_begin` waits by itself
         self._thread = threading.Thread(target=self._serve, name="store-writer", daemon=True)
         self._thread.start()
 
     def post(self, verb: Verb[T]) -> asyncio.Future[T]:
         """From any running loop. The future resolves after the commit."""
         if self._closed:
-            raise StoreError(f"Store {self._location.path} is closed.")
+            raise StoreError(f"Store {self._name} is closed.")
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         self._jobs.put(_Job(verb, loop, future))
@@ -113,7 +143,7 @@ class Writer:
         self._closed = True
         self._jobs.put(None)
         self._thread.join()
-        self._conn.close()
+        self._session.close()
 
     def _serve(self) -> None:
         open_ = True
@@ -134,46 +164,34 @@ class Writer:
 
     def _commit(self, jobs: list[_Job]) -> int:
         """One transaction; returns the topics it touched. Errors go to the jobs."""
-        try:
+        since = time.monotonic()
+        while True:
             try:
-                return self._transact(jobs, self._run)
-            except Exception:  # noqa: BLE001 - met again below, alone, and delivered
-                self._rollback()
-                return self._transact(jobs, self._run_alone)
-        except sqlite3.Error as error:
-            self._rollback()
-            for job in jobs:
-                job.error = job.error or self._explained(error)
-            return 0
+                try:
+                    return self._transact(jobs, self._run)
+                except Exception:  # noqa: BLE001 - met again below, alone, and delivered
+                    self._session.rollback()
+                    return self._transact(jobs, self._run_alone)
+            except self._session.errors as error:
+                self._session.rollback()
+                if self._session.recover(error, since):
+                    continue
+                for job in jobs:
+                    job.error = job.error or self._session.explained(error)
+                return 0
 
     def _transact(self, jobs: list[_Job], run: Callable[[_Job, Transaction], None]) -> int:
-        group = Transaction(self._conn, self._clock())
-        self._begin()
+        conn = self._session.conn
+        group = Transaction(conn, self._clock())
+        self._session.begin()
         for job in jobs:
-            tx = Transaction(self._conn, self._clock())
+            job.error, tx = None, Transaction(conn, self._clock())
             run(job, tx)
             if job.error is None:
                 group.add(tx)
-        for run, change in sorted(group.counts.items()):
-            self._conn.execute(SQL["count"], {**COUNTERS, **change, "run": run})
-        if group.events:
-            self._conn.execute(SQL["add_events"], (msgspec.json.encode(group.events).decode(),))
-        self._conn.execute("commit")
+        group.write()
+        self._session.commit(group.topics)
         return group.topics
-
-    def _begin(self) -> None:
-        """Takes the write lock of the file. SQLite's own waiting sleeps for up to 100 ms at a
-        time, so that one busy process would starve the others; this looks every millisecond."""
-        deadline = time.monotonic() + BUSY
-        while True:
-            try:
-                self._conn.execute("begin immediate")
-                return
-            except sqlite3.OperationalError as error:
-                busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
-                if not busy or time.monotonic() > deadline:
-                    raise
-            time.sleep(PAUSE)
 
     def _run(self, job: _Job, tx: Transaction) -> None:
         job.result = job.verb(tx)
@@ -184,20 +202,11 @@ class Writer:
         try:
             job.result = job.verb(tx)
         except Exception as error:  # delivered to the caller
-            if not tx.conn.in_transaction:  # a full disk undoes the whole group
+            if not self._session.intact(error):
                 raise
             tx.conn.execute("rollback to verb")
-            job.error = self._explained(error)
+            job.error = self._session.explained(error)
         tx.conn.execute("release verb")
-
-    def _rollback(self) -> None:
-        if self._conn.in_transaction:
-            self._conn.execute("rollback")
-
-    def _explained(self, error: Exception) -> Exception:
-        if isinstance(error, sqlite3.Error):
-            return Unavailable(explain(self._location.path, error))
-        return error
 
 
 def _resolve_all(jobs: list[_Job]) -> None:

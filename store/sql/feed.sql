@@ -3,6 +3,12 @@ insert into events (run_id, kind, id)
 select json_extract(value, '$[0]'), json_extract(value, '$[1]'), json_extract(value, '$[2]')
 from json_each(?);
 
+-- name: shrink_group
+update groups
+set pending = pending - :n, state = case when pending = :n then 'settled' else state end
+where id = :group
+returning state, purpose;
+
 -- name: count
 update runs set
     transitions = transitions + :transitions,

@@ -9,12 +9,6 @@ select run_id, purpose, state, pending from groups where id = ?;
 -- name: grow_group
 update groups set pending = pending + :new, state = 'open' where id = :group;
 
--- name: shrink_group
-update groups
-set pending = pending - 1, state = case when pending = 1 then 'settled' else state end
-where id = ?
-returning state, purpose;
-
 -- name: enqueue
 insert into rollouts (
     id, run_id, group_id, position, purpose, step, state, priority, max_attempts, timeout,
@@ -45,6 +39,9 @@ insert into attempts (
 ) values (
     :attempt, :rollout, :run, :fence, 'running', :runner, :claim_id, :lease_until, :now
 );
+
+-- name: lock_claim
+select null;  -- there is one writer
 
 -- name: claimed
 select r.*, a.id as claimed_id, a.fence, a.lease_until

@@ -1,6 +1,6 @@
 -- name: open_run
 insert into runs (id, epoch, config, created_at) values (:run, 1, :config, :now)
-on conflict (id) do update set epoch = epoch + 1, config = excluded.config
+on conflict (id) do update set epoch = runs.epoch + 1, config = excluded.config
 returning *;
 
 -- name: forget_policies
@@ -11,6 +11,9 @@ update groups set state = 'settled', claimed_epoch = null
 where run_id = ? and purpose = 'train' and state = 'claimed';
 
 -- name: run
+select * from runs where id = ?;
+
+-- name: lock_run
 select * from runs where id = ?;
 
 -- name: runs

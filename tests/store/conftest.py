@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from agentrl.types import (
     float32,
     int32,
 )
+from tests.store import postgres_server
 
 
 @dataclass
@@ -100,10 +102,30 @@ def clock() -> Clock:
     return Clock()
 
 
-@pytest.fixture(params=["sqlite"])
+@pytest.fixture(scope="session")
+def server() -> Iterator[postgres_server.Server]:
+    """A PostgreSQL server for all tests."""
+    if postgres_server.binaries() is None:
+        pytest.skip("PostgreSQL is not installed: neither on PATH nor in /usr/lib/postgresql")
+    with postgres_server.running() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def postgres(server: postgres_server.Server) -> Callable[[], str]:
+    """Makes databases with an empty store."""
+    template = server.make()
+    asyncio.run(open_store(template).close())
+    name = template.removeprefix("postgresql:///").partition("?")[0]
+    return lambda: server.make(name)
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Where an empty store of each backend is made."""
-    return {"sqlite": f"sqlite:///{tmp_path / 'store.db'}"}[request.param]
+    """Where an empty store of each backend is, or is made."""
+    if request.param == "postgres":
+        return str(request.getfixturevalue("postgres")())
+    return f"sqlite:///{tmp_path / 'store.db'}"
 
 
 @pytest.fixture

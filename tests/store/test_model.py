@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -65,12 +65,11 @@ class Row:
 class Machine(RuleBasedStateMachine):
     """The rules drive a store and the model; the invariants compare them."""
 
-    template: Path
+    fresh: Callable[[], str]  # URL of an empty store
 
     def __init__(self) -> None:
         super().__init__()
-        self.folder = Path(tempfile.mkdtemp(dir=self.template.parent))
-        shutil.copy(self.template, self.folder / "store.db")
+        self.url = type(self).fresh()
         self.runner = asyncio.Runner()
         self.now = 1e9
         self.open()
@@ -86,7 +85,7 @@ class Machine(RuleBasedStateMachine):
         self.enqueue([1, 2, 1], 2)
 
     def open(self) -> None:
-        self.store = open_store(str(self.folder / "store.db"), clock=lambda: self.now)
+        self.store = open_store(self.url, clock=lambda: self.now)
 
     def do(self, verb):
         return self.runner.run(verb)
@@ -94,7 +93,6 @@ class Machine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.do(self.store.close())
         self.runner.close()
-        shutil.rmtree(self.folder)
 
     # -- the model ---------------------------------------------------------------------------------
 
@@ -276,15 +274,18 @@ class Machine(RuleBasedStateMachine):
         assert counts.transitions == sum(len(one.calls) for one in self.tries.values())
 
 
-@pytest.fixture
-def template(tmp_path: Path) -> Path:
-    path = tmp_path / "template.db"
-    asyncio.run(open_store(str(path)).close())
-    return path
+@pytest.fixture(params=["sqlite", "postgres"])
+def fresh(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], str]:
+    """Makes empty stores."""
+    if request.param == "postgres":
+        return request.getfixturevalue("postgres")
+    template, numbers = tmp_path / "template.db", count()
+    asyncio.run(open_store(str(template)).close())
+    return lambda: str(shutil.copy(template, tmp_path / f"store-{next(numbers)}.db"))
 
 
-def test_the_protocol_agrees_with_its_model(template: Path) -> None:
-    Machine.template = template
+def test_the_protocol_agrees_with_its_model(fresh: Callable[[], str]) -> None:
+    Machine.fresh = staticmethod(fresh)
     run_state_machine_as_test(
         Machine,
         settings=settings(

@@ -1,0 +1,156 @@
+"""PostgreSQL connections: where the server is, how it is spoken to, what its errors mean to a user.
+
+Nothing that is printed or passed on has the password: `url` leaves it out, and a `Server` hands it
+only to the driver.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, SupportsIndex, cast, overload
+
+import psycopg
+from psycopg import conninfo, rows
+from psycopg.types.numeric import Int8Dumper
+
+from agentrl.errors import Invalid, StoreError, Unavailable
+from agentrl.store.database import Parameters
+from agentrl.store.queries import Statement
+from agentrl.store.urls import without_password
+
+CONNECT = 10  # seconds until a server that does not answer counts as away
+ADVICE = (
+    ("password authentication failed", "check user and password"),
+    ("no password supplied", "set PGPASSWORD, or put the password into the URL or ~/.pgpass"),
+    ("database .* does not exist", "create it with createdb, or check the name"),
+    ("role .* does not exist", "check the user's name"),
+    ("permission denied", "let this user create tables there, or choose another database"),
+    ("no schema has been selected", "create the schema that the URL's search_path names"),
+    ("too many clients|remaining connection slots", "raise max_connections of the server"),
+    ("refused|No such file|could not translate|resolve|timeout|timed out", "is it running there?"),
+)
+
+
+class Row(tuple[Any, ...]):
+    """Columns by name or number, as of sqlite3.Row."""
+
+    columns: Mapping[str, int] = {}
+
+    @overload
+    def __getitem__(self, key: SupportsIndex, /) -> Any: ...
+    @overload
+    def __getitem__(self, key: slice, /) -> tuple[Any, ...]: ...
+    @overload
+    def __getitem__(self, key: str, /) -> Any: ...
+    def __getitem__(self, key: SupportsIndex | slice | str, /) -> Any:
+        return tuple.__getitem__(self, self.columns[key] if isinstance(key, str) else key)
+
+    def keys(self) -> Iterable[str]:
+        return self.columns.keys()
+
+
+class Connection:
+    """A psycopg connection that reads the statements of `queries.load`."""
+
+    def __init__(self, raw: psycopg.Connection[Row]) -> None:
+        self.raw = raw
+
+    def execute(self, sql: str, parameters: Parameters | None = None, /) -> psycopg.Cursor[Row]:
+        if isinstance(sql, Statement):
+            return self.raw.execute(sql.postgres.encode(), parameters or ())
+        return self.raw.execute(sql.encode(), parameters)
+
+    def executemany(self, sql: str, rows: Iterable[Parameters], /) -> None:
+        query = sql.postgres if isinstance(sql, Statement) else sql
+        with self.raw.cursor() as cursor:
+            cursor.executemany(query.encode(), rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A database by its URL; options are those of libpq. `url` has no password."""
+
+    url: str
+    password: str | None = field(default=None, repr=False)
+
+    @classmethod
+    def parse(cls, url: str) -> Server:
+        public, password = without_password(url)
+        try:
+            conninfo.conninfo_to_dict(public)
+        except psycopg.ProgrammingError as error:
+            raise Invalid(
+                f"Store URL {public!r} is not understood ({str(error).strip()}): use "
+                "postgresql://user@host/database."
+            ) from error
+        return cls(public, password)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those the URL leaves open: a server that vanished is noticed within half a minute."""
+        given = conninfo.conninfo_to_dict(self.url)
+        ours = {
+            "connect_timeout": CONNECT,
+            "application_name": "agentrl",
+            "keepalives_idle": 10,
+            "keepalives_interval": 5,
+            "keepalives_count": 3,
+        }
+        secret = {} if self.password is None else {"password": self.password}
+        return {name: ours[name] for name in ours if name not in given} | secret
+
+    def connect(self) -> psycopg.Connection[Row]:
+        """A connection in autocommit mode: every transaction is begun by hand."""
+        conn = psycopg.connect(self.url, autocommit=True, row_factory=row_factory, **self.options)
+        configure(conn)
+        return conn
+
+    def explained(self, error: Exception) -> Exception:
+        """The error as a user reads it."""
+        if isinstance(error, psycopg.DataError | UnicodeEncodeError):
+            return Invalid(f"A value cannot be stored: {_said(error)}.")
+        if not isinstance(error, psycopg.Error):
+            return error
+        said = _said(error)
+        if isinstance(error, psycopg.errors.DiskFull):
+            said = "the server's disk is full; free some space and run the same command again"
+        advice = next((text for pattern, text in ADVICE if re.search(pattern, said)), None)
+        return Unavailable(f"Store {self.url}: {said}{f'; {advice}' if advice else ''}.")
+
+    def refused(self, why: str) -> StoreError:
+        return StoreError(f"Store {self.url}: {why}.")
+
+
+def configure(conn: psycopg.Connection[Any]) -> None:
+    """Types as the statements mean them: flags are numbers, and numbers have one size, so that
+    each statement is prepared once."""
+    conn.adapters.register_dumper(int, Int8Dumper)
+    conn.adapters.register_dumper(bool, _FlagDumper)
+
+
+class _FlagDumper(Int8Dumper):
+    def dump(self, obj: bool) -> bytes:
+        return b"1" if obj else b"0"
+
+
+def row_factory(cursor: psycopg.Cursor[Any]) -> Callable[[Sequence[Any]], Row]:
+    result = cursor.pgresult
+    if result is None or not result.nfields:
+        return cast("Callable[[Sequence[Any]], Row]", rows.no_result)
+    return _row_type(tuple(result.fname(i) for i in range(result.nfields)))
+
+
+@cache
+def _row_type(names: tuple[bytes, ...]) -> type[Row]:
+    columns = {name.decode(): i for i, name in enumerate(names)}
+    return type("Row", (Row,), {"columns": columns, "__slots__": ()})
+
+
+def _said(error: Exception) -> str:
+    """The server's own words, without the driver's list of the addresses it tried."""
+    primary = error.diag.message_primary if isinstance(error, psycopg.Error) else None
+    lines = (primary or str(error) or type(error).__name__).strip().splitlines()
+    return re.sub(r"^.*(?:FATAL|ERROR):\s+", "", lines[0]).rstrip(".")

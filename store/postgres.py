@@ -1,0 +1,61 @@
+"""The store in a PostgreSQL database, opened by any process that reaches the server.
+
+The verbs are those of SQLite; there each runs alone, here any number of processes run them at once,
+at READ COMMITTED: a statement sees what was committed before it, and a statement that locks a row
+sees its newest version. What a verb decides on, it locks first:
+
+  * A rollout belongs to whoever holds its row. `claim` takes queued ones `for update skip locked`,
+    `expire` overdue ones likewise; `finish` and `cancel` wait for theirs. So a rollout has one
+    claimer and one end, and the attempt's lease and fence are judged after the wait.
+  * The attempt's row guards its evidence: `add_transitions` and `add_spans` hold it, so a call is
+    either before the end or late, and calls of one attempt find each other in the tree.
+  * The run's row guards its epoch and step: `claim_groups`, `commit_step`, and what else carries an
+    epoch, hold it; `open_run` changes it, so a fenced owner waits and then sees the new epoch.
+  * The group's row guards its size and state: `enqueue` holds it while it grows.
+  * A claim id is locked as such: a repeat in another process waits for the first.
+
+Locks are taken in the order rollout, attempt, run, group, feed, and each kind in order of name; the
+rows that all processes share (run, group, feed) only when the transaction is about to end. An
+`enqueue` into a group that others are finishing may still meet them the other way round: PostgreSQL
+then ends one of the two, and its writer runs it again.
+
+The feed: numbers of events are given out under a lock that is held until the commit, the last of
+all. They become visible in order, and who saw one has missed none before it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import psycopg
+
+from agentrl.store import pgmigrations
+from agentrl.store.feed import Feed
+from agentrl.store.pglisten import Listener
+from agentrl.store.pgserver import Server
+from agentrl.store.pgsession import PostgresSession, PostgresSnapshots
+from agentrl.store.sqlstore import SqlStore
+
+
+class PostgresStore(SqlStore):
+    def __init__(
+        self, url: str, *, create: bool = True, clock: Callable[[], float] = time.time
+    ) -> None:
+        server = Server.parse(url)
+        pgmigrations.prepare(server, create=create)
+        feed = Feed()
+        try:
+            session = PostgresSession(server)
+            listener = Listener(server, feed.ring, lambda: session.pid)
+        except psycopg.Error as error:
+            raise server.explained(error) from error
+        super().__init__(
+            server.url,
+            session,
+            PostgresSnapshots(server),
+            feed,
+            clock=clock,
+            ring=feed.ring,
+            hang_up=listener.close,
+        )

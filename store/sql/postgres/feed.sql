@@ -1,0 +1,7 @@
+-- name: add_events
+-- Numbers of events become visible in order: whoever takes some holds the lock until its commit.
+with locked as materialized (select pg_advisory_xact_lock(1634888753))
+insert into events (run_id, kind, id)
+select event ->> 0, event ->> 1, event ->> 2
+from locked, json_array_elements(?::json) with ordinality as listed (event, number)
+order by number;

@@ -1,0 +1,61 @@
+-- name: group
+select run_id, purpose, state, pending from groups where id = ? for no key update;
+
+-- name: queued
+select * from rollouts where state = 'queued'
+order by priority desc, seq limit :n
+for update skip locked;
+
+-- name: queued_of_run
+select * from rollouts
+where state = 'queued' and run_id = :run
+order by priority desc, seq limit :n
+for update skip locked;
+
+-- name: lock_claim
+select pg_advisory_xact_lock(hashtextextended(:claim_id, 0));
+
+-- name: claimed
+select r.*, a.id as claimed_id, a.fence, a.lease_until
+from attempts a join rollouts r on r.id = a.rollout_id
+where a.claim_id = ?
+order by a.seq;
+
+-- name: heartbeat
+update attempts set lease_until = greatest(lease_until, :until)
+from (
+    select id as locked from attempts
+    where id = any (array(select json_array_elements_text(:attempts::json)))
+    order by id
+    for no key update
+) as named
+where id = locked and state = 'running' and lease_until > :now;
+
+-- name: live
+select coalesce(json_agg(id)::text, '[]') from attempts
+where id = any (array(select json_array_elements_text(:attempts::json)))
+  and state = 'running' and lease_until > :now;
+
+-- name: expired
+select a.id as attempt, a.started_at, r.id, r.run_id, r.group_id, r.attempts, r.max_attempts
+from attempts a join rollouts r on r.id = a.rollout_id
+where a.state = 'running' and a.lease_until <= ?
+order by r.seq
+for update of r, a skip locked;
+
+-- name: attempt
+select
+    a.id as attempt, a.fence, a.state, a.lease_until, a.started_at, a.outcome,
+    r.id, r.run_id, r.group_id, r.attempts, r.max_attempts
+from attempts a join rollouts r on r.id = a.rollout_id
+where a.id = ?
+for no key update of r, a;
+
+-- name: cancellable
+-- A rollout that was claimed while its lock was awaited has an attempt that is not seen yet.
+select
+    r.id, r.run_id, r.group_id, r.state, r.attempt_id as attempt,
+    (select a.started_at from attempts a where a.id = r.attempt_id) as started_at
+from rollouts r
+where r.id = ? and r.state in ('queued', 'running')
+for no key update of r;

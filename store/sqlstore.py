@@ -1,0 +1,273 @@
+"""The verbs of the store over an SQL database, the same for all.
+
+Owns: the writer thread, the reader threads and the feed of this process. Always true: only the
+writer writes; a verb returns after its commit; readers see the last commit and are never blocked.
+One object may be used from several event loops and threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Self, TypeVar
+
+from agentrl.errors import Invalid
+from agentrl.store import evidence, queries, rows, runs
+from agentrl.store import rollouts as queue
+from agentrl.store.database import Connection, Session, Snapshots
+from agentrl.store.feed import ANY, GROUPS, QUEUE, Feed
+from agentrl.store.reader import Readers
+from agentrl.store.writer import Transaction, Writer
+from agentrl.types import (
+    Attempt,
+    Counts,
+    Group,
+    Json,
+    NewRollout,
+    Outcome,
+    PolicyVersion,
+    Purpose,
+    Rollout,
+    RolloutState,
+    RunState,
+    Span,
+    StepCommit,
+    StepRow,
+    Trace,
+    Transition,
+)
+
+SQL = queries.load("feed")
+T = TypeVar("T")
+
+
+class SqlStore:
+    """See `agentrl.store.base.Store` for the verbs. `clock` gives unix seconds to leases; `ring`
+    is called with the topics of every commit, `hang_up` ends the listening to other processes."""
+
+    def __init__(
+        self,
+        url: str,
+        session: Session,
+        snapshots: Snapshots,
+        feed: Feed,
+        *,
+        clock: Callable[[], float],
+        ring: Callable[[int], None],
+        hang_up: Callable[[], None],
+    ) -> None:
+        self.url = url
+        self._clock = clock
+        self._feed = feed
+        self._hang_up = hang_up
+        self._readers = Readers(snapshots)
+        self._writer = Writer(snapshots.name, session, clock, ring)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    # -- runs --------------------------------------------------------------------------------------
+
+    async def open_run(self, run: str, config: dict[str, Json]) -> RunState:
+        return await self._writer.post(partial(runs.open_run, run=run, config=config))
+
+    async def commit_step(self, commit: StepCommit) -> None:
+        await self._writer.post(partial(runs.commit_step, commit=commit))
+
+    async def claim_groups(
+        self, run: str, epoch: int, n: int, *, timeout: float | None = None
+    ) -> list[Group]:
+        _positive("n", n)
+
+        def claim(tx: Transaction, last: bool) -> list[str] | None:
+            return runs.claim_groups(tx, run, epoch, n, last=last)
+
+        ids = await self._until(GROUPS, claim, timeout)
+        return await self._readers.read(partial(evidence.groups, run=run, ids=ids))
+
+    async def publish(self, version: PolicyVersion, *, epoch: int | None = None) -> None:
+        await self._writer.post(partial(runs.publish, version=version, epoch=epoch))
+
+    async def log(
+        self, run: str, step: int, metrics: dict[str, float], *, epoch: int | None = None
+    ) -> None:
+        log = partial(runs.log, run=run, step=step, metrics=metrics, epoch=epoch)
+        await self._writer.post(log)
+
+    # -- queue -------------------------------------------------------------------------------------
+
+    async def enqueue(self, rollouts: Sequence[NewRollout]) -> int:
+        for rollout in rollouts:
+            rows.check_rollout(rollout)
+        return await self._writer.post(partial(queue.enqueue, rollouts=rollouts))
+
+    async def claim(
+        self,
+        n: int,
+        *,
+        runner: str,
+        lease: float,
+        run: str | None = None,
+        claim_id: str | None = None,
+        timeout: float = 0.0,
+    ) -> list[Attempt]:
+        _positive("n", n)
+        _positive("lease", lease)
+
+        def claim(tx: Transaction, last: bool) -> list[Attempt] | None:
+            claimed = queue.claim(tx, n, runner=runner, lease=lease, run=run, claim_id=claim_id)
+            return claimed if claimed or last else None
+
+        return await self._until(QUEUE, claim, timeout)
+
+    async def heartbeat(self, attempts: Sequence[str], *, lease: float) -> list[str]:
+        _positive("lease", lease)
+        beat = partial(queue.heartbeat, attempts=attempts, lease=lease)
+        return await self._writer.post(beat)
+
+    async def finish(self, outcomes: Sequence[Outcome]) -> list[bool]:
+        for outcome in outcomes:
+            rows.check_outcome(outcome)
+        return await self._writer.post(partial(queue.finish, outcomes=outcomes))
+
+    async def cancel(self, rollouts: Sequence[str]) -> int:
+        return await self._writer.post(partial(queue.cancel, rollouts=rollouts))
+
+    # -- evidence ----------------------------------------------------------------------------------
+
+    async def add_transitions(self, transitions: Sequence[Transition]) -> list[bool]:
+        calls = [evidence.prepare(transition) for transition in transitions]
+        add = partial(evidence.add_transitions, calls=calls)
+        return await self._writer.post(add)
+
+    async def add_spans(self, spans: Sequence[Span]) -> None:
+        await self._writer.post(partial(evidence.add_spans, spans=spans))
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    async def run(self, run: str) -> RunState | None:
+        return await self._readers.read(partial(runs.state, run=run))
+
+    async def runs(self) -> list[str]:
+        return await self._readers.read(runs.names)
+
+    async def rollouts(
+        self,
+        run: str,
+        *,
+        purpose: Purpose | None = None,
+        step: int | None = None,
+        group: str | None = None,
+        state: RolloutState | None = None,
+        limit: int | None = None,
+    ) -> list[Rollout]:
+        query = partial(
+            evidence.rollouts,
+            run=run,
+            purpose=purpose,
+            step=step,
+            group=group,
+            state=state,
+            limit=limit,
+        )
+        return await self._readers.read(query)
+
+    async def trace(self, rollout: str) -> Trace | None:
+        return await self._readers.read(partial(evidence.trace, rollout=rollout))
+
+    async def steps(self, run: str, *, after: int = -1) -> list[StepRow]:
+        return await self._readers.read(partial(runs.steps, run=run, after=after))
+
+    async def counts(self, run: str) -> Counts:
+        return await self._readers.read(partial(runs.counts, run=run))
+
+    async def policies(self, run: str) -> dict[str, PolicyVersion]:
+        return await self._readers.read(partial(runs.policies, run=run))
+
+    # -- change feed -------------------------------------------------------------------------------
+
+    async def cursor(self) -> int:
+        def newest(conn: Connection) -> int:
+            return int(conn.execute(SQL["cursor"]).fetchone()[0])
+
+        return await self._readers.read(newest)
+
+    async def wait(self, cursor: int, *, timeout: float | None = None) -> int:
+        deadline = _Deadline(timeout)
+        while True:
+            ticket = self._feed.ticket(ANY)
+            newest = await self.cursor()
+            if newest > cursor or deadline.passed:
+                return newest
+            await self._feed.changed(ANY, ticket, deadline.left)
+
+    async def settled(self, group: str, *, timeout: float | None = None) -> bool:
+        def look(tx: Transaction, last: bool) -> bool | None:
+            return queue.settled(tx.conn, group) or (False if last else None)
+
+        return await self._until(GROUPS, look, timeout)
+
+    # -- parts -------------------------------------------------------------------------------------
+
+    async def _until(
+        self, topic: int, look: Callable[[Transaction, bool], T | None], timeout: float | None
+    ) -> T:
+        """Looks until there is something: again at every ring of the topic, when the next lease
+        runs out, and a `last` time at the deadline, when `look` must return something."""
+        deadline = _Deadline(timeout)
+        while True:
+            last = deadline.passed
+            ticket = self._feed.ticket(topic)
+
+            def verb(tx: Transaction, last: bool = last) -> tuple[T | None, float | None]:
+                if queue.expire(tx):
+                    tx.settle()  # for this look
+                return look(tx, last), queue.next_expiry(tx.conn)
+
+            found, expiry = await self._writer.post(verb)
+            if found is not None:
+                return found
+            left = deadline.left
+            if expiry is not None:
+                expires = max(0.0, expiry - self._clock())
+                left = expires if left is None else min(left, expires)
+            await self._feed.changed(topic, ticket, left)
+
+    def _close(self) -> None:
+        self._writer.close()
+        self._hang_up()
+        self._readers.close()
+
+
+class _Deadline:
+    """A timeout in seconds of real time; none: never."""
+
+    def __init__(self, timeout: float | None) -> None:
+        self._end = None if timeout is None else time.monotonic() + timeout
+
+    @property
+    def left(self) -> float | None:
+        return None if self._end is None else max(0.0, self._end - time.monotonic())
+
+    @property
+    def passed(self) -> bool:
+        return self.left == 0.0
+
+
+def _positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise Invalid(f"{name} must be positive, not {value}.")

@@ -1,0 +1,26 @@
+"""Store URLs: what they may be, and how their secrets stay out of what is shown or passed on."""
+
+from __future__ import annotations
+
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit, urlunsplit
+
+
+def without_password(url: str) -> tuple[str, str | None]:
+    """The URL without its password, and the password if it had one."""
+    parts = urlsplit(url)
+    address, password = parts.netloc, None
+    user, at, host = address.rpartition("@")
+    name, colon, secret = user.partition(":")
+    if at and colon:
+        address, password = f"{name}@{host}", unquote(secret)
+    options = parse_qsl(parts.query, keep_blank_values=True)
+    kept = [(key, value) for key, value in options if key != "password"]
+    if len(kept) < len(options):
+        password = dict(options)["password"]
+    query = urlencode(kept, quote_via=quote, safe="/") if len(kept) < len(options) else parts.query
+    if address == parts.netloc and query == parts.query:
+        return url, password
+    public = urlunsplit((parts.scheme, address, parts.path, query, parts.fragment))
+    if "://" not in public:
+        public = public.replace(":", "://", 1)
+    return public, password

@@ -1,0 +1,94 @@
+"""A throwaway PostgreSQL server, started from the binaries that are installed."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psycopg
+
+OPTIONS = (
+    *("fsync=off", "synchronous_commit=off", "full_page_writes=off"),  # nothing here is precious
+    *("listen_addresses=", "max_connections=300", "shared_buffers=32MB", "logging_collector=off"),
+)
+
+
+def binaries() -> Path | None:
+    """The folder of `postgres` and `initdb`: that on PATH, or the newest Debian has."""
+    found = [Path(path).resolve().parent for path in [shutil.which("initdb")] if path]
+    found += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+    return next((path for path in found if (path / "postgres").exists()), None)
+
+
+class Server:
+    """Listens on a Unix socket in a folder of its own; a database for each test."""
+
+    def __init__(self, bin: Path, folder: Path) -> None:
+        self._bin, self._folder = bin, folder
+        self._numbers = itertools.count()
+        self._process: subprocess.Popen[bytes] | None = None
+        # The server refuses to run as root.
+        self._user = {"user": "postgres", "group": "postgres", "extra_groups": []}
+        if os.geteuid():
+            self._user = {}
+        else:
+            shutil.chown(folder, "postgres", "postgres")
+        command = [bin / "initdb", "-D", folder / "data", "-U", "agentrl", "-A", "trust", "-N"]
+        command += ["-E", "UTF8", "--locale", "C.UTF-8"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=folder, **self._user)
+
+    def url(self, database: str) -> str:
+        return f"postgresql:///{database}?host={self._folder}&user=agentrl"
+
+    def start(self) -> None:
+        options = [word for option in OPTIONS for word in ("-c", option)]
+        command = [self._bin / "postgres", "-D", self._folder / "data", "-k", self._folder]
+        with (self._folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [*command, *options], stdout=log, stderr=log, cwd=self._folder, **self._user
+            )
+        for _ in range(600):
+            with contextlib.suppress(psycopg.OperationalError):
+                self._admin("select 1")
+                return
+            if self._process.poll() is not None:
+                break
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(0.05)
+        raise RuntimeError((self._folder / "log").read_text())
+
+    def kill(self) -> None:
+        """Without a word to anybody, as when the power fails (`immediate` shutdown)."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGQUIT)
+            self._process.wait()
+
+    def make(self, template: str = "template0") -> str:
+        """URL of a new database: empty, or a copy of another that nobody uses."""
+        name = f"test{next(self._numbers)}"
+        self._admin(f"create database {name} template {template}")
+        return self.url(name)
+
+    def _admin(self, sql: str) -> None:
+        with psycopg.connect(self.url("postgres"), autocommit=True) as conn:
+            conn.execute(sql.encode())
+
+
+@contextlib.contextmanager
+def running() -> Iterator[Server]:
+    bin = binaries()
+    assert bin is not None
+    with tempfile.TemporaryDirectory(prefix="agentrl-pg-") as folder:
+        server = Server(bin, Path(folder))
+        server.start()
+        try:
+            yield server
+        finally:
+            server.kill()
