@@ -80,7 +80,7 @@ class Listener:
         return self._wake in ready
 
     def _heard(self, conn: psycopg.Connection[Row]) -> int:
-        """All that is waiting, as one set of topics; after `SLOW` seconds of silence every topic."""
+        """All that is waiting, as one set of topics; after a silence every topic."""
         if self._silent:
             return ALL
         topics, own = 0, self._own()

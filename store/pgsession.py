@@ -40,6 +40,7 @@ class PostgresSession:
         self._server = server
         self._raw = server.connect()
         self.conn = Connection(self._raw)
+        self._away: psycopg.OperationalError | None = None  # why the last try to connect failed
 
     @property
     def pid(self) -> int:
@@ -74,7 +75,8 @@ class PostgresSession:
         return isinstance(error, AGAIN) and time.monotonic() - since < PATIENCE
 
     def explained(self, error: Exception) -> Exception:
-        return self._server.explained(error)
+        lost = isinstance(error, psycopg.OperationalError) and self._raw.closed
+        return self._server.explained(self._away if lost and self._away else error)
 
     def close(self) -> None:
         self._raw.close()
@@ -82,11 +84,14 @@ class PostgresSession:
     def _reconnect(self, since: float) -> bool:
         self._raw.close()
         while time.monotonic() - since < PATIENCE:
-            with contextlib.suppress(psycopg.OperationalError):
+            try:
                 self._raw = self._server.connect()
+            except psycopg.OperationalError as error:
+                self._away = error
+                time.sleep(PAUSE)
+            else:
                 self.conn = Connection(self._raw)
                 return True
-            time.sleep(PAUSE)
         return False
 
     def _took_place(self, transaction: str, error: psycopg.Error) -> bool:

@@ -15,8 +15,8 @@ from pathlib import Path
 import psycopg
 
 OPTIONS = (
-    *("fsync=off", "synchronous_commit=off", "full_page_writes=off"),  # nothing here is precious
-    *("listen_addresses=", "max_connections=300", "shared_buffers=32MB", "logging_collector=off"),
+    *("fsync=off", "full_page_writes=off"),  # it need not survive a power cut
+    *("listen_addresses=", "max_connections=300", "shared_buffers=32MB", "deadlock_timeout=50ms"),
 )
 
 
@@ -75,6 +75,11 @@ class Server:
         name = f"test{next(self._numbers)}"
         self._admin(f"create database {name} template {template}")
         return self.url(name)
+
+    def demand_password(self, role: str) -> None:
+        rules = self._folder / "data" / "pg_hba.conf"
+        rules.write_text(f"local all {role} scram-sha-256\n{rules.read_text()}")
+        self._admin("select pg_reload_conf()")
 
     def _admin(self, sql: str) -> None:
         with psycopg.connect(self.url("postgres"), autocommit=True) as conn:

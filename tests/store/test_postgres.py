@@ -1,0 +1,331 @@
+"""What only PostgreSQL can get wrong: addresses, locks, lost connections, order of the feed."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import psycopg
+import pytest
+
+from agentrl.errors import Invalid, StoreError, Unavailable
+from agentrl.store import migrations, open_store, pgmigrations, pgsession, queries
+from agentrl.store.urls import without_password
+from agentrl.types import RolloutState
+
+NOUNS = ("evidence", "feed", "rollouts", "runs")
+
+
+def refused(url: str, **options: object) -> str:
+    with pytest.raises(StoreError) as caught:
+        open_store(url, **options)
+    return str(caught.value)
+
+
+def sql(url: str, *statements: str) -> None:
+    with psycopg.connect(url, autocommit=True) as conn:
+        for statement in statements:
+            conn.execute(statement.encode())
+
+
+@pytest.fixture
+def url(postgres: Callable[[], str]) -> str:
+    return postgres()
+
+
+# -- opening ---------------------------------------------------------------------------------------
+
+
+def test_wrong_addresses(server) -> None:
+    there = server.url("postgres")
+    assert "is it running there?" in refused("postgresql://u:secret@127.0.0.1:1/x")
+    assert "is it running there?" in refused("postgresql:///x?host=/nowhere&password=secret")
+    assert "createdb" in refused(there.replace("/postgres?", "/missing?"))
+    assert "check the user's name" in refused(there.replace("user=agentrl", "user=nobody"))
+    assert "is not understood" in refused("postgresql://u:secret@host:port:1/x?what=1")
+
+
+def test_a_wrong_password_is_a_sentence_without_it(server, url: str) -> None:
+    sql(url, "create role locked login password 'right'")
+    server.demand_password("locked")
+    locked = url.replace("user=agentrl", "user=locked&password=")
+    assert "check user and password" in refused(f"{locked}wrong-secret")
+    with pytest.raises(Unavailable, match="permission denied"):
+        open_store(f"{locked}right")
+
+
+def test_no_error_and_no_url_has_the_password(server) -> None:
+    for url in ("postgresql://u:secret@127.0.0.1:1/x", "postgresql://u@h:x/?password=secret"):
+        assert "secret" not in refused(url)
+    database = server.make()
+    store = open_store(f"{database}&password=secret")
+    assert store.url == database
+    asyncio.run(store.close())
+
+
+@pytest.mark.parametrize(
+    ("url", "public", "password"),
+    [
+        ("postgresql://u:p%40ss@h:1/d?a=b", "postgresql://u@h:1/d?a=b", "p@ss"),
+        ("postgresql://u@h/d", "postgresql://u@h/d", None),
+        (
+            "postgresql:///d?host=/run&password=s+x&user=u",
+            "postgresql:///d?host=/run&user=u",
+            "s x",
+        ),
+        ("sqlite:///a:b@c.db", "sqlite:///a:b@c.db", None),
+        ("runs/store.db", "runs/store.db", None),
+    ],
+)
+def test_without_password(url: str, public: str, password: str | None) -> None:
+    assert without_password(url) == (public, password)
+
+
+def test_a_database_of_something_else(server) -> None:
+    other = server.make()
+    sql(other, "create table books (title text)")
+    assert "no agentrl store" in refused(other)
+    sql(other, "create schema mine")
+    asyncio.run(open_store(f"{other}&options=-csearch_path%3Dmine").close())
+
+
+def test_a_missing_store_is_made_only_when_wanted(server) -> None:
+    assert "There is no store" in refused(server.make(), create=False)
+
+
+def test_a_newer_schema(url: str) -> None:
+    sql(url, "insert into _agentrl_migrations (name) values ('0999_future')")
+    assert "newer agentrl (schema 0999_future): upgrade" in refused(url)
+
+
+async def test_the_schema_is_applied_once_by_all_who_start_together(server) -> None:
+    database = server.make()
+    stores = await asyncio.gather(*(asyncio.to_thread(open_store, database) for _ in range(6)))
+    for number, store in enumerate(stores):
+        await store.open_run(str(number), {})
+    assert len(await stores[0].runs()) == 6
+    for store in stores:
+        await store.close()
+
+
+async def test_the_schema_is_that_of_sqlite(url: str, tmp_path) -> None:
+    assert list(pgmigrations.SCRIPTS) == list(migrations.SCRIPTS)
+    async with open_store(str(tmp_path / "store.db")) as store:
+        tables = "select name from sqlite_master where type = 'table'"
+        names = await store._readers.read(lambda conn: conn.execute(tables).fetchall())
+        twins = {
+            (name, column[1])
+            for (name,) in names
+            for column in await store._readers.read(
+                lambda conn, name=name: conn.execute(f"pragma table_info({name})").fetchall()
+            )
+            if not name.startswith(("_", "sqlite_"))
+        }
+    with psycopg.connect(url) as conn:
+        query = "select table_name, column_name from information_schema.columns where table_schema = 'public'"
+        found = {row for row in conn.execute(query) if not row[0].startswith("_")}
+    assert found - twins == {("attempts", "seq"), ("spans", "seq")}  # there: `rowid`
+    assert twins <= found
+
+
+# -- statements ------------------------------------------------------------------------------------
+
+
+def test_statements_are_translated() -> None:
+    statement = queries.Statement("select :a::text, '100%' where b = ? and c = :a")
+    statement.noun, statement.name = "none", "none"
+    assert statement.postgres == "select %(a)s::text, '100%%' where b = %s and c = %(a)s"
+
+
+@pytest.mark.parametrize("noun", NOUNS)
+def test_every_override_has_a_statement_to_override(noun: str) -> None:
+    assert queries._read(f"postgres/{noun}").keys() <= queries.load(noun).keys()
+
+
+@pytest.mark.parametrize(
+    ("query", "index"),
+    [
+        ("queued", "rollouts_queue"),
+        ("queued_of_run", "rollouts_queue_of_run"),
+        ("expired", "attempts_by_lease"),
+        ("next_expiry", "attempts_by_lease"),
+        ("claimed", "attempts_by_claim"),
+    ],
+)
+def test_claims_do_not_slow_down_with_the_table(url: str, query: str, index: str) -> None:
+    statement = queries.load("rollouts")[query].postgres
+    names = {"n": 1, "run": "run"} if query.startswith("queued") else ("0",) * statement.count("%s")
+    with psycopg.connect(url) as conn:
+        conn.execute("set enable_seqscan = off")
+        conn.execute("set enable_bitmapscan = off")
+        plan = [row[0] for row in conn.execute(f"explain {statement}".encode(), names)]
+    assert any(f"using {index} " in line for line in plan), plan
+    if query.startswith("queued"):
+        assert not any("Sort" in line for line in plan), plan
+
+
+# -- values ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["nul \0", "\ud800"])
+async def test_text_that_cannot_be_stored_is_refused_alone(url: str, name: str) -> None:
+    async with open_store(url) as store:
+        bad, good = await asyncio.gather(
+            store.open_run(name, {}), store.open_run("good", {}), return_exceptions=True
+        )
+        assert isinstance(bad, Invalid)
+        assert good.epoch == 1
+        assert await store.runs() == ["good"]
+
+
+# -- locks -----------------------------------------------------------------------------------------
+
+
+async def test_a_deadlock_is_resolved_and_nobody_hears_of_it(url: str) -> None:
+    async with open_store(url) as one, open_store(url) as other:
+        await one.open_run("a", {})
+        await one.open_run("b", {})
+        met, tries = threading.Barrier(2), []
+
+        def lock(first: str, then: str):
+            def verb(tx):
+                tries.append(first)
+                query = "select 1 from runs where id = %s for update"
+                tx.conn.execute(query, (first,))
+                if tries.count(first) == 1:
+                    met.wait(20)
+                tx.conn.execute(query, (then,))
+                return first
+
+            return verb
+
+        done = asyncio.gather(one._writer.post(lock("a", "b")), other._writer.post(lock("b", "a")))
+        assert await done == ["a", "b"]
+        assert len(tries) > 2
+
+
+async def test_one_epoch_commits_a_step_once_from_two_processes(url: str, kit, opener) -> None:
+    one, other = opener(), opener()
+    await one.open_run("run", {})
+    steps = [kit.step(0, [], checkpoint=name) for name in ("x", "y")]
+    done = await asyncio.gather(
+        one.commit_step(steps[0]), other.commit_step(steps[1]), return_exceptions=True
+    )
+    assert sum(isinstance(result, StoreError) for result in done) == 1
+    assert (await one.run("run")).step == 1
+
+
+async def test_claims_with_one_id_are_one_claim(kit, opener) -> None:
+    stores = [opener() for _ in range(4)]
+    await stores[0].open_run("run", {})
+    await stores[0].enqueue(kit.group("a", 20))
+    claims = [store.claim(3, runner="r", lease=60, claim_id="c") for store in stores]
+    found = await asyncio.gather(*claims)
+    assert len({attempt.id for attempts in found for attempt in attempts}) == 3
+    assert all(len(attempts) == 3 for attempts in found)
+
+
+async def test_a_follower_misses_no_event(url: str, kit, opener) -> None:
+    stores = [opener() for _ in range(4)]
+    await stores[0].open_run("run", {})
+    seen, done = [0], threading.Event()
+
+    def follow() -> None:
+        with psycopg.connect(url, autocommit=True) as conn:
+            last = False
+            while not last:
+                last = done.is_set()
+                query = "select seq from events where seq > %s order by seq"
+                seen.extend(row[0] for row in conn.execute(query, (seen[-1],)))
+
+    async def write(name: str, store) -> None:
+        for number in range(40):
+            await store.enqueue(kit.group(f"{name}-{number}", 2))
+
+    following = asyncio.create_task(asyncio.to_thread(follow))
+    await asyncio.gather(*(write(str(i), store) for i, store in enumerate(stores)))
+    done.set()
+    await following
+    with psycopg.connect(url) as conn:
+        assert seen[1:] == [row[0] for row in conn.execute("select seq from events order by seq")]
+
+
+# -- lost connections ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("took_place", [True, False])
+async def test_a_commit_that_broke_off_is_done_once(
+    url: str, kit, monkeypatch: pytest.MonkeyPatch, took_place: bool
+) -> None:
+    async with open_store(url) as store:
+        await store.open_run("run", {})
+        session = store._writer._session
+        execute, broken = session.conn.execute, []
+
+        def break_off(query, *rest):
+            if query != "commit":
+                return execute(query, *rest)
+            broken.append(query)
+            if took_place:
+                execute(query)
+            session.conn.raw.close()
+            raise psycopg.OperationalError("the connection is lost")
+
+        monkeypatch.setattr(session.conn, "execute", break_off)
+        assert await store.enqueue(kit.group("a", 3)) == 3
+        assert broken == ["commit"]
+        assert (await store.counts("run")).queued == 3
+
+
+async def test_a_restart_of_the_server_is_only_a_delay(server, url: str, kit, opener) -> None:
+    store, other = opener(), opener()
+    await store.open_run("run", {})
+    waiting = asyncio.create_task(other.claim(1, runner="w", lease=600, run="later", timeout=60))
+    halfway = asyncio.Event()
+
+    async def work(name: str) -> None:
+        for number in range(30):
+            group = f"{name}-{number}"
+            assert await store.enqueue(kit.group(group, 2)) == 2
+            for attempt in await store.claim(2, runner=name, lease=600, run="run"):
+                call = kit.call(attempt, [1, 2], [3])
+                assert await store.add_transitions([call]) == [True]
+                assert await store.finish([kit.good(attempt)]) == [True]
+            await store.counts("run")
+            if number == 10:
+                halfway.set()
+
+    working = asyncio.gather(*(work(name) for name in "abcd"))
+    await halfway.wait()
+    await asyncio.to_thread(server.kill)
+    await asyncio.to_thread(server.start)
+    await working
+    rows = await store.rollouts("run")
+    assert len(rows) == 240
+    assert all(row.state is RolloutState.SUCCEEDED for row in rows)
+    assert all(row.attempts == 1 for row in rows)
+    assert (await store.counts("run")).transitions == 240
+    await store.open_run("later", {})
+    await store.enqueue(kit.group("g", 1, run="later"))
+    assert len(await waiting) == 1
+
+
+async def test_a_server_that_stays_away_is_an_error_in_the_end(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_store(url) as store:
+        await store.open_run("run", {})
+        monkeypatch.setattr(pgsession, "PATIENCE", 0.3)
+
+        def away() -> None:
+            raise psycopg.OperationalError("connection refused")
+
+        session = store._writer._session
+        monkeypatch.setattr(type(session._server), "connect", lambda self: away())
+        session.conn.raw.close()
+        with pytest.raises(Unavailable, match="is it running there"):
+            await store.log("run", 0, {})
+        monkeypatch.undo()
+        await store.log("run", 1, {"a": 1.0})
+        assert [row.step for row in await store.steps("run")] == [1]
