@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from agentrl.errors import ConfigError
+from agentrl.store.urls import without_password
 from agentrl.types import Sampling
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -181,7 +182,8 @@ def to_toml(config: RunConfig) -> str:
             if isinstance(value, dict):
                 table(value, f"{prefix}.{key}" if prefix else key)
 
-    table(msgspec.to_builtins(config), "")
+    public, _ = without_password(config.store)
+    table(msgspec.to_builtins(msgspec.structs.replace(config, store=public)), "")
     return "\n".join(lines) + "\n"
 
 

@@ -22,7 +22,7 @@ async def show_rollout(store_url: str, rollout: str, console: Console | None = N
         trace = await store.trace(rollout)
     if trace is None:
         raise StoreError(
-            f"there is no rollout {rollout!r} in {store_url}; ids look like run/train/0000000/0000"
+            f"there is no rollout {rollout!r} in {store.url}; ids look like run/train/0000000/0000"
         )
     (console or Console()).print(render(trace))
 

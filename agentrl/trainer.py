@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import time
 from collections.abc import Callable, Coroutine, Iterable
@@ -28,6 +29,7 @@ from agentrl.loading import check_tasks, load_tasks
 from agentrl.processes import USER_ERROR, Child
 from agentrl.store import open_store
 from agentrl.store.base import Store
+from agentrl.store.urls import without_password
 from agentrl.types import Json
 
 WRITTEN = (
@@ -52,6 +54,7 @@ class Result:
 
 def run_training(config: RunConfig, *, fresh: bool = False) -> Result:
     """Train to the end with runner processes, show it, print the report."""
+    config = conceal(config)
     check(config)
     if fresh:
         clear(config)
@@ -106,7 +109,7 @@ class Trainer:
 
     def fit(self, *, fresh: bool = False) -> Result:
         """Train to the end, or continue where an earlier call of this name was stopped."""
-        config = self._config()
+        config = conceal(self._config())
         if fresh:
             clear(config)
         output = _folder(Path(config.output))
@@ -148,6 +151,17 @@ def check(config: RunConfig) -> None:
             raise ConfigError(f"{key} = {value!r}: there is no file {root / file}")
     if not config.policy.model and not config.policy.build:
         raise ConfigError("policy.model is missing: a Hugging Face directory or name")
+
+
+def conceal(config: RunConfig) -> RunConfig:
+    """Take the password out of the URL of a PostgreSQL store: what is printed, written to files or
+    given as arguments is read by others. The driver of every process finds it in PGPASSWORD."""
+    if not config.store.startswith(("postgresql://", "postgres://")):
+        return config
+    store, password = without_password(config.store)
+    if password is not None:
+        os.environ["PGPASSWORD"] = password
+    return msgspec.structs.replace(config, store=store)
 
 
 def clear(config: RunConfig) -> None:

@@ -1,7 +1,10 @@
-"""Tiny random checkpoints, made once per test session: ordinary Hugging Face directories."""
+"""Made once per test session: tiny random checkpoints, ordinary Hugging Face directories, and a
+PostgreSQL server."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,9 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
+
+from agentrl.store import open_store
+from tests.store import postgres_server
 
 torch.set_num_threads(1)
 
@@ -113,3 +119,21 @@ def tiny_llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(1)
     model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=False))
     return _save(model, tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[postgres_server.Server]:
+    """A PostgreSQL server for all tests."""
+    if postgres_server.binaries() is None:
+        pytest.skip("PostgreSQL is not installed: neither on PATH nor in /usr/lib/postgresql")
+    with postgres_server.running() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def postgres(server: postgres_server.Server) -> Callable[[], str]:
+    """Makes databases with an empty store."""
+    template = server.make()
+    asyncio.run(open_store(template).close())
+    name = template.removeprefix("postgresql:///").partition("?")[0]
+    return lambda: server.make(name)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from agentrl.types import (
     float32,
     int32,
 )
-from tests.store import postgres_server
 
 
 @dataclass
@@ -100,24 +98,6 @@ def kit() -> Kit:
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
-
-
-@pytest.fixture(scope="session")
-def server() -> Iterator[postgres_server.Server]:
-    """A PostgreSQL server for all tests."""
-    if postgres_server.binaries() is None:
-        pytest.skip("PostgreSQL is not installed: neither on PATH nor in /usr/lib/postgresql")
-    with postgres_server.running() as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def postgres(server: postgres_server.Server) -> Callable[[], str]:
-    """Makes databases with an empty store."""
-    template = server.make()
-    asyncio.run(open_store(template).close())
-    name = template.removeprefix("postgresql:///").partition("?")[0]
-    return lambda: server.make(name)
 
 
 @pytest.fixture(params=["sqlite", "postgres"])

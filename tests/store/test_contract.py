@@ -595,6 +595,21 @@ async def test_every_change_moves_the_cursor(store, kit):
     assert await moved()
 
 
+async def test_a_follower_resumes_from_any_cursor(store, opener, clock, kit):
+    cursors = [await store.cursor()]
+    for number in range(5):
+        await store.enqueue(kit.group(str(number), 1))
+        cursors.append(await store.cursor())
+    assert cursors == sorted(set(cursors))
+    other = opener(clock=clock)
+    for cursor in [0, *cursors[:-1]]:
+        assert await other.wait(cursor) == cursors[-1]
+    waiting = asyncio.create_task(other.wait(cursors[-1]))
+    await store.log("run", 0, {"a": 1.0})
+    async with asyncio.timeout(SOON):
+        assert await waiting > cursors[-1]
+
+
 async def test_wait_returns_at_once_when_there_is_news(store, kit):
     cursor = await store.cursor()
     assert await store.wait(cursor - 1) == cursor

@@ -123,7 +123,10 @@ async def test_the_schema_is_that_of_sqlite(url: str, tmp_path) -> None:
             if not name.startswith(("_", "sqlite_"))
         }
     with psycopg.connect(url) as conn:
-        query = "select table_name, column_name from information_schema.columns where table_schema = 'public'"
+        query = (
+            "select table_name, column_name from information_schema.columns "
+            "where table_schema = current_schema()"
+        )
         found = {row for row in conn.execute(query) if not row[0].startswith("_")}
     assert found - twins == {("attempts", "seq"), ("spans", "seq")}  # there: `rowid`
     assert twins <= found

@@ -12,8 +12,11 @@ from typing import TypeVar
 
 import pytest
 
+from agentrl.config import load, to_toml
+from agentrl.errors import ConfigError
 from agentrl.store import open_store
 from agentrl.store.base import Store
+from agentrl.trainer import clear, conceal
 from agentrl.types import ErrorKind, Rollout, RolloutState
 
 T = TypeVar("T")
@@ -80,6 +83,32 @@ def test_train_show_evaluate_and_continue(run_folder: Path) -> None:
     assert fresh.returncode == 0, fresh.stderr
     assert read(run_folder, lambda store: store.run("tiny")).step == 1
     assert (run_folder / "out" / "mine.txt").exists()
+
+
+def test_a_run_over_postgres_is_interrupted_and_continues(
+    run_folder: Path, postgres: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PGPASSWORD", "other")
+    url = f"{postgres()}&password=secret"
+    small = ["algorithm.groups=1", "algorithm.group_size=2", "eval.tasks=0", f"store={url}"]
+    for steps in (1, 2):
+        trained = agentrl(run_folder, "train", "run.toml", *small, f"steps={steps}")
+        assert trained.returncode == 0, trained.stderr
+        written = [path.read_bytes() for path in (run_folder / "out").rglob("*.json")]
+        assert not any(b"secret" in text for text in written)
+        assert "secret" not in trained.stdout + trained.stderr
+
+    async def committed() -> list[int]:
+        async with open_store(url) as store:
+            assert "secret" not in repr((await store.run("tiny")).config)
+            return [row.step for row in await store.steps("tiny") if row.committed]
+
+    assert asyncio.run(committed()) == [0, 1]
+    assert not (run_folder / "out" / "store.db").exists()
+    config = load(run_folder / "run.toml", small)
+    assert "secret" not in to_toml(config)
+    with pytest.raises(ConfigError, match="may hold other runs"):
+        clear(conceal(config))
 
 
 AGENTS = {
