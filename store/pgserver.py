@@ -64,9 +64,12 @@ class Connection:
         return self.raw.execute(sql.encode(), parameters)
 
     def executemany(self, sql: str, rows: Iterable[Parameters], /) -> None:
-        query = sql.postgres if isinstance(sql, Statement) else sql
-        with self.raw.cursor() as cursor:
-            cursor.executemany(query.encode(), rows)
+        several = list(rows)
+        if len(several) == 1:
+            self.execute(sql, several[0])
+        elif several:
+            query = sql.postgres if isinstance(sql, Statement) else sql
+            self.raw.cursor().executemany(query.encode(), several)
 
 
 @dataclass(frozen=True, slots=True)

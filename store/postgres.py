@@ -14,10 +14,10 @@ sees its newest version. What a verb decides on, it locks first:
   * The group's row guards its size and state: `enqueue` holds it while it grows.
   * A claim id is locked as such: a repeat in another process waits for the first.
 
-Locks are taken in the order rollout, attempt, run, group, feed, and each kind in order of name; the
-rows that all processes share (run, group, feed) only when the transaction is about to end. An
-`enqueue` into a group that others are finishing may still meet them the other way round: PostgreSQL
-then ends one of the two, and its writer runs it again.
+A verb takes its locks in the order rollout, attempt, run, group, and the rows that all processes
+share (run, group, feed) are written when the transaction ends, in order of name. Where a group of
+verbs, or an `enqueue` into a group that others are finishing, still meets another the other way
+round, PostgreSQL ends one of the two and its writer runs it again.
 
 The feed: numbers of events are given out under a lock that is held until the commit, the last of
 all. They become visible in order, and who saw one has missed none before it.

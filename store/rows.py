@@ -53,8 +53,9 @@ def load(text: str | None) -> Json:
 
 
 def clean(text: str) -> str:
-    """Text from the outside world: lone surrogates, which no database stores, become `?`."""
-    return text.encode("utf-8", "replace").decode()
+    """Text from the outside world: lone surrogates and zeros, which not every database stores,
+    become `?`."""
+    return text.encode("utf-8", "replace").decode().replace("\0", "?")
 
 
 def blob(values: array[Any]) -> bytes:
@@ -153,8 +154,8 @@ def failure_columns(failure: Failure | None) -> dict[str, str | None]:
         return dict(NO_ERROR)
     return {
         "kind": failure.kind.value,
-        "message": clean(failure.message),
-        "traceback": clean(failure.traceback),
+        "message": failure.message,
+        "traceback": failure.traceback,
     }
 
 
@@ -296,6 +297,16 @@ def check_outcome(outcome: Outcome) -> None:
             raise Invalid(
                 f"Span {span.id} of attempt {span.attempt} came with attempt {outcome.attempt}."
             )
+
+
+def clean_outcome(outcome: Outcome) -> Outcome:
+    """With the text that came from the agent as it can be stored."""
+    failure, replace = outcome.failure, msgspec.structs.replace
+    if failure is not None:
+        message, traceback = clean(failure.message), clean(failure.traceback)
+        failure = replace(failure, message=message, traceback=traceback)
+    spans = [replace(span, name=clean(span.name)) for span in outcome.spans]
+    return replace(outcome, failure=failure, spans=spans)
 
 
 def reward(row: Row) -> Reward:

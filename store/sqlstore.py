@@ -142,7 +142,8 @@ class SqlStore:
     async def finish(self, outcomes: Sequence[Outcome]) -> list[bool]:
         for outcome in outcomes:
             rows.check_outcome(outcome)
-        return await self._writer.post(partial(queue.finish, outcomes=outcomes))
+        clean = [rows.clean_outcome(outcome) for outcome in outcomes]
+        return await self._writer.post(partial(queue.finish, outcomes=clean))
 
     async def cancel(self, rollouts: Sequence[str]) -> int:
         return await self._writer.post(partial(queue.cancel, rollouts=rollouts))

@@ -195,6 +195,15 @@ async def test_an_outcome_can_be_repeated(store, kit):
     assert (await store.trace("a/0")).rollout.reward() == 1.0
 
 
+async def test_whatever_an_agent_says_when_it_fails_is_kept(store, kit):
+    await store.enqueue(kit.group("a", 1))
+    (attempt,) = await claim(store)
+    failure = Failure(kind=ErrorKind.AGENT, message="zero \0", traceback="half \ud800")
+    await store.finish([Outcome(attempt=attempt.id, fence=attempt.fence, failure=failure)])
+    (row,) = await store.rollouts("run")
+    assert (row.failure.message, row.failure.traceback) == ("zero ?", "half ?")
+
+
 async def test_a_retry_is_the_next_attempt_and_only_the_last_counts(store, kit):
     await store.enqueue(kit.group("a", 1, max_attempts=2))
     (first,) = await claim(store)
