@@ -1,8 +1,9 @@
 """Brings a store file to the schema of this version, under one lock, or refuses it.
 
 The migrations are the files `sql/migrations/*.sql` in order of name; a published one is never
-changed. The table of applied ones is that of `sqlite_utils.migrations`, so `sqlite-utils migrate`
-and this module agree; the library is imported only where something is to be applied.
+changed, and each has a twin of its name in `sql/postgres/migrations`. The table of applied ones is
+that of `sqlite_utils.migrations`, so `sqlite-utils migrate` and this module agree; the library is
+imported only where something is to be applied.
 """
 
 from __future__ import annotations

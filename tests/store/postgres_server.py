@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import pwd
 import shutil
 import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psycopg
 
@@ -27,6 +29,15 @@ def binaries() -> Path | None:
     return next((path for path in found if (path / "postgres").exists()), None)
 
 
+def unprivileged() -> dict[str, Any]:
+    """Options of Popen: the server refuses to run as root."""
+    if os.geteuid():
+        return {}
+    names = {user.pw_name: user for user in pwd.getpwall()}
+    user = names.get("postgres") or names["nobody"]
+    return {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
+
+
 class Server:
     """Listens on a Unix socket in a folder of its own; a database for each test."""
 
@@ -34,12 +45,9 @@ class Server:
         self._bin, self._folder = bin, folder
         self._numbers = itertools.count()
         self._process: subprocess.Popen[bytes] | None = None
-        # The server refuses to run as root.
-        self._user = {"user": "postgres", "group": "postgres", "extra_groups": []}
-        if os.geteuid():
-            self._user = {}
-        else:
-            shutil.chown(folder, "postgres", "postgres")
+        self._user = unprivileged()
+        if self._user:
+            os.chown(folder, self._user["user"], self._user["group"])
         command = [bin / "initdb", "-D", folder / "data", "-U", "agentrl", "-A", "trust", "-N"]
         command += ["-E", "UTF8", "--locale", "C.UTF-8"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=folder, **self._user)

@@ -2,33 +2,58 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from pathlib import Path
 
 import pytest
 from sqlite_utils import Database
 
-from agentrl.store import migrations, open_store
+from agentrl.store import migrations, open_store, pgmigrations
 from agentrl.store.connection import Location
+from agentrl.store.pgserver import Server
 from agentrl.types import Counts, ErrorKind, RolloutState, float32, int32
 
 SCHEMAS = Path(__file__).with_name("schemas")
 NAMES = list(migrations.SCRIPTS)
 
 
-@pytest.fixture(params=NAMES)
-def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+@pytest.fixture(params=[f"{kind} {name}" for kind in ("sqlite", "postgres") for name in NAMES])
+def path(request: pytest.FixtureRequest, tmp_path: str) -> str:
     """A store of that schema, grown out of one of the first in which everything has happened."""
+    kind, name = request.param.split()
+    rows = (SCHEMAS / "0001.sql").read_text(encoding="utf-8")
+    if kind == "postgres":
+        return postgres_of(request.getfixturevalue("server").make(), name, rows)
     path = tmp_path / "store.db"
     conn = Location(path).connect()
     conn.execute("pragma journal_mode = wal")
     conn.execute(f"pragma application_id = {migrations.APPLICATION_ID}")
     upto(conn, NAMES[0])
-    conn.executescript((SCHEMAS / "0001.sql").read_text(encoding="utf-8"))
-    upto(conn, request.param)
-    assert migrations.pending(conn, Location(path)) == NAMES[NAMES.index(request.param) + 1 :]
+    conn.executescript(rows)
+    upto(conn, name)
+    assert migrations.pending(conn, Location(path)) == NAMES[NAMES.index(name) + 1 :]
     conn.close()
-    return path
+    return str(path)
+
+
+def postgres_of(url: str, name: str, rows: str) -> str:
+    server, scripts = Server.parse(url), dict(pgmigrations.SCRIPTS)
+    with server.connect() as conn, pytest.MonkeyPatch.context() as patch:
+        for last in (NAMES[0], name):
+            known = {one: scripts[one] for one in NAMES[: NAMES.index(last) + 1]}
+            patch.setattr(pgmigrations, "SCRIPTS", known)
+            pgmigrations.prepare(server)
+            if rows:
+                conn.execute(re.sub(r"X'(\w*)'", r"'\\x\1'", rows).encode())
+                for table in ("rollouts", "transitions", "events"):
+                    highest = f"(select max(seq) from {table})"
+                    sequence = f"pg_get_serial_sequence('{table}', 'seq')"
+                    conn.execute(f"select setval({sequence}, {highest})".encode())
+            rows = ""
+        patch.undo()
+        assert pgmigrations.pending(conn, server, create=False) == NAMES[NAMES.index(name) + 1 :]
+    return url
 
 
 def upto(conn: sqlite3.Connection, last: str) -> None:
@@ -37,8 +62,8 @@ def upto(conn: sqlite3.Connection, last: str) -> None:
     migrations.migrations().apply(Database(conn, execute_plugins=False), **stop)
 
 
-async def test_upward_from_every_schema(path: Path) -> None:
-    async with open_store(str(path), clock=lambda: 1_700_000_011.0) as store:
+async def test_upward_from_every_schema(path: str) -> None:
+    async with open_store(path, clock=lambda: 1_700_000_011.0) as store:
         assert await store.counts("run") == Counts(
             queued=2,
             running=1,
@@ -72,8 +97,8 @@ async def test_upward_from_every_schema(path: Path) -> None:
         assert (await store.policies("run"))["policy"].version == 1
 
 
-async def test_work_goes_on_where_it_was(path: Path, kit) -> None:
-    async with open_store(str(path), clock=lambda: 1_700_000_011.0) as store:
+async def test_work_goes_on_where_it_was(path: str, kit) -> None:
+    async with open_store(path, clock=lambda: 1_700_000_011.0) as store:
         cursor = await store.cursor()
         state = await store.open_run("run", {})
         assert (state.epoch, state.step, state.checkpoint) == (2, 1, "step-0")
