@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl
 from agentrl.errors import StoreError, Unavailable
 
 BUSY = 60.0  # seconds to wait for the locks of other processes, which hold them for milliseconds
-CHECKPOINT = 4000  # pages of write-ahead log before they are copied back: fewer, larger syncs
+CHECKPOINT = 16_000  # pages of write-ahead log before the writer itself copies them back
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from agentrl.errors import StoreError, Unavailable
+from agentrl.store.checkpoint import Checkpoints
 from agentrl.store.connection import BUSY, Location, explain
 from agentrl.store.feed import ANY, call_soon
 from agentrl.store.queries import load
@@ -95,6 +96,7 @@ class Writer:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._closed = False
         self._conn = location.connect()  # waits while another process recovers or closes the file
+        self._checkpoints = Checkpoints(location)
         self._conn.execute("pragma busy_timeout = 0")  # from here on `_begin` waits by itself
         self._thread = threading.Thread(target=self._serve, name="store-writer", daemon=True)
         self._thread.start()
@@ -113,6 +115,7 @@ class Writer:
         self._closed = True
         self._jobs.put(None)
         self._thread.join()
+        self._checkpoints.close()
         self._conn.close()
 
     def _serve(self) -> None:
@@ -129,6 +132,7 @@ class Writer:
             if jobs:
                 topics = self._commit(jobs)
                 _resolve_all(jobs)
+                self._checkpoints.committed(self._conn)
                 if topics:
                     self._ring(topics)
 
