@@ -31,12 +31,12 @@ def rollouts(name: str, n: int, group: int = 4) -> list[NewRollout]:
     ]
 
 
-def calls(attempt: str, n: int) -> Iterator[Transition]:
+def calls(attempt: str, n: int, name: str = "") -> Iterator[Transition]:
     """`n` calls of an attempt that share no prefix, with the text the tokens stand for."""
     for index in range(n):
         number = next(NUMBERS)
         yield Transition(
-            id=f"{attempt}-{index}",
+            id=f"{attempt}-{name}{index}",
             attempt=attempt,
             index=index,
             prompt=int32(range(number, number + PROMPT)),
