@@ -21,9 +21,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from agentrl.errors import StoreError, Unavailable
+from agentrl.errors import StoreError
 from agentrl.store.checkpoint import Checkpoints
-from agentrl.store.connection import BUSY, Location, explain
+from agentrl.store.connection import BUSY, Location, explained
 from agentrl.store.feed import ANY, call_soon
 from agentrl.store.queries import load
 from agentrl.types import Counts
@@ -147,7 +147,7 @@ class Writer:
         except sqlite3.Error as error:
             self._rollback()
             for job in jobs:
-                job.error = job.error or self._explained(error)
+                job.error = job.error or explained(self._location.path, error)
             return 0
 
     def _transact(self, jobs: list[_Job], run: Callable[[_Job, Transaction], None]) -> int:
@@ -191,17 +191,12 @@ class Writer:
             if not tx.conn.in_transaction:  # a full disk undoes the whole group
                 raise
             tx.conn.execute("rollback to verb")
-            job.error = self._explained(error)
+            job.error = explained(self._location.path, error)
         tx.conn.execute("release verb")
 
     def _rollback(self) -> None:
         if self._conn.in_transaction:
             self._conn.execute("rollback")
-
-    def _explained(self, error: Exception) -> Exception:
-        if isinstance(error, sqlite3.Error):
-            return Unavailable(explain(self._location.path, error))
-        return error
 
 
 def _resolve_all(jobs: list[_Job]) -> None:
