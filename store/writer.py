@@ -158,8 +158,8 @@ class Writer:
             run(job, tx)
             if job.error is None:
                 group.add(tx)
-        for run, change in sorted(group.counts.items()):
-            self._conn.execute(SQL["count"], {**COUNTERS, **change, "run": run})
+        for name, change in sorted(group.counts.items()):
+            self._conn.execute(SQL["count"], {**COUNTERS, **change, "run": name})
         if group.events:
             self._conn.execute(SQL["add_events"], (msgspec.json.encode(group.events).decode(),))
         self._conn.execute("commit")
