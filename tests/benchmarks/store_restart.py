@@ -67,7 +67,7 @@ def write(path: str, busy: Event) -> None:
             for number in itertools.count():
                 calls = [load.calls(one.id, 1, f"{os.getpid()}-{number}-") for one in attempts]
                 await asyncio.gather(*(store.add_transitions(list(call)) for call in calls))
-                if number == 100:
+                if number == 400:  # the log is as long as it gets
                     busy.set()
 
     asyncio.run(run())
