@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import StoreError, Unavailable
-from agentrl.store import migrations, open_store
+from agentrl.store import checkpoint, migrations, open_store
 from agentrl.store.bell import folder
 from agentrl.store.connection import Location
 
@@ -222,6 +222,20 @@ async def test_a_cancelled_caller_does_not_disturb_the_writer(tmp_path: Path, ki
         await asyncio.sleep(0)
         task.cancel()
         assert await store.enqueue(kit.group("b", 1)) == 1
+
+
+async def test_the_log_is_copied_back_while_the_store_is_open(
+    tmp_path: Path, kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "CHANGES", 1)
+    path = tmp_path / "store.db"
+    async with open_store(str(path)) as store:
+        await store.open_run("run", {})
+        size = path.stat().st_size
+        await store.enqueue(kit.group("a", 100, task={"text": "x" * 1000}))
+        async with asyncio.timeout(20):
+            while path.stat().st_size < size + 100_000:
+                await asyncio.sleep(0.01)
 
 
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
