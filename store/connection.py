@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +14,16 @@ from urllib.parse import parse_qsl
 from agentrl.errors import Invalid, StoreError, Unavailable
 
 BUSY = 60.0  # seconds to wait for the locks of other processes, which hold them for milliseconds
+# What a value raises that no column takes: integers of more than 64 bits, text that is no Unicode.
+UNFIT = (
+    OverflowError,
+    UnicodeError,
+    sqlite3.DataError,
+    sqlite3.IntegrityError,
+    sqlite3.InterfaceError,
+)
 PAUSE = 0.001  # seconds between two tries for the write lock
-CHECKPOINT = 4000  # pages of write-ahead log before they are copied back: fewer, larger syncs
+CHECKPOINT = 16_000  # pages of write-ahead log before the writer itself copies them back
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +77,8 @@ class Location:
         """Turns SQLite's errors into one sentence that names the file."""
         try:
             yield
-        except sqlite3.Error as error:
-            raise Unavailable(explain(self.path, error)) from error
+        except (sqlite3.Error, *UNFIT) as error:
+            raise explained(self.path, error) from error
 
 
 class SqliteSession:
@@ -78,8 +86,9 @@ class SqliteSession:
 
     errors: tuple[type[Exception], ...] = (sqlite3.Error,)
 
-    def __init__(self, location: Location) -> None:
+    def __init__(self, location: Location, committed: Callable[[sqlite3.Connection], None]) -> None:
         self._path = location.path
+        self._committed = committed  # called after every commit
         self.conn = location.connect()  # waits while another process recovers or closes the file
         self.conn.execute("pragma busy_timeout = 0")  # from here on `begin` waits by itself
 
@@ -99,6 +108,7 @@ class SqliteSession:
 
     def commit(self, topics: int) -> None:
         self.conn.execute("commit")
+        self._committed(self.conn)
 
     def rollback(self) -> None:
         if self.conn.in_transaction:
@@ -121,7 +131,7 @@ class SqliteSnapshots:
     """A read-only connection for each reading thread, never blocked by the writer."""
 
     threads = 2
-    errors: tuple[type[Exception], ...] = (sqlite3.Error,)
+    errors: tuple[type[Exception], ...] = (sqlite3.Error, *UNFIT)
 
     def __init__(self, location: Location) -> None:
         self.name = str(location.path)
@@ -153,11 +163,11 @@ class SqliteSnapshots:
 
 
 def explained(path: Path, error: Exception) -> Exception:
-    """The error as a user reads it."""
+    """SQLite's errors as ours; any other as it is."""
+    if isinstance(error, UNFIT):
+        return Invalid(f"A value cannot be stored: {error}.")
     if isinstance(error, sqlite3.Error):
         return Unavailable(explain(path, error))
-    if isinstance(error, OverflowError | UnicodeEncodeError):
-        return Invalid(f"A value cannot be stored: {error}.")
     return error
 
 
@@ -170,6 +180,7 @@ def explain(path: Path, error: sqlite3.Error) -> str:
         "SQLITE_READONLY": "it cannot be written; check its permissions",
         "SQLITE_PERM": "it cannot be written; check its permissions",
         "SQLITE_FULL": "the disk is full; free some space and run the same command again",
+        "SQLITE_IOERR": "the disk refuses to read or write; check it, and the space on it",
         "SQLITE_BUSY": "another process holds its write lock; end that process",
     }
     name = getattr(error, "sqlite_errorname", "") or ""

@@ -113,7 +113,7 @@ class Server:
 
     def explained(self, error: Exception) -> Exception:
         """The error as a user reads it."""
-        if isinstance(error, psycopg.DataError | UnicodeEncodeError):
+        if isinstance(error, psycopg.DataError | psycopg.IntegrityError | UnicodeError):
             return Invalid(f"A value cannot be stored: {_said(error)}.")
         if not isinstance(error, psycopg.Error):
             return error

@@ -117,7 +117,7 @@ class PostgresSnapshots:
     """A pool of connections for reading: see `database.Snapshots`."""
 
     threads = 4
-    errors: tuple[type[Exception], ...] = (psycopg.Error,)
+    errors: tuple[type[Exception], ...] = (psycopg.Error, UnicodeError)
 
     def __init__(self, server: Server) -> None:
         self.name = server.url

@@ -249,7 +249,7 @@ def _end_rollout(
         "id": row["id"],
         "state": state.value,
         "result": result,
-        "seconds": 0.0 if row["started_at"] is None else tx.now - row["started_at"],
+        "seconds": max(0.0, tx.now - (row["started_at"] or tx.now)),  # clocks are set back
     }
     tx.conn.execute(SQL["end_rollout"], {**columns, **rows.failure_columns(failure)})
     tx.note(row["run_id"], "rollout", row["id"])

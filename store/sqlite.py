@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from agentrl.store import migrations
 from agentrl.store.bell import Bell
+from agentrl.store.checkpoint import Checkpoints
 from agentrl.store.connection import Location, SqliteSession, SqliteSnapshots
 from agentrl.store.feed import Feed
 from agentrl.store.sqlstore import SqlStore
@@ -19,12 +20,18 @@ class SqliteStore(SqlStore):
         migrations.prepare(location, create=create)
         feed = Feed()
         bell = Bell(location, feed.ring)
+        checkpoints = Checkpoints(location)
 
         def ring(topics: int) -> None:
             feed.ring(topics)
             bell.ring_others(topics)
 
-        session, snapshots = SqliteSession(location), SqliteSnapshots(location)
+        def hang_up() -> None:
+            bell.close()
+            checkpoints.close()
+
+        session = SqliteSession(location, checkpoints.committed)
+        snapshots = SqliteSnapshots(location)
         super().__init__(
-            location.url, session, snapshots, feed, clock=clock, ring=ring, hang_up=bell.close
+            location.url, session, snapshots, feed, clock=clock, ring=ring, hang_up=hang_up
         )

@@ -34,15 +34,15 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Transaction:
-    """What a verb sees: the connection, the time, and where it says what it changed. What it says
-    is written once for the whole group, last: then the rows that all writers share are locked
-    for the shortest time, in one order."""
+    """What the verbs of a group see: the connection, the time, and where they say what they
+    changed. What they say is written once and last: then the rows that all writers share are
+    locked for the shortest time, in one order."""
 
     conn: Connection
     now: float  # unix seconds
     topics: int = 0
     events: list[tuple[str, str, str]] = field(default_factory=list)
-    counts: dict[str, Counter[str]] = field(default_factory=dict)
+    counts: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     ended: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def note(self, run: str, kind: str, id: str, topics: int = 0) -> None:
@@ -52,7 +52,9 @@ class Transaction:
 
     def count(self, run: str, **change: int) -> None:
         """Adds to the counters of a run, named as the fields of `Counts`."""
-        self.counts.setdefault(run, Counter()).update(change)
+        counts = self.counts[run]
+        for name, more in change.items():
+            counts[name] += more
 
     def end(self, run: str, group: str) -> None:
         """One more rollout of the group is terminal."""
@@ -181,14 +183,11 @@ class Writer:
                 return 0
 
     def _transact(self, jobs: list[_Job], run: Callable[[_Job, Transaction], None]) -> int:
-        conn = self._session.conn
-        group = Transaction(conn, self._clock())
         self._session.begin()
+        group = Transaction(self._session.conn, self._clock())
         for job in jobs:
-            job.error, tx = None, Transaction(conn, self._clock())
-            run(job, tx)
-            if job.error is None:
-                group.add(tx)
+            job.error = None
+            run(job, group)
         group.write()
         self._session.commit(group.topics)
         return group.topics
@@ -196,11 +195,13 @@ class Writer:
     def _run(self, job: _Job, tx: Transaction) -> None:
         job.result = job.verb(tx)
 
-    def _run_alone(self, job: _Job, tx: Transaction) -> None:
+    def _run_alone(self, job: _Job, group: Transaction) -> None:
         """All of the verb or nothing, whatever becomes of the others."""
+        tx = Transaction(group.conn, group.now)
         tx.conn.execute("savepoint verb")
         try:
             job.result = job.verb(tx)
+            group.add(tx)
         except Exception as error:  # delivered to the caller
             if not self._session.intact(error):
                 raise

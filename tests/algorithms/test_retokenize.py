@@ -88,11 +88,11 @@ def test_logprobs_are_the_learner_s_at_the_sampling_temperature(retokenizer: Ret
 
 
 def test_tool_calls_are_rendered(retokenizer: Retokenizer) -> None:
-    function = {"name": "query", "arguments": '{"sql": "SELECT team"}'}
+    function = {"name": "query", "arguments": '{"sql": "team"}'}
     answer = {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
     (call,) = completed(retokenizer, inexact("0", answer=answer))
     assert retokenizer.tokenizer.decode(call.completion) == (
-        '<tool_call>\n{"name": "query", "arguments": {"sql": "SELECT team"}}\n</tool_call><|im_end|>'
+        '<tool_call>\n{"name": "query", "arguments": {"sql": "team"}}\n</tool_call><|im_end|>'
     )
 
 
