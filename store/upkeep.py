@@ -124,6 +124,8 @@ def _parts(found: Sequence[Any]) -> Iterator[list[str]]:
 
 def _remove(tx: Transaction, limits: Limits, rollouts: Sequence[str]) -> Pruned:
     """Those of the rollouts whose group is still at rest: an evaluation may have grown since."""
+    tx.conn.execute(SQL["lock_payloads"])
+    tx.conn.execute(SQL["lock_groups"], _ids(rollouts))
     found = [row for row in _evidence(tx.conn, rollouts) if row["state"] in ("trained", "settled")]
     columns = _ids([row["id"] for row in found])
     hashes = [row["hash"] for row in tx.conn.execute(SQL["tools"], columns)]

@@ -16,8 +16,8 @@ union all select 'events', count(*) from events;
 select pages.page_count * size.page_size as bytes, free.freelist_count * size.page_size as free
 from pragma_page_count as pages, pragma_page_size as size, pragma_freelist_count as free;
 
+-- In order of arrival, a page after the other: the whole table is passed over once.
 -- name: prunable
--- In order of arrival, after `:after`: the whole table is passed over once, part by part.
 select r.seq, r.id
 from rollouts r join groups g on g.id = r.group_id join runs u on u.id = r.run_id
 where r.seq > :after
@@ -33,8 +33,8 @@ where r.seq > :after
   ), 0) <= :before
 order by r.seq limit :n;
 
--- name: evidence
 -- What rollouts, given as a JSON list of ids, left behind. Bytes are those of the bulky columns.
+-- name: evidence
 select
     r.id, r.run_id, r.group_id, g.purpose, g.state,
     (select count(*) from attempts a where a.rollout_id = r.id) as attempts,
@@ -73,6 +73,14 @@ select distinct c.tools as hash
 from transitions c join attempts a on a.id = c.attempt_id
 where a.rollout_id in (select value from json_each(:rollouts)) and c.tools is not null;
 
+-- Nobody may come to need a payload, or add to a group, while it is deleted. Where there is one
+-- writer at a time, nobody can.
+-- name: lock_payloads
+select 1;
+
+-- name: lock_groups
+select 1 where :rollouts is not null;
+
 -- name: delete_transitions
 delete from transitions where attempt_id in (
     select id from attempts where rollout_id in (select value from json_each(:rollouts))
@@ -107,9 +115,9 @@ where id = :group and not exists (
 -- name: runs
 select id from runs where id = coalesce(:run, id) order by id;
 
--- name: old_events
 -- Steps are the clock of the feed, whose rows have no time: what came before the oldest news of
 -- the newest step that may go.
+-- name: old_events
 select min(seq) as upto from events
 where run_id = :run and kind = 'step' and id = (
     select cast(max(s.step) as text) from steps s join runs u on u.id = s.run_id
