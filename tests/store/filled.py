@@ -30,6 +30,7 @@ from agentrl.types import (
 START = 1_700_000_000.0
 TOOLS = [{"type": "function", "function": {"name": "query"}}]
 STEPS, GROUPS, SIZE = 3, 2, 4
+EASY = "staff/train/0000005"  # every rollout of it is right
 
 
 class Clock:
@@ -135,7 +136,7 @@ def _call(attempt: Attempt, index: int, version: int) -> Transition:
         completion=int32([7, 8, 9] if index else [5, 6]),
         logprobs=float32([-0.5, -0.25, -1.0] if index else [-0.5, -1.5]),
         role="writer" if index else "planner",
-        version=version,
+        version=max(0, version - (attempt.rollout.index == 0)),  # the first was sampled ahead
         finish="length" if attempt.rollout.index == 2 and index else "stop",
         messages=[*question, asked, table] if index else question,
         tools=TOOLS,
@@ -146,7 +147,7 @@ def _call(attempt: Attempt, index: int, version: int) -> Transition:
 
 
 def _success(attempt: Attempt, step: int) -> Outcome:
-    value = float(attempt.rollout.index < step + 1)
+    value = float(attempt.rollout.index < step + 1 or attempt.rollout.group == EASY)
     tool = {"start": 10**9, "end": 10**9 + 40_000_000, "ok": attempt.rollout.index != 1}
     return Outcome(
         attempt=attempt.id,
