@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from agentrl.errors import Conflict, Invalid, NotFound
+from agentrl.store import upkeep
 from agentrl.types import Pruned, Purpose
 
 DAY = 86_400.0
@@ -195,6 +196,26 @@ async def test_a_follower_with_an_old_cursor_is_woken(store, kit, clock):
     follower = asyncio.create_task(store.wait(newest, timeout=10))
     await store.enqueue(kit.group("more"))
     assert await follower > newest
+
+
+async def test_a_prune_beside_a_run_at_work(opener, store, kit, clock, monkeypatch):
+    """Everybody's transactions take turns; what is written meanwhile is as it would have been."""
+    monkeypatch.setattr(upkeep, "ROWS", 1)
+    await train(store, kit, clock, steps=8)
+    predicted = await store.prune(keep_last=1, dry_run=True)
+    other, groups = opener(clock=clock), [f"train/9{i}" for i in range(10)]
+
+    async def run_on():
+        for group in groups:
+            await work(other, kit, group, step=8, priority=1)
+
+    pruned, _ = await asyncio.gather(store.prune(keep_last=1), run_on())
+    assert pruned == predicted
+    claimed = await store.claim_groups("run", 1, 12, timeout=10)
+    assert [group.id for group in claimed[:10]] == groups
+    for group in claimed:
+        assert [len(rollout.transitions) for rollout in group.rollouts] == [2, 2]
+        assert group.rollouts[0].transitions[0].tools == TOOLS
 
 
 @pytest.mark.parametrize(
