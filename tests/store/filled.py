@@ -34,13 +34,12 @@ EASY = "staff/train/0000005"  # every rollout of it is right
 
 
 class Clock:
-    """Every look takes ten milliseconds."""
+    """Moved by hand: how often a store looks at it is its own affair."""
 
     def __init__(self) -> None:
         self.now = START
 
     def __call__(self) -> float:
-        self.now += 0.01
         return self.now
 
 
@@ -49,14 +48,14 @@ async def fill(path: Path) -> Path:
     clock = Clock()
     async with open_store(str(path), clock=clock) as store:
         await store.open_run("staff", {"seed": 1, "steps": STEPS + 1})
-        await _evaluate(store, 0, right=0)
+        await _evaluate(store, clock, 0, right=0)
         for step in range(STEPS):
             await store.publish(PolicyVersion(run="staff", policy="policy", **served(step)))
-            await _train(store, step)
+            await _train(store, clock, step)
             clock.now += 3600
-        await _evaluate(store, STEPS, right=2)
+        await _evaluate(store, clock, STEPS, right=2)
         await store.enqueue(_group("staff/train/0000006", STEPS))
-        await _work(store, SIZE, STEPS)
+        await _work(store, clock, SIZE, STEPS)
         await store.enqueue(_group("staff/train/0000007", STEPS))
         (lost,) = await store.claim(1, runner="runner-2", lease=5)
         clock.now += 6
@@ -69,11 +68,11 @@ def served(version: int) -> dict[str, object]:
     return {"version": version, "base_url": "http://127.0.0.1:8000/v1", "model": f"v{version}"}
 
 
-async def _train(store: Store, step: int) -> None:
+async def _train(store: Store, clock: Clock, step: int) -> None:
     names = [f"staff/train/{number:07d}" for number in range(step * GROUPS, (step + 1) * GROUPS)]
     for name in names:
         await store.enqueue(_group(name, step))
-    await _work(store, GROUPS * SIZE, step)
+    await _work(store, clock, GROUPS * SIZE, step)
     await store.claim_groups("staff", 1, GROUPS)
     metrics = {"reward/mean": 0.25 * (step + 1), "time/rollouts": 2.0, "time/update": 1.0}
     await store.commit_step(
@@ -89,16 +88,17 @@ async def _train(store: Store, step: int) -> None:
     )
 
 
-async def _evaluate(store: Store, step: int, *, right: int) -> None:
+async def _evaluate(store: Store, clock: Clock, step: int, *, right: int) -> None:
     name = f"staff/eval/{step:06d}/score"
     await store.enqueue(_group(name, step, purpose=Purpose.EVAL, priority=1))
-    await _work(store, SIZE, step)
+    await _work(store, clock, SIZE, step)
     await store.log("staff", step, {"eval/score": right / SIZE})
 
 
-async def _work(store: Store, n: int, step: int) -> None:
+async def _work(store: Store, clock: Clock, n: int, step: int) -> None:
     for attempt in await store.claim(n, runner="runner-1", lease=60):
         await store.add_transitions([_call(attempt, 0, step)])
+        clock.now += 0.25
         if attempt.rollout.index == 3 and step == 1:
             crash = Failure(kind=ErrorKind.AGENT, message="KeyError: 'team'", traceback="...")
             await store.finish([Outcome(attempt=attempt.id, fence=attempt.fence, failure=crash)])
