@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, SupportsIndex, cast, overload
@@ -110,6 +111,14 @@ class Server:
         conn = psycopg.connect(self.url, autocommit=True, row_factory=row_factory, **self.options)
         configure(conn)
         return conn
+
+    def vacuum(self) -> None:
+        """Writes the tables anew, without free space. Everybody waits for each while it is done."""
+        try:
+            with closing(self.connect()) as conn:
+                conn.execute("vacuum (full, analyze)")
+        except psycopg.Error as error:
+            raise self.explained(error) from error
 
     def explained(self, error: Exception) -> Exception:
         """The error as a user reads it."""

@@ -58,4 +58,5 @@ class PostgresStore(SqlStore):
             clock=clock,
             ring=feed.ring,
             hang_up=listener.close,
+            shrink=server.vacuum,
         )

@@ -1,7 +1,8 @@
 """Runs: owners, training steps, served policy versions. Verbs, called by the writer.
 
 Always true: `runs.step` is the number of committed steps; a group is trained by one step; a
-claimed group belongs to the present epoch; the counters of a run are what counting would give.
+claimed group belongs to the present epoch; the counters of a run are what counting would give
+had nothing been pruned.
 """
 
 from __future__ import annotations

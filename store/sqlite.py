@@ -33,5 +33,12 @@ class SqliteStore(SqlStore):
         session = SqliteSession(location, checkpoints.committed)
         snapshots = SqliteSnapshots(location)
         super().__init__(
-            location.url, session, snapshots, feed, clock=clock, ring=ring, hang_up=hang_up
+            location.url,
+            session,
+            snapshots,
+            feed,
+            clock=clock,
+            ring=ring,
+            hang_up=hang_up,
+            shrink=location.vacuum,
         )

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from agentrl.errors import Invalid
-from agentrl.store import evidence, queries, rows, runs
+from agentrl.store import evidence, queries, rows, runs, upkeep
 from agentrl.store import rollouts as queue
 from agentrl.store.database import Connection, Session, Snapshots
 from agentrl.store.feed import ANY, GROUPS, QUEUE, Feed
@@ -30,11 +30,13 @@ from agentrl.types import (
     NewRollout,
     Outcome,
     PolicyVersion,
+    Pruned,
     Purpose,
     Rollout,
     RolloutState,
     RunState,
     Span,
+    Stats,
     StepCommit,
     StepRow,
     Trace,
@@ -47,7 +49,8 @@ T = TypeVar("T")
 
 class SqlStore:
     """See `agentrl.store.base.Store` for the verbs. `clock` gives unix seconds to leases; `ring`
-    is called with the topics of every commit, `hang_up` ends the listening to other processes."""
+    is called with the topics of every commit, `hang_up` ends the listening to other processes,
+    `shrink` gives free space back."""
 
     def __init__(
         self,
@@ -59,11 +62,12 @@ class SqlStore:
         clock: Callable[[], float],
         ring: Callable[[int], None],
         hang_up: Callable[[], None],
+        shrink: Callable[[], None],
     ) -> None:
         self.url = url
         self._clock = clock
         self._feed = feed
-        self._hang_up = hang_up
+        self._hang_up, self._shrink = hang_up, shrink
         self._readers = Readers(snapshots)
         self._writer = Writer(snapshots.name, session, clock, ring)
 
@@ -222,6 +226,25 @@ class SqlStore:
             return queue.settled(tx.conn, group) or (False if last else None)
 
         return await self._until(GROUPS, look, timeout)
+
+    # -- upkeep ------------------------------------------------------------------------------------
+
+    async def stats(self) -> Stats:
+        return await self._readers.read(upkeep.stats)
+
+    async def prune(
+        self,
+        *,
+        run: str | None = None,
+        keep_last: int | None = None,
+        older_than: float | None = None,
+        dry_run: bool = False,
+    ) -> Pruned:
+        limits = upkeep.limits(self._clock(), run, keep_last, older_than)
+        return await upkeep.prune(self._readers.read, self._writer.post, limits, dry_run=dry_run)
+
+    async def vacuum(self) -> None:
+        await asyncio.to_thread(self._shrink)
 
     # -- parts -------------------------------------------------------------------------------------
 
