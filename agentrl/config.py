@@ -126,6 +126,7 @@ class RunConfig(Section, frozen=True):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     learner: LearnerConfig = LearnerConfig()
     engine: EngineConfig = EngineConfig()
+    roles: dict[Name, str] = {}  # who inside a multi-agent system makes a call -> its policy
     runner: RunnerConfig = RunnerConfig()
     eval: EvalConfig = EvalConfig()
 

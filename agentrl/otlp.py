@@ -112,7 +112,8 @@ def encode(spans: Iterable[Span], resource: Mapping[str, Json], scope: str = "ag
         row.status.message = "" if span.ok else str(span.attributes.get(DESCRIPTION, ""))
         named = {KIND: span.kind.upper()} if span.kind in KINDS else {}
         _put(row.attributes, span.attributes | named)
-    return request.SerializeToString()
+    body: bytes = request.SerializeToString()
+    return body
 
 
 def _classes() -> Any:

@@ -11,15 +11,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from urllib.parse import unquote_plus
 
+from agentrl.runners.roles import NAMES, ROLE, read_names, resolve
 from agentrl.types import Attempt
 
 REMEMBERED = 10_000  # ended attempts that are told apart from ones that never were
-ROLE = "agentrl.role"  # baggage key: who inside a multi-agent system makes the call
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +28,7 @@ class Live:
 
     attempt: Attempt
     deadline: float  # time.monotonic() at which it is out of time
+    roles: Collection[str] = ()  # those that the run file names
     calls: int = 0  # requests so far
     stored: int = 0  # transitions so far
     failures: dict[int, str] = field(default_factory=dict)  # request hash -> unrecovered failure
@@ -49,7 +50,7 @@ class Live:
 
 class Caller(NamedTuple):
     live: Live
-    role: str
+    role: str | None  # None: still to be read from the requested model, see `roles`
     span: str | None  # span id of the request's parent, 16 hex digits
 
 
@@ -64,13 +65,14 @@ class RefusedError(Exception):
 class Attempts:
     """The registry of live attempts."""
 
-    def __init__(self) -> None:
+    def __init__(self, roles: Collection[str] = ()) -> None:
+        self._roles = frozenset(roles)
         self._live: dict[str, Live] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
 
     def register(self, attempt: Attempt) -> Live:
         deadline = time.monotonic() + attempt.rollout.timeout
-        live = self._live[attempt.id] = Live(attempt, deadline)
+        live = self._live[attempt.id] = Live(attempt, deadline, self._roles)
         return live
 
     def unregister(self, attempt: str) -> None:
@@ -102,7 +104,13 @@ class Attempts:
 
         Raises RefusedError with a sentence that says how to mend it."""
         trace, span = _traceparent(headers.get("traceparent", ""))
-        role = path.get("role") or _baggage(headers.get("baggage", ""), ROLE) or "agent"
+        said = _baggage(headers.get("baggage", ""))
+        role = resolve(
+            self._roles,
+            path=path.get("role"),
+            said=said.get(ROLE),
+            names=read_names(said.get(NAMES)),
+        )
         if "attempt" in path:
             return Caller(self.find(path["attempt"]), role, span)
         key = headers.get("authorization", "").removeprefix("Bearer ").strip()
@@ -127,9 +135,10 @@ def _traceparent(header: str) -> tuple[str, str | None]:
     return parts[1], parts[2]
 
 
-def _baggage(header: str, key: str) -> str | None:
+def _baggage(header: str) -> dict[str, str]:
+    found = {}
     for item in header.split(","):
         name, _, value = item.partition(";")[0].partition("=")
-        if name.strip() == key and value:
-            return unquote_plus(value.strip())
-    return None
+        if value:
+            found[name.strip()] = unquote_plus(value.strip())
+    return found

@@ -16,6 +16,7 @@ from aiohttp import web
 from agentrl.errors import StoreError
 from agentrl.runners.attribution import Caller, RefusedError
 from agentrl.runners.capture import Answer, read_call, transition
+from agentrl.runners.roles import role_of_model
 from agentrl.runners.upstream import Upstream, UpstreamError, events, forwarded
 from agentrl.store.base import Store
 from agentrl.types import PolicyVersion, Transition
@@ -156,7 +157,7 @@ class Exchange:
                 id=f"{live.id}-{index}",
                 attempt=live.id,
                 index=index,
-                role=self._caller.role,
+                role=role_of_model(self._caller.role, self._call.model, live.roles),
                 policy=policy.policy,
                 version=int(version) if version.isdigit() else policy.version,
                 span=self._caller.span,

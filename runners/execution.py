@@ -19,6 +19,7 @@ from agentrl.runners import tracing
 from agentrl.runners.agents import Agent
 from agentrl.runners.attribution import Live
 from agentrl.runners.gateway import Gateway
+from agentrl.runners.rewards import settle, unsettled
 from agentrl.runners.verifiers import Verifier, VerifierError
 from agentrl.store.base import Store
 from agentrl.types import ErrorKind, Failure, Json, NewRollout, Outcome, Reward, Span, Trace
@@ -48,7 +49,7 @@ class Executor:
                 result, failure = await self._run_agent(live)
         finally:
             self.gateway.unregister(live)
-        spans = tracing.records(finished, live.id)
+        spans, given = tracing.records(finished, live.id), finished.rewards
         if live.failures:
             failure = Failure(kind=ErrorKind.MODEL, message=next(iter(live.failures.values())))
             return self._outcome(live, spans, failure=failure, retry=True)
@@ -59,10 +60,18 @@ class Executor:
             return self._outcome(live, spans, failure=failure)
         self._warn_if_silent(live)
         whole = await self.store.trace(rollout.id) if self.verifier.wants_trace else None
+        whole = whole and replace(whole, spans=[*whole.spans, *spans])
         live.extend(rollout.timeout)
         try:
-            rewards = await self._verify(rollout, result, whole and replace(whole, spans=spans))
+            given += await self._verify(rollout, result, whole)
         except Exception as error:  # noqa: BLE001 - the user's verifier is a boundary
+            failure = _failure(ErrorKind.VERIFIER, error)
+            return self._outcome(live, spans, result=_json(result), failure=failure)
+        if whole is None and unsettled(given):
+            whole = await self.store.trace(rollout.id)
+        try:
+            rewards = settle(given, whole, spans)
+        except VerifierError as error:
             failure = _failure(ErrorKind.VERIFIER, error)
             return self._outcome(live, spans, result=_json(result), failure=failure)
         return self._outcome(live, spans, result=_json(result), rewards=rewards)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from concurrent.futures import Future
 from typing import Any
 
@@ -36,9 +36,11 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Gateway:
     """Start it, register attempts, and point agents at `base_url`."""
 
-    def __init__(self, store: Store, run: str, *, port: int = 0) -> None:
+    def __init__(
+        self, store: Store, run: str, *, port: int = 0, roles: Collection[str] = ()
+    ) -> None:
         self.base_url = ""  # known once started; ends in /v1
-        self.attempts = Attempts()
+        self.attempts = Attempts(roles)
         self.router = Router(store, run)
         self._store, self._port = store, port
         self._loop = asyncio.new_event_loop()

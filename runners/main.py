@@ -79,7 +79,7 @@ async def start_runner(
         if config is None:
             return
         folder = root or Path(config.root)
-        gateway = Gateway(store, run, port=config.runner.port)
+        gateway = Gateway(store, run, port=config.runner.port, roles=config.roles)
         await asyncio.to_thread(gateway.start)
         try:
             with environment(gateway.base_url):
