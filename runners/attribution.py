@@ -66,13 +66,13 @@ class Attempts:
     """The registry of live attempts."""
 
     def __init__(self, roles: Collection[str] = ()) -> None:
-        self._roles = frozenset(roles)
+        self.roles = frozenset(roles)
         self._live: dict[str, Live] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
 
     def register(self, attempt: Attempt) -> Live:
         deadline = time.monotonic() + attempt.rollout.timeout
-        live = self._live[attempt.id] = Live(attempt, deadline, self._roles)
+        live = self._live[attempt.id] = Live(attempt, deadline, self.roles)
         return live
 
     def unregister(self, attempt: str) -> None:
@@ -106,7 +106,7 @@ class Attempts:
         trace, span = _traceparent(headers.get("traceparent", ""))
         said = _baggage(headers.get("baggage", ""))
         role = resolve(
-            self._roles,
+            self.roles,
             path=path.get("role"),
             said=said.get(ROLE),
             names=read_names(said.get(NAMES)),

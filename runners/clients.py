@@ -2,7 +2,7 @@
 
 Whatever is sent inside an attempt carries its W3C `traceparent` and `baggage`, in any client that
 is installed, made before or after `install`. OpenTelemetry's instrumentations of these clients do
-the same for 70 µs to 120 µs of CPU a call against 15 µs here, do not reach aiohttp sessions that
+the same for 70 µs to 120 µs of CPU a call against 20 µs here, do not reach aiohttp sessions that
 exist already, and would slow the gateway's own client, which runs in the same process.
 Outside of attempts nothing happens; a header that the agent has set itself is left alone.
 """
