@@ -107,7 +107,7 @@ def encode(spans: Iterable[Span], resource: Mapping[str, Json], scope: str = "ag
             raise Invalid(f"span {span.id!r} of {span.attempt!r} has no OpenTelemetry id") from None
         row.name, row.start_time_unix_nano, row.end_time_unix_nano = span.name, span.start, span.end
         row.kind = row.SPAN_KIND_CLIENT if span.kind == "llm" else row.SPAN_KIND_INTERNAL
-        row.flags = 0x101 if span.parent is None else 1  # sampled; the parent is not remote
+        row.flags = 0x101  # sampled; the parent is not remote
         row.status.code = row.status.STATUS_CODE_OK if span.ok else row.status.STATUS_CODE_ERROR
         row.status.message = "" if span.ok else str(span.attributes.get(DESCRIPTION, ""))
         named = {KIND: span.kind.upper()} if span.kind in KINDS else {}
