@@ -138,7 +138,7 @@ async def test_an_attempt_arrives_as_a_trace(bench: Any, agent: Any, receiver: R
     said = read(call)
     assert said["gen_ai.operation.name"] == "chat"
     assert said["gen_ai.request.model"] == "policy"
-    assert said["gen_ai.request.temperature"] == 1.0
+    assert said["gen_ai.request.temperature"] == 0.7
     assert said["gen_ai.response.finish_reasons"] == ["tool_calls"]
     (transition, _) = (await bench.store.trace(rollout.id)).transitions
     assert said["gen_ai.usage.input_tokens"] == len(transition.prompt)
