@@ -26,12 +26,28 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Base of all tables of the run file."""
 
 
+class RetriesConfig(Section, frozen=True):
+    """After which failures a rollout is tried again: when fewer than so many attempts came before,
+    and never beyond `max_attempts`. None: as often as that allows."""
+
+    agent_error: Natural | None = 0
+    timeout: Natural | None = 0
+    model_error: Natural | None = None
+    verifier_error: Natural | None = 0
+    lost_runner: Natural = 2  # by the sandbox; a runner that dies is bounded by `max_attempts`
+
+
 class AgentConfig(Section, frozen=True):
-    """The unmodified agent and how it is run."""
+    """The unmodified agent and how it is run: a Python object by `path`, or a `command`."""
 
     path: str = ""  # "file.py:name" or "package.module:name"
+    command: str | list[str] = []  # in any language; a string is split as a shell would
+    folder: str = ""  # working directory of the command; default: the run file's
+    env: dict[str, str] = {}  # the command's own variables
+    pass_env: list[str] = []  # patterns of the runner's variables it sees, beside PATH and the like
     timeout: Seconds = 60.0  # for one attempt
     max_attempts: Count = 3  # tries at one rollout when the infrastructure fails
+    retries: RetriesConfig = RetriesConfig()
     error_reward: float | None = None  # outcome when the agent itself raises; none: missing
 
 
@@ -89,11 +105,50 @@ class EngineConfig(Section, frozen=True):
     threads: Count = 1
 
 
+class PoolConfig(Section, frozen=True):
+    """Warm processes, for `executor = "pool"`."""
+
+    processes: Natural = 0  # 0: one for each core
+    rollouts: Count = 1  # at a time in one process
+    recycle_after: Count = 1000  # rollouts of a process until it is replaced
+    recycle_mb: Natural = 0  # resident size after a rollout that ends a process; 0: any
+    start: Literal["fork", "spawn"] = "fork"  # fork: import once and for all; spawn: in each
+
+
+class ContainerConfig(Section, frozen=True):
+    """A container for each rollout, for `executor = "container"`."""
+
+    image: str = ""
+    network: str = ""  # of `docker run`; with "host" the gateway's loopback address is reached
+    options: list[str] = []  # more arguments of `docker run`
+    cli: str = "docker"  # or podman
+
+
+class KubernetesConfig(Section, frozen=True):
+    """A Job for each rollout, for `executor = "kubernetes"`."""
+
+    image: str = ""
+    namespace: str = "default"
+    context: str = ""  # of the kubeconfig; default: its current one, or that of the own pod
+    template: str = ""  # JSON or TOML file of a Job that is completed, relative to the run file
+    ttl: Natural = 300  # seconds a finished Job is kept
+
+
 class RunnerConfig(Section, frozen=True):
+    executor: Literal["auto", "async", "threads", "pool", "command", "container", "kubernetes"] = (
+        "auto"  # auto: command if the agent is one, else async
+    )
     processes: Natural = 1  # 0: runners are started elsewhere
     concurrency: Count = 64  # rollouts at a time in one process
     lease: Seconds = 15.0  # without a heartbeat until a rollout is given to another runner
+    drain: NonNegative = 5.0  # seconds a runner told to stop lets its rollouts finish
+    memory_mb: Natural = 0  # of one process (pool, command) or of all of a rollout; 0: no limit
+    host: str = "127.0.0.1"  # where the gateway listens
     port: Port = 0  # of the gateway; 0: any free one
+    advertise: str = ""  # how a container or a job calls the gateway's host
+    pool: PoolConfig = PoolConfig()
+    container: ContainerConfig = ContainerConfig()
+    kubernetes: KubernetesConfig = KubernetesConfig()
     framework_spans: bool = False  # also record LangChain's own steps, for about a third more CPU
 
 

@@ -9,6 +9,7 @@ Who may write: the worker registers and unregisters, the gateway's event loop ev
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
@@ -33,6 +34,8 @@ class Live:
     stored: int = 0  # transitions so far
     failures: dict[int, str] = field(default_factory=dict)  # request hash -> unrecovered failure
     tasks: set[asyncio.Task[object]] = field(default_factory=set)  # calls in flight
+    sealed: bool = False  # reached with its key only: what runs it is not trusted
+    key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
 
     @property
     def id(self) -> str:
@@ -68,15 +71,19 @@ class Attempts:
     def __init__(self, roles: Collection[str] = ()) -> None:
         self.roles = frozenset(roles)
         self._live: dict[str, Live] = {}
+        self._keys: dict[str, str] = {}  # key -> attempt
         self._ended: OrderedDict[str, None] = OrderedDict()
 
-    def register(self, attempt: Attempt) -> Live:
+    def register(self, attempt: Attempt, *, sealed: bool = False) -> Live:
         deadline = time.monotonic() + attempt.rollout.timeout
-        live = self._live[attempt.id] = Live(attempt, deadline, self.roles)
+        live = self._live[attempt.id] = Live(attempt, deadline, self.roles, sealed=sealed)
+        self._keys[live.key] = live.id
         return live
 
     def unregister(self, attempt: str) -> None:
-        if self._live.pop(attempt, None) is not None:
+        live = self._live.pop(attempt, None)
+        if live is not None:
+            self._keys.pop(live.key, None)
             self._ended[attempt] = None
             while len(self._ended) > REMEMBERED:
                 self._ended.popitem(last=False)
@@ -114,6 +121,8 @@ class Attempts:
         if "attempt" in path:
             return Caller(self.find(path["attempt"]), role, span)
         key = headers.get("authorization", "").removeprefix("Bearer ").strip()
+        if key in self._keys:
+            return Caller(self.find(self._keys[key]), role, span)
         for attempt in (trace, key):
             if attempt in self._live or attempt in self._ended:
                 return Caller(self.find(attempt), role, span)

@@ -37,12 +37,18 @@ class Gateway:
     """Start it, register attempts, and point agents at `base_url`."""
 
     def __init__(
-        self, store: Store, run: str, *, port: int = 0, roles: Collection[str] = ()
+        self,
+        store: Store,
+        run: str,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        roles: Collection[str] = (),
     ) -> None:
         self.base_url = ""  # known once started; ends in /v1
         self.attempts = Attempts(roles)
         self.router = Router(store, run)
-        self._store, self._port = store, port
+        self._store, self._host, self._port = store, host, port
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="agentrl-gateway", daemon=True)
         self._listening: Future[int] = Future()
@@ -67,9 +73,9 @@ class Gateway:
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()
 
-    def register(self, attempt: Attempt) -> Live:
+    def register(self, attempt: Attempt, *, sealed: bool = False) -> Live:
         """From now on calls may belong to `attempt`; its time starts to run."""
-        return self.attempts.register(attempt)
+        return self.attempts.register(attempt, sealed=sealed)
 
     def unregister(self, live: Live) -> None:
         """The attempt is over: later calls are refused, calls in flight are cut."""
@@ -99,7 +105,7 @@ class Gateway:
         following = asyncio.create_task(self.router.follow())
         try:
             await runner.setup()
-            site = web.TCPSite(runner, "127.0.0.1", self._port, backlog=BACKLOG)
+            site = web.TCPSite(runner, self._host, self._port, backlog=BACKLOG)
             try:
                 await site.start()
             except OSError as error:

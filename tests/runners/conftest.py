@@ -14,11 +14,13 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from agentrl.config import RunnerConfig
+from agentrl.config import RetriesConfig, RunnerConfig
 from agentrl.runners import upstream, worker
 from agentrl.runners.agents import as_agent
 from agentrl.runners.environment import environment
-from agentrl.runners.execution import Executor
+from agentrl.runners.execution import Execution
+from agentrl.runners.executors import Executor
+from agentrl.runners.executors.inprocess import InProcess
 from agentrl.runners.gateway import Gateway
 from agentrl.runners.verifiers import Verifier
 from agentrl.runners.worker import Worker
@@ -203,12 +205,15 @@ class Bench:
         verifier: Callable[..., Any] = lambda task, result: 1.0,
         *,
         error_reward: float | None = None,
+        retries: RetriesConfig = RetriesConfig(),  # noqa: B008 - frozen
         **config: Any,
     ) -> Worker:
-        executor = Executor(
-            self.store, self.gateway, as_agent(agent), Verifier(verifier), error_reward
+        """`agent` is an agent, or a started executor."""
+        executor = agent if isinstance(agent, Executor) else InProcess(as_agent(agent))
+        execution = Execution(
+            self.store, self.gateway, executor, Verifier(verifier), error_reward, retries
         )
-        return Worker(RUN, executor, RunnerConfig(**config), name="test")
+        return Worker(RUN, execution, RunnerConfig(**config), name="test")
 
     async def run(self, agent: object, *tasks: Body, **settings: Any) -> list[Rollout]:
         """Run the agent on the tasks to the end; the rollouts in the order of the tasks."""

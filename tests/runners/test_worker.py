@@ -219,7 +219,7 @@ async def test_slots_are_filled_and_never_exceeded(bench: Any) -> None:
     assert state.most == 4
 
 
-async def test_stop_gives_back_at_once_what_is_unfinished(bench: Any) -> None:
+async def test_stop_gives_back_what_is_unfinished(bench: Any) -> None:
     started, stop = asyncio.Event(), asyncio.Event()
 
     async def hang(text: str) -> None:
@@ -227,7 +227,7 @@ async def test_stop_gives_back_at_once_what_is_unfinished(bench: Any) -> None:
         await asyncio.Event().wait()
 
     (name,) = await bench.enqueue(TASK, timeout=60.0)
-    running = asyncio.create_task(bench.worker(hang, lease=60.0).run(stop))
+    running = asyncio.create_task(bench.worker(hang, lease=60.0, drain=0.0).run(stop))
     await started.wait()
     stop.set()
     await running
