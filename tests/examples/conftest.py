@@ -96,8 +96,13 @@ async def run_example(tmp_path: Path) -> AsyncIterator[Run]:
             processes.append(
                 await asyncio.create_subprocess_exec(*command, "--run", name, env=environment)
             )
+            ended = asyncio.create_task(processes[-1].wait())
             for group in ("g0", "g1"):
-                assert await store.settled(group, timeout=60)
+                settled = asyncio.create_task(store.settled(group, timeout=60))
+                await asyncio.wait((ended, settled), return_when=asyncio.FIRST_COMPLETED)
+                assert not ended.done(), "the runner has ended; its output says why"
+                assert await settled
+            ended.cancel()
             traces = [await store.trace(rollout) for rollout in ("r0", "r1")]
         await policy.server.close()
         assert [trace and trace.rollout.failure for trace in traces] == [None, None]
@@ -105,7 +110,8 @@ async def run_example(tmp_path: Path) -> AsyncIterator[Run]:
 
     yield run
     for process in processes:
-        process.terminate()
+        if process.returncode is None:
+            process.terminate()
         assert await process.wait() == 0
 
 

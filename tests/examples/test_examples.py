@@ -42,9 +42,13 @@ def test_agents_know_nothing_of_agentrl_and_are_short() -> None:
 
 
 @pytest.mark.parametrize(
-    ("agent", "executor"), [("agent.py:agent", "async"), ("rewarding.py:agent", "pool")]
+    ("agent", "settings"),
+    [
+        ("agent.py:agent", []),
+        ("rewarding.py:agent", ["runner.executor=pool", "runner.pool.start=spawn"]),
+    ],
 )
-async def test_solver_and_critic(run_example: Any, agent: str, executor: str) -> None:
+async def test_solver_and_critic(run_example: Any, agent: str, settings: list[str]) -> None:
     pytest.importorskip("langgraph")
     seen: list[str] = []
 
@@ -56,8 +60,7 @@ async def test_solver_and_critic(run_example: Any, agent: str, executor: str) ->
         seen.append(last(body))
         return said(str(a + b) if seen.count(last(body)) > 1 else "0")
 
-    settings = [f"agent.path={agent}", f"runner.executor={executor}"]
-    for trace in await run_example("solver_critic", answer, *settings):
+    for trace in await run_example("solver_critic", answer, f"agent.path={agent}", *settings):
         calls = {call.id: call.role for call in trace.transitions}
         assert list(calls.values()) == ["solver", "critic", "solver", "critic"]
         assert all(call.exact for call in trace.transitions)
