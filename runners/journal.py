@@ -100,10 +100,8 @@ class Journal:
         while step in self.steps:
             path.append(step)
             step = self.steps[step].parent
-        for outer in (current, self.root):
-            if outer not in path:
-                path.append(outer)
-        return tuple(path)
+        outer = (step, current, self.root) if path else (current, self.root)
+        return tuple(dict.fromkeys((*path, *outer)))
 
     @contextmanager
     def call(self, name: str, attributes: dict[str, Json]) -> Iterator[Call]:
@@ -134,7 +132,7 @@ class Journal:
         return None
 
     def close(self) -> None:
-        for step in sorted(self.running, key=lambda step: -self.steps[step].start):
+        for step in sorted(self.running.copy(), key=lambda step: -self.steps[step].start):
             self.leave(step, ok=False)
         end = time.time_ns()
         root = Span(

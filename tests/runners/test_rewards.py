@@ -9,13 +9,14 @@ from typing import Any
 
 import httpx
 import pytest
+from opentelemetry import trace as otel
 
 import agentrl
 from agentrl import Reward, Scope, Trace
 from agentrl.runners import tracing
 from agentrl.runners.rewards import settle
 from agentrl.runners.verifiers import VerifierError
-from agentrl.types import ErrorKind
+from agentrl.types import ErrorKind, Span, Transition, float32, int32
 
 TASK = {"input": "x"}
 
@@ -184,6 +185,40 @@ async def test_a_verifier_that_rewards_what_does_not_exist_has_failed(
     assert rollout.failure.kind is ErrorKind.VERIFIER
     assert f"to the {scope} 'nobody', which this attempt does not have" in rollout.failure.message
     assert rollout.rewards == []
+
+
+def test_spans_of_the_users_own_between_call_and_request_are_skipped() -> None:
+    """An instrumented client sends the id of a span of its own, a child of the call's."""
+    attempt, outer, inner = "ab" * 16, "1" * 16, "2" * 16
+    span = Span(id=inner, attempt=attempt, parent=outer, name="x", kind="internal", start=1, end=2)
+    made = Transition(
+        id=f"{attempt}-0",
+        attempt=attempt,
+        index=0,
+        prompt=int32(),
+        completion=int32(),
+        logprobs=float32(),
+        span=inner,
+    )
+    trace = Trace(rollout=None, attempt=attempt, transitions=[made], spans=[])  # type: ignore[arg-type]
+    row = Reward(value=1.0, scope=Scope.TRANSITION, target=f"call:{outer}")
+    assert [found.target for found in settle([row], trace, [span])] == [made.id]
+
+
+async def test_a_span_that_the_agent_opens_is_around_its_calls(bench: Any) -> None:
+    async def agent(text: str) -> None:
+        async with httpx.AsyncClient() as client:
+            with otel.get_tracer("mine").start_as_current_span("draft"):
+                await ask(client, "draft")
+            with otel.get_tracer("mine").start_as_current_span("polish"):
+                await ask(client, "polish")
+                agentrl.reward(1.0)
+
+    assert (await given(bench, agent))["process"] == [(1.0, "polish")]
+    (rollout,) = await bench.store.rollouts("test")
+    spans = {span.id: span for span in (await bench.store.trace(rollout.id)).spans}
+    posts = [spans[span.parent].name for span in spans.values() if span.name == "POST"]
+    assert sorted(posts) == ["draft", "polish"]
 
 
 def test_settling_names_what_there_is() -> None:
