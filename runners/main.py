@@ -79,7 +79,13 @@ async def start_runner(
         if config is None:
             return
         folder = root or Path(config.root)
-        gateway = Gateway(store, run, port=config.runner.port)
+        gateway = Gateway(
+            store,
+            run,
+            port=config.runner.port,
+            upstreams=config.upstreams,
+            roles=config.roles,
+        )
         await asyncio.to_thread(gateway.start)
         try:
             with environment(gateway.base_url):

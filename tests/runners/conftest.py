@@ -130,10 +130,16 @@ class FakeModel:
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers=headers | {"content-type": "text/event-stream"})
         await response.prepare(request)
-        for event in self.chunks(body):
+        for event in [*self.chunks(body), *self.usage(body)]:
             await response.write(f"data: {json.dumps(event)}\n\n".encode())
         await response.write(b"data: [DONE]\n\n")
         return response
+
+    def usage(self, body: Body) -> list[Body]:
+        if not (body.get("stream_options") or {}).get("include_usage"):
+            return []
+        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+        return [{"id": "c", "model": body["model"], "choices": [], "usage": usage}]
 
     def chunks(self, body: Body) -> list[Body]:
         message = self.answer(body)
