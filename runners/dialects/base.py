@@ -82,4 +82,4 @@ def text(value: Json, where: str) -> str:
 
 def event(body: Body) -> bytes:
     """A server-sent event that is named as its `type`."""
-    return b"event: " + body["type"].encode() + b"\ndata: " + msgspec.json.encode(body) + b"\n\n"
+    return f"event: {body['type']}\ndata: ".encode() + msgspec.json.encode(body) + b"\n\n"

@@ -160,7 +160,7 @@ def _turn(made: list[Body]) -> Body:
 def _content(content: Json, where: str, *, plain: bool) -> Json:
     if isinstance(content, str):
         return content
-    parts = []
+    parts: list[Body] = []
     for part in objects(content, where):
         kind = part.get("type")
         if kind in ("input_text", "output_text", "text"):
@@ -169,7 +169,8 @@ def _content(content: Json, where: str, *, plain: bool) -> Json:
             parts.append({"type": "text", "text": text(part.get("refusal"), where)})
         elif kind == "input_image" and part.get("image_url") and not plain:
             url: Body = {"url": part["image_url"]}
-            url |= {"detail": part["detail"]} if part.get("detail") else {}
+            if part.get("detail"):
+                url["detail"] = part["detail"]
             parts.append({"type": "image_url", "image_url": url})
         else:
             raise UntranslatableError(where, f"a part of type {kind!r:.80} is not possible here")
@@ -249,7 +250,7 @@ class Responses:
             self._open = (key,)
             item: Body = {"type": kind, "id": _id("rs" if kind == "reasoning" else "msg")}
             item |= {"status": "in_progress", "content": []}
-            item |= {"summary": []} if kind == "reasoning" else {"role": "assistant"}
+            item.update({"summary": []} if kind == "reasoning" else {"role": "assistant"})
             self._add_item(item)
             part: Body = {"type": part_type, field: ""}
             if part_type == "output_text":
@@ -258,10 +259,11 @@ class Responses:
             item["content"].append(part)
         part = self._items[-1]["content"][0]
         part[field] += said
-        found = {"logprobs": logprobs.get("content") or []} if "logprobs" in part else {}
-        part |= {"logprobs": part["logprobs"] + found["logprobs"]} if found else {}
-        name = f"response.{part_type}.delta"
-        self._event(name, delta=said, **found, **self._where(content_index=0))
+        where = self._where(content_index=0)
+        if "logprobs" in part:
+            where["logprobs"] = logprobs.get("content") or []
+            part["logprobs"] += where["logprobs"]
+        self._event(f"response.{part_type}.delta", delta=said, **where)
 
     def _call(self, index: int, delta: Body) -> None:
         function = delta.get("function") or {}

@@ -151,6 +151,8 @@ class FakeModel:
             return base | {"choices": [choice | extra]}
 
         events = [chunk({"role": "assistant", "content": ""}) | self.prompt(body)]
+        said = message["content"] or ""
+        events += [chunk({"content": letter}, **self.tokens(letter, body)) for letter in said]
         for position, call in enumerate(message.get("tool_calls") or ()):
             whole, function = json.dumps(message["tool_calls"]), call["function"]
             first = {"name": function["name"], "arguments": ""}
@@ -159,8 +161,6 @@ class FakeModel:
             for letter in function["arguments"]:
                 part = {"index": position, "function": {"arguments": letter}}
                 events.append(chunk({"tool_calls": [part]}))
-        said = message["content"] or ""
-        events += [chunk({"content": letter}, **self.tokens(letter, body)) for letter in said]
         finish = "tool_calls" if message.get("tool_calls") else "stop"
         return [*events, chunk({}, finish)]
 
