@@ -20,7 +20,7 @@ from agentrl.runners.routing import Route
 from agentrl.types import Json, Sampling, Transition, float32, int32
 
 Fields = dict[str, Any]
-"""A JSON object whose values are `msgspec.Raw`, that is bytes as they came, or what we put there."""
+"""A JSON object whose values are `msgspec.Raw`, bytes as they came, or what we put there."""
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _choices = msgspec.json.Decoder(list[dict[str, msgspec.Raw]] | None)

@@ -1,4 +1,4 @@
-"""The routes of the gateway. Whatever goes wrong is said in the shape of the API that was spoken."""
+"""The routes of the gateway. What goes wrong is said in the shape of the API that was spoken."""
 
 from __future__ import annotations
 

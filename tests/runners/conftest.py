@@ -66,7 +66,7 @@ class FakeModel:
         return f"http://127.0.0.1:{self.server.port}/v1"
 
     async def start(self, port: int | None = None) -> None:
-        app = web.Application()
+        app = web.Application(client_max_size=2**28)
         app.router.add_post("/v1/chat/completions", self.handle)
         app.router.add_post("/v1/completions", self.handle)
         self.server = TestServer(app, host="127.0.0.1", port=port)
