@@ -8,6 +8,7 @@ agent, each time on the route as it is then: the policy server may be restarting
 from __future__ import annotations
 
 import asyncio
+import io
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -24,6 +25,7 @@ BACKOFF = 0.05  # seconds before the first repetition; doubles
 LONGEST = 1.0  # seconds between repetitions
 TRIES = 6  # for failures that waiting does not mend
 TRANSIENT = frozenset({429, 502, 503, 504})
+LARGE = 2**20  # bytes of a request
 CONNECT = 5.0  # seconds to establish a connection
 
 # Between the agent and us, or between us and the server; everything else passes through.
@@ -126,8 +128,10 @@ class Upstream:
         if route.key:
             sent["authorization"] = f"Bearer {route.key}"
         try:
+            # In pieces, where writing it all at once would hold up the other calls.
+            data = body if len(body) < LARGE else io.BytesIO(body)
             async with self.session.post(
-                url, data=body, headers=sent, allow_redirects=False
+                url, data=data, headers=sent, allow_redirects=False
             ) as answer:
                 status = answer.status
                 if 300 <= status < 400 or status in (401, 403):

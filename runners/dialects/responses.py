@@ -250,7 +250,8 @@ class Responses:
             self._open = (key,)
             item: Body = {"type": kind, "id": _id("rs" if kind == "reasoning" else "msg")}
             item |= {"status": "in_progress", "content": []}
-            item.update({"summary": []} if kind == "reasoning" else {"role": "assistant"})
+            extra: Body = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
+            item |= extra
             self._add_item(item)
             part: Body = {"type": part_type, field: ""}
             if part_type == "output_text":

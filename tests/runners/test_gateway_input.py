@@ -29,9 +29,15 @@ async def http(bench: Any) -> AsyncIterator[httpx.AsyncClient]:
     """Afterwards the gateway must be as it was before: no task, no call, no connection in use."""
     async with httpx.AsyncClient(base_url=bench.gateway.base_url, timeout=20) as client:
         yield client
-    for live in bench.gateway.attempts.live():
-        assert not live.tasks
-        bench.gateway.unregister(live)
+
+    async def unwind() -> None:
+        for live in bench.gateway.attempts.live():
+            if live.tasks:
+                await asyncio.wait(live.tasks, timeout=10)
+            assert not live.tasks
+            bench.gateway.unregister(live)
+
+    await asyncio.wrap_future(bench.gateway.spawn(unwind()))
     await asyncio.wait_for(bench.gateway.drain(), 10)
     assert bench.gateway.attempts.live() == []
     assert bench.gateway.attempts._keys == {}
@@ -254,8 +260,6 @@ async def test_an_agent_that_leaves_mid_stream(bench: Any, live: Any, http: Any,
         assert answer.status_code == 200
         await anext(answer.aiter_raw())
     await asyncio.wait_for(left.wait(), 10)
-    while live.tasks:
-        await asyncio.sleep(0)
     assert await rows(bench, live) == []
 
 
