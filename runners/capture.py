@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from agentrl.runners.dialects import Dialect, Translation
+from agentrl.runners.dialects import Dialect, Translation, UntranslatableError
 from agentrl.runners.dialects.base import Memory
 from agentrl.runners.dialects.openai import TEXT
 from agentrl.runners.routing import Route
@@ -61,6 +61,8 @@ class Call:
     stream: bool
     shows_tokens: bool  # the agent asked for token ids itself
     shows_logprobs: bool
+    messages: list[dict[str, Json]]  # the conversation; a text prompt is one user message
+    tools: list[dict[str, Json]]
 
     def encode(self, route: Route, defaults: Sampling, *, capture: bool) -> tuple[bytes, Sampling]:
         """The body for that server, and the sampling parameters that are in force there.
@@ -89,18 +91,6 @@ class Call:
             fields["choices"] = part.choices
         return msgspec.json.encode(fields)
 
-    def messages(self) -> list[dict[str, Json]]:
-        """The conversation the agent sent; a text prompt is one user message."""
-        messages = value(self.fields, "messages" if "messages" in self.fields else "prompt")
-        if isinstance(messages, str):
-            return [{"role": "user", "content": messages}]
-        found = messages if isinstance(messages, list) else []
-        return [message for message in found if isinstance(message, dict)]
-
-    def tools(self) -> list[dict[str, Json]]:
-        tools = value(self.fields, "tools")
-        return [t for t in tools if isinstance(t, dict)] if isinstance(tools, list) else []
-
 
 def read_call(dialect: Dialect, raw: bytes, memory: Memory, index: int) -> Call:
     """Understand a request.
@@ -111,7 +101,12 @@ def read_call(dialect: Dialect, raw: bytes, memory: Memory, index: int) -> Call:
     if dialect.translate is None:
         fields: Fields = _fields.decode(raw)
     else:
-        translation = dialect.translate(msgspec.json.decode(raw, type=dict[str, Any]), memory)
+        body = msgspec.json.decode(raw, type=dict[str, Any])
+        try:
+            translation = dialect.translate(body, memory)
+        except (AttributeError, TypeError) as error:
+            why = f"a field is not of its type ({error})"
+            raise UntranslatableError("request", why, code="invalid_type") from None
         fields = translation.chat
     logprobs = value(fields, "logprobs")
     return Call(
@@ -124,7 +119,21 @@ def read_call(dialect: Dialect, raw: bytes, memory: Memory, index: int) -> Call:
         stream=value(fields, "stream") is True,
         shows_tokens=value(fields, "return_token_ids") is True,
         shows_logprobs=logprobs is not None and logprobs is not False,
+        messages=_objects(_prompt(fields)),
+        tools=_objects(value(fields, "tools")),
     )
+
+
+def _prompt(fields: Fields) -> Json:
+    if "messages" in fields:
+        return value(fields, "messages")
+    prompt = value(fields, "prompt")
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else None
+
+
+def _objects(found: Json) -> list[dict[str, Json]]:
+    """What is stored of a list; what is none is the policy server's to refuse."""
+    return [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []
 
 
 def _complete(body: Fields, defaults: Sampling, index: int, route: Route) -> Sampling:

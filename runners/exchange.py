@@ -205,7 +205,6 @@ class Exchange:
 
     def _transitions(self, answer: Answer, route: Route, version: str) -> list[Transition]:
         live, rows = self._caller.live, []
-        messages, tools = self._call.messages(), self._call.tools()
         for _, choice in sorted(answer.choices.items()):
             index, live.stored = live.stored, live.stored + 1
             row = transition(
@@ -217,8 +216,8 @@ class Exchange:
                 policy=route.policy,
                 version=int(version) if version.isdigit() else route.version,
                 sampling=self._sampling,
-                messages=messages,
-                tools=tools,
+                messages=self._call.messages,
+                tools=self._call.tools,
                 span=self._caller.span,
                 started=self._started,
                 seconds=time.time() - self._started,

@@ -19,6 +19,7 @@ from ipaddress import ip_address
 from typing import Any
 
 from aiohttp import web
+from opentelemetry.instrumentation.utils import suppress_instrumentation
 
 from agentrl.config import UpstreamConfig
 from agentrl.errors import ConfigError
@@ -110,7 +111,11 @@ class Gateway:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _serve(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+        # What carries the trace of an agent's requests must not add to those we forward.
+        with (
+            suppress_instrumentation(),
+            asyncio.Runner(loop_factory=lambda: self._loop) as runner,
+        ):
             runner.run(self._main())
 
     async def _main(self) -> None:

@@ -130,8 +130,8 @@ def test_a_whole_answer_is_read_exactly() -> None:
     )
     assert row.exact
     assert row.answer == {"role": "assistant", "content": "ab"}
-    assert made.messages() == [{"role": "user", "content": "q"}]
-    assert made.tools() == [{"a": 1}]
+    assert made.messages == [{"role": "user", "content": "q"}]
+    assert made.tools == [{"a": 1}]
 
 
 @pytest.mark.parametrize("extra", [{"token_ids": None}, {"token_ids": [5]}, {"logprobs": None}])
@@ -200,7 +200,7 @@ def test_completions() -> None:
     answer.absorb(part(body))
     row = transition(answer.choices[0], id="t", attempt="a", index=0)
     assert (list(row.prompt), list(row.completion), list(row.logprobs)) == ([8], [9], [-0.25])
-    assert made.messages() == [{"role": "user", "content": "once"}]
+    assert made.messages == [{"role": "user", "content": "once"}]
     assert row.answer == {"role": "assistant", "content": "upon"}
     assert row.finish == "length"
 
