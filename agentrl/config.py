@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -152,6 +153,14 @@ class RunnerConfig(Section, frozen=True):
     framework_spans: bool = False  # also record LangChain's own steps, for about a third more CPU
 
 
+class UpstreamConfig(Section, frozen=True):
+    """An endpoint that answers calls and is not trained: a judge, an opponent, a tool's model."""
+
+    base_url: Annotated[str, msgspec.Meta(pattern=r"^https?://")]  # ends in /v1
+    model: str = ""  # the name it answers to; empty: the one the agent asks for
+    key_env: str = ""  # environment variable of the runner that holds its API key
+
+
 class EvalConfig(Section, frozen=True):
     """Held-out evaluations before and after training, and every so many steps between."""
 
@@ -181,9 +190,10 @@ class RunConfig(Section, frozen=True):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     learner: LearnerConfig = LearnerConfig()
     engine: EngineConfig = EngineConfig()
-    roles: dict[Name, str] = {}  # who inside a multi-agent system makes a call -> its policy
     runner: RunnerConfig = RunnerConfig()
     eval: EvalConfig = EvalConfig()
+    upstreams: dict[Name, UpstreamConfig] = {}  # by name, which is a model name for the agent too
+    roles: dict[str, str] = {}  # role -> the upstream that answers it, or "policy"
 
     def path(self, name: str) -> Path:
         """A file named in the run file, relative to its folder."""
@@ -215,6 +225,7 @@ def resolve(data: Mapping[str, Any], *, source: str) -> RunConfig:
     except msgspec.ValidationError as error:
         message = str(error).replace("`$.", "`").replace("`$`", "the top level")
         raise ConfigError(f"{source}: {message}") from None
+    _check_roles(config, source)
     output = Path(config.output or Path("runs", config.name)).resolve()
     return msgspec.structs.replace(
         config,
@@ -232,10 +243,10 @@ def to_toml(config: RunConfig) -> str:
         plain = {k: v for k, v in values.items() if not isinstance(v, dict) and v is not None}
         if prefix and (plain or not values):
             lines.append(f"\n[{prefix}]")
-        lines.extend(f"{key} = {_toml_value(value)}" for key, value in plain.items())
+        lines.extend(f"{_toml_key(key)} = {_toml_value(value)}" for key, value in plain.items())
         for key, value in values.items():
             if isinstance(value, dict):
-                table(value, f"{prefix}.{key}" if prefix else key)
+                table(value, f"{prefix}.{_toml_key(key)}" if prefix else key)
 
     table(msgspec.to_builtins(config), "")
     return "\n".join(lines) + "\n"
@@ -289,6 +300,20 @@ def _check_keys(
         kind = types[key]
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and isinstance(value, dict):
             _check_keys(kind, value, prefix=f"{prefix}{key}.", source=source)
+        elif kind == dict[Name, UpstreamConfig] and isinstance(value, dict):
+            for name, table in value.items():
+                if isinstance(table, dict):
+                    where = f"{prefix}{key}.{name}."
+                    _check_keys(UpstreamConfig, table, prefix=where, source=source)
+
+
+def _check_roles(config: RunConfig, source: str) -> None:
+    known = {*config.upstreams, "policy"}
+    for role, target in config.roles.items():
+        if target not in known:
+            raise ConfigError(f"{source}: roles.{role} = {target!r}; {nearest(target, known)}")
+    if "policy" in config.upstreams:
+        raise ConfigError(f"{source}: [upstreams.policy]: that is the trained policy's name")
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -299,6 +324,10 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = value
     return flat
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else msgspec.json.encode(key).decode()
 
 
 def _toml_value(value: object) -> str:

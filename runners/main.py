@@ -82,7 +82,12 @@ async def start_runner(
             return
         folder, name = root or Path(config.root), name or _name()
         gateway = Gateway(
-            store, run, host=config.runner.host, port=config.runner.port, roles=config.roles
+            store,
+            run,
+            host=config.runner.host,
+            port=config.runner.port,
+            upstreams=config.upstreams,
+            roles=config.roles,
         )
         await asyncio.to_thread(gateway.start)
         try:
