@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import threading
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
@@ -30,6 +31,7 @@ from agentrl.store.base import Store
 from agentrl.types import Attempt
 
 BACKLOG = 4096  # connections that may wait to be accepted
+FILES = 65_536  # open files of this process, where the system allows them
 
 
 class Gateway:
@@ -60,6 +62,7 @@ class Gateway:
 
     def start(self) -> None:
         """Returns when it listens. Raises ConfigError when the port is taken."""
+        _allow_connections()
         self._thread.start()
         try:
             port = self._listening.result()
@@ -140,6 +143,14 @@ class Gateway:
             await upstream.close()
             with contextlib.suppress(asyncio.CancelledError):
                 await following
+
+
+def _allow_connections() -> None:
+    """A call in flight is two of this process's open files, and many systems begin at 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _cut(live: Live) -> None:

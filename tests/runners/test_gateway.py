@@ -339,16 +339,16 @@ async def test_a_lost_lease_ends_the_calls(bench: Any, live: Any, http: Any) -> 
 
 
 async def test_many_calls_at_once_are_not_queued(bench: Any, live: Any) -> None:
-    together = asyncio.Barrier(200)
+    together = asyncio.Barrier(1000)
 
     async def meet(request: web.Request, body: Any) -> None:
-        await together.wait()  # passes only if all 200 are in flight
+        await together.wait()  # passes only if all 1000 are in flight
 
-    bench.model.then(*[meet] * 200)
+    bench.model.then(*[meet] * 1000)
     url = f"{bench.gateway.base_url}/chat/completions"
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, headers=key(live)) as http:
-        calls = [http.post(url, json={"model": "m", "messages": MESSAGES}) for _ in range(200)]
+        calls = [http.post(url, json={"model": "m", "messages": MESSAGES}) for _ in range(1000)]
         answers = await asyncio.gather(*calls)
     assert {answer.status for answer in answers} == {200}
 
