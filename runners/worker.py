@@ -62,16 +62,16 @@ class Worker:
         leases.add_done_callback(lambda ended: home.call_soon_threadsafe(self._settle, ended))
         try:
             while not stop.is_set() and self._failed is None:
-                await self._round()
+                await self._round(stop)
             await self._drain()
         finally:
             stopping.cancel()
             leases.cancel()
-            await self._give_back()
+            await self._abandon()
         if self._failed:
             raise self._failed
 
-    async def _round(self) -> None:
+    async def _round(self, stop: asyncio.Event) -> None:
         self._changed.clear()
         free = self._places - len(self._running)
         if not free:
@@ -86,6 +86,9 @@ class Worker:
         attempts = await self._store.claim(
             free, runner=self.name, lease=self.config.lease, run=self.run_name, timeout=ROUND
         )
+        if stop.is_set():
+            await self._give_back(attempts)
+            return
         for attempt in attempts:
             self._start(attempt)
 
@@ -116,22 +119,25 @@ class Worker:
         if running and self._failed is None:
             await asyncio.wait(running, timeout=self.config.drain)
 
-    async def _give_back(self) -> None:
-        """Stop what is running and return it to the queue, without waiting for leases to expire."""
+    async def _abandon(self) -> None:
+        """Stop what is still running."""
         unfinished = list(self._running.values())
         for task, _ in unfinished:
             task.cancel()
-        if unfinished:
-            failure = Failure(kind=ErrorKind.LOST_RUNNER, message=f"runner {self.name} was stopped")
-            await self._store.finish(
-                [
-                    Outcome(attempt=live.id, fence=live.attempt.fence, failure=failure, retry=True)
-                    for _, live in unfinished
-                ]
-            )
+        await self._give_back([live.attempt for _, live in unfinished])
         tasks = {*(task for task, _ in unfinished), *self._ending}
         if tasks:  # an agent may refuse to be cancelled; its outcome would come too late anyway
             await asyncio.wait(tasks, timeout=GRACE)
+
+    async def _give_back(self, attempts: Sequence[Attempt]) -> None:
+        """Return them to the queue, without waiting for their leases to expire."""
+        failure = Failure(kind=ErrorKind.LOST_RUNNER, message=f"runner {self.name} was stopped")
+        outcomes = [
+            Outcome(attempt=attempt.id, fence=attempt.fence, failure=failure, retry=True)
+            for attempt in attempts
+        ]
+        if outcomes:
+            await self._store.finish(outcomes)
 
     async def _keep_leases(self, home: asyncio.AbstractEventLoop) -> None:
         """Heartbeat of all attempts, on the gateway's event loop: an agent that blocks the worker's

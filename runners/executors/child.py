@@ -11,6 +11,7 @@ import gc
 import os
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -98,11 +99,12 @@ def _load(settings: Settings) -> object:
 
 
 def _refuse_threads(path: str) -> None:
-    others = len(list(Path("/proc/self/task").iterdir())) - 1
+    """Native pools know how to live with a fork, Python's threads do not."""
+    others = [thread.name for thread in threading.enumerate()[1:]]
     if others:
         raise ConfigError(
-            f"agent.path = {path!r}: importing it started {others} threads, which forked processes"
-            " would lack; set runner.pool.start = 'spawn'"
+            f"agent.path = {path!r}: importing it started the threads {', '.join(others)}, which"
+            " forked processes would lack; set runner.pool.start = 'spawn'"
         )
 
 
