@@ -134,9 +134,9 @@ class KubernetesConfig(Section, frozen=True):
 
 
 class RunnerConfig(Section, frozen=True):
-    executor: Literal[
-        "auto", "async", "threads", "pool", "command", "container", "kubernetes"
-    ] = "auto"  # auto: command if the agent is one, else async
+    executor: Literal["auto", "async", "threads", "pool", "command", "container", "kubernetes"] = (
+        "auto"  # auto: command if the agent is one, else async
+    )
     processes: Natural = 1  # 0: runners are started elsewhere
     concurrency: Count = 64  # rollouts at a time in one process
     lease: Seconds = 15.0  # without a heartbeat until a rollout is given to another runner

@@ -36,9 +36,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Gateway:
     """Start it, register attempts, and point agents at `base_url`."""
 
-    def __init__(
-        self, store: Store, run: str, *, host: str = "127.0.0.1", port: int = 0
-    ) -> None:
+    def __init__(self, store: Store, run: str, *, host: str = "127.0.0.1", port: int = 0) -> None:
         self.base_url = ""  # known once started; ends in /v1
         self.attempts = Attempts()
         self.router = Router(store, run)

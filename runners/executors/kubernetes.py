@@ -16,10 +16,11 @@ import logging
 import math
 import os
 import shlex
+from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import msgspec
@@ -52,7 +53,7 @@ class Kubernetes:
     """Runs `agent.command`, or else the image's own, in `runner.kubernetes.image`."""
 
     sealed = True
-    limit = None
+    limit: int | None = None
 
     def __init__(
         self, agent: AgentConfig, runner: RunnerConfig, *, root: Path, gateway: str, name: str
@@ -72,13 +73,16 @@ class Kubernetes:
         configuration = kubernetes.client.Configuration()
         try:
             if "KUBERNETES_SERVICE_HOST" in os.environ and not self.config.context:
-                kubernetes.config.load_incluster_config(client_configuration=configuration)
+                load = cast("Callable[..., None]", kubernetes.config.load_incluster_config)
+                load(client_configuration=configuration)
             else:
                 await kubernetes.config.load_kube_config(
                     context=self.config.context or None, client_configuration=configuration
                 )
         except kubernetes.config.ConfigException as error:
-            raise ConfigError(f"runner.kubernetes: there is no usable kubeconfig: {error}") from None
+            raise ConfigError(
+                f"runner.kubernetes: there is no usable kubeconfig: {error}"
+            ) from None
         self._client = kubernetes.client.ApiClient(configuration)
         self._jobs = kubernetes.client.BatchV1Api(self._client)
         self._pods = kubernetes.client.CoreV1Api(self._client)
@@ -120,7 +124,7 @@ class Kubernetes:
         try:
             if live.attempt.fence > 1:
                 await self._delete_earlier(live)
-            await self._jobs.create_namespaced_job(self.config.namespace, job)
+            await self._jobs.create_namespaced_job(self.config.namespace, cast("Any", job))
             await asyncio.wait({ended}, timeout=live.left)
             if not ended.done():
                 return None, await self._late(live, name)
@@ -225,7 +229,7 @@ class Kubernetes:
         return pods[0] if pods else None
 
     async def _log(self, pod: dict[str, Any]) -> str:
-        answer = await self._pods.read_namespaced_pod_log(
+        answer: Any = await self._pods.read_namespaced_pod_log(
             pod["metadata"]["name"],
             self.config.namespace,
             container=pod["status"]["containerStatuses"][0]["name"],

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import os
 import statistics
 import tempfile
@@ -124,6 +125,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
     options = parser.parse_args()
+    logging.getLogger("agentrl").setLevel(logging.ERROR)  # that the agents call no model
     size = options.rollouts, options.concurrency
     result: dict[str, float] = {}
     for kind, allowed in KINDS.items():

@@ -55,6 +55,16 @@ async def eat(task: dict[str, Any]) -> int:
     return len(bytearray(task["bytes"]))
 
 
+def start_daemon(pids: Path) -> None:
+    daemon = [sys.executable, "-Sc", DAEMON, str(pids)]
+    subprocess.run(daemon, check=True, timeout=20, stdout=subprocess.PIPE)
+
+
+def leave_pid(pids: Path) -> None:
+    with pids.open("a") as file:
+        print(os.getpid(), file=file)
+
+
 async def hang(task: dict[str, Any]) -> str:
     """Leaves the process ids of itself and of what it starts in `task["pids"]`, says "begun" into
     the pipe `task["says"]`, and ends only if an earlier attempt did that."""
@@ -62,10 +72,8 @@ async def hang(task: dict[str, Any]) -> str:
     if pids.exists() and task.get("once"):
         return "done"
     if task.get("daemon"):
-        daemon = [sys.executable, "-Sc", DAEMON, str(pids)]
-        subprocess.run(daemon, check=True, timeout=20, stdout=subprocess.PIPE)
-    with pids.open("a") as file:
-        print(os.getpid(), file=file)
+        start_daemon(pids)
+    leave_pid(pids)
     says.write_text("begun\n")
     try:
         await asyncio.Event().wait()
