@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -22,8 +23,8 @@ def python(code: str) -> list[str]:
     return [sys.executable, "-Sc", code]
 
 
-def configured(command: object, **agent: Any) -> RunConfig:
-    data = {"name": "test", "agent": {"command": command} | agent}
+def configured(command: object, runner: dict[str, Any] | None = None, **agent: Any) -> RunConfig:
+    data = {"name": "test", "agent": {"command": command} | agent, "runner": runner or {}}
     return resolve(data, source="test")
 
 
@@ -136,6 +137,26 @@ async def test_a_keeper_that_is_killed_is_no_failure_of_the_agent(bench: Any, ma
     (rollout,) = await bench.run(executor, {"input": "x"})
     assert rollout.failure.kind is ErrorKind.LOST_RUNNER
     assert rollout.attempts == 3
+
+
+NODE = """
+const { OPENAI_BASE_URL, OPENAI_API_KEY, AGENTRL_TASK } = process.env;
+const response = await fetch(`${OPENAI_BASE_URL}/chat/completions`, {
+  method: "POST",
+  headers: { authorization: `Bearer ${OPENAI_API_KEY}`, "content-type": "application/json" },
+  body: JSON.stringify({ messages: [{ role: "user", content: JSON.parse(AGENTRL_TASK) }] }),
+});
+console.log((await response.json()).choices[0].message.content);
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node")
+async def test_another_language_in_limited_memory(bench: Any, make: Any) -> None:
+    command = ["node", "--input-type=module", "--eval", NODE]
+    executor = await make("command", config=configured(command, runner={"memory_mb": 500}))
+    (rollout,) = await bench.run(executor, {"input": "hello"})
+    assert rollout.result == "echo hello", rollout.failure
+    assert len((await bench.store.trace(rollout.id)).transitions) == 1
 
 
 @pytest.mark.parametrize(

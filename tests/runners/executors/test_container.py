@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError
+from agentrl.runners.executors.choice import choose
 from agentrl.types import ErrorKind
 
 OUTSIDE = {"host": "0.0.0.0", "executor": "container"}
@@ -95,6 +97,18 @@ async def test_a_daemon_that_is_down_is_one_sentence(
     ) as e:
         await make("container", config=configured({"command": ["cat"]}))
     assert "\n" not in str(e.value)
+
+
+@pytest.mark.skipif(shutil.which("docker") is None, reason="needs the docker command line")
+async def test_the_real_docker_without_a_daemon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
+    config = configured({"command": ["cat"]})
+    executor = choose(config, root=tmp_path, gateway="http://127.0.0.1:1/v1", runner="test")
+    with pytest.raises(ConfigError, match="docker does not work here; start its daemon, or"):
+        await executor.start()
+    await executor.close()
 
 
 @pytest.mark.parametrize(
