@@ -16,12 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.runners import agents, tracing
 from agentrl.runners.agents import Agent
-from agentrl.runners.executors import Ran
-from agentrl.runners.executors.inprocess import guarded
+from agentrl.runners.executors.inprocess import guarded, in_trace
 from agentrl.runners.executors.keeper import run_template
 from agentrl.runners.executors.wire import Done, Hello, Job, Settings, pack, read
 from agentrl.runners.results import as_json
@@ -79,10 +79,8 @@ async def _serve(channel: socket.socket, build: Callable[[], Agent]) -> int:
 
 
 async def _run(agent: Agent, job: Job, writer: asyncio.StreamWriter) -> None:
-    with tracing.install().attempt(job.attempt) as finished:
-        result, failure = await guarded(agent, job.input)
-    spans = tracing.records(finished, job.attempt)
-    ran = Ran(result=as_json(result), failure=failure, spans=spans)
+    ran = await in_trace(job.attempt, guarded(agent, job.input))
+    ran = replace(ran, result=as_json(ran.result))
     writer.write(pack(Done(job.attempt, ran, _resident())))
 
 

@@ -34,7 +34,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 HEADER = struct.Struct("!I")  # length of the JSON that follows
 MOST_FDS = 8
 CANNOT_RUN = 127  # exit status, as of a shell
-CLEANUP_TIMEOUT = 30.0  # seconds for `after`
+CLEANUP_TIMEOUT = 10.0  # seconds for `after`
 _libc = ctypes.CDLL(None, use_errno=True)
 
 

@@ -42,6 +42,7 @@ except ImportError as error:
     ) from error
 
 log = logging.getLogger("agentrl.runner")
+ANSWER = 4.0  # seconds that the API may take past an attempt's deadline
 MARGIN = 30  # seconds past the attempt's deadline after which Kubernetes itself ends a Job
 RECONNECT = 1.0  # seconds until a watch that broke is opened again
 RESULT_FILE = "/dev/termination-log"  # Kubernetes reads it into the pod's status
@@ -106,7 +107,8 @@ class Kubernetes:
     async def run(self, live: Live) -> Ran:
         root = contract.Root(live)
         try:
-            result, failed = await self._result(live, root.id)
+            async with asyncio.timeout(live.left + ANSWER):
+                result, failed = await self._result(live, root.id)
         except UNREACHABLE as error:
             failed = Failure(kind=ErrorKind.LOST_RUNNER, message=f"Kubernetes: {_reason(error)}")
             result = None
@@ -241,9 +243,13 @@ class Kubernetes:
 
     async def _delete(self, job: str) -> None:
         with suppress(*UNREACHABLE):  # it has a deadline of its own
-            await self._jobs.delete_namespaced_job(
-                job, self.config.namespace, propagation_policy="Background", grace_period_seconds=0
-            )
+            async with asyncio.timeout(ANSWER):
+                await self._jobs.delete_namespaced_job(
+                    job,
+                    self.config.namespace,
+                    propagation_policy="Background",
+                    grace_period_seconds=0,
+                )
 
     async def _delete_earlier(self, live: Live) -> None:
         await self._jobs.delete_collection_namespaced_job(

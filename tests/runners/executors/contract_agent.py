@@ -10,8 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 # Detached from its session, its process group and its parent: only a subreaper finds it again.
 DAEMON = """
 import os, sys, time
@@ -44,6 +42,8 @@ async def leave(task: dict[str, Any]) -> None:
 
 
 async def ask(task: dict[str, Any]) -> str:
+    import httpx  # the other doings start faster without
+
     url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
     body = {"messages": [{"role": "user", "content": task["text"]}]}
     async with httpx.AsyncClient(timeout=20, headers={"authorization": f"Bearer {key}"}) as client:

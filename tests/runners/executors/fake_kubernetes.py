@@ -28,6 +28,7 @@ class FakeKubernetes:
     running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     watchers: set[asyncio.Queue[Object | None]] = field(default_factory=set)
     refuse: int | None = None  # status of every answer
+    silent: bool = False  # never answers
     unschedulable: bool = False
     server: TestServer | None = None
 
@@ -66,6 +67,8 @@ class FakeKubernetes:
     @web.middleware
     async def maybe_refuse(self, request: web.Request, handler: Any) -> web.StreamResponse:
         assert request.headers["authorization"] == "Bearer secret"
+        if self.silent:
+            await asyncio.Event().wait()
         if self.refuse is not None:
             return web.json_response({"kind": "Status", "code": self.refuse}, status=self.refuse)
         answer: web.StreamResponse = await handler(request)

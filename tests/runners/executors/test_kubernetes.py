@@ -110,6 +110,17 @@ async def test_an_api_that_fails_is_not_the_agents_failure(
     assert (rollout.attempts, rollout.rewards) == (3, [])
 
 
+async def test_an_api_that_is_silent_holds_nobody_up(
+    bench: Any, make: Any, kubernetes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ANSWER", 0.1)
+    executor = await make("kubernetes", config=configured(tmp_path, python("")))
+    kubernetes.silent = True
+    (rollout,) = await bench.run(executor, {"input": "x"}, timeout=0.1, max_attempts=1)
+    assert rollout.failure.kind is ErrorKind.LOST_RUNNER
+    assert "TimeoutError" in rollout.failure.message
+
+
 async def test_a_job_that_somebody_deletes_is_lost(
     bench: Any, make: Any, kubernetes: Any, hanging: Any
 ) -> None:
