@@ -47,6 +47,8 @@ class Worker:
         self._places = config.concurrency if limit is None else min(limit, config.concurrency)
         self._running: dict[str, tuple[asyncio.Task[None], Live]] = {}
         self._ending: set[asyncio.Task[None]] = set()
+        self._outcomes: list[Outcome] = []
+        self._finishing = asyncio.Lock()
         self._failed: BaseException | None = None
         self._changed = asyncio.Event()  # a slot is free, or it is time to stop
 
@@ -106,7 +108,15 @@ class Worker:
             self._changed.set()
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
-        await self._store.finish([outcome])
+        await self._end(outcome)
+
+    async def _end(self, outcome: Outcome) -> None:
+        """Those that end while the store is busy are ended together."""
+        self._outcomes.append(outcome)
+        async with self._finishing:
+            if self._outcomes:  # else they went with those of another attempt
+                outcomes, self._outcomes = self._outcomes, []
+                await self._store.finish(outcomes)
 
     def _settle(self, ended: asyncio.Task[None] | Future[None]) -> None:
         """What an attempt or the heartbeat did not expect ends the worker."""

@@ -11,16 +11,17 @@ import gc
 import os
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.runners import agents, tracing
 from agentrl.runners.agents import Agent
-from agentrl.runners.executors import Ran
-from agentrl.runners.executors.inprocess import guarded
+from agentrl.runners.executors.inprocess import guarded, in_trace
 from agentrl.runners.executors.keeper import run_template
 from agentrl.runners.executors.wire import Done, Hello, Job, Settings, pack, read
 from agentrl.runners.results import as_json
@@ -78,10 +79,8 @@ async def _serve(channel: socket.socket, build: Callable[[], Agent]) -> int:
 
 
 async def _run(agent: Agent, job: Job, writer: asyncio.StreamWriter) -> None:
-    with tracing.install().attempt(job.attempt) as finished:
-        result, failure = await guarded(agent, job.input)
-    spans = tracing.records(finished, job.attempt)
-    ran = Ran(result=as_json(result), failure=failure, rewards=finished.rewards, spans=spans)
+    ran = await in_trace(job.attempt, guarded(agent, job.input))
+    ran = replace(ran, result=as_json(ran.result))
     writer.write(pack(Done(job.attempt, ran, _resident())))
 
 
@@ -98,11 +97,12 @@ def _load(settings: Settings) -> object:
 
 
 def _refuse_threads(path: str) -> None:
-    others = len(list(Path("/proc/self/task").iterdir())) - 1
+    """Native pools know how to live with a fork, Python's threads do not."""
+    others = [thread.name for thread in threading.enumerate()[1:]]
     if others:
         raise ConfigError(
-            f"agent.path = {path!r}: importing it started {others} threads, which forked processes"
-            " would lack; set runner.pool.start = 'spawn'"
+            f"agent.path = {path!r}: importing it started the threads {', '.join(others)}, which"
+            " forked processes would lack; set runner.pool.start = 'spawn'"
         )
 
 

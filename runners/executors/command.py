@@ -6,7 +6,6 @@ import asyncio
 import os
 import shlex
 import shutil
-import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -31,7 +30,7 @@ class Command:
     processes (RLIMIT_DATA); a limit for all of them together needs a container."""
 
     sealed = True
-    limit = None
+    limit: int | None = None
 
     def __init__(
         self, agent: AgentConfig, runner: RunnerConfig, *, root: Path, gateway: str
@@ -51,54 +50,52 @@ class Command:
 
     async def run(self, live: Live) -> Ran:
         root = contract.Root(live)
-        folder = Path(tempfile.mkdtemp(prefix="agentrl-"))
-        try:
-            task = msgspec.json.encode(input_of(live))
-            (folder / "task.json").write_bytes(task)
+        task = msgspec.json.encode(input_of(live))
+        with contract.task_folder(task) as folder:
             spec = self._spec(live, root.id, folder, task)
             result, failed = await self._ended(live, spec, folder)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
         return Ran(result=result, failure=failed, spans=[root.ended(ok=failed is None)])
 
     def _spec(self, live: Live, span: str, folder: Path, task: bytes) -> Spec:
         files = {
-            "AGENTRL_TASK_FILE": str(folder / "task.json"),
-            "AGENTRL_RESULT_FILE": str(folder / "result"),
+            "AGENTRL_TASK_FILE": str(folder / contract.TASK),
+            "AGENTRL_RESULT_FILE": str(folder / contract.RESULT),
         }
         env = contract.passed(os.environ, self.agent.pass_env) | self.agent.env
         env |= contract.variables(live, self.gateway, span) | contract.task_variable(task) | files
-        spec = Spec(argv=self.argv, env=env, folder=str(self.folder), remove=str(folder))
+        spec = Spec(argv=self.argv, env=env, folder=str(self.folder))
         if self.runner.memory_mb:
             spec["memory"] = self.runner.memory_mb * MB
         return spec
 
     async def _ended(self, live: Live, spec: Spec, folder: Path) -> tuple[Json, Failure | None]:
-        done = await run_process(self._launcher, live, spec, folder / "task.json")
+        done = await run_process(self._launcher, live, spec, folder)
         if isinstance(done, Failure):
             return None, done
         status, stdout, stderr = done
         if failed := contract.failure(status, stderr):
             return None, failed
         try:
-            size = (folder / "result").stat().st_size
+            size = (folder / contract.RESULT).stat().st_size
         except FileNotFoundError:
             size = 0
         if size > contract.LARGEST_RESULT:
             return None, contract.too_large("its result file")
         if size:
-            stdout = (folder / "result").read_text(errors="replace")
+            stdout = (folder / contract.RESULT).read_text(errors="replace")
         return contract.answer(stdout), None
 
 
 async def run_process(
-    launcher: Launcher, live: Live, spec: Spec, stdin: Path
+    launcher: Launcher, live: Live, spec: Spec, folder: Path
 ) -> tuple[int, str, str] | Failure:
     """Exit status, stdout and the end of stderr; or why it had to be ended. By then nothing of it
-    is left, also when this is cancelled."""
+    is left, also when this is cancelled. `folder` holds its task; when the runner is killed it goes
+    with the process."""
+    spec["remove"] = str(folder)
     stdout = Output(contract.LARGEST_RESULT)
     stderr = Output(LONGEST_TRACEBACK, tail=True)
-    fds = [os.open(stdin, os.O_RDONLY), await stdout.open(), await stderr.open()]
+    fds = [os.open(folder / contract.TASK, os.O_RDONLY), await stdout.open(), await stderr.open()]
     try:
         kept = await launcher.launch(spec, fds)
     finally:

@@ -10,8 +10,6 @@ import os
 import shlex
 import shutil
 import subprocess
-import tempfile
-from pathlib import Path
 
 import msgspec
 
@@ -35,7 +33,7 @@ class Container:
     """Runs `agent.command`, or else the image's own, in `runner.container.image`."""
 
     sealed = True
-    limit = None
+    limit: int | None = None
 
     def __init__(self, agent: AgentConfig, runner: RunnerConfig, *, gateway: str) -> None:
         """`gateway` is the base URL for agents on this machine."""
@@ -75,12 +73,9 @@ class Container:
     async def run(self, live: Live) -> Ran:
         root = contract.Root(live)
         task = msgspec.json.encode(input_of(live))
-        with tempfile.TemporaryDirectory(prefix="agentrl-", ignore_cleanup_errors=True) as folder:
-            stdin = Path(folder, "task.json")
-            stdin.write_bytes(task)
+        with contract.task_folder(task) as folder:
             spec = self._spec(live, root.id, task)
-            spec["remove"] = folder
-            done = await run_process(self._launcher, live, spec, stdin)
+            done = await run_process(self._launcher, live, spec, folder)
         result, failed = (None, done) if isinstance(done, Failure) else self._ended(*done)
         return Ran(result=result, failure=failed, spans=[root.ended(ok=failed is None)])
 
@@ -93,7 +88,10 @@ class Container:
         for variable in inside:
             argv += ["--env", variable]
         if self.runner.memory_mb:
-            argv += [f"--memory={self.runner.memory_mb}m", f"--memory-swap={self.runner.memory_mb}m"]
+            argv += [
+                f"--memory={self.runner.memory_mb}m",
+                f"--memory-swap={self.runner.memory_mb}m",
+            ]
         if self.config.network:
             argv += ["--network", self.config.network]
         if not self._on_host and not self.runner.advertise:

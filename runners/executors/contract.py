@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import secrets
 import signal
+import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatch
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
@@ -26,6 +29,7 @@ from agentrl.runners.attribution import Live
 from agentrl.runners.results import LONGEST_TRACEBACK
 from agentrl.types import ErrorKind, Failure, Json, Span
 
+TASK, RESULT = "task.json", "result"  # in the folder of one attempt
 LOOPBACK = "127.0.0.1", "localhost", "::1"
 LARGEST_VARIABLE = 100_000  # bytes; Linux refuses variables above 128 KiB
 LARGEST_RESULT = 16 * 2**20  # bytes
@@ -53,6 +57,14 @@ def task_variable(task: bytes) -> dict[str, str]:
     """Nothing when it is too large, and when no variable can hold it."""
     small = len(task) <= LARGEST_VARIABLE
     return {"AGENTRL_TASK": task.decode()} if small else {}
+
+
+@contextmanager
+def task_folder(task: bytes) -> Iterator[Path]:
+    """A folder of one attempt, with its task in it."""
+    with tempfile.TemporaryDirectory(prefix="agentrl-", ignore_cleanup_errors=True) as name:
+        Path(name, TASK).write_bytes(task)
+        yield Path(name)
 
 
 def passed(environment: Mapping[str, str], patterns: Iterable[str]) -> dict[str, str]:
@@ -99,7 +111,9 @@ def failure(status: int, stderr: str) -> Failure | None:
 
 
 def ending(status: int) -> str:
-    return f"ended with exit status {status}" if status >= 0 else f"was killed by {_signal(-status)}"
+    return (
+        f"ended with exit status {status}" if status >= 0 else f"was killed by {_signal(-status)}"
+    )
 
 
 def too_large(where: str) -> Failure:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import dataclass, field
+from collections.abc import Awaitable
+from dataclasses import dataclass
 from typing import Any
 
 from agentrl.runners import threads, tracing
@@ -25,20 +26,17 @@ class InProcess:
     threaded: bool = False
     sealed: bool = False
     limit: int | None = None
-    _tracing: tracing.Tracing = field(default_factory=tracing.install)
 
     async def start(self) -> None:
         """The agent is loaded already."""
+        tracing.install()
 
     async def close(self) -> None:
         """There is nothing to end."""
 
     async def run(self, live: Live) -> Ran:
         agent = self._in_thread if self.threaded else self.agent
-        with self._tracing.attempt(live.id) as finished:
-            result, failure = await self._until_deadline(agent, live)
-        spans = tracing.records(finished, live.id)
-        return Ran(result=result, failure=failure, rewards=finished.rewards, spans=spans)
+        return await in_trace(live.id, self._until_deadline(agent, live))
 
     async def _until_deadline(self, agent: Agent, live: Live) -> tuple[Any, Failure | None]:
         """An agent that does not heed its cancellation is left behind."""
@@ -68,6 +66,15 @@ class InProcess:
                     with contextlib.suppress(RuntimeError):  # the loop has ended by itself
                         loop.call_soon_threadsafe(task.cancel)
             raise
+
+
+async def in_trace(attempt: str, work: Awaitable[tuple[Any, Failure | None]]) -> Ran:
+    """The agent's run with what it leaves in this process: here everything is collected that an
+    in-process agent gives beside its result."""
+    with tracing.install().attempt(attempt) as left:
+        result, failure = await work
+    spans = tracing.records(left, attempt)
+    return Ran(result=result, failure=failure, rewards=left.rewards, spans=spans)
 
 
 async def guarded(agent: Agent, value: Json) -> tuple[Any, Failure | None]:

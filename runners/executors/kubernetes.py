@@ -16,10 +16,11 @@ import logging
 import math
 import os
 import shlex
+from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import msgspec
@@ -41,6 +42,7 @@ except ImportError as error:
     ) from error
 
 log = logging.getLogger("agentrl.runner")
+ANSWER = 4.0  # seconds that the API may take past an attempt's deadline
 MARGIN = 30  # seconds past the attempt's deadline after which Kubernetes itself ends a Job
 RECONNECT = 1.0  # seconds until a watch that broke is opened again
 RESULT_FILE = "/dev/termination-log"  # Kubernetes reads it into the pod's status
@@ -52,7 +54,7 @@ class Kubernetes:
     """Runs `agent.command`, or else the image's own, in `runner.kubernetes.image`."""
 
     sealed = True
-    limit = None
+    limit: int | None = None
 
     def __init__(
         self, agent: AgentConfig, runner: RunnerConfig, *, root: Path, gateway: str, name: str
@@ -72,13 +74,16 @@ class Kubernetes:
         configuration = kubernetes.client.Configuration()
         try:
             if "KUBERNETES_SERVICE_HOST" in os.environ and not self.config.context:
-                kubernetes.config.load_incluster_config(client_configuration=configuration)
+                load = cast("Callable[..., None]", kubernetes.config.load_incluster_config)
+                load(client_configuration=configuration)
             else:
                 await kubernetes.config.load_kube_config(
                     context=self.config.context or None, client_configuration=configuration
                 )
         except kubernetes.config.ConfigException as error:
-            raise ConfigError(f"runner.kubernetes: there is no usable kubeconfig: {error}") from None
+            raise ConfigError(
+                f"runner.kubernetes: there is no usable kubeconfig: {error}"
+            ) from None
         self._client = kubernetes.client.ApiClient(configuration)
         self._jobs = kubernetes.client.BatchV1Api(self._client)
         self._pods = kubernetes.client.CoreV1Api(self._client)
@@ -102,7 +107,8 @@ class Kubernetes:
     async def run(self, live: Live) -> Ran:
         root = contract.Root(live)
         try:
-            result, failed = await self._result(live, root.id)
+            async with asyncio.timeout(live.left + ANSWER):
+                result, failed = await self._result(live, root.id)
         except UNREACHABLE as error:
             failed = Failure(kind=ErrorKind.LOST_RUNNER, message=f"Kubernetes: {_reason(error)}")
             result = None
@@ -120,7 +126,7 @@ class Kubernetes:
         try:
             if live.attempt.fence > 1:
                 await self._delete_earlier(live)
-            await self._jobs.create_namespaced_job(self.config.namespace, job)
+            await self._jobs.create_namespaced_job(self.config.namespace, cast("Any", job))
             await asyncio.wait({ended}, timeout=live.left)
             if not ended.done():
                 return None, await self._late(live, name)
@@ -225,7 +231,7 @@ class Kubernetes:
         return pods[0] if pods else None
 
     async def _log(self, pod: dict[str, Any]) -> str:
-        answer = await self._pods.read_namespaced_pod_log(
+        answer: Any = await self._pods.read_namespaced_pod_log(
             pod["metadata"]["name"],
             self.config.namespace,
             container=pod["status"]["containerStatuses"][0]["name"],
@@ -237,9 +243,13 @@ class Kubernetes:
 
     async def _delete(self, job: str) -> None:
         with suppress(*UNREACHABLE):  # it has a deadline of its own
-            await self._jobs.delete_namespaced_job(
-                job, self.config.namespace, propagation_policy="Background", grace_period_seconds=0
-            )
+            async with asyncio.timeout(ANSWER):
+                await self._jobs.delete_namespaced_job(
+                    job,
+                    self.config.namespace,
+                    propagation_policy="Background",
+                    grace_period_seconds=0,
+                )
 
     async def _delete_earlier(self, live: Live) -> None:
         await self._jobs.delete_collection_namespaced_job(

@@ -17,9 +17,10 @@ from typing import Self
 import msgspec
 
 from agentrl.errors import AgentRLError, ConfigError
+from agentrl.runners.executors import keeper
 from agentrl.runners.executors.keeper import HEADER, Spec
 
-KEEPER = ("-m", "agentrl.runners.executors.keeper")
+KEEPER = ("-I", "-S", keeper.__file__)  # small, as it is forked for every process
 
 
 class KeeperLost(AgentRLError):

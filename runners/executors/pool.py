@@ -13,7 +13,6 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from agentrl.runners.executors.wire import Done, Hello, Job, Settings, pack, rea
 from agentrl.types import ErrorKind, Failure
 
 MB = 2**20
+DIED = "loading the agent ended its process; what that wrote before says more"
 CHILD = ("-m", "agentrl.runners.executors.child")
 
 
@@ -47,9 +47,8 @@ class Process:
         """Waits until the agent is loaded; what keeps it from working."""
         try:
             return msgspec.json.decode(await read(self._reader), type=Hello).problem
-        except asyncio.IncompleteReadError:
-            how = contract.ending(await self._status())
-            return f"the process that loads the agent {how}; its output says more"
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return DIED
 
     def begin(self, live: Live) -> asyncio.Future[Ran]:
         future = self.jobs[live.id] = asyncio.get_running_loop().create_future()
@@ -94,7 +93,7 @@ class Pool:
         """`path` names the agent, relative to `root`; the environment is taken when it starts."""
         self.config, self.memory = runner.pool, runner.memory_mb * MB
         self.processes = self.config.processes or min(os.cpu_count() or 1, runner.concurrency)
-        self.limit = self.processes * self.config.rollouts
+        self.limit: int | None = self.processes * self.config.rollouts
         settings = Settings(path, str(root), self.config.start, runner.framework_spans)
         self._program = (*CHILD, msgspec.json.encode(settings).decode())
         self._forks = self.config.start == "fork"
@@ -135,9 +134,10 @@ class Pool:
 
     async def _take(self) -> Process:
         while True:
-            process = await self._places.get()
             self._check()
+            process = await self._places.get()
             if not process.retired:
+                self._check()
                 return process
 
     async def _put_back(self, process: Process, *, in_doubt: bool) -> None:
@@ -163,7 +163,11 @@ class Pool:
 
     async def _add(self) -> None:
         """One more process, with as many places as it runs rollouts."""
-        process = await self._launch()
+        try:
+            process = await self._launch()
+        except KeeperLost:
+            self._problem = DIED
+            return
         self._problem = await process.hello() or self._problem
         self._following[process] = asyncio.create_task(self._follow(process))
         for _ in range(self.config.rollouts):
@@ -185,6 +189,9 @@ class Pool:
             spec["memory"] = self.memory
         try:
             kept = await self._launcher.launch(spec, [null, 1, 2, theirs.fileno()])
+        except KeeperLost:
+            ours.close()
+            raise
         finally:
             os.close(null)
             theirs.close()

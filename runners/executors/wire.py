@@ -1,4 +1,4 @@
-"""What the runner and its warm processes say to each other: JSON, each with its length before it."""
+"""What the runner and its warm processes tell each other: JSON with its length before it."""
 
 from __future__ import annotations
 
