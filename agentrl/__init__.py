@@ -1,14 +1,39 @@
 """Reinforcement learning for the agents people already have."""
 
-from agentrl.types import Attempt, Reward, Rollout, Task, Transition
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from agentrl.types import Attempt, Reward, Rollout, Scope, Task, Trace, Transition
+
+if TYPE_CHECKING:
+    from agentrl.runners.rewards import reward
+    from agentrl.runners.roles import role
+    from agentrl.trainer import Trainer
 
 __version__ = "0.1.0"
-__all__ = ["Attempt", "Reward", "Rollout", "Task", "Trainer", "Transition", "__version__"]
+__all__ = [
+    "Attempt",
+    "Reward",
+    "Rollout",
+    "Scope",
+    "Task",
+    "Trace",
+    "Trainer",
+    "Transition",
+    "__version__",
+    "reward",
+    "role",
+]
+
+# Imported late: `import agentrl` stays fast in every agent process.
+LATE = {
+    "Trainer": "agentrl.trainer",
+    "reward": "agentrl.runners.rewards",
+    "role": "agentrl.runners.roles",
+}
 
 
 def __getattr__(name: str) -> object:
-    if name == "Trainer":  # imported late: `import agentrl` stays fast in every agent process
-        from agentrl.trainer import Trainer
-
-        return Trainer
+    if name in LATE:
+        return getattr(import_module(LATE[name]), name)
     raise AttributeError(f"module 'agentrl' has no attribute {name!r}")

@@ -11,6 +11,7 @@ import click
 from agentrl import __version__
 from agentrl.config import RunConfig, load, to_toml
 from agentrl.errors import AgentRLError
+from agentrl.export import export
 from agentrl.processes import ERROR_MARK, USER_ERROR, die_with_parent
 from agentrl.store_commands import store as store_group
 
@@ -19,6 +20,9 @@ from agentrl.store_commands import store as store_group
 @click.version_option(__version__)
 def cli() -> None:
     """Reinforcement learning for the agents people already have."""
+
+
+cli.add_command(export)
 
 
 @cli.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -27,12 +28,28 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Base of all tables of the run file."""
 
 
+class RetriesConfig(Section, frozen=True):
+    """After which failures a rollout is tried again: when fewer than so many attempts came before,
+    and never beyond `max_attempts`. None: as often as that allows."""
+
+    agent_error: Natural | None = 0
+    timeout: Natural | None = 0
+    model_error: Natural | None = None
+    verifier_error: Natural | None = 0
+    lost_runner: Natural = 2  # by the sandbox; a runner that dies is bounded by `max_attempts`
+
+
 class AgentConfig(Section, frozen=True):
-    """The unmodified agent and how it is run."""
+    """The unmodified agent and how it is run: a Python object by `path`, or a `command`."""
 
     path: str = ""  # "file.py:name" or "package.module:name"
+    command: str | list[str] = []  # in any language; a string is split as a shell would
+    folder: str = ""  # working directory of the command; default: the run file's
+    env: dict[str, str] = {}  # the command's own variables
+    pass_env: list[str] = []  # patterns of the runner's variables it sees, beside PATH and the like
     timeout: Seconds = 60.0  # for one attempt
     max_attempts: Count = 3  # tries at one rollout when the infrastructure fails
+    retries: RetriesConfig = RetriesConfig()
     error_reward: float | None = None  # outcome when the agent itself raises; none: missing
 
 
@@ -90,12 +107,59 @@ class EngineConfig(Section, frozen=True):
     threads: Count = 1
 
 
+class PoolConfig(Section, frozen=True):
+    """Warm processes, for `executor = "pool"`."""
+
+    processes: Natural = 0  # 0: one for each core
+    rollouts: Count = 1  # at a time in one process
+    recycle_after: Count = 1000  # rollouts of a process until it is replaced
+    recycle_mb: Natural = 0  # resident size after a rollout that ends a process; 0: any
+    start: Literal["fork", "spawn"] = "fork"  # fork: import once and for all; spawn: in each
+
+
+class ContainerConfig(Section, frozen=True):
+    """A container for each rollout, for `executor = "container"`."""
+
+    image: str = ""
+    network: str = ""  # of `docker run`; with "host" the gateway's loopback address is reached
+    options: list[str] = []  # more arguments of `docker run`
+    cli: str = "docker"  # or podman
+
+
+class KubernetesConfig(Section, frozen=True):
+    """A Job for each rollout, for `executor = "kubernetes"`."""
+
+    image: str = ""
+    namespace: str = "default"
+    context: str = ""  # of the kubeconfig; default: its current one, or that of the own pod
+    template: str = ""  # JSON or TOML file of a Job that is completed, relative to the run file
+    ttl: Natural = 300  # seconds a finished Job is kept
+
+
 class RunnerConfig(Section, frozen=True):
+    executor: Literal["auto", "async", "threads", "pool", "command", "container", "kubernetes"] = (
+        "auto"  # auto: command if the agent is one, else async
+    )
     processes: Natural = 1  # 0: runners are started elsewhere
     concurrency: Count = 64  # rollouts at a time in one process
     lease: Seconds = 15.0  # without a heartbeat until a rollout is given to another runner
+    drain: NonNegative = 5.0  # seconds a runner told to stop lets its rollouts finish
+    memory_mb: Natural = 0  # of one process (pool, command) or of all of a rollout; 0: no limit
+    host: str = "127.0.0.1"  # where the gateway listens
     port: Port = 0  # of the gateway; 0: any free one
+    advertise: str = ""  # how a container or a job calls the gateway's host
+    pool: PoolConfig = PoolConfig()
+    container: ContainerConfig = ContainerConfig()
+    kubernetes: KubernetesConfig = KubernetesConfig()
     framework_spans: bool = False  # also record LangChain's own steps, for about a third more CPU
+
+
+class UpstreamConfig(Section, frozen=True):
+    """An endpoint that answers calls and is not trained: a judge, an opponent, a tool's model."""
+
+    base_url: Annotated[str, msgspec.Meta(pattern=r"^https?://")]  # ends in /v1
+    model: str = ""  # the name it answers to; empty: the one the agent asks for
+    key_env: str = ""  # environment variable of the runner that holds its API key
 
 
 class EvalConfig(Section, frozen=True):
@@ -129,6 +193,8 @@ class RunConfig(Section, frozen=True):
     engine: EngineConfig = EngineConfig()
     runner: RunnerConfig = RunnerConfig()
     eval: EvalConfig = EvalConfig()
+    upstreams: dict[Name, UpstreamConfig] = {}  # by name, which is a model name for the agent too
+    roles: dict[str, str] = {}  # role -> the upstream that answers it, or "policy"
 
     def path(self, name: str) -> Path:
         """A file named in the run file, relative to its folder."""
@@ -160,6 +226,7 @@ def resolve(data: Mapping[str, Any], *, source: str) -> RunConfig:
     except msgspec.ValidationError as error:
         message = str(error).replace("`$.", "`").replace("`$`", "the top level")
         raise ConfigError(f"{source}: {message}") from None
+    _check_roles(config, source)
     output = Path(config.output or Path("runs", config.name)).resolve()
     return msgspec.structs.replace(
         config,
@@ -177,10 +244,10 @@ def to_toml(config: RunConfig) -> str:
         plain = {k: v for k, v in values.items() if not isinstance(v, dict) and v is not None}
         if prefix and (plain or not values):
             lines.append(f"\n[{prefix}]")
-        lines.extend(f"{key} = {_toml_value(value)}" for key, value in plain.items())
+        lines.extend(f"{_toml_key(key)} = {_toml_value(value)}" for key, value in plain.items())
         for key, value in values.items():
             if isinstance(value, dict):
-                table(value, f"{prefix}.{key}" if prefix else key)
+                table(value, f"{prefix}.{_toml_key(key)}" if prefix else key)
 
     public, _ = without_password(config.store)
     table(msgspec.to_builtins(msgspec.structs.replace(config, store=public)), "")
@@ -235,6 +302,20 @@ def _check_keys(
         kind = types[key]
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and isinstance(value, dict):
             _check_keys(kind, value, prefix=f"{prefix}{key}.", source=source)
+        elif kind == dict[Name, UpstreamConfig] and isinstance(value, dict):
+            for name, table in value.items():
+                if isinstance(table, dict):
+                    where = f"{prefix}{key}.{name}."
+                    _check_keys(UpstreamConfig, table, prefix=where, source=source)
+
+
+def _check_roles(config: RunConfig, source: str) -> None:
+    known = {*config.upstreams, "policy"}
+    for role, target in config.roles.items():
+        if target not in known:
+            raise ConfigError(f"{source}: roles.{role} = {target!r}; {nearest(target, known)}")
+    if "policy" in config.upstreams:
+        raise ConfigError(f"{source}: [upstreams.policy]: that is the trained policy's name")
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -245,6 +326,10 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = value
     return flat
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else msgspec.json.encode(key).decode()
 
 
 def _toml_value(value: object) -> str:

@@ -2,24 +2,27 @@
 
 Owns: the attempts this process runs and what the gateway learns about each of them.
 Always true: an attempt is live from `register` to `unregister`; a call of one that is not is
-refused, and calls in flight when it ends are cancelled.
+refused, and calls in flight when it ends are cancelled. A sealed attempt, whose agent runs outside
+of this process, is reached with its secret key only, and that key reaches nothing else.
 Who may write: the worker registers and unregisters, the gateway's event loop everything else.
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from urllib.parse import unquote_plus
 
+from agentrl.runners.dialects.base import Memory
+from agentrl.runners.roles import NAMES, ROLE, read_names, resolve, role_of_model
 from agentrl.types import Attempt
 
 REMEMBERED = 10_000  # ended attempts that are told apart from ones that never were
-ROLE = "agentrl.role"  # baggage key: who inside a multi-agent system makes the call
 
 
 @dataclass(slots=True, eq=False)
@@ -28,10 +31,14 @@ class Live:
 
     attempt: Attempt
     deadline: float  # time.monotonic() at which it is out of time
+    sealed: bool = False  # only its key opens it
+    key: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
     calls: int = 0  # requests so far
     stored: int = 0  # transitions so far
     failures: dict[int, str] = field(default_factory=dict)  # request hash -> unrecovered failure
     tasks: set[asyncio.Task[object]] = field(default_factory=set)  # calls in flight
+    memory: Memory = field(default_factory=dict)  # conversations that later calls may continue
+    roles: Collection[str] = ()  # those that the run file names
 
     @property
     def id(self) -> str:
@@ -49,8 +56,12 @@ class Live:
 
 class Caller(NamedTuple):
     live: Live
-    role: str
+    role: str | None  # None: still to be read from the requested model, see `roles`
     span: str | None  # span id of the request's parent, 16 hex digits
+
+    def role_of(self, model: str) -> str:
+        """Who makes the call, which asks for `model`."""
+        return role_of_model(self.role, model, self.live.roles)
 
 
 class RefusedError(Exception):
@@ -62,37 +73,46 @@ class RefusedError(Exception):
 
 
 class Attempts:
-    """The registry of live attempts."""
+    """The registry of live attempts. `open`: attempts that are not sealed may be reached at all,
+    which is right only where nobody else can connect."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, open: bool = True, roles: Collection[str] = ()) -> None:
+        self.open, self.roles = open, frozenset(roles)
         self._live: dict[str, Live] = {}
-        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._keys: dict[str, Live] = {}
+        self._ended: OrderedDict[str, str] = OrderedDict()  # keys and ids -> id
 
-    def register(self, attempt: Attempt) -> Live:
+    def register(self, attempt: Attempt, *, sealed: bool = False) -> Live:
         deadline = time.monotonic() + attempt.rollout.timeout
-        live = self._live[attempt.id] = Live(attempt, deadline)
+        live = self._live[attempt.id] = Live(attempt, deadline, sealed, roles=self.roles)
+        self._keys[live.key] = live
         return live
 
     def unregister(self, attempt: str) -> None:
-        if self._live.pop(attempt, None) is not None:
-            self._ended[attempt] = None
-            while len(self._ended) > REMEMBERED:
+        live = self._live.pop(attempt, None)
+        if live is not None:
+            del self._keys[live.key]
+            self._ended |= {attempt: attempt, live.key: attempt}
+            while len(self._ended) > 2 * REMEMBERED:
                 self._ended.popitem(last=False)
 
     def live(self) -> list[Live]:
         return list(self._live.values())
 
     def find(self, attempt: str) -> Live:
-        """Raises RefusedError for an attempt that has ended or never was."""
+        """Raises RefusedError for an attempt that has ended or never was, or that is sealed."""
         live = self._live.get(attempt)
-        if live is not None:
+        if live is not None and self.open and not live.sealed:
             return live
-        if attempt in self._ended:
+        if live is not None:
             raise RefusedError(
-                403,
-                "attempt_ended",
-                f"attempt {attempt} has ended; a model call is possible only while it runs",
+                401,
+                "key_missing",
+                f"attempt {attempt} is reached with its own API key only: use the one that its"
+                " environment has in OPENAI_API_KEY",
             )
+        if attempt in self._ended:
+            raise _ended(self._ended[attempt])
         raise RefusedError(
             404, "attempt_unknown", f"there is no attempt {attempt!r:.80} in this runner"
         )
@@ -102,10 +122,24 @@ class Attempts:
 
         Raises RefusedError with a sentence that says how to mend it."""
         trace, span = _traceparent(headers.get("traceparent", ""))
-        role = path.get("role") or _baggage(headers.get("baggage", ""), ROLE) or "agent"
+        said = _baggage(headers.get("baggage", ""))
+        role = resolve(
+            self.roles,
+            path=path.get("role"),
+            said=said.get(ROLE),
+            names=read_names(said.get(NAMES)),
+        )
+        key = headers.get("x-api-key") or headers.get("authorization", "")
+        key = key.removeprefix("Bearer ").strip()
+        if key in self._keys:
+            live = self._keys[key]
+            stranger = trace != live.id and (trace in self._live or trace in self._ended)
+            if stranger or path.get("attempt", live.id) != live.id:
+                message = "this API key opens no attempt but its own"
+                raise RefusedError(403, "wrong_attempt", message)
+            return Caller(live, role, span)
         if "attempt" in path:
             return Caller(self.find(path["attempt"]), role, span)
-        key = headers.get("authorization", "").removeprefix("Bearer ").strip()
         for attempt in (trace, key):
             if attempt in self._live or attempt in self._ended:
                 return Caller(self.find(attempt), role, span)
@@ -119,6 +153,14 @@ class Attempts:
         )
 
 
+def _ended(attempt: str) -> RefusedError:
+    return RefusedError(
+        403,
+        "attempt_ended",
+        f"attempt {attempt} has ended; a model call is possible only while it runs",
+    )
+
+
 def _traceparent(header: str) -> tuple[str, str | None]:
     """Trace id and span id of a W3C `traceparent`; nothing where it is malformed."""
     parts = header.split("-")
@@ -127,9 +169,10 @@ def _traceparent(header: str) -> tuple[str, str | None]:
     return parts[1], parts[2]
 
 
-def _baggage(header: str, key: str) -> str | None:
+def _baggage(header: str) -> dict[str, str]:
+    found = {}
     for item in header.split(","):
         name, _, value = item.partition(";")[0].partition("=")
-        if name.strip() == key and value:
-            return unquote_plus(value.strip())
-    return None
+        if value:
+            found[name.strip()] = unquote_plus(value.strip())
+    return found

@@ -1,109 +1,200 @@
 """What the gateway adds to a model call, and how it reads and tidies the answer.
 
 The additions are `return_token_ids` and `logprobs`, plus the rollout's sampling parameters where
-the agent is silent. The agent's own words are never changed, and what it did not ask for is taken
-out of the answer again, so it sees what the real API would have shown.
+the agent is silent. The agent's own words are passed on byte for byte, and what it did not ask for
+is taken out of the answer again, so it sees what the real API would have shown.
 """
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from agentrl.runners.dialects import Dialect, Translation, UntranslatableError
+from agentrl.runners.dialects.base import Memory
+from agentrl.runners.dialects.openai import TEXT
+from agentrl.runners.routing import Route
 from agentrl.types import Json, Sampling, Transition, float32, int32
 
-CHAT = "chat/completions"
-TEXT = "completions"
+Fields = dict[str, Any]
+"""A JSON object whose values are `msgspec.Raw`, bytes as they came, or what we put there."""
+
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_choices = msgspec.json.Decoder(list[dict[str, msgspec.Raw]] | None)
+_ids = msgspec.json.Decoder(list[int] | None)
+_object = msgspec.json.Decoder(dict[str, Any] | None)
+
+
+class _Token(msgspec.Struct):
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    """Of chat completions, or of completions."""
+
+    content: list[_Token] | None = None
+    token_logprobs: list[float] | None = None
+
+
+_logprobs = msgspec.json.Decoder(_Logprobs | None)
+
+
+def value(fields: Fields, name: str) -> Json:
+    """The decoded value of a field; None where it is missing."""
+    found = fields.get(name)
+    return msgspec.json.decode(found) if isinstance(found, msgspec.Raw) else found
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
     """A request of the agent, ready to forward to whichever server answers."""
 
-    api: str  # CHAT or TEXT
-    body: dict[str, Json]  # with the additions; `model` as the agent named it
+    dialect: Dialect
+    fields: Fields  # what is asked of the policy server; `model` as the agent named it
+    translation: Translation | None
     key: int  # the same for a repetition of the same request
-    sampling: Sampling  # in force
+    index: int  # of the request within its attempt
+    model: str
+    stream: bool
     shows_tokens: bool  # the agent asked for token ids itself
     shows_logprobs: bool
+    messages: list[dict[str, Json]]  # the conversation; a text prompt is one user message
+    tools: list[dict[str, Json]]
 
-    @property
-    def model(self) -> str:
-        return str(self.body.get("model", ""))
+    def encode(self, route: Route, defaults: Sampling, *, capture: bool) -> tuple[bytes, Sampling]:
+        """The body for that server, and the sampling parameters that are in force there.
 
-    @property
-    def stream(self) -> bool:
-        return self.body.get("stream") is True
+        `defaults` are those of the rollout; an endpoint that is not trained keeps its own."""
+        body = self.fields | {"model": route.model or self.model}
+        if capture:
+            body["return_token_ids"] = True
+            if not self.shows_logprobs:
+                body["logprobs"] = 1 if self.dialect is TEXT else True
+        sampling = _complete(body, Sampling() if route.frozen else defaults, self.index, route)
+        return msgspec.json.encode(body), sampling
 
-    def encode(self, model: str) -> bytes:
-        return msgspec.json.encode(self.body | {"model": model})
-
-    def tidy(self, answer: dict[str, Json]) -> bytes:
+    def tidy(self, part: Part) -> bytes:
         """A whole answer, or a chunk of a stream, as the agent's API would have sent it."""
-        answer["model"] = self.model
-        choices = answer.get("choices") or ()
+        fields = part.fields | {"model": self.model}
         if not self.shows_tokens:
-            answer.pop("prompt_token_ids", None)
-        for choice in choices:
+            fields.pop("prompt_token_ids", None)
+        for choice in part.choices:
             if not self.shows_tokens:
                 choice.pop("token_ids", None)
                 choice.pop("prompt_token_ids", None)
             if not self.shows_logprobs and "logprobs" in choice:
                 choice["logprobs"] = None
-        return msgspec.json.encode(answer)
+        if "choices" in fields:
+            fields["choices"] = part.choices
+        return msgspec.json.encode(fields)
 
 
-def read_call(api: str, raw: bytes, defaults: Sampling, index: int) -> Call:
-    """Understand and complete a request. Raises msgspec.DecodeError unless it is a JSON object."""
-    body = msgspec.json.decode(raw, type=dict[str, Any])
-    wants_logprobs = body.get("logprobs")
-    shows_logprobs = wants_logprobs is not None and wants_logprobs is not False
-    shows_tokens = body.get("return_token_ids") is True
-    body["return_token_ids"] = True
-    if not shows_logprobs:
-        body["logprobs"] = True if api == CHAT else 1
-    sampling = _complete(body, defaults, index)
-    return Call(api, body, hash(raw), sampling, shows_tokens, shows_logprobs)
+def read_call(dialect: Dialect, raw: bytes, memory: Memory, index: int) -> Call:
+    """Understand a request.
 
-
-def _complete(body: dict[str, Json], defaults: Sampling, index: int) -> Sampling:
-    """Fill the parameters on which the agent is silent; returns all that are in force."""
-    limit = body.get("max_completion_tokens")
-    limit = body.get("max_tokens") if limit is None else limit
-    if limit is None and defaults.max_tokens is not None:
-        limit = body["max_tokens"] = defaults.max_tokens
-    for name in ("temperature", "top_p"):
-        if body.get(name) is None:
-            body[name] = getattr(defaults, name)
-    if body.get("top_k") is None and defaults.top_k:
-        body["top_k"] = defaults.top_k
-    if body.get("seed") is None and defaults.seed is not None:
-        body["seed"] = defaults.seed + index  # equal calls of one attempt are still independent
-    return Sampling(
-        temperature=body["temperature"],
-        top_p=body["top_p"],
-        top_k=body.get("top_k") or 0,
-        max_tokens=limit,
-        seed=body.get("seed"),
+    Raises msgspec.DecodeError, UnicodeDecodeError or RecursionError unless it is a JSON object,
+    UntranslatableError when its dialect cannot say it to the policy server."""
+    translation = None
+    if dialect.translate is None:
+        fields: Fields = _fields.decode(raw)
+    else:
+        body = msgspec.json.decode(raw, type=dict[str, Any])
+        try:
+            translation = dialect.translate(body, memory)
+        except (AttributeError, TypeError) as error:
+            why = f"a field is not of its type ({error})"
+            raise UntranslatableError("request", why, code="invalid_type") from None
+        fields = translation.chat
+    logprobs = value(fields, "logprobs")
+    return Call(
+        dialect,
+        fields,
+        translation,
+        key=hash(raw),
+        index=index,
+        model=str(value(fields, "model") or ""),
+        stream=value(fields, "stream") is True,
+        shows_tokens=value(fields, "return_token_ids") is True,
+        shows_logprobs=logprobs is not None and logprobs is not False,
+        messages=_objects(_prompt(fields)),
+        tools=_objects(value(fields, "tools")),
     )
+
+
+def _prompt(fields: Fields) -> Json:
+    if "messages" in fields:
+        return value(fields, "messages")
+    prompt = value(fields, "prompt")
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else None
+
+
+def _objects(found: Json) -> list[dict[str, Json]]:
+    """What is stored of a list; what is none is the policy server's to refuse."""
+    return [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []
+
+
+def _complete(body: Fields, defaults: Sampling, index: int, route: Route) -> Sampling:
+    """Fill the parameters on which the agent is silent; returns all that are in force."""
+    asked = {name: value(body, name) for name in ("temperature", "top_p", "top_k", "seed")}
+    limit = value(body, "max_completion_tokens")
+    limit = value(body, "max_tokens") if limit is None else limit
+    if not route.frozen:
+        if limit is None and defaults.max_tokens is not None:
+            limit = body["max_tokens"] = defaults.max_tokens
+        filling = {"temperature": defaults.temperature, "top_p": defaults.top_p}
+        filling |= {"top_k": defaults.top_k} if defaults.top_k else {}
+        if defaults.seed is not None:  # equal calls of one attempt are still independent
+            filling["seed"] = defaults.seed + index
+        for name, default in filling.items():
+            if asked[name] is None:
+                asked[name] = body[name] = default
+    return Sampling(  # what is no number is the policy server's to refuse
+        temperature=_number(asked["temperature"], float, 1.0),
+        top_p=_number(asked["top_p"], float, 1.0),
+        top_k=_number(asked["top_k"], int, 0),
+        max_tokens=_number(limit, int, None),
+        seed=_number(asked["seed"], int, None),
+    )
+
+
+def _number(given: Json, kind: type, default: Any) -> Any:
+    if isinstance(given, bool) or not isinstance(given, int | kind):
+        return default
+    return kind(given)
+
+
+@dataclass(slots=True)
+class Part:
+    """A whole answer or a chunk of one, its values still bytes."""
+
+    fields: Fields
+    choices: list[Fields]
+
+
+def read_part(raw: bytes) -> Part:
+    """Raises msgspec.DecodeError for what is no completion."""
+    fields = _fields.decode(raw)
+    return Part(fields, _choices.decode(fields.get("choices", b"null")) or [])
 
 
 @dataclass(slots=True)
 class Choice:
     """One sampled continuation, complete once `finish` is set."""
 
-    prompt: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    prompt: array[int] = field(default_factory=int32)
+    tokens: array[int] = field(default_factory=int32)
+    logprobs: array[float] = field(default_factory=float32)
+    known: bool = False  # the server tells token ids
     message: dict[str, Json] = field(default_factory=dict)
     finish: str | None = None
 
     @property
     def exact(self) -> bool:
         """Every sampled token is known, with the log-prob it was sampled at."""
-        return bool(self.prompt) and len(self.tokens) == len(self.logprobs)
+        return self.known and bool(self.prompt) and len(self.tokens) == len(self.logprobs)
 
 
 @dataclass(slots=True)
@@ -111,76 +202,77 @@ class Answer:
     """An answer as it becomes known: absorb the whole of it, or chunk by chunk."""
 
     choices: dict[int, Choice] = field(default_factory=dict)
-    prompt: list[int] = field(default_factory=list)
+    prompt: array[int] = field(default_factory=int32)
 
-    def absorb(self, part: dict[str, Json]) -> bool:
-        """Read one part; true if it may end a choice, so that the agent must not see it early."""
-        self.prompt = part.get("prompt_token_ids") or self.prompt
-        choices = part.get("choices") or ()
-        for data in choices:
-            choice = self.choices.setdefault(data.get("index", 0), Choice())
-            choice.prompt = data.get("prompt_token_ids") or self.prompt or choice.prompt
-            choice.tokens += data.get("token_ids") or ()
-            choice.logprobs += _logprobs(data.get("logprobs") or {})
-            _merge(choice.message, data)
-            choice.finish = data.get("finish_reason") or choice.finish
-        return not choices or any(data.get("finish_reason") for data in choices)
+    def absorb(self, part: Part) -> bool:
+        """Read one part; true if it may end a choice, so that the agent must not see it early.
+
+        Raises msgspec.DecodeError, OverflowError, TypeError, KeyError or AttributeError for what
+        is no completion."""
+        if ids := _ids.decode(part.fields.get("prompt_token_ids", b"null")):
+            self.prompt = int32(ids)
+        for data in part.choices:
+            self._absorb_choice(data)
+        if part.choices:
+            return any(value(data, "finish_reason") for data in part.choices)
+        return any(choice.finish for choice in self.choices.values())
+
+    def _absorb_choice(self, data: Fields) -> None:
+        choice = self.choices.setdefault(value(data, "index") or 0, Choice())
+        ids = _ids.decode(data.get("prompt_token_ids", b"null"))
+        choice.prompt = int32(ids) if ids else self.prompt or choice.prompt
+        ids = _ids.decode(data.get("token_ids", b"null"))
+        if ids is not None:
+            choice.known = True
+            choice.tokens.extend(ids)
+        logprobs = _logprobs.decode(data.get("logprobs", b"null"))
+        if logprobs is not None:
+            choice.logprobs.extend(logprobs.token_logprobs or ())
+            choice.logprobs.extend([token.logprob for token in logprobs.content or ()])
+        _merge(choice.message, data)
+        choice.finish = value(data, "finish_reason") or choice.finish
 
     @property
     def complete(self) -> bool:
         return bool(self.choices) and all(choice.finish for choice in self.choices.values())
 
 
-def _logprobs(data: dict[str, Json]) -> list[float]:
-    if "token_logprobs" in data:  # completions
-        return list(data["token_logprobs"] or ())
-    return [entry["logprob"] for entry in data.get("content") or ()]
-
-
-def _merge(message: dict[str, Json], data: dict[str, Json]) -> None:
+def _merge(message: dict[str, Json], data: Fields) -> None:
     """Add a whole message, or a streamed difference, to what is known of it."""
     if "text" in data:  # completions
         message["role"] = "assistant"
-        message["content"] = message.get("content", "") + data["text"]
-    for key, value in (data.get("message") or data.get("delta") or {}).items():
+        message["content"] = message.get("content", "") + value(data, "text")
+    said = _object.decode(data.get("message") or data.get("delta") or b"null") or {}
+    for key, more in said.items():
         if key == "tool_calls" and "delta" in data:
-            _merge_tools(message.setdefault(key, []), value or ())
-        elif isinstance(value, str) and key != "role" and isinstance(message.get(key), str):
-            message[key] += value
-        elif value is not None or key not in message:
-            message[key] = value
+            _merge_tools(message.setdefault(key, []), more or ())
+        elif isinstance(more, str) and key != "role" and isinstance(message.get(key), str):
+            message[key] += more
+        elif more is not None or key not in message:
+            message[key] = more
 
 
 def _merge_tools(calls: list[dict[str, Json]], deltas: Any) -> None:
     for delta in deltas:
         position = delta.get("index", len(calls))
-        while len(calls) <= position:
+        if not 0 <= position <= len(calls):
+            raise KeyError(f"tool call {position} comes before call {len(calls)}")
+        if position == len(calls):
             calls.append({"type": "function", "function": {"name": "", "arguments": ""}})
         call = calls[position]
         call |= {k: v for k, v in delta.items() if k not in ("index", "function") and v is not None}
-        for key, value in (delta.get("function") or {}).items():
-            call["function"][key] = call["function"].get(key, "") + (value or "")
+        for key, more in (delta.get("function") or {}).items():
+            call["function"][key] = call["function"].get(key, "") + (more or "")
 
 
-def messages_of(call: Call) -> list[dict[str, Json]]:
-    """The conversation the agent sent; a text prompt is one user message."""
-    messages = call.body.get("messages", call.body.get("prompt"))
-    if isinstance(messages, str):
-        return [{"role": "user", "content": messages}]
-    return [m for m in messages or () if isinstance(m, dict)]
-
-
-def transition(choice: Choice, call: Call, **known: Any) -> Transition:
+def transition(choice: Choice, **known: Any) -> Transition:
     """The stored form of a choice. Without exact ids it is kept, marked inexact."""
     return Transition(
-        prompt=int32(choice.prompt),
-        completion=int32(choice.tokens),
-        logprobs=float32(choice.logprobs if choice.exact else ()),
-        sampling=call.sampling,
+        prompt=choice.prompt,
+        completion=choice.tokens,
+        logprobs=choice.logprobs if choice.exact else float32(),
         finish=choice.finish or "stop",
         exact=choice.exact,
-        messages=messages_of(call),
-        tools=call.body.get("tools") or [],
         answer=choice.message,
         **known,
     )

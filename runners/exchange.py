@@ -6,8 +6,8 @@ after that cuts the agent's connection, because any other end would look complet
 
 from __future__ import annotations
 
+import asyncio
 import time
-from typing import Any
 
 import aiohttp
 import msgspec
@@ -15,10 +15,24 @@ from aiohttp import web
 
 from agentrl.errors import StoreError
 from agentrl.runners.attribution import Caller, RefusedError
-from agentrl.runners.capture import Answer, read_call, transition
+from agentrl.runners.capture import Answer, Part, read_call, read_part, transition
+from agentrl.runners.dialects import Dialect
+from agentrl.runners.routing import Route
 from agentrl.runners.upstream import Upstream, UpstreamError, events, forwarded
 from agentrl.store.base import Store
-from agentrl.types import PolicyVersion, Transition
+from agentrl.types import Sampling, Transition
+
+# What parsing an answer raises when it is not the completion it should be.
+ODD = (
+    msgspec.DecodeError,
+    RecursionError,
+    OverflowError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+)
+REFUSES = (400, 422)  # what servers answer to fields they do not know
 
 
 class DisconnectedError(Exception):
@@ -29,27 +43,45 @@ class Exchange:
     """Owns one request of an agent and its answer."""
 
     def __init__(
-        self, upstream: Upstream, store: Store, caller: Caller, request: web.Request, api: str
+        self,
+        upstream: Upstream,
+        store: Store,
+        caller: Caller,
+        request: web.Request,
+        dialect: Dialect,
     ) -> None:
         self._upstream, self._store, self._caller = upstream, store, caller
-        self._request, self._api = request, api
+        self._request, self._dialect = request, dialect
         self._started = 0.0  # unix seconds
+        self._sampling = Sampling()  # in force where the call was sent
         self._sent: web.StreamResponse | None = None  # once the agent has the first byte
 
     async def run(self) -> web.StreamResponse:
         """Raises UpstreamError when there is no answer and none can come in time, RefusedError when
-        the attempt ended meanwhile, msgspec.DecodeError when the request is not a JSON object."""
+        the attempt ended meanwhile, and what `read_call` raises for the request."""
         live = self._caller.live
         index, live.calls = live.calls, live.calls + 1
-        sampling = live.attempt.rollout.sampling
-        self._call = call = read_call(self._api, await self._request.read(), sampling, index)
+        raw = await self._request.read()
+        self._call = read_call(self._dialect, raw, live.memory, index)
+        return await self._until_deadline()
+
+    async def _until_deadline(self) -> web.StreamResponse:
+        live, call = self._caller.live, self._call
         try:
-            return await self._upstream.retry(live, call.model, call.key, self._forward)
+            async with asyncio.timeout(live.left):
+                return await self._upstream.retry(
+                    live, call.model, self._caller.role_of(call.model), call.key, self._forward
+                )
         except DisconnectedError:
             return self._cut()
         except (UpstreamError, RefusedError):
             if self._sent is None:
                 raise
+            return self._cut()
+        except TimeoutError:
+            if self._sent is None:
+                message = f"attempt {live.id} ran out of time before the model had answered"
+                raise RefusedError(504, "attempt_timeout", message) from None
             return self._cut()
 
     def _cut(self) -> web.StreamResponse:
@@ -58,56 +90,83 @@ class Exchange:
         assert self._sent is not None
         return self._sent
 
-    async def _forward(self, policy: PolicyVersion) -> web.StreamResponse:
+    async def _forward(self, route: Route) -> web.StreamResponse:
+        tells = self._upstream.tells(route)
         try:
-            return await self._once(policy)
+            answer = await self._once(route, capture=tells is not False)
+            if answer.status in REFUSES and tells is None:  # our additions, or the agent's mistake?
+                answer = await self._once(route, capture=False)
+                if answer.status == 200:
+                    self._upstream.learn(route, tells=False)
         except UpstreamError as error:
             error.final = error.final or self._sent is not None
             raise
+        return answer
 
-    async def _once(self, policy: PolicyVersion) -> web.StreamResponse:
+    async def _once(self, route: Route, *, capture: bool) -> web.StreamResponse:
         self._started = time.time()
-        url = f"{policy.base_url}/{self._api}"
-        body = self._call.encode(policy.model)
-        async with self._upstream.post(url, body, forwarded(self._request.headers)) as reply:
+        call = self._call
+        defaults = self._caller.live.attempt.rollout.sampling
+        body, self._sampling = call.encode(route, defaults, capture=capture)
+        headers = self._request.headers
+        async with self._upstream.post(route, self._dialect.api, body, headers) as reply:
             if reply.status != 200:  # the agent's own mistake, in the server's words
-                headers = forwarded(reply.headers)
-                return web.Response(status=reply.status, body=await reply.read(), headers=headers)
-            if reply.content_type == "text/event-stream":
-                return await self._stream(policy, reply)
-            return await self._whole(policy, reply)
+                words = in_words_of(self._dialect, reply.status, await reply.read())
+                kind = "application/json"
+                return web.Response(status=reply.status, body=words, content_type=kind)
+            if call.stream != (reply.content_type == "text/event-stream"):
+                asked = "a stream" if call.stream else "an answer in one piece"
+                raise self._bad(route, f"{reply.content_type} when it was asked for {asked}")
+            if call.stream:
+                return await self._stream(route, reply)
+            return await self._whole(route, reply)
 
-    async def _whole(
-        self, policy: PolicyVersion, reply: aiohttp.ClientResponse
-    ) -> web.StreamResponse:
+    async def _whole(self, route: Route, reply: aiohttp.ClientResponse) -> web.StreamResponse:
         answer = Answer()
-        content, _ = self._read(await reply.read(), answer, policy)
+        part, _ = self._read(await reply.read(), answer, route)
         if not answer.choices:
-            raise self._bad(policy, "an answer without choices")
-        await self._keep(answer, policy, reply)
-        return web.Response(body=self._call.tidy(content), headers=forwarded(reply.headers))
+            raise self._bad(route, "an answer without choices")
+        body = self._call.tidy(part)
+        if self._call.translation is not None:
+            try:
+                whole = msgspec.json.decode(body)
+                body = self._call.translation.whole(whole, len(answer.prompt))
+            except ODD as error:
+                raise self._bad(route, f"what is not a completion ({error})") from None
+        await self._keep(answer, route, reply)
+        return web.Response(body=body, headers=forwarded(reply.headers))
 
-    async def _stream(
-        self, policy: PolicyVersion, reply: aiohttp.ClientResponse
-    ) -> web.StreamResponse:
+    async def _stream(self, route: Route, reply: aiohttp.ClientResponse) -> web.StreamResponse:
         answer, held = Answer(), []  # held: what an agent may take for the end
         async for event in events(reply.content.iter_any()):
             data = event.removeprefix(b"data:").strip()
             if data == b"[DONE]":
-                held.append(event)
+                held.append(b"" if self._call.translation else event)
             elif not event.startswith(b"data:"):  # a comment that keeps the connection alive
                 await self._send(event, reply)
             else:
-                content, final = self._read(data, answer, policy)
-                tidy = b"data: " + self._call.tidy(content) + b"\n\n"
+                part, final = self._read(data, answer, route)
+                shown = self._show(part, answer, route)
                 if final:
-                    held.append(tidy)
-                else:
-                    await self._send(tidy, reply)
+                    held.append(shown)
+                elif shown:
+                    await self._send(shown, reply)
         if not answer.complete:
-            raise self._bad(policy, "half a stream")
-        await self._keep(answer, policy, reply)
+            raise self._bad(route, "half a stream")
+        if self._call.translation is not None:
+            held.append(self._call.translation.end())
+        await self._keep(answer, route, reply)
         return await self._send(b"".join(held), reply)
+
+    def _show(self, part: Part, answer: Answer, route: Route) -> bytes:
+        """A chunk as the events of the agent's API."""
+        tidy = self._call.tidy(part)
+        if self._call.translation is None:
+            return b"data: " + tidy + b"\n\n"
+        try:
+            return self._call.translation.part(msgspec.json.decode(tidy), len(answer.prompt))
+        except ODD as error:
+            raise self._bad(route, f"what is not part of a completion ({error})") from None
 
     async def _send(self, data: bytes, reply: aiohttp.ClientResponse) -> web.StreamResponse:
         try:
@@ -119,26 +178,24 @@ class Exchange:
             raise DisconnectedError from error
         return self._sent
 
-    def _read(
-        self, raw: bytes, answer: Answer, policy: PolicyVersion
-    ) -> tuple[dict[str, Any], bool]:
+    def _read(self, raw: bytes, answer: Answer, route: Route) -> tuple[Part, bool]:
         try:
-            content = msgspec.json.decode(raw, type=dict[str, Any])
-            return content, answer.absorb(content)
-        except (msgspec.DecodeError, UnicodeDecodeError, TypeError, KeyError, AttributeError):
+            part = read_part(raw)
+            return part, answer.absorb(part)
+        except ODD:
             text = raw[:200].decode(errors="replace")
-            raise self._bad(policy, f"what is not a completion: {text}") from None
+            raise self._bad(route, f"what is not a completion: {text}") from None
 
-    def _bad(self, policy: PolicyVersion, what: str) -> UpstreamError:
-        message = f"the policy server at {policy.base_url} sent {what}"
+    def _bad(self, route: Route, what: str) -> UpstreamError:
+        message = f"the policy server at {route.base_url} sent {what}"
         return UpstreamError(message, transient=False)
 
-    async def _keep(
-        self, answer: Answer, policy: PolicyVersion, reply: aiohttp.ClientResponse
-    ) -> None:
+    async def _keep(self, answer: Answer, route: Route, reply: aiohttp.ClientResponse) -> None:
         """Returns when the transitions are durable."""
         live = self._caller.live
-        rows = self._transitions(answer, policy, reply.headers.get("x-policy-version", ""))
+        if any(choice.known for choice in answer.choices.values()):
+            self._upstream.learn(route, tells=True)
+        rows = self._transitions(answer, route, reply.headers.get("x-policy-version", ""))
         try:
             kept = await self._store.add_transitions(rows)
         except StoreError as error:
@@ -146,22 +203,61 @@ class Exchange:
         if not all(kept):
             raise RefusedError(403, "attempt_ended", f"attempt {live.id} has lost its lease")
 
-    def _transitions(self, answer: Answer, policy: PolicyVersion, version: str) -> list[Transition]:
+    def _transitions(self, answer: Answer, route: Route, version: str) -> list[Transition]:
         live, rows = self._caller.live, []
         for _, choice in sorted(answer.choices.items()):
             index, live.stored = live.stored, live.stored + 1
             row = transition(
                 choice,
-                self._call,
                 id=f"{live.id}-{index}",
                 attempt=live.id,
                 index=index,
-                role=self._caller.role,
-                policy=policy.policy,
-                version=int(version) if version.isdigit() else policy.version,
+                role=self._caller.role_of(self._call.model),
+                policy=route.policy,
+                version=int(version) if version.isdigit() else route.version,
+                sampling=self._sampling,
+                messages=self._call.messages,
+                tools=self._call.tools,
                 span=self._caller.span,
                 started=self._started,
                 seconds=time.time() - self._started,
             )
             rows.append(row)
         return rows
+
+
+def in_words_of(dialect: Dialect, status: int, body: bytes) -> bytes:
+    """A policy server's error for the agent: as it is where both speak the same API, else its
+    message in the agent's."""
+    try:
+        error = msgspec.json.decode(body, type=dict[str, dict[str, msgspec.Raw]])["error"]
+        message = msgspec.json.decode(error["message"], type=str)
+    except ODD:
+        message = body[:2000].decode(errors="replace")
+    else:
+        if dialect.translate is None:
+            return body
+    return msgspec.json.encode(dialect.error(status, "upstream_refused", message))
+
+
+async def pass_through(
+    upstream: Upstream, caller: Caller, request: web.Request, api: str
+) -> web.StreamResponse:
+    """A call that no policy learns from: routed and repeated as any other, and not recorded."""
+    raw = await request.read()
+    fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    model = msgspec.json.decode(fields.get("model", b'""'), type=str)
+
+    async def once(route: Route) -> web.StreamResponse:
+        body = msgspec.json.encode(fields | {"model": route.model or model})
+        async with upstream.post(route, api, body, request.headers) as reply:
+            headers = forwarded(reply.headers)
+            return web.Response(status=reply.status, body=await reply.read(), headers=headers)
+
+    live = caller.live
+    try:
+        async with asyncio.timeout(live.left):
+            return await upstream.retry(live, model, caller.role_of(model), hash(raw), once)
+    except TimeoutError:
+        message = f"attempt {live.id} ran out of time before {api} had answered"
+        raise RefusedError(504, "attempt_timeout", message) from None

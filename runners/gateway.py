@@ -1,46 +1,60 @@
-"""The model as the agents see it: an OpenAI-compatible server beside the worker.
+"""The model as the agents see it: OpenAI's and Anthropic's APIs beside the worker.
 
 Owns: a thread with its own event loop, so that an agent that blocks its loop blocks nothing here;
 the listening socket; the connections to the policy servers.
 Always true: a call that belongs to no live attempt is refused; the transition of a call is
 durable before the last byte of its answer leaves; an answer that was not stored is not given.
-Who may write: the worker registers attempts; the store is written only through `add_transitions`.
+Who may write: the worker registers attempts; the store is written only through `add_transitions`
+and `add_spans`, and only for the caller's own attempt.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
+from ipaddress import ip_address
 from typing import Any
 
-import msgspec
 from aiohttp import web
 
+from agentrl.config import UpstreamConfig
 from agentrl.errors import ConfigError
-from agentrl.runners.attribution import Attempts, Live, RefusedError
-from agentrl.runners.capture import CHAT, TEXT
-from agentrl.runners.exchange import Exchange
+from agentrl.runners.attribution import Attempts, Live
+from agentrl.runners.endpoints import LARGEST, Endpoints
 from agentrl.runners.routing import Router
-from agentrl.runners.upstream import Upstream, UpstreamError
+from agentrl.runners.upstream import Upstream
 from agentrl.store.base import Store
 from agentrl.types import Attempt
 
-LARGEST = 256 * 2**20  # bytes of a request
 BACKLOG = 4096  # connections that may wait to be accepted
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+FILES = 65_536  # open files of this process, where the system allows them
 
 
 class Gateway:
     """Start it, register attempts, and point agents at `base_url`."""
 
-    def __init__(self, store: Store, run: str, *, port: int = 0) -> None:
-        self.base_url = ""  # known once started; ends in /v1
-        self.attempts = Attempts()
-        self.router = Router(store, run)
-        self._store, self._port = store, port
+    def __init__(
+        self,
+        store: Store,
+        run: str,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        upstreams: Mapping[str, UpstreamConfig] | None = None,
+        roles: Mapping[str, str] | None = None,
+    ) -> None:
+        """With a `host` that others can connect to, only sealed attempts can be reached.
+
+        Raises ConfigError for an upstream without its API key."""
+        self.base_url = ""  # for agents on this machine, known once started; ends in /v1
+        self.port = port
+        self.attempts = Attempts(open=_loopback(host), roles=roles or ())
+        self.router = Router(store, run, upstreams, roles)
+        self._store, self._host = store, host
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="agentrl-gateway", daemon=True)
         self._listening: Future[int] = Future()
@@ -48,16 +62,20 @@ class Gateway:
 
     def start(self) -> None:
         """Returns when it listens. Raises ConfigError when the port is taken."""
+        _allow_connections()
         self._thread.start()
         try:
             port = self._listening.result()
         except OSError as error:
             self._thread.join()
             raise ConfigError(
-                f"runner.port = {self._port}: the gateway cannot listen there"
+                f"runner.port = {self.port}: the gateway cannot listen there"
                 f" ({error.strerror or error}); choose another port, or 0 for any free one"
             ) from error
-        self.base_url = f"http://127.0.0.1:{port}/v1"
+        self.port = port
+        here = "127.0.0.1" if self._host in ("", "0.0.0.0") else self._host
+        here = "[::1]" if here == "::" else f"[{here}]" if ":" in here else here
+        self.base_url = f"http://{here}:{port}/v1"
 
     def close(self) -> None:
         """Refuse new calls, cut those in flight, end the thread."""
@@ -65,15 +83,30 @@ class Gateway:
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()
 
-    def register(self, attempt: Attempt) -> Live:
-        """From now on calls may belong to `attempt`; its time starts to run."""
-        return self.attempts.register(attempt)
+    def register(self, attempt: Attempt, *, sealed: bool = False) -> Live:
+        """From now on calls may belong to `attempt`; its time starts to run. A sealed one is
+        reached only with its `key`: give no more than that to what runs outside this process."""
+        return self.attempts.register(attempt, sealed=sealed)
 
     def unregister(self, live: Live) -> None:
         """The attempt is over: later calls are refused, calls in flight are cut."""
         self.attempts.unregister(live.id)
         if live.tasks:
             self._loop.call_soon_threadsafe(_cut, live)
+
+    def pause(self) -> None:
+        """Hold new calls to policies, within the deadlines of their attempts, until `resume`.
+
+        Another process has the same effect by publishing a policy with an empty base URL: it is
+        held wherever this gateway runs until it is published with one."""
+        self._loop.call_soon_threadsafe(self.router.pause)
+
+    def resume(self) -> None:
+        self._loop.call_soon_threadsafe(self.router.resume)
+
+    async def drain(self) -> None:
+        """Returns when no policy is answering a call; `pause` first, or there may be no end."""
+        await asyncio.wrap_future(self.spawn(self.router.drain()))
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> Future[None]:
         """Run `work` beside the server, where no agent can hold it up."""
@@ -85,19 +118,15 @@ class Gateway:
 
     async def _main(self) -> None:
         upstream = Upstream(self.router)
-        app = web.Application(middlewares=[_openai_errors], client_max_size=LARGEST)
-        handlers = _Handlers(self.attempts, self.router, upstream, self._store)
-        for prefix in ("/v1", "/a/{attempt}/v1", "/a/{attempt}/{role}/v1"):
-            app.router.add_post(f"{prefix}/{CHAT}", handlers.chat)
-            app.router.add_post(f"{prefix}/{TEXT}", handlers.text)
-            app.router.add_get(f"{prefix}/models", handlers.models)
+        app = web.Application(client_max_size=LARGEST)
+        Endpoints(self.attempts, self.router, upstream, self._store).add_to(app)
         runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=0.0
         )
         following = asyncio.create_task(self.router.follow())
         try:
             await runner.setup()
-            site = web.TCPSite(runner, "127.0.0.1", self._port, backlog=BACKLOG)
+            site = web.TCPSite(runner, self._host, self.port, backlog=BACKLOG)
             try:
                 await site.start()
             except OSError as error:
@@ -116,64 +145,12 @@ class Gateway:
                 await following
 
 
-class _Handlers:
-    """The routes."""
-
-    def __init__(
-        self, attempts: Attempts, router: Router, upstream: Upstream, store: Store
-    ) -> None:
-        self._attempts, self._router, self._upstream = attempts, router, upstream
-        self._store = store
-
-    async def chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._call(request, CHAT)
-
-    async def text(self, request: web.Request) -> web.StreamResponse:
-        return await self._call(request, TEXT)
-
-    async def models(self, _: web.Request) -> web.StreamResponse:
-        names = sorted({*self._router.policies} | {p.model for p in self._router.policies.values()})
-        listed = [
-            {"id": name, "object": "model", "created": 0, "owned_by": "agentrl"} for name in names
-        ]
-        return json_response(200, {"object": "list", "data": listed})
-
-    async def _call(self, request: web.Request, api: str) -> web.StreamResponse:
-        caller = self._attempts.caller(request.headers, request.match_info)
-        task = asyncio.current_task()
-        assert task is not None
-        caller.live.tasks.add(task)
-        try:
-            exchange = Exchange(self._upstream, self._store, caller, request, api)
-            return await exchange.run()
-        finally:
-            caller.live.tasks.discard(task)
-
-
-@web.middleware
-async def _openai_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Whatever goes wrong has the shape of an OpenAI error, and says whether to repeat."""
-    try:
-        return await handler(request)
-    except RefusedError as refused:
-        return _error(refused.status, refused.code, refused.message)
-    except UpstreamError as error:
-        if error.status is None:
-            return _error(502, "model_unavailable", error.message)
-        return web.Response(
-            status=error.status,
-            body=error.body,
-            content_type="application/json",
-            headers={"x-should-retry": "false"},  # we have, for as long as it made sense
-        )
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        return _error(400, "invalid_json", f"the request body is not a JSON object: {error}")
-    except web.HTTPRequestEntityTooLarge:
-        return _error(413, "too_large", f"the request is larger than {LARGEST} bytes")
-    except web.HTTPException as error:
-        known = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models"
-        message = f"{request.method} {request.path}: {error.reason}; there is {known}"
-        return _error(error.status, "unknown_url", message)
+def _allow_connections() -> None:
+    """A call in flight is two of this process's open files, and many systems begin at 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _cut(live: Live) -> None:
@@ -181,18 +158,8 @@ def _cut(live: Live) -> None:
         task.cancel()
 
 
-def _error(status: int, code: str, message: str) -> web.Response:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    error = {"message": message, "type": kind, "param": None, "code": code}
-    return json_response(status, {"error": error}, {"x-should-retry": "false"})
-
-
-def json_response(
-    status: int, value: object, headers: dict[str, str] | None = None
-) -> web.Response:
-    return web.Response(
-        status=status,
-        body=msgspec.json.encode(value),
-        content_type="application/json",
-        headers=headers,
-    )
+def _loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -20,10 +20,11 @@ import msgspec
 
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
-from agentrl.runners import agents, tracing, verifiers
-from agentrl.runners.agents import Agent
+from agentrl.runners import tracing, verifiers
 from agentrl.runners.environment import environment
-from agentrl.runners.execution import Executor
+from agentrl.runners.execution import Execution
+from agentrl.runners.executors import Executor
+from agentrl.runners.executors.choice import choose
 from agentrl.runners.gateway import Gateway
 from agentrl.runners.threads import DaemonThreads
 from agentrl.runners.verifiers import Verifier
@@ -33,7 +34,8 @@ from agentrl.store.base import Store
 
 
 def main(store_url: str, run: str, *, root: Path | None = None, name: str | None = None) -> int:
-    """Run rollouts of `run` until SIGTERM or SIGINT; the exit code.
+    """Run rollouts of `run` until SIGTERM or SIGINT, which leaves those in progress
+    `runner.drain` seconds; the exit code.
 
     Raises AgentRLError for what the user can mend: an agent or verifier that cannot be loaded, a
     port that is taken, a store that cannot be opened."""
@@ -78,29 +80,48 @@ async def start_runner(
         config = await _config(store, run, stop)
         if config is None:
             return
-        folder = root or Path(config.root)
-        gateway = Gateway(store, run, port=config.runner.port)
+        folder, name = root or Path(config.root), name or _name()
+        gateway = Gateway(
+            store,
+            run,
+            host=config.runner.host,
+            port=config.runner.port,
+            upstreams=config.upstreams,
+            roles=config.roles,
+        )
         await asyncio.to_thread(gateway.start)
         try:
             with environment(gateway.base_url):
-                executor = Executor(
+                executor = choose(
+                    config, root=folder, gateway=gateway.base_url, runner=name, agent=agent
+                )
+                scored = Execution(
                     store,
                     gateway,
-                    _agent(agent, config, folder),
+                    executor,
                     _verifier(verifier, config, folder),
                     config.agent.error_reward,
+                    config.agent.retries,
                 )
                 asyncio.get_running_loop().set_default_executor(DaemonThreads())
                 if config.runner.framework_spans:
                     tracing.instrument_frameworks()
-                if ready is not None:
-                    ready()
-                worker = Worker(
-                    run, executor, config.runner, name=name or _name(), on_blocked=on_blocked
-                )
-                await worker.run(stop)
+                async with _started(executor):
+                    if ready is not None:
+                        ready()
+                    worker = Worker(run, scored, config.runner, name=name, on_blocked=on_blocked)
+                    await worker.run(stop)
         finally:
             await asyncio.to_thread(gateway.close)
+
+
+@contextlib.asynccontextmanager
+async def _started(executor: Executor) -> AsyncIterator[None]:
+    try:
+        await executor.start()
+        yield
+    finally:
+        await executor.close()
 
 
 class RunnerThread:
@@ -163,13 +184,6 @@ async def _config(store: Store, run: str, stop: asyncio.Event) -> RunConfig | No
             return msgspec.convert(state.config, RunConfig)
         cursor = await store.wait(cursor, timeout=1.0)
     return None
-
-
-def _agent(given: object, config: RunConfig, root: Path) -> Agent:
-    path = config.agent.path if given is None else given
-    if path == "":
-        raise ConfigError("agent.path is missing: write it as file.py:name")
-    return agents.as_agent(agents.load(path, root) if isinstance(path, str) else path)
 
 
 def _verifier(given: Callable[..., Any] | str | None, config: RunConfig, root: Path) -> Verifier:

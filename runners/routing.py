@@ -1,15 +1,23 @@
-"""Where each policy is served right now: the store's policies table, followed.
+"""Where each call is answered right now: by the store's policies table, or a frozen endpoint.
 
-Owns: a copy of the table, never older than `THROTTLE` seconds behind the store's change feed.
-Who may write: its own `follow` task.
+Owns: a copy of the table, never older than `THROTTLE` seconds behind the store's change feed; the
+count of calls that policies are answering.
+Always true: a call to a policy that is paused, or published without a base URL because its weights
+are being updated, waits; frozen endpoints are never held.
+Who may write: its own event loop only.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import NamedTuple
 
-from agentrl.errors import StoreError
+from agentrl.config import UpstreamConfig
+from agentrl.errors import ConfigError, StoreError
 from agentrl.store.base import Store
 from agentrl.types import PolicyVersion
 
@@ -18,13 +26,35 @@ THROTTLE = 0.1  # seconds between reads: every write moves the feed, few of them
 DEFAULT = "policy"
 
 
-class Router:
-    """Maps the model name of a request to the server that answers it."""
+class Route(NamedTuple):
+    """The server that answers a call."""
 
-    def __init__(self, store: Store, run: str) -> None:
+    policy: str  # name of the policy or of the frozen endpoint
+    version: int | None
+    base_url: str  # ends in /v1
+    model: str  # the name the server answers to; empty: the one the agent asks for
+    key: str = ""  # its own API key
+    frozen: bool = False  # it is not trained
+
+
+class Router:
+    """Maps role and model name of a request to the server that answers it."""
+
+    def __init__(
+        self,
+        store: Store,
+        run: str,
+        upstreams: Mapping[str, UpstreamConfig] | None = None,
+        roles: Mapping[str, str] | None = None,
+    ) -> None:
+        """Raises ConfigError when the key of a frozen endpoint is not in the environment."""
         self.store, self.run = store, run
         self.policies: dict[str, PolicyVersion] = {}
-        self._served = asyncio.Event()
+        self.frozen = {name: _frozen(name, made) for name, made in (upstreams or {}).items()}
+        self.roles = roles or {}
+        self._paused = False
+        self._answering = 0
+        self._news = asyncio.Event()  # set and replaced whenever a route may have changed
 
     async def follow(self) -> None:
         """Keep the copy fresh, for ever."""
@@ -36,22 +66,63 @@ class Router:
             except StoreError as error:  # what was known may still be right
                 log.warning("the routes of run %s cannot be read: %s", self.run, error)
                 cursor = 0
-            if self.policies:
-                self._served.set()
-            else:  # a new owner of the run has not published yet
-                self._served.clear()
+            self._tell()
             await asyncio.sleep(THROTTLE)
 
-    async def route(self, model: str) -> PolicyVersion:
-        """The policy of that name or of that served model, else the one that is trained.
+    @asynccontextmanager
+    async def route(self, model: str, role: str) -> AsyncIterator[Route]:
+        """The server for one call, which counts as in flight until the end of the block.
 
-        Agents keep their own model names ("gpt-4o-mini"), so an unknown name is the default
-        policy. Waits while no policy is served yet."""
-        await self._served.wait()
-        exact = self.policies.get(model)
-        if exact is not None:
-            return exact
-        for policy in self.policies.values():
-            if policy.model == model:
-                return policy
-        return self.policies.get(DEFAULT) or next(iter(self.policies.values()))
+        Waits while the policy is not served or held."""
+        while (route := self.find(model, role)) is None:
+            await self._news.wait()
+        self._answering += not route.frozen
+        try:
+            yield route
+        finally:
+            self._answering -= not route.frozen
+            if not self._answering:
+                self._tell()
+
+    def find(self, model: str, role: str) -> Route | None:
+        """By role, if the run file maps it, else by the requested name: a frozen endpoint, a
+        policy, a served model. Agents keep their own model names ("gpt-4o-mini"), so any other
+        name is the policy that is trained. None: it cannot answer now."""
+        name = self.roles.get(role, model)
+        if name in self.frozen:
+            return self.frozen[name]
+        policy = self.policies.get(name)
+        if policy is None and role not in self.roles:
+            served = (p for p in self.policies.values() if p.model == name)
+            policy = next(served, None) or self.policies.get(DEFAULT)
+            policy = policy or next(iter(self.policies.values()), None)
+        if policy is None or not policy.base_url or self._paused:
+            return None
+        return Route(policy.policy, policy.version, policy.base_url, policy.model)
+
+    def pause(self) -> None:
+        """Hold calls to policies that have not begun, until `resume`."""
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+        self._tell()
+
+    async def drain(self) -> None:
+        """Returns when no policy is answering a call."""
+        while self._answering:
+            await self._news.wait()
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+
+def _frozen(name: str, config: UpstreamConfig) -> Route:
+    key = os.environ.get(config.key_env, "") if config.key_env else ""
+    if config.key_env and not key:
+        raise ConfigError(
+            f"upstreams.{name}.key_env: the environment has no {config.key_env}; set it to the"
+            " endpoint's API key where the runner starts"
+        )
+    return Route(name, None, config.base_url.rstrip("/"), config.model, key, frozen=True)

@@ -1,36 +1,30 @@
 """An attempt is an OpenTelemetry trace: its id is the trace id of every span and model call in it.
 
-Owns: the span lists of the attempts in progress.
-Always true: inside `attempt(id)` the current trace id is `id`, in the task, in threads that copied
-its context and in every request of httpx and httpx2, whose W3C headers name it.
-Who may write: OpenTelemetry's span processor hook, from any thread.
+Owns: what the process is taught once, so that its clients, threads, frameworks and tracers take
+part; the journals belong to `journal`.
+Always true: inside `attempt(id)` the current trace id is `id`, in its tasks and threads and in
+every request of the HTTP clients, whose W3C headers name it.
 """
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
 import msgspec
-from opentelemetry import baggage, context, trace
-from opentelemetry.instrumentation.httpx import HTTPX2ClientInstrumentor, HTTPXClientInstrumentor
+from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
-from opentelemetry.trace import (
-    NonRecordingSpan,
-    ProxyTracerProvider,
-    SpanContext,
-    StatusCode,
-    TraceFlags,
-)
+from opentelemetry.trace import ProxyTracerProvider, StatusCode
 
 from agentrl.errors import ConfigError
-from agentrl.runners.attribution import ROLE
+from agentrl.otlp import DESCRIPTION, KIND, kind_of
+from agentrl.runners import clients, inherit, journal, steps
+from agentrl.runners.journal import Journal
+from agentrl.runners.roles import role
 from agentrl.types import Span
 
-KIND = "openinference.span.kind"
-KINDS = frozenset({"agent", "chain", "tool", "llm"})
+__all__ = ["KIND", "Tracing", "install", "instrument_frameworks", "records", "role"]
 
 
 @cache
@@ -45,14 +39,13 @@ def install() -> Tracing:
         provider = TracerProvider()
         if unset:
             trace.set_tracer_provider(provider)
-    for instrumentor in (HTTPXClientInstrumentor(), HTTPX2ClientInstrumentor()):
-        if not instrumentor.is_instrumented_by_opentelemetry:
-            instrumentor.instrument(tracer_provider=provider)
+    clients.install()
+    inherit.install()
     return Tracing(provider)
 
 
 def instrument_frameworks() -> None:
-    """Also record the steps of LangChain and LangGraph as spans.
+    """Also record what the steps of LangChain and LangGraph say, as spans of OpenInference.
 
     Raises ConfigError when the package that does it is missing."""
     try:
@@ -65,68 +58,61 @@ def instrument_frameworks() -> None:
     instrumentor = LangChainInstrumentor()
     if not instrumentor.is_instrumented_by_opentelemetry:
         instrumentor.instrument()
+    steps.leave_to(instrumentor.get_span)
 
 
 class Tracing(SpanProcessor):
-    """Runs attempts inside their traces and collects the spans they finish."""
+    """Runs attempts inside their traces and notes the spans that end in them."""
 
     def __init__(self, provider: TracerProvider) -> None:
-        self._spans: dict[int, list[ReadableSpan]] = {}
-        self._tracer = provider.get_tracer("agentrl")
         provider.add_span_processor(self)
 
     @contextmanager
-    def attempt(self, attempt: str) -> Iterator[list[ReadableSpan]]:
-        """Run the block in the trace of `attempt` (32 hex digits); gives the spans that finish."""
-        trace_id = int(attempt, 16)
-        parent = SpanContext(
-            trace_id, secrets.randbits(64) | 1, is_remote=True, trace_flags=TraceFlags(1)
-        )
-        spans = self._spans[trace_id] = []
-        outer = trace.set_span_in_context(NonRecordingSpan(parent), context.Context())
-        try:
-            with self._tracer.start_as_current_span(
-                "attempt", context=outer, attributes={KIND: "AGENT"}
-            ):
-                yield spans
-        finally:
-            del self._spans[trace_id]
+    def attempt(self, attempt: str) -> Iterator[Journal]:
+        """Run the block in the trace of `attempt` (32 hex digits); gives what it leaves behind."""
+        steps.install()  # here, not at the start: an agent may import LangChain when it is called
+        with journal.opened(attempt) as here:
+            yield here
 
     def on_end(self, span: ReadableSpan) -> None:
-        spans = self._spans.get(span.context.trace_id) if span.context else None
-        if spans is not None:
-            spans.append(span)
+        journal.write(span)
 
 
-@contextmanager
-def role(name: str) -> Iterator[None]:
-    """Model calls made inside the block belong to the role `name`."""
-    token = context.attach(baggage.set_baggage(ROLE, name))
-    try:
-        yield
-    finally:
-        context.detach(token)
+def records(left: Journal, attempt: str) -> list[Span]:
+    """Finished spans as they are stored. One whose parent was not recorded, because it had not
+    ended or was not sampled, is a child of the attempt."""
+    known = {span.id for span in left.spans}
+    known |= {_hex(span.context.span_id) for span in left.finished if span.context}
+    own = [
+        span if span.parent is None or span.parent in known else _adopt(span, left)
+        for span in left.spans
+    ]
+    return own + [_record(span, attempt, known, left.root) for span in left.finished]
 
 
-def records(spans: list[ReadableSpan], attempt: str) -> list[Span]:
-    """Finished spans as they are stored; a parent outside of the attempt is left out."""
-    known = {span.context.span_id for span in spans if span.context}
-    return [_record(span, attempt, known) for span in spans if span.context]
+def _adopt(span: Span, left: Journal) -> Span:
+    return msgspec.structs.replace(span, parent=left.root)
 
 
-def _record(span: ReadableSpan, attempt: str, known: set[int]) -> Span:
-    attributes = dict(span.attributes or {})
-    kind = str(attributes.pop(KIND, "")).lower()
-    parent = span.parent.span_id if span.parent and span.parent.span_id in known else None
+def _record(span: ReadableSpan, attempt: str, known: set[str], root: str) -> Span:
     assert span.context is not None
+    attributes = dict(span.attributes or {})
+    kind = kind_of(attributes)
+    if span.status.description:
+        attributes[DESCRIPTION] = span.status.description
+    parent = _hex(span.parent.span_id) if span.parent else root
     return Span(
-        id=format(span.context.span_id, "016x"),
+        id=_hex(span.context.span_id),
         attempt=attempt,
-        parent=None if parent is None else format(parent, "016x"),
+        parent=parent if parent in known else root,
         name=span.name,
-        kind=kind if kind in KINDS else "internal",
+        kind=kind,
         start=span.start_time or 0,
         end=span.end_time or 0,
         ok=span.status.status_code is not StatusCode.ERROR,
         attributes=msgspec.to_builtins(attributes, enc_hook=str),
     )
+
+
+def _hex(span_id: int) -> str:
+    return format(span_id, "016x")

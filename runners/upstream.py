@@ -1,5 +1,6 @@
 """The hop to the policy server: one connection pool without a limit, retries within the attempt.
 
+Owns: the connections; what each server has shown about token ids.
 A call is repeated on connection errors, 429 and 5xx as long as nothing of its answer reached the
 agent, each time on the route as it is then: the policy server may be restarting elsewhere.
 """
@@ -7,6 +8,7 @@ agent, each time on the route as it is then: the policy server may be restarting
 from __future__ import annotations
 
 import asyncio
+import io
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -16,20 +18,22 @@ import aiohttp
 from multidict import CIMultiDict
 
 from agentrl.runners.attribution import Live
-from agentrl.runners.routing import Router
-from agentrl.types import PolicyVersion
+from agentrl.runners.routing import Route, Router
 
 T = TypeVar("T")
 BACKOFF = 0.05  # seconds before the first repetition; doubles
 LONGEST = 1.0  # seconds between repetitions
 TRIES = 6  # for failures that waiting does not mend
 TRANSIENT = frozenset({429, 502, 503, 504})
+LARGE = 2**20  # bytes of a request
 CONNECT = 5.0  # seconds to establish a connection
 
 # Between the agent and us, or between us and the server; everything else passes through.
 HOP = {"authorization", "connection", "content-length", "content-encoding", "accept-encoding"}
 HOP |= {"date", "host", "keep-alive", "proxy-authorization", "server", "te", "trailer"}
-HOP |= {"transfer-encoding", "upgrade", "x-policy-version"}
+HOP |= {"transfer-encoding", "upgrade", "x-api-key", "x-policy-version"}
+# Between us and what we train: of no concern to a frozen endpoint, which may be anybody's.
+PRIVATE = {"baggage", "cookie", "traceparent", "tracestate"}
 
 
 class UpstreamError(Exception):
@@ -63,12 +67,27 @@ class Upstream:
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT),
             read_bufsize=2**20,
         )
+        self._tells: dict[str, bool] = {}  # base URL -> it gives token ids, or refuses to
 
     async def close(self) -> None:
         await self.session.close()
 
+    def tells(self, route: Route) -> bool | None:
+        """Whether the server gives token ids; None while that is not known."""
+        return self._tells.get(route.base_url)
+
+    def learn(self, route: Route, *, tells: bool) -> None:
+        """What its answers show. A server that gave ids once is never thought to refuse them."""
+        if not self._tells.get(route.base_url):
+            self._tells[route.base_url] = tells
+
     async def retry(
-        self, live: Live, model: str, key: int, once: Callable[[PolicyVersion], Awaitable[T]]
+        self,
+        live: Live,
+        model: str,
+        role: str,
+        key: int,
+        once: Callable[[Route], Awaitable[T]],
     ) -> T:
         """The first success of `once`. `live` carries the failure of call `key` until then.
 
@@ -76,10 +95,11 @@ class Upstream:
         wait, tries = BACKOFF, 0
         while True:
             tries += 1
-            if not self.router.policies:
-                live.failures[key] = "no policy server is known for this run yet"
+            if self.router.find(model, role) is None:
+                live.failures[key] = "no policy server was ready for this call"
             try:
-                value = await once(await self.router.route(model))
+                async with self.router.route(model, role) as route:
+                    value = await once(route)
             except UpstreamError as error:
                 live.failures[key] = error.message
                 pause = max(error.retry_after, wait * random.uniform(0.5, 1.0))
@@ -94,14 +114,33 @@ class Upstream:
 
     @asynccontextmanager
     async def post(
-        self, url: str, body: bytes, headers: Mapping[str, str]
+        self, route: Route, api: str, body: bytes, headers: Mapping[str, str]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """The server's answer, of any status that is an answer.
 
-        Raises UpstreamError for 429, 5xx and a connection that cannot be made or breaks."""
+        Raises UpstreamError for 3xx, 401, 403, 429, 5xx and a connection that cannot be made or
+        breaks: none of them is the agent's doing."""
+        url = f"{route.base_url}/{api}"
+        sent = forwarded(headers)
+        if route.frozen:
+            for name in PRIVATE:
+                sent.popall(name, None)
+        if route.key:
+            sent["authorization"] = f"Bearer {route.key}"
         try:
-            async with self.session.post(url, data=body, headers=headers) as answer:
-                if answer.status == 429 or answer.status >= 500:
+            # In pieces, where writing it all at once would hold up the other calls.
+            data = body if len(body) < LARGE else io.BytesIO(body)
+            async with self.session.post(
+                url, data=data, headers=sent, allow_redirects=False
+            ) as answer:
+                status = answer.status
+                if 300 <= status < 400 or status in (401, 403):
+                    raise UpstreamError(
+                        f"the endpoint {route.policy!r} at {url} answered {status}; correct its"
+                        " base_url or its API key",
+                        final=True,
+                    )
+                if status == 429 or status >= 500:
                     raise await _refusal(url, answer)
                 yield answer
         except (aiohttp.ClientError, TimeoutError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Calling the user's verifier: task and result (and the trace, if it asks) to named rewards."""
+"""Calling the user's verifier: task and result (and the trace, if it asks) to rewards."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from agentrl.errors import AgentError, AgentRLError
 from agentrl.loading import load_attribute
 from agentrl.runners import threads
-from agentrl.types import Json, Reward, Trace
+from agentrl.types import Json, Reward, Scope, Trace
 
 ARGUMENTS = ("task", "result", "trace")
 
@@ -24,7 +26,8 @@ class VerifierError(AgentRLError):
 class Verifier:
     """A user's verifier, called with those of `task`, `result` and `trace` that it declares.
 
-    It returns a number, the outcome, or a mapping of names to numbers, and may be async."""
+    It may be async and returns a number, the outcome; a mapping of names to numbers; or a `Reward`
+    or a list of them, about the rollout, a role, or a transition of the trace by its id."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         """Raises AgentError when `function` asks for anything else."""
@@ -38,7 +41,8 @@ class Verifier:
     async def __call__(
         self, *, task: Mapping[str, Json], result: Json, trace: Trace | None
     ) -> list[Reward]:
-        """Raises VerifierError for anything but finite numbers, and what the function raises."""
+        """Raises VerifierError for anything but finite numbers, and what the function raises.
+        Whether the targets of rows exist is not looked at."""
         given = {"task": task, "result": result, "trace": trace}
         call = partial(self.function, **{name: given[name] for name in self.arguments})
         if inspect.iscoroutinefunction(self.function):
@@ -57,11 +61,32 @@ def load(path: str, root: Path) -> Verifier:
 
 def rewards(returned: object) -> list[Reward]:
     """Reward rows of a verifier's answer."""
+    if isinstance(returned, Reward):
+        return [_row(returned)]
+    if isinstance(returned, Mapping | list | tuple) and not returned:
+        raise VerifierError("the verifier returned no reward; return a number, or a mapping")
     if isinstance(returned, Mapping):
-        if not returned:
-            raise VerifierError("the verifier returned no reward; return a number, or a mapping")
         return [Reward(name=str(name), value=_number(v, name)) for name, v in returned.items()]
+    if isinstance(returned, list | tuple):
+        return [_row(row) for row in returned]
     return [Reward(value=_number(returned, "outcome"))]
+
+
+def _row(row: object) -> Reward:
+    if not isinstance(row, Reward):
+        raise VerifierError(f"the verifier returned {row!r:.80} in a list; return agentrl.Reward")
+    try:
+        scope = Scope(row.scope)
+    except ValueError:
+        known = ", ".join(map(repr, map(str, Scope)))
+        message = f"the verifier returned the reward scope {row.scope!r:.80}; there is {known}"
+        raise VerifierError(message) from None
+    if (row.target is None) != (scope is Scope.ROLLOUT):
+        raise VerifierError(
+            f"the verifier returned {row!r:.200}; give it a target exactly if it is about a role"
+            " (its name) or a transition (the id of one in trace.transitions)"
+        )
+    return replace(row, value=_number(row.value, row.name), name=str(row.name), scope=scope)
 
 
 def _number(value: Any, name: object) -> float:

@@ -1,8 +1,9 @@
 """Claims rollouts, runs an attempt of each and ends it in the store.
 
 Owns: one task for each attempt in progress, at most `concurrency` of them running an agent.
-Always true: an attempt is ended by exactly one of: its outcome, being given back when the worker is
-told to stop, or its lease running out. One whose lease is lost is stopped and not written.
+Always true: an attempt is ended by exactly one of: its outcome, being given back when the worker
+was told to stop and it did not end within `drain`, or its lease running out. One whose lease is
+lost is stopped and not written.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from concurrent.futures import Future
 from agentrl.config import RunnerConfig
 from agentrl.errors import StoreError
 from agentrl.runners.attribution import Live
-from agentrl.runners.execution import Executor
+from agentrl.runners.execution import Execution
 from agentrl.types import Attempt, ErrorKind, Failure, Outcome
 
 log = logging.getLogger("agentrl.runner")
@@ -30,7 +31,7 @@ class Worker:
     def __init__(
         self,
         run: str,
-        executor: Executor,
+        execution: Execution,
         config: RunnerConfig,
         *,
         name: str,
@@ -40,15 +41,20 @@ class Worker:
         the event loop so long that no time-out can end it."""
         self.run_name, self.config, self.name = run, config, name
         self.on_blocked = on_blocked
-        self._executor = executor
-        self._store, self._gateway = executor.store, executor.gateway
+        self._execution = execution
+        self._store, self._gateway = execution.store, execution.gateway
+        limit = execution.executor.limit
+        self._places = config.concurrency if limit is None else min(limit, config.concurrency)
         self._running: dict[str, tuple[asyncio.Task[None], Live]] = {}
         self._ending: set[asyncio.Task[None]] = set()
+        self._outcomes: list[Outcome] = []
+        self._finishing = asyncio.Lock()
         self._failed: BaseException | None = None
         self._changed = asyncio.Event()  # a slot is free, or it is time to stop
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Work until `stop` is set, then give back at once what is unfinished.
+        """Work until `stop` is set, let what is running finish for `drain` seconds, then give back
+        what is unfinished.
 
         Raises StoreError when the store cannot be used any more."""
         stopping = asyncio.create_task(stop.wait())
@@ -58,17 +64,18 @@ class Worker:
         leases.add_done_callback(lambda ended: home.call_soon_threadsafe(self._settle, ended))
         try:
             while not stop.is_set() and self._failed is None:
-                await self._round()
+                await self._round(stop)
+            await self._drain()
         finally:
             stopping.cancel()
             leases.cancel()
-            await self._give_back()
+            await self._abandon()
         if self._failed:
             raise self._failed
 
-    async def _round(self) -> None:
+    async def _round(self, stop: asyncio.Event) -> None:
         self._changed.clear()
-        free = self.config.concurrency - len(self._running)
+        free = self._places - len(self._running)
         if not free:
             await self._changed.wait()
             return
@@ -81,24 +88,35 @@ class Worker:
         attempts = await self._store.claim(
             free, runner=self.name, lease=self.config.lease, run=self.run_name, timeout=ROUND
         )
+        if stop.is_set():
+            await self._give_back(attempts)
+            return
         for attempt in attempts:
             self._start(attempt)
 
     def _start(self, attempt: Attempt) -> None:
-        live = self._gateway.register(attempt)
+        live = self._gateway.register(attempt, sealed=self._execution.executor.sealed)
         task = asyncio.create_task(self._attempt(live), name=f"attempt-{live.id}")
         self._running[live.id] = task, live
         task.add_done_callback(self._settle)
 
     async def _attempt(self, live: Live) -> None:
         try:
-            outcome = await self._executor.run(live)
+            outcome = await self._execution.run(live)
         finally:
             task, _ = self._running.pop(live.id)
             self._changed.set()
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
-        await self._store.finish([outcome])
+        await self._end(outcome)
+
+    async def _end(self, outcome: Outcome) -> None:
+        """Those that end while the store is busy are ended together."""
+        self._outcomes.append(outcome)
+        async with self._finishing:
+            if self._outcomes:  # else they went with those of another attempt
+                outcomes, self._outcomes = self._outcomes, []
+                await self._store.finish(outcomes)
 
     def _settle(self, ended: asyncio.Task[None] | Future[None]) -> None:
         """What an attempt or the heartbeat did not expect ends the worker."""
@@ -106,22 +124,30 @@ class Worker:
             self._failed = ended.exception()
             self._changed.set()
 
-    async def _give_back(self) -> None:
-        """Stop what is running and return it to the queue, without waiting for leases to expire."""
+    async def _drain(self) -> None:
+        running = [task for task, _ in self._running.values()]
+        if running and self._failed is None:
+            await asyncio.wait(running, timeout=self.config.drain)
+
+    async def _abandon(self) -> None:
+        """Stop what is still running."""
         unfinished = list(self._running.values())
         for task, _ in unfinished:
             task.cancel()
-        if unfinished:
-            failure = Failure(kind=ErrorKind.LOST_RUNNER, message=f"runner {self.name} was stopped")
-            await self._store.finish(
-                [
-                    Outcome(attempt=live.id, fence=live.attempt.fence, failure=failure, retry=True)
-                    for _, live in unfinished
-                ]
-            )
+        await self._give_back([live.attempt for _, live in unfinished])
         tasks = {*(task for task, _ in unfinished), *self._ending}
         if tasks:  # an agent may refuse to be cancelled; its outcome would come too late anyway
             await asyncio.wait(tasks, timeout=GRACE)
+
+    async def _give_back(self, attempts: Sequence[Attempt]) -> None:
+        """Return them to the queue, without waiting for their leases to expire."""
+        failure = Failure(kind=ErrorKind.LOST_RUNNER, message=f"runner {self.name} was stopped")
+        outcomes = [
+            Outcome(attempt=attempt.id, fence=attempt.fence, failure=failure, retry=True)
+            for attempt in attempts
+        ]
+        if outcomes:
+            await self._store.finish(outcomes)
 
     async def _keep_leases(self, home: asyncio.AbstractEventLoop) -> None:
         """Heartbeat of all attempts, on the gateway's event loop: an agent that blocks the worker's

@@ -27,6 +27,14 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
     ("text", "overrides", "message"),
     [
         ("sed = 1", [], r"run\.toml: unknown key 'sed'; did you mean 'seed'\?"),
+        (
+            "[upstreams.judge]\nbase_url = 'http://x/v1'\nmodl = 'x'",
+            [],
+            r"'upstreams\.judge\.modl' in \[upstreams\.judge\]; did you mean 'model'\?",
+        ),
+        ("[upstreams.judge]\nbase_url = 'x'", [], r"upstreams"),
+        ("[upstreams.policy]\nbase_url = 'http://x'", [], r"the trained policy's name"),
+        ("[roles]\ncritic = 'juge'", [], r"roles\.critic = 'juge'; valid: policy"),
         ("[algorithm]\nlrr = 1", [], r"'algorithm\.lrr' in \[algorithm\]; did you mean 'lr'\?"),
         ("[sampling]\ntemp = 1", [], r"'sampling\.temp' in \[sampling\]; valid: .*temperature"),
         ("[algorithm]\nlr = 'x'", [], r"algorithm\.lr"),
@@ -64,3 +72,12 @@ def test_differences_name_what_changes_learning_only() -> None:
     assert differences(old, new) == ["seed: 0 -> 1"]
     assert differences(old, old) == []
     assert isinstance(old, RunConfig)
+
+
+def test_upstreams_and_roles_survive_the_dry_run(tmp_path: Path) -> None:
+    text = '[upstreams.judge]\nbase_url = "https://x/v1"\nkey_env = "K"\n'
+    text += '[roles]\n"the critic" = "judge"\n'
+    config = load(run_file(tmp_path, text))
+    assert config.upstreams["judge"].key_env == "K"
+    assert config.roles == {"the critic": "judge"}
+    assert load(run_file(tmp_path, to_toml(config))) == config

@@ -14,11 +14,13 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from agentrl.config import RunnerConfig
+from agentrl.config import RetriesConfig, RunnerConfig
 from agentrl.runners import upstream, worker
 from agentrl.runners.agents import as_agent
 from agentrl.runners.environment import environment
-from agentrl.runners.execution import Executor
+from agentrl.runners.execution import Execution
+from agentrl.runners.executors import Executor
+from agentrl.runners.executors.inprocess import InProcess
 from agentrl.runners.gateway import Gateway
 from agentrl.runners.verifiers import Verifier
 from agentrl.runners.worker import Worker
@@ -66,7 +68,7 @@ class FakeModel:
         return f"http://127.0.0.1:{self.server.port}/v1"
 
     async def start(self, port: int | None = None) -> None:
-        app = web.Application()
+        app = web.Application(client_max_size=2**28)
         app.router.add_post("/v1/chat/completions", self.handle)
         app.router.add_post("/v1/completions", self.handle)
         self.server = TestServer(app, host="127.0.0.1", port=port)
@@ -130,10 +132,16 @@ class FakeModel:
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers=headers | {"content-type": "text/event-stream"})
         await response.prepare(request)
-        for event in self.chunks(body):
+        for event in [*self.chunks(body), *self.usage(body)]:
             await response.write(f"data: {json.dumps(event)}\n\n".encode())
         await response.write(b"data: [DONE]\n\n")
         return response
+
+    def usage(self, body: Body) -> list[Body]:
+        if not (body.get("stream_options") or {}).get("include_usage"):
+            return []
+        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+        return [{"id": "c", "model": body["model"], "choices": [], "usage": usage}]
 
     def chunks(self, body: Body) -> list[Body]:
         message = self.answer(body)
@@ -145,6 +153,8 @@ class FakeModel:
             return base | {"choices": [choice | extra]}
 
         events = [chunk({"role": "assistant", "content": ""}) | self.prompt(body)]
+        said = message["content"] or ""
+        events += [chunk({"content": letter}, **self.tokens(letter, body)) for letter in said]
         for position, call in enumerate(message.get("tool_calls") or ()):
             whole, function = json.dumps(message["tool_calls"]), call["function"]
             first = {"name": function["name"], "arguments": ""}
@@ -153,8 +163,6 @@ class FakeModel:
             for letter in function["arguments"]:
                 part = {"index": position, "function": {"arguments": letter}}
                 events.append(chunk({"tool_calls": [part]}))
-        said = message["content"] or ""
-        events += [chunk({"content": letter}, **self.tokens(letter, body)) for letter in said]
         finish = "tool_calls" if message.get("tool_calls") else "stop"
         return [*events, chunk({}, finish)]
 
@@ -203,12 +211,15 @@ class Bench:
         verifier: Callable[..., Any] = lambda task, result: 1.0,
         *,
         error_reward: float | None = None,
+        retries: RetriesConfig = RetriesConfig(),  # noqa: B008 - frozen
         **config: Any,
     ) -> Worker:
-        executor = Executor(
-            self.store, self.gateway, as_agent(agent), Verifier(verifier), error_reward
+        """`agent` is an agent, or a started executor."""
+        executor = agent if isinstance(agent, Executor) else InProcess(as_agent(agent))
+        execution = Execution(
+            self.store, self.gateway, executor, Verifier(verifier), error_reward, retries
         )
-        return Worker(RUN, executor, RunnerConfig(**config), name="test")
+        return Worker(RUN, execution, RunnerConfig(**config), name="test")
 
     async def run(self, agent: object, *tasks: Body, **settings: Any) -> list[Rollout]:
         """Run the agent on the tasks to the end; the rollouts in the order of the tasks."""

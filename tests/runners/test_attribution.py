@@ -36,9 +36,9 @@ def key(attempt: str) -> dict[str, str]:
 def test_path_before_traceparent_before_key(attempts: Attempts) -> None:
     a, b, c = (start(attempts) for _ in range(3))
     headers = parent(b.id) | key(c.id)
-    assert attempts.caller(headers, {"attempt": a.id}) == Caller(a, "agent", SPAN)
-    assert attempts.caller(headers, {}) == Caller(b, "agent", SPAN)
-    assert attempts.caller(key(c.id), {}) == Caller(c, "agent", None)
+    assert attempts.caller(headers, {"attempt": a.id}) == Caller(a, None, SPAN)
+    assert attempts.caller(headers, {}) == Caller(b, None, SPAN)
+    assert attempts.caller(key(c.id), {}) == Caller(c, None, None)
 
 
 def test_a_foreign_trace_does_not_hide_the_key(attempts: Attempts) -> None:

@@ -49,7 +49,7 @@ def config(tmp_path: Path) -> RunConfig:
             "root": str(tmp_path),
             "agent": {"path": "main_agent.py:agent"},
             "verifier": {"path": "main_agent.py:verify"},
-            "runner": {"lease": 60.0},
+            "runner": {"lease": 60.0, "drain": 0.1},
         },
         source="test",
     )

@@ -32,12 +32,12 @@ async def test_inside_an_attempt_its_id_is_the_trace_id_everywhere(attempt: str)
 
 async def test_attempts_side_by_side_keep_apart() -> None:
     async def one(attempt: str) -> tuple[str, str, int]:
-        with tracing.install().attempt(attempt) as spans:
+        with tracing.install().attempt(attempt) as left:
             await asyncio.sleep(0)
             with trace.get_tracer("agent").start_as_current_span("tool"):
                 await asyncio.sleep(0)
                 seen = current()
-        return attempt, seen, len(spans)
+        return attempt, seen, len(tracing.records(left, attempt))
 
     for attempt, seen, count in await asyncio.gather(
         *(one(secrets.token_hex(16)) for _ in range(8))
@@ -69,4 +69,4 @@ async def test_requests_carry_trace_and_role(attempt: str, model: Any) -> None:
             await client.post(f"{model.base_url}/completions", json={"prompt": "p"}, timeout=None)
     (headers,) = [dict(h) for h in model.headers]
     assert headers["traceparent"].split("-")[1] == attempt
-    assert headers["baggage"] == "agentrl.role=critic+a"
+    assert headers["baggage"] == "agentrl.role=critic%20a"

@@ -8,7 +8,7 @@ import pytest
 
 from agentrl.errors import AgentError
 from agentrl.runners.verifiers import Verifier, VerifierError, rewards
-from agentrl.types import Reward
+from agentrl.types import Reward, Scope
 
 
 async def verify_async(result: str) -> float:
@@ -43,7 +43,29 @@ def test_named_rewards() -> None:
     assert found == [Reward(value=1.0), Reward(name="format", value=0.5)]
 
 
-@pytest.mark.parametrize("value", [None, "1", float("nan"), float("inf"), {}, {"a": None}, [1]])
+def test_rows_are_taken_as_they_are() -> None:
+    step = Reward(value=1, name="step", scope=Scope.TRANSITION, target="t")
+    assert rewards(step) == [step]
+    assert rewards([step, Reward(value=True)]) == [step, Reward(value=1.0)]
+    assert rewards((Reward(value=2, scope="role", target="critic"),)) == [  # type: ignore[arg-type]
+        Reward(value=2.0, scope=Scope.ROLE, target="critic")
+    ]
+
+
+NAN, ROLE = float("nan"), Scope.ROLE
+WRONG_ROWS = [
+    Reward(value=NAN),
+    [Reward(value=1), 1],
+    Reward(value=1, scope=ROLE),
+    Reward(value=1, target="x"),
+    Reward(value=1, scope="token"),  # type: ignore[arg-type]
+    Reward(value="1"),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize(
+    "value", [None, "1", NAN, float("inf"), {}, [], {"a": None}, [1], *WRONG_ROWS]
+)
 def test_what_is_not_a_reward(value: Any) -> None:
     with pytest.raises(VerifierError, match="the verifier returned"):
         rewards(value)

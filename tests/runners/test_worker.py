@@ -14,6 +14,7 @@ import httpx
 import pytest
 from aiohttp import web
 
+from agentrl.config import RetriesConfig
 from agentrl.runners import upstream
 from agentrl.runners import worker as module
 from agentrl.types import ErrorKind, RolloutState
@@ -198,6 +199,33 @@ async def test_model_failure_counts_even_if_the_agent_swallows_it(bench: Any, as
     assert rollout.attempts == 2
 
 
+@pytest.mark.parametrize(
+    ("retries", "attempts"), [({}, 1), ({"agent_error": 1}, 2), ({"agent_error": None}, 3)]
+)
+async def test_how_often_a_failure_is_tried_again_is_a_setting(
+    bench: Any, retries: dict[str, Any], attempts: int
+) -> None:
+    kinds = RetriesConfig(**retries)
+    (rollout,) = await bench.run(no_luck, TASK, retries=kinds, error_reward=-1.0)
+    assert (rollout.failure.kind, rollout.attempts) == (ErrorKind.AGENT, attempts)
+    assert rollout.reward() == -1.0  # of the last attempt
+
+
+async def test_a_timeout_and_a_verifier_error_have_settings_of_their_own(bench: Any) -> None:
+    async def hang(text: str) -> None:
+        await asyncio.Event().wait()
+
+    def broken(task: Any) -> float:
+        return float("nan")
+
+    retries = RetriesConfig(timeout=1, verifier_error=2, agent_error=None)
+    (late,) = await bench.run(hang, TASK, retries=retries, timeout=0.05)
+    (unscored,) = await bench.run(lambda text: "", TASK, retries=retries, verifier=broken)
+    assert (late.failure.kind, late.attempts) == (ErrorKind.TIMEOUT, 2)
+    assert (unscored.failure.kind, unscored.attempts) == (ErrorKind.VERIFIER, 3)
+    assert late.rewards == unscored.rewards == []
+
+
 async def test_timeout_while_the_model_is_away_is_the_models_failure(bench: Any, ask: Any) -> None:
     await bench.model.stop()
     (rollout,) = await bench.run(ask, TASK, timeout=0.1, max_attempts=1)
@@ -219,7 +247,7 @@ async def test_slots_are_filled_and_never_exceeded(bench: Any) -> None:
     assert state.most == 4
 
 
-async def test_stop_gives_back_at_once_what_is_unfinished(bench: Any) -> None:
+async def test_stop_gives_back_what_is_unfinished(bench: Any) -> None:
     started, stop = asyncio.Event(), asyncio.Event()
 
     async def hang(text: str) -> None:
@@ -227,7 +255,7 @@ async def test_stop_gives_back_at_once_what_is_unfinished(bench: Any) -> None:
         await asyncio.Event().wait()
 
     (name,) = await bench.enqueue(TASK, timeout=60.0)
-    running = asyncio.create_task(bench.worker(hang, lease=60.0).run(stop))
+    running = asyncio.create_task(bench.worker(hang, lease=60.0, drain=0.0).run(stop))
     await started.wait()
     stop.set()
     await running

@@ -1,0 +1,140 @@
+"""`agentrl export`: what the store holds, for other people's tools."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Mapping, Sequence
+from gzip import compress
+from typing import TYPE_CHECKING
+
+import click
+
+from agentrl.errors import AgentRLError, ConfigError, NotFound, Unavailable
+from agentrl.types import Span
+
+if TYPE_CHECKING:
+    import httpx
+
+    from agentrl.store.base import Store
+
+ROUTE = "/v1/traces"
+BATCH = 500  # spans in a request, unless one attempt has more
+TRIES = 6
+BACKOFF = 0.5  # seconds before the first repetition; doubles
+TRANSIENT = frozenset({429, 502, 503, 504})  # those that the OTLP specification repeats
+TIMEOUT = 30.0  # seconds of one request
+
+
+@click.group()
+def export() -> None:
+    """Hand what a store holds to other tools."""
+
+
+@export.command()
+@click.option("--store", required=True, help="Store URL.")
+@click.option("--run", required=True, help="Name of the run.")
+@click.option("--rollout", "rollouts", multiple=True, help="Only this rollout; may be repeated.")
+@click.option("--to", "url", required=True, help="OTLP/HTTP endpoint, such as a Phoenix's URL.")
+@click.option("--header", "headers", multiple=True, help="KEY=VALUE to send along, such as a key.")
+def otlp(
+    store: str, run: str, rollouts: tuple[str, ...], url: str, headers: tuple[str, ...]
+) -> None:
+    """Send the attempts of a run as traces to Phoenix, Langfuse, Jaeger or any OTLP receiver.
+
+    Of each rollout its last attempt is sent; sending it again changes nothing, as ids stay."""
+    sent = asyncio.run(send(store, run, rollouts, url, _headers(headers)))
+    click.echo(f"sent {sent[0]} attempts as {sent[1]} spans")
+
+
+async def send(
+    store_url: str, run: str, rollouts: Sequence[str], url: str, headers: Mapping[str, str]
+) -> tuple[int, int]:
+    """Attempts and spans sent. Raises NotFound for an unknown run or rollout, Unavailable when the
+    receiver cannot be reached, AgentRLError when it refuses something."""
+    import httpx
+
+    from agentrl import otlp as wire
+    from agentrl.store import open_store
+
+    attempts = spans = 0
+    target = url if url.rstrip("/").endswith(ROUTE) else url.rstrip("/") + ROUTE
+    about = {"service.name": "agentrl", "openinference.project.name": run}
+    async with (
+        open_store(store_url, create=False) as store,
+        httpx.AsyncClient(timeout=TIMEOUT, headers=dict(headers)) as client,
+    ):
+        batch: list[Span] = []
+        async for found in _traces(store, run, rollouts):
+            attempts, spans = attempts + 1, spans + len(found)
+            if batch and len(batch) + len(found) > BATCH:
+                await _post(client, target, wire.encode(batch, about))
+                batch = []
+            batch += found
+        if batch:
+            await _post(client, target, wire.encode(batch, about))
+    return attempts, spans
+
+
+async def _traces(store: Store, run: str, rollouts: Sequence[str]) -> AsyncIterator[list[Span]]:
+    from agentrl.genai import spans_of
+
+    if await store.run(run) is None:
+        raise NotFound(f"there is no run {run!r} in {store.url}; it has {await store.runs()}")
+    for rollout in rollouts or [row.id for row in await store.rollouts(run) if row.attempt]:
+        trace = await store.trace(rollout)
+        if trace is None or trace.rollout.run != run:
+            raise NotFound(f"run {run!r} has no rollout {rollout!r} with an attempt to send")
+        yield spans_of(trace)
+
+
+async def _post(client: httpx.AsyncClient, url: str, body: bytes) -> None:
+    import httpx
+
+    from agentrl.otlp import PROTOBUF
+
+    headers = {"content-type": PROTOBUF, "content-encoding": "gzip"}
+    said, pause = "", 0.0
+    for attempt in range(TRIES):
+        await asyncio.sleep(pause)
+        pause = BACKOFF * 2**attempt * random.uniform(0.5, 1.0)
+        try:
+            answer = await client.post(url, content=compress(body), headers=headers)
+        except httpx.TransportError as error:
+            said = f"{type(error).__name__}: {error}"
+            continue
+        if answer.status_code not in TRANSIENT:
+            return _accept(answer)
+        said = f"status {answer.status_code}"
+        wait = answer.headers.get("retry-after", "")
+        pause = float(wait) if wait.isdigit() else pause
+    raise Unavailable(f"nothing takes traces at {url} ({said}); start the receiver, and try again")
+
+
+def _accept(answer: httpx.Response) -> None:
+    from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
+
+    if answer.status_code in (401, 403):
+        raise AgentRLError(
+            f"{answer.url} refuses the traces with status {answer.status_code}; give its key with"
+            " --header 'Authorization=...'"
+        )
+    if not answer.is_success:
+        raise AgentRLError(
+            f"{answer.url} refuses the traces with status {answer.status_code}: {answer.text:.200}"
+        )
+    if answer.headers.get("content-type", "").startswith("application/x-protobuf"):
+        said = trace_service_pb2.ExportTraceServiceResponse.FromString(answer.content)
+        if said.partial_success.rejected_spans:
+            count, reason = said.partial_success.rejected_spans, said.partial_success.error_message
+            raise AgentRLError(
+                f"{answer.url} rejected {count} spans: {reason or 'no reason given'}"
+            )
+
+
+def _headers(given: Sequence[str]) -> dict[str, str]:
+    pairs = [header.partition("=") for header in given]
+    for name, equals, _ in pairs:
+        if not equals or not name:
+            raise ConfigError(f"--header {name!r}: write it as KEY=VALUE")
+    return {name: value for name, _, value in pairs}

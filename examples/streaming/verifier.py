@@ -1,0 +1,8 @@
+"""Prefers sentences of about eight words that name their subject."""
+
+
+def verify(task: dict[str, str], result: str) -> dict[str, float]:
+    words = result.rstrip(".").split()
+    length = max(0.0, 1 - abs(len(words) - 8) / 8)
+    named = task["input"].split()[-1].lower() in result.lower()
+    return {"outcome": length * named, "length": length}

@@ -1,0 +1,16 @@
+"""The APIs that agents speak. A new one is a module here and a line in `DIALECTS`."""
+
+from agentrl.runners.dialects import messages, openai, responses
+from agentrl.runners.dialects.base import Dialect, Translation, UntranslatableError
+
+DIALECTS = (openai.CHAT, openai.TEXT, responses.DIALECT, messages.DIALECT)
+
+__all__ = ["DIALECTS", "Dialect", "Translation", "UntranslatableError", "of"]
+
+
+def of(path: str, *, anthropic: bool = False) -> Dialect:
+    """The dialect in which a request for `path` is answered, unknown paths included."""
+    for dialect in DIALECTS[::-1]:  # "completions" ends "chat/completions" too
+        if f"/v1/{dialect.route}" in path:
+            return dialect
+    return messages.DIALECT if anthropic else openai.CHAT

@@ -1,0 +1,85 @@
+"""What a dialect is: the shape of an API's errors, and how its calls become chat completions.
+
+Policy servers give exact token ids for chat completions and completions only, so every other API
+is translated: the request into a chat completion, the answer back into that API's own objects and
+events. Always true: what has a meaning and no equivalent is refused, never left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from agentrl.types import Json
+
+Body = dict[str, Json]
+Memory = dict[str, list[Body]]
+"""Conversations of one attempt by the id of the answer they ended with, as chat messages."""
+
+
+class UntranslatableError(Exception):
+    """A request that its API would refuse, or that a chat completion cannot express."""
+
+    def __init__(self, param: str, why: str, *, status: int = 400, code: str = "") -> None:
+        super().__init__(f"{param}: {why}")
+        self.message, self.param, self.status = f"{param}: {why}", param, status
+        self.code = code or "unsupported_parameter"
+
+
+class Translation(Protocol):
+    """One call on its way through: `chat` is asked, and its answer or chunks are handed back.
+
+    An answer is given whole to `whole`, or chunk by chunk to `part` and then `end`. Answers that
+    are no chat completions raise KeyError, TypeError, ValueError or AttributeError."""
+
+    chat: Body
+
+    def whole(self, answer: Body, prompt_tokens: int) -> bytes: ...
+
+    def part(self, chunk: Body, prompt_tokens: int) -> bytes:
+        """Server-sent events, maybe none."""
+        ...
+
+    def end(self) -> bytes:
+        """The last events, after the last chunk."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    route: str  # where agents post, below /v1
+    api: str  # where the policy server is asked, below its base URL
+    error: Callable[[int, str, str], Body]  # of HTTP status, code and message
+    translate: Callable[[Body, Memory], Translation] | None = None  # None: the same API
+
+
+def refuse_unless(body: Mapping[str, Json], allowed: Mapping[str, tuple[Json, ...]]) -> None:
+    """Take out of `body` the fields that only some values of leave the answer as it is."""
+    for name, values in allowed.items():
+        if name in body and body[name] not in values:
+            raise UntranslatableError(
+                name, f"{body[name]!r:.80} is not possible behind this gateway; leave it out"
+            )
+
+
+def objects(value: Json, where: str) -> list[Body]:
+    """`value` if it is a list of objects; nothing is an empty one."""
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise UntranslatableError(where, "is not a list of objects", code="invalid_type")
+    return value
+
+
+def text(value: Json, where: str) -> str:
+    if not isinstance(value, str):
+        raise UntranslatableError(where, "is not a string", code="invalid_type")
+    return value
+
+
+def event(body: Body) -> bytes:
+    """A server-sent event that is named as its `type`."""
+    return f"event: {body['type']}\ndata: ".encode() + msgspec.json.encode(body) + b"\n\n"

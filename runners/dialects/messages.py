@@ -1,0 +1,304 @@
+"""Anthropic's Messages API on top of chat completions.
+
+Text, images, client tools, parallel calls, thinking and structured output are translated. Tools
+that run on Anthropic's servers, documents, prefilled answers and thinking budgets are refused.
+Source: https://docs.anthropic.com/en/api/messages
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+
+from agentrl.runners.dialects.base import (
+    Body,
+    Dialect,
+    Memory,
+    UntranslatableError,
+    event,
+    objects,
+    refuse_unless,
+    text,
+)
+from agentrl.types import Json
+
+# Fields that change the answer in a way a chat completion cannot, but for these values.
+ALLOWED: dict[str, tuple[Json, ...]] = {
+    "container": (None,),
+    "context_management": (None,),
+    "inference_geo": (None,),
+    "mcp_servers": (None, []),
+    "service_tier": (None, "auto", "standard_only"),
+    "speed": (None, "standard"),
+}
+# Fields without a meaning for the answer.
+IDLE = {"cache_control", "diagnostics", "metadata", "user_profile_id", "workspace_id"}
+TRANSLATED = {"max_tokens", "messages", "output_config", "stop_sequences", "system", "thinking"}
+TRANSLATED |= {"tool_choice", "tools"}
+TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+TYPES |= {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
+TYPES |= {504: "timeout_error", 529: "overloaded_error"}
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+STOPS = {"length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
+BROKEN = "INVALID_JSON"  # key under which Anthropic shows arguments that are not an object
+FAILED = "Error: "  # chat completions have no other sign of a tool that failed
+
+
+def error(status: int, code: str, message: str) -> Body:
+    """https://docs.anthropic.com/en/api/errors"""
+    kind = TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
+
+
+# -- the request -----------------------------------------------------------------------------------
+
+
+def chat_request(body: Body) -> Body:
+    refuse_unless(body, ALLOWED)
+    chat = {k: v for k, v in body.items() if k not in ALLOWED.keys() | IDLE | TRANSLATED}
+    for name in ("max_tokens", "messages"):
+        if not body.get(name):
+            raise UntranslatableError(name, "Field required", code="missing_parameter")
+    chat["max_completion_tokens"] = body["max_tokens"]
+    chat["messages"] = _system(body.get("system"))
+    for index, message in enumerate(objects(body["messages"], "messages")):
+        chat["messages"] += _message(message, f"messages[{index}]")
+    if chat["messages"][-1]["role"] == "assistant":
+        why = "the last one is the assistant's, and prefilling its answer is not possible here"
+        raise UntranslatableError("messages", why)
+    if body.get("stop_sequences"):
+        chat["stop"] = body["stop_sequences"]
+    if tools := [_tool(tool, i) for i, tool in enumerate(objects(body.get("tools"), "tools"))]:
+        chat["tools"] = tools
+    kind = (body.get("thinking") or {}).get("type")
+    if kind not in (None, "adaptive", "disabled"):
+        why = "a budget is not possible behind this gateway; leave it out"
+        raise UntranslatableError("thinking", why)
+    output = _output(body.get("output_config") or {})
+    return chat | _tool_choice(body.get("tool_choice") or {}) | output
+
+
+def _system(system: Json) -> list[Body]:
+    return [] if system is None else [{"role": "system", "content": _text(system, "system")}]
+
+
+def _tool(tool: Body, index: int) -> Body:
+    if tool.get("type") not in (None, "custom"):
+        what = f"{tool['type']!r:.80} is not possible behind this gateway; only custom tools are"
+        raise UntranslatableError(f"tools[{index}].type", what)
+    function: Body = {k: tool[k] for k in ("name", "description", "strict") if k in tool}
+    function["parameters"] = tool.get("input_schema")
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: Body) -> Body:
+    if not choice:
+        return {}
+    kind = choice.get("type")
+    chat: Body = {"parallel_tool_calls": False} if choice.get("disable_parallel_tool_use") else {}
+    if kind == "tool":
+        function = {"name": choice.get("name")}
+        return chat | {"tool_choice": {"type": "function", "function": function}}
+    if kind not in CHOICES:
+        raise UntranslatableError("tool_choice.type", f"{kind!r:.80} is not one of {[*CHOICES]}")
+    return chat | {"tool_choice": CHOICES[kind]}
+
+
+def _output(config: Body) -> Body:
+    chat: Body = {"reasoning_effort": config["effort"]} if config.get("effort") else {}
+    if wanted := config.get("format"):
+        schema = {"name": "answer", "schema": wanted.get("schema"), "strict": True}
+        chat["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return chat
+
+
+def _message(message: Body, where: str) -> list[Body]:
+    """One message as one of chat completions, or as several: results of tools have their own."""
+    role, content = text(message.get("role"), f"{where}.role"), message.get("content")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    blocks = objects(content, f"{where}.content")
+    if role == "assistant":
+        return [_assistant(blocks, f"{where}.content")]
+    if role == "system":
+        return _system(blocks)
+    made: list[Body] = []
+    for index, block in enumerate(blocks):
+        here = f"{where}.content[{index}]"
+        if block.get("type") == "tool_result":
+            said = _text(block.get("content") or "", f"{here}.content")
+            if block.get("is_error") and not said.startswith(FAILED):
+                said = FAILED + said
+            made.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": said})
+        else:
+            if not made or made[-1]["role"] != "user":
+                made.append({"role": "user", "content": []})
+            made[-1]["content"].append(_part(block, here))
+    for turn in made:
+        if turn["role"] == "user" and all(part["type"] == "text" for part in turn["content"]):
+            turn["content"] = "".join(part["text"] for part in turn["content"])
+    return made
+
+
+def _assistant(blocks: list[Body], where: str) -> Body:
+    turn: Body = {"role": "assistant", "content": None}
+    for index, block in enumerate(blocks):
+        here, kind = f"{where}[{index}]", block.get("type")
+        if kind == "text":
+            turn["content"] = (turn["content"] or "") + text(block.get("text"), here)
+        elif kind == "thinking":
+            said = text(block.get("thinking"), here)
+            turn["reasoning_content"] = turn.get("reasoning_content", "") + said
+        elif kind == "tool_use":
+            function = {"name": block.get("name"), "arguments": _arguments(block.get("input"))}
+            call = {"id": block.get("id"), "type": "function", "function": function}
+            turn.setdefault("tool_calls", []).append(call)
+        else:
+            raise UntranslatableError(here, f"a block of type {kind!r:.80} is not possible here")
+    return turn
+
+
+def _arguments(given: Json) -> str:
+    """The text that the model wrote, as far as it can be known again."""
+    if isinstance(given, dict) and given.keys() == {BROKEN} and isinstance(given[BROKEN], str):
+        return str(given[BROKEN])
+    return msgspec.json.encode({} if given is None else given).decode()
+
+
+def _part(block: Body, where: str) -> Body:
+    kind, source = block.get("type"), block.get("source") or {}
+    if kind == "text":
+        return {"type": "text", "text": text(block.get("text"), where)}
+    if kind == "image" and source.get("type") == "url":
+        return {"type": "image_url", "image_url": {"url": source.get("url")}}
+    if kind == "image" and source.get("type") == "base64":
+        url = f"data:{source.get('media_type')};base64,{source.get('data')}"
+        return {"type": "image_url", "image_url": {"url": url}}
+    raise UntranslatableError(where, f"a block of type {kind!r:.80} is not possible here")
+
+
+def _text(content: Json, where: str) -> str:
+    """Text, or blocks of nothing else."""
+    if isinstance(content, str):
+        return content
+    said = ""
+    for index, block in enumerate(objects(content, where)):
+        if block.get("type") != "text":
+            what = f"a block of type {block.get('type')!r:.80} is not possible here, only text"
+            raise UntranslatableError(f"{where}[{index}]", what)
+        said += text(block.get("text"), f"{where}[{index}]")
+    return said
+
+
+# -- the answer ------------------------------------------------------------------------------------
+
+
+class Messages:
+    """A `Translation`. The input of a tool is shown once it is whole, as Anthropic does unless
+    asked otherwise: an object, or the broken text inside one."""
+
+    def __init__(self, body: Body, _: Memory) -> None:
+        self.chat = chat_request(body)
+        if body.get("stream"):
+            self.chat["stream_options"] = {"include_usage": True}
+        self._message: Body = {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant"}
+        self._blocks: list[Body] = []
+        self._message |= {"content": self._blocks, "stop_reason": None, "stop_sequence": None}
+        self._usage = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+        self._usage |= {"input_tokens": 0, "output_tokens": 0}
+        self._message["usage"] = self._usage
+        self._events: list[bytes] = []
+        self._open: object = None  # which block is being written
+        self._arguments = ""  # of the tool call that is being written
+        self._finish: str | None = None
+
+    def whole(self, answer: Body, prompt_tokens: int) -> bytes:
+        choice = answer["choices"][0]
+        self.part({**answer, "choices": [choice | {"delta": choice["message"]}]}, prompt_tokens)
+        self.end()
+        return msgspec.json.encode(self._message)
+
+    def part(self, chunk: Body, prompt_tokens: int) -> bytes:
+        if "model" not in self._message:
+            self._message["model"] = chunk["model"]
+            self._usage["input_tokens"] = prompt_tokens
+            self._event("message_start", message=self._message)
+        if usage := chunk.get("usage"):
+            self._usage["input_tokens"] = usage["prompt_tokens"]
+            self._usage["output_tokens"] = usage["completion_tokens"]
+        for choice in chunk.get("choices") or ():
+            delta = choice.get("delta") or {}
+            thought = delta.get("reasoning_content") or delta.get("reasoning")
+            if thought:
+                self._say("thinking", thought)
+            if said := delta.get("content") or delta.get("refusal"):
+                self._say("text", said)
+            for position, call in enumerate(delta.get("tool_calls") or ()):
+                self._call(call.get("index", position), call)
+            self._finish = choice.get("finish_reason") or self._finish
+            if isinstance(choice.get("stop_reason"), str):  # vLLM names what stopped it
+                self._message["stop_sequence"] = choice["stop_reason"]
+        return self._flush()
+
+    def end(self) -> bytes:
+        self._close()
+        stopped = self._message["stop_sequence"] and self._finish == "stop"
+        reason = "stop_sequence" if stopped else STOPS.get(self._finish or "", "end_turn")
+        delta = {"stop_reason": reason, "stop_sequence": self._message["stop_sequence"]}
+        self._message |= delta
+        self._event("message_delta", delta=delta, usage=self._usage)
+        self._event("message_stop")
+        return self._flush()
+
+    def _say(self, kind: str, said: str) -> None:
+        if self._open != kind:
+            signature = {"signature": ""} if kind == "thinking" else {}
+            self._start(kind, {"type": kind, kind: ""} | signature)
+        self._blocks[-1][kind] += said
+        self._delta({"type": f"{kind}_delta", kind: said})
+
+    def _call(self, index: int, delta: Body) -> None:
+        function = delta.get("function") or {}
+        if self._open != ("call", index):
+            block: Body = {"type": "tool_use", "id": delta["id"], "name": function["name"]}
+            self._start(("call", index), block | {"input": {}})
+        self._arguments += function.get("arguments") or ""
+
+    def _start(self, what: object, block: Body) -> None:
+        self._close()
+        self._open = what
+        self._blocks.append(block)
+        self._event("content_block_start", index=len(self._blocks) - 1, content_block=block)
+
+    def _close(self) -> None:
+        if self._open is None:
+            return
+        block = self._blocks[-1]
+        if block["type"] == "tool_use":
+            block["input"] = _input(self._arguments)
+            shown = msgspec.json.encode(block["input"]).decode()
+            self._delta({"type": "input_json_delta", "partial_json": shown})
+        self._event("content_block_stop", index=len(self._blocks) - 1)
+        self._open, self._arguments = None, ""
+
+    def _delta(self, delta: Body) -> None:
+        self._event("content_block_delta", index=len(self._blocks) - 1, delta=delta)
+
+    def _event(self, kind: str, **fields: Any) -> None:
+        self._events.append(event({"type": kind} | fields))
+
+    def _flush(self) -> bytes:
+        events, self._events = b"".join(self._events), []
+        return events
+
+
+def _input(arguments: str) -> Body:
+    try:
+        return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        return {BROKEN: arguments}
+
+
+DIALECT = Dialect("messages", "chat/completions", error, Messages)

@@ -1,0 +1,138 @@
+"""A command for each rollout: any language, its own session, its own key, nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
+
+from agentrl.config import AgentConfig, RunnerConfig
+from agentrl.errors import ConfigError
+from agentrl.runners.attribution import Live
+from agentrl.runners.executors import Ran, contract, input_of, out_of_time
+from agentrl.runners.executors.keeper import Spec
+from agentrl.runners.executors.launcher import KeeperLost, Kept, Launcher, Output
+from agentrl.runners.results import LONGEST_TRACEBACK
+from agentrl.types import ErrorKind, Failure, Json
+
+MB = 2**20
+
+
+class Command:
+    """Starts `agent.command` for each attempt. `runner.memory_mb` limits the data of each of its
+    processes (RLIMIT_DATA); a limit for all of them together needs a container."""
+
+    sealed = True
+    limit: int | None = None
+
+    def __init__(
+        self, agent: AgentConfig, runner: RunnerConfig, *, root: Path, gateway: str
+    ) -> None:
+        """`root` is the run file's folder, `gateway` the base URL for agents on this machine."""
+        self.argv = shlex.split(agent.command) if isinstance(agent.command, str) else agent.command
+        self.folder = root / agent.folder
+        self.agent, self.runner, self.gateway = agent, runner, gateway
+        self._launcher = Launcher()
+
+    async def start(self) -> None:
+        check_command(self.argv, self.folder)
+        await self._launcher.start()
+
+    async def close(self) -> None:
+        await self._launcher.close()
+
+    async def run(self, live: Live) -> Ran:
+        root = contract.Root(live)
+        task = msgspec.json.encode(input_of(live))
+        with contract.task_folder(task) as folder:
+            spec = self._spec(live, root.id, folder, task)
+            result, failed = await self._ended(live, spec, folder)
+        return Ran(result=result, failure=failed, spans=[root.ended(ok=failed is None)])
+
+    def _spec(self, live: Live, span: str, folder: Path, task: bytes) -> Spec:
+        files = {
+            "AGENTRL_TASK_FILE": str(folder / contract.TASK),
+            "AGENTRL_RESULT_FILE": str(folder / contract.RESULT),
+        }
+        env = contract.passed(os.environ, self.agent.pass_env) | self.agent.env
+        env |= contract.variables(live, self.gateway, span) | contract.task_variable(task) | files
+        spec = Spec(argv=self.argv, env=env, folder=str(self.folder))
+        if self.runner.memory_mb:
+            spec["memory"] = self.runner.memory_mb * MB
+        return spec
+
+    async def _ended(self, live: Live, spec: Spec, folder: Path) -> tuple[Json, Failure | None]:
+        done = await run_process(self._launcher, live, spec, folder)
+        if isinstance(done, Failure):
+            return None, done
+        status, stdout, stderr = done
+        if failed := contract.failure(status, stderr):
+            return None, failed
+        try:
+            size = (folder / contract.RESULT).stat().st_size
+        except FileNotFoundError:
+            size = 0
+        if size > contract.LARGEST_RESULT:
+            return None, contract.too_large("its result file")
+        if size:
+            stdout = (folder / contract.RESULT).read_text(errors="replace")
+        return contract.answer(stdout), None
+
+
+async def run_process(
+    launcher: Launcher, live: Live, spec: Spec, folder: Path
+) -> tuple[int, str, str] | Failure:
+    """Exit status, stdout and the end of stderr; or why it had to be ended. By then nothing of it
+    is left, also when this is cancelled. `folder` holds its task; when the runner is killed it goes
+    with the process."""
+    spec["remove"] = str(folder)
+    stdout = Output(contract.LARGEST_RESULT)
+    stderr = Output(LONGEST_TRACEBACK, tail=True)
+    fds = [os.open(folder / contract.TASK, os.O_RDONLY), await stdout.open(), await stderr.open()]
+    try:
+        kept = await launcher.launch(spec, fds)
+    finally:
+        for fd in fds:
+            os.close(fd)
+    try:
+        async with asyncio.timeout(live.left) as limit:
+            status = await kept.wait()
+    except KeeperLost as lost:
+        return Failure(kind=ErrorKind.LOST_RUNNER, message=str(lost))
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        failed = out_of_time(live)
+        await _end(kept)
+        return replace(failed, traceback=await stderr.text())
+    except asyncio.CancelledError:
+        await asyncio.shield(_end(kept))
+        raise
+    if stdout.cut:
+        return contract.too_large("stdout")
+    return status, await stdout.text(), await stderr.text()
+
+
+def check_command(argv: Sequence[str], folder: Path) -> None:
+    """Raises ConfigError for a command that cannot be started in `folder`."""
+    if not argv:
+        raise ConfigError("agent.command is missing: write it as a list, or as in a shell")
+    if not folder.is_dir():
+        raise ConfigError(f"agent.folder: there is no folder {folder}")
+    program = argv[0]
+    found = (folder / program).is_file() if "/" in program else shutil.which(program)
+    if not found:
+        raise ConfigError(f"agent.command: there is no program {program!r} on this machine")
+
+
+async def _end(kept: Kept) -> None:
+    kept.kill()
+    with suppress(KeeperLost):
+        await kept.wait()

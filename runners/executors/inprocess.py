@@ -1,0 +1,85 @@
+"""Agents in the runner's own process: async tasks, or a thread for each rollout."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.runners import threads, tracing
+from agentrl.runners.agents import Agent
+from agentrl.runners.attribution import Live
+from agentrl.runners.executors import Ran, input_of, out_of_time
+from agentrl.runners.results import failure_of
+from agentrl.types import ErrorKind, Failure, Json
+
+
+@dataclass(slots=True)
+class InProcess:
+    """Async agents share the worker's event loop and sync ones get a thread; with `threaded`,
+    each rollout gets a thread, and an async agent an event loop of its own in it: one that blocks
+    it holds up nobody, but clients that are bound to one loop cannot be shared."""
+
+    agent: Agent
+    threaded: bool = False
+    sealed: bool = False
+    limit: int | None = None
+
+    async def start(self) -> None:
+        """The agent is loaded already."""
+        tracing.install()
+
+    async def close(self) -> None:
+        """There is nothing to end."""
+
+    async def run(self, live: Live) -> Ran:
+        agent = self._in_thread if self.threaded else self.agent
+        return await in_trace(live.id, self._until_deadline(agent, live))
+
+    async def _until_deadline(self, agent: Agent, live: Live) -> tuple[Any, Failure | None]:
+        """An agent that does not heed its cancellation is left behind."""
+        task = asyncio.create_task(guarded(agent, input_of(live)))
+        try:
+            await asyncio.wait({task}, timeout=live.left)
+            if task.done():
+                return task.result()
+            return None, out_of_time(live)
+        finally:
+            task.cancel()  # nothing happens if it is done
+
+    async def _in_thread(self, value: Json) -> Any:
+        running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any] | None]] = []
+
+        async def work() -> Any:
+            loop = asyncio.get_running_loop()
+            loop.set_default_executor(threads.DaemonThreads())
+            running.append((loop, asyncio.current_task()))
+            return await self.agent(value)
+
+        try:
+            return await threads.call(lambda: asyncio.run(work()))
+        except asyncio.CancelledError:
+            for loop, task in running:
+                if task is not None:
+                    with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+                        loop.call_soon_threadsafe(task.cancel)
+            raise
+
+
+async def in_trace(attempt: str, work: Awaitable[tuple[Any, Failure | None]]) -> Ran:
+    """The agent's run with what it leaves in this process: here everything is collected that an
+    in-process agent gives beside its result."""
+    with tracing.install().attempt(attempt) as left:
+        result, failure = await work
+    spans = tracing.records(left, attempt)
+    return Ran(result=result, failure=failure, rewards=left.rewards, spans=spans)
+
+
+async def guarded(agent: Agent, value: Json) -> tuple[Any, Failure | None]:
+    """Result or failure of an agent, whatever it raises."""
+    try:
+        return await agent(value), None
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001
+        return None, failure_of(ErrorKind.AGENT, error)  # the user's agent is a boundary

@@ -1,0 +1,151 @@
+"""The runner's side of the keepers: starting a process, reading what it writes, ending it.
+
+Owns: the template process and the sockets to it and to every keeper. When this process is killed
+the kernel closes them, and the keepers end what they keep.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Self
+
+import msgspec
+
+from agentrl.errors import AgentRLError, ConfigError
+from agentrl.runners.executors import keeper
+from agentrl.runners.executors.keeper import HEADER, Spec
+
+KEEPER = ("-I", "-S", keeper.__file__)  # small, as it is forked for every process
+
+
+class KeeperLost(AgentRLError):
+    """The keeper of a process ended without saying how its process did."""
+
+
+class Kept(asyncio.Protocol):
+    """A running process that has a keeper."""
+
+    def __init__(self) -> None:
+        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._received = b""
+        self._transport: asyncio.Transport | None = None
+
+    async def wait(self) -> int:
+        """Exit status; negative: the signal that ended it. By then nothing is left of it.
+
+        Raises KeeperLost when somebody killed the keeper."""
+        return await asyncio.shield(self._ended)
+
+    def kill(self) -> None:
+        """End it and all it started; `wait` says when that is done."""
+        if self._transport is not None and self._transport.can_write_eof():
+            self._transport.write_eof()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._ended.done():
+            return
+        if self._received.endswith(b"\n"):
+            self._ended.set_result(int(self._received))
+        else:
+            self._ended.set_exception(KeeperLost("the keeper of the process was killed"))
+            self._ended.exception()  # nobody may be waiting
+
+
+class Launcher:
+    """Starts processes through a template: `keeper` itself, or a Python program that ends in
+    `keeper.run_template`. It is given its socket as its last argument."""
+
+    def __init__(self, program: Sequence[str] = KEEPER) -> None:
+        self._program = program
+        self._control: socket.socket | None = None
+        self._template: subprocess.Popen[bytes] | None = None
+
+    async def start(self) -> None:
+        """Raises ConfigError where there are no keepers."""
+        if not sys.platform.startswith("linux"):
+            raise ConfigError("runner.executor: processes of their own need Linux; use 'async'")
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            self._template = subprocess.Popen(  # noqa: ASYNC220 - vfork; nothing is waited for
+                [sys.executable, *self._program, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C reaches the runner, which ends its processes
+            )
+
+    async def launch(self, spec: Spec, fds: Sequence[int]) -> Kept:
+        """Start a process with `fds` as its stdin, stdout, stderr and so on; the caller closes
+        its own copies."""
+        assert self._control is not None
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with theirs:
+            try:
+                socket.send_fds(self._control, [b"k"], [theirs.fileno(), *fds])
+            except OSError as error:
+                ours.close()
+                raise KeeperLost(f"the template process is gone: {error}") from error
+        transport, kept = await asyncio.get_running_loop().create_unix_connection(Kept, sock=ours)
+        body = msgspec.json.encode(spec)
+        transport.write(HEADER.pack(len(body)) + body)
+        return kept
+
+    async def close(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        if self._template is not None:
+            await asyncio.to_thread(self._template.wait)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+class Output(asyncio.Protocol):
+    """What a process writes into a pipe: its beginning or its end, at most `limit` bytes."""
+
+    def __init__(self, limit: int, *, tail: bool = False) -> None:
+        self.cut = False
+        self._limit, self._tail, self._data = limit, tail, bytearray()
+        self._closed = asyncio.get_running_loop().create_future()
+        self._transport: asyncio.BaseTransport | None = None
+
+    async def open(self) -> int:
+        """The end for the process, to be closed once it has it."""
+        ours, theirs = os.pipe()
+        pipe = os.fdopen(ours, "rb", buffering=0)
+        self._transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: self, pipe)
+        return theirs
+
+    async def text(self) -> str:
+        """All of it, once every writer has closed the pipe."""
+        await self._closed
+        return self._data.decode(errors="replace")
+
+    def data_received(self, data: bytes) -> None:
+        self._data += data
+        if len(self._data) > self._limit:
+            self.cut = True
+            if self._tail:
+                del self._data[: -self._limit]
+            else:
+                del self._data[self._limit :]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self._closed.done():
+            self._closed.set_result(None)

@@ -1,0 +1,235 @@
+"""What an attempt leaves behind in this process: its steps, its calls and its own rewards.
+
+Owns: the journals of the attempts in progress.
+Always true: whatever runs inside an attempt finds its journal in its OpenTelemetry context, in any
+task or thread, even when the attempt has ended meanwhile, so that no call of it passes for
+another's; what comes then is not read any more. Outside of attempts `current` is None.
+Who may write: whoever runs inside the attempt, from any thread.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+from uuid import UUID
+
+from opentelemetry import context, trace
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
+
+from agentrl.types import Json, Reward, Span
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
+
+SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+KEY = context.create_key("agentrl-journal")
+_open: dict[int, Journal] = {}  # by trace id
+_latest: ContextVar[Call | None] = ContextVar("agentrl_latest_call", default=None)
+
+
+@dataclass(slots=True, eq=False, frozen=True)
+class Call:
+    """A request that left the process. `inside` are the spans around it, innermost first."""
+
+    id: str
+    inside: tuple[str, ...]
+    before: Call | None  # the latest call that its context could see
+
+
+class Step(NamedTuple):
+    """A step of a framework in progress, or past."""
+
+    name: str
+    kind: str
+    parent: str
+    around: str  # the OpenTelemetry span that was current when it began
+    start: int
+    recorded: Callable[[], str | None] | None  # by somebody else: gives the span's id there
+
+
+@dataclass(slots=True, eq=False)
+class Journal:
+    """Of one attempt. Span ids are 16 hex digits, times unix nanoseconds."""
+
+    attempt: str
+    root: str
+    start: int = field(default_factory=time.time_ns)
+    spans: list[Span] = field(default_factory=list)  # finished ones, of ours
+    finished: list[ReadableSpan] = field(default_factory=list)  # those of OpenTelemetry's SDK
+    rewards: list[Reward] = field(default_factory=list)  # targets may be span ids of calls
+    calls: list[Call] = field(default_factory=list)
+    steps: dict[str, Step] = field(default_factory=dict)
+    running: set[str] = field(default_factory=set)  # of the steps
+
+    def enter(
+        self,
+        step: str,
+        name: str,
+        kind: str,
+        parent: str | None,
+        recorded: Callable[[], str | None] | None = None,
+    ) -> None:
+        """A framework begins a step inside the step `parent`, or where we are. What somebody else
+        has `recorded` does not become a span of ours."""
+        around = _span_id()
+        known = parent if parent is not None and parent in self.steps else around
+        self.steps[step] = Step(name, kind, known, around, time.time_ns(), recorded)
+        self.running.add(step)
+
+    def leave(self, step: str, ok: bool = True, attributes: dict[str, Json] | None = None) -> None:
+        """The step has ended; nothing happens when it never began here."""
+        if step not in self.running:
+            return
+        self.running.discard(step)
+        begun = self.steps[step]
+        if begun.recorded is None:
+            self._add(step, begun.name, begun.kind, begun.parent, begun.start, ok, attributes or {})
+
+    def inside(self) -> tuple[str, ...]:
+        """The spans around the caller, innermost first, the attempt's own last."""
+        current, path = _span_id(), []
+        step = framework_step() or ""
+        if step in self.steps and self.steps[step].around != current:
+            path.append(current)  # a span that the user opened inside the step
+        while step in self.steps:
+            path.append(step)
+            step = self.steps[step].parent
+        outer = (step, current, self.root) if path else (current, self.root)
+        return tuple(dict.fromkeys((*path, *outer)))
+
+    @contextmanager
+    def call(self, name: str, attributes: dict[str, Json]) -> Iterator[Call]:
+        """A request to be sent inside the block, which it fills in `attributes`."""
+        call = Call(secrets.token_hex(8), self.inside(), _latest.get())
+        self.calls.append(call)
+        _latest.set(call)
+        start, ok = time.time_ns(), False
+        token = context.attach(_context(self.attempt, call.id, context.get_current()))
+        try:
+            yield call
+            ok = attributes.get("http.response.status_code", 0) < 400
+        finally:
+            context.detach(token)
+            around = self.steps.get(call.inside[0])
+            recorded = around.recorded() if around and around.recorded else None
+            parent = recorded or call.inside[0]
+            self._add(call.id, name, "internal", parent, start, ok, attributes)
+
+    def latest(self) -> Call | None:
+        """The latest call of the caller's context; else of the innermost span around it that has
+        any, but for those that parallel branches made since this one began."""
+        last = _latest.get()
+        for span in self.inside():
+            for call in reversed(self.calls):
+                if span in call.inside and (last is None or _follows(call, last)):
+                    return call
+        return None
+
+    def close(self) -> None:
+        for step in sorted(self.running.copy(), key=lambda step: -self.steps[step].start):
+            self.leave(step, ok=False)
+        end = time.time_ns()
+        root = Span(
+            id=self.root,
+            attempt=self.attempt,
+            parent=None,
+            name="attempt",
+            kind="agent",
+            start=self.start,
+            end=end,
+        )
+        self.spans.append(root)
+
+    def _add(
+        self,
+        id: str,
+        name: str,
+        kind: str,
+        parent: str,
+        start: int,
+        ok: bool,
+        attributes: dict[str, Json],
+    ) -> None:
+        self.spans.append(
+            Span(
+                id=id,
+                attempt=self.attempt,
+                parent=parent,
+                name=name,
+                kind=kind,
+                start=start,
+                end=max(start, time.time_ns()),
+                ok=ok,
+                attributes=attributes,
+            )
+        )
+
+
+def current() -> Journal | None:
+    """The journal of the attempt that the caller runs in."""
+    found = context.get_value(KEY)
+    return found if isinstance(found, Journal) else None
+
+
+@contextmanager
+def opened(attempt: str) -> Iterator[Journal]:
+    """Run the block in the trace of `attempt` (32 hex digits) and write its journal."""
+    trace_id = int(attempt, 16)
+    journal = _open[trace_id] = Journal(attempt, secrets.token_hex(8))
+    inside = context.set_value(KEY, journal, context.Context())
+    token = context.attach(_context(attempt, journal.root, inside))
+    latest = _latest.set(None)
+    try:
+        yield journal
+    finally:
+        del _open[trace_id]
+        _latest.reset(latest)
+        context.detach(token)
+        journal.close()
+
+
+def write(span: ReadableSpan) -> None:
+    """Note a span of OpenTelemetry's SDK that has ended, if it belongs to an attempt."""
+    journal = _open.get(span.context.trace_id) if span.context else None
+    if journal is not None:
+        journal.finished.append(span)
+
+
+def framework_config() -> Any:
+    """LangChain's and LangGraph's own configuration of the running step, if there is any."""
+    module = sys.modules.get("langchain_core.runnables.config")
+    known = getattr(module, "var_child_runnable_config", None)
+    return None if known is None else known.get()
+
+
+def framework_step() -> str | None:
+    """Span id of the LangChain or LangGraph step around the caller."""
+    config = framework_config()
+    run = getattr(config.get("callbacks"), "parent_run_id", None) if config else None
+    return None if run is None else step_id(run)
+
+
+def step_id(run: UUID) -> str:
+    """The span id of a LangChain run: the random half of its UUID."""
+    return run.hex[16:]
+
+
+def _follows(call: Call | None, earlier: Call) -> bool:
+    while call is not None and call is not earlier:
+        call = call.before
+    return call is not None
+
+
+def _span_id() -> str:
+    return format(trace.get_current_span().get_span_context().span_id, "016x")
+
+
+def _context(attempt: str, span: str, outer: context.Context) -> context.Context:
+    identity = SpanContext(int(attempt, 16), int(span, 16), is_remote=False, trace_flags=SAMPLED)
+    return trace.set_span_in_context(NonRecordingSpan(identity), outer)

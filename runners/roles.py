@@ -1,0 +1,78 @@
+"""Who inside a multi-agent system makes a model call: the rule, in one place.
+
+The role of a call is the first of
+  1. the one in the path, `/a/{attempt}/{role}/v1`;
+  2. the one in the baggage, `agentrl.role`, which `agentrl.role("critic")` sets around a call;
+  3. of the LangGraph nodes around the call, from the inside out, and then of the agent's name
+     (`create_agent(name=...)`), the first that the run file's `[roles]` names;
+  4. the requested model's name, if `[roles]` names it;
+and "agent" where there is none. A name that `[roles]` does not mention is no role: the node
+"model" inside every `create_agent` is the agent itself. An explicit role (1, 2) needs no mention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from urllib.parse import quote, unquote
+
+from opentelemetry import baggage, context
+
+from agentrl.runners import journal
+
+DEFAULT = "agent"
+ROLE = "agentrl.role"  # baggage keys: what the code says,
+NAMES = "agentrl.names"  # and the names of the steps around the call, innermost first
+
+
+def resolve(
+    known: Collection[str], *, path: str | None, said: str | None, names: Sequence[str]
+) -> str | None:
+    """Rules 1 to 3: `path` and `said` as they are, of `names` the first that is `known`."""
+    return path or said or next((name for name in names if name in known), None)
+
+
+def role_of_model(role: str | None, model: str, known: Collection[str]) -> str:
+    """Rule 4 and the default, for a call whose `role` is not known yet."""
+    return role or (model if model in known else DEFAULT)
+
+
+@contextmanager
+def role(name: str) -> Iterator[None]:
+    """Model calls made inside the block, also in its tasks and threads, belong to role `name`.
+
+    Outside of a rollout it does nothing. Raises ValueError for an empty name."""
+    if not name or not isinstance(name, str):
+        raise ValueError(f"a role needs a name, not {name!r}")
+    if journal.current() is None:
+        yield
+        return
+    token = context.attach(baggage.set_baggage(ROLE, name))
+    try:
+        yield
+    finally:
+        context.detach(token)
+
+
+def framework_names() -> list[str]:
+    """LangGraph nodes around the caller, innermost first, then the name of the agent."""
+    config = journal.framework_config()
+    said = (config.get("metadata") or {}) if config else {}
+    space = said.get("langgraph_checkpoint_ns") or said.get("langgraph_node") or ""
+    # "team:<task id>|model:<task id>"; the parts of a node that has no subgraph are its name
+    names = [part.partition(":")[0] for part in reversed(str(space).split("|"))]
+    return [name for name in (*names, str(said.get("lc_agent_name") or "")) if name]
+
+
+def baggage_items() -> list[str]:
+    """What a request's W3C baggage says about the caller; empty where there is nothing to say."""
+    values = {key: str(value) for key, value in baggage.get_all().items()}
+    if ROLE not in values:
+        names = ",".join(quote(name, safe="") for name in framework_names())
+        values |= {NAMES: names} if names else {}
+    return [f"{key}={quote(value, safe='')}" for key, value in values.items()]
+
+
+def read_names(value: str | None) -> list[str]:
+    """The names that `baggage_items` wrote under `NAMES`, its own quoting already undone."""
+    return [unquote(name) for name in (value or "").split(",") if name]

@@ -1,0 +1,96 @@
+"""One agent for every executor: imported by those of Python, run as a command by the others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+# Detached from its session, its process group and its parent: only a subreaper finds it again.
+DAEMON = """
+import os, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() != 0:
+        os._exit(0)
+    with open(sys.argv[1], "a") as file:
+        print(os.getpid(), file=file)
+    os.close(1)  # the starter reads stdout until here
+    time.sleep(3600)
+"""
+
+
+async def agent(task: dict[str, Any]) -> Any:
+    return await globals()[task["do"]](task)
+
+
+async def answer(task: dict[str, Any]) -> Any:
+    return {"said": task["text"], "n": [1, 2.5, None]}
+
+
+async def fail(task: dict[str, Any]) -> None:
+    print("going down", file=sys.stderr)
+    raise ValueError("no luck")
+
+
+async def leave(task: dict[str, Any]) -> None:
+    os._exit(3)
+
+
+async def ask(task: dict[str, Any]) -> str:
+    import httpx  # the other doings start faster without
+
+    url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
+    body = {"messages": [{"role": "user", "content": task["text"]}]}
+    async with httpx.AsyncClient(timeout=20, headers={"authorization": f"Bearer {key}"}) as client:
+        answer = await client.post(f"{url}/chat/completions", json=body)
+    return str(answer.raise_for_status().json()["choices"][0]["message"]["content"])
+
+
+async def eat(task: dict[str, Any]) -> int:
+    return len(bytearray(task["bytes"]))
+
+
+def start_daemon(pids: Path) -> None:
+    daemon = [sys.executable, "-Sc", DAEMON, str(pids)]
+    subprocess.run(daemon, check=True, timeout=20, stdout=subprocess.PIPE)
+
+
+def leave_pid(pids: Path) -> None:
+    with pids.open("a") as file:
+        print(os.getpid(), file=file)
+
+
+async def hang(task: dict[str, Any]) -> str:
+    """Leaves the process ids of itself and of what it starts in `task["pids"]`, says "begun" into
+    the pipe `task["says"]`, and ends only if an earlier attempt did that."""
+    pids, says = Path(task["pids"]), Path(task["says"])
+    if pids.exists() and task.get("once"):
+        return "done"
+    if task.get("daemon"):
+        start_daemon(pids)
+    leave_pid(pids)
+    says.write_text("begun\n")
+    try:
+        await asyncio.Event().wait()
+    finally:
+        says.write_text("cancelled\n")
+    return "never"
+
+
+async def wait(task: dict[str, Any]) -> str:
+    """Ends when something is written into the pipe `task["until"]`."""
+    Path(task["says"]).write_text("begun\n")
+    return await asyncio.to_thread(Path(task["until"]).read_text)
+
+
+def verify(task: Any, result: Any) -> float:
+    return float(result is not None)
+
+
+if __name__ == "__main__":
+    print(json.dumps(asyncio.run(agent(json.loads(os.environ["AGENTRL_TASK"])))))

@@ -1,0 +1,52 @@
+"""Which executor a run file gets, and what does not fit together."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.config import resolve
+from agentrl.errors import ConfigError
+from agentrl.runners.executors.choice import choose
+from agentrl.runners.executors.command import Command
+from agentrl.runners.executors.inprocess import InProcess
+from agentrl.runners.executors.pool import Pool
+
+PATH = {"path": "contract_agent.py:agent"}
+COMMAND = {"command": "node 'my agent.mjs'"}
+
+
+def chosen(agent: dict[str, Any], given: object = None, **runner: Any) -> Any:
+    config = resolve({"name": "test", "agent": agent, "runner": runner}, source="test")
+    root = Path(__file__).parent
+    return choose(config, root=root, gateway="http://127.0.0.1:1/v1", runner="r", agent=given)
+
+
+def test_the_agent_decides_unless_the_run_file_does() -> None:
+    assert isinstance(chosen(PATH), InProcess)
+    assert isinstance(chosen({}, given=lambda text: text), InProcess)
+    assert isinstance(chosen(COMMAND), Command)
+    assert chosen(COMMAND).argv == ["node", "my agent.mjs"]
+    assert isinstance(chosen(COMMAND, given=PATH["path"]), InProcess)
+    assert isinstance(chosen(PATH, executor="pool"), Pool)
+    assert (chosen(PATH).threaded, chosen(PATH, executor="threads").threaded) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("agent", "given", "executor", "says"),
+    [
+        ({}, None, "auto", "agent.path is missing"),
+        ({}, None, "pool", "agent.path is missing"),
+        (PATH | COMMAND, None, "auto", "which of the two is the agent?"),
+        (COMMAND, None, "async", "'async' runs agent.path, not agent.command"),
+        (PATH, None, "command", "give it in the run file as agent.command"),
+        ({}, len, "pool", "give it in the run file as agent.path"),
+        ({}, len, "container", "give it in the run file as agent.command"),
+    ],
+)
+def test_what_does_not_fit(agent: Any, given: object, executor: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        chosen(agent, given, executor=executor)

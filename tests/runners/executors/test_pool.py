@@ -1,0 +1,148 @@
+"""Warm processes: when they are replaced, and what the user can mend."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.config import PoolConfig, RetriesConfig, RunnerConfig
+from agentrl.errors import AgentRLError
+from agentrl.runners.executors.pool import Pool
+from agentrl.types import ErrorKind, RolloutState
+
+AGENT = """
+import os
+
+IMPORTED = os.getpid()
+
+
+def build():  # called once in each process
+    built = os.getpid()
+    kept = []
+
+    async def agent(doing):
+        if doing == "leave":
+            os._exit(3)
+        if doing == "grow":
+            kept.append(bytearray(os.urandom(1)) * (200 * 2**20))
+        return [IMPORTED, built, os.getpid()]
+
+    return agent
+"""
+
+
+@pytest.fixture
+async def pool(tmp_path: Path) -> AsyncIterator[Any]:
+    """Starts pools, and closes them."""
+    made: list[Pool] = []
+
+    async def start(text: str = AGENT, path: str = "pool_agent.py:build", **pool: Any) -> Pool:
+        (tmp_path / "pool_agent.py").write_text(text)
+        config = RunnerConfig(pool=PoolConfig(**{"processes": 1} | pool))
+        made.append(Pool(path, config, root=tmp_path))
+        await made[-1].start()
+        return made[-1]
+
+    yield start
+    for each in made:
+        await each.close()
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+async def test_imported_once_built_in_each_process(bench: Any, pool: Any, start: str) -> None:
+    executor = await pool(start=start, processes=2)
+    rollouts = await bench.run(executor, *[{"input": ""}] * 8, concurrency=2)
+    found = [rollout.result for rollout in rollouts]
+    assert len({imported for imported, _, _ in found}) == (1 if start == "fork" else 2)
+    assert {built for _, built, _ in found} == {process for _, _, process in found}
+    assert len({process for _, _, process in found}) == 2
+
+
+async def test_a_process_is_replaced_after_so_many_rollouts(bench: Any, pool: Any) -> None:
+    executor = await pool(recycle_after=2)
+    rollouts = await bench.run(executor, *[{"input": ""}] * 6)
+    processes = [rollout.result[2] for rollout in rollouts]
+    assert [processes.count(process) for process in dict.fromkeys(processes)] == [2, 2, 2]
+
+
+async def test_a_process_that_grew_is_replaced(bench: Any, pool: Any) -> None:
+    executor = await pool(recycle_mb=200)
+    tasks = [{"input": doing} for doing in ("", "grow", "")]
+    before, grown, after = [r.result[2] for r in await bench.run(executor, *tasks, concurrency=1)]
+    assert before == grown != after
+
+
+async def test_no_more_rollouts_at_a_time_than_there_are_places(bench: Any, pool: Any) -> None:
+    executor = await pool(processes=2, rollouts=3)
+    assert executor.limit == 6
+
+
+async def test_nobody_is_blamed_for_a_process_that_ran_several(bench: Any, pool: Any) -> None:
+    executor = await pool(
+        AGENT.replace('"leave":', '"leave" and not await hold():') + HOLD, rollouts=2
+    )
+    tasks = [{"input": "leave"}, {"input": "leave"}]
+    rollouts = await bench.run(executor, *tasks, retries=RetriesConfig(lost_runner=1))
+    for rollout in rollouts:
+        assert rollout.state is RolloutState.FAILED
+        assert rollout.failure.kind is ErrorKind.LOST_RUNNER
+        assert "ended with exit status 3 while it ran 2 rollouts" in rollout.failure.message
+        assert rollout.attempts == 2
+        assert rollout.rewards == []
+
+
+# Both rollouts of the process are running when it ends.
+HOLD = """
+
+import asyncio
+waiting = []
+
+
+async def hold():
+    waiting.append(asyncio.Event())
+    if len(waiting) % 2 == 0:
+        waiting[-2].set()
+    else:
+        await waiting[-1].wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "says"),
+    [
+        (AGENT, "pool_agent.py:biuld", "did you mean 'build'"),
+        ("import nothing_like_this", "pool_agent.py:build", "cannot import it"),
+        ("import os\nos._exit(4)", "pool_agent.py:build", "ended its process"),
+        ("def build():\n    return 17", "pool_agent.py:build", "of type 'int'"),
+        (
+            "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True,"
+            " name='poller').start()\nasync def build(x): ...",
+            "pool_agent.py:build",
+            r"started the threads poller.*runner\.pool\.start = 'spawn'",
+        ),
+    ],
+)
+async def test_what_the_user_can_mend(pool: Any, text: str, path: str, says: str) -> None:
+    with pytest.raises(AgentRLError, match=says):
+        await pool(text, path)
+
+
+SLEEPER = """
+import asyncio, os
+
+async def build(seconds):
+    await asyncio.sleep(seconds)
+    return os.getpid()
+"""
+
+
+async def test_a_stopped_rollout_costs_its_process_and_nothing_else(bench: Any, pool: Any) -> None:
+    executor = await pool(SLEEPER, processes=1, rollouts=2)
+    tasks = [{"input": 3600}, {"input": 0}]
+    hung, fine = await bench.run(executor, *tasks, timeout=0.5)
+    assert hung.failure.kind is ErrorKind.TIMEOUT
+    (after,) = await bench.run(executor, {"input": 0})
+    assert fine.result != after.result

@@ -1,0 +1,227 @@
+"""Where calls go: frozen endpoints by role or name, servers without token ids, held policies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from aiohttp import web
+
+from agentrl.config import UpstreamConfig
+from agentrl.runners.gateway import Gateway
+from agentrl.types import PolicyVersion
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+SECRET = "sk-judge-secret"
+
+
+@pytest.fixture
+async def judge(model: Any) -> AsyncIterator[Any]:
+    """Somebody else's server, that gives no token ids."""
+    judge = type(model)(knows_tokens=False, version=None)
+    await judge.start()
+    yield judge
+    await judge.stop()
+
+
+@pytest.fixture
+async def gateway(
+    bench: Any, judge: Any, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Gateway]:
+    monkeypatch.setenv("JUDGE_KEY", SECRET)
+    config = UpstreamConfig(base_url=f"{judge.base_url}/", model="big", key_env="JUDGE_KEY")
+    gateway = Gateway(
+        bench.store, "test", upstreams={"judge": config}, roles={"critic": "judge", "me": "policy"}
+    )
+    gateway.start()
+    yield gateway
+    await asyncio.to_thread(gateway.close)
+
+
+@pytest.fixture
+async def live(bench: Any, gateway: Gateway) -> Any:
+    return gateway.register(await bench.attempt())
+
+
+async def ask(
+    gateway: Gateway, live: Any, role: str = "", model: str = "m", **extra: Any
+) -> httpx.Response:
+    base = gateway.base_url.removesuffix("/v1")
+    url = f"{base}/a/{live.id}{role and '/' + role}/v1/chat/completions"
+    async with httpx.AsyncClient(timeout=20) as http:
+        body = {"model": model, "messages": MESSAGES} | extra
+        return await http.post(
+            url, json=body, headers={"traceparent": f"00-{live.id}-{'1' * 16}-01"}
+        )
+
+
+async def rows(bench: Any, live: Any) -> list[Any]:
+    return list((await bench.store.trace(live.attempt.rollout.id)).transitions)
+
+
+@pytest.mark.parametrize(("role", "name"), [("critic", "m"), ("", "judge")])
+async def test_a_frozen_endpoint_by_role_or_name(
+    bench: Any, gateway: Gateway, judge: Any, live: Any, role: str, name: str
+) -> None:
+    answer = await ask(gateway, live, role, name, stop=["x"])
+    assert answer.status_code == 200
+    assert answer.json()["model"] == name
+    sent, headers = judge.requests[0], judge.headers[0]
+    assert sent.pop("return_token_ids")
+    assert sent.pop("logprobs")
+    assert sent == {"model": "big", "messages": MESSAGES, "stop": ["x"]}  # no sampling of ours
+    assert headers["authorization"] == f"Bearer {SECRET}"
+    assert "traceparent" not in headers
+    assert SECRET not in str(answer.headers) + answer.text
+    (row,) = await rows(bench, live)
+    assert (row.policy, row.version, row.exact) == ("judge", None, False)
+    assert row.role == (role or "agent")
+    assert bench.model.requests == []
+
+
+async def test_the_other_roles_are_the_policys(
+    bench: Any, gateway: Gateway, judge: Any, live: Any
+) -> None:
+    await ask(gateway, live, "me", "judge")  # the role decides before the name
+    await ask(gateway, live, "solver")
+    assert [row.policy for row in await rows(bench, live)] == ["policy", "policy"]
+    assert judge.requests == []
+
+
+async def test_a_server_that_refuses_our_additions_is_asked_without(
+    bench: Any, gateway: Gateway, judge: Any, live: Any
+) -> None:
+    async def strict(request: web.Request, body: Any) -> web.Response | None:
+        if "return_token_ids" not in body:
+            return None
+        error = {"message": "Unrecognized request argument: return_token_ids"}
+        return web.json_response({"error": error}, status=400)
+
+    judge.then(*[strict] * 10)
+    for _ in range(2):
+        answer = await ask(gateway, live, "critic", temperature=0.25)
+        assert answer.json()["choices"][0]["message"]["content"] == "echo hello"
+    assert len(judge.requests) == 3  # it is remembered
+    assert judge.requests[2] == {"model": "big", "messages": MESSAGES, "temperature": 0.25}
+    found = await rows(bench, live)
+    assert [row.exact for row in found] == [False, False]
+    assert found[0].sampling.temperature == 0.25
+
+
+async def test_a_server_that_gave_ids_is_not_asked_twice(
+    bench: Any, gateway: Gateway, live: Any
+) -> None:
+    async def refuse(request: web.Request, body: Any) -> web.Response:
+        return web.json_response({"error": {"message": "too long"}}, status=400)
+
+    assert (await ask(gateway, live)).status_code == 200
+    bench.model.then(refuse)
+    assert (await ask(gateway, live)).status_code == 400
+    assert (await ask(gateway, live)).status_code == 200
+    assert len(bench.model.requests) == 3
+    assert all(row.exact for row in await rows(bench, live))
+
+
+@pytest.mark.parametrize("code", [401, 403, 307])
+async def test_a_refused_key_is_not_the_agents_fault(
+    bench: Any, gateway: Gateway, judge: Any, live: Any, code: int
+) -> None:
+    async def refuse(request: web.Request, body: Any) -> web.Response:
+        error = {"message": f"Incorrect API key: {SECRET}"}
+        return web.json_response({"error": error}, status=code, headers={"location": "/"})
+
+    judge.then(refuse)
+    answer = await ask(gateway, live, "critic")
+    assert answer.status_code == 502
+    assert "correct its base_url or its API key" in answer.json()["error"]["message"]
+    assert SECRET not in answer.text
+    assert SECRET not in str(live.failures)
+    assert len(judge.requests) == len(live.failures) == 1
+
+
+async def test_pause_drain_resume(bench: Any, gateway: Gateway, judge: Any, live: Any) -> None:
+    entered, release = asyncio.Event(), asyncio.Event()
+
+    async def wait(request: web.Request, body: Any) -> None:
+        entered.set()
+        await release.wait()
+
+    bench.model.then(wait)
+    before = asyncio.create_task(ask(gateway, live))
+    await entered.wait()
+    gateway.pause()
+    draining = asyncio.create_task(gateway.drain())
+    held = asyncio.create_task(ask(gateway, live))
+    assert (await ask(gateway, live, "critic")).status_code == 200  # frozen: never held
+    assert not draining.done()
+    release.set()
+    assert (await before).status_code == 200
+    await draining
+    assert len(bench.model.requests) == 1
+    assert not held.done()
+    gateway.resume()
+    assert (await held).status_code == 200
+    assert live.failures == {}
+
+
+async def test_a_policy_published_without_an_address_is_held(
+    bench: Any, gateway: Gateway, live: Any
+) -> None:
+    await ask(gateway, live)
+
+    async def settled(held: bool) -> None:
+        while (gateway.router.find("m", "agent") is None) is not held:
+            cursor = await bench.store.cursor()
+            await bench.store.wait(cursor, timeout=0.05)
+
+    updating = PolicyVersion(run="test", policy="policy", version=4, base_url="", model="tiny")
+    await bench.store.publish(updating)
+    await asyncio.wait_for(settled(True), 10)
+    held = asyncio.create_task(ask(gateway, live))
+    late = gateway.register(await bench.attempt(timeout=0.3))
+    out_of_time = await ask(gateway, late)
+    assert out_of_time.status_code == 504
+    assert out_of_time.json()["error"]["code"] == "attempt_timeout"
+    assert len(bench.model.requests) == 1
+    await bench.move(bench.model, version=5)
+    assert (await held).status_code == 200
+    with contextlib.suppress(KeyError):
+        assert late.failures.popitem()[1] == "no policy server was ready for this call"
+
+
+async def test_embeddings_pass_through_unrecorded(
+    bench: Any, gateway: Gateway, judge: Any, live: Any
+) -> None:
+    seen = []
+
+    async def embed(request: web.Request) -> web.Response:
+        seen.append(await request.json())
+        return web.Response(body=b'{ "data": [1.50] }', content_type="application/json")
+
+    app = web.Application()
+    app.router.add_post("/v1/embeddings", embed)
+    runner = web.AppRunner(app, shutdown_timeout=0.0)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        base_url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        await bench.store.publish(
+            PolicyVersion(run="test", policy="embedder", version=0, base_url=base_url, model="e5")
+        )
+        headers = {"authorization": f"Bearer {live.id}"}
+        async with httpx.AsyncClient(base_url=gateway.base_url) as http:
+            while gateway.router.policies.get("embedder") is None:
+                await bench.store.wait(await bench.store.cursor(), timeout=0.05)
+            body = {"model": "embedder", "input": ["x"]}
+            answer = await http.post("/embeddings", json=body, headers=headers)
+            nobody = await http.post("/embeddings", json=body)
+        assert answer.content == b'{ "data": [1.50] }'
+        assert seen == [{"model": "e5", "input": ["x"]}]
+        assert nobody.status_code == 401
+        assert await rows(bench, live) == []
+    finally:
+        await runner.cleanup()
