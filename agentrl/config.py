@@ -44,7 +44,7 @@ class AgentConfig(Section, frozen=True):
 
     path: str = ""  # "file.py:name" or "package.module:name"
     command: str | list[str] = []  # in any language; a string is split as a shell would
-    folder: str = ""  # working directory of the command; default: the run file's
+    folder: str = ""  # where the command works; default: the run file's folder, or the image's
     env: dict[str, str] = {}  # the command's own variables
     pass_env: list[str] = []  # patterns of the runner's variables it sees, beside PATH and the like
     timeout: Seconds = 60.0  # for one attempt
