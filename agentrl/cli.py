@@ -12,6 +12,7 @@ from agentrl import __version__
 from agentrl.config import RunConfig, load, to_toml
 from agentrl.errors import AgentRLError
 from agentrl.processes import ERROR_MARK, USER_ERROR, die_with_parent
+from agentrl.store_commands import store as store_group
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -104,6 +105,9 @@ def start_algorithm(config_file: Path) -> None:
     from agentrl.algorithms.main import main as run_algorithm
 
     run_algorithm(msgspec.json.decode(config_file.read_bytes(), type=RunConfig))
+
+
+cli.add_command(store_group)
 
 
 def main() -> None:

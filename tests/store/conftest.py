@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,10 +103,44 @@ def clock() -> Clock:
     return Clock()
 
 
-@pytest.fixture(params=["sqlite"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+@pytest.fixture(scope="session")
+def serving() -> Callable[..., contextlib.AbstractContextManager[str]]:
+    """Serves a store over HTTP from a thread of its own; gives the address."""
+    return _serving
+
+
+@contextlib.contextmanager
+def _serving(url: str, keys: str = "", port: int = 0, **options: Any) -> Iterator[str]:
+    from agentrl.store.http.keys import Keys
+    from agentrl.store.http.serve import Server, listen, serve
+    from agentrl.store.http.server import App
+
+    known = Keys.parse(keys, "keys")
+    servers: list[Server] = []
+
+    async def main() -> None:
+        async with open_store(url, **options) as store:
+            await serve(App(store, known), listening, servers.append)
+
+    with listen("127.0.0.1", port, known) as listening:
+        thread = threading.Thread(target=asyncio.run, args=(main(),))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            servers[0].should_exit = True
+            thread.join()
+
+
+@pytest.fixture(params=["sqlite", "http"])
+def url(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock) -> Iterator[str]:
     """Where an empty store of each backend is made."""
-    return {"sqlite": f"sqlite:///{tmp_path / 'store.db'}"}[request.param]
+    file = f"sqlite:///{tmp_path / 'store.db'}"
+    if request.param == "sqlite":
+        yield file
+    else:
+        with _serving(file, clock=clock) as address:
+            yield address
 
 
 @pytest.fixture
