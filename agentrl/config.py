@@ -63,6 +63,7 @@ class AlgorithmConfig(Section, frozen=True):
     groups: Count = 8  # per step
     group_size: Count = 8
     min_group: Count = 2  # valid rollouts below which a group is dropped
+    inexact: Literal["refuse", "retokenize"] = "refuse"  # calls whose token ids are unknown
     max_staleness: Natural = 0  # steps that may be asked for ahead of the update
     minibatches: Count = 1  # optimizer steps a batch is split into
     epochs: Count = 1  # passes over a batch

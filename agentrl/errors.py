@@ -34,7 +34,7 @@ class Forbidden(StoreError):
 
 
 class Unavailable(StoreError):
-    """The store cannot be reached, read or written at the moment; nothing of the request was kept."""
+    """The store cannot be reached, read or written now; nothing of the request was kept."""
 
 
 class AgentError(AgentRLError):

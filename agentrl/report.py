@@ -29,7 +29,7 @@ async def write(
         if trace:
             console.print(f"[bold]{title}[/]")
             console.print(render(trace))
-    for row in (_split(steps, seconds), await _failures(store, config)):
+    for row in (_split(steps, seconds), await _failures(store, config), _refused(steps)):
         if row:
             console.print(row, highlight=False)
     paths = {"store": config.store, "checkpoint": checkpoint, "curve": curve(config, steps)}
@@ -112,6 +112,11 @@ async def _failures(store: Store, config: RunConfig) -> str:
     kinds = sorted({failure.kind for failure in failed})
     counts = ", ".join(f"{sum(f.kind == kind for f in failed)} {kind}" for kind in kinds)
     return f"{len(failed)} rollouts failed ({counts}); the last one: {failed[-1].message}"
+
+
+def _refused(steps: list[StepRow]) -> str:
+    refused = sum(row.metrics.get("calls/refused", 0.0) for row in steps)
+    return f"{refused:.0f} model calls without token ids were not trained" if refused else ""
 
 
 def _split(steps: list[StepRow], seconds: float) -> str:

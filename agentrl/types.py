@@ -16,6 +16,7 @@ import msgspec
 Json = Any  # the payload of a user: whatever JSON can say
 Task = Mapping[str, Json]
 """JSON object. `input` goes to the agent, the whole object to the verifier; `id` is optional."""
+POLICY = "policy"  # name of the trained policy of a run that has only one
 
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ class Transition(Record, frozen=True):
     completion: Int32
     logprobs: Float32
     role: str = "agent"
-    policy: str = "policy"
+    policy: str = POLICY
     version: int | None = None
     sampling: Sampling = Sampling()
     finish: str = "stop"  # the API's finish_reason

@@ -29,6 +29,7 @@ async def follow(store: Store, config: RunConfig, console: Console | None = None
     with Live(model.table(), console=console, refresh_per_second=4, transient=True) as live:
         while True:
             await model.update(store)
+            model.warn(console)
             live.update(model.table())
             await _next_change(store)
 
@@ -38,6 +39,7 @@ async def _follow_plain(store: Store, model: Progress, console: Console) -> None
     every = max(1, model.config.steps // PLAIN_LINES)
     while True:
         await model.update(store)
+        model.warn(console)
         for row in model.rows:
             if row.step > printed and row.committed:
                 printed = row.step
@@ -63,11 +65,25 @@ class Progress:
     rows: list[StepRow] = field(default_factory=list)
     counts: Counts = field(default_factory=Counts)
     ready: bool = False
+    warned: bool = False
 
     async def update(self, store: Store) -> None:
-        self.rows = await store.steps(self.config.name)
+        """Committed steps never change, so only what came after them is read."""
+        done = len(self.committed)
+        self.rows[done:] = await store.steps(self.config.name, after=done - 1)
         self.counts = await store.counts(self.config.name)
         self.ready = bool(await store.policies(self.config.name))
+
+    def warn(self, console: Console) -> None:
+        """Says once that there are calls which are not learned from, and how many."""
+        refused = sum(row.metrics.get("calls/refused", 0.0) for row in self.committed)
+        if refused and not self.warned:
+            self.warned = True
+            console.print(
+                f"[bold]{refused:.0f} model calls are not trained[/]: their upstream gave no token"
+                ' ids. Serve the policy with ids, or set algorithm.inexact = "retokenize".',
+                highlight=False,
+            )
 
     @property
     def committed(self) -> list[StepRow]:

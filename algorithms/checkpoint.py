@@ -2,8 +2,8 @@
 
 A checkpoint is what the learner saved (an ordinary Hugging Face directory plus optimizer state)
 and `state.json`: the state of the algorithm and of the random number generators. It is written
-beside its place, forced to disk and renamed, before the store commit that names it. One process
-writes a folder of checkpoints at a time: the one that holds the run's epoch.
+beside its place, forced to disk and renamed, before the store commit that names it. Its name holds
+the epoch of its writer, so that a fenced process which is still alive harms nobody's.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import base64
 import json
 import os
 import random
+import re
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,7 +27,13 @@ from agentrl.errors import PolicyError, TrainingError
 from agentrl.types import Json
 
 STATE = "state.json"
+NAME = re.compile(r"(\d+)(?:\.(\d+))?$")
 PARTIAL = ".tmp-"  # in the name of a directory that is being written or deleted
+
+
+def checkpoint_name(steps: int, epoch: int) -> str:
+    """Of the weights after `steps` steps, written by the run's owner of that epoch."""
+    return f"{steps:06d}" if epoch == 1 else f"{steps:06d}.{epoch}"
 
 
 def save_checkpoint(directory: Path, learner: Learner, state: Mapping[str, Json]) -> None:
@@ -66,12 +73,13 @@ def load_checkpoint(directory: Path, learner: Learner) -> dict[str, Json]:
 def prune(folder: Path, *, keep: int, protect: Iterable[Path] = ()) -> None:
     """Delete all but the `keep` newest checkpoints of a folder, and what killed processes left.
 
-    Checkpoints are the directories named by their step; anything else and every path in `protect`
-    stays."""
+    Checkpoints are the directories with a `checkpoint_name`; anything else and every path in
+    `protect` stays."""
     protected = {path.resolve() for path in protect}
-    steps = [path for path in folder.iterdir() if path.name.isdigit() and path.is_dir()]
-    steps.sort(key=lambda path: int(path.name), reverse=True)
-    for path in steps[keep:]:
+    folders = (path for path in folder.iterdir() if path.is_dir())
+    named = [(match, path) for path in folders if (match := NAME.match(path.name))]
+    named.sort(key=lambda item: [int(number or 1) for number in item[0].groups()], reverse=True)
+    for _, path in named[keep:]:
         if path.resolve() not in protected:
             _delete(path)
     for path in folder.glob(f"*{PARTIAL}*"):

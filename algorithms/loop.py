@@ -10,16 +10,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl.algorithms.checkpoint import prune, save_checkpoint
+from agentrl.algorithms.checkpoint import checkpoint_name, prune, save_checkpoint
 from agentrl.algorithms.engines.base import PolicyServer
 from agentrl.algorithms.evaluate import score
 from agentrl.algorithms.requests import TaskStream
 from agentrl.algorithms.update import Updater
 from agentrl.config import RunConfig
 from agentrl.store.base import Store
-from agentrl.types import Group, Json, PolicyVersion, RunState, StepCommit
-
-POLICY = "policy"  # name of the one trainable policy
+from agentrl.types import POLICY, Group, Json, PolicyVersion, RunState, StepCommit
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +60,7 @@ class Loop:
     async def commit(self, step: int, groups: list[Group], metrics: dict[str, float]) -> None:
         """Write the checkpoint, then make the step true; earlier checkpoints go last."""
         folder = Path(self.config.output, "checkpoints")
-        path = folder / f"{step + 1:06d}"
+        path = folder / checkpoint_name(step + 1, self.state.epoch)
         save_checkpoint(path, self.updater.learner, state={})
         await self.store.commit_step(
             StepCommit(

@@ -19,6 +19,7 @@ from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.loop import Loop
 from agentrl.algorithms.model import load_model
 from agentrl.algorithms.requests import TaskStream
+from agentrl.algorithms.retokenize import Retokenizer
 from agentrl.algorithms.update import Updater
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
@@ -70,7 +71,9 @@ async def run(config: RunConfig) -> None:
         try:
             await server.publish(state.step)
             tasks = TaskStream(config, train)
-            updater = Updater(config.algorithm, algo, learner, config.steps)
+            again = config.algorithm.inexact == "retokenize"
+            retokenizer = Retokenizer(tokenizer, learner) if again else None
+            updater = Updater(config.algorithm, algo, learner, config.steps, retokenizer)
             await Loop(config, store, state, updater, server, tasks, heldout).run()
         finally:
             await server.close()

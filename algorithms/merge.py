@@ -16,26 +16,30 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.batch import Batch, Row
-from agentrl.types import Group, Purpose, Rollout, RolloutState, Transition
+from agentrl.types import POLICY, Group, Purpose, Rollout, RolloutState, Transition
 
 
-def trainable(transition: Transition) -> bool:
-    """Whether every sampled token is known with its log-prob and has something before it."""
+def trainable(transition: Transition, policy: str = POLICY) -> bool:
+    """Whether `policy` sampled it and every sampled token is known with its log-prob and has
+    something before it."""
     return (
-        transition.exact
+        transition.policy == policy
+        and transition.exact
         and len(transition.prompt) > 0
         and len(transition.logprobs) == len(transition.completion)
         and all(map(math.isfinite, transition.logprobs))
     )
 
 
-def valid(rollout: Rollout, reward_names: Sequence[str] = ("outcome",)) -> bool:
-    """Whether a rollout may be learned from: a training rollout with a trainable call that ended
-    well, or failed with a reward all the same (`agent.error_reward`)."""
+def valid(
+    rollout: Rollout, reward_names: Sequence[str] = ("outcome",), policy: str = POLICY
+) -> bool:
+    """Whether `policy` may learn from a rollout: a training rollout with a trainable call that
+    ended well, or failed with a reward all the same (`agent.error_reward`)."""
     return (
         rollout.purpose is Purpose.TRAIN
         and (rollout.state is RolloutState.SUCCEEDED or scored(rollout, reward_names))
-        and any(map(trainable, rollout.transitions))
+        and any(trainable(call, policy) for call in rollout.transitions)
     )
 
 
@@ -69,16 +73,21 @@ def merge(transitions: Sequence[Transition]) -> list[Row]:
 
 
 def build_batch(
-    groups: Iterable[Group], *, reward_names: Sequence[str] = ("outcome",), min_group: int = 0
+    groups: Iterable[Group],
+    *,
+    reward_names: Sequence[str] = ("outcome",),
+    min_group: int = 0,
+    policy: str = POLICY,
 ) -> Batch:
-    """The batch of one training step, with everything in it that may be learned from.
+    """The batch of one training step of `policy`, with everything in it that it may learn from.
 
-    Failed rollouts without a reward and inexact calls are left out; a rollout whose reward is
-    missing stays, with NaN, and one without sampled tokens stays, without rows, because its reward
-    counts. A group with fewer than `min_group` scored rollouts is left out as a whole."""
-    tables = _Tables()
+    Failed rollouts without a reward, inexact calls and those of other policies are left out; a
+    rollout whose reward is missing stays, with NaN, and one without sampled tokens stays, without
+    rows, because its reward counts. A group with fewer than `min_group` scored rollouts is left out
+    as a whole."""
+    tables = _Tables(policy)
     for group in groups:
-        rollouts = [rollout for rollout in group.rollouts if valid(rollout, reward_names)]
+        rollouts = [rollout for rollout in group.rollouts if valid(rollout, reward_names, policy)]
         if not rollouts or sum(scored(rollout, reward_names) for rollout in rollouts) < min_group:
             continue
         for rollout in rollouts:
@@ -118,6 +127,7 @@ def _temperature(call: Transition) -> float:
 class _Tables:
     """The columns of a batch while rollouts are added."""
 
+    policy: str
     rows: list[Row] = field(default_factory=list)
     row_rollout: list[int] = field(default_factory=list)
     transitions: list[Transition] = field(default_factory=list)
@@ -127,7 +137,7 @@ class _Tables:
     groups: list[str] = field(default_factory=list)
 
     def add(self, rollout: Rollout, *, group: int) -> None:
-        calls = [call for call in rollout.transitions if trainable(call)]
+        calls = [call for call in rollout.transitions if trainable(call, self.policy)]
         first = len(self.transitions)
         rows = [replace(row, transition=row.transition + first) for row in merge(calls)]
         self.rows += rows

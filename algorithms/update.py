@@ -14,8 +14,9 @@ from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.learners.base import Learner, Psi
 from agentrl.algorithms.merge import build_batch
 from agentrl.algorithms.objective import Algo, Terms
+from agentrl.algorithms.retokenize import Retokenizer
 from agentrl.config import AlgorithmConfig
-from agentrl.types import Group, RolloutState
+from agentrl.types import POLICY, Group, RolloutState, Transition
 
 Metrics = dict[str, float]
 
@@ -28,14 +29,18 @@ class Updater:
     algo: Algo
     learner: Learner
     steps: int  # of the whole run
+    retokenizer: Retokenizer | None = None  # completes inexact calls; none: they are refused
 
     def update(self, step: int, groups: list[Group]) -> Metrics:
         """Learn from the groups of one step; returns its metrics.
 
         Where there is nothing to learn from (every reward equal or missing) no weight changes, and
         `update/skipped` counts it."""
+        inexact = float(sum(not call.exact for call in _ours(groups)))
+        if self.retokenizer is not None:
+            groups = self.retokenizer.complete(groups)
         batch = self.batch(groups)
-        metrics = describe(groups, batch)
+        metrics = describe(groups, batch) | {"calls/inexact": inexact}
         metrics |= {"lr": self.lr(step), "update/steps": 0.0, "update/skipped": 0.0}
         for number, (part, terms) in enumerate(self.parts(groups, batch)):
             metrics["update/steps"] += 1
@@ -95,19 +100,25 @@ def describe(groups: list[Group], batch: Batch) -> Metrics:
     """What was collected: counts of rollouts, groups and tokens, and the outcome rewards."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [reward for row in rollouts if not math.isnan(reward := row.reward())]
-    calls = [call for row in rollouts for call in row.transitions]
+    calls = _ours(groups)
     outcome = {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)} if rewards else {}
     return outcome | {
         "rollouts": len(rollouts),
         "rollouts/failed": sum(row.state is not RolloutState.SUCCEEDED for row in rollouts),
         "groups/dropped": len(groups) - len(batch.groups),
         "calls": len(calls),
-        "calls/inexact": sum(not call.exact for call in calls),
+        "calls/refused": sum(not call.exact for call in calls),
         "tokens/completion": sum(len(call.completion) for call in calls),
         "tokens/prompt": sum(len(call.prompt) for call in calls),
         "rows": len(batch.rows),
         "tokens/trained": batch.n_tokens,
     }
+
+
+def _ours(groups: list[Group]) -> list[Transition]:
+    """Calls of the trained policy, not those of frozen ones."""
+    calls = [call for group in groups for row in group.rollouts for call in row.transitions]
+    return [call for call in calls if call.policy == POLICY]
 
 
 def difference(learner: Tensor, sampler: Tensor) -> Metrics:

@@ -181,7 +181,7 @@ class Store(Protocol):
         Raises StoreError for an unknown group."""
         ...
 
-    # -- upkeep: called by whoever keeps the store ---------------------------------------------------
+    # -- upkeep: called by whoever keeps the store -------------------------------------------------
     async def stats(self) -> Stats: ...
 
     async def prune(

@@ -290,9 +290,7 @@ def check_outcome(outcome: Outcome) -> None:
                 f"{where} is {reward.value}: a reward must be finite; leave a missing one out."
             )
         if (reward.target is None) is not (reward.scope is Scope.ROLLOUT):
-            raise Invalid(
-                f"{where}: name a target for scope transition or role, none for rollout."
-            )
+            raise Invalid(f"{where}: name a target for scope transition or role, none for rollout.")
     for span in outcome.spans:
         if span.attempt != outcome.attempt:
             raise Invalid(

@@ -29,6 +29,7 @@ METRICS = {
     "tokens/completion": 1200.0,
     "time/rollouts": 2.0,
     "time/update": 1.0,
+    "calls/refused": 3.0,
 }
 
 
@@ -109,6 +110,7 @@ async def test_lines_where_there_is_no_terminal(config: RunConfig) -> None:
         while "step 2/4" not in console.file.getvalue():
             cursor = await store.wait(cursor, timeout=0.05)
         following.cancel()
+    assert console.file.getvalue().count("6 model calls are not trained") == 1
     assert "step 1/4  reward 0.500 ± 0.250  30 rollouts/s" in console.file.getvalue()
 
 
@@ -127,4 +129,5 @@ async def test_report(config: RunConfig) -> None:
     assert "A failure, after 0 steps" in text
     assert "1 rollouts failed (1 agent_error); the last one: it broke" in text
     assert "9 s in all: build 0, rollouts 4, update 2, eval 0" in text
+    assert "6 model calls without token ids were not trained" in text
     assert Path(config.output, "curve.png").stat().st_size > 1000

@@ -13,6 +13,7 @@ from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.checkpoint import (
     STATE,
     atomic_directory,
+    checkpoint_name,
     load_checkpoint,
     prune,
     random_state,
@@ -130,8 +131,9 @@ def test_a_checkpoint_without_its_state_is_refused_before_anything_is_loaded(
 
 
 def test_prune_keeps_the_newest_the_protected_and_what_is_not_a_checkpoint(tmp_path: Path) -> None:
-    for name in ("000001", "000002", "000009", "000010", "best"):
+    ten = checkpoint_name(10, epoch=1), checkpoint_name(10, epoch=2)
+    for name in ("000001", "000002", "000009", *ten, "best"):
         (tmp_path / name).mkdir()
     (tmp_path / "000003").write_text("a file")
     prune(tmp_path, keep=2, protect=[tmp_path / "x" / ".." / "000001"])
-    assert names(tmp_path) == ["000001", "000003", "000009", "000010", "best"]
+    assert names(tmp_path) == ["000001", "000003", "000010", "000010.2", "best"]

@@ -257,3 +257,10 @@ def test_the_batch_of_some_groups_is_a_slice_of_the_batch_of_all() -> None:
     whole, last = build_batch(groups), build_batch(groups[1:])
     assert torch.equal(whole.behaviour[-last.n_tokens :], last.behaviour)
     assert whole.rollouts[-len(last.rollouts) :] == last.rollouts
+
+
+def test_calls_of_other_policies_are_not_trained() -> None:
+    mine, judge = call([1], [2]), call([1], [3], policy="judge")
+    batch = build_batch([group(rollout([mine, judge]))])
+    assert batch.transitions == [mine.id]
+    assert build_batch([group(rollout([judge]))]).n_tokens == 0

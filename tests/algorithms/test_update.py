@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from agentrl.algorithms import presets
@@ -124,6 +125,20 @@ def test_missing_rewards_are_not_zeros() -> None:
     assert metrics["reward/mean"] == pytest.approx(2 / 3)
     assert learner.batches[0].rollouts == ["a/0", "a/1"]
     assert not any(math.isnan(value) for value in metrics.values())
+
+
+def test_inexact_calls_are_refused_and_counted() -> None:
+    ours = group("a", 1.0, 0.0)
+    (call,) = ours.rollouts[0].transitions
+    more = [
+        replace(call, id="inexact", exact=False),
+        replace(call, id="judge", exact=False, policy="judge"),
+    ]
+    rollouts = [replace(ours.rollouts[0], transitions=[call, *more]), ours.rollouts[1]]
+    learner = Recorder()
+    metrics = updater(learner).update(0, [replace(ours, rollouts=rollouts)])
+    assert learner.batches[0].transitions == ["a/0", "a/1"]
+    assert (metrics["calls"], metrics["calls/inexact"], metrics["calls/refused"]) == (3, 1, 1)
 
 
 def test_everything_failed() -> None:

@@ -1,0 +1,240 @@
+"""Spans as every OpenTelemetry SDK sends them: OTLP/HTTP requests and answers, as pure functions.
+
+The trace id of a span is the attempt it belongs to. Attributes are flattened to JSON; those of the
+resource keep their names behind `resource.`, and what a `Span` has no field for becomes an
+attribute of its own: `otel.scope.name`, `otel.status_description` and `exception.*`.
+Source: the OTLP specification 1.x (opentelemetry.io/docs/specs/otlp), protobuf and JSON encoding.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from agentrl.errors import Invalid
+from agentrl.types import Json, Span
+
+if TYPE_CHECKING:
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+    from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
+    from opentelemetry.proto.trace.v1 import trace_pb2
+
+PROTOBUF, JSON = "application/x-protobuf", "application/json"
+KIND = "openinference.span.kind"
+KINDS = frozenset({"agent", "chain", "tool", "llm"})
+OPERATION = "gen_ai.operation.name"
+OPERATIONS = {
+    "chat": "llm",
+    "text_completion": "llm",
+    "generate_content": "llm",
+    "execute_tool": "tool",
+    "invoke_agent": "agent",
+    "create_agent": "agent",
+    "invoke_workflow": "chain",
+}
+DESCRIPTION = "otel.status_description"  # the message of a failed span
+LATEST = 2**63 - 1  # nanoseconds; what a store column can hold
+ID_FIELDS = ("traceId", "spanId", "parentSpanId")
+UNTOLD = ("telemetry.sdk.", "process.", "host.", "os.")  # resource attributes that are not kept
+
+
+def kind_of(attributes: dict[str, Json]) -> str:
+    """The kind of a span: what OpenInference says, else the GenAI operation, else "internal".
+
+    Takes the attribute out of `attributes` where the kind says the same."""
+    kind = str(attributes.get(KIND, "")).lower()
+    if kind in KINDS:
+        del attributes[KIND]
+        return kind
+    return OPERATIONS.get(str(attributes.get(OPERATION)), "internal")
+
+
+def decode(body: bytes, content_type: str) -> list[Span]:
+    """The spans of an ExportTraceServiceRequest, in its order.
+
+    Raises Invalid for another content type, for what is no such request, for ids that are not 16
+    and 8 bytes, and for times that are missing, reversed or past the year 2262."""
+    form = content_type.partition(";")[0].strip().lower()
+    if form == PROTOBUF:
+        request = _parse(body)
+    elif form == JSON:
+        request = _parse_json(body)
+    else:
+        raise Invalid(f"spans come as {PROTOBUF} or {JSON}, not as {content_type!r:.80}")
+    return [
+        _span(span, scope.scope.name, about)
+        for resource in request.resource_spans
+        for about in [_resource(resource.resource.attributes)]
+        for scope in resource.scope_spans
+        for span in scope.spans
+    ]
+
+
+def success(content_type: str, rejected: int = 0, message: str = "") -> tuple[bytes, str]:
+    """Body and content type of the answer to a request of `content_type`. `rejected` spans were not
+    kept, for the reason in `message`; the client must not send them again."""
+    if content_type.partition(";")[0].strip().lower() == JSON:
+        partial = {"rejectedSpans": str(rejected), "errorMessage": message}
+        return msgspec.json.encode({"partialSuccess": partial} if rejected or message else {}), JSON
+    service = _classes()
+    answer = service.ExportTraceServiceResponse()
+    if rejected or message:
+        answer.partial_success.rejected_spans = rejected
+        answer.partial_success.error_message = message
+    return answer.SerializeToString(), PROTOBUF
+
+
+def encode(spans: Iterable[Span], resource: Mapping[str, Json], scope: str = "agentrl") -> bytes:
+    """A protobuf request with `spans`, whose `agent`, `chain`, `tool` and `llm` kinds become the
+    OpenInference attribute. Raises Invalid for an attempt or span id that is not hexadecimal."""
+    request = _classes().ExportTraceServiceRequest()
+    outer = request.resource_spans.add()
+    _put(outer.resource.attributes, resource)
+    inner = outer.scope_spans.add()
+    inner.scope.name = scope
+    for span in spans:
+        try:
+            row = inner.spans.add(
+                trace_id=bytes.fromhex(span.attempt),
+                span_id=bytes.fromhex(span.id),
+                parent_span_id=bytes.fromhex(span.parent or ""),
+            )
+        except ValueError:
+            raise Invalid(f"span {span.id!r} of {span.attempt!r} has no OpenTelemetry id") from None
+        row.name, row.start_time_unix_nano, row.end_time_unix_nano = span.name, span.start, span.end
+        row.kind = row.SPAN_KIND_CLIENT if span.kind == "llm" else row.SPAN_KIND_INTERNAL
+        row.flags = 0x101 if span.parent is None else 1  # sampled; the parent is not remote
+        row.status.code = row.status.STATUS_CODE_OK if span.ok else row.status.STATUS_CODE_ERROR
+        row.status.message = "" if span.ok else str(span.attributes.get(DESCRIPTION, ""))
+        named = {KIND: span.kind.upper()} if span.kind in KINDS else {}
+        _put(row.attributes, span.attributes | named)
+    return request.SerializeToString()
+
+
+def _classes() -> Any:
+    try:
+        from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
+    except ImportError as error:
+        message = "OTLP needs the package opentelemetry-proto; install agentrl[server]"
+        raise Invalid(message) from error
+    return trace_service_pb2
+
+
+def _parse(body: bytes) -> ExportTraceServiceRequest:
+    request: ExportTraceServiceRequest = _classes().ExportTraceServiceRequest()
+    from google.protobuf.message import DecodeError
+
+    try:
+        request.ParseFromString(body)
+    except (DecodeError, UnicodeDecodeError) as error:
+        raise Invalid(f"the body is not an OTLP trace request: {error}") from None
+    return request
+
+
+def _parse_json(body: bytes) -> ExportTraceServiceRequest:
+    """The JSON encoding is protobuf's own, but for ids in hexadecimal; receivers must ignore
+    unknown fields."""
+    request: ExportTraceServiceRequest = _classes().ExportTraceServiceRequest()
+    from google.protobuf import json_format
+
+    try:
+        data = msgspec.json.decode(body, type=dict[str, Any])
+        for resource in data.get("resourceSpans") or ():
+            for scope in resource.get("scopeSpans") or ():
+                for span in scope.get("spans") or ():
+                    for row in (span, *(span.get("links") or ())):
+                        for name in ID_FIELDS:
+                            if name in row:
+                                row[name] = base64.b64encode(bytes.fromhex(row[name])).decode()
+        json_format.ParseDict(data, request, ignore_unknown_fields=True)
+    except (
+        msgspec.DecodeError,
+        json_format.ParseError,
+        ValueError,  # an id that is not hexadecimal
+        TypeError,  # a list where an object should be, and the like
+        AttributeError,
+        RecursionError,
+    ) as error:
+        raise Invalid(f"the body is not an OTLP trace request: {error}") from None
+    return request
+
+
+def _span(span: trace_pb2.Span, scope: str, about: dict[str, Json]) -> Span:
+    if len(span.trace_id) != 16 or not any(span.trace_id):
+        raise Invalid(f"span {span.name!r:.80} has no trace id of 16 bytes")
+    if len(span.span_id) != 8 or not any(span.span_id):
+        raise Invalid(f"span {span.name!r:.80} has no span id of 8 bytes")
+    if len(span.parent_span_id) not in (0, 8):
+        raise Invalid(f"span {span.name!r:.80} has a parent id that is not of 8 bytes")
+    start, end = span.start_time_unix_nano, span.end_time_unix_nano
+    if not 0 < start <= end <= LATEST:
+        raise Invalid(f"span {span.name!r:.80} has the times {start} to {end}; give both, in order")
+    attributes = about | {pair.key: _value(pair.value) for pair in span.attributes}
+    kind = kind_of(attributes)
+    if scope:
+        attributes["otel.scope.name"] = scope
+    if span.status.message:
+        attributes[DESCRIPTION] = span.status.message
+    for event in span.events:
+        if event.name == "exception":
+            attributes |= {pair.key: _value(pair.value) for pair in event.attributes}
+    return Span(
+        id=span.span_id.hex(),
+        attempt=span.trace_id.hex(),
+        parent=span.parent_span_id.hex() or None,
+        name=span.name,
+        kind=kind,
+        start=start,
+        end=end,
+        ok=span.status.code != span.status.STATUS_CODE_ERROR,
+        attributes=attributes,
+    )
+
+
+def _resource(attributes: Sequence[KeyValue]) -> dict[str, Json]:
+    return {
+        f"resource.{pair.key}": _value(pair.value)
+        for pair in attributes
+        if not pair.key.startswith(UNTOLD)
+    }
+
+
+def _value(value: AnyValue) -> Json:
+    kind = value.WhichOneof("value")
+    if kind == "array_value":
+        return [_value(item) for item in value.array_value.values]
+    if kind == "kvlist_value":
+        return {pair.key: _value(pair.value) for pair in value.kvlist_value.values}
+    if kind == "bytes_value":
+        return base64.b64encode(value.bytes_value).decode()
+    if kind == "double_value" and not math.isfinite(value.double_value):
+        return str(value.double_value)  # JSON has no such number
+    return getattr(value, kind) if kind else None
+
+
+def _put(pairs: Any, values: Mapping[str, Json]) -> None:
+    for key, value in values.items():
+        if value is not None:
+            _set(pairs.add(key=key).value, value)
+
+
+def _set(target: AnyValue, value: Json) -> None:
+    if isinstance(value, bool):
+        target.bool_value = value
+    elif isinstance(value, int) and -(2**63) <= value <= LATEST:
+        target.int_value = value
+    elif isinstance(value, int | float):
+        target.double_value = float(value)
+    elif isinstance(value, list | tuple):
+        target.array_value.SetInParent()
+        for item in value:
+            _set(target.array_value.values.add(), item)
+    elif isinstance(value, Mapping):
+        target.kvlist_value.SetInParent()
+        _put(target.kvlist_value.values, value)
+    elif value is not None:
+        target.string_value = str(value)
