@@ -38,6 +38,7 @@ BACKOFF, LONGEST = 0.05, 1.0  # seconds before the first repetition, which doubl
 CONNECT = 5.0  # seconds to establish a connection
 SILENCE = wire.POLL + 30.0  # seconds without a byte after which the connection counts as lost
 IDLE = 60.0  # seconds for which an unused connection is kept: less than the server keeps it
+LOST = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError)
 TRANSIENT = frozenset({502, 503, 504})
 ANSWERS = wire.decoders(wire.Answers)[MSGPACK]
 REFUSAL = wire.decoders(wire.Refusal)[MSGPACK]
@@ -107,7 +108,7 @@ class HttpStore:
         body = await self._request("batch", lambda: ENCODE[MSGPACK](wire.Batch(calls=made)))
         answers = msgspec.msgpack.decode(body, type=_Answers).results
         return [
-            verb.results[MSGPACK](answer.result) if answer.error is None else wire.raised(answer.error)
+            wire.raised(answer.error) if answer.error else verb.results[MSGPACK](answer.result)
             for (verb, _), answer in zip(calls, answers, strict=True)
         ]
 
@@ -136,7 +137,7 @@ class HttpStore:
             sent = body()
             try:
                 status, answer = await self._post(f"{self.url}/v1/{name}", sent, headers)
-            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
+            except LOST as error:
                 why = f"Store {self.url} cannot be reached: {str(error) or 'no answer'}."
             except aiohttp.ClientError as error:
                 raise StoreError(f"{self.url} is no store server: {error}.") from error
@@ -281,16 +282,19 @@ def _parse(url: str) -> tuple[str, str, float]:
     try:
         parts = urlsplit(url)
         port, host = parts.port, parts.hostname
-        options = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
+        options = dict(parse_qsl(parts.query, keep_blank_values=True))
         key = unquote(parts.username or parts.password or "") or options.pop("key", "")
         patience = float(options.pop("patience", PATIENCE))
     except ValueError as error:
         raise StoreError(f"The store's URL cannot be read ({error}): use {USAGE}.") from None
     if not host or options or parts.fragment or not 0 <= patience < float("inf"):
         raise StoreError(f"The store's URL is not of the form {USAGE}.")
-    shown = f"[{host}]" if ":" in host else host
-    address = f"{parts.scheme}://{shown}{'' if port is None else f':{port}'}{parts.path.rstrip('/')}"
-    return address, key or os.environ.get(VARIABLE, ""), patience
+    shown = (f"[{host}]" if ":" in host else host) + ("" if port is None else f":{port}")
+    return (
+        f"{parts.scheme}://{shown}{parts.path.rstrip('/')}",
+        key or os.environ.get(VARIABLE, ""),
+        patience,
+    )
 
 
 USAGE = "http://[KEY@]host[:port][?patience=SECONDS]"

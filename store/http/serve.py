@@ -23,8 +23,8 @@ BACKLOG = 4096  # connections that may wait to be accepted
 class Server(uvicorn.Server):
     """Ends the waits of its callers before it waits for the calls that are being executed."""
 
-    def __init__(self, app: App) -> None:
-        self._app = app
+    def __init__(self, app: App, ready: Callable[[Server], None]) -> None:
+        self._app, self._ready = app, ready
         super().__init__(
             uvicorn.Config(
                 app,
@@ -39,6 +39,10 @@ class Server(uvicorn.Server):
             )
         )
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready(self)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._app.drain()
         await super().shutdown(sockets)
@@ -47,8 +51,9 @@ class Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Only asks to stop: uvicorn's own raises the signal again before the store is closed."""
         if threading.current_thread() is threading.main_thread():
+            loop = asyncio.get_running_loop()
             for number in (signal.SIGTERM, signal.SIGINT):
-                asyncio.get_running_loop().add_signal_handler(number, self.handle_exit, number, None)
+                loop.add_signal_handler(number, self.handle_exit, number, None)
         yield
 
 
@@ -73,11 +78,9 @@ def listen(host: str, port: int, keys: Keys) -> socket.socket:
 async def serve(
     app: App, listening: socket.socket, ready: Callable[[Server], None] = lambda _: None
 ) -> None:
-    """Answers until SIGTERM, SIGINT or `should_exit` of the server that `ready` is given. Calls
+    """Answers until SIGTERM, SIGINT or `should_exit` of the server, which `ready` gets. Calls
     that came before are finished."""
-    server = Server(app)
-    ready(server)  # the socket listens already: who connects now is answered in a moment
-    await server.serve([listening])
+    await Server(app, ready).serve([listening])
 
 
 def run(store: Callable[[], Store], host: str, port: int, keys: Keys, *, largest: int) -> None:
@@ -85,11 +88,12 @@ def run(store: Callable[[], Store], host: str, port: int, keys: Keys, *, largest
     with listen(host, port, keys) as listening:
         bound = listening.getsockname()[1]
 
+        def ready(_: Server) -> None:
+            print(f"Serving at http://{f'[{host}]' if ':' in host else host}:{bound}", flush=True)
+
         async def main() -> None:
             async with store() as opened:
-                name = f"[{host}]" if ":" in host else host
-                print(f"Serving {opened.url} at http://{name}:{bound}", flush=True)
-                await serve(App(opened, keys, largest=largest), listening)
+                await serve(App(opened, keys, largest=largest), listening, ready)
 
         factory = uvicorn.Config("", loop="auto").get_loop_factory()
         with asyncio.Runner(loop_factory=factory) as runner:

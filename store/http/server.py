@@ -1,9 +1,9 @@
 """The server of a store: an ASGI application over any backend.
 
 Owns: the answers to calls with an idempotency key, and the waits in progress. Always true: a call
-runs to its end even when its caller has gone, except a wait, which is cancelled and may be repeated;
-a key that is known is answered again and not executed again. Who may write: whoever holds a key of
-the verb's scope.
+runs to its end even when its caller has gone, except a wait, which is cancelled and can be
+repeated; a key that is known is answered again and not executed again. Who may write: whoever holds
+a key of the verb's scope.
 
 The keys are remembered in memory. A server that died between a commit and its answer executes the
 repeat: nothing is doubled, but `enqueue` and `cancel` then count only what was left to do.
@@ -35,7 +35,7 @@ AGAIN = object()  # the answer to a wait that takes longer than one request may
 VERB_OF = {f"/v1/{name}": verb for name, verb in VERBS.items()}
 BATCHES = wire.decoders(wire.Batch)
 REASONS = {401: "unauthorized", 405: "method_not_allowed", 413: "too_large", 415: "unsupported"}
-RETRY = {503: (b"retry-after", b"1"), 401: (b"www-authenticate", b"Bearer")}
+MORE = {503: {"retry-after": "1"}, 401: {"www-authenticate": "Bearer"}}  # headers by status
 
 
 class App:
@@ -141,9 +141,7 @@ class App:
         gone = asyncio.ensure_future(receive())  # the body is read: what comes is the end
         self._waits.add(work)
         try:
-            await asyncio.wait(
-                (work, gone), timeout=wire.POLL, return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait((work, gone), timeout=wire.POLL, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 work.cancel()
                 await asyncio.wait((work,))
@@ -279,8 +277,8 @@ async def _send(send: Send, status: int, body: bytes, form: str) -> None:
         (b"content-type", form.encode()),
         (b"content-length", str(len(body)).encode()),
     ]
-    if status in RETRY:
-        headers.append(RETRY[status])
+    more = MORE.get(status, {})
+    headers += [(name.encode(), value.encode()) for name, value in more.items()]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
@@ -297,10 +295,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
         error.detail = f"{request.method} is not for {request.url.path}: use {allowed}."
     elif error.status_code == 404 and error.detail == "Not Found":
         error.detail = f"There is no {request.url.path}: see /openapi.json."
-    headers = dict(error.headers or {})
-    if error.status_code in RETRY:
-        name, value = RETRY[error.status_code]
-        headers[name.decode()] = value.decode()
+    headers = dict(error.headers or {}) | MORE.get(error.status_code, {})
     body = msgspec.json.encode(_refusal(error))
     return Response(body, error.status_code, headers, media_type=JSON)
 
@@ -308,6 +303,5 @@ async def _http_error(request: Request, error: Exception) -> Response:
 async def _store_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, StoreError)
     status, refused = wire.refusal(error)
-    headers = {name.decode(): value.decode() for name, value in [RETRY[status]]} if status in RETRY else {}
     body = msgspec.json.encode(wire.Refusal(error=refused))
-    return Response(body, status, headers, media_type=JSON)
+    return Response(body, status, MORE.get(status), media_type=JSON)

@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import itertools
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -116,39 +118,56 @@ def _serving(url: str, keys: str = "", port: int = 0, **options: Any) -> Iterato
     from agentrl.store.http.server import App
 
     known = Keys.parse(keys, "keys")
-    servers: list[Server] = []
+    servers: SimpleQueue[Server] = SimpleQueue()
 
     async def main() -> None:
         async with open_store(url, **options) as store:
-            await serve(App(store, known), listening, servers.append)
+            await serve(App(store, known), listening, servers.put)
 
     with listen("127.0.0.1", port, known) as listening:
         thread = threading.Thread(target=asyncio.run, args=(main(),))
         thread.start()
+        server = servers.get(timeout=10)
         try:
             yield f"http://127.0.0.1:{listening.getsockname()[1]}"
         finally:
-            servers[0].should_exit = True
+            server.should_exit = True
             thread.join()
 
 
+@dataclass
+class ServerClock:
+    """Of a served store: the clock with which the test opened it."""
+
+    clock: Callable[[], float] = time.time
+
+    def __call__(self) -> float:
+        return self.clock()
+
+
+@pytest.fixture
+def server_clock() -> ServerClock:
+    return ServerClock()
+
+
 @pytest.fixture(params=["sqlite", "http"])
-def url(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock) -> Iterator[str]:
+def url(request: pytest.FixtureRequest, tmp_path: Path, server_clock: ServerClock) -> Iterator[str]:
     """Where an empty store of each backend is made."""
     file = f"sqlite:///{tmp_path / 'store.db'}"
     if request.param == "sqlite":
         yield file
     else:
-        with _serving(file, clock=clock) as address:
+        with _serving(file, clock=server_clock) as address:
             yield address
 
 
 @pytest.fixture
-async def opener(url: str) -> AsyncIterator[Opener]:
+async def opener(url: str, server_clock: ServerClock) -> AsyncIterator[Opener]:
     """Opens the one store of the test any number of times."""
     opened: list[Store] = []
 
     def open_(**options: Any) -> Store:
+        server_clock.clock = options.get("clock", time.time)
         opened.append(open_store(url, **options))
         return opened[-1]
 
