@@ -112,7 +112,7 @@ def serving() -> Callable[..., contextlib.AbstractContextManager[str]]:
 
 
 @contextlib.contextmanager
-def _serving(url: str, keys: str = "", port: int = 0, **options: Any) -> Iterator[str]:
+def _serving(url: str, keys: str = "", *, largest: int = 2**26, **options: Any) -> Iterator[str]:
     from agentrl.store.http.keys import Keys
     from agentrl.store.http.serve import Server, listen, serve
     from agentrl.store.http.server import App
@@ -122,9 +122,9 @@ def _serving(url: str, keys: str = "", port: int = 0, **options: Any) -> Iterato
 
     async def main() -> None:
         async with open_store(url, **options) as store:
-            await serve(App(store, known), listening, servers.put)
+            await serve(App(store, known, largest=largest), listening, servers.put)
 
-    with listen("127.0.0.1", port, known) as listening:
+    with listen("127.0.0.1", 0, known) as listening:
         thread = threading.Thread(target=asyncio.run, args=(main(),))
         thread.start()
         server = servers.get(timeout=10)
