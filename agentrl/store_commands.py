@@ -1,12 +1,29 @@
-"""`agentrl store ...`: serve, inspect and tidy a store."""
+"""`agentrl store`: the command line of whoever keeps a store."""
 
 from __future__ import annotations
 
+import asyncio
+import csv
 import os
+import re
+import sys
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import click
+import msgspec
+
+from agentrl.errors import ConfigError, Invalid, NotFound, StoreError
+from agentrl.store import Store, open_store
+from agentrl.types import Pruned
+
+if TYPE_CHECKING:
+    from agentrl.store.readonly import Answer
+
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+T = TypeVar("T")
 
 
 @click.group()
@@ -32,9 +49,6 @@ def serve(url: str, host: str, port: int, file: Path | None, max_body: int) -> N
     every user of the machine can read. Without keys only this machine can be served. A key of
     scope runner claims, records and ends rollouts; admin may do everything. Clients open
     http://KEY@HOST:PORT, or http://HOST:PORT with the key in AGENTRL_STORE_KEY."""
-    from agentrl.errors import ConfigError
-    from agentrl.store import open_store
-
     try:
         from agentrl.store.http.keys import VARIABLE, Keys
         from agentrl.store.http.serve import run
@@ -48,3 +62,166 @@ def serve(url: str, host: str, port: int, file: Path | None, max_body: int) -> N
     else:
         keys = Keys.parse(os.environ.get(VARIABLE, ""), VARIABLE)
     run(partial(open_store, url), host, port, keys, largest=max_body * 2**20)
+
+
+store_option = click.option(
+    "--store", "url", help="Store URL; default: the only store below runs/."
+)
+
+
+def age(_: click.Context, __: click.Parameter, value: str | None) -> float | None:
+    """Seconds, from a number with a unit: 90s, 30m, 12h, 7d, 2w."""
+    if value is None:
+        return None
+    parts = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", value)
+    if parts is None:
+        raise click.BadParameter(f"{value!r} is no age: write it like 90s, 30m, 12h, 7d or 2w.")
+    return float(parts[1]) * UNITS[parts[2]]
+
+
+@store.command()
+@store_option
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def stats(url: str | None, as_json: bool) -> None:
+    """Print how many rows of each table the store holds, and its size."""
+    url = url or only_store()
+    found = asyncio.run(_with(url, lambda store: store.stats()))
+    if as_json:
+        click.echo(msgspec.json.encode(found).decode())
+        return
+    for table, n in found.rows.items():
+        click.echo(f"{table:<12} {n:>12,}")
+    click.echo(
+        f"{_size(found.bytes)} at {url}, of which a vacuum would give back "
+        f"{_size(found.free)}; cursor {found.cursor}"
+    )
+
+
+@store.command()
+@store_option
+def vacuum(url: str | None) -> None:
+    """Give the space of what was pruned back to the file system. Writers wait for it."""
+
+    async def tidy(store: Store) -> tuple[int, int]:
+        before = await store.stats()
+        await store.vacuum()
+        return before.bytes, (await store.stats()).bytes
+
+    before, after = asyncio.run(_with(url or only_store(), tidy))
+    click.echo(f"{_size(before)} before, {_size(after)} now")
+
+
+@store.command()
+@store_option
+@click.option("--run", help="Only this run; default: all of the store.")
+@click.option("--keep-last", type=int, metavar="N", help="Keep what the last N steps used.")
+@click.option(
+    "--older-than", callback=age, metavar="AGE", help="Keep what ended later than 7d ago."
+)
+@click.option("--dry-run", is_flag=True, help="Only say what would go.")
+def prune(
+    url: str | None,
+    run: str | None,
+    keep_last: int | None,
+    older_than: float | None,
+    dry_run: bool,
+) -> None:
+    """Remove the traces of trained groups and of evaluations that no step will read again.
+
+    With both limits, what either protects stays. Steps, metrics, checkpoints and whatever is not
+    trained yet always stay. The file shrinks with `agentrl store vacuum`."""
+
+    async def tidy(store: Store) -> Pruned:
+        return await store.prune(
+            run=run, keep_last=keep_last, older_than=older_than, dry_run=dry_run
+        )
+
+    pruned = asyncio.run(_with(url or only_store(), tidy))
+    counts = msgspec.structs.asdict(pruned)
+    size = _size(counts.pop("bytes"))
+    what = ", ".join(f"{n:,} {table}" for table, n in counts.items())
+    click.echo(f"{'Would remove' if dry_run else 'Removed'} {what}: {size}")
+
+
+@store.command()
+@click.argument("sql")
+@store_option
+@click.option("--format", "form", type=click.Choice(["table", "json", "csv"]), default="table")
+@click.option("--limit", type=click.IntRange(1), default=1000, show_default=True, help="Rows.")
+def query(sql: str, url: str | None, form: str, limit: int) -> None:
+    """Answer one SQL statement, which can change nothing.
+
+    In SQLite, tokens(prompt) and logprobs(logprobs) are JSON lists. The tables are described in
+    store/README.md, useful queries in store/QUERIES.md."""
+    from agentrl.store.readonly import ask
+
+    answer = ask(url or only_store(), sql, limit=limit)
+    WRITERS[form](answer)
+    if answer.more:
+        click.echo(f"There are more than {limit} rows: raise --limit.", err=True)
+
+
+def only_store() -> str:
+    """URL of the store below runs/. Raises StoreError if there is none or more than one."""
+    found = sorted(Path("runs").glob("*/store.db"))
+    if not found:
+        raise NotFound("There is no store below runs/: name one with --store.")
+    if len(found) > 1:
+        raise StoreError(
+            f"There are {len(found)} stores below runs/ ({', '.join(map(str, found))}): "
+            "choose one with --store."
+        )
+    return f"sqlite:///{found[0]}"
+
+
+# -- parts -----------------------------------------------------------------------------------------
+
+
+async def _with(url: str, use: Callable[[Store], Awaitable[T]]) -> T:
+    async with open_store(url, create=False) as opened:
+        return await use(opened)
+
+
+def _size(n: float) -> str:
+    for unit in ("bytes", "kB", "MB"):
+        if n < 1000:
+            return f"{n:.4g} {unit}"
+        n /= 1000
+    return f"{n:,.4g} GB"
+
+
+def _write_table(answer: Answer) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table()
+    for column in answer.columns:
+        table.add_column(column, overflow="fold")
+    for row in answer.rows:
+        table.add_row(*(Text("" if value is None else str(value)) for value in row))
+    Console().print(table)
+
+
+def _write_json(answer: Answer) -> None:
+    """An array with an object per line."""
+    if len(set(answer.columns)) < len(answer.columns):
+        raise Invalid("Two columns have the same name: give one another with `as`.")
+    lines = ",\n ".join(
+        msgspec.json.encode(dict(zip(answer.columns, row, strict=True))).decode()
+        for row in answer.rows
+    )
+    click.echo(f"[{lines}]")
+
+
+def _write_csv(answer: Answer) -> None:
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(answer.columns)
+    writer.writerows(answer.rows)
+
+
+WRITERS: dict[str, Callable[[Answer], None]] = {
+    "table": _write_table,
+    "json": _write_json,
+    "csv": _write_csv,
+}

@@ -8,9 +8,19 @@ Always true:
   * A group is trained by at most one step: `commit_step` marks groups, policy versions,
     checkpoint and metrics in one transaction.
   * What was claimed and not committed comes back.
-Who may write: runners `claim`, `heartbeat`, `add_transitions`, `add_spans`, `finish`; the
-algorithm everything else. Every verb is idempotent: ids come from the caller and a repeat changes
-nothing. A verb returns after its transaction committed.
+Who may call: each section says whose it is; reading is everybody's. Over HTTP a `runner` key may
+call the verbs of runners and gateways, and read; the others need an `admin` key.
+When it is repeated: every verb is idempotent. Ids come from the caller, and a repeat changes
+nothing; where a verb has more to say about repeats, it does. So whoever is not sure that a call
+arrived calls again.
+When it returns: after its transaction committed. When it raises: nothing of the call was kept.
+  * Invalid: what was sent can never be stored or makes no sense. Do not repeat it.
+  * NotFound: it names a run, group or attempt that the store does not have.
+  * Conflict: the present state forbids it. Fenced is the one that means: somebody else took over,
+    stop.
+  * Forbidden (HTTP): the key is missing, unknown or of too small a scope.
+  * Unavailable: the store cannot be reached, read or written now. Any verb may raise these two.
+All times are unix seconds of the store's clock, all timeouts seconds of real time.
 """
 
 from __future__ import annotations
@@ -44,7 +54,11 @@ from agentrl.types import (
 class Store(Protocol):
     url: str
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Returns when everything posted is committed. A closed store raises StoreError; closing
+        it again does nothing."""
+        ...
+
     async def __aenter__(self) -> Self: ...
     async def __aexit__(
         self,
@@ -56,15 +70,19 @@ class Store(Protocol):
     # -- runs: called by the algorithm -------------------------------------------------------------
     async def open_run(self, run: str, config: dict[str, Json]) -> RunState:
         """Create a run, or take it over: the epoch grows, which fences every earlier owner, groups
-        that were claimed but never committed are ready again, and `config` is the run's now.
-        Other writes that name a run raise StoreError until it has been opened once."""
+        that were claimed but never committed are ready again, what was published is forgotten,
+        and `config` is the run's now. Writes that name a run raise NotFound before this.
+
+        A repeat is a further takeover: call it once per life of the algorithm. Raises Invalid for
+        a config that is no JSON."""
         ...
 
     async def commit_step(self, commit: StepCommit) -> None:
-        """Make one training step true. Repeating the same commit is a no-op.
+        """Make one training step true: all of it or, when this raises, nothing.
 
-        Raises Fenced if `commit.epoch` is old; StoreError if the step is not the next one, or a
-        group was not claimed by this epoch or is already trained."""
+        A repeat of the same commit does nothing, also after a prune. Raises Fenced if
+        `commit.epoch` is old; Conflict if the step is not the next one, or a group was not
+        claimed by this epoch or is already trained; NotFound for a run or group unknown here."""
         ...
 
     async def claim_groups(
@@ -73,26 +91,34 @@ class Store(Protocol):
         """The oldest `n` settled, untrained training groups of the run, by id, with rollouts,
         rewards and the transitions of each rollout's last attempt. Settled: every rollout is
         terminal, failures included. Waits until `n` are settled; returns fewer only when
-        `timeout` seconds have passed. Claims again what this epoch claimed and did not commit."""
+        `timeout` seconds have passed.
+
+        A repeat returns what this epoch claimed and did not commit, first. Raises Fenced, also
+        while it waits, if `epoch` is old; NotFound for an unknown run; Invalid unless `n` > 0."""
         ...
 
     async def publish(self, version: PolicyVersion, *, epoch: int | None = None) -> None:
-        """Record where a policy version is served. Last writer wins; with `epoch`, Fenced is
-        raised unless it is the present one. `open_run` forgets what was published before it."""
+        """Record where a policy version is served; gateways send the calls there.
+
+        The last writer wins. With `epoch`, raises Fenced unless it is the present one; NotFound
+        for an unknown run. `open_run` forgets what was published before it."""
         ...
 
     async def log(
         self, run: str, step: int, metrics: dict[str, float], *, epoch: int | None = None
     ) -> None:
-        """Merge metrics into a step without committing it (evaluations); `epoch` as in publish."""
+        """Merge metrics into a step, committed or not yet; a name that is there is overwritten.
+        `epoch` and errors as in `publish`."""
         ...
 
-    # -- queue -------------------------------------------------------------------------------------
+    # -- queue: called by runners; enqueue and cancel by the algorithm -----------------------------
     async def enqueue(self, rollouts: Sequence[NewRollout]) -> int:
         """Add rollouts; ids already present are ignored. Returns how many were new.
 
-        A group has one run and one purpose, and is complete when its first rollouts settle:
-        StoreError for new rollouts of a group that was claimed for training."""
+        A group has one run and one purpose, and is complete when its first rollouts settle.
+        Raises NotFound for a run never opened; Conflict for new rollouts of a group that was
+        claimed for training, and for a group of another run or purpose; Invalid for a rollout
+        that cannot be run. All rollouts of the call are added, or none."""
         ...
 
     async def claim(
@@ -108,39 +134,56 @@ class Store(Protocol):
         """Lease up to `n` rollouts for `lease` seconds, highest priority then oldest first.
 
         Waits up to `timeout` seconds for the first. Expired leases are turned into new attempts
-        here. A repeat with the same `claim_id` returns the same attempts."""
+        here, up to `max_attempts` of the rollout. A repeat with the same `claim_id` returns the
+        same attempts; without one, a repeat claims more. Raises Invalid unless `n` and `lease`
+        are positive."""
         ...
 
     async def heartbeat(self, attempts: Sequence[str], *, lease: float) -> list[str]:
-        """Extend leases; returns the attempts that are still live. The others must be stopped.
-        A lease that ran out cannot be extended. Changes no cursor: leases are no news."""
+        """Extend leases; returns the attempts that are still live. The others must be stopped;
+        unknown ones are among those. A lease that ran out cannot be extended, and none is ever
+        shortened. Changes no cursor: leases are no news. Raises Invalid unless `lease` > 0."""
         ...
 
     async def finish(self, outcomes: Sequence[Outcome]) -> list[bool]:
         """End attempts, each with its rewards and spans in the same transaction.
 
         False where the attempt was no longer live; its rows are then kept as late. A repeat of
-        an accepted outcome is True. Raises NotFound for an unknown attempt and for a reward
-        that is not finite."""
+        an accepted outcome is True. With `retry`, the rollout is queued again while it has
+        attempts left; given back by a runner that stops (`lost_runner`), it does not count as
+        one. Raises NotFound for an unknown attempt; Invalid for a reward that is not finite or
+        has the wrong target, and for a span of another attempt."""
         ...
 
     async def cancel(self, rollouts: Sequence[str]) -> int:
-        """Cancel rollouts that are not terminal; returns how many were."""
+        """Cancel rollouts that are not terminal; returns how many were. Their runners learn it
+        from the next heartbeat. Unknown ids are no error. Called by the algorithm."""
         ...
 
     # -- evidence: called by runner and gateway ----------------------------------------------------
     async def add_transitions(self, transitions: Sequence[Transition]) -> list[bool]:
         """Store model calls as tree nodes; False where the attempt was no longer live.
 
-        Raises NotFound for an unknown attempt, for log-probs that are not finite, and for an
-        exact call whose log-probs do not number its tokens."""
+        A repeat, known by the transition's id, answers as the first time did. Raises NotFound for
+        an unknown attempt; Invalid for log-probs that are not finite, for an exact call whose
+        log-probs do not number its tokens, and for arrays of another type; Conflict for an id
+        that another attempt has. A gateway answers its agent after this returned."""
         ...
 
-    async def add_spans(self, spans: Sequence[Span]) -> None: ...
+    async def add_spans(self, spans: Sequence[Span]) -> None:
+        """Store spans of attempts, late ones too. The first span of an id stays. Raises NotFound
+        for an unknown attempt."""
+        ...
 
-    # -- reading -----------------------------------------------------------------------------------
-    async def run(self, run: str) -> RunState | None: ...
-    async def runs(self) -> list[str]: ...
+    # -- reading: called by everybody --------------------------------------------------------------
+    async def run(self, run: str) -> RunState | None:
+        """Where a run stands, without taking it over; None if it was never opened."""
+        ...
+
+    async def runs(self) -> list[str]:
+        """Names, oldest first."""
+        ...
+
     async def rollouts(
         self,
         run: str,
@@ -151,7 +194,8 @@ class Store(Protocol):
         state: RolloutState | None = None,
         limit: int | None = None,
     ) -> list[Rollout]:
-        """Rollouts with their rewards, without transitions, in order of group and index."""
+        """Rollouts with their rewards, without transitions, in order of group and index; [] for an
+        unknown run. At most `limit`."""
         ...
 
     async def trace(self, rollout: str) -> Trace | None:
@@ -159,30 +203,40 @@ class Store(Protocol):
         and rewards not. None while it has no attempt."""
         ...
 
-    async def steps(self, run: str, *, after: int = -1) -> list[StepRow]: ...
-    async def counts(self, run: str) -> Counts:
-        """Groups of training rollouts only; settled: terminal and not yet trained. Late
-        transitions are not counted."""
+    async def steps(self, run: str, *, after: int = -1) -> list[StepRow]:
+        """Steps later than `after`, in order, committed or only logged so far; [] for an unknown
+        run. A metric that is not a number is NaN."""
         ...
 
-    async def policies(self, run: str) -> dict[str, PolicyVersion]: ...
+    async def counts(self, run: str) -> Counts:
+        """What a run ever had, in one row read; zeros for an unknown run. Groups are those of
+        training rollouts only; settled: terminal and not yet trained. Late transitions are not
+        counted. A prune does not change it."""
+        ...
 
-    # -- change feed -------------------------------------------------------------------------------
+    async def policies(self, run: str) -> dict[str, PolicyVersion]:
+        """What is served now, by name of the policy; what the present owner published last."""
+        ...
+
+    # -- change feed: followed by everybody --------------------------------------------------------
     async def cursor(self) -> int:
-        """Number of the newest write."""
+        """Number of the newest write. It only ever grows."""
         ...
 
     async def wait(self, cursor: int, *, timeout: float | None = None) -> int:
-        """Returns the newest cursor as soon as it is larger than `cursor`, or at the timeout."""
+        """Returns the newest cursor as soon as it is larger than `cursor`, or at the timeout.
+        Any cursor will do, however old: what it says is that something has changed since."""
         ...
 
     async def settled(self, group: str, *, timeout: float | None = None) -> bool:
         """Waits until every rollout of the group is terminal; False at the timeout.
-        Raises StoreError for an unknown group."""
+        Raises NotFound for an unknown group."""
         ...
 
     # -- upkeep: called by whoever keeps the store -------------------------------------------------
-    async def stats(self) -> Stats: ...
+    async def stats(self) -> Stats:
+        """Rows of every table and bytes of the database; it counts, which takes a while."""
+        ...
 
     async def prune(
         self,
@@ -194,13 +248,19 @@ class Store(Protocol):
     ) -> Pruned:
         """Remove the evidence of what no step will ever read again, of one run or of all.
 
-        Goes: evaluation rollouts, and rollouts of trained groups, that belong neither to the last
-        `keep_last` committed steps of their run nor ended less than `older_than` seconds ago, with
-        their attempts, transitions, spans and rewards; and events as old. At least one of the two
-        limits is needed. Stays, always: what is queued, running or not yet trained, and every run,
-        step, metric and policy. Cursors keep growing. With `dry_run` nothing changes."""
+        Goes: evaluation rollouts of earlier steps, and rollouts of trained groups, that belong
+        neither to the last `keep_last` committed steps of their run nor to a group that ended
+        less than `older_than` seconds ago, with their attempts, transitions, spans and rewards;
+        and events as old. Stays, always: what is queued, running, not yet trained or asked for by
+        the present step, and every run, step, metric, counter, policy and trained group.
+
+        Rollouts go whole, a few in a transaction, so that other writers are not held up; cursors
+        keep growing. A writer that comes with a pruned attempt meets NotFound. With `dry_run`
+        nothing changes, and the answer is what a prune would remove. Raises Invalid if neither
+        limit is given or one makes no sense; NotFound for an unknown run."""
         ...
 
     async def vacuum(self) -> None:
-        """Give the space of what was removed back to the file system."""
+        """Give the space of what was removed back to the file system. Takes seconds per gigabyte
+        and as much free disk as the store will have; writers wait, readers do not."""
         ...

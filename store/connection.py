@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qsl
@@ -60,6 +60,12 @@ class Location:
         if readonly:
             conn.execute("pragma query_only = on")
         return conn
+
+    def vacuum(self) -> None:
+        """Writes the file anew, without free pages. Other writers wait for it, readers do not."""
+        with self.explained(), closing(self.connect()) as conn:
+            conn.execute("vacuum")
+            conn.execute("pragma wal_checkpoint(truncate)")
 
     @contextmanager
     def explained(self) -> Iterator[None]:

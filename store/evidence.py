@@ -6,12 +6,12 @@ marked late; a transition's parents are earlier transitions of its own attempt.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from sqlite3 import Connection
 from typing import Any
 
-from agentrl.errors import NotFound
+from agentrl.errors import Conflict, NotFound
 from agentrl.store import queries, rows
 from agentrl.store.tree import Node, deepest, digest
 from agentrl.store.writer import Transaction
@@ -31,26 +31,65 @@ from agentrl.types import (
 SQL = queries.load("evidence")
 
 
-def add_transitions(tx: Transaction, transitions: Sequence[Transition]) -> list[bool]:
-    calls: Counter[str] = Counter()
-    tokens: Counter[str] = Counter()
-    kept = []
-    for transition in transitions:
-        run, late = _attempt(tx, transition.attempt)
-        if _add_transition(tx, transition, late=late):
-            tx.note(run, "attempt", transition.attempt)
-            calls[run] += not late
-            tokens[run] += 0 if late else len(transition.completion)
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A transition with everything about it that does not depend on earlier ones, computed before
+    the transaction: while it runs, other writers wait."""
+
+    columns: dict[str, Any]
+    prompt: bytes
+    lines: list[str]  # messages as JSON
+    chat: bytes  # the lines, each with a line break
+    tools: str | None
+
+    @property
+    def attempt(self) -> str:
+        return str(self.columns["attempt"])
+
+
+def prepare(transition: Transition) -> Call:
+    """Raises Invalid for what could not be stored or trained on."""
+    rows.check_transition(transition)
+    columns, prompt = rows.transition_columns(transition), rows.blob(transition.prompt)
+    what, answer = f"of transition {transition.id}", columns["answer"]
+    lines = [rows.dump(message, f"A message {what}") for message in transition.messages]
+    chat = "".join(f"{line}\n" for line in lines).encode()
+    tools = rows.dump(transition.tools, f"A tool {what}") if transition.tools else None
+    whole = prompt + columns["completion"]
+    columns |= {
+        "size": len(whole),
+        "digest": digest(whole),
+        "chat_size": len(chat),
+        "chat_digest": digest(chat),
+        "answer_digest": None if answer is None else digest(answer.encode()),
+        "tools": None if tools is None else digest(tools.encode()),
+    }
+    return Call(columns, prompt, lines, chat, tools)
+
+
+def add_transitions(tx: Transaction, calls: Sequence[Call]) -> list[bool]:
+    attempts = sorted({call.attempt for call in calls})
+    found = {attempt: _attempt(tx, attempt) for attempt in attempts}
+    kept, changed = [], set()
+    for call in calls:
+        run, late = found[call.attempt]
+        if _add_call(tx.conn, call, late=late):
+            changed.add(call.attempt)
+            if not late:
+                tokens = len(call.columns["completion"]) // 4
+                tx.count(run, transitions=1, inexact=not call.columns["exact"], tokens=tokens)
         else:
-            late = bool(tx.conn.execute(SQL["known"], (transition.id,)).fetchone()["late"])
+            late = _known_late(tx.conn, call)
         kept.append(not late)
-    for run in calls:
-        tx.conn.execute(SQL["count"], {"calls": calls[run], "tokens": tokens[run], "run": run})
+    for attempt in attempts:
+        if attempt in changed:
+            tx.note(found[attempt][0], "attempt", attempt)
     return kept
 
 
 def add_spans(tx: Transaction, spans: Sequence[Span]) -> None:
-    found = {attempt: _attempt(tx, attempt) for attempt in {span.attempt for span in spans}}
+    attempts = sorted({span.attempt for span in spans})
+    found = {attempt: _attempt(tx, attempt) for attempt in attempts}
     for attempt, (run, _) in found.items():
         tx.note(run, "attempt", attempt)
     _add_spans(tx, (rows.span_columns(span, late=found[span.attempt][1]) for span in spans))
@@ -131,63 +170,54 @@ def _attempt(tx: Transaction, id: str) -> tuple[str, bool]:
     return row["run_id"], not live
 
 
-def _add_transition(tx: Transaction, transition: Transition, *, late: bool) -> bool:
+def _add_call(conn: Connection, call: Call, *, late: bool) -> bool:
     """False if it was there already."""
-    earlier = tx.conn.execute(SQL["earlier"], (transition.attempt,)).fetchall()
-    columns = rows.transition_columns(transition)
-    columns |= _token_columns(transition, earlier)
-    columns |= _chat_columns(transition, columns["answer"], earlier)
-    columns |= {"tools": _tools(tx.conn, transition, earlier), "late": late}
-    return tx.conn.execute(SQL["add_transition"], columns).rowcount == 1
+    if call.tools is not None:  # the same in most calls of a run: stored once, by content
+        conn.execute(SQL["add_payload"], (call.columns["tools"], call.tools))
+    columns = {**call.columns, **_token_columns(conn, call), **_chat_columns(conn, call)}
+    columns["late"] = late
+    return conn.execute(SQL["add_transition"], columns).rowcount == 1
 
 
-def _token_columns(transition: Transition, earlier: Sequence[Any]) -> dict[str, Any]:
-    prompt = rows.blob(transition.prompt)
-    whole = prompt + rows.blob(transition.completion)
-    found = deepest(prompt, [Node(row["seq"], row["size"], row["digest"]) for row in earlier])
-    parent = found[-1] if found else None  # of equal samples the latest was most likely chosen
-    return {
-        "parent": None if parent is None else parent.seq,
-        "prompt": prompt if parent is None else prompt[parent.size :],
-        "size": len(whole),
-        "digest": digest(whole),
-    }
+def _known_late(conn: Connection, call: Call) -> bool:
+    """Whether a call that is there already came late."""
+    row = conn.execute(SQL["known"], (call.columns["id"],)).fetchone()
+    if row["attempt_id"] != call.attempt:
+        raise Conflict(
+            f"Transition {call.columns['id']} is one of attempt {row['attempt_id']}, not of "
+            f"{call.attempt}: give each call an id of its own."
+        )
+    return bool(row["late"])
 
 
-def _chat_columns(
-    transition: Transition, answer: str | None, earlier: Sequence[Any]
-) -> dict[str, Any]:
+def _token_columns(conn: Connection, call: Call) -> dict[str, Any]:
+    parent = _deepest(conn, "shorter", call, call.prompt)  # of equals the latest: likely chosen
+    if parent is None:
+        return {"parent": None, "prompt": call.prompt}
+    return {"parent": parent.seq, "prompt": call.prompt[parent.size :]}
+
+
+def _chat_columns(conn: Connection, call: Call) -> dict[str, Any]:
     """Agents resend the conversation; only messages that no earlier call has are stored."""
-    what = f"A message of transition {transition.id}"
-    lines = [rows.dump(message, what) for message in transition.messages]
-    chat = "".join(f"{line}\n" for line in lines).encode()
-    nodes = [Node(row["seq"], row["chat_size"], row["chat_digest"]) for row in earlier]
-    parent, shared = None, 0
-    if found := deepest(chat, nodes):
-        parent, shared = found[-1].seq, chat[: found[-1].size].count(b"\n")
-        answers = {row["seq"]: row["answer_digest"] for row in earlier}
-        said = digest(lines[shared].encode()) if shared < len(lines) else b""
-        if heard := [node.seq for node in found if answers[node.seq] == said]:
-            parent, shared = heard[-1], shared + 1
+    parent, seq, shared = _deepest(conn, "shorter_chats", call, call.chat), None, 0
+    if parent is not None:
+        seq, shared = parent.seq, call.chat[: parent.size].count(b"\n")
+        if shared < len(call.lines):
+            said = digest(call.lines[shared].encode())
+            answered = {**parent._asdict(), "attempt": call.attempt, "said": said}
+            heard = conn.execute(SQL["heard"], answered).fetchone()["seq"]
+            if heard is not None:
+                seq, shared = heard, shared + 1
     return {
-        "chat_parent": parent,
+        "chat_parent": seq,
         "chat_shared": shared,
-        "chat_size": len(chat),
-        "chat_digest": digest(chat),
-        "answer_digest": None if answer is None else digest(answer.encode()),
-        "messages": f"[{','.join(lines[shared:])}]",
+        "messages": f"[{','.join(call.lines[shared:])}]",
     }
 
 
-def _tools(conn: Connection, transition: Transition, earlier: Sequence[Any]) -> bytes | None:
-    """Tools are the same in most calls of a run: stored once, by content."""
-    if not transition.tools:
-        return None
-    body = rows.dump(transition.tools, f"A tool of transition {transition.id}")
-    name = digest(body.encode())
-    if all(row["tools"] != name for row in earlier):
-        conn.execute(SQL["add_payload"], (name, body))
-    return name
+def _deepest(conn: Connection, query: str, call: Call, data: bytes) -> Node | None:
+    found = conn.execute(SQL[query], {"attempt": call.attempt, "size": len(data)})
+    return deepest(data, (Node(row["seq"], row["size"], row["digest"]) for row in found))
 
 
 def _add_spans(tx: Transaction, columns: Iterable[dict[str, Any]]) -> None:

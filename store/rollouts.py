@@ -27,6 +27,7 @@ from agentrl.types import (
     Failure,
     NewRollout,
     Outcome,
+    Purpose,
     RolloutState,
 )
 
@@ -44,9 +45,13 @@ def enqueue(tx: Transaction, rollouts: Sequence[NewRollout]) -> int:
         if (rollout.run, rollout.purpose) != (first.run, first.purpose):
             raise Invalid(f"Group {rollout.group!r} mixes runs or purposes: give each its own.")
         columns = rows.new_rollout_columns(rollout)
-        added[rollout.group] += tx.conn.execute(SQL["enqueue"], columns).rowcount
+        if tx.conn.execute(SQL["enqueue"], columns).rowcount:
+            added[rollout.group] += 1
+        else:
+            _check_known(tx.conn, rollout)
     for group, new in added.items():
         if new:
+            tx.count(groups[group].run, queued=new)
             _grow_group(tx, groups[group], new)
     return added.total()
 
@@ -78,6 +83,7 @@ def claim(
         }
         tx.conn.execute(SQL["start_rollout"], columns)
         tx.conn.execute(SQL["start_attempt"], columns)
+        tx.count(row["run_id"], queued=-1, running=1)
         tx.note(row["run_id"], "rollout", row["id"])
         claimed.append(rows.attempt(row, columns["attempt"], columns["fence"], tx.now + lease))
     return claimed
@@ -105,9 +111,10 @@ def cancel(tx: Transaction, rollouts: Sequence[str]) -> int:
         row = tx.conn.execute(SQL["cancellable"], (rollout,)).fetchone()
         if row is None:
             continue
-        if row["state"] == RolloutState.RUNNING:
+        was = RolloutState(row["state"])
+        if was is RolloutState.RUNNING:
             _end_attempt(tx, row, AttemptState.CANCELLED, CANCELLED)
-        _end_rollout(tx, row, RolloutState.CANCELLED, CANCELLED)
+        _end_rollout(tx, row, RolloutState.CANCELLED, CANCELLED, was=was)
         cancelled += 1
     return cancelled
 
@@ -145,7 +152,9 @@ def settled(conn: Connection, group: str) -> bool:
 def _open_group(tx: Transaction, member: NewRollout) -> None:
     runs.known(tx.conn, member.run)
     columns = {"group": member.group, "run": member.run, "step": member.step}
-    tx.conn.execute(SQL["open_group"], {**columns, "purpose": member.purpose.value})
+    new = tx.conn.execute(SQL["open_group"], {**columns, "purpose": member.purpose.value}).rowcount
+    if new and member.purpose is Purpose.TRAIN:
+        tx.count(member.run, groups_open=1)
     row = tx.conn.execute(SQL["group"], (member.group,)).fetchone()
     if (row["run_id"], row["purpose"]) != (member.run, member.purpose.value):
         raise Conflict(
@@ -154,8 +163,19 @@ def _open_group(tx: Transaction, member: NewRollout) -> None:
         )
 
 
+def _check_known(conn: Connection, rollout: NewRollout) -> None:
+    group = conn.execute(SQL["group_of"], (rollout.id,)).fetchone()["group_id"]
+    if group != rollout.group:
+        raise Conflict(
+            f"Rollout {rollout.id!r} belongs to group {group!r}, not to {rollout.group!r}: give "
+            "each rollout an id of its own."
+        )
+
+
 def _grow_group(tx: Transaction, member: NewRollout, new: int) -> None:
     state = tx.conn.execute(SQL["group"], (member.group,)).fetchone()["state"]
+    if state == "settled" and member.purpose is Purpose.TRAIN:
+        tx.count(member.run, groups_open=1, groups_settled=-1)
     if state in ("claimed", "trained"):
         raise Conflict(f"Group {member.group!r} is {state} already: use a new group.")
     tx.conn.execute(SQL["grow_group"], {"new": new, "group": member.group})
@@ -196,6 +216,7 @@ def _finish(tx: Transaction, outcome: Outcome) -> bool:
 
 def _requeue(tx: Transaction, row: Any, statement: str = "requeue") -> None:
     tx.conn.execute(SQL[statement], (row["id"],))
+    tx.count(row["run_id"], running=-1, queued=1)
     tx.note(row["run_id"], "rollout", row["id"], QUEUE)
 
 
@@ -216,6 +237,8 @@ def _end_rollout(
     state: RolloutState,
     failure: Failure | None,
     result: str | None = None,
+    *,
+    was: RolloutState = RolloutState.RUNNING,
 ) -> None:
     columns = {
         "id": row["id"],
@@ -226,5 +249,8 @@ def _end_rollout(
     tx.conn.execute(SQL["end_rollout"], {**columns, **rows.failure_columns(failure)})
     group = tx.conn.execute(SQL["shrink_group"], (row["group_id"],)).fetchone()
     tx.note(row["run_id"], "rollout", row["id"])
+    tx.count(row["run_id"], **{was.value: -1, state.value: 1})
     if group["state"] == "settled":
+        if group["purpose"] == Purpose.TRAIN:
+            tx.count(row["run_id"], groups_open=-1, groups_settled=1)
         tx.note(row["run_id"], "group", row["group_id"], GROUPS)

@@ -1,7 +1,7 @@
 """Runs: owners, training steps, served policy versions. SQLite verbs, called by the writer.
 
 Always true: `runs.step` is the number of committed steps; a group is trained by one step; a
-claimed group belongs to the present epoch.
+claimed group belongs to the present epoch; the counters of a run are what counting would give.
 """
 
 from __future__ import annotations
@@ -151,15 +151,7 @@ def counts(conn: Connection, run: str) -> Counts:
     row = conn.execute(SQL["run"], (run,)).fetchone()
     if row is None:
         return Counts()
-    groups = {r["state"]: r["n"] for r in conn.execute(SQL["group_counts"], (run,))}
-    return Counts(
-        **{r["state"]: r["n"] for r in conn.execute(SQL["rollout_counts"], (run,))},
-        groups_open=groups.get("open", 0),
-        groups_settled=groups.get("settled", 0) + groups.get("claimed", 0),
-        groups_trained=groups.get("trained", 0),
-        transitions=row["transitions"],
-        tokens=row["tokens"],
-    )
+    return Counts(**{name: row[name] for name in Counts.__struct_fields__})
 
 
 # -- parts -----------------------------------------------------------------------------------------
@@ -191,6 +183,7 @@ def _train(tx: Transaction, group: str, commit: StepCommit) -> None:
             f"not claimed by epoch {commit.epoch}."
         )
     tx.conn.execute(SQL["train_group"], {"step": commit.step, "group": group})
+    tx.count(commit.run, groups_settled=-1, groups_trained=1)
     tx.note(commit.run, "group", group)
 
 

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from agentrl.errors import Invalid
-from agentrl.store import evidence, migrations, queries, rows, runs
+from agentrl.store import evidence, migrations, queries, rows, runs, upkeep
 from agentrl.store import rollouts as queue
 from agentrl.store.bell import Bell
 from agentrl.store.connection import Location
@@ -31,11 +31,13 @@ from agentrl.types import (
     NewRollout,
     Outcome,
     PolicyVersion,
+    Pruned,
     Purpose,
     Rollout,
     RolloutState,
     RunState,
     Span,
+    Stats,
     StepCommit,
     StepRow,
     Trace,
@@ -55,6 +57,7 @@ class SqliteStore:
         migrations.prepare(location, create=create)
         self.url = location.url
         self._clock = clock
+        self._location = location
         self._feed = Feed()
         self._readers = Readers(location)
         self._bell = Bell(location, self._feed.ring)
@@ -144,9 +147,8 @@ class SqliteStore:
     # -- evidence ----------------------------------------------------------------------------------
 
     async def add_transitions(self, transitions: Sequence[Transition]) -> list[bool]:
-        for transition in transitions:
-            rows.check_transition(transition)
-        add = partial(evidence.add_transitions, transitions=transitions)
+        calls = [evidence.prepare(transition) for transition in transitions]
+        add = partial(evidence.add_transitions, calls=calls)
         return await self._writer.post(add)
 
     async def add_spans(self, spans: Sequence[Span]) -> None:
@@ -215,6 +217,25 @@ class SqliteStore:
             return queue.settled(tx.conn, group) or (False if last else None)
 
         return await self._until(GROUPS, look, timeout)
+
+    # -- upkeep ------------------------------------------------------------------------------------
+
+    async def stats(self) -> Stats:
+        return await self._readers.read(upkeep.stats)
+
+    async def prune(
+        self,
+        *,
+        run: str | None = None,
+        keep_last: int | None = None,
+        older_than: float | None = None,
+        dry_run: bool = False,
+    ) -> Pruned:
+        limits = upkeep.limits(self._clock(), run, keep_last, older_than)
+        return await upkeep.prune(self._readers.read, self._writer.post, limits, dry_run=dry_run)
+
+    async def vacuum(self) -> None:
+        await asyncio.to_thread(self._location.vacuum)
 
     # -- parts -------------------------------------------------------------------------------------
 

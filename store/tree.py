@@ -7,8 +7,9 @@ parallel branches all follow from the one rule, and T turns cost O(T) storage.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from hashlib import blake2b
+from itertools import islice
 from typing import NamedTuple
 
 Bytes = bytes | memoryview
@@ -40,11 +41,16 @@ def prefixes(data: Bytes, sizes: Iterable[int]) -> dict[int, bytes]:
     return found
 
 
-def deepest(data: Bytes, nodes: Sequence[Node]) -> list[Node]:
-    """The longest non-empty nodes that are a prefix of `data`, in the order given.
+def deepest(data: Bytes, nodes: Iterable[Node]) -> Node | None:
+    """The first of `nodes` that is a prefix of `data`. They come longest first.
 
-    More than one where samples of the same prompt came out equal."""
-    found = prefixes(data, [node.size for node in nodes])
-    fits = [node for node in nodes if node.size and found.get(node.size) == node.digest]
-    longest = max((node.size for node in fits), default=0)
-    return [node for node in fits if node.size == longest]
+    Nodes are read as far as needed: in a linear conversation one, where branches mix ever more at
+    a time, so that `data` is passed over a few times at most."""
+    waiting, some = iter(nodes), 1
+    while batch := list(islice(waiting, some)):
+        found = prefixes(data, [node.size for node in batch])
+        for node in batch:
+            if found.get(node.size) == node.digest:
+                return node
+        some *= 8
+    return None

@@ -13,7 +13,7 @@ import asyncio
 import sqlite3
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -25,26 +25,42 @@ from agentrl.errors import StoreError, Unavailable
 from agentrl.store.connection import BUSY, Location, explain
 from agentrl.store.feed import ANY, call_soon
 from agentrl.store.queries import load
+from agentrl.types import Counts
 
 SQL = load("feed")
 GROUP = 256  # verbs in one transaction: bounds how long other processes wait for the lock
+COUNTERS = dict.fromkeys(Counts.__struct_fields__, 0)
 PAUSE = 0.001  # seconds between two tries for the write lock
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class Transaction:
-    """What a verb sees: the connection, the time, and where it says what it changed."""
+    """What a verb sees: the connection, the time, and where it says what it changed. What it says
+    is written once for the whole group, last: then the rows that all writers share are locked
+    for the shortest time, in one order."""
 
     conn: sqlite3.Connection
     now: float  # unix seconds
     topics: int = 0
     events: list[tuple[str, str, str]] = field(default_factory=list)
+    counts: dict[str, Counter[str]] = field(default_factory=dict)
 
     def note(self, run: str, kind: str, id: str, topics: int = 0) -> None:
         """Adds to the change feed; `topics` are those that must be looked at now."""
         self.events.append((run, kind, id))
         self.topics |= ANY | topics
+
+    def count(self, run: str, **change: int) -> None:
+        """Adds to the counters of a run, named as the fields of `Counts`."""
+        self.counts.setdefault(run, Counter()).update(change)
+
+    def add(self, other: Transaction) -> None:
+        """Everything that another verb changed."""
+        self.topics |= other.topics
+        self.events += other.events
+        for run, change in other.counts.items():
+            self.count(run, **change)
 
 
 Verb = Callable[[Transaction], T]
@@ -131,18 +147,19 @@ class Writer:
             return 0
 
     def _transact(self, jobs: list[_Job], run: Callable[[_Job, Transaction], None]) -> int:
-        events, topics = list[tuple[str, str, str]](), 0
+        group = Transaction(self._conn, self._clock())
         self._begin()
         for job in jobs:
             tx = Transaction(self._conn, self._clock())
             run(job, tx)
             if job.error is None:
-                events += tx.events
-                topics |= tx.topics
-        if events:
-            self._conn.execute(SQL["add_events"], (msgspec.json.encode(events).decode(),))
+                group.add(tx)
+        for run, change in sorted(group.counts.items()):
+            self._conn.execute(SQL["count"], {**COUNTERS, **change, "run": run})
+        if group.events:
+            self._conn.execute(SQL["add_events"], (msgspec.json.encode(group.events).decode(),))
         self._conn.execute("commit")
-        return topics
+        return group.topics
 
     def _begin(self) -> None:
         """Takes the write lock of the file. SQLite's own waiting sleeps for up to 100 ms at a

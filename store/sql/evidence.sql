@@ -2,11 +2,22 @@
 select run_id, state, lease_until from attempts where id = ?;
 
 -- name: known
-select late from transitions where id = ?;
+select attempt_id, late from transitions where id = ?;
 
--- name: earlier
-select seq, size, digest, chat_size, chat_digest, answer_digest, tools
-from transitions where attempt_id = ? order by seq;
+-- name: shorter
+select size, digest, max(seq) as seq from transitions
+where attempt_id = :attempt and size > 0 and size <= :size
+group by size, digest order by size desc, digest desc;
+
+-- name: shorter_chats
+select chat_size as size, chat_digest as digest, max(seq) as seq from transitions
+where attempt_id = :attempt and chat_size > 0 and chat_size <= :size
+group by chat_size, chat_digest order by chat_size desc, chat_digest desc;
+
+-- name: heard
+select max(seq) as seq from transitions
+where attempt_id = :attempt and chat_size = :size and chat_digest = :digest
+  and answer_digest = :said;
 
 -- name: add_payload
 insert into payloads (hash, body) values (?, ?) on conflict (hash) do nothing;
@@ -24,9 +35,6 @@ insert into transitions (
     :prompt, :completion, :logprobs, :messages, :answer
 )
 on conflict (id) do nothing;
-
--- name: count
-update runs set transitions = transitions + :calls, tokens = tokens + :tokens where id = :run;
 
 -- name: add_span
 insert into spans (

@@ -3,5 +3,20 @@ insert into events (run_id, kind, id)
 select json_extract(value, '$[0]'), json_extract(value, '$[1]'), json_extract(value, '$[2]')
 from json_each(?);
 
+-- name: count
+update runs set
+    transitions = transitions + :transitions,
+    inexact = inexact + :inexact,
+    tokens = tokens + :tokens,
+    queued = queued + :queued,
+    running = running + :running,
+    succeeded = succeeded + :succeeded,
+    failed = failed + :failed,
+    cancelled = cancelled + :cancelled,
+    groups_open = groups_open + :groups_open,
+    groups_settled = groups_settled + :groups_settled,
+    groups_trained = groups_trained + :groups_trained
+where id = :run;
+
 -- name: cursor
 select coalesce(max(seq), 0) from events;

@@ -13,7 +13,7 @@ update groups set pending = pending + :new, state = 'open' where id = :group;
 update groups
 set pending = pending - 1, state = case when pending = 1 then 'settled' else state end
 where id = ?
-returning state;
+returning state, purpose;
 
 -- name: enqueue
 insert into rollouts (
@@ -24,6 +24,9 @@ insert into rollouts (
     :sampling, :task
 )
 on conflict (id) do nothing;
+
+-- name: group_of
+select group_id from rollouts where id = ?;
 
 -- name: queued
 select * from rollouts where state = 'queued' order by priority desc, seq limit :n;

@@ -68,9 +68,3 @@ set version = excluded.version, base_url = excluded.base_url, model = excluded.m
 
 -- name: policies
 select * from policies where run_id = ?;
-
--- name: rollout_counts
-select state, count(*) as n from rollouts where run_id = ? group by state;
-
--- name: group_counts
-select state, count(*) as n from groups where run_id = ? and purpose = 'train' group by state;

@@ -165,9 +165,28 @@ def test_prefixes_are_digests_of_the_beginning(data: bytes, sizes: list[int]) ->
     assert prefixes(data, sizes) == {n: digest(data[:n]) for n in sizes if n <= len(data)}
 
 
-def test_deepest_gives_all_equals_and_never_the_empty_one() -> None:
-    nodes = [Node(i, len(text), digest(text)) for i, text in enumerate([b"", b"a", b"ab", b"ab"])]
-    assert [node.seq for node in deepest(b"abc", nodes)] == [2, 3]
-    assert [node.seq for node in deepest(b"ax", nodes)] == [1]
-    assert deepest(b"xyz", nodes) == []
-    assert deepest(b"", nodes) == []
+def test_deepest_is_the_first_that_fits() -> None:
+    texts = [b"abcd", b"ab", b"ab", b"a"]
+    nodes = [Node(i, len(text), digest(text)) for i, text in enumerate(texts)]
+    assert deepest(b"abc", nodes) == nodes[1]
+    assert deepest(b"ax", nodes) == nodes[3]
+    assert deepest(b"xyz", nodes) is None
+    assert deepest(b"", nodes) is None
+
+
+@given(st.binary(max_size=30), st.lists(st.binary(min_size=1, max_size=30), max_size=40))
+def test_deepest_in_any_forest(data: bytes, texts: list[bytes]) -> None:
+    """Also past the nodes that are looked at first."""
+    texts = sorted([*texts, data[: len(data) // 2] or b"x"], key=len, reverse=True)
+    nodes = [Node(i, len(text), digest(text)) for i, text in enumerate(texts)]
+    fits = [i for i, text in enumerate(texts) if data.startswith(text)]
+    found = deepest(data, nodes)
+    assert (found is None) is (not fits)
+    assert found is None or found.seq == fits[0]
+
+
+def test_a_linear_conversation_looks_at_one_node() -> None:
+    data = bytes(100)
+    nodes = iter([Node(i, i, digest(data[:i])) for i in range(99, 0, -1)])
+    assert deepest(data, nodes) == (99, 99, digest(data[:99]))
+    assert len(list(nodes)) == 98

@@ -1,0 +1,131 @@
+-- name: rows
+select 'runs' as name, count(*) as n from runs
+union all select 'groups', count(*) from groups
+union all select 'rollouts', count(*) from rollouts
+union all select 'attempts', count(*) from attempts
+union all select 'transitions', count(*) from transitions
+union all select 'payloads', count(*) from payloads
+union all select 'spans', count(*) from spans
+union all select 'rewards', count(*) from rewards
+union all select 'steps', count(*) from steps
+union all select 'metrics', count(*) from metrics
+union all select 'policies', count(*) from policies
+union all select 'events', count(*) from events;
+
+-- name: size
+select pages.page_count * size.page_size as bytes, free.freelist_count * size.page_size as free
+from pragma_page_count as pages, pragma_page_size as size, pragma_freelist_count as free;
+
+-- In order of arrival, a page after the other: the whole table is passed over once.
+-- name: prunable
+select r.seq, r.id
+from rollouts r join groups g on g.id = r.group_id join runs u on u.id = r.run_id
+where r.seq > :after
+  and r.run_id = coalesce(:run, r.run_id)
+  and g.step < u.step - :keep
+  and (
+    (g.purpose = 'train' and g.state = 'trained' and g.trained_step < u.step - :keep)
+    or (g.purpose = 'eval' and g.state = 'settled')
+  )
+  and coalesce((
+    select max(a.ended_at) from rollouts m join attempts a on a.rollout_id = m.id
+    where m.run_id = g.run_id and m.group_id = g.id
+  ), 0) <= :before
+order by r.seq limit :n;
+
+-- What rollouts, given as a JSON list of ids, left behind. Bytes are those of the bulky columns.
+-- name: evidence
+select
+    r.id, r.run_id, r.group_id, g.purpose, g.state,
+    (select count(*) from attempts a where a.rollout_id = r.id) as attempts,
+    coalesce(t.n, 0) as transitions,
+    coalesce(s.n, 0) as spans,
+    (
+        select count(*) from rewards w join attempts a on a.id = w.attempt_id
+        where a.rollout_id = r.id
+    ) as rewards,
+    coalesce(t.bytes, 0) + coalesce(s.bytes, 0) as bytes
+from rollouts r
+join groups g on g.id = r.group_id
+left join (
+    select
+        a.rollout_id, count(*) as n,
+        sum(
+            length(prompt) + length(completion) + length(logprobs)
+            + length(cast(messages as blob)) + coalesce(length(cast(answer as blob)), 0)
+        ) as bytes
+    from transitions c join attempts a on a.id = c.attempt_id
+    where a.rollout_id in (select value from json_each(:rollouts))
+    group by a.rollout_id
+) t on t.rollout_id = r.id
+left join (
+    select
+        a.rollout_id, count(*) as n,
+        sum(length(cast(name as blob)) + length(cast(attributes as blob))) as bytes
+    from spans c join attempts a on a.id = c.attempt_id
+    where a.rollout_id in (select value from json_each(:rollouts))
+    group by a.rollout_id
+) s on s.rollout_id = r.id
+where r.id in (select value from json_each(:rollouts));
+
+-- name: tools
+select distinct c.tools as hash
+from transitions c join attempts a on a.id = c.attempt_id
+where a.rollout_id in (select value from json_each(:rollouts)) and c.tools is not null;
+
+-- Nobody may come to need a payload, or add to a group, while it is deleted. Where there is one
+-- writer at a time, nobody can.
+-- name: lock_payloads
+select 1;
+
+-- name: lock_groups
+select 1 where :rollouts is not null;
+
+-- name: delete_transitions
+delete from transitions where attempt_id in (
+    select id from attempts where rollout_id in (select value from json_each(:rollouts))
+);
+
+-- name: delete_spans
+delete from spans where attempt_id in (
+    select id from attempts where rollout_id in (select value from json_each(:rollouts))
+);
+
+-- name: delete_rewards
+delete from rewards where attempt_id in (
+    select id from attempts where rollout_id in (select value from json_each(:rollouts))
+);
+
+-- name: delete_attempts
+delete from attempts where rollout_id in (select value from json_each(:rollouts));
+
+-- name: delete_rollouts
+delete from rollouts where id in (select value from json_each(:rollouts));
+
+-- name: delete_payload
+delete from payloads
+where hash = :hash and not exists (select 1 from transitions where tools = :hash);
+
+-- name: delete_group
+delete from groups
+where id = :group and not exists (
+    select 1 from rollouts where run_id = :run and group_id = :group
+);
+
+-- name: runs
+select id from runs where id = coalesce(:run, id) order by id;
+
+-- Steps are the clock of the feed, whose rows have no time: what came before the oldest news of
+-- the newest step that may go.
+-- name: old_events
+select min(seq) as upto from events
+where run_id = :run and kind = 'step' and id = (
+    select cast(max(s.step) as text) from steps s join runs u on u.id = s.run_id
+    where s.run_id = :run and s.committed = 1 and s.step < u.step - :keep and s.at <= :before
+);
+
+-- name: count_events
+select count(*) as n, min(seq) as first from events where run_id = :run and seq < :upto;
+
+-- name: delete_events
+delete from events where run_id = :run and seq >= :first and seq < :upto;

@@ -1,0 +1,191 @@
+"""Upkeep: what a store holds, and removing what no step will ever read again.
+
+Always true: a rollout goes whole, with everything its attempts left, in one transaction, so that
+nobody meets half of one; a transaction removes about `ROWS` rows, so that other writers wait for
+milliseconds; the counters, steps and metrics of a run stay what they were. A prune that is killed
+has pruned less; the next one goes on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from sqlite3 import Connection
+from typing import Any, Protocol, TypeVar
+
+from agentrl.errors import Invalid
+from agentrl.store import queries, rows, runs
+from agentrl.store.writer import Transaction, Verb
+from agentrl.types import Pruned, Stats
+
+SQL = queries.load("upkeep")
+FEED = queries.load("feed")
+ROWS = 1000  # transitions and spans that one transaction removes, if no rollout alone has more
+PAGE = 256  # rollouts looked at with one read
+EVENTS = 10_000  # cursor numbers that one transaction passes over
+T = TypeVar("T")
+
+
+class Read(Protocol):
+    def __call__(self, query: Callable[[Connection], T], /) -> Awaitable[T]: ...
+
+
+class Write(Protocol):
+    def __call__(self, verb: Verb[T], /) -> Awaitable[T]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What may go. `keep` committed steps stay, and all that ended after `before`, unix seconds."""
+
+    run: str | None
+    keep: int
+    before: float
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        return {"run": self.run, "keep": self.keep, "before": self.before}
+
+
+def limits(now: float, run: str | None, keep_last: int | None, older_than: float | None) -> Limits:
+    """Raises Invalid for limits that would remove everything or make no sense."""
+    if keep_last is None and older_than is None:
+        raise Invalid(
+            "Say what to keep: the steps of keep_last, the seconds of older_than or both."
+        )
+    if keep_last is not None and keep_last < 0:
+        raise Invalid(f"keep_last is a number of steps, not {keep_last}.")
+    if older_than is not None and not 0 <= older_than < math.inf:
+        raise Invalid(f"older_than is a number of seconds, not {older_than}.")
+    before = now if older_than is None else now - older_than
+    return Limits(run, keep_last or 0, math.inf if older_than is None else before)
+
+
+def stats(conn: Connection) -> Stats:
+    size = conn.execute(SQL["size"]).fetchone()
+    return Stats(
+        rows={row["name"]: row["n"] for row in conn.execute(SQL["rows"])},
+        bytes=size["bytes"],
+        free=size["free"],
+        cursor=conn.execute(FEED["cursor"]).fetchone()[0],
+    )
+
+
+async def prune(read: Read, write: Write, limits: Limits, *, dry_run: bool) -> Pruned:
+    """`read` and `write` each run a function in a transaction of its own."""
+    total, after = Pruned(), -1
+    await read(partial(_check_run, limits=limits))
+    while page := await read(partial(_page, limits=limits, after=after)):
+        after = page[-1][0]
+        found = await read(partial(_evidence, rollouts=[id for _, id in page]))
+        if dry_run:
+            total = _sum([total, _pruned(found)])
+        else:
+            for part in _parts(found):
+                total = _sum([total, await write(partial(_remove, limits=limits, rollouts=part))])
+    for run in await read(partial(_runs, limits=limits)):
+        events = await _prune_events(read, write, limits, run, dry_run=dry_run)
+        total = _sum([total, Pruned(events=events)])
+    return total
+
+
+# -- rollouts --------------------------------------------------------------------------------------
+
+
+def _check_run(conn: Connection, limits: Limits) -> None:
+    if limits.run is not None:
+        runs.known(conn, limits.run)
+
+
+def _page(conn: Connection, limits: Limits, after: int) -> list[tuple[int, str]]:
+    columns = {**limits.columns, "after": after, "n": PAGE}
+    return [(row["seq"], row["id"]) for row in conn.execute(SQL["prunable"], columns)]
+
+
+def _evidence(conn: Connection, rollouts: Sequence[str]) -> list[Any]:
+    return list(conn.execute(SQL["evidence"], _ids(rollouts)).fetchall())
+
+
+def _parts(found: Sequence[Any]) -> Iterator[list[str]]:
+    """Rollouts that may go in one transaction."""
+    part, weight = list[str](), 0
+    for row in found:
+        size = row["transitions"] + row["spans"]
+        if part and weight + size > ROWS:
+            yield part
+            part, weight = [], 0
+        part.append(row["id"])
+        weight += size
+    if part:
+        yield part
+
+
+def _remove(tx: Transaction, limits: Limits, rollouts: Sequence[str]) -> Pruned:
+    """Those of the rollouts whose group is still at rest: an evaluation may have grown since."""
+    tx.conn.execute(SQL["lock_payloads"])
+    tx.conn.execute(SQL["lock_groups"], _ids(rollouts))
+    found = [row for row in _evidence(tx.conn, rollouts) if row["state"] in ("trained", "settled")]
+    columns = _ids([row["id"] for row in found])
+    hashes = [row["hash"] for row in tx.conn.execute(SQL["tools"], columns)]
+    for table in ("transitions", "spans", "rewards", "attempts", "rollouts"):
+        tx.conn.execute(SQL[f"delete_{table}"], columns)
+    for digest in hashes:
+        tx.conn.execute(SQL["delete_payload"], {"hash": digest})
+    # The group of a training rollout stays: it says that it was trained, whoever asks for it again.
+    for run, group in sorted(
+        {(r["run_id"], r["group_id"]) for r in found if r["purpose"] == "eval"}
+    ):
+        tx.conn.execute(SQL["delete_group"], {"run": run, "group": group})
+    for run in sorted({row["run_id"] for row in found}):
+        tx.note(run, "run", run)
+    return _pruned(found)
+
+
+def _pruned(found: Sequence[Any]) -> Pruned:
+    names = ("attempts", "transitions", "spans", "rewards", "bytes")
+    return Pruned(rollouts=len(found), **{name: sum(row[name] for row in found) for name in names})
+
+
+def _sum(parts: Sequence[Pruned]) -> Pruned:
+    names = Pruned.__struct_fields__
+    return Pruned(**{name: sum(getattr(part, name) for part in parts) for name in names})
+
+
+def _ids(rollouts: Sequence[str]) -> dict[str, str]:
+    return {"rollouts": rows.dump(rollouts, "Rollouts")}
+
+
+# -- events ----------------------------------------------------------------------------------------
+
+
+def _runs(conn: Connection, limits: Limits) -> list[str]:
+    return [row["id"] for row in conn.execute(SQL["runs"], {"run": limits.run})]
+
+
+async def _prune_events(
+    read: Read, write: Write, limits: Limits, run: str, *, dry_run: bool
+) -> int:
+    """How many. The event before which all goes stays, so that the newest cursor never shrinks."""
+    upto, first, n = await read(partial(_old_events, limits=limits, run=run))
+    if dry_run or not n:
+        return n
+    removed = 0
+    for start in range(first, upto, EVENTS):
+        window = {"run": run, "first": start, "upto": min(start + EVENTS, upto)}
+        removed += await write(partial(_remove_events, window=window))
+    return removed
+
+
+def _old_events(conn: Connection, limits: Limits, run: str) -> tuple[int, int, int]:
+    """Cursor before which events may go, the first of them, and their number."""
+    upto = conn.execute(SQL["old_events"], {**limits.columns, "run": run}).fetchone()["upto"]
+    if upto is None:
+        return 0, 0, 0
+    row = conn.execute(SQL["count_events"], {"run": run, "upto": upto}).fetchone()
+    return upto, row["first"] or 0, row["n"]
+
+
+def _remove_events(tx: Transaction, window: dict[str, Any]) -> int:
+    return tx.conn.execute(SQL["delete_events"], window).rowcount

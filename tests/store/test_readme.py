@@ -1,0 +1,32 @@
+"""The worked example of the token tree is what the store does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from agentrl.store import open_store, queries
+from agentrl.store.readonly import ask
+
+PAGE = (queries.FOLDER.parent / "README.md").read_text(encoding="utf-8")
+ROWS = re.findall(
+    r"^\| (\d)[^|]*\| `([\d ]+)` \| `([\d ]+)` \| (none|\d) \| `([\d ]+)` \|$", PAGE, re.MULTILINE
+)
+
+
+async def test_the_token_tree(tmp_path: Path, kit) -> None:
+    path = tmp_path / "store.db"
+    async with open_store(str(path)) as store:
+        await store.open_run("run", {})
+        await store.enqueue(kit.group("a"))
+        (attempt,) = await store.claim(1, runner="test", lease=60)
+        for _, prompt, completion, _, _ in ROWS:
+            tokens = [[int(word) for word in text.split()] for text in (prompt, completion)]
+            call = kit.call(attempt, *tokens)
+            await store.add_transitions([call])
+    found = ask(str(path), "select seq, parent, tokens(prompt) from transitions", limit=9).rows
+    assert len(found) == 5
+    assert found == [
+        [int(seq), None if parent == "none" else int(parent), f"[{new.replace(' ', ',')}]"]
+        for seq, _, _, parent, new in ROWS
+    ]
