@@ -41,7 +41,7 @@ IDLE = 60.0  # seconds for which an unused connection is kept: less than the ser
 LOST = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError)
 TRANSIENT = frozenset({502, 503, 504})
 ANSWERS = wire.decoders(wire.Answers)[MSGPACK]
-REFUSAL = wire.decoders(wire.Refusal)[MSGPACK]
+REFUSAL = wire.decoders(wire.Refusal)
 Arguments = msgspec.Struct
 
 
@@ -136,7 +136,7 @@ class HttpStore:
         while True:
             sent = body()
             try:
-                status, answer = await self._post(f"{self.url}/v1/{name}", sent, headers)
+                status, form, answer = await self._post(f"{self.url}/v1/{name}", sent, headers)
             except LOST as error:
                 why = f"Store {self.url} cannot be reached: {str(error) or 'no answer'}."
             except aiohttp.ClientError as error:
@@ -147,7 +147,7 @@ class HttpStore:
                 if status == 202:  # not yet
                     pause, deadline = BACKOFF, 0.0
                     continue
-                refused = self._refused(status, answer)
+                refused = self._refused(status, form, answer)
                 if status not in TRANSIENT:
                     raise refused
                 why = str(refused)
@@ -158,16 +158,17 @@ class HttpStore:
             await asyncio.sleep(pause * (0.5 + random.random() / 2))
             pause = min(2 * pause, LONGEST)
 
-    async def _post(self, url: str, body: bytes, headers: dict[str, str]) -> tuple[int, bytes]:
+    async def _post(self, url: str, body: bytes, headers: dict[str, str]) -> tuple[int, str, bytes]:
+        """Status, content type and body of one answer."""
         session = await self._session()
         with suppress_instrumentation():  # the store's own traffic is no part of any trace
             async with session.post(url, data=body, headers=headers) as response:
-                return response.status, await response.read()
+                return response.status, response.content_type, await response.read()
 
-    def _refused(self, status: int, body: bytes) -> StoreError:
+    def _refused(self, status: int, form: str, body: bytes) -> StoreError:
         try:
-            return wire.raised(REFUSAL(body).error)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+            return wire.raised(REFUSAL[form](body).error)
+        except (KeyError, msgspec.DecodeError, UnicodeDecodeError):
             words = body[:200].decode("utf-8", "replace").strip()
             return StoreError(f"{self.url} answered {status} {words!r}: is it a store's server?")
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from agentrl import __version__
-from agentrl.store.http.wire import JSON, VERBS, Answers, Batch, Error, Refusal, Verb
+from agentrl.store.http.wire import JSON, KEY, VERBS, Answers, Batch, Error, Refusal, Verb
 from agentrl.types import Int32
 
 Schema = dict[str, Any]
@@ -76,7 +76,7 @@ def _operation(verb: Verb, arguments: Schema, result: Schema) -> Schema:
                 "name": "idempotency-key",
                 "in": "header",
                 "description": "A repeat with the same key gets the same answer.",
-                "schema": {"type": "string", "pattern": "^[A-Za-z0-9-]{1,64}$"},
+                "schema": {"type": "string", "pattern": KEY},
             }
         ]
     return made

@@ -12,6 +12,7 @@ repeat: nothing is doubled, but `enqueue` and `cancel` then count only what was 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Coroutine
 from typing import Any
 
@@ -77,26 +78,27 @@ class App:
     async def _answer(
         self, verb: Verb | None, headers: dict[bytes, bytes], receive: Receive, send: Send
     ) -> None:
-        form = JSON
+        form = _form(headers)
         try:
             scope = self._admit(headers)
-            form = _form(headers)
+            if form is None:
+                raise HTTPException(415, f"Content-Type must be {' or '.join(ENCODE)}.")
             body = await _body(headers, receive, self._largest)
             if verb is None:
                 result: Any = await self._batch(body, form, scope)
             else:
                 _allow(verb, scope)
-                key = headers.get(b"idempotency-key", b"").decode("latin-1")
-                result = await self._call(verb, body, form, key, receive)
+                key = headers.get(b"idempotency-key")
+                result = await self._call(verb, body, form, _key(key), receive)
             status, out = (202, b"") if result is AGAIN else (200, ENCODE[form](result))
         except StoreError as error:
             status, refused = wire.refusal(error)
-            out = ENCODE[form](wire.Refusal(error=refused))
+            out = ENCODE[form or JSON](wire.Refusal(error=refused))
         except HTTPException as error:
-            status, out = error.status_code, ENCODE[form](_refusal(error))
+            status, out = error.status_code, ENCODE[form or JSON](_refusal(error))
         except ConnectionAbortedError:
             return
-        await _send(send, status, out, form)
+        await _send(send, status, out, form or JSON)
 
     def _admit(self, headers: dict[bytes, bytes]) -> wire.Scope:
         if self._draining:
@@ -197,8 +199,9 @@ class App:
         if verb is None:
             raise Invalid(f"There is no verb {call.verb!r}: see /openapi.json.")
         _allow(verb, scope)
+        key = _key(None if call.key is None else call.key.encode())
         while True:  # an answer that takes long is no reason to cut a batch short
-            result = await self._call(verb, bytes(call.arguments), form, call.key or "", None)
+            result = await self._call(verb, bytes(call.arguments), form, key, None)
             if result is not AGAIN:
                 return result
 
@@ -236,11 +239,19 @@ def _allow(verb: Verb, scope: wire.Scope) -> None:
         raise Forbidden(f"{verb.name} needs a key of scope {verb.scope.name.lower()}.")
 
 
-def _form(headers: dict[bytes, bytes]) -> str:
+def _form(headers: dict[bytes, bytes]) -> str | None:
+    """In which encoding the caller speaks; None where it is none of ours."""
     given = headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
-    if given not in ENCODE:
-        raise HTTPException(415, f"Content-Type must be {' or '.join(ENCODE)}, not {given!r}.")
-    return given
+    return given if given in ENCODE else None
+
+
+def _key(given: bytes | None) -> str:
+    """Idempotency key; none: empty."""
+    if given is None:
+        return ""
+    if not re.fullmatch(wire.KEY, key := given.decode("latin-1")):
+        raise Invalid(f"An idempotency-key must match {wire.KEY}.")
+    return key
 
 
 async def _body(headers: dict[bytes, bytes], receive: Receive, largest: int) -> bytes:

@@ -246,7 +246,7 @@ def test_schemathesis_finds_no_flaw(admin, monkeypatch):
     schema = openapi.from_url(f"{admin.base_url}/openapi.json")
     key = {"authorization": admin.headers["authorization"]}
     operations = [result.ok() for result in schema.get_all_operations()]
-    assert [operation.path for operation in operations] == []
+    assert len(operations) == len(VERBS) + 3  # batch, traces, healthz; its own page it leaves out
     for operation in operations:
         for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
             if mode is GenerationMode.NEGATIVE and operation.method == "get":
