@@ -9,10 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qsl
 
-from agentrl.errors import StoreError, Unavailable
+from agentrl.errors import Invalid, StoreError, Unavailable
 
+# What a value raises that no column takes: integers of more than 64 bits, text that is no Unicode.
+UNFIT = (
+    OverflowError,
+    UnicodeError,
+    sqlite3.DataError,
+    sqlite3.IntegrityError,
+    sqlite3.InterfaceError,
+)
 BUSY = 60.0  # seconds to wait for the locks of other processes, which hold them for milliseconds
-CHECKPOINT = 4000  # pages of write-ahead log before they are copied back: fewer, larger syncs
+CHECKPOINT = 16_000  # pages of write-ahead log before the writer itself copies them back
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +80,17 @@ class Location:
         """Turns SQLite's errors into one sentence that names the file."""
         try:
             yield
-        except sqlite3.Error as error:
-            raise Unavailable(explain(self.path, error)) from error
+        except (sqlite3.Error, *UNFIT) as error:
+            raise explained(self.path, error) from error
+
+
+def explained(path: Path, error: Exception) -> Exception:
+    """SQLite's errors as ours; any other as it is."""
+    if isinstance(error, UNFIT):
+        return Invalid(f"A value cannot be stored: {error}.")
+    if isinstance(error, sqlite3.Error):
+        return Unavailable(explain(path, error))
+    return error
 
 
 def explain(path: Path, error: sqlite3.Error) -> str:
@@ -85,6 +102,7 @@ def explain(path: Path, error: sqlite3.Error) -> str:
         "SQLITE_READONLY": "it cannot be written; check its permissions",
         "SQLITE_PERM": "it cannot be written; check its permissions",
         "SQLITE_FULL": "the disk is full; free some space and run the same command again",
+        "SQLITE_IOERR": "the disk refuses to read or write; check it, and the space on it",
         "SQLITE_BUSY": "another process holds its write lock; end that process",
     }
     name = getattr(error, "sqlite_errorname", "") or ""

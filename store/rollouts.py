@@ -244,7 +244,7 @@ def _end_rollout(
         "id": row["id"],
         "state": state.value,
         "result": result,
-        "seconds": 0.0 if row["started_at"] is None else tx.now - row["started_at"],
+        "seconds": max(0.0, tx.now - (row["started_at"] or tx.now)),  # clocks are set back
     }
     tx.conn.execute(SQL["end_rollout"], {**columns, **rows.failure_columns(failure)})
     group = tx.conn.execute(SQL["shrink_group"], (row["group_id"],)).fetchone()

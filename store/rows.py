@@ -82,6 +82,12 @@ def check_rollout(rollout: NewRollout) -> None:
             f"Rollout {rollout.id}: max_attempts must be at least 1 and timeout a positive "
             "number of seconds."
         )
+    _check_sampling(f"Rollout {rollout.id}", rollout.sampling)
+
+
+def _check_sampling(where: str, sampling: Sampling) -> None:
+    if not (math.isfinite(sampling.temperature) and math.isfinite(sampling.top_p)):
+        raise Invalid(f"{where}: temperature and top_p must be finite numbers.")
 
 
 def new_rollout_columns(rollout: NewRollout) -> dict[str, Any]:
@@ -182,6 +188,9 @@ def check_transition(transition: Transition) -> None:
         )
     if not math.isfinite(sum(t.logprobs)):
         raise Invalid(f"{where}: a log-prob is not finite.")
+    if not (math.isfinite(t.started) and math.isfinite(t.seconds)):
+        raise Invalid(f"{where}: started and seconds must be finite numbers.")
+    _check_sampling(where, t.sampling)
 
 
 def transition_columns(t: Transition) -> dict[str, Any]:

@@ -8,6 +8,7 @@ One object may be used from several event loops and threads.
 from __future__ import annotations
 
 import asyncio
+import math
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
@@ -288,5 +289,5 @@ class _Deadline:
 
 
 def _positive(name: str, value: float) -> None:
-    if not value > 0:
-        raise Invalid(f"{name} must be positive, not {value}.")
+    if not 0 < value < math.inf:
+        raise Invalid(f"{name} must be positive and finite, not {value}.")

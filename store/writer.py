@@ -21,8 +21,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from agentrl.errors import StoreError, Unavailable
-from agentrl.store.connection import BUSY, Location, explain
+from agentrl.errors import StoreError
+from agentrl.store.checkpoint import Checkpoints
+from agentrl.store.connection import BUSY, Location, explained
 from agentrl.store.feed import ANY, call_soon
 from agentrl.store.queries import load
 from agentrl.types import Counts
@@ -36,15 +37,15 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Transaction:
-    """What a verb sees: the connection, the time, and where it says what it changed. What it says
-    is written once for the whole group, last: then the rows that all writers share are locked
-    for the shortest time, in one order."""
+    """What the verbs of a group see: the connection, the time, and where they say what they
+    changed. What they say is written once and last: then the rows that all writers share are
+    locked for the shortest time, in one order."""
 
     conn: sqlite3.Connection
     now: float  # unix seconds
     topics: int = 0
     events: list[tuple[str, str, str]] = field(default_factory=list)
-    counts: dict[str, Counter[str]] = field(default_factory=dict)
+    counts: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
 
     def note(self, run: str, kind: str, id: str, topics: int = 0) -> None:
         """Adds to the change feed; `topics` are those that must be looked at now."""
@@ -53,7 +54,9 @@ class Transaction:
 
     def count(self, run: str, **change: int) -> None:
         """Adds to the counters of a run, named as the fields of `Counts`."""
-        self.counts.setdefault(run, Counter()).update(change)
+        counts = self.counts[run]
+        for name, more in change.items():
+            counts[name] += more
 
     def add(self, other: Transaction) -> None:
         """Everything that another verb changed."""
@@ -95,6 +98,7 @@ class Writer:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._closed = False
         self._conn = location.connect()  # waits while another process recovers or closes the file
+        self._checkpoints = Checkpoints(location)
         self._conn.execute("pragma busy_timeout = 0")  # from here on `_begin` waits by itself
         self._thread = threading.Thread(target=self._serve, name="store-writer", daemon=True)
         self._thread.start()
@@ -113,6 +117,7 @@ class Writer:
         self._closed = True
         self._jobs.put(None)
         self._thread.join()
+        self._checkpoints.close()
         self._conn.close()
 
     def _serve(self) -> None:
@@ -129,6 +134,7 @@ class Writer:
             if jobs:
                 topics = self._commit(jobs)
                 _resolve_all(jobs)
+                self._checkpoints.committed(self._conn)
                 if topics:
                     self._ring(topics)
 
@@ -143,19 +149,16 @@ class Writer:
         except sqlite3.Error as error:
             self._rollback()
             for job in jobs:
-                job.error = job.error or self._explained(error)
+                job.error = job.error or explained(self._location.path, error)
             return 0
 
     def _transact(self, jobs: list[_Job], run: Callable[[_Job, Transaction], None]) -> int:
-        group = Transaction(self._conn, self._clock())
         self._begin()
+        group = Transaction(self._conn, self._clock())
         for job in jobs:
-            tx = Transaction(self._conn, self._clock())
-            run(job, tx)
-            if job.error is None:
-                group.add(tx)
-        for run, change in sorted(group.counts.items()):
-            self._conn.execute(SQL["count"], {**COUNTERS, **change, "run": run})
+            run(job, group)
+        for name, change in sorted(group.counts.items()):
+            self._conn.execute(SQL["count"], {**COUNTERS, **change, "run": name})
         if group.events:
             self._conn.execute(SQL["add_events"], (msgspec.json.encode(group.events).decode(),))
         self._conn.execute("commit")
@@ -178,26 +181,23 @@ class Writer:
     def _run(self, job: _Job, tx: Transaction) -> None:
         job.result = job.verb(tx)
 
-    def _run_alone(self, job: _Job, tx: Transaction) -> None:
+    def _run_alone(self, job: _Job, group: Transaction) -> None:
         """All of the verb or nothing, whatever becomes of the others."""
+        tx = Transaction(group.conn, group.now)
         tx.conn.execute("savepoint verb")
         try:
             job.result = job.verb(tx)
+            group.add(tx)
         except Exception as error:  # delivered to the caller
             if not tx.conn.in_transaction:  # a full disk undoes the whole group
                 raise
             tx.conn.execute("rollback to verb")
-            job.error = self._explained(error)
+            job.error = explained(self._location.path, error)
         tx.conn.execute("release verb")
 
     def _rollback(self) -> None:
         if self._conn.in_transaction:
             self._conn.execute("rollback")
-
-    def _explained(self, error: Exception) -> Exception:
-        if isinstance(error, sqlite3.Error):
-            return Unavailable(explain(self._location.path, error))
-        return error
 
 
 def _resolve_all(jobs: list[_Job]) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import sqlite3
 from collections.abc import Iterator
+from pathlib import Path
 
+from agentrl.store import open_store
 from agentrl.types import NewRollout, Transition, float32, int32
 
 PROMPT, COMPLETION = 256, 128  # tokens
@@ -27,12 +31,12 @@ def rollouts(name: str, n: int, group: int = 4) -> list[NewRollout]:
     ]
 
 
-def calls(attempt: str, n: int) -> Iterator[Transition]:
+def calls(attempt: str, n: int, name: str = "") -> Iterator[Transition]:
     """`n` calls of an attempt that share no prefix, with the text the tokens stand for."""
     for index in range(n):
         number = next(NUMBERS)
         yield Transition(
-            id=f"{attempt}-{index}",
+            id=f"{attempt}-{name}{index}",
             attempt=attempt,
             index=index,
             prompt=int32(range(number, number + PROMPT)),
@@ -48,3 +52,45 @@ def text(tokens: int) -> str:
     """Text of about that many tokens."""
     size = tokens * CHARACTERS
     return (WORDS * (size // len(WORDS) + 1))[:size]
+
+
+def filled(path: Path, n: int) -> Path:
+    """A store of `n` rollouts in groups of four: half wait in the queue, the others were
+    finished in one attempt each and their groups are trained. Written with SQL, in seconds."""
+
+    async def open_run() -> None:
+        async with open_store(str(path)) as store:
+            await store.open_run("run", {})
+
+    asyncio.run(open_run())
+    done = n // 8 * 4
+    conn = sqlite3.connect(path)
+    conn.executescript(FILL.format(n=n, done=done, text=text(40)))
+    conn.execute("pragma wal_checkpoint(truncate)")
+    conn.close()
+    return path
+
+
+FILL = """
+begin;
+create temp table numbers as
+with recursive count (i) as (select 0 union all select i + 1 from count where i < {n} - 1)
+select i, printf('%032x', i * 7919) as name, i < {done} as done, printf('old/%07d', i / 4) as grp
+from count;
+insert into groups (id, run_id, purpose, step, state, pending, claimed_epoch, trained_step)
+select grp, 'run', 'train', 0, iif(done, 'trained', 'open'), iif(done, 0, 4), iif(done, 1, null),
+    iif(done, 0, null)
+from numbers where i % 4 = 0;
+insert into rollouts (id, run_id, group_id, position, purpose, step, state, priority, max_attempts,
+    timeout, attempts, attempt_id, seconds, sampling, task)
+select 'rollout-' || name, 'run', grp, i % 4, 'train', 0, iif(done, 'succeeded', 'queued'), 0, 3,
+    60.0, done, iif(done, name, null), 1.0, '{{}}', '{{"input":"{text}"}}'
+from numbers;
+insert into attempts (id, rollout_id, run_id, fence, state, runner, lease_until, started_at,
+    ended_at)
+select name, 'rollout-' || name, 'run', 1, 'succeeded', 'bench', 1.0, 0.0, 1.0
+from numbers where done;
+update runs set succeeded = {done}, queued = {n} - {done}, groups_trained = {done} / 4,
+    groups_open = ({n} - {done}) / 4;
+commit;
+"""

@@ -6,8 +6,9 @@ import asyncio
 import math
 
 import pytest
+from msgspec import structs
 
-from agentrl.errors import Fenced, StoreError
+from agentrl.errors import Conflict, Fenced, Invalid, StoreError
 from agentrl.types import (
     Counts,
     ErrorKind,
@@ -21,6 +22,7 @@ from agentrl.types import (
     Sampling,
     Scope,
     float32,
+    int32,
 )
 
 SOON = 10.0  # seconds in which whatever is waited for must have happened
@@ -166,6 +168,47 @@ async def test_a_lease_that_ran_out_writes_nothing_even_if_nobody_took_over(stor
     assert await store.add_transitions([kit.call(attempt, [1], [2])]) == [False]
     assert await store.finish([kit.good(attempt)]) == [False]
     assert (await store.rollouts("run"))[0].state is RolloutState.RUNNING
+
+
+async def test_a_clock_set_back_ends_no_lease_and_no_time_is_negative(store, kit, clock):
+    await store.enqueue(kit.group("a", 1))
+    (attempt,) = await claim(store)
+    clock.now -= 3600
+    assert await claim(store) == []
+    assert await store.heartbeat([attempt.id], lease=10) == [attempt.id]
+    assert await store.add_transitions([kit.call(attempt, [1], [2])]) == [True]
+    assert await store.finish([kit.good(attempt)]) == [True]
+    (row,) = await store.rollouts("run")
+    assert (row.state, row.attempts, row.seconds) == (RolloutState.SUCCEEDED, 1, 0.0)
+
+
+async def test_a_clock_that_leaps_gives_the_rollout_to_another_once(store, kit, clock):
+    """A suspended machine wakes up hours later, and the clock is then corrected."""
+    await store.enqueue(kit.group("a", 1))
+    (slept,) = await claim(store)
+    await store.add_transitions([kit.call(slept, [1], [2])])
+    clock.now += 8 * 3600
+    assert await store.heartbeat([slept.id], lease=10) == []
+    (other,) = await claim(store)
+    assert other.fence == slept.fence + 1
+    clock.now -= 8 * 3600  # the first lease would hold again: it has been given away
+    assert await store.heartbeat([slept.id, other.id], lease=10) == [other.id]
+    calls = [kit.call(slept, [1], [3]), kit.call(other, [1], [4])]
+    assert await store.add_transitions(calls) == [False, True]
+    assert await store.finish([kit.good(slept, 0.0), kit.good(other, 1.0)]) == [False, True]
+    (group,) = await store.claim_groups("run", 1, 1)
+    (row,) = group.rollouts
+    assert (row.attempt, row.reward(), row.transitions) == (other.id, 1.0, calls[1:])
+    await store.commit_step(kit.step(0, ["a"]))
+    assert await store.claim_groups("run", 1, 1, timeout=0) == []
+
+
+async def test_a_leap_that_nobody_saw_changes_nothing(store, kit, clock):
+    await store.enqueue(kit.group("a", 1))
+    (attempt,) = await claim(store)
+    clock.now += 3600
+    clock.now -= 3600
+    assert await store.finish([kit.good(attempt)]) == [True]
 
 
 async def test_an_old_fence_does_not_finish_the_attempt(store, kit):
@@ -390,8 +433,10 @@ async def test_counts(store, kit):
     await settle(store, kit, "a", 2)
     await store.enqueue(kit.group("b", 3))
     running, failed = await claim(store, 2)
-    await store.add_transitions([kit.call(running, [1], [2, 3])])
+    inexact = kit.call(running, [], [4], exact=False, logprobs=float32())
+    await store.add_transitions([kit.call(running, [1], [2, 3]), inexact])
     await store.finish([kit.bad(failed)])
+    assert await store.add_transitions([kit.call(failed, [1], [2, 3])]) == [False]
     await store.claim_groups("run", 1, 1)
     await store.commit_step(kit.step(0, ["a"]))
     await settle(store, kit, "0", 1)  # takes what is left of b
@@ -402,8 +447,9 @@ async def test_counts(store, kit):
         failed=1,
         groups_open=2,
         groups_trained=1,
-        transitions=1,
-        tokens=2,
+        transitions=2,
+        inexact=1,
+        tokens=3,
     )
 
 
@@ -461,24 +507,53 @@ async def test_calls_are_ordered_by_index_not_by_arrival(store, kit):
         ({"logprobs": float32()}, "0 log-probs for 2"),
         ({"logprobs": float32([-1.0, math.nan])}, "not finite"),
         ({"logprobs": float32([-1.0, -math.inf])}, "not finite"),
+        ({"logprobs": [-1.0, -1.0]}, "made by agentrl.types.float32"),
+        ({"prompt": float32([1.0])}, "made by agentrl.types.int32"),
+        ({"started": math.nan}, "finite"),
+        ({"seconds": math.inf}, "finite"),
+        ({"sampling": Sampling(temperature=math.nan)}, "finite"),
+        ({"index": 2**70}, "cannot be stored"),
+        ({"version": 2**70}, "cannot be stored"),
+        ({"role": "\ud800"}, "cannot be stored"),
+        ({"messages": [{"content": "\ud800"}]}, "JSON"),
         ({"answer": {"x": object()}}, "JSON"),
     ],
 )
 async def test_a_wrong_call_is_refused_with_all_that_came_along(store, kit, wrong, why):
     await store.enqueue(kit.group("a", 1))
     (attempt,) = await claim(store)
-    with pytest.raises(StoreError, match=why):
+    with pytest.raises(Invalid, match=why):
         await store.add_transitions(
-            [kit.call(attempt, [1], [2]), kit.call(attempt, [1], [2, 3], **wrong)]
+            [kit.call(attempt, [1], [2]), structs.replace(kit.call(attempt, [1], [2, 3]), **wrong)]
         )
     assert (await store.trace("a/0")).transitions == []
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+async def test_an_id_means_one_thing(store, kit):
+    await store.enqueue([*kit.group("a", 1), *kit.group("b", 1)])
+    one, two = await claim(store, 2)
+    await store.add_transitions([kit.call(one, [1], [2], id="same")])
+    with pytest.raises(Conflict, match="an id of its own"):
+        await store.add_transitions([kit.call(two, [3], [4]), kit.call(two, [1], [2], id="same")])
+    assert (await store.trace("b/0")).transitions == []
+    stolen = NewRollout(id="a/0", run="run", group="c", index=0, task={})
+    with pytest.raises(Conflict, match="an id of its own"):
+        await store.enqueue([*kit.group("c", 1), stolen])
+    assert len(await store.rollouts("run")) == 2
+    assert (await store.counts("run")).groups_open == 2
+
+
+def test_token_ids_are_int32():
+    for wrong in (2**31, -(2**31) - 1):
+        with pytest.raises(OverflowError):
+            int32([wrong])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 async def test_an_impossible_reward_is_refused_and_nothing_written(store, kit, value):
     await store.enqueue(kit.group("a", 2))
     one, two = await claim(store, 2)
-    with pytest.raises(StoreError, match="must be finite"):
+    with pytest.raises(Invalid, match="must be finite"):
         await store.finish([kit.good(one), kit.good(two, value)])
     assert (await store.counts("run")).running == 2
     assert (await store.trace("a/0")).rollout.rewards == []
@@ -546,9 +621,19 @@ async def test_a_group_keeps_its_run_and_purpose_and_is_closed_by_its_claim(stor
     assert await store.enqueue(kit.group("a", 1)) == 0
 
 
-@pytest.mark.parametrize("wrong", [{"max_attempts": 0}, {"timeout": 0.0}, {"task": {1: object()}}])
+WRONG_ROLLOUTS = [
+    {"max_attempts": 0},
+    {"timeout": 0.0},
+    {"timeout": math.nan},
+    {"task": {1: object()}},
+    {"sampling": Sampling(top_p=math.inf)},
+    {"priority": 2**70},
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG_ROLLOUTS)
 async def test_a_wrong_rollout_is_refused(store, kit, wrong):
-    with pytest.raises(StoreError, match="b/0"):
+    with pytest.raises(Invalid, match=r"b/0|cannot be stored"):
         await store.enqueue([*kit.group("a", 1), *kit.group("b", 1, **wrong)])
     assert await store.rollouts("run") == []
 
@@ -556,8 +641,11 @@ async def test_a_wrong_rollout_is_refused(store, kit, wrong):
 async def test_a_claim_of_nothing_is_refused(store):
     with pytest.raises(StoreError, match="n must be positive"):
         await claim(store, 0)
-    with pytest.raises(StoreError, match="lease must be positive"):
-        await claim(store, lease=0)
+    for lease in (0, -1.0, math.nan, math.inf):
+        with pytest.raises(Invalid, match="lease must be positive"):
+            await claim(store, lease=lease)
+        with pytest.raises(Invalid, match="lease must be positive"):
+            await store.heartbeat([], lease=lease)
 
 
 # -- change feed -----------------------------------------------------------------------------------

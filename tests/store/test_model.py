@@ -1,18 +1,17 @@
 """Leases, fences and commits under random interleavings, against a model in plain Python.
 
-No rollout is lost, none has two live attempts, no group is trained twice, nothing written under an
-old fence is trained.
+No rollout is lost, none is claimed twice under one fence, no group is trained twice, and nothing
+written under an old fence or lease is trained: whoever crashes, whatever is repeated, and however
+the clock jumps.
 """
 
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
 from dataclasses import dataclass, field
 from itertools import count
-from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -24,14 +23,16 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from agentrl.errors import Fenced, StoreError
-from agentrl.store import open_store
+from agentrl.errors import Conflict, Fenced
+from agentrl.store import Store, open_store
 from agentrl.types import (
     Attempt,
+    Counts,
     ErrorKind,
     Failure,
     NewRollout,
     Outcome,
+    Reward,
     StepCommit,
     Transition,
     float32,
@@ -39,7 +40,16 @@ from agentrl.types import (
 )
 
 LEASE = 10.0
+HOUR = 3600.0
 BROKEN = Failure(kind=ErrorKind.AGENT, message="boom")
+STOPPED = Failure(kind=ErrorKind.LOST_RUNNER, message="The runner was told to stop.")
+OVER = ("succeeded", "failed", "cancelled")
+ENDS = {
+    "finish": (None, False),
+    "fail": (BROKEN, False),
+    "retry": (BROKEN, True),
+    "give back": (STOPPED, True),
+}
 
 
 @dataclass
@@ -47,8 +57,10 @@ class Try:
     attempt: Attempt
     until: float
     state: str = "running"
-    calls: list[str] = field(default_factory=list)
-    outcome: Outcome | None = None
+    calls: list[str] = field(default_factory=list)  # that count
+    sent: list[Outcome] = field(default_factory=list)
+    accepted: Outcome | None = None
+    crashed: bool = False  # nobody will ever speak for it again
 
 
 @dataclass
@@ -62,39 +74,61 @@ class Row:
         return len(self.tries) >= self.new.max_attempts
 
 
+somebody_alive = precondition(lambda self: any(not one.crashed for one in self.tries.values()))
+
+
+class Bench:
+    """The store under test. It outlives the examples, each of which has a run of its own."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.now = 1e9
+        self.runner = asyncio.Runner()
+        self.numbers = count()
+        self.store: Store = self.open()
+
+    def open(self) -> Store:
+        return open_store(self.url, clock=lambda: self.now)
+
+    def reopen(self) -> None:
+        self.do(self.store.close())
+        self.store = self.open()
+
+    def do(self, verb):
+        return self.runner.run(verb)
+
+    def close(self) -> None:
+        self.do(self.store.close())
+        self.runner.close()
+
+
 class Machine(RuleBasedStateMachine):
     """The rules drive a store and the model; the invariants compare them."""
 
-    template: Path
+    bench: Bench
 
     def __init__(self) -> None:
         super().__init__()
-        self.folder = Path(tempfile.mkdtemp(dir=self.template.parent))
-        shutil.copy(self.template, self.folder / "store.db")
-        self.runner = asyncio.Runner()
-        self.now = 1e9
-        self.open()
+        self.do, self.numbers = self.bench.do, self.bench.numbers
+        self.run = f"run-{next(self.numbers)}"
         self.rows: dict[str, Row] = {}
         self.tries: dict[str, Try] = {}
+        self.claims: dict[str, list[Try]] = {}  # by claim id
         self.claimed: set[str] = set()
         self.trained: dict[str, int] = {}
         self.committed: dict[int, StepCommit] = {}
         self.batches: list[StepCommit] = []
         self.step = 0
-        self.numbers = count()
-        self.epoch = self.do(self.store.open_run("run", {})).epoch
+        self.epoch = self.do(self.store.open_run(self.run, {})).epoch
         self.enqueue([1, 2, 1], 2)
 
-    def open(self) -> None:
-        self.store = open_store(str(self.folder / "store.db"), clock=lambda: self.now)
+    @property
+    def store(self) -> Store:
+        return self.bench.store
 
-    def do(self, verb):
-        return self.runner.run(verb)
-
-    def teardown(self) -> None:
-        self.do(self.store.close())
-        self.runner.close()
-        shutil.rmtree(self.folder)
+    @property
+    def now(self) -> float:
+        return self.bench.now
 
     # -- the model ---------------------------------------------------------------------------------
 
@@ -114,31 +148,27 @@ class Machine(RuleBasedStateMachine):
         return found
 
     def ready(self) -> list[str]:
-        over = ("succeeded", "failed", "cancelled")
         settled = {
             name
             for name, rows in self.groups().items()
-            if name not in self.trained and all(row.state in over for row in rows)
+            if name not in self.trained and all(row.state in OVER for row in rows)
         }
         return sorted(self.claimed) + sorted(settled - self.claimed)
 
     # -- what runners do ---------------------------------------------------------------------------
 
-    @rule(sizes=st.lists(st.integers(1, 2), min_size=1, max_size=4), tries=st.integers(1, 2))
-    def enqueue(self, sizes: list[int], tries: int) -> None:
-        new = [
-            NewRollout(id=f"{g}/{i}", run="run", group=g, index=i, task={}, max_attempts=tries)
-            for g, n in ((f"g{next(self.numbers):04}", n) for n in sizes)
-            for i in range(n)
-        ]
-        assert self.do(self.store.enqueue(new)) == len(new)
-        assert self.do(self.store.enqueue(new)) == 0
-        self.rows.update({rollout.id: Row(rollout) for rollout in new})
-
-    @rule(n=st.integers(1, 4))
-    def claim(self, n: int) -> None:
-        got = self.do(self.store.claim(n, runner="r", lease=LEASE))
+    @rule(
+        n=st.integers(1, 4),
+        claim_id=st.none() | st.integers(0, 3).map("claim {}".format),
+    )
+    def claim(self, n: int, claim_id: str | None) -> None:
+        name = claim_id and f"{self.run} {claim_id}"
+        got = self.do(self.store.claim(n, runner="r", lease=LEASE, run=self.run, claim_id=name))
         self.expire()
+        if name in self.claims:
+            told = [(one.attempt.id, one.attempt.fence) for one in self.claims[name]]
+            assert [(attempt.id, attempt.fence) for attempt in got] == told
+            return
         queued = [row for row in self.rows.values() if row.state == "queued"]
         assert [attempt.rollout for attempt in got] == [row.new for row in queued[:n]]
         for row, attempt in zip(queued, got, strict=False):
@@ -147,25 +177,70 @@ class Machine(RuleBasedStateMachine):
             row.state = "running"
             row.tries.append(Try(attempt, self.now + LEASE))
             self.tries[attempt.id] = row.tries[-1]
+        if got and name is not None:
+            self.claims[name] = [self.tries[attempt.id] for attempt in got]
 
-    @precondition(lambda self: self.tries)
-    @rule(verb=st.sampled_from(["heartbeat", "call", "finish", "fail", "retry"]), data=st.data())
-    def runner(self, verb: str, data: st.DataObject) -> None:
-        """Whoever holds an attempt, or once held it, does something with it."""
-        one = data.draw(st.sampled_from(list(self.tries.values())[-6:]))
-        live = self.live(one)
-        if verb == "heartbeat":
-            beat = self.do(self.store.heartbeat([one.attempt.id], lease=LEASE))
-            assert beat == [one.attempt.id] * live
-            if live:
-                one.until = self.now + LEASE
-        elif verb == "call":
-            self.call(one, live)
+    @somebody_alive
+    @rule(beat=st.booleans(), data=st.data())
+    def hold(self, beat: bool, data: st.DataObject) -> None:
+        one = self.runner(data)
+        if beat:
+            self.heartbeat(one)
         else:
-            failure = None if verb == "finish" else BROKEN
-            self.finish(one, live, failure, retry=verb == "retry")
+            self.call(one)
 
-    def call(self, one: Try, live: bool) -> None:
+    @somebody_alive
+    @rule(end=st.sampled_from(sorted(ENDS)), data=st.data())
+    def end(self, end: str, data: st.DataObject) -> None:
+        self.finish(self.runner(data), end)
+
+    @somebody_alive
+    @rule(end=st.sampled_from(sorted(ENDS)), call=st.booleans(), data=st.data())
+    def oversleep(self, end: str, call: bool, data: st.DataObject) -> None:
+        """A runner writes after its lease, before anybody has noticed."""
+        one = self.runner(data)
+        self.bench.now = max(self.now, one.until)
+        if call:
+            self.call(one)
+        self.finish(one, end)
+
+    @somebody_alive
+    @rule(data=st.data())
+    def repeat(self, data: st.DataObject) -> None:
+        one = self.runner(data)
+        for outcome in one.sent:
+            self.send(one, outcome)
+
+    @somebody_alive
+    @rule(data=st.data())
+    def crash(self, data: st.DataObject) -> None:
+        self.runner(data).crashed = True
+
+    def runner(self, data: st.DataObject) -> Try:
+        """Whoever holds an attempt, or once held one of the last few."""
+        alive = [one for one in self.tries.values() if not one.crashed]
+        held = [one for one in alive if one.state == "running"]
+        return data.draw(st.sampled_from(held * 5 + alive[-5:]))
+
+    def finish(self, one: Try, end: str) -> None:
+        failure, retry = ENDS[end]
+        outcome = Outcome(
+            attempt=one.attempt.id,
+            fence=one.attempt.fence,
+            rewards=[Reward(value=float(next(self.numbers)))],
+            failure=failure,
+            retry=retry,
+        )
+        one.sent.append(outcome)
+        self.send(one, outcome)
+
+    def heartbeat(self, one: Try) -> None:
+        beat = self.do(self.store.heartbeat([one.attempt.id], lease=LEASE))
+        assert beat == [one.attempt.id] * self.live(one)
+        if self.live(one):
+            one.until = max(one.until, self.now + LEASE)
+
+    def call(self, one: Try) -> None:
         call = Transition(
             id=f"call-{next(self.numbers)}",
             attempt=one.attempt.id,
@@ -175,20 +250,53 @@ class Machine(RuleBasedStateMachine):
             logprobs=float32([-1.0]),
         )
         for _ in range(2):
-            assert self.do(self.store.add_transitions([call])) == [live]
-        if live:
+            assert self.do(self.store.add_transitions([call])) == [self.live(one)]
+        if self.live(one):
             one.calls.append(call.id)
 
-    def finish(self, one: Try, live: bool, failure: Failure | None, retry: bool) -> None:
-        row = self.rows[one.attempt.rollout.id]
-        outcome = Outcome(
-            attempt=one.attempt.id, fence=one.attempt.fence, failure=failure, retry=retry
+    def send(self, one: Try, outcome: Outcome) -> None:
+        live, row = self.live(one), self.rows[one.attempt.rollout.id]
+        known = one.accepted == outcome
+        assert self.do(self.store.finish([outcome])) == [live or known]
+        if not live or known:
+            return
+        one.accepted = outcome
+        one.state = "failed" if outcome.failure else "succeeded"
+        if outcome.failure == STOPPED:  # it was no try
+            row.new = msgspec.structs.replace(row.new, max_attempts=row.new.max_attempts + 1)
+        row.state = "queued" if outcome.retry and not row.spent else one.state
+
+    # -- what the algorithm does -------------------------------------------------------------------
+
+    @rule(sizes=st.lists(st.integers(1, 2), min_size=1, max_size=4), tries=st.integers(1, 2))
+    def enqueue(self, sizes: list[int], tries: int) -> None:
+        groups = [(f"{self.run}/{next(self.numbers):06}", n) for n in sizes]
+        new = [self.rollout(group, i, tries) for group, n in groups for i in range(n)]
+        assert self.do(self.store.enqueue(new)) == len(new)
+        assert self.do(self.store.enqueue(new)) == 0
+        self.rows.update({rollout.id: Row(rollout) for rollout in new})
+
+    def rollout(self, group: str, index: int, tries: int) -> NewRollout:
+        return NewRollout(
+            id=f"{group}/{index}",
+            run=self.run,
+            group=group,
+            index=index,
+            task={},
+            max_attempts=tries,
         )
-        assert self.do(self.store.finish([outcome])) == [live or one.outcome == outcome]
-        if live:
-            one.outcome = outcome
-            one.state = "failed" if failure else "succeeded"
-            row.state = "queued" if retry and not row.spent else one.state
+
+    @rule(data=st.data())
+    def grow(self, data: st.DataObject) -> None:
+        """One more rollout for a group, which may have settled; too late once it is claimed."""
+        group, rows = data.draw(st.sampled_from(sorted(self.groups().items())))
+        new = self.rollout(group, len(rows), 1)
+        if group in self.claimed or group in self.trained:
+            with pytest.raises(Conflict):
+                self.do(self.store.enqueue([new]))
+        else:
+            assert self.do(self.store.enqueue([new])) == 1
+            self.rows[new.id] = Row(new)
 
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
@@ -200,29 +308,25 @@ class Machine(RuleBasedStateMachine):
                 row.tries[-1].state = "cancelled"
             row.state = "cancelled"
 
-    @rule(seconds=st.sampled_from([1.0, LEASE / 2, LEASE]))
-    def time_passes(self, seconds: float) -> None:
-        self.now += seconds
-
-    # -- what the algorithm does -------------------------------------------------------------------
-
     @rule(n=st.integers(1, 3))
     def claim_groups(self, n: int) -> None:
         with pytest.raises(Fenced):
-            self.do(self.store.claim_groups("run", self.epoch - 1, n, timeout=0))
-        groups = self.do(self.store.claim_groups("run", self.epoch, n, timeout=0))
+            self.do(self.store.claim_groups(self.run, self.epoch - 1, n, timeout=0))
+        groups = self.do(self.store.claim_groups(self.run, self.epoch, n, timeout=0))
         self.expire()
         assert [group.id for group in groups] == sorted(self.ready()[:n])
         for group in groups:
             for rollout in group.rollouts:
                 row = self.rows[rollout.id]
+                last = row.tries[-1] if row.tries else None
                 assert rollout.state == row.state
-                kept = [call.id for call in rollout.transitions]
-                assert kept == (row.tries[-1].calls if row.tries else [])
+                assert [call.id for call in rollout.transitions] == (last.calls if last else [])
+                accepted = last.accepted.rewards if last and last.accepted else []
+                assert rollout.rewards == accepted
         self.claimed |= {group.id for group in groups}
         self.batches.append(
             StepCommit(
-                run="run",
+                run=self.run,
                 epoch=self.epoch,
                 step=self.step,
                 groups=[group.id for group in groups],
@@ -243,55 +347,74 @@ class Machine(RuleBasedStateMachine):
         elif self.committed.get(commit.step) == commit:
             self.do(self.store.commit_step(commit))
         elif commit.step != self.step or not set(commit.groups) <= self.claimed:
-            with pytest.raises(StoreError):
+            with pytest.raises(Conflict):
                 self.do(self.store.commit_step(commit))
         else:
             self.do(self.store.commit_step(commit))
+            assert not set(commit.groups) & self.trained.keys()
             self.committed[commit.step] = commit
             self.claimed -= set(commit.groups)
             self.trained |= dict.fromkeys(commit.groups, commit.step)
             self.step += 1
+            steps = self.do(self.store.steps(self.run))
+            assert [step.step for step in steps if step.committed] == sorted(self.committed)
 
-    @rule(restart=st.booleans())
-    def take_over(self, restart: bool) -> None:
-        if restart:
-            self.do(self.store.close())
-            self.open()
-        state = self.do(self.store.open_run("run", {}))
+    @rule()
+    def take_over(self) -> None:
+        state = self.do(self.store.open_run(self.run, {}))
         assert (state.epoch, state.step) == (self.epoch + 1, self.step)
         self.epoch += 1
         self.claimed = set()
+
+    # -- what happens to both ----------------------------------------------------------------------
+
+    @rule(seconds=st.sampled_from([1.0, LEASE / 2, LEASE, LEASE, HOUR, -LEASE, -HOUR]))
+    def clock(self, seconds: float) -> None:
+        """It runs, is set (NTP), or leaps (the machine was suspended)."""
+        self.bench.now += seconds
+
+    @rule()
+    def reopen(self) -> None:
+        self.bench.reopen()
 
     # -- what is always true -----------------------------------------------------------------------
 
     @invariant()
     def agree(self) -> None:
-        stored = {row.id: row for row in self.do(self.store.rollouts("run"))}
+        stored = {row.id: row for row in self.do(self.store.rollouts(self.run))}
         assert stored.keys() == self.rows.keys()
         for id, row in self.rows.items():
             assert (stored[id].state, stored[id].attempts) == (row.state, len(row.tries))
-        counts = self.do(self.store.counts("run"))
-        assert counts.groups_trained == len(self.trained)
-        assert counts.groups_settled == len(self.ready())
-        assert counts.transitions == sum(len(one.calls) for one in self.tries.values())
+            assert stored[id].seconds >= 0
+
+    @invariant()
+    def count_what_is_there(self) -> None:
+        states = dict.fromkeys(("queued", "running", *OVER), 0)
+        for row in self.rows.values():
+            states[row.state] += 1
+        groups, calls = self.groups(), sum(len(one.calls) for one in self.tries.values())
+        assert self.do(self.store.counts(self.run)) == Counts(
+            **states,
+            groups_open=len(groups) - len(self.ready()) - len(self.trained),
+            groups_settled=len(self.ready()),
+            groups_trained=len(self.trained),
+            transitions=calls,
+            tokens=calls,
+        )
 
 
-@pytest.fixture
-def template(tmp_path: Path) -> Path:
-    path = tmp_path / "template.db"
-    asyncio.run(open_store(str(path)).close())
-    return path
-
-
-def test_the_protocol_agrees_with_its_model(template: Path) -> None:
-    Machine.template = template
-    run_state_machine_as_test(
-        Machine,
-        settings=settings(
-            max_examples=25,
-            stateful_step_count=40,
-            deadline=None,
-            phases=[Phase.generate],  # shrinking replays for minutes; the trace is short enough
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+def test_the_protocol_agrees_with_its_model(url: str) -> None:
+    Machine.bench = Bench(url)
+    try:
+        run_state_machine_as_test(
+            Machine,
+            settings=settings(
+                max_examples=30,
+                stateful_step_count=50,
+                deadline=None,
+                phases=[Phase.generate],  # shrinking replays for minutes; a trace is short enough
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+    finally:
+        Machine.bench.close()

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.errors import StoreError
-from agentrl.store import migrations, open_store
+from agentrl.errors import StoreError, Unavailable
+from agentrl.store import checkpoint, migrations, open_store
 from agentrl.store.bell import folder
 from agentrl.store.connection import Location
 
@@ -139,11 +139,57 @@ async def test_a_full_disk_fails_the_write_and_nothing_else(tmp_path: Path, kit)
         big = store.open_run("big", {"text": "x" * 100_000})
         small = store.log("run", 0, {"a": 1.0})
         failed, _ = await asyncio.gather(big, small, return_exceptions=True)
-        assert isinstance(failed, StoreError)
+        assert isinstance(failed, Unavailable)
         assert "disk is full" in str(failed)
         await store._writer.post(lambda tx: tx.conn.execute("pragma max_page_count = 100000"))
         await store.log("run", 1, {"a": 2.0})
         assert await store.runs() == ["run"]
+
+
+async def test_calls_that_meet_a_full_disk_are_written_wholly_when_repeated(
+    tmp_path: Path, kit
+) -> None:
+    async with open_store(str(tmp_path / "store.db")) as store:
+        await store.open_run("run", {})
+        await store.enqueue(kit.group("a", 2))
+        one, two = await store.claim(2, runner="r", lease=60)
+        before = await store.counts("run"), await store.cursor()
+
+        def limit(tx):
+            (pages,) = tx.conn.execute("pragma page_count").fetchone()
+            tx.conn.execute(f"pragma max_page_count = {pages + 2}")
+
+        await store._writer.post(limit)
+        calls = [kit.call(one, [i] * 500, [i] * 500) for i in range(50)]
+        with pytest.raises(Unavailable, match="disk is full"):
+            await store.add_transitions(calls)
+        outcome = kit.good(two, result="x" * 100_000)
+        with pytest.raises(Unavailable, match="disk is full"):
+            await store.finish([outcome])
+        assert (await store.counts("run"), await store.cursor()) == before
+        assert (await store.trace("a/0")).transitions == []
+        assert (await store.trace("a/1")).rollout.rewards == []
+
+        await store._writer.post(lambda tx: tx.conn.execute("pragma max_page_count = 100000"))
+        assert await store.add_transitions(calls) == [True] * 50
+        assert await store.finish([outcome]) == [True]
+        assert (await store.trace("a/0")).transitions == calls
+
+
+async def test_a_store_damaged_in_the_middle(tmp_path: Path, kit) -> None:
+    path = tmp_path / "store.db"
+    async with open_store(str(path)) as store:
+        await store.open_run("run", {})
+        await store.enqueue(kit.group("a", 500, task={"text": "x" * 1000}))
+    content = bytearray(path.read_bytes())
+    half = len(content) // 2
+    content[half:] = b"\xff" * (len(content) - half)
+    path.write_bytes(content)
+    async with open_store(str(path)) as store:
+        with pytest.raises(Unavailable, match=r"store.db: the file is damaged; restore a copy"):
+            await store.rollouts("run")
+        with pytest.raises(Unavailable, match="damaged"):
+            await store.claim(500, runner="r", lease=9)
 
 
 async def test_a_refused_verb_harms_no_other_of_its_group(tmp_path: Path, kit) -> None:
@@ -178,6 +224,20 @@ async def test_a_cancelled_caller_does_not_disturb_the_writer(tmp_path: Path, ki
         assert await store.enqueue(kit.group("b", 1)) == 1
 
 
+async def test_the_log_is_copied_back_while_the_store_is_open(
+    tmp_path: Path, kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "CHANGES", 1)
+    path = tmp_path / "store.db"
+    async with open_store(str(path)) as store:
+        await store.open_run("run", {})
+        size = path.stat().st_size
+        await store.enqueue(kit.group("a", 100, task={"text": "x" * 1000}))
+        async with asyncio.timeout(20):
+            while path.stat().st_size < size + 100_000:
+                await asyncio.sleep(0.01)
+
+
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     store = open_store(str(path))
@@ -196,6 +256,7 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
         ("expired", "attempts_by_lease"),
         ("next_expiry", "attempts_by_lease"),
         ("claimed", "attempts_by_claim"),
+        ("group_of", "sqlite_autoindex_rollouts_1"),
     ],
 )
 async def test_claims_do_not_slow_down_with_the_table(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -32,22 +32,66 @@ class Call:
     tools: list[dict] = field(default_factory=list)
 
 
+Chat = list[dict]
+State = tuple[list[int], Chat]  # tokens and messages so far
+
+
+def said(call: Call) -> State:
+    return call.prompt + call.completion, call.messages + ([call.answer] if call.answer else [])
+
+
+def linear(draw: st.DrawFn, calls: list[Call]) -> State:
+    """The agent sends all that was said and something new."""
+    tokens, chat = said(calls[-1])
+    return tokens + draw(few), chat + draw(st.lists(message, max_size=2))
+
+
+def sub_agent(draw: st.DrawFn, calls: list[Call]) -> State:
+    """Another agent of the same attempt begins at its own system prompt, or goes on."""
+    own = [call for call in calls if call.prompt[:1] == [9]]
+    if own and draw(st.booleans()):
+        return linear(draw, own)
+    return [9, *draw(few)], [{"role": "s", "content": 9}, draw(message)]
+
+
+def best_of_n(draw: st.DrawFn, calls: list[Call]) -> State:
+    """The very same request again."""
+    call = draw(st.sampled_from(calls))
+    return call.prompt, call.messages
+
+
+def compaction(draw: st.DrawFn, calls: list[Call]) -> State:
+    """What was said becomes a summary after the first message; the last words stay."""
+    tokens, chat = said(calls[-1])
+    summary = {"role": "s", "content": draw(st.integers(0, 1))}
+    return tokens[:1] + draw(few) + tokens[-1:], [*chat[:1], summary, *chat[-1:]]
+
+
+def truncation(draw: st.DrawFn, calls: list[Call]) -> State:
+    """Something is cut off, at the beginning or at the end."""
+    tokens, chat = said(draw(st.sampled_from(calls)))
+    at, of = draw(st.integers(0, len(tokens))), draw(st.integers(0, len(chat)))
+    return (tokens[at:], chat[of:]) if draw(st.booleans()) else (tokens[:at], chat[:of])
+
+
+def parallel_branches(draw: st.DrawFn, calls: list[Call]) -> State:
+    """Any earlier call is continued, several of them in turn."""
+    return linear(draw, [draw(st.sampled_from(calls))])
+
+
+SHAPES = (linear, sub_agent, best_of_n, compaction, truncation, parallel_branches)
+
+
 @st.composite
-def conversations(draw: st.DrawFn) -> list[Call]:
-    """Each call continues, repeats, cuts short or ignores an earlier one."""
+def conversations(draw: st.DrawFn, shapes: tuple[Callable[..., State], ...]) -> list[Call]:
     calls = [Call([], [], [], None)]
     for _ in range(draw(st.integers(1, 9))):
-        base = draw(st.sampled_from(calls))
-        tokens = base.prompt + base.completion
-        chat = base.messages + ([base.answer] if base.answer else [])
-        tokens = tokens[: draw(st.integers(0, len(tokens)))] if draw(st.booleans()) else tokens
-        chat = chat[: draw(st.integers(0, len(chat)))] if draw(st.booleans()) else chat
-        again = draw(st.booleans())
+        prompt, messages = draw(st.sampled_from(shapes))(draw, calls)
         calls.append(
             Call(
-                prompt=base.prompt if again else tokens + draw(few),
+                prompt=prompt,
                 completion=draw(few),
-                messages=base.messages if again else chat + draw(st.lists(message, max_size=2)),
+                messages=messages,
                 answer=draw(st.none() | message),
                 tools=draw(st.sampled_from([[], [{"name": "x"}], [{"name": "y"}]])),
             )
@@ -76,6 +120,13 @@ class Bench:
         self.runner.run(self.store.close())
         self.runner.close()
         self.sql.close()
+
+    def parents(self, attempt: str) -> list[int | None]:
+        """The parent of each call, both by order of arrival."""
+        query = "select seq, parent from transitions where attempt_id = ? order by seq"
+        rows = self.sql.execute(query, (attempt,)).fetchall()
+        numbers = {seq: i for i, (seq, _) in enumerate(rows)}
+        return [numbers.get(parent) for _, parent in rows]
 
     async def record(self, calls: list[Call], at_once: bool) -> tuple[str, list[Transition]]:
         name = str(next(self.numbers))
@@ -122,9 +173,14 @@ def shared_messages(calls: list[Call], i: int) -> int:
     return sum(best)
 
 
-@settings(max_examples=60, deadline=None)
-@given(calls=conversations(), at_once=st.booleans())
-def test_round_trip_and_parents(bench: Bench, calls: list[Call], at_once: bool) -> None:
+@pytest.mark.parametrize("shape", [*SHAPES, None], ids=lambda shape: getattr(shape, "__name__", ""))
+@settings(max_examples=25, deadline=None)
+@given(data=st.data(), at_once=st.booleans())
+def test_round_trip_and_parents(
+    bench: Bench, shape: Callable[..., State] | None, data: st.DataObject, at_once: bool
+) -> None:
+    """One shape between steps of a linear conversation, and all of them mixed."""
+    calls = data.draw(conversations(SHAPES if shape is None else (linear, shape)))
     name, sent = bench.runner.run(bench.record(calls, at_once))
     trace = bench.runner.run(bench.store.trace(name))
     assert trace is not None
@@ -142,6 +198,68 @@ def test_round_trip_and_parents(bench: Bench, calls: list[Call], at_once: bool) 
         base = [] if expected is None else calls[expected].prompt + calls[expected].completion
         assert prompt == int32(calls[i].prompt[len(base) :]).tobytes()
         assert messages == len(calls[i].messages) - shared_messages(calls, i)
+
+
+TREES = {
+    "linear chat": ([([1], [2]), ([1, 2, 3], [4]), ([1, 2, 3, 4, 5], [6])], [None, 0, 1]),
+    "sub-agent": (
+        [([1], [2]), ([9, 8], [7]), ([9, 8, 7, 6], [5]), ([1, 2, 3], [4])],
+        [None, None, 1, 0],
+    ),
+    "best of n": (
+        [([1], [2]), ([1], [2]), ([1], [3]), ([1, 2, 4], [5]), ([1, 3, 4], [5])],
+        [None, None, None, 1, 2],  # of equal samples the latest
+    ),
+    "compaction": ([([1, 2], [3]), ([1, 2, 3, 4], [5]), ([1, 8, 5], [6])], [None, 0, None]),
+    "truncation": (
+        [([1, 2], [3]), ([1, 2, 3, 4], [5]), ([1, 2, 3], [6]), ([2, 3, 4], [5]), ([1, 2], [7])],
+        [None, 0, 0, None, None],
+    ),
+    "parallel branches": (
+        [
+            ([1], [2]),
+            ([1, 2, 3], [4]),
+            ([1, 2, 5], [6]),
+            ([1, 2, 3, 4, 7], [8]),
+            ([1, 2, 5, 6], []),
+        ],
+        [None, 0, 0, 1, 2],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_shapes_by_name(bench: Bench, name: str) -> None:
+    pairs, parents = TREES[name]
+    calls = [Call(prompt, completion, [], None) for prompt, completion in pairs]
+    assert [continues(calls, i) for i in range(len(calls))] == parents
+    rollout, sent = bench.runner.run(bench.record(calls, at_once=False))
+    trace = bench.runner.run(bench.store.trace(rollout))
+    assert trace.transitions == sent
+    assert bench.parents(trace.attempt) == parents
+
+
+@given(prompt=few, completion=few, n=st.integers(2, 6), at_once=st.booleans())
+@settings(max_examples=20, deadline=None)
+def test_samples_of_one_prompt_are_never_one(
+    bench: Bench, prompt: list[int], completion: list[int], n: int, at_once: bool
+) -> None:
+    """However equal: the sampler drew each of them, and each is trained."""
+    chat = [{"role": "u", "content": 0}]
+    calls = [Call(prompt, completion, chat, {"role": "a", "content": 1}) for _ in range(n)]
+    name, sent = bench.runner.run(bench.record(calls, at_once))
+    trace = bench.runner.run(bench.store.trace(name))
+    assert trace.transitions == sent
+    assert len({call.id for call in trace.transitions}) == n
+
+
+def test_branches_of_attempts_do_not_mix(bench: Bench) -> None:
+    """A tree is one attempt's: another's equal prompt is no parent."""
+    calls = [Call([1], [2], [], None), Call([1, 2, 3], [4], [], None)]
+    bench.runner.run(bench.record(calls, at_once=False))
+    name, _ = bench.runner.run(bench.record(calls[1:], at_once=False))
+    trace = bench.runner.run(bench.store.trace(name))
+    assert bench.parents(trace.attempt) == [None]
 
 
 def test_a_long_conversation_costs_what_is_new(bench: Bench) -> None:

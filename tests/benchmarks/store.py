@@ -1,0 +1,47 @@
+"""How fast is the store, how large, and what does it lose? Each figure with a baseline beside it.
+
+python -m tests.benchmarks.store --json [--quick] [--only SECTION ...]
+
+A section is a module `tests.benchmarks.store_<section>` with `measure(quick: bool)`, which returns
+figures by name; `quick` is smaller in every dimension and proves only that the section works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from importlib import import_module
+from importlib.util import find_spec
+
+Figures = dict[str, float | int | str]
+SECTIONS = ("transitions", "claim", "bytes", "restart", "kill9", "http", "memory")
+
+
+def measure(section: str, *, quick: bool) -> Figures:
+    started = time.monotonic()
+    figures: Figures = import_module(f"tests.benchmarks.store_{section}").measure(quick)
+    print(f"{section}: {time.monotonic() - started:.0f} s", file=sys.stderr)
+    return figures
+
+
+def main() -> None:
+    known = [name for name in SECTIONS if find_spec(f"tests.benchmarks.store_{name}")]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON object only")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", nargs="+", choices=known, default=known, metavar="SECTION")
+    options = parser.parse_args()
+    result = {name: measure(name, quick=options.quick) for name in options.only}
+    if options.json:
+        print(json.dumps(result))
+        return
+    for section, figures in result.items():
+        for name, value in figures.items():
+            shown = f"{value:>12.5g}" if isinstance(value, (int, float)) else value
+            print(f"{section:<12} {name:<44} {shown}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+"""What the store benchmark counts, rather than times, holds on every machine."""
+
+from __future__ import annotations
+
+from tests.benchmarks import store_bytes, store_kill9
+
+
+def test_kill_9_loses_nothing_and_doubles_nothing() -> None:
+    figures = store_kill9.measure(quick=True)
+    assert (figures["kill9_lost"], figures["kill9_duplicated"]) == (0, 0)
+    assert figures["acknowledged_calls"] > 0
+    assert figures["acknowledged_outcomes"] > 0
+
+
+def test_a_call_costs_what_is_new_however_long_the_conversation() -> None:
+    figures = store_bytes.measure(quick=True)
+    for turns in store_bytes.TURNS:
+        assert figures[f"ratio_{turns}_turns"] <= 1.3
+    assert figures["full_prompts_to_stored_50_turns"] > 5
