@@ -42,6 +42,11 @@ LOST = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError)
 TRANSIENT = frozenset({502, 503, 504})
 ANSWERS = wire.decoders(wire.Answers)[MSGPACK]
 REFUSAL = wire.decoders(wire.Refusal)
+CHECKS: dict[str, Callable[[Any], None]] = {
+    "enqueue": rows.check_rollout,
+    "add_transitions": rows.check_transition,
+    "finish": rows.check_outcome,
+}
 Arguments = msgspec.Struct
 
 
@@ -239,7 +244,11 @@ def _identified(verb: Verb, arguments: Arguments) -> Arguments:
 
 
 def _encoded(verb: Verb, arguments: Arguments) -> bytes:
-    """Raises Invalid, naming the record, for what is not JSON."""
+    """Raises Invalid, naming the record, for what no store takes: in the words of every store, and
+    before it is sent."""
+    if check := CHECKS.get(verb.name):
+        for record in getattr(arguments, verb.arguments.__struct_fields__[0]):
+            check(record)
     try:
         try:
             return ENCODE[MSGPACK](arguments)
@@ -251,7 +260,7 @@ def _encoded(verb: Verb, arguments: Arguments) -> bytes:
             return ENCODE[MSGPACK](verb.arguments(**cleaned))
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
         where = _culprit(verb, arguments)
-        raise Invalid(f"{where} cannot be written as JSON: {error}.") from error
+        raise Invalid(f"{where} cannot be stored, for it is not JSON: {error}.") from error
 
 
 def _clean(record: Any) -> Any:

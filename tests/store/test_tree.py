@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sqlite3
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -99,19 +101,26 @@ def conversations(draw: st.DrawFn, shapes: tuple[Callable[..., State], ...]) -> 
     return calls[1:]
 
 
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    made = Bench(tmp_path_factory.mktemp("tree") / "store.db")
-    yield made
-    made.close()
+@pytest.fixture(scope="module", params=["sqlite", "http"])
+def bench(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, serving: Any
+) -> Iterator[Bench]:
+    path = tmp_path_factory.mktemp("tree") / "store.db"
+    with contextlib.ExitStack() as stack:
+        url = f"sqlite:///{path}"
+        if request.param == "http":
+            url = stack.enter_context(serving(url))
+        made = Bench(path, url)
+        yield made
+        made.close()
 
 
 class Bench:
     """One store for all examples; each is an attempt of its own."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, url: str) -> None:
         self.runner = asyncio.Runner()
-        self.store = open_store(str(path))
+        self.store = open_store(url)
         self.runner.run(self.store.open_run("run", {}))
         self.sql = sqlite3.connect(path)
         self.numbers = count()
