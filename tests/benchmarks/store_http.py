@@ -161,7 +161,8 @@ async def empty(connection: Connection, _: str) -> int:
 
 
 async def rate(work: Any, targets: list[Any], seconds: float, process: psutil.Process) -> dict:
-    """Units of work per second of all targets at once, and the CPU shares of both sides."""
+    """Units of work per second of all targets at once, the CPU shares of both sides, and how large
+    the server is by then: it records 4 transitions per lifecycle and must not grow with them."""
     end = time.monotonic() + seconds
 
     async def client(target: Any, name: str) -> int:
@@ -179,6 +180,7 @@ async def rate(work: Any, targets: list[Any], seconds: float, process: psutil.Pr
         "per_s": round(done / wall, 1),
         "server_cpu": round((_cpu(process) - cpu) / wall, 2),
         "load_cpu": round((time.process_time() - mine) / wall, 2),
+        "server_mb": round(process.memory_info().rss / 2**20, 1),  # at the end
     }
 
 
