@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -17,6 +17,22 @@ Json = Any  # the payload of a user: whatever JSON can say
 Task = Mapping[str, Json]
 """JSON object. `input` goes to the agent, the whole object to the verifier; `id` is optional."""
 POLICY = "policy"  # name of the trained policy of a run that has only one
+
+
+if TYPE_CHECKING:
+    Int32 = array[int]
+    Float32 = array[float]
+else:  # what a codec must tell apart, and `array[int]` means nothing at run time before Python 3.12
+
+    class Int32(array):
+        """Token ids, as a codec made them."""
+
+        __slots__ = ()
+
+    class Float32(array):
+        """Log-probs, as a codec made them."""
+
+        __slots__ = ()
 
 
 def int32(values: Any = ()) -> array[int]:
@@ -125,9 +141,9 @@ class Transition(Record, frozen=True):
     id: str
     attempt: str
     index: int  # order of arrival within the attempt, from 0
-    prompt: array[int]
-    completion: array[int]
-    logprobs: array[float]
+    prompt: Int32
+    completion: Int32
+    logprobs: Float32
     role: str = "agent"
     policy: str = POLICY
     version: int | None = None

@@ -15,17 +15,21 @@ def open_store(url: str, *, create: bool = True, clock: Callable[[], float] = ti
     """Open the store at a URL, or at the path of an SQLite file.
 
     `sqlite:///relative.db`, `sqlite:////absolute.db`, with `?synchronous=full` to survive power
-    cuts too; `postgresql://user:password@host:port/database`, with the options of libpq. A missing
+    cuts too; `postgresql://user:password@host:port/database`, with the options of libpq;
+    `http(s)://[KEY@]host:port`, the store that `agentrl store serve` gives to others. A missing
     file, or the tables in an empty database, are made unless `create` is false. Raises StoreError
-    when the URL is not understood or what it names cannot be used. `clock` gives unix seconds.
+    when the URL is not understood or what it names cannot be used. `clock` gives unix seconds; a
+    store over HTTP has its server's.
     """
     scheme, separator, _ = url.partition("://")
     if scheme in ("postgresql", "postgres") and separator:
         return _postgres(url, create=create, clock=clock)
+    if scheme in ("http", "https") and separator:
+        return _http(url)
     if separator and scheme != "sqlite":
         raise StoreError(
-            f"Store URL: {scheme}:// is not supported, use sqlite:///path or "
-            "postgresql://host/database."
+            f"Store URL: {scheme}:// is not supported, use sqlite:///path, "
+            "postgresql://host/database or http://host:port."
         )
 
     from agentrl.store.connection import Location
@@ -42,3 +46,9 @@ def _postgres(url: str, *, create: bool, clock: Callable[[], float]) -> Store:
             f"postgresql:// needs psycopg ({error}): pip install 'agentrl[postgres]'."
         ) from error
     return PostgresStore(url, create=create, clock=clock)
+
+
+def _http(url: str) -> Store:
+    from agentrl.store.http.client import connect
+
+    return connect(url)

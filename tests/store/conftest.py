@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -100,20 +105,71 @@ def clock() -> Clock:
     return Clock()
 
 
-@pytest.fixture(params=["sqlite", "postgres"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Where an empty store of each backend is, or is made."""
-    if request.param == "postgres":
-        return str(request.getfixturevalue("postgres")())
-    return f"sqlite:///{tmp_path / 'store.db'}"
+@pytest.fixture(scope="session")
+def serving() -> Callable[..., contextlib.AbstractContextManager[str]]:
+    """Serves a store over HTTP from a thread of its own; gives the address."""
+    return _serving
+
+
+@contextlib.contextmanager
+def _serving(url: str, keys: str = "", *, largest: int = 2**26, **options: Any) -> Iterator[str]:
+    from agentrl.store.http.keys import Keys
+    from agentrl.store.http.serve import Server, listen, serve
+    from agentrl.store.http.server import App
+
+    known = Keys.parse(keys, "keys")
+    servers: SimpleQueue[Server] = SimpleQueue()
+
+    async def main() -> None:
+        async with open_store(url, **options) as store:
+            await serve(App(store, known, largest=largest), listening, servers.put)
+
+    with listen("127.0.0.1", 0, known) as listening:
+        thread = threading.Thread(target=asyncio.run, args=(main(),))
+        thread.start()
+        server = servers.get(timeout=10)
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@dataclass
+class ServerClock:
+    """Of a served store: the clock with which the test opened it."""
+
+    clock: Callable[[], float] = time.time
+
+    def __call__(self) -> float:
+        return self.clock()
 
 
 @pytest.fixture
-async def opener(url: str) -> AsyncIterator[Opener]:
+def server_clock() -> ServerClock:
+    return ServerClock()
+
+
+@pytest.fixture(params=["sqlite", "postgres", "http"])
+def url(request: pytest.FixtureRequest, tmp_path: Path, server_clock: ServerClock) -> Iterator[str]:
+    """Where an empty store of each backend is, or is made."""
+    file = f"sqlite:///{tmp_path / 'store.db'}"
+    if request.param == "sqlite":
+        yield file
+    elif request.param == "postgres":
+        yield str(request.getfixturevalue("postgres")())
+    else:
+        with _serving(file, clock=server_clock) as address:
+            yield address
+
+
+@pytest.fixture
+async def opener(url: str, server_clock: ServerClock) -> AsyncIterator[Opener]:
     """Opens the one store of the test any number of times."""
     opened: list[Store] = []
 
     def open_(**options: Any) -> Store:
+        server_clock.clock = options.get("clock", time.time)
         opened.append(open_store(url, **options))
         return opened[-1]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 import msgspec
 import pytest
@@ -403,8 +404,9 @@ class Machine(RuleBasedStateMachine):
         )
 
 
-def test_the_protocol_agrees_with_its_model(url: str) -> None:
-    Machine.bench = Bench(url)
+def test_the_protocol_agrees_with_its_model(url: str, server_clock: Any) -> None:
+    Machine.bench = bench = Bench(url)
+    server_clock.clock = lambda: bench.now
     try:
         run_state_machine_as_test(
             Machine,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -101,18 +102,22 @@ def conversations(draw: st.DrawFn, shapes: tuple[Callable[..., State], ...]) -> 
     return calls[1:]
 
 
-@pytest.fixture(scope="module", params=["sqlite", "postgres"])
+@pytest.fixture(scope="module", params=["sqlite", "postgres", "http"])
 def bench(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, serving: Any
 ) -> Iterator[Bench]:
-    if request.param == "postgres":
-        url = request.getfixturevalue("postgres")()
-        made = Bench(url, psycopg.connect(url, autocommit=True))
-    else:
-        path = tmp_path_factory.mktemp("tree") / "store.db"
-        made = Bench(f"sqlite:///{path}", sqlite3.connect(path))
-    yield made
-    made.close()
+    with contextlib.ExitStack() as stack:
+        if request.param == "postgres":
+            url = request.getfixturevalue("postgres")()
+            made = Bench(url, psycopg.connect(url, autocommit=True))
+        else:
+            path = tmp_path_factory.mktemp("tree") / "store.db"
+            url = f"sqlite:///{path}"
+            if request.param == "http":
+                url = stack.enter_context(serving(url))
+            made = Bench(url, sqlite3.connect(path))
+        yield made
+        made.close()
 
 
 class Bench:

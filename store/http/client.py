@@ -1,0 +1,310 @@
+"""The client: a `Store` whose verbs are requests, repeated until the server has answered.
+
+Owns: one connection pool per event loop, closed with its loop or by `close`. Always true: a call is
+sent again after whatever may pass (a lost connection, a restarting server or proxy), with the same
+ids and the same idempotency key, so that it is done once however often it is sent; only when that
+has failed for `patience` seconds it raises Unavailable. One object may be used from several event
+loops and threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import threading
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import Any, Self, cast
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+import aiohttp
+import msgspec
+from opentelemetry.instrumentation.utils import suppress_instrumentation
+
+from agentrl.errors import Invalid, StoreError, Unavailable
+from agentrl.store import rows
+from agentrl.store.base import Store
+from agentrl.store.http import wire
+from agentrl.store.http.wire import ENCODE, MSGPACK, VERBS, Verb
+from agentrl.types import Outcome, Span
+
+VARIABLE = "AGENTRL_STORE_KEY"
+PATIENCE = 60.0  # seconds for which a call is repeated
+BACKOFF, LONGEST = 0.05, 1.0  # seconds before the first repetition, which doubles, and at most
+CONNECT = 5.0  # seconds to establish a connection
+SILENCE = wire.POLL + 30.0  # seconds without a byte after which the connection counts as lost
+IDLE = 60.0  # seconds for which an unused connection is kept: less than the server keeps it
+LOST = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError)
+TRANSIENT = frozenset({502, 503, 504})
+ANSWERS = wire.decoders(wire.Answers)[MSGPACK]
+REFUSAL = wire.decoders(wire.Refusal)
+CHECKS: dict[str, Callable[[Any], None]] = {
+    "enqueue": rows.check_rollout,
+    "add_transitions": rows.check_transition,
+    "finish": rows.check_outcome,
+}
+Arguments = msgspec.Struct
+
+
+def connect(url: str) -> Store:
+    """The store at `http(s)://[KEY@]host[:port][?patience=SECONDS]`. Without a key in the URL, that
+    of the variable AGENTRL_STORE_KEY is sent, if there is one. Sends nothing yet."""
+    return cast(Store, HttpStore(url))  # its verbs are made from the table below
+
+
+def call(name: str, *args: Any, **kwargs: Any) -> tuple[Verb, Arguments]:
+    """A verb with its arguments, for `HttpStore.batch`."""
+    return VERBS[name], VERBS[name].arguments(*args, **kwargs)
+
+
+class HttpStore:
+    """See `agentrl.store.base.Store` for the verbs."""
+
+    def __init__(self, url: str) -> None:
+        self.url, key, self._patience = _parse(url)
+        self._headers = {"content-type": MSGPACK}
+        if key:
+            self._headers["authorization"] = f"Bearer {key}"
+        self._lock = threading.Lock()
+        self._closed = False
+        self._pools: dict[
+            asyncio.AbstractEventLoop, tuple[aiohttp.ClientSession, AsyncGenerator[Any, None]]
+        ] = {}
+
+    async def close(self) -> None:
+        self._closed = True
+        here = asyncio.get_running_loop()
+        with self._lock:
+            pools, self._pools = self._pools, {}
+        for loop, (_, pool) in pools.items():
+            if loop is here:
+                await pool.aclose()
+            elif loop.is_running():
+                closing = asyncio.run_coroutine_threadsafe(_close(pool), loop)
+                with contextlib.suppress(TimeoutError):  # whoever holds up that loop keeps it open
+                    await asyncio.wait_for(asyncio.wrap_future(closing), CONNECT)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def batch(self, calls: Sequence[tuple[Verb, Arguments]]) -> list[Any]:
+        """The verbs of one request, in this order, made by `call`: of each its result, or the
+        StoreError with which it was refused. Each is atomic, the batch is not; none may wait."""
+        made = [
+            wire.Call(
+                verb=verb.name,
+                arguments=msgspec.Raw(_encoded(verb, _identified(verb, arguments))),
+                key=uuid.uuid4().hex if verb.once else None,
+            )
+            for verb, arguments in calls
+        ]
+        body = await self._request("batch", lambda: ENCODE[MSGPACK](wire.Batch(calls=made)))
+        answers = msgspec.msgpack.decode(body, type=_Answers).results
+        return [
+            wire.raised(answer.error) if answer.error else verb.results[MSGPACK](answer.result)
+            for (verb, _), answer in zip(calls, answers, strict=True)
+        ]
+
+    async def _call(self, verb: Verb, arguments: Arguments) -> Any:
+        arguments = _identified(verb, arguments)
+        timeout = getattr(arguments, "timeout", None)
+        key = uuid.uuid4().hex if verb.once else ""
+        if not timeout:
+            body = _encoded(verb, arguments)
+            answer = await self._request(verb.name, lambda: body, key)
+        else:
+            end = time.monotonic() + timeout
+
+            def rest() -> bytes:
+                left = max(0.0, end - time.monotonic())
+                return _encoded(verb, msgspec.structs.replace(arguments, timeout=left))
+
+            answer = await self._request(verb.name, rest)
+        return verb.results[MSGPACK](answer)
+
+    async def _request(self, name: str, body: Callable[[], bytes], key: str = "") -> bytes:
+        """The body of the answer, however often it takes."""
+        headers = self._headers | {"idempotency-key": key} if key else self._headers
+        pause, deadline, why = BACKOFF, 0.0, ""
+        while True:
+            sent = body()
+            try:
+                status, form, answer = await self._post(f"{self.url}/v1/{name}", sent, headers)
+            except LOST as error:
+                why = f"Store {self.url} cannot be reached: {str(error) or 'no answer'}."
+            except aiohttp.ClientError as error:
+                raise StoreError(f"{self.url} is no store server: {error}.") from error
+            else:
+                if status == 200:
+                    return answer
+                if status == 202:  # not yet
+                    pause, deadline = BACKOFF, 0.0
+                    continue
+                refused = self._refused(status, form, answer)
+                if status not in TRANSIENT:
+                    raise refused
+                why = str(refused)
+            now = time.monotonic()
+            deadline = deadline or now + self._patience
+            if now >= deadline:
+                raise Unavailable(why)
+            await asyncio.sleep(pause * (0.5 + random.random() / 2))
+            pause = min(2 * pause, LONGEST)
+
+    async def _post(self, url: str, body: bytes, headers: dict[str, str]) -> tuple[int, str, bytes]:
+        """Status, content type and body of one answer."""
+        session = await self._session()
+        with suppress_instrumentation():  # the store's own traffic is no part of any trace
+            async with session.post(url, data=body, headers=headers) as response:
+                return response.status, response.content_type, await response.read()
+
+    def _refused(self, status: int, form: str, body: bytes) -> StoreError:
+        try:
+            return wire.raised(REFUSAL[form](body).error)
+        except (KeyError, msgspec.DecodeError, UnicodeDecodeError):
+            words = body[:200].decode("utf-8", "replace").strip()
+            return StoreError(f"{self.url} answered {status} {words!r}: is it a store's server?")
+
+    async def _session(self) -> aiohttp.ClientSession:
+        loop = asyncio.get_running_loop()
+        found = self._pools.get(loop)
+        if found is None:
+            pool = _pool()
+            session = await anext(pool)
+            with self._lock:
+                for other in [other for other in self._pools if other.is_closed()]:
+                    del self._pools[other]
+                if not self._closed:
+                    self._pools[loop] = found = session, pool
+        if found is None or self._closed:
+            raise StoreError(f"Store {self.url} is closed.")
+        return found[0]
+
+
+class _Answer(msgspec.Struct):
+    result: msgspec.Raw = msgspec.Raw(b"\xc0")
+    error: wire.Error | None = None
+
+
+class _Answers(msgspec.Struct):
+    results: list[_Answer]
+
+
+def _method(verb: Verb) -> Callable[..., Awaitable[Any]]:
+    """The parameters of a verb are the fields of its arguments, in the same order."""
+
+    async def method(self: HttpStore, *args: Any, **kwargs: Any) -> Any:
+        return await self._call(verb, verb.arguments(*args, **kwargs))
+
+    method.__name__, method.__doc__ = verb.name, verb.doc
+    return method
+
+
+for _verb in VERBS.values():
+    setattr(HttpStore, _verb.name, _method(_verb))
+
+
+async def _pool() -> AsyncGenerator[aiohttp.ClientSession, None]:
+    """As a generator, because an event loop that ends closes those that it has begun."""
+    session = aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT, sock_read=SILENCE),
+        headers={"accept-encoding": "identity"},
+        cookie_jar=aiohttp.DummyCookieJar(),
+        skip_auto_headers=("user-agent", "accept"),
+        read_bufsize=2**20,
+    )
+    try:
+        yield session
+    finally:
+        await session.close()
+
+
+async def _close(pool: AsyncGenerator[Any, None]) -> None:
+    await pool.aclose()
+
+
+def _identified(verb: Verb, arguments: Arguments) -> Arguments:
+    """A claim gets an id: the repeat after a lost answer must get what was claimed."""
+    if verb.name == "claim" and getattr(arguments, "claim_id", None) is None:
+        return msgspec.structs.replace(arguments, claim_id=uuid.uuid4().hex)
+    return arguments
+
+
+def _encoded(verb: Verb, arguments: Arguments) -> bytes:
+    """Raises Invalid, naming the record, for what no store takes: in the words of every store, and
+    before it is sent."""
+    if check := CHECKS.get(verb.name):
+        for record in getattr(arguments, verb.arguments.__struct_fields__[0]):
+            check(record)
+    try:
+        try:
+            return ENCODE[MSGPACK](arguments)
+        except UnicodeEncodeError:
+            cleaned = {
+                name: [_clean(item) for item in value] if isinstance(value, list | tuple) else value
+                for name, value in msgspec.structs.asdict(arguments).items()
+            }
+            return ENCODE[MSGPACK](verb.arguments(**cleaned))
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+        where = _culprit(verb, arguments)
+        raise Invalid(f"{where} cannot be stored, for it is not JSON: {error}.") from error
+
+
+def _clean(record: Any) -> Any:
+    """Text from the outside world, as every store keeps it."""
+    replace = msgspec.structs.replace
+    if isinstance(record, Span):
+        return replace(record, name=rows.clean(record.name))
+    if isinstance(record, Outcome):
+        if (failure := record.failure) is not None:
+            message, traceback = rows.clean(failure.message), rows.clean(failure.traceback)
+            failure = replace(failure, message=message, traceback=traceback)
+        return replace(record, failure=failure, spans=[_clean(span) for span in record.spans])
+    return record
+
+
+def _culprit(verb: Verb, arguments: Arguments) -> str:
+    for value in msgspec.structs.asdict(arguments).values():
+        for item in value if isinstance(value, list | tuple) else ():
+            try:
+                ENCODE[MSGPACK](_clean(item))
+            except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError):
+                name = getattr(item, "id", None) or getattr(item, "attempt", "")
+                return f"{type(item).__name__} {name}".strip()
+    return f"What {verb.name} was given"
+
+
+def _parse(url: str) -> tuple[str, str, float]:
+    """Address without the key, key, patience. Raises StoreError that does not repeat the key."""
+    try:
+        parts = urlsplit(url)
+        port, host = parts.port, parts.hostname
+        options = dict(parse_qsl(parts.query, keep_blank_values=True))
+        key = unquote(parts.username or parts.password or "") or options.pop("key", "")
+        patience = float(options.pop("patience", PATIENCE))
+    except ValueError as error:
+        raise StoreError(f"The store's URL cannot be read ({error}): use {USAGE}.") from None
+    if not host or options or parts.fragment or not 0 <= patience < float("inf"):
+        raise StoreError(f"The store's URL is not of the form {USAGE}.")
+    shown = (f"[{host}]" if ":" in host else host) + ("" if port is None else f":{port}")
+    return (
+        f"{parts.scheme}://{shown}{parts.path.rstrip('/')}",
+        key or os.environ.get(VARIABLE, ""),
+        patience,
+    )
+
+
+USAGE = "http://[KEY@]host[:port][?patience=SECONDS]"

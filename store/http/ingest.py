@@ -1,0 +1,65 @@
+"""Spans of any OpenTelemetry SDK: the body of POST /v1/traces into the store.
+
+A trace is an attempt, so the trace id says where a span belongs. Spans of other traces are refused
+one by one, as OTLP's partial success, and the rest is kept.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict
+
+from starlette.exceptions import HTTPException
+
+from agentrl import otlp
+from agentrl.errors import Invalid, NotFound
+from agentrl.store.base import Store
+from agentrl.types import Span
+
+GZIP = 31  # zlib's name for the gzip format with the largest window
+
+
+def unpacked(body: bytes, encoding: str, largest: int) -> bytes:
+    """The body before its Content-Encoding. Raises HTTPException when that is larger than `largest`
+    bytes, whatever the body's own size."""
+    if encoding in ("", "identity"):
+        return body
+    if encoding != "gzip":
+        raise HTTPException(415, f"Content-Encoding must be gzip or identity, not {encoding!r}.")
+    stream = zlib.decompressobj(GZIP)
+    try:
+        plain = stream.decompress(body, largest + 1)
+    except zlib.error as error:
+        raise HTTPException(400, f"The body is not gzip: {error}.") from error
+    if len(plain) > largest:
+        raise HTTPException(413, f"The body is larger than {largest} bytes when unpacked.")
+    if not stream.eof:
+        raise HTTPException(400, "The gzip body ends too early.")
+    return plain
+
+
+async def keep(store: Store, body: bytes, content_type: str) -> tuple[bytes, str]:
+    """Adds the spans; returns the answer and its content type."""
+    try:
+        spans = otlp.decode(body, content_type)
+    except Invalid as error:
+        raise HTTPException(400, str(error)) from error
+    try:
+        await store.add_spans(spans)
+    except NotFound:
+        refused, why = await _by_attempt(store, spans)
+        return otlp.success(content_type, refused, why)
+    return otlp.success(content_type)
+
+
+async def _by_attempt(store: Store, spans: list[Span]) -> tuple[int, str]:
+    traces: dict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        traces[span.attempt].append(span)
+    refused, why = 0, ""
+    for mine in traces.values():
+        try:
+            await store.add_spans(mine)
+        except NotFound as error:
+            refused, why = refused + len(mine), str(error)
+    return refused, why

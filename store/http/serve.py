@@ -1,0 +1,111 @@
+"""Running the server: one process, one event loop, until SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from agentrl.errors import ConfigError
+from agentrl.store.base import Store
+from agentrl.store.http.keys import VARIABLE, Keys
+from agentrl.store.http.server import App
+
+BACKLOG = 4096  # connections that may wait to be accepted
+
+
+class Server(uvicorn.Server):
+    """Ends the waits of its callers before it waits for the calls that are being executed."""
+
+    def __init__(self, app: App, ready: Callable[[Server], None]) -> None:
+        self._app, self._ready = app, ready
+        super().__init__(
+            uvicorn.Config(
+                app,
+                access_log=False,
+                log_level="warning",
+                lifespan="off",
+                ws="none",
+                server_header=False,
+                date_header=False,
+                backlog=BACKLOG,
+                timeout_keep_alive=75,  # longer than a client keeps a connection: it closes first
+            )
+        )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready(self)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._app.drain()
+        await super().shutdown(sockets)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Only asks to stop: uvicorn's own raises the signal again before the store is closed."""
+        if threading.current_thread() is threading.main_thread():
+            loop = asyncio.get_running_loop()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self.handle_exit, number, None)
+        yield
+
+
+def listen(host: str, port: int, keys: Keys) -> socket.socket:
+    """The listening socket. Raises ConfigError when it cannot be had, or when others than this
+    machine could reach a server without keys."""
+    if not keys and not _loopback(host):
+        raise ConfigError(
+            f"--host {host}: other machines could write to the store; give keys with --keys FILE or"
+            f" {VARIABLE}, or bind to 127.0.0.1"
+        )
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"the server cannot listen on {host} port {port} ({error}); choose another --port, or 0"
+            " for any free one"
+        ) from error
+    # Connections inherit it. The event loop sets it only on sockets that it has made itself, and
+    # without it the body of an answer, written after the headers, waits 40 ms for their receipt.
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listening
+
+
+async def serve(
+    app: App, listening: socket.socket, ready: Callable[[Server], None] = lambda _: None
+) -> None:
+    """Answers until SIGTERM, SIGINT or `should_exit` of the server, which `ready` gets. Calls
+    that came before are finished."""
+    await Server(app, ready).serve([listening])
+
+
+def run(store: Callable[[], Store], host: str, port: int, keys: Keys, *, largest: int) -> None:
+    """The whole life of a server process; prints its address."""
+    with listen(host, port, keys) as listening:
+        bound = listening.getsockname()[1]
+
+        def ready(_: Server) -> None:
+            print(f"Serving at http://{f'[{host}]' if ':' in host else host}:{bound}", flush=True)
+
+        async def main() -> None:
+            async with store() as opened:
+                await serve(App(opened, keys, largest=largest), listening, ready)
+
+        factory = uvicorn.Config("", loop="auto").get_loop_factory()
+        with asyncio.Runner(loop_factory=factory) as runner:
+            runner.run(main())
+
+
+def _loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

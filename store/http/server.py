@@ -1,0 +1,318 @@
+"""The server of a store: an ASGI application over any backend.
+
+Owns: the answers to calls with an idempotency key, and the waits in progress. Always true: a call
+runs to its end even when its caller has gone, except a wait, which is cancelled and can be
+repeated; a key that is known is answered again and not executed again. Who may write: whoever holds
+a key of the verb's scope.
+
+The keys are remembered in memory. A server that died between a commit and its answer executes the
+repeat: nothing is doubled, but `enqueue` and `cancel` then count only what was left to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Coroutine
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from agentrl.errors import Conflict, Forbidden, Invalid, StoreError, Unavailable
+from agentrl.store.base import Store
+from agentrl.store.http import ingest, openapi, wire
+from agentrl.store.http.keys import Keys
+from agentrl.store.http.wire import ENCODE, JSON, VERBS, Verb
+
+LARGEST = 64 * 2**20  # bytes of a request
+REMEMBERED = 4096  # calls whose answers are kept for their repeats
+AGAIN = object()  # the answer to a wait that takes longer than one request may
+VERB_OF = {f"/v1/{name}": verb for name, verb in VERBS.items()}
+BATCHES = wire.decoders(wire.Batch)
+REASONS = {401: "unauthorized", 405: "method_not_allowed", 413: "too_large", 415: "unsupported"}
+MORE = {503: {"retry-after": "1"}, 401: {"www-authenticate": "Bearer"}}  # headers by status
+
+
+class App:
+    """POST /v1/<verb>, /v1/batch and /v1/traces; GET /healthz and /openapi.json."""
+
+    def __init__(self, store: Store, keys: Keys, *, largest: int = LARGEST) -> None:
+        self.store, self._keys, self._largest = store, keys, largest
+        self._draining = False
+        self._waits: set[asyncio.Task[Any]] = set()
+        self._once: dict[str, tuple[int, asyncio.Task[Any]]] = {}
+        self._pages = Starlette(
+            routes=[
+                Route("/healthz", self._health),
+                Route("/openapi.json", self._document),
+                Route("/v1/traces", self._traces, methods=["POST"]),
+                Route("/v1/{verb}", self._unknown, methods=["POST"]),
+            ],
+            exception_handlers={HTTPException: _http_error, StoreError: _store_error},
+        )
+        self._schema = msgspec.json.encode(openapi.document())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Verbs are answered here, without the cost of request and response objects."""
+        if scope["type"] == "http" and scope["method"] == "POST":
+            path = scope["path"]
+            if path in VERB_OF or path == "/v1/batch":
+                await self._answer(VERB_OF.get(path), dict(scope["headers"]), receive, send)
+                return
+        await self._pages(scope, receive, send)
+
+    def drain(self) -> None:
+        """From now on refuse calls and end waits; those being executed are finished."""
+        self._draining = True
+        for wait in self._waits:
+            wait.cancel()
+
+    # -- one request -------------------------------------------------------------------------------
+
+    async def _answer(
+        self, verb: Verb | None, headers: dict[bytes, bytes], receive: Receive, send: Send
+    ) -> None:
+        form = _form(headers)
+        try:
+            scope = self._admit(headers)
+            if form is None:
+                raise HTTPException(415, f"Content-Type must be {' or '.join(ENCODE)}.")
+            body = await _body(headers, receive, self._largest)
+            if verb is None:
+                result: Any = await self._batch(body, form, scope)
+            else:
+                _allow(verb, scope)
+                key = headers.get(b"idempotency-key")
+                result = await self._call(verb, body, form, _key(key), receive)
+            status, out = (202, b"") if result is AGAIN else (200, ENCODE[form](result))
+        except StoreError as error:
+            status, refused = wire.refusal(error)
+            out = ENCODE[form or JSON](wire.Refusal(error=refused))
+        except HTTPException as error:
+            status, out = error.status_code, ENCODE[form or JSON](_refusal(error))
+        except ConnectionAbortedError:
+            return
+        await _send(send, status, out, form or JSON)
+
+    def _admit(self, headers: dict[bytes, bytes]) -> wire.Scope:
+        if self._draining:
+            raise Unavailable("The store's server is shutting down: repeat the call.")
+        scope = self._keys.scope(headers.get(b"authorization", b""))
+        if scope is None:
+            raise HTTPException(
+                401, "The key is missing or unknown: send it as `Authorization: Bearer KEY`."
+            )
+        return scope
+
+    async def _call(
+        self, verb: Verb, body: bytes, form: str, key: str, receive: Receive | None
+    ) -> Any:
+        """The result of one verb. Without `receive`, as in a batch, it must not wait."""
+        arguments = _decoded(verb.decoders[form], body)
+        given = {name: getattr(arguments, name) for name in verb.arguments.__struct_fields__}
+        method = getattr(self.store, verb.name)
+        try:
+            if verb.waits and given["timeout"] != 0:
+                return await self._wait(verb, method, given, receive)
+            if verb.once and key:
+                return await self._remembered(f"{verb.name} {key}", hash(body), method(**given))
+            return await method(**given)
+        except OverflowError as error:
+            raise Invalid(f"{verb.name}: a number is out of range: {error}.") from error
+
+    async def _wait(
+        self, verb: Verb, method: Any, given: dict[str, Any], receive: Receive | None
+    ) -> Any:
+        """Long poll. Cancelling loses nothing: a claim is repeated with its id, and the other
+        verbs that wait give the same again."""
+        timeout = given["timeout"]
+        if timeout is not None and timeout != timeout:
+            raise Invalid(f"{verb.name}: timeout is not a number.")
+        if receive is None:
+            raise Invalid(f"{verb.name} cannot wait inside a batch: send it with timeout 0.")
+        if verb.name == "claim" and given["claim_id"] is None:
+            raise Invalid("claim cannot wait without a claim_id, with which a lost answer is had.")
+        given["timeout"] = None if timeout is None or timeout > wire.POLL else timeout
+        work = asyncio.ensure_future(method(**given))
+        gone = asyncio.ensure_future(receive())  # the body is read: what comes is the end
+        self._waits.add(work)
+        try:
+            await asyncio.wait((work, gone), timeout=wire.POLL, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                work.cancel()
+                await asyncio.wait((work,))
+            if not work.cancelled():
+                return work.result()
+            if gone.done():
+                raise ConnectionAbortedError
+            if self._draining:
+                raise Unavailable("The store's server is shutting down: repeat the call.")
+            return AGAIN
+        finally:
+            self._waits.discard(work)
+            work.cancel()
+            gone.cancel()
+
+    async def _remembered(self, key: str, body: int, call: Coroutine[Any, Any, Any]) -> Any:
+        known = self._once.get(key)
+        if known is None:
+            known = self._once[key] = (body, asyncio.ensure_future(call))
+            if len(self._once) > REMEMBERED:
+                self._forget()
+        else:
+            call.close()
+        if known[0] != body:
+            raise Conflict("This idempotency-key was used for a call with other arguments.")
+        done, _ = await asyncio.wait((known[1],), timeout=wire.POLL)
+        if not done:
+            return AGAIN
+        if isinstance(known[1].exception(), Unavailable):
+            self._once.pop(key, None)  # nothing was kept: the repeat tries again
+        return known[1].result()
+
+    def _forget(self) -> None:
+        """The oldest answer that was given."""
+        oldest = next((key for key, (_, task) in self._once.items() if task.done()), None)
+        if oldest is not None:
+            del self._once[oldest]
+
+    async def _batch(self, body: bytes, form: str, scope: wire.Scope) -> wire.Answers:
+        results = []
+        for call in _decoded(BATCHES[form], body).calls:
+            try:
+                result = await self._one(call, form, scope)
+                results.append(wire.Answer(result=msgspec.Raw(ENCODE[form](result))))
+            except StoreError as error:
+                results.append(wire.Answer(error=wire.refusal(error)[1]))
+            except HTTPException as error:
+                results.append(wire.Answer(error=_refusal(error).error))
+        return wire.Answers(results=results)
+
+    async def _one(self, call: wire.Call, form: str, scope: wire.Scope) -> Any:
+        verb = VERBS.get(call.verb)
+        if verb is None:
+            raise Invalid(f"There is no verb {call.verb!r}: see /openapi.json.")
+        _allow(verb, scope)
+        key = _key(None if call.key is None else call.key.encode())
+        while True:  # an answer that takes long is no reason to cut a batch short
+            result = await self._call(verb, bytes(call.arguments), form, key, None)
+            if result is not AGAIN:
+                return result
+
+    # -- the other pages ---------------------------------------------------------------------------
+
+    async def _health(self, _: Request) -> Response:
+        """Whether the store can be read."""
+        if self._draining:
+            raise Unavailable("The store's server is shutting down.")
+        await self.store.cursor()
+        return Response(b'{"status":"ok"}', media_type=JSON)
+
+    async def _document(self, _: Request) -> Response:
+        return Response(self._schema, media_type=JSON)
+
+    async def _traces(self, request: Request) -> Response:
+        headers = dict(request.scope["headers"])
+        _allow(VERBS["add_spans"], self._admit(headers))
+        body = await _body(headers, request.receive, self._largest)
+        encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
+        kind = headers.get(b"content-type", b"").decode("latin-1")
+        body = ingest.unpacked(body, encoding, self._largest)
+        answer, form = await ingest.keep(self.store, body, kind)
+        return Response(answer, media_type=form)
+
+    async def _unknown(self, request: Request) -> Response:
+        raise HTTPException(404, f"There is no {request.url.path}: see /openapi.json.")
+
+
+# -- parts -----------------------------------------------------------------------------------------
+
+
+def _allow(verb: Verb, scope: wire.Scope) -> None:
+    if scope < verb.scope:
+        raise Forbidden(f"{verb.name} needs a key of scope {verb.scope.name.lower()}.")
+
+
+def _form(headers: dict[bytes, bytes]) -> str | None:
+    """In which encoding the caller speaks; None where it is none of ours."""
+    given = headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
+    return given if given in ENCODE else None
+
+
+def _key(given: bytes | None) -> str:
+    """Idempotency key; none: empty."""
+    if given is None:
+        return ""
+    if not re.fullmatch(wire.KEY, key := given.decode("latin-1")):
+        raise Invalid(f"An idempotency-key must match {wire.KEY}.")
+    return key
+
+
+async def _body(headers: dict[bytes, bytes], receive: Receive, largest: int) -> bytes:
+    """The whole body. Raises HTTPException as soon as it is known to be too large."""
+    length = headers.get(b"content-length", b"0")
+    size, parts = int(length) if length.isdigit() else 0, list[bytes]()
+    more = size <= largest
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ConnectionAbortedError
+        parts.append(message.get("body", b""))
+        more = message.get("more_body", False)
+        size = sum(map(len, parts)) if more else size
+        if size > largest:
+            break
+    body = parts[0] if len(parts) == 1 else b"".join(parts)
+    if max(size, len(body)) > largest:
+        raise HTTPException(413, f"The body is larger than {largest} bytes: send less at a time.")
+    return body
+
+
+def _decoded(decode: wire.Decode, body: bytes) -> Any:
+    try:
+        return decode(body)
+    except msgspec.ValidationError as error:
+        raise Invalid(f"{error}.") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise HTTPException(400, f"The body cannot be read: {error}.") from error
+
+
+async def _send(send: Send, status: int, body: bytes, form: str) -> None:
+    headers = [
+        (b"content-type", form.encode()),
+        (b"content-length", str(len(body)).encode()),
+    ]
+    more = MORE.get(status, {})
+    headers += [(name.encode(), value.encode()) for name, value in more.items()]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _refusal(error: HTTPException) -> wire.Refusal:
+    code = REASONS.get(error.status_code, "malformed" if error.status_code == 400 else "unknown")
+    return wire.Refusal(error=wire.Error(code=code, message=error.detail))
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "GET")
+        error.detail = f"{request.method} is not for {request.url.path}: use {allowed}."
+    elif error.status_code == 404 and error.detail == "Not Found":
+        error.detail = f"There is no {request.url.path}: see /openapi.json."
+    headers = dict(error.headers or {}) | MORE.get(error.status_code, {})
+    body = msgspec.json.encode(_refusal(error))
+    return Response(body, error.status_code, headers, media_type=JSON)
+
+
+async def _store_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, StoreError)
+    status, refused = wire.refusal(error)
+    body = msgspec.json.encode(wire.Refusal(error=refused))
+    return Response(body, status, MORE.get(status), media_type=JSON)

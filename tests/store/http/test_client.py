@@ -1,0 +1,285 @@
+"""The client where the contract does not look: other loops, lost answers, dead servers, keys."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from msgspec import structs
+
+from agentrl.errors import Forbidden, Invalid, NotFound, StoreError, Unavailable
+from agentrl.store import open_store
+from agentrl.store.http.client import VARIABLE, HttpStore, call
+from agentrl.types import ErrorKind, Failure, NewRollout, Outcome, RolloutState
+
+KEYS = "admin:admin-secret\nrunner:runner-secret"
+
+
+@pytest.fixture
+def address(serving, tmp_path: Path) -> Iterator[str]:
+    with serving(f"sqlite:///{tmp_path / 'store.db'}") as url:
+        yield url
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def server(path: Path, port: int) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "agentrl", "store", "serve", f"sqlite:///{path}"]
+    with subprocess.Popen(
+        [*command, "--port", str(port)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == f"Serving at http://127.0.0.1:{port}\n"
+            yield process
+        finally:
+            process.kill()
+
+
+# -- addresses and keys ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://",
+        "http://secret@host:99999",
+        "http://secret@host/?patience=soon",
+        "http://secret@host/?patience=-1",
+        "http://host/?key=secret&unknown=1",
+        "http://secret@host/#x",
+    ],
+)
+def test_a_wrong_address_is_refused_without_saying_the_key(url):
+    with pytest.raises(StoreError, match="URL") as caught:
+        open_store(url)
+    assert "secret" not in str(caught.value)
+
+
+async def test_keys_come_by_url_or_environment_and_stay_hidden(serving, tmp_path, monkeypatch):
+    with serving(f"sqlite:///{tmp_path / 'store.db'}", KEYS) as address:
+        host = address.removeprefix("http://")
+        for url in (f"http://runner-secret@{host}", f"{address}?key=runner-secret"):
+            async with open_store(url) as store:
+                assert await store.cursor() == 0
+                with pytest.raises(Forbidden, match="runs needs a key of scope admin"):
+                    await store.runs()
+                assert store.url == address
+        async with open_store(address) as store:
+            with pytest.raises(Forbidden, match="missing or unknown"):
+                await store.cursor()
+        monkeypatch.setenv(VARIABLE, "admin-secret")
+        async with open_store(address) as store:
+            assert await store.runs() == []
+
+
+async def test_what_is_no_store(address):
+    async with open_store(f"{address}/elsewhere") as store:
+        with pytest.raises(StoreError, match="There is no /elsewhere/v1/cursor"):
+            await store.cursor()
+
+
+async def test_nobody_there():
+    async with open_store(f"http://127.0.0.1:{free_port()}?patience=0") as store:
+        with pytest.raises(Unavailable, match="cannot be reached"):
+            await store.cursor()
+
+
+# -- what the contract leaves open -----------------------------------------------------------------
+
+
+async def test_one_object_in_several_loops_and_threads(address):
+    store = open_store(address)
+    found = []
+
+    def elsewhere() -> None:
+        found.append(asyncio.run(store.open_run("run", {})).epoch)
+
+    for _ in range(2):
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        await asyncio.to_thread(thread.join)
+    assert found == [1, 2]
+    assert await store.runs() == ["run"]
+    await store.close()
+    with pytest.raises(StoreError, match="closed"):
+        await store.runs()
+
+
+async def test_a_batch_is_one_request(address, kit):
+    async with HttpStore(address) as store:
+        results = await store.batch(
+            [
+                call("open_run", "run", {}),
+                call("enqueue", kit.group("a", 2)),
+                call("settled", "none", timeout=0),
+                call("claim", 2, runner="r", lease=60.0),
+                call("publish", None),
+            ]
+        )
+    state, new, unknown, attempts, wrong = results
+    assert (state.epoch, new) == (1, 2)
+    assert [attempt.rollout.id for attempt in attempts] == ["a/0", "a/1"]
+    assert isinstance(unknown, NotFound)
+    assert isinstance(wrong, Invalid)
+
+
+async def test_a_batch_does_not_wait(address):
+    async with HttpStore(address) as store:
+        (refused,) = await store.batch([call("wait", 0)])
+        assert isinstance(refused, Invalid)
+
+
+async def test_a_wait_goes_on_over_many_requests(address, kit, monkeypatch):
+    monkeypatch.setattr("agentrl.store.http.wire.POLL", 0.02)
+    async with open_store(address) as store:
+        await store.open_run("run", {})
+        waiting = asyncio.create_task(store.claim(1, runner="r", lease=60, timeout=60))
+        assert await store.wait(await store.cursor(), timeout=0.1) == 1
+        await store.enqueue(kit.group("a", 1))
+        async with asyncio.timeout(10):
+            assert [attempt.rollout.id for attempt in await waiting] == ["a/0"]
+
+
+async def test_what_no_store_keeps_is_cleaned_or_refused(address, kit):
+    async with open_store(address) as store:
+        await store.open_run("run", {})
+        await store.enqueue(kit.group("a", 1))
+        (attempt,) = await store.claim(1, runner="r", lease=60)
+        failure = Failure(kind=ErrorKind.AGENT, message="half \ud800", traceback="\udfff")
+        span = kit.span(attempt, attributes={"n": 1})
+        outcome = Outcome(attempt=attempt.id, fence=1, failure=failure, spans=[span])
+        assert await store.finish([outcome]) == [True]
+        (row,) = await store.rollouts("run")
+        assert row.failure.message == "half ?"
+        with pytest.raises(Invalid, match="NewRollout b/0 cannot be stored, for it is not JSON"):
+            await store.enqueue(kit.group("b", 1, task={"input": "\ud800"}))
+
+
+# -- servers that die ------------------------------------------------------------------------------
+
+
+def rollout(name: str) -> NewRollout:
+    return NewRollout(id=name, run="run", group=name, index=0, task={"input": name})
+
+
+async def lifecycle(store, name: str) -> None:
+    """Ends rollouts, its own or another's, until its own has ended."""
+    await store.enqueue([rollout(name)])
+    while not await store.settled(name, timeout=0):
+        for attempt in await store.claim(1, runner=name, lease=600, timeout=0.2):
+            outcome = Outcome(attempt=attempt.id, fence=attempt.fence, result=attempt.rollout.id)
+            assert await store.finish([outcome]) == [True]
+
+
+async def test_kill_9_of_the_server_is_only_a_delay(tmp_path):
+    path, port = tmp_path / "store.db", free_port()
+    done: asyncio.Queue[None] = asyncio.Queue()
+
+    async def work(store, name: str) -> None:
+        for number in range(12):
+            await lifecycle(store, f"{name}/{number}")
+            done.put_nowait(None)
+
+    async with open_store(f"http://127.0.0.1:{port}") as store:
+        with server(path, port) as process:
+            await store.open_run("run", {})
+            await store.enqueue([structs.replace(rollout("last"), priority=-1)])
+            waiter = asyncio.create_task(store.settled("last"))
+            workers = [asyncio.create_task(work(store, f"w{n}")) for n in range(16)]
+            for _ in range(60):
+                await done.get()
+            process.kill()
+        with server(path, port) as process:
+            for _ in range(60):
+                await done.get()
+            process.kill()
+        with server(path, port):
+            async with asyncio.timeout(60):
+                await asyncio.gather(*workers)
+                await lifecycle(store, "last")
+                assert await waiter
+            rows = await store.rollouts("run")
+    assert len(rows) == 16 * 12 + 1
+    assert all((row.state, row.attempts) == (RolloutState.SUCCEEDED, 1) for row in rows)
+    assert all(row.result == row.id for row in rows)
+
+
+async def test_sigterm_ends_waits_at_once_and_finishes_the_rest(tmp_path, kit):
+    path, port = tmp_path / "store.db", free_port()
+    async with open_store(f"http://127.0.0.1:{port}") as store:
+        with server(path, port) as process:
+            await store.open_run("run", {})
+            waiting = asyncio.create_task(store.claim(1, runner="r", lease=60, timeout=60))
+            busy = [asyncio.create_task(store.log("run", n, {"x": 1.0})) for n in range(50)]
+            await store.cursor()
+            process.terminate()
+            assert await asyncio.to_thread(process.wait, 15) == 0
+        with server(path, port):
+            await asyncio.gather(*busy)
+            assert len(await store.steps("run")) == 50
+            await store.enqueue(kit.group("a", 1))
+            async with asyncio.timeout(20):
+                assert [attempt.rollout.id for attempt in await waiting] == ["a/0"]
+
+
+async def test_the_server_stays_as_small_as_it_starts(tmp_path, kit):
+    path, port = tmp_path / "store.db", free_port()
+    with server(path, port) as process:
+        async with open_store(f"http://127.0.0.1:{port}") as store:
+            await store.open_run("run", {})
+
+            async def record(n: int) -> int:
+                for number in range(n):
+                    await store.enqueue(kit.group(f"{n}-{number}", 4))
+                    attempts = await store.claim(4, runner="r", lease=60)
+                    calls = [
+                        kit.call(attempt, list(range(256)), list(range(128)))
+                        for attempt in attempts
+                        for _ in range(5)
+                    ]
+                    await store.add_transitions(calls)
+                    await store.finish([kit.good(attempt) for attempt in attempts])
+                return psutil.Process(process.pid).memory_info().rss
+
+            before = await record(50)  # 1,000 transitions
+            assert await record(200) - before < 16 * 2**20
+            assert (await store.counts("run")).transitions == 5000
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def refused(*arguments: str, **variables: str) -> str:
+    command = [sys.executable, "-m", "agentrl", "store", "serve", *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, env=variables)
+    assert run.returncode != 0
+    assert "Traceback" not in run.stderr
+    return run.stderr
+
+
+def test_the_command_refuses_what_is_unsafe_or_wrong(tmp_path):
+    environment = dict(os.environ)
+    store = f"sqlite:///{tmp_path / 'store.db'}"
+    assert "give keys" in refused(store, "--host", "0.0.0.0", "--port", "0", **environment)
+    bad = {**environment, "AGENTRL_STORE_KEYS": "root:top-secret"}
+    said = refused(store, "--port", "0", **bad)
+    assert "AGENTRL_STORE_KEYS, line 1" in said
+    assert "top-secret" not in said
+    assert "served already" in refused("http://127.0.0.1:1", **environment)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert "choose another --port" in refused(store, "--port", port, **environment)

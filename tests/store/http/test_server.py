@@ -1,0 +1,267 @@
+"""What the server answers to whom, whatever it is sent."""
+
+from __future__ import annotations
+
+import gzip
+
+import httpx
+import msgspec
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode, openapi
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi import checks
+
+from agentrl.store.http.wire import MSGPACK, SCOPES, VERBS
+
+ROLLOUT = {"id": "g/0", "run": "run", "group": "g", "index": 0, "task": {}}
+
+
+def refused(answer: httpx.Response) -> tuple[int, str]:
+    error = answer.json()["error"]
+    assert error["message"].endswith(".")
+    return answer.status_code, error["code"]
+
+
+def claimed(admin: httpx.Client) -> dict:
+    admin.post("/v1/enqueue", json={"rollouts": [ROLLOUT]})
+    return admin.post("/v1/claim", json={"n": 1, "runner": "r", "lease": 60}).json()[0]
+
+
+def transition(attempt: str, **more) -> dict:
+    base = {"id": "t", "attempt": attempt, "index": 0, "prompt": [1, 2], "completion": [3]}
+    return {"transitions": [{**base, "logprobs": [-1], **more}]}
+
+
+# -- keys ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["", "Bearer", "Bearer admin", "Basic admin-secret", "Bearer \xff"])
+def test_without_a_known_key_nothing_is_answered(admin, key):
+    headers = {"authorization": key.encode("latin-1")}
+    for path in ("cursor", "batch", "traces"):
+        answer = httpx.post(f"{admin.base_url}/v1/{path}", json={}, headers=headers)
+        assert refused(answer) == (401, "unauthorized")
+        assert answer.headers["www-authenticate"] == "Bearer"
+    assert httpx.get(f"{admin.base_url}/healthz").status_code == 200
+
+
+def test_a_runner_may_only_do_what_runners_do(runner):
+    allowed = {"claim", "heartbeat", "finish", "add_transitions", "add_spans"}
+    allowed |= {"run", "trace", "policies", "cursor", "wait"}
+    for name in SCOPES:
+        status = runner.post(f"/v1/{name}", json={"unknown": 1}).status_code
+        assert status == (422 if name in allowed else 403), name
+    calls = [{"verb": "runs", "arguments": {}}, {"verb": "cursor", "arguments": {}}]
+    results = runner.post("/v1/batch", json={"calls": calls}).json()["results"]
+    assert results[0]["error"]["code"] == "forbidden"
+    assert results[1]["result"] > 0
+
+
+# -- bad input -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff", b'"\\ud800', b"{}{}"])
+def test_what_cannot_be_read(admin, body):
+    headers = {"content-type": "application/json"}
+    assert refused(admin.post("/v1/cursor", content=body, headers=headers)) == (400, "malformed")
+
+
+def test_what_is_nested_without_end(admin):
+    body = b'{"run": "deep", "config": {"a": ' + b"[" * 100_000
+    headers = {"content-type": "application/json"}
+    assert refused(admin.post("/v1/open_run", content=body, headers=headers)) == (400, "malformed")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        {},
+        {"n": 1, "runner": "r", "lease": 60, "unknown": 1},
+        {"n": "1", "runner": "r", "lease": 60},
+        {"n": 1.5, "runner": "r", "lease": 60},
+        {"n": 0, "runner": "r", "lease": 60},
+        {"n": 1, "runner": "r", "lease": -1},
+        {"n": 10**40, "runner": "r", "lease": 60},
+        {"n": 1, "runner": "r", "lease": 60, "timeout": 5},  # and no claim_id
+    ],
+)
+def test_arguments_that_are_not_the_verbs(admin, arguments):
+    assert refused(admin.post("/v1/claim", json=arguments)) == (422, "invalid")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"prompt": [2**31]},
+        {"prompt": [-(2**31) - 1]},
+        {"prompt": [1.5]},
+        {"prompt": "AQID"},
+        {"prompt": [True]},
+        {"logprobs": []},
+        {"logprobs": [-1, -1]},
+        {"logprobs": [1e300]},
+        {"logprobs": [None]},
+        {"index": 2**70},
+        {"sampling": {"temperatur": 1}},
+    ],
+)
+def test_a_wrong_transition_leaves_nothing(admin, wrong):
+    attempt = claimed(admin)["id"]
+    body = transition(attempt, **wrong)
+    body["transitions"].insert(0, transition(attempt, id="good")["transitions"][0])
+    assert refused(admin.post("/v1/add_transitions", json=body)) == (422, "invalid")
+    assert admin.post("/v1/trace", json={"rollout": "g/0"}).json()["transitions"] == []
+
+
+@pytest.mark.parametrize("tokens", [b"123", [1, 2], None, "1234"])
+def test_binary_tokens_are_whole_numbers(admin, tokens):
+    body = transition(claimed(admin)["id"], prompt=tokens)
+    body["transitions"][0] |= {"completion": b"\1\0\0\0", "logprobs": b"\0\0\0\0"}
+    answer = admin.post(
+        "/v1/add_transitions",
+        content=msgspec.msgpack.encode(body),
+        headers={"content-type": MSGPACK},
+    )
+    assert answer.status_code == 422
+    assert msgspec.msgpack.decode(answer.content)["error"]["code"] == "invalid"
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "1e999", "null"])
+def test_an_impossible_reward(admin, value):
+    attempt = claimed(admin)
+    body = (
+        f'{{"outcomes": [{{"attempt": "{attempt["id"]}", "fence": 1,'
+        f' "rewards": [{{"value": {value}}}]}}]}}'
+    )
+    answer = admin.post("/v1/finish", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code in (400, 422)
+    assert admin.post("/v1/counts", json={"run": "run"}).json()["running"] == 1
+
+
+def test_states_and_names(admin):
+    stranger = transition("f" * 32)
+    assert refused(admin.post("/v1/add_transitions", json=stranger)) == (404, "not_found")
+    admin.post("/v1/open_run", json={"run": "run", "config": {}})
+    old = {"run": "run", "epoch": 1, "n": 1, "timeout": 0}
+    assert refused(admin.post("/v1/claim_groups", json=old)) == (409, "fenced")
+    step = {"run": "run", "epoch": 2, "step": 7, "groups": [], "versions": {}, "metrics": {}}
+    body = {"commit": {**step, "checkpoint": ""}}
+    assert refused(admin.post("/v1/commit_step", json=body)) == (409, "conflict")
+
+
+def test_routes_methods_and_types(admin):
+    assert refused(admin.post("/v1/steal", json={})) == (404, "unknown")
+    assert refused(admin.get("/nothing")) == (404, "unknown")
+    answer = admin.get("/v1/claim")
+    assert refused(answer) == (405, "method_not_allowed")
+    assert answer.headers["allow"] == "POST"
+    assert refused(admin.post("/v1/cursor", content=b"{}")) == (415, "unsupported")
+    pickle = {"content-type": "application/x-pickle"}
+    assert refused(admin.post("/v1/cursor", content=b"N.", headers=pickle)) == (415, "unsupported")
+
+
+def test_a_body_has_a_limit_whether_or_not_it_says_its_size(admin):
+    headers = {"content-type": "application/json"}
+    large = b" " * (2**20 + 1)
+    for content in (large, iter([large[: 2**19]] * 3)):
+        answer = admin.post("/v1/cursor", content=content, headers=headers)
+        assert refused(answer) == (413, "too_large")
+    bomb = {"content-encoding": "gzip", "content-type": "application/x-protobuf"}
+    answer = admin.post("/v1/traces", content=gzip.compress(large), headers=bomb)
+    assert refused(answer) == (413, "too_large")
+
+
+# -- batches, repeats and waits --------------------------------------------------------------------
+
+
+def test_a_batch_answers_each_verb_in_order(admin):
+    calls = [
+        {"verb": "enqueue", "arguments": {"rollouts": [ROLLOUT]}},
+        {"verb": "nonsense", "arguments": {}},
+        {"verb": "finish", "arguments": transition("x")},
+        {"verb": "settled", "arguments": {"group": "g"}},
+        {"verb": "claim", "arguments": {"n": 1, "runner": "r", "lease": 60}},
+        {"verb": "vacuum", "arguments": []},
+    ]
+    results = admin.post("/v1/batch", json={"calls": calls}).json()["results"]
+    codes = [answer.get("error", {}).get("code") for answer in results]
+    assert codes == [None, "invalid", "invalid", "invalid", None, "invalid"]
+    assert results[0] == {"result": 1}
+    assert results[4]["result"][0]["rollout"]["id"] == "g/0"
+    assert admin.post("/v1/batch", json={"calls": [calls[0]] * 1025}).status_code == 422
+
+
+def test_a_known_key_gets_the_same_answer(admin):
+    def enqueue(key: str, *ids: str) -> httpx.Response:
+        body = {"rollouts": [{**ROLLOUT, "id": id} for id in ids]}
+        return admin.post("/v1/enqueue", json=body, headers={"idempotency-key": key})
+
+    assert [enqueue("k1", "a", "b").json() for _ in range(2)] == [2, 2]
+    assert enqueue("k2", "a", "b").json() == 0
+    assert refused(enqueue("k1", "a")) == (409, "conflict")
+
+
+def test_a_claim_whose_caller_went_away_takes_nothing(admin):
+    body = {"n": 1, "runner": "r", "lease": 60, "claim_id": "c", "timeout": 20}
+    with pytest.raises(httpx.ReadTimeout):
+        admin.post("/v1/claim", json=body, timeout=0.2)
+    admin.post("/v1/enqueue", json={"rollouts": [ROLLOUT]})
+    other = {"n": 1, "runner": "s", "lease": 60, "claim_id": "d", "timeout": 20}
+    assert admin.post("/v1/claim", json=other).json()[0]["rollout"]["id"] == "g/0"
+
+
+def test_a_wait_that_takes_long_is_asked_again(admin, monkeypatch):
+    monkeypatch.setattr("agentrl.store.http.wire.POLL", 0.05)
+    cursor = admin.post("/v1/cursor", json={}).json()
+    answer = admin.post("/v1/wait", json={"cursor": cursor})
+    assert (answer.status_code, answer.content) == (202, b"")
+    assert admin.post("/v1/wait", json={"cursor": cursor, "timeout": 0.01}).json() == cursor
+
+
+# -- the document ----------------------------------------------------------------------------------
+
+
+def test_the_document_describes_every_verb(admin):
+    document = admin.get("/openapi.json").json()
+    assert {f"/v1/{name}" for name in VERBS} < document["paths"].keys()
+    transition = document["components"]["schemas"]["Transition"]["properties"]
+    assert transition["prompt"]["items"]["maximum"] == 2**31 - 1
+    assert transition["logprobs"]["items"] == {"type": "number"}
+
+
+CHECKS = [
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_schema_conformance,
+    checks.negative_data_rejection,
+    not_a_server_error,
+]
+
+
+def test_schemathesis_finds_no_flaw(admin, monkeypatch):
+    monkeypatch.setattr("agentrl.store.http.wire.POLL", 0.02)
+    schema = openapi.from_url(f"{admin.base_url}/openapi.json")
+    key = {"authorization": admin.headers["authorization"]}
+    operations = [result.ok() for result in schema.get_all_operations()]
+    assert len(operations) == len(VERBS) + 3  # batch, traces, healthz; its own page it leaves out
+    for operation in operations:
+        for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
+            if mode is GenerationMode.NEGATIVE and operation.method == "get":
+                continue  # there is nothing in them to get wrong
+
+            @settings(
+                max_examples=5,
+                deadline=None,
+                database=None,
+                derandomize=True,
+                phases=[Phase.generate],
+                suppress_health_check=list(HealthCheck),
+            )
+            @given(case=operation.as_strategy(generation_mode=mode))
+            def probe(case: schemathesis.Case) -> None:
+                case.call_and_validate(headers=key, checks=CHECKS)
+
+            probe()
