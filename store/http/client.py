@@ -23,7 +23,6 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 import aiohttp
 import msgspec
-from opentelemetry.instrumentation.utils import suppress_instrumentation
 
 from agentrl.errors import Invalid, StoreError, Unavailable
 from agentrl.store import rows
@@ -166,9 +165,8 @@ class HttpStore:
     async def _post(self, url: str, body: bytes, headers: dict[str, str]) -> tuple[int, str, bytes]:
         """Status, content type and body of one answer."""
         session = await self._session()
-        with suppress_instrumentation():  # the store's own traffic is no part of any trace
-            async with session.post(url, data=body, headers=headers) as response:
-                return response.status, response.content_type, await response.read()
+        async with session.post(url, data=body, headers=headers) as response:
+            return response.status, response.content_type, await response.read()
 
     def _refused(self, status: int, form: str, body: bytes) -> StoreError:
         try:
