@@ -2,11 +2,13 @@
 
 Runners claim, write calls and finish; gateways write calls of an attempt that the parent keeps
 alive; an algorithm enqueues, claims groups and commits steps. Each writes a line to a file of its
-own after the store has acknowledged something, and is killed at a random moment and replaced, at
-least fifty times in all. Then everything acknowledged must be in the store (`kill9_lost`), and no
-fence claimed twice, no group committed twice, no call trained that was not of a last attempt
-(`kill9_duplicated`). The baseline is what a queue in memory would have lost at the last kill: the
-outcomes that had been acknowledged and were not yet trained.
+own after the store has acknowledged something. Twice: all of them in the database file themselves,
+then through `agentrl store serve`, where every other kill is the server's, which starts again on
+its port while its callers repeat what they got no answer to. Who is killed is killed at a random
+moment and replaced, at least fifty times each. Then everything acknowledged must be in the store
+(`kill9_lost`), and no fence claimed twice, no group committed twice, no call trained that was not
+of a last attempt (`kill9_duplicated`). The baseline is what a queue in memory would have lost at
+the last kill: the outcomes that had been acknowledged and were not yet trained.
 """
 
 from __future__ import annotations
@@ -31,24 +33,33 @@ from typing import Any
 from agentrl.errors import Fenced
 from agentrl.store import Store, open_store
 from agentrl.types import NewRollout, Outcome, Reward, StepCommit, Transition, float32, int32
+from tests.benchmarks import store_load as load
 from tests.benchmarks.store import Figures
 
-KINDS = ("runner", "runner", "gateway", "algorithm")
+KINDS = ("algorithm", "runner", "gateway", "runner")
 LEASE = 2.0  # seconds: what a killed runner held comes back soon
 PAUSES = (0.0, 0.3)  # seconds of undisturbed work before a kill
 Say = Callable[..., None]
 
 
 def measure(quick: bool) -> Figures:
-    kills = 6 if quick else 60
+    """Figures of both parts together, and those of the one with a server as `served_*`."""
+    direct, served = (part(served, kills=4 if quick else 60) for served in (False, True))
+    total = {name: direct[name] + served[name] for name in direct}
+    return total | {f"served_{name}": value for name, value in served.items()}
+
+
+def part(served: bool, kills: int) -> dict[str, int]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         path = str(folder / "store.db")
         asyncio.run(prepare(path))
-        work(path, folder, kills)
+        with load.Served(path) if served else contextlib.nullcontext() as server:
+            killed = work(path, folder, kills, server)
         said = acknowledged(folder)
         asyncio.run(drain(path))
-        return {"kills": kills} | asyncio.run(verdict(path, said))
+        figures = {"kills": killed.total(), "kills_server": killed["server"]}
+        return figures | asyncio.run(verdict(path, said))
 
 
 async def prepare(path: str) -> None:
@@ -59,51 +70,67 @@ async def prepare(path: str) -> None:
         await store.claim(1, runner="parent", lease=3600, run="proxy")
 
 
-def work(path: str, folder: Path, kills: int) -> None:
-    """Keeps one process of every kind at work, and kills one after another."""
+def work(path: str, folder: Path, kills: int, server: load.Served | None) -> Counter[str]:
+    """Keeps processes of every kind at work, and kills one after another; how many of each."""
     chance = random.Random(0)
     context = multiprocessing.get_context("spawn")
-    peers: list[tuple[BaseProcess, Path]] = []
+    url = server.url if server else path
+    killed: Counter[str] = Counter()
 
-    def start(kind: str) -> tuple[BaseProcess, Path]:
+    def start(kind: str) -> tuple[str, BaseProcess, Path]:
         log = folder / f"{kind}-{uuid.uuid4().hex}.log"
         log.touch()
-        process = context.Process(target=peer, args=(kind, path, str(log)), daemon=True)
+        process = context.Process(target=peer, args=(kind, url, str(log)), daemon=True)
         process.start()
-        return process, log
+        return kind, process, log
 
     peers = [start(kind) for kind in KINDS]
     for number in range(kills):
-        process, log = peers.pop(0)
-        wait_for_work(process, log)
+        if server and number % 2:
+            wait_for_work(server, list(folder.glob("*.log")))
+            time.sleep(chance.uniform(*PAUSES))
+            server.kill()
+            server.start()
+            killed["server"] += 1
+            continue
+        kind, process, log = peers.pop(0)
+        wait_for_work(process, [log])
         time.sleep(chance.uniform(*PAUSES))
         process.kill()
         process.join()
-        peers.append(start(KINDS[number % len(KINDS)]))
-    for process, _ in peers:
+        killed[kind] += 1
+        peers.append(start(kind))
+    for _, process, _ in peers:
         process.kill()
         process.join()
+    return killed
 
 
-def wait_for_work(process: BaseProcess, log: Path, timeout: float = 60.0) -> None:
-    end = time.monotonic() + timeout
-    while log.read_bytes().count(b"\n") < 5:
+def wait_for_work(process: BaseProcess | load.Served, logs: list[Path], least: int = 5) -> None:
+    """Until the logs are longer by some lines than when this began, or, of a process, began."""
+    end = time.monotonic() + 60
+    before = lines(logs) if isinstance(process, load.Served) else 0
+    while lines(logs) < before + least:
         if not process.is_alive() or time.monotonic() > end:
-            raise RuntimeError(f"{log.name}: no work was done before the kill.")
+            raise RuntimeError(f"{logs[0].name}: no work was done before the kill.")
         time.sleep(0.01)
+
+
+def lines(logs: list[Path]) -> int:
+    return sum(log.read_bytes().count(b"\n") for log in logs)
 
 
 # -- the processes ---------------------------------------------------------------------------------
 
 
-def peer(kind: str, path: str, log: str) -> None:
+def peer(kind: str, url: str, log: str) -> None:
     out = os.open(log, os.O_WRONLY | os.O_APPEND)
 
     def say(what: str, *values: Any) -> None:
         os.write(out, json.dumps([what, *values]).encode() + b"\n")
 
     async def run() -> None:
-        async with open_store(path) as store:
+        async with open_store(url) as store:
             await {"runner": runner, "gateway": gateway, "algorithm": algorithm}[kind](store, say)
 
     asyncio.run(run())
@@ -232,7 +259,7 @@ async def drain(path: str) -> None:
             step += 1
 
 
-async def verdict(path: str, said: Said) -> Figures:
+async def verdict(path: str, said: Said) -> dict[str, int]:
     async with open_store(path) as store:
         rows = {row.id: row for row in await store.rollouts("run")}
         counts = await store.counts("run")

@@ -1,12 +1,17 @@
-"""What the sections of the store benchmark write: rollouts and model calls of realistic size."""
+"""What the sections of the store benchmark write, rollouts and model calls of realistic size, and
+the server process through which some of them do."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import socket
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
 from agentrl.store import open_store
 from agentrl.types import NewRollout, Transition, float32, int32
@@ -94,3 +99,32 @@ update runs set succeeded = {done}, queued = {n} - {done}, groups_trained = {don
     groups_open = ({n} - {done}) / 4;
 commit;
 """
+
+
+class Served:
+    """`agentrl store serve` over a file, which is killed and started again on one port. `start`
+    does not wait until it answers: callers repeat themselves."""
+
+    def __init__(self, path: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port = int(probe.getsockname()[1])
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._command = [sys.executable, "-m", "agentrl", "store", "serve", path]
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def start(self) -> None:
+        command = [*self._command, "--port", str(self.port)]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
