@@ -36,8 +36,8 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def server(path: Path, port: int) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "agentrl", "store", "serve", f"sqlite:///{path}"]
+def server(url: Path | str, port: int) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "agentrl", "store", "serve", str(url)]
     with subprocess.Popen(
         [*command, "--port", str(port)], stdout=subprocess.PIPE, text=True
     ) as process:
@@ -216,6 +216,32 @@ async def test_kill_9_of_the_server_is_only_a_delay(tmp_path):
     assert len(rows) == 16 * 12 + 1
     assert all((row.state, row.attempts) == (RolloutState.SUCCEEDED, 1) for row in rows)
     assert all(row.result == row.id for row in rows)
+
+
+async def test_over_postgres_a_restart_is_only_a_delay_too(postgres, kit):
+    url, port = postgres(), free_port()
+    async with open_store(f"http://127.0.0.1:{port}") as store:
+        with server(url, port) as process:
+            epoch = (await store.open_run("run", {})).epoch
+            assert await store.enqueue(kit.group("g", 2)) == 2
+            first, second = await store.claim(2, runner="r", lease=60)
+            calls = [kit.call(first, [1, 2], [3]), kit.call(first, [1, 2, 3, 4], [5])]
+            assert await store.add_transitions(calls) == [True, True]
+            assert await store.finish([kit.good(first)]) == [True]
+            waiting = asyncio.create_task(store.claim_groups("run", epoch, 1))
+            process.kill()
+        with server(url, port):
+            assert await store.add_transitions(calls) == [True, True]
+            assert await store.finish([kit.good(first), kit.good(second)]) == [True, True]
+            async with asyncio.timeout(20):
+                (group,) = await waiting
+            assert [call.prompt for call in group.rollouts[0].transitions] == [
+                call.prompt for call in calls
+            ]
+            for _ in range(2):
+                await store.commit_step(kit.step(0, ["g"], epoch))
+            counts = await store.counts("run")
+    assert (counts.succeeded, counts.transitions, counts.groups_trained) == (2, 2, 1)
 
 
 async def test_sigterm_ends_waits_at_once_and_finishes_the_rest(tmp_path, kit):
