@@ -21,6 +21,7 @@ from agentrl.store import rollouts as queue
 from agentrl.store.database import Connection, Session, Snapshots
 from agentrl.store.feed import ANY, GROUPS, QUEUE, Feed
 from agentrl.store.reader import Readers
+from agentrl.store.requests import once
 from agentrl.store.writer import Transaction, Writer
 from agentrl.types import (
     Attempt,
@@ -88,7 +89,8 @@ class SqlStore:
     # -- runs --------------------------------------------------------------------------------------
 
     async def open_run(self, run: str, config: dict[str, Json]) -> RunState:
-        return await self._writer.post(partial(runs.open_run, run=run, config=config))
+        open_run = partial(runs.open_run, run=run, config=config)
+        return await self._writer.post(once(open_run, RunState))
 
     async def commit_step(self, commit: StepCommit) -> None:
         await self._writer.post(partial(runs.commit_step, commit=commit))
@@ -118,7 +120,7 @@ class SqlStore:
     async def enqueue(self, rollouts: Sequence[NewRollout]) -> int:
         for rollout in rollouts:
             rows.check_rollout(rollout)
-        return await self._writer.post(partial(queue.enqueue, rollouts=rollouts))
+        return await self._writer.post(once(partial(queue.enqueue, rollouts=rollouts), int))
 
     async def claim(
         self,
@@ -151,7 +153,7 @@ class SqlStore:
         return await self._writer.post(partial(queue.finish, outcomes=clean))
 
     async def cancel(self, rollouts: Sequence[str]) -> int:
-        return await self._writer.post(partial(queue.cancel, rollouts=rollouts))
+        return await self._writer.post(once(partial(queue.cancel, rollouts=rollouts), int))
 
     # -- evidence ----------------------------------------------------------------------------------
 

@@ -5,13 +5,16 @@ runs to its end even when its caller has gone, except a wait, which is cancelled
 repeated; a key that is known is answered again and not executed again. Who may write: whoever holds
 a key of the verb's scope.
 
-The keys are remembered in memory. A server that died between a commit and its answer executes the
-repeat: nothing is doubled, but `enqueue` and `cancel` then count only what was left to do.
+The keys are remembered in memory, and those of `open_run`, `enqueue` and `cancel` by the store too
+(`store/requests.py`), so that these answer the same after a restart. `prune` and `vacuum` are many
+transactions: their repeat does, and tells, what was left to do.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import hashlib
 import re
 from collections.abc import Coroutine
 from typing import Any
@@ -25,6 +28,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from agentrl.errors import Conflict, Forbidden, Invalid, StoreError, Unavailable
+from agentrl.store import requests
 from agentrl.store.base import Store
 from agentrl.store.http import ingest, openapi, wire
 from agentrl.store.http.keys import Keys
@@ -46,7 +50,7 @@ class App:
         self.store, self._keys, self._largest = store, keys, largest
         self._draining = False
         self._waits: set[asyncio.Task[Any]] = set()
-        self._once: dict[str, tuple[int, asyncio.Task[Any]]] = {}
+        self._once: dict[str, tuple[str, asyncio.Task[Any]]] = {}
         self._pages = Starlette(
             routes=[
                 Route("/healthz", self._health),
@@ -121,7 +125,9 @@ class App:
             if verb.waits and given["timeout"] != 0:
                 return await self._wait(verb, method, given, receive)
             if verb.once and key:
-                return await self._remembered(f"{verb.name} {key}", hash(body), method(**given))
+                digest = hashlib.blake2b(body, digest_size=16).hexdigest()
+                request = requests.Request(f"{verb.name} {key}", digest)
+                return await self._remembered(request, method(**given))
             return await method(**given)
         except OverflowError as error:
             raise Invalid(f"{verb.name}: a number is out of range: {error}.") from error
@@ -159,21 +165,24 @@ class App:
             work.cancel()
             gone.cancel()
 
-    async def _remembered(self, key: str, body: int, call: Coroutine[Any, Any, Any]) -> Any:
-        known = self._once.get(key)
+    async def _remembered(self, request: requests.Request, call: Coroutine[Any, Any, Any]) -> Any:
+        known = self._once.get(request.id)
         if known is None:
-            known = self._once[key] = (body, asyncio.ensure_future(call))
+            context = contextvars.copy_context()
+            context.run(requests.CURRENT.set, request)
+            task = asyncio.get_running_loop().create_task(call, context=context)
+            known = self._once[request.id] = (request.digest, task)
             if len(self._once) > REMEMBERED:
                 self._forget()
         else:
             call.close()
-        if known[0] != body:
+        if known[0] != request.digest:
             raise Conflict("This idempotency-key was used for a call with other arguments.")
         done, _ = await asyncio.wait((known[1],), timeout=wire.POLL)
         if not done:
             return AGAIN
         if isinstance(known[1].exception(), Unavailable):
-            self._once.pop(key, None)  # nothing was kept: the repeat tries again
+            self._once.pop(request.id, None)  # nothing was kept: the repeat tries again
         return known[1].result()
 
     def _forget(self) -> None:

@@ -10,7 +10,8 @@ union all select 'rewards', count(*) from rewards
 union all select 'steps', count(*) from steps
 union all select 'metrics', count(*) from metrics
 union all select 'policies', count(*) from policies
-union all select 'events', count(*) from events;
+union all select 'events', count(*) from events
+union all select 'requests', count(*) from requests;
 
 -- name: size
 select pages.page_count * size.page_size as bytes, free.freelist_count * size.page_size as free

@@ -26,6 +26,7 @@ from agentrl.store import open_store
 from tests.benchmarks import store_load as load
 from tests.benchmarks.store import Figures
 
+
 def measure(quick: bool) -> Figures:
     large, repeats = (20_000, 1) if quick else (1_000_000, 5)
     figures: Figures = {}

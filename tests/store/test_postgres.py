@@ -14,7 +14,7 @@ from agentrl.store import migrations, open_store, pgmigrations, pgsession, queri
 from agentrl.store.urls import without_password
 from agentrl.types import RolloutState
 
-NOUNS = ("evidence", "feed", "rollouts", "runs")
+NOUNS = ("evidence", "feed", "requests", "rollouts", "runs")
 
 
 def refused(url: str, **options: object) -> str:

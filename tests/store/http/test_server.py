@@ -14,6 +14,7 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
 
 from agentrl.store.http.wire import MSGPACK, SCOPES, VERBS
+from agentrl.store.requests import KEPT
 
 ROLLOUT = {"id": "g/0", "run": "run", "group": "g", "index": 0, "task": {}}
 
@@ -202,6 +203,34 @@ def test_a_known_key_gets_the_same_answer(admin):
     assert [enqueue("k1", "a", "b").json() for _ in range(2)] == [2, 2]
     assert enqueue("k2", "a", "b").json() == 0
     assert refused(enqueue("k1", "a")) == (409, "conflict")
+
+
+@pytest.mark.parametrize("database", ["sqlite", "postgres"])
+def test_a_key_is_known_to_the_next_server(database, serving, clock, tmp_path, request):
+    file = f"sqlite:///{tmp_path / 'store.db'}"
+    url = file if database == "sqlite" else request.getfixturevalue("postgres")()
+    calls = [
+        ("open_run", {"run": "run", "config": {"x": 1}}),
+        ("enqueue", {"rollouts": [ROLLOUT, {**ROLLOUT, "id": "g/1", "index": 1}]}),
+        ("cancel", {"rollouts": ["g/0"]}),
+    ]
+
+    def answers(key: str = "k") -> list:
+        headers = {"idempotency-key": key}
+        with serving(url, clock=clock) as address, httpx.Client(base_url=address) as client:
+            return [client.post(f"/v1/{verb}", json=b, headers=headers).json() for verb, b in calls]
+
+    first = answers()
+    assert (first[0]["epoch"], *first[1:]) == (1, 2, 1)
+    assert answers() == first
+    calls[2] = "cancel", {"rollouts": ["g/1"]}
+    assert answers()[2]["error"]["code"] == "conflict"
+    clock.now += KEPT + 1
+    later = answers("other")
+    assert (later[0]["epoch"], *later[1:]) == (2, 0, 1)
+    with serving(url, clock=clock) as address:
+        stats = httpx.post(f"{address}/v1/stats", json={}).json()
+    assert stats["rows"]["requests"] == len(later)
 
 
 def test_a_claim_whose_caller_went_away_takes_nothing(admin):

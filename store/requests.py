@@ -1,0 +1,57 @@
+"""Requests: the answer to a call made under a key is kept by the transaction that executed it.
+
+Always true: within `KEPT` seconds a request is executed once, however often it is repeated and
+whichever servers died meanwhile; what was refused left nothing behind, so its repeat is executed.
+Who may write: the verbs that `once` wraps, those whose answer depends on what was there before.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from agentrl.errors import Conflict
+from agentrl.store import queries
+from agentrl.store.writer import Transaction, Verb
+
+SQL = queries.load("requests")
+KEPT = 86_400.0  # seconds
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """`id` is the caller's; `digest` that of the arguments, by which a reused id is found out."""
+
+    id: str
+    digest: str
+
+
+CURRENT: ContextVar[Request | None] = ContextVar("request", default=None)  # set by the server
+
+
+def once(verb: Verb[T], reply: type[T]) -> Verb[T]:
+    """The verb as the current request, if there is one, executes it. Raises Conflict for a request
+    whose id was used with other arguments."""
+    request = CURRENT.get()
+    if request is None:
+        return verb
+
+    def execute(tx: Transaction) -> T:
+        tx.conn.execute(SQL["lock_request"], {"id": request.id})
+        known = tx.conn.execute(SQL["request"], (request.id,)).fetchone()
+        if known is None:
+            result = verb(tx)
+            tx.conn.execute(SQL["forget_requests"], (tx.now - KEPT,))
+            text = msgspec.json.encode(result).decode()
+            columns = {"id": request.id, "digest": request.digest, "reply": text, "at": tx.now}
+            tx.conn.execute(SQL["add_request"], columns)
+            return result
+        if known["digest"] != request.digest:
+            raise Conflict("This idempotency-key was used for a call with other arguments.")
+        return msgspec.json.decode(known["reply"], type=reply)
+
+    return execute
