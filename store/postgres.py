@@ -12,7 +12,8 @@ sees its newest version. What a verb decides on, it locks first:
   * The run's row guards its epoch and step: `claim_groups`, `commit_step`, and what else carries an
     epoch, hold it; `open_run` changes it, so a fenced owner waits and then sees the new epoch.
   * The group's row guards its size and state: `enqueue` holds it while it grows.
-  * A claim id is locked as such: a repeat in another process waits for the first.
+  * A claim id and a request's id are locked as such: a repeat in another process waits for the
+    first.
 
 A verb takes its locks in the order rollout, attempt, run, group, and the rows that all processes
 share (run, group, feed) are written when the transaction ends, in order of name. Where a group of

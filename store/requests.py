@@ -7,9 +7,11 @@ Who may write: the verbs that `once` wraps, those whose answer depends on what w
 
 from __future__ import annotations
 
-from contextvars import ContextVar
+import asyncio
+from collections.abc import Coroutine
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -30,11 +32,18 @@ class Request:
     digest: str
 
 
-CURRENT: ContextVar[Request | None] = ContextVar("request", default=None)  # set by the server
+CURRENT: ContextVar[Request | None] = ContextVar("request", default=None)
+
+
+def begin(request: Request, call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Executes a verb of a store as that request."""
+    context = copy_context()
+    context.run(CURRENT.set, request)
+    return asyncio.get_running_loop().create_task(call, context=context)
 
 
 def once(verb: Verb[T], reply: type[T]) -> Verb[T]:
-    """The verb as the current request, if there is one, executes it. Raises Conflict for a request
+    """The verb as the present request, if there is one, executes it. Raises Conflict for a request
     whose id was used with other arguments."""
     request = CURRENT.get()
     if request is None:

@@ -13,7 +13,6 @@ transactions: their repeat does, and tells, what was left to do.
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import hashlib
 import re
 from collections.abc import Coroutine
@@ -168,10 +167,7 @@ class App:
     async def _remembered(self, request: requests.Request, call: Coroutine[Any, Any, Any]) -> Any:
         known = self._once.get(request.id)
         if known is None:
-            context = contextvars.copy_context()
-            context.run(requests.CURRENT.set, request)
-            task = asyncio.get_running_loop().create_task(call, context=context)
-            known = self._once[request.id] = (request.digest, task)
+            known = self._once[request.id] = (request.digest, requests.begin(request, call))
             if len(self._once) > REMEMBERED:
                 self._forget()
         else:

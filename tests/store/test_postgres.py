@@ -10,7 +10,7 @@ import psycopg
 import pytest
 
 from agentrl.errors import Invalid, StoreError, Unavailable
-from agentrl.store import migrations, open_store, pgmigrations, pgsession, queries
+from agentrl.store import migrations, open_store, pgmigrations, pgsession, queries, requests
 from agentrl.store.urls import without_password
 from agentrl.types import RolloutState
 
@@ -227,6 +227,17 @@ async def test_claims_with_one_id_are_one_claim(kit, opener) -> None:
     found = await asyncio.gather(*claims)
     assert len({attempt.id for attempts in found for attempt in attempts}) == 3
     assert all(len(attempts) == 3 for attempts in found)
+
+
+async def test_a_request_that_reaches_two_servers_is_executed_once(kit, opener) -> None:
+    stores = [opener(), opener()]
+    await stores[0].open_run("run", {})
+    for number in range(20):
+        request = requests.Request(f"enqueue {number}", "digest")
+        group = kit.group(str(number), 2)
+        both = (requests.begin(request, store.enqueue(group)) for store in stores)
+        assert await asyncio.gather(*both) == [2, 2]
+    assert await stores[1].enqueue(group) == 0
 
 
 async def test_a_follower_misses_no_event(url: str, kit, opener) -> None:

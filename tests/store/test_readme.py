@@ -1,4 +1,4 @@
-"""The worked example of the token tree is what the store does."""
+"""The worked example of the token tree is what the store does, and the scopes are the server's."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from agentrl.store import open_store, queries
+from agentrl.store.http.wire import SCOPES, Scope
 from agentrl.store.readonly import ask
 
 PAGE = (queries.FOLDER.parent / "README.md").read_text(encoding="utf-8")
@@ -30,3 +31,9 @@ async def test_the_token_tree(tmp_path: Path, kit) -> None:
         [int(seq), None if parent == "none" else int(parent), f"[{new.replace(' ', ',')}]"]
         for seq, _, _, parent, new in ROWS
     ]
+
+
+def test_the_scopes() -> None:
+    (row,) = re.findall(r"^\| `runner` \| (.+), and", PAGE, re.MULTILINE)
+    allowed = {verb for verb, scope in SCOPES.items() if scope is Scope.RUNNER}
+    assert set(re.findall(r"`(\w+)`", row)) == allowed
