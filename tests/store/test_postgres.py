@@ -9,7 +9,7 @@ from collections.abc import Callable
 import psycopg
 import pytest
 
-from agentrl.errors import Invalid, StoreError, Unavailable
+from agentrl.errors import Invalid, NotFound, StoreError, Unavailable
 from agentrl.store import migrations, open_store, pgmigrations, pgsession, queries, requests
 from agentrl.store.urls import without_password
 from agentrl.types import RolloutState
@@ -235,8 +235,11 @@ async def test_a_request_that_reaches_two_servers_is_executed_once(kit, opener) 
     for number in range(20):
         request = requests.Request(f"enqueue {number}", "digest")
         group = kit.group(str(number), 2)
-        both = (requests.begin(request, store.enqueue(group)) for store in stores)
-        assert await asyncio.gather(*both) == [2, 2]
+        refused = [asyncio.ensure_future(store.log("nobody", 0, {})) for store in stores]
+        both = [requests.begin(request, store.enqueue(group)) for store in stores]
+        assert await asyncio.gather(*both) == [2, 2]  # though each was run a second time, alone
+        for error in await asyncio.gather(*refused, return_exceptions=True):
+            assert isinstance(error, NotFound)
     assert await stores[1].enqueue(group) == 0
 
 
