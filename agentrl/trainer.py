@@ -207,8 +207,8 @@ async def _front(
         ]
         started = time.monotonic()
         async with contextlib.AsyncExitStack() as stack:
-            for child in (algorithm, *workers):
-                stack.push_async_callback(child.stop)
+            stack.push_async_callback(algorithm.stop)  # after the runners: they still need a model
+            stack.push_async_callback(_stop_runners, workers, config.runner.drain)
             watchers = [asyncio.create_task(_algorithm(algorithm))]
             watchers += [asyncio.create_task(_keep_alive(child)) for child in workers]
             if local:
@@ -265,6 +265,11 @@ async def _keep_alive(child: Child) -> None:
     raise TrainingError(
         f"{child.name} died {RESTARTS} times; read {child.log}, mend the cause, repeat"
     )
+
+
+async def _stop_runners(children: list[Child], drain: float) -> None:
+    """All at once; each has its `drain` seconds, and a few to give back what is left."""
+    await asyncio.gather(*(child.stop(drain + 10.0) for child in children))
 
 
 async def _local_runner(config: RunConfig, agent: Any, verifier: Any) -> None:
