@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.batch import Batch
-from agentrl.algorithms.credit import Column, Credit, spread
+from agentrl.algorithms.credit import Column, Credit, level_of, spread
 from agentrl.algorithms.gates import LOG_LIMIT, GateFn, ratio
 from agentrl.algorithms.ids import How, Unit, seg, units
 from agentrl.errors import TrainingError
@@ -65,7 +65,7 @@ class Average:
 @dataclass(frozen=True, slots=True)
 class Algo:
     """An algorithm. `keep` (bool [N]) says which tokens are in the loss; default all. `rewards` are
-    the names that a batch must carry for it."""
+    the references of those it reads, of which a batch need not have the `optional` ones."""
 
     credit: Credit
     gates: tuple[Gate, ...] = ()
@@ -73,6 +73,7 @@ class Algo:
     agg: Average = Average()
     keep: Column | None = None
     rewards: tuple[str, ...] = ("outcome",)
+    optional: tuple[str, ...] = ()
     name: str = "custom"
 
     @property
@@ -198,8 +199,9 @@ def stats(algo: Algo, batch: Batch, terms: Terms, p: Tensor) -> dict[str, float]
     and maximum of p / stream over the tokens in the loss and the k3 estimate of their KL."""
     metrics: dict[str, float] = {}
     for name, x in batch.rewards.items():
-        known = seg(~x.isnan(), batch.rollout_group, len(batch.groups))
-        alike = seg(spread(batch, name), batch.rollout_group, len(batch.groups)) == 0
+        group = units(batch, level_of(name), "group")
+        known = seg(~x.isnan(), group, len(batch.groups))
+        alike = seg(spread(batch, name), group, len(batch.groups)) == 0
         metrics[f"reward/{name}/frac_solo"] = _mean(known == 1)
         metrics[f"reward/{name}/frac_zero_std"] = _mean(alike & (known > 1))
         metrics[f"reward/{name}/frac_missing"] = _mean(x.isnan())

@@ -1,127 +1,36 @@
 """Algorithms by name: each is a few answers to the five questions of `objective`.
 
 `make("grpo+tis", {"clip_high": 0.28, "tis_cap": 3.0})` builds one: a preset, then any modifiers,
-with the keyword options of all of them. What is not an option of the named ones is refused.
+with the keyword options of all of them.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from math import inf
-from typing import Annotated, Any, get_type_hints
-
-import msgspec
 
 from agentrl.algorithms.credit import (
-    alive,
-    compensated,
+    Alive,
+    Compensated,
+    Rel,
+    Survivors,
+    Togo,
+    Whiten,
     lengths,
     plus,
-    rel,
-    survivors,
-    togo,
-    tok_whiten,
 )
 from agentrl.algorithms.gates import Band, Clip, Div, Inside, Opsm, Ratio, Soft, Trunc, Trust, Vespo
-from agentrl.algorithms.objective import STREAMS, Algo, Average, Gate, Reg, Stream
-from agentrl.config import Count, nearest
-from agentrl.errors import ConfigError
+from agentrl.algorithms.objective import Algo, Average, Gate, Reg
+from agentrl.algorithms.registry import Cap, Mix, Num, make, modifier, modifiers, preset, presets
+from agentrl.config import Count
 
-Num = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
-Cap = Annotated[float, msgspec.Meta(gt=0)]  # inf: none
-Share = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
-Mix = Annotated[dict[str, Share], msgspec.Meta(min_length=1)]  # reward name to weight
-Preset = Callable[..., Algo]
-presets: dict[str, Preset] = {}
-modifiers: dict[str, Preset] = {}
+__all__ = ["make", "modifiers", "presets"]
 
 TOKENS = Average(("all",))
 ROW_SUMS = Average(("row",), "sum")
 PROMPTS = Average(("group",))
 ROLLOUTS = Average(("rollout",))
 OUTCOME = {"outcome": 1.0}
-
-
-def preset(name: str) -> Callable[[Preset], Preset]:
-    """Register a function of keyword options under a name."""
-    return lambda function: presets.setdefault(name, function)
-
-
-def modifier(name: str) -> Callable[[Preset], Preset]:
-    """Register a function of an Algo and keyword options; it applies to any preset as "+name"."""
-    return lambda function: modifiers.setdefault(name, function)
-
-
-def make(
-    name: str, options: Mapping[str, Any], *, streams: Collection[Stream] = ("o", "b")
-) -> Algo:
-    """The algorithm that a run file names as `algorithm.preset` with `algorithm.options`.
-
-    streams: log-probs that the learner can supply besides those of the current policy. Raises
-    ConfigError for an unknown preset, modifier or option, an option of the wrong type or out of
-    range, a stream that is not to be had, and two corrections of one mismatch."""
-    host, *added = _split(name)
-    accepted = [_keywords(part) for part in (host, *added)]
-    valid = {option: kind for keywords in accepted for option, kind in keywords.items()}
-    chosen = {option: _value(name, option, options[option], valid) for option in options}
-    shares = [
-        {option: chosen[option] for option in keywords.keys() & chosen.keys()}
-        for keywords in accepted
-    ]
-    algo = host(**shares[0])
-    for part, share in zip(added, shares[1:], strict=True):
-        algo = part(algo, **share)
-    read = tuple(chosen.get("rewards", [chosen.get("reward", "outcome")]))
-    return _checked(replace(algo, rewards=read, name=name), streams)
-
-
-def _split(name: str) -> list[Preset]:
-    """The functions that "grpo+tis" names; a preset's own name may contain "+"."""
-    hosts = [host for host in presets if f"{name}+".startswith(f"{host}+")]
-    if not hosts:
-        first = name.split("+")[0]
-        raise ConfigError(f"algorithm.preset: no preset {first!r}; {nearest(first, presets)}")
-    host = max(hosts, key=len)
-    added = name.removeprefix(host).split("+")[1:]
-    for word in added:
-        if word not in modifiers:
-            raise ConfigError(
-                f"algorithm.preset: no modifier +{word} for {host!r}; {nearest(word, modifiers)}"
-            )
-    return [presets[host], *(modifiers[word] for word in added)]
-
-
-def _keywords(part: Preset) -> dict[str, Any]:
-    hints = get_type_hints(part, include_extras=True)
-    keywords = inspect.signature(part).parameters.values()
-    return {p.name: hints[p.name] for p in keywords if p.kind is p.KEYWORD_ONLY}
-
-
-def _value(name: str, option: str, value: Any, valid: Mapping[str, Any]) -> Any:
-    if option not in valid:
-        hint = nearest(option, valid) if valid else "it has none"
-        raise ConfigError(f"algorithm.options.{option}: no option of {name!r}; {hint}")
-    try:
-        return msgspec.convert(value, valid[option])
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"algorithm.options.{option} = {value!r}: {error}") from None
-
-
-def _checked(algo: Algo, streams: Collection[Stream]) -> Algo:
-    for stream in sorted(algo.needs - set(streams)):
-        raise ConfigError(
-            f"algorithm.preset = {algo.name!r} needs the log-probs of a {STREAMS[stream]}, which "
-            "this run does not have; set its coefficient to 0 or choose another preset"
-        )
-    weighing = [g for g in algo.gates if g.den == "b" and not isinstance(g.fn, Inside | Opsm)]
-    if len(weighing) > 1:
-        raise ConfigError(
-            f"algorithm.preset = {algo.name!r} would correct for the sampler twice, by "
-            f"{weighing[0].fn} and {weighing[1].fn}; leave one out"
-        )
-    return algo
 
 
 def _clip(low: float, high: float, dual: float = inf) -> tuple[Gate, ...]:
@@ -139,7 +48,7 @@ def _with(algo: Algo, *gates: Gate) -> Algo:
 @preset("reinforce")
 def reinforce(*, reward: str = "outcome") -> Algo:
     """Reward times log-prob, no baseline. Williams 1992."""
-    return Algo(rel(reward, base="none"), agg=ROW_SUMS)
+    return Algo(Rel(reward, base="none"), agg=ROW_SUMS)
 
 
 @preset("reinforce++")
@@ -147,31 +56,31 @@ def reinforce_pp(
     *, reward: str = "outcome", gamma: Num = 1.0, clip_low: Num = 0.2, clip_high: Num = 0.2
 ) -> Algo:
     """Reward-to-go whitened over all tokens; needs no groups. arXiv 2501.03262."""
-    return Algo(tok_whiten(togo(reward, gamma)), _clip(clip_low, clip_high), agg=TOKENS)
+    return Algo(Whiten(Togo(reward, gamma)), _clip(clip_low, clip_high), agg=TOKENS)
 
 
 @preset("reinforce++-baseline")
 def baseline(*, reward: str = "outcome", clip_low: Num = 0.2, clip_high: Num = 0.2) -> Algo:
     """Group mean as baseline, whitened over all tokens. arXiv 2501.03262."""
-    return Algo(tok_whiten(rel(reward)), _clip(clip_low, clip_high), agg=TOKENS)
+    return Algo(Whiten(Rel(reward)), _clip(clip_low, clip_high), agg=TOKENS)
 
 
 @preset("rloo")
 def rloo(*, reward: str = "outcome") -> Algo:
     """Mean of the others as baseline, no clip. arXiv 2402.14740."""
-    return Algo(rel(reward, base="loo"), agg=ROW_SUMS)
+    return Algo(Rel(reward, base="loo"), agg=ROW_SUMS)
 
 
 @preset("opo")
 def opo(*, reward: str = "outcome") -> Algo:
     """Length-weighted group mean as baseline, for exact on-policy training. arXiv 2505.23585."""
-    return Algo(rel(reward, bw=lengths), agg=TOKENS)
+    return Algo(Rel(reward, bw=lengths), agg=TOKENS)
 
 
 @preset("gpg")
 def gpg(*, reward: str = "outcome") -> Algo:
     """Group mean as baseline, scaled up for groups without a gradient. arXiv 2504.02546."""
-    return Algo(rel(compensated(reward)), agg=TOKENS)
+    return Algo(Rel(Compensated(reward)), agg=TOKENS)
 
 
 @preset("grpo")
@@ -185,7 +94,7 @@ def grpo(
     kl: Num = 0.0,
 ) -> Algo:
     """Group mean and (std) deviation, PPO clip, mean of row means. arXiv 2402.03300."""
-    credit = rel(reward, norm="std" if std else "none")
+    credit = Rel(reward, norm="std" if std else "none")
     return Algo(credit, _clip(clip_low, clip_high, clip_dual), _kl(kl))
 
 
@@ -195,26 +104,26 @@ def dr_grpo(
 ) -> Algo:
     """GRPO without deviation, rows divided by a constant length. arXiv 2503.20783."""
     agg = Average(("row",), "const", length)
-    return Algo(rel(reward), _clip(clip_low, clip_high), agg=agg)
+    return Algo(Rel(reward), _clip(clip_low, clip_high), agg=agg)
 
 
 @preset("dapo")
 def dapo(*, reward: str = "outcome", clip_low: Num = 0.2, clip_high: Num = 0.28) -> Algo:
     """Clip-higher, token mean, groups of equal rewards left out. arXiv 2503.14476."""
-    credit = rel(reward, norm="std")
-    return Algo(credit, _clip(clip_low, clip_high), agg=TOKENS, keep=alive(reward))
+    credit = Rel(reward, norm="std")
+    return Algo(credit, _clip(clip_low, clip_high), agg=TOKENS, keep=Alive(reward))
 
 
 @preset("maxrl")
 def maxrl(*, reward: str = "outcome", clip_low: Num = 0.2, clip_high: Num = 0.2) -> Algo:
     """Group mean as baseline and as scale, for rewards >= 0. arXiv 2602.02710."""
-    return Algo(rel(reward, norm="mean"), _clip(clip_low, clip_high), agg=TOKENS)
+    return Algo(Rel(reward, norm="mean"), _clip(clip_low, clip_high), agg=TOKENS)
 
 
 @preset("liteppo")
 def liteppo(*, reward: str = "outcome", clip_low: Num = 0.2, clip_high: Num = 0.2) -> Algo:
     """Group mean, deviation of the whole batch, token mean. arXiv 2508.08221."""
-    credit = rel(reward, norm="std", norm_by=("all",))
+    credit = Rel(reward, norm="std", norm_by=("all",))
     return Algo(credit, _clip(clip_low, clip_high), agg=TOKENS)
 
 
@@ -222,21 +131,21 @@ def liteppo(*, reward: str = "outcome", clip_low: Num = 0.2, clip_high: Num = 0.
 def scalerl(*, reward: str = "outcome", cap: Cap = 5.0) -> Algo:
     """Truncated weight against the sampler, batch deviation over groups whose rewards differ, mean
     over prompts. arXiv 2510.13786."""
-    credit = rel(survivors(reward), norm="std", norm_by=("all",))
+    credit = Rel(Survivors(reward), norm="std", norm_by=("all",))
     return Algo(credit, (Gate(Trunc(0.0, cap), den="b"),), agg=PROMPTS)
 
 
 @preset("gdpo")
 def gdpo(*, rewards: Mix = OUTCOME, clip_low: Num = 0.2, clip_high: Num = 0.2) -> Algo:
     """Several rewards (name to weight), each compared on its own, then mixed. arXiv 2601.05242."""
-    mixed = plus(*((rel(name, norm="std"), weight) for name, weight in rewards.items()))
-    return Algo(tok_whiten(mixed), _clip(clip_low, clip_high))
+    mixed = plus(*((Rel(name, norm="std"), weight) for name, weight in rewards.items()))
+    return Algo(Whiten(mixed), _clip(clip_low, clip_high))
 
 
 @preset("gspo")
 def gspo(*, reward: str = "outcome", clip_low: Num = 3e-4, clip_high: Num = 4e-4) -> Algo:
     """GRPO with one ratio per row, the geometric mean of its tokens'. arXiv 2507.18071."""
-    return Algo(rel(reward, norm="std"), (Gate(Clip(clip_low, clip_high), by="row"),))
+    return Algo(Rel(reward, norm="std"), (Gate(Clip(clip_low, clip_high), by="row"),))
 
 
 @preset("luspo")
@@ -248,19 +157,19 @@ def luspo(*, reward: str = "outcome", clip_low: Num = 3e-4, clip_high: Num = 4e-
 @preset("cispo")
 def cispo(*, reward: str = "outcome", low: Num = 0.0, cap: Cap = 5.0) -> Algo:
     """GRPO with ratios truncated instead of dropped; bounds are absolute. arXiv 2506.13585."""
-    return Algo(rel(reward, norm="std"), (Gate(Trunc(low, cap)),), agg=TOKENS)
+    return Algo(Rel(reward, norm="std"), (Gate(Trunc(low, cap)),), agg=TOKENS)
 
 
 @preset("sapo")
 def sapo(*, reward: str = "outcome", tau_up: Num = 1.0, tau_down: Num = 1.05) -> Algo:
     """GRPO with a smooth gate around ratio 1. arXiv 2511.20347."""
-    return Algo(rel(reward, norm="std"), (Gate(Soft(tau_up, tau_down)),))
+    return Algo(Rel(reward, norm="std"), (Gate(Soft(tau_up, tau_down)),))
 
 
 @preset("vespo")
 def vespo(*, reward: str = "outcome") -> Algo:
     """GRPO with a smooth gate on the product of a row's ratios. arXiv 2602.10693."""
-    return Algo(rel(reward, norm="std"), (Gate(Vespo(), by="row", how="sum"),))
+    return Algo(Rel(reward, norm="std"), (Gate(Vespo(), by="row", how="sum"),))
 
 
 @preset("dppo-tv")
@@ -274,26 +183,26 @@ def dppo_tv(
 ) -> Algo:
     """Trust region on the change of probability instead of its ratio. arXiv 2602.04879."""
     gate = Gate(Div("tv", low, high, cap), den="b")
-    return Algo(rel(reward), (gate,), agg=Average(("row",), "const", length))
+    return Algo(Rel(reward), (gate,), agg=Average(("row",), "const", length))
 
 
 @preset("minirl")
 def minirl(*, reward: str = "outcome", clip_low: Num = 0.2, clip_high: Num = 0.2) -> Algo:
     """Weight against the sampler, PPO's clip as a mask against the old policy. arXiv 2512.01374."""
     gates = (Gate(Ratio(), den="b"), Gate(Trust(clip_low, clip_high)))
-    return Algo(rel(reward), gates, agg=TOKENS)
+    return Algo(Rel(reward), gates, agg=TOKENS)
 
 
 @preset("kimi")
 def kimi(*, reward: str = "outcome", beta: Num = 0.1) -> Algo:
     """Group mean with a squared penalty on leaving the old policy (DRO). arXiv 2501.12599."""
-    return Algo(rel(reward), regs=(Reg("k2", beta, "o"),), agg=TOKENS)
+    return Algo(Rel(reward), regs=(Reg("k2", beta, "o"),), agg=TOKENS)
 
 
 @preset("agl-v1")
 def agl_v1(*, reward: str = "outcome", clip_low: Num = 0.2, clip_high: Num = 0.2) -> Algo:
     """GRPO averaged over rollouts, however many calls they took. arXiv 2608.17528."""
-    return Algo(rel(reward, norm="std"), _clip(clip_low, clip_high), agg=ROLLOUTS)
+    return Algo(Rel(reward, norm="std"), _clip(clip_low, clip_high), agg=ROLLOUTS)
 
 
 @modifier("tis")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from agentrl.algorithms.batch import Batch
-from agentrl.algorithms.credit import rel, standardise, togo, tok_whiten
+from agentrl.algorithms.credit import Rel, Togo, Whiten, standardise
 from agentrl.algorithms.gates import (
     Band,
     Clip,
@@ -39,14 +40,18 @@ Seeds = st.integers(0, 2**31)
 
 Advantage = Callable[..., Tensor]
 GRPO: dict[str, Advantage] = {
-    "mean": lambda x, by, **k: standardise(x, by, **k),
-    "std": lambda x, by, **k: standardise(x, by, norm="std", **k),
-    "loo": lambda x, by, **k: standardise(x, by, base="loo", **k),
-    "batch": lambda x, by, **k: standardise(x, by, norm="std", norm_by=torch.zeros_like(by), **k),
-    "maxrl": lambda x, by, **k: standardise(x, by, norm="mean", **k),
+    "mean": lambda x, by, **k: advantages(x, by, **k),
+    "std": lambda x, by, **k: advantages(x, by, norm="std", **k),
+    "loo": lambda x, by, **k: advantages(x, by, base="loo", **k),
+    "batch": lambda x, by, **k: advantages(x, by, norm="std", norm_by=torch.zeros_like(by), **k),
+    "maxrl": lambda x, by, **k: advantages(x, by, norm="mean", **k),
 }
 PRESETS = sorted(presets)
 RELATIVE = ["mean", "std", "loo", "batch"]
+
+
+def advantages(x: Tensor, by: Tensor, **options: Any) -> Tensor:
+    return standardise(x, by, **options).advantage
 
 
 def columns(units: list[tuple[float, int]]) -> tuple[Tensor, Tensor]:
@@ -138,7 +143,7 @@ def test_weighted_advantages_sum_to_zero_per_group(
 ) -> None:
     x, by = columns(units)
     weight = torch.tensor(w[: len(units)], dtype=torch.float64)
-    total = seg(weight * standardise(x, by, norm=norm, w=weight), by)
+    total = seg(weight * advantages(x, by, norm=norm, w=weight), by)
     assert close(total, torch.zeros_like(total))
 
 
@@ -147,8 +152,8 @@ def test_weighted_advantages_sum_to_zero_per_group(
 def test_leave_one_out_is_the_mean_scaled_by_the_group(units: list[tuple[float, int]]) -> None:
     x, by = columns(units)
     size = seg(torch.ones_like(x), by)[by]
-    expected = standardise(x, by) * size / (size - 1).clamp(min=1)
-    assert close(standardise(x, by, base="loo"), expected)
+    expected = advantages(x, by) * size / (size - 1).clamp(min=1)
+    assert close(advantages(x, by, base="loo"), expected)
 
 
 @law
@@ -194,8 +199,8 @@ def test_token_statistics_are_unit_statistics_weighted_by_length(
 ) -> None:
     x, length = columns(units)
     by = torch.zeros_like(length)
-    per_unit = standardise(x, by, norm="std", w=length.double())
-    per_token = standardise(x.repeat_interleave(length), by.repeat_interleave(length), norm="std")
+    per_unit = advantages(x, by, norm="std", w=length.double())
+    per_token = advantages(x.repeat_interleave(length), by.repeat_interleave(length), norm="std")
     assert close(per_token, per_unit.repeat_interleave(length))
 
 
@@ -222,7 +227,7 @@ def test_calls_between_that_say_nothing_change_nothing(seed: int) -> None:
         n = int((batch.token_rollout == rollout).sum())
         expected += [float(r[rollout]) * 0.5 ** (n - 1 - t) for t in range(n)]
     assert torch.allclose(
-        togo(gamma=0.5)(batch), torch.tensor(expected, dtype=torch.float64), equal_nan=True
+        Togo(gamma=0.5)(batch), torch.tensor(expected, dtype=torch.float64), equal_nan=True
     )
 
 
@@ -343,7 +348,7 @@ def test_tokens_without_a_reward_are_as_if_they_were_not_there(name: str, seed: 
 def test_psi_is_the_gradient_of_the_surrogate(seed: int) -> None:
     batch = random_batch(seed)
     streams, p = random_streams(batch, seed)
-    algo = Algo(rel(norm="std"), (Gate(Clip(0.1, 0.2)),), (Reg("k3", 0.3), Reg("k2", 0.2, "b")))
+    algo = Algo(Rel(norm="std"), (Gate(Clip(0.1, 0.2)),), (Reg("k3", 0.3), Reg("k2", 0.2, "b")))
     terms = plan(algo, batch, streams)
 
     def loss(now: Tensor) -> Tensor:
@@ -381,7 +386,7 @@ def test_k2_is_the_reverse_kl_gradient_and_k3_the_forward(logits: list[float], s
 @law
 @given(Seeds)
 def test_whitened_tokens_have_mean_zero_and_deviation_one(seed: int) -> None:
-    advantage = tok_whiten(rel())(random_batch(seed))
+    advantage = Whiten(Rel())(random_batch(seed))
     known = advantage[~advantage.isnan()]
     if known.any():
         assert known.mean().item() == pytest.approx(0, abs=1e-9)

@@ -513,5 +513,5 @@ def test_a_mask_may_be_added_to_a_correction() -> None:
 
 def test_a_reward_that_no_rollout_has_is_refused() -> None:
     algo = make("grpo", {"reward": "stile"})
-    with pytest.raises(TrainingError, match=r"no rollout has a reward 'stile'.*'style'"):
+    with pytest.raises(TrainingError, match=r"none of 12 rollouts has a reward 'stile'.*'style'"):
         current(algo, padded(0))
