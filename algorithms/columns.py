@@ -79,7 +79,9 @@ def _check_targets(rollouts: Sequence[Rollout], name: str, where: str) -> None:
     lost: list[str] = []
     for rollout in rollouts:
         ids = {call.id for call in rollout.transitions}
-        lost += [t for t in _rows(rollout, name) if t not in (roles if scope == "role" else ids)]
+        lost += [
+            t for t in _rows(rollout, name) if t not in (roles if scope is Scope.ROLE else ids)
+        ]
     if lost:
         what, valid = ("role", roles) if scope is Scope.ROLE else ("call", set[str]())
         hint = f"; {nearest(lost[0], valid)}" if valid else ""

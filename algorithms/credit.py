@@ -8,8 +8,8 @@ can be compared with, or that did as well as the others; it counts in the denomi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -116,9 +116,9 @@ def gae(
 class Rel:
     """Rewards standardised among the units of a level, copied to their tokens: GRPO and relatives.
 
-    reward: a reference, or a function of the batch that gives values at level `at`, which is by
-    default that of the reward's scope. A reward of a level above is copied down to it first. The
-    rest as in `standardise`; functions give values at the level."""
+    reward: a reference, or a function of the batch. at: the level of comparison, by default the
+    reward's own (see `level_of`); a reward of a level above is copied down to it first. The rest as
+    in `standardise`; functions for it give values at the level of comparison."""
 
     reward: str | Column = "outcome"
     at: Level | None = None
@@ -138,9 +138,7 @@ class Rel:
     def standard(self, batch: Batch) -> tuple[Tensor, Standard]:
         """Rewards and what they come to, at the level."""
         at = self.level
-        x = rewards(batch, self.reward)
-        if isinstance(self.reward, str):
-            x = lift(batch, x, level_of(self.reward), at)
+        x = lift(batch, rewards(batch, self.reward), level_of(self.reward), at)
         return x, standardise(
             x,
             units(batch, at, *self.by),
@@ -207,14 +205,16 @@ class Critic:
 
 @dataclass(frozen=True, slots=True)
 class Whiten:
-    """Mean 0 and standard deviation 1 over all tokens of the batch. REINFORCE++, 2501.03262."""
+    """Mean 0 and standard deviation 1 over all tokens of the batch, or of each of its units.
+    REINFORCE++, 2501.03262."""
 
     credit: Credit
+    by: tuple[Unit, ...] = ("all",)
 
     def __call__(self, batch: Batch) -> Tensor:
         advantage = self.credit(batch)
-        one = units(batch, "token", "all")
-        white = standardise(advantage, one, norm="std", eps=1e-8).advantage
+        ids = units(batch, "token", *self.by)
+        white = standardise(advantage, ids, norm="std", eps=1e-8).advantage
         return torch.where(advantage.isnan(), torch.nan, white)
 
 
@@ -261,9 +261,22 @@ def reads(*parts: object) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in found if isinstance(name, str)))
 
 
+def rewritten(part: Any, change: Callable[[Any], Any]) -> Any:
+    """A credit with every record inside it changed, innermost first."""
+    if isinstance(part, tuple):
+        return tuple(rewritten(item, change) for item in part)
+    if not is_dataclass(part) or isinstance(part, type):
+        return part
+    inner = {field.name: rewritten(getattr(part, field.name), change) for field in fields(part)}
+    return change(replace(part, **inner))
+
+
 def level_of(reward: str | Column) -> Level:
-    """The level of a reward's scope; a function's is `rollout`."""
-    return split(reward)[0].value if isinstance(reward, str) else "rollout"
+    """The level of a reward's scope, or of a function: its `level`, by default rollout."""
+    if isinstance(reward, str):
+        return split(reward)[0].value
+    level: Level = getattr(reward, "level", "rollout")
+    return level
 
 
 def rewards(batch: Batch, reward: str | Column) -> Tensor:
