@@ -151,9 +151,13 @@ class Rel:
             eps=self.eps,
         )
 
-    def __call__(self, batch: Batch) -> Tensor:
+    def of_units(self, batch: Batch) -> Tensor:
+        """Advantages at the level, NaN = missing."""
         x, standard = self.standard(batch)
-        return torch.where(x.isnan(), torch.nan, standard.advantage)[owner(batch, self.level)]
+        return torch.where(x.isnan(), torch.nan, standard.advantage)
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return self.of_units(batch)[owner(batch, self.level)]
 
 
 @dataclass(frozen=True, slots=True)

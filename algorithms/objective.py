@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.batch import Batch
-from agentrl.algorithms.credit import Column, Credit, level_of, spread
+from agentrl.algorithms.credit import Column, Credit, Critic, level_of, spread, walk
 from agentrl.algorithms.gates import LOG_LIMIT, GateFn, ratio
 from agentrl.algorithms.ids import How, Unit, seg, units
+from agentrl.algorithms.shaping import Greedy
 from agentrl.errors import TrainingError
 
 Stream = Literal["p", "o", "b", "q", "t"]
@@ -35,13 +36,16 @@ Penalty = Literal["k1", "k2", "k3", "abs"]
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """One factor: fn of the log-ratio num - den, pooled over the tokens of a transition or row."""
+    """One factor: fn of the log-ratio num - den, pooled over the tokens of a transition or row.
+
+    pre: changes a token's log-ratio before pooling; a token that it changes gets 0."""
 
     fn: GateFn
     num: Stream = "p"
     den: Stream = "o"
     by: Literal["transition", "row"] | None = None  # units that no micro-batch splits
     how: How = "mean"
+    pre: GateFn | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,16 @@ class Algo:
         """Streams it reads besides the current policy."""
         read: set[Stream] = {s for gate in self.gates for s in (gate.num, gate.den)}
         return frozenset(read | {reg.den for reg in self.regs}) - {"p"}
+
+    @property
+    def critic(self) -> bool:
+        """Whether it reads the values of a critic."""
+        return any(isinstance(part, Critic) for part in walk(self.credit))
+
+    @property
+    def greedy(self) -> bool:
+        """Whether each group must hold a greedy rollout."""
+        return any(isinstance(part, Greedy) for part in walk(self.credit))
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,8 +249,10 @@ def _gated(
     gated = []
     for gate in algo.gates:
         ids = terms.ids[gate.by][index] if gate.by else None
-        lr = pool(streams[gate.num] - streams[gate.den], ids, gate.how)
-        gated.append((lr, gate.fn(lr, advantage, streams)))
+        raw = streams[gate.num] - streams[gate.den]
+        kept = raw if gate.pre is None else gate.pre(raw, advantage, streams)
+        lr = pool(kept, ids, gate.how)
+        gated.append((lr, gate.fn(lr, advantage, streams) * (kept == raw)))
     return gated
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
 
@@ -20,9 +20,11 @@ from agentrl.config import nearest
 from agentrl.errors import ConfigError
 
 Num = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+Discount = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Cap = Annotated[float, msgspec.Meta(gt=0)]  # inf: none
 Share = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
 Mix = Annotated[dict[str, Share], msgspec.Meta(min_length=1)]  # reward name to weight
+Supply = Stream | Literal["v"]
 Preset = Callable[..., Algo]
 presets: dict[str, Preset] = {}
 modifiers: dict[str, Preset] = {}
@@ -39,17 +41,20 @@ def modifier(name: str) -> Callable[[Preset], Preset]:
 
 
 def make(
-    name: str, options: Mapping[str, Any], *, streams: Collection[Stream] = ("o", "b")
+    name: str, options: Mapping[str, Any], *, streams: Collection[Supply] = ("o", "b")
 ) -> Algo:
     """The algorithm that a run file names as `algorithm.preset` with `algorithm.options`.
 
-    streams: log-probs that the learner can supply besides those of the current policy. Raises
-    ConfigError for an unknown preset, modifier or option, an option of the wrong type or out of
-    range, a stream that is not to be had, and two corrections of one mismatch."""
+    streams: what the learner can supply besides the log-probs of the current policy: other
+    log-probs, and values ("v") if it has a critic. Raises ConfigError for an unknown preset,
+    modifier or option, a missing one, an option of the wrong type or out of range, a stream that is
+    not to be had, and two corrections of one mismatch."""
     host, *added = _split(name)
     accepted = [_keywords(part) for part in (host, *added)]
     valid = {option: kind for keywords in accepted for option, kind in keywords.items()}
     chosen = {option: _value(name, option, options[option], valid) for option in options}
+    for option in sorted(_required(host, *added) - chosen.keys()):
+        raise ConfigError(f"algorithm.options.{option}: {name!r} cannot do without; set it")
     shares = [
         {option: chosen[option] for option in keywords.keys() & chosen.keys()}
         for keywords in accepted
@@ -83,17 +88,42 @@ def _keywords(part: Preset) -> dict[str, Any]:
     return {p.name: hints[p.name] for p in keywords if p.kind is p.KEYWORD_ONLY}
 
 
+def _required(*parts: Preset) -> set[str]:
+    keywords = (p for part in parts for p in inspect.signature(part).parameters.values())
+    return {p.name for p in keywords if p.kind is p.KEYWORD_ONLY and p.default is p.empty}
+
+
 def _value(name: str, option: str, value: Any, valid: Mapping[str, Any]) -> Any:
     if option not in valid:
         hint = nearest(option, valid) if valid else "it has none"
         raise ConfigError(f"algorithm.options.{option}: no option of {name!r}; {hint}")
+    _check_tables(option, value, valid[option])
     try:
         return msgspec.convert(value, valid[option])
     except msgspec.ValidationError as error:
         raise ConfigError(f"algorithm.options.{option} = {value!r}: {error}") from None
 
 
-def _checked(algo: Algo, streams: Collection[Stream]) -> Algo:
+def _check_tables(option: str, value: Any, kind: Any) -> None:
+    """The fields of an option that is a table of tables."""
+    inner = [part for outer in get_args(kind) for part in get_args(outer)]
+    structs = [k for k in inner if isinstance(k, type) and issubclass(k, msgspec.Struct)]
+    for struct in structs if isinstance(value, dict) else []:
+        fields = {field.name for field in msgspec.structs.fields(struct)}
+        for name, table in value.items():
+            for field in set(table) - fields if isinstance(table, dict) else ():
+                raise ConfigError(
+                    f"algorithm.options.{option}.{name}.{field}: unknown; {nearest(field, fields)}"
+                )
+
+
+def _checked(algo: Algo, streams: Collection[str]) -> Algo:
+    if algo.critic and "v" not in streams:
+        raise ConfigError(
+            f"algorithm.preset = {algo.name!r} needs the values of a critic (stream v), which this "
+            "run does not have; choose another preset, or where there is an option `value`, name "
+            "a reward that holds them"
+        )
     for stream in sorted(algo.needs - set(streams)):
         raise ConfigError(
             f"algorithm.preset = {algo.name!r} needs the log-probs of a {STREAMS[stream]}, which "

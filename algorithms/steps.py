@@ -42,8 +42,8 @@ def received(batch: Batch, reward: str | Column) -> Tensor:
 
 
 def ahead(x: Tensor, decay: Tensor | float, following: Tensor) -> Tensor:
-    """Sum of the known x over time; missing where nothing known lies ahead."""
-    known = scan((~x.isnan()).double(), 1.0, following) > 0
+    """Sum of the known x over time; missing where nothing known lies ahead that would count."""
+    known = scan((~x.isnan()).double(), decay, following) > 0
     return torch.where(known, scan(x.nan_to_num(nan=0.0), decay, following), torch.nan)
 
 
@@ -282,9 +282,14 @@ class Fade:
     gamma: float
 
     def __call__(self, batch: Batch) -> Tensor:
-        following = chain(batch.transition_rollout)
-        left = scan(torch.ones_like(following), 1.0, following) - 1
-        return self.credit(batch) * (self.gamma**left)[batch.token_transition]
+        return self.credit(batch) * fading(batch, self.gamma)[batch.token_transition]
+
+
+def fading(batch: Batch, gamma: float) -> Tensor:
+    """[S] gamma to the number of the rollout's calls still to come."""
+    following = chain(batch.transition_rollout)
+    ones = torch.ones_like(following, dtype=torch.float64)
+    return gamma ** (scan(ones, 1.0, following) - 1)
 
 
 @dataclass(frozen=True, slots=True)
