@@ -26,6 +26,7 @@ Share = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
 Mix = Annotated[dict[str, Share], msgspec.Meta(min_length=1)]  # reward name to weight
 Supply = Stream | Literal["v"]
 Preset = Callable[..., Algo]
+EMPTY = inspect.Parameter.empty
 presets: dict[str, Preset] = {}
 modifiers: dict[str, Preset] = {}
 
@@ -53,7 +54,8 @@ def make(
     accepted = [_keywords(part) for part in (host, *added)]
     valid = {option: kind for keywords in accepted for option, kind in keywords.items()}
     chosen = {option: _value(name, option, options[option], valid) for option in options}
-    for option in sorted(_required(host, *added) - chosen.keys()):
+    required = [key for key, default in options_of(name).items() if default is EMPTY]
+    for option in sorted(set(required) - chosen.keys()):
         raise ConfigError(f"algorithm.options.{option}: {name!r} cannot do without; set it")
     shares = [
         {option: chosen[option] for option in keywords.keys() & chosen.keys()}
@@ -64,6 +66,14 @@ def make(
         algo = part(algo, **share)
     read = reads(algo.credit, algo.keep)
     return _checked(replace(algo, rewards=read, name=name), streams)
+
+
+def options_of(name: str) -> dict[str, Any]:
+    """The options of a preset with its modifiers and their defaults (`EMPTY`: it must be
+    set). Raises ConfigError as `make` does."""
+    signatures = [inspect.signature(part).parameters.values() for part in _split(name)]
+    keywords = (p for parameters in signatures for p in parameters)
+    return {p.name: p.default for p in keywords if p.kind is p.KEYWORD_ONLY}
 
 
 def _split(name: str) -> list[Preset]:
@@ -86,11 +96,6 @@ def _keywords(part: Preset) -> dict[str, Any]:
     hints = get_type_hints(part, include_extras=True)
     keywords = inspect.signature(part).parameters.values()
     return {p.name: hints[p.name] for p in keywords if p.kind is p.KEYWORD_ONLY}
-
-
-def _required(*parts: Preset) -> set[str]:
-    keywords = (p for part in parts for p in inspect.signature(part).parameters.values())
-    return {p.name for p in keywords if p.kind is p.KEYWORD_ONLY and p.default is p.empty}
 
 
 def _value(name: str, option: str, value: Any, valid: Mapping[str, Any]) -> Any:
