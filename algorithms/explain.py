@@ -130,7 +130,7 @@ def report(explanation: Explanation, rollout: str, groups: list[Group], tokens: 
         for row in found.rewards
     ] or ["  none"]
     mine = batch.token_rollout == batch.rollouts.index(rollout)
-    for call in batch.token_transition[mine].unique().tolist():
+    for call in sorted(set(batch.token_transition[mine].tolist())):
         at = (batch.token_transition == call).nonzero().squeeze(1)
         role = batch.roles[int(batch.transition_role[call])]
         lines.append(f"call {batch.transitions[call]}, {role}, {at.numel()} tokens")
