@@ -119,14 +119,12 @@ def plan(
     """Terms of one optimizer step on the whole of `batch`.
 
     streams: log-probs [N] by letter, besides b which the batch carries. fresh: this is the only
-    step on the batch, so o is p and need not be computed. advantage: what `algo.credit` gave for a
+    step on the batch, so o is p and need not be computed. advantage: what `credited` gave for a
     larger batch that this one was cut from; default: computed here.
 
     Raises TrainingError for a missing stream, log-probs that are not finite, infinite credit."""
-    columns = {
-        name: column.detach().double().cpu()
-        for name, column in {"b": batch.behaviour, **streams}.items()
-    }
+    given = {"b": batch.behaviour, **streams}
+    columns = {name: column.detach().double().cpu() for name, column in given.items()}
     for name in sorted(algo.needs - ({"o"} if fresh else set())):
         if name not in columns:
             raise TrainingError(
@@ -134,12 +132,8 @@ def plan(
                 f"{name}), and there are none; choose a preset or options that do without"
             )
         _check_finite(columns[name], name, algo)
-    credit = (algo.credit(batch) if advantage is None else advantage).detach().double()
-    if infinite := int(credit.isinf().sum()):
-        raise TrainingError(f"algorithm {algo.name!r}: {infinite} advantages are infinite")
+    credit = credited(algo, batch) if advantage is None else advantage
     live = ~credit.isnan()
-    if algo.keep is not None:
-        live &= algo.keep(batch)
     credit = torch.where(live, credit, 0.0)
     agg = algo.agg
     return Terms(
@@ -149,6 +143,19 @@ def plan(
         ids={gate.by: units(batch, "token", gate.by) for gate in algo.gates if gate.by},
         skip=_skip(algo, batch, live, credit),
     )
+
+
+def credited(algo: Algo, batch: Batch) -> Tensor:
+    """Advantages float64 [N], NaN for tokens that are missing or filtered out.
+
+    Raises TrainingError if one is infinite."""
+    credit = algo.credit(batch).detach().double()
+    if infinite := int(credit.isinf().sum()):
+        raise TrainingError(
+            f"algorithm {algo.name!r}, step {batch.step}: {infinite} of {credit.numel()} "
+            "advantages are infinite"
+        )
+    return credit if algo.keep is None else torch.where(algo.keep(batch), credit, torch.nan)
 
 
 def psi(algo: Algo, terms: Terms, p: Tensor, index: Tensor) -> Tensor:

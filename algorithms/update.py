@@ -69,7 +69,7 @@ class Updater:
             yield batch, objective.plan(self.algo, batch, {}, fresh=True)
             return
         old = self.learner.logprobs(batch)
-        advantage = self.algo.credit(batch)
+        advantage = objective.credited(self.algo, batch)
         for _ in range(self.config.epochs):
             first = 0
             for index in range(count):

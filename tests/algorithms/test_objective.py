@@ -253,7 +253,7 @@ def test_log_probs_that_are_not_finite_are_refused_with_their_count() -> None:
 
 def test_infinite_credit_is_refused() -> None:
     algo = Algo(lambda batch: torch.full((batch.n_tokens,), math.inf), name="mine")
-    with pytest.raises(TrainingError, match="'mine': 6 advantages are infinite"):
+    with pytest.raises(TrainingError, match="'mine', step 0: 6 of 6 advantages are infinite"):
         plan(algo, three_rows(), {})
 
 

@@ -185,3 +185,20 @@ def test_a_reward_that_no_rollout_carries_stops_the_run() -> None:
     with pytest.raises(TrainingError, match=r"2 rollouts of step 0.*'transition:quality'"):
         dataclasses.replace(step, algo=algo).update(0, [group("a", 1.0, 0.0)])
     assert learner.batches == []
+
+
+def test_a_filter_sees_the_whole_batch_however_it_is_cut() -> None:
+    """No call of the first half is a critic's, which is no mistake in a name."""
+    groups = [group(name, 1.0, 0.0) for name in "ab"]
+    last = groups[1]
+    rollouts = [
+        replace(row, transitions=[replace(call, role="critic") for call in row.transitions])
+        for row in last.rollouts
+    ]
+    groups[1] = replace(last, rollouts=rollouts)
+    learner = Recorder()
+    step = updater(learner, minibatches=2)
+    algo = presets.make("grpo+only", {"only_roles": ["critic"]})
+    metrics = dataclasses.replace(step, algo=algo).update(0, groups)
+    assert (metrics["update/steps"], metrics["update/skipped"]) == (2, 1)
+    assert learner.batches[0].groups == ["b"]
