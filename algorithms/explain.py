@@ -119,8 +119,9 @@ def report(explanation: Explanation, rollout: str, groups: list[Group], tokens: 
     batch = explanation.batch
     if rollout not in batch.rollouts:
         raise TrainingError(
-            f"{rollout} is not trained: it is an evaluation, failed without a reward, or has no "
-            "call of the policy with known token ids and log-probs"
+            f"{rollout} is not trained: it is an evaluation, failed without a reward, has no call "
+            "of the policy with known token ids and log-probs, or is in a group with fewer scored "
+            "rollouts than algorithm.min_group"
         )
     found = next(row for group in groups for row in group.rollouts if row.id == rollout)
     lines = [f"{rollout}, step {batch.step}, {explanation.algo.name}", "rewards"]

@@ -8,7 +8,7 @@ reward. What a stream misses adds nothing; a token that all of them miss is miss
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import ClassVar, Literal
@@ -59,7 +59,12 @@ def mixed(
     where it is not a sum of advantages.
 
     Raises ConfigError for an answer that cannot matter in this way of mixing."""
-    _check(streams, way, gamma, norm)
+    _check(streams, "streams", way)
+    if way == "advantages" and (gamma != 1 or norm != "none"):
+        raise ConfigError(
+            "algorithm.options: gamma and norm are those of a sum of returns or rewards; give "
+            "each stream its own, or choose another way of mixing"
+        )
     if way == "advantages":
         return Plus(tuple((advantage(name, streams), s.weight) for name, s in streams.items()))
     if way == "returns":
@@ -80,8 +85,8 @@ def optional(streams: Mapping[str, Stream]) -> tuple[str, ...]:
 
 
 def added(host: Credit, streams: Mapping[str, Stream]) -> Credit:
-    """A credit plus the advantages of streams; `outcome` is the host where none is called so."""
-    _check(streams, "advantages", host=True)
+    """A credit plus the advantages of streams, gated by the host unless one has that name."""
+    _check(streams, "process_streams", "advantages", host=True)
     terms = ((advantage(name, streams, host), s.weight) for name, s in streams.items())
     return Plus(((host, 1.0), *terms))
 
@@ -128,46 +133,31 @@ def _returns(name: str, stream: Stream) -> Rel:
     return Rel(Returns(rewards, stream.gamma), by=stream.by, base=base, norm=norm)
 
 
-def _check(
-    streams: Mapping[str, Stream],
-    way: Way,
-    gamma: float = 1,
-    norm: str = "none",
-    *,
-    host: bool = False,
-) -> None:
+def _check(streams: Mapping[str, Stream], option: str, way: Way, host: bool = False) -> None:
     for name, stream in streams.items():
-        idle = [] if way == "advantages" else ["norm", "clip", "gate"]
-        if way == "rewards":
-            idle += ["base", "by"] + ([] if stream.potential else ["gamma"])
-        for field in idle:
-            if getattr(stream, field) != getattr(Stream(), field):
-                raise _refused(
-                    name, f".{field}", f"streams mixed as {way} have none of their own; leave it "
-                    "out, or mix them as advantages"
-                )  # fmt: skip
-        if stream.scope is not Scope.TRANSITION and (
-            stream.potential or "prime" in (stream.base, stream.norm)
-        ):
-            raise _refused(
-                name, "", "potentials and base or norm 'prime' are about rewards of calls; give it "
-                "scope = 'transition'"
-            )  # fmt: skip
-        gate = streams.get(stream.outcome, Stream() if host else None)
-        if stream.gate != "none" and (gate is None or gate.gate != "none"):
-            raise _refused(
-                name, f".outcome = {stream.outcome!r}", "there is no stream of that name without "
-                "a gate of its own"
-            )  # fmt: skip
-    if way == "advantages" and (gamma != 1 or norm != "none"):
-        raise ConfigError(
-            "algorithm.options: gamma and norm are those of a sum of returns or rewards; give "
-            "each stream its own, or choose another way of mixing"
-        )
+        for field, why in _faults(stream, streams, way, host):
+            raise ConfigError(f"algorithm.options.{option}.{name}{field}: {why}")
 
 
-def _refused(name: str, what: str, why: str) -> ConfigError:
-    return ConfigError(f"algorithm.options.streams.{name}{what}: {why}")
+def _faults(
+    stream: Stream, streams: Mapping[str, Stream], way: Way, host: bool
+) -> Iterator[tuple[str, str]]:
+    """(field, what is wrong with it) of settings that could not matter."""
+    idle = [] if way == "advantages" else ["norm", "clip", "gate"]
+    if way == "rewards":
+        idle += ["base", "by"] + ([] if stream.potential else ["gamma"])
+    for field in idle:
+        if getattr(stream, field) != getattr(Stream(), field):
+            why = f"streams mixed as {way} have none of their own"
+            yield f".{field}", f"{why}; leave it out, or mix them as advantages"
+    of_calls = stream.potential or "prime" in (stream.base, stream.norm)
+    if of_calls and stream.scope is not Scope.TRANSITION:
+        why = "potentials and base or norm 'prime' are about rewards of calls"
+        yield "", f"{why}; give it scope = 'transition'"
+    gate = streams.get(stream.outcome, Stream() if host else None)
+    if stream.gate != "none" and (gate is None or gate.gate != "none"):
+        why = "there is no stream of that name without a gate of its own"
+        yield f".outcome = {stream.outcome!r}", why
 
 
 @dataclass(frozen=True, slots=True)
