@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
+from math import inf
 
 import torch
 from torch import Tensor
@@ -98,15 +99,18 @@ def links(credit: object, batch: Batch, depth: int = 0, text: str = "") -> Itera
 
 
 def brief(record: object, leave_out: tuple[str, ...] = ()) -> str:
-    """A record with what differs from its defaults: Rel('outcome', norm='std')."""
+    """A record with what differs from its defaults: Rel('outcome', norm='std'); one of numbers
+    alone with all that are finite: Clip(0.2, hi=0.28)."""
     if isinstance(record, tuple):
         return f"({', '.join(map(brief, record))}{',' if len(record) == 1 else ''})"
     if not is_dataclass(record) or isinstance(record, type):
         return getattr(record, "__name__", repr(record))
     said = []
+    numeric = all(isinstance(getattr(record, field.name), float) for field in fields(record))
     for number, field in enumerate(fields(record)):
         value = getattr(record, field.name)
-        if field.name in leave_out or (number and field.default == value):
+        usual = value == (inf if numeric else field.default)
+        if field.name in leave_out or (number and usual):
             continue
         said.append(f"{field.name}={brief(value)}" if number else brief(value))
     return f"{type(record).__name__}({', '.join(said)})"

@@ -107,7 +107,7 @@ def test_a_report_says_where_each_number_is_from() -> None:
     assert "norm='std'): value 1, baseline 0.5, scale 0.707108, advantage 0.7071" in text
     assert "value 0.5, baseline 0.5, advantage 0" in text
     assert "u 0.125, psi 0.08838" in text
-    assert "Gate(Trunc(0.0), num='o', den='b'): factor 1 where p = o = b" in text
+    assert "Gate(Trunc(0.0, hi=2.0), num='o', den='b'): factor 1 where p = o = b" in text
     assert "token 0" not in text
     each = report(explain(algo, groups), "a", groups, tokens=True)
     assert sum("token " in line and "log-prob of the sampler" in line for line in each) == 4
