@@ -78,6 +78,36 @@ def show(rollout: str, store: str | None) -> None:
     asyncio.run(show_rollout(store or _store_of(rollout), rollout))
 
 
+@cli.command()
+@click.argument("rollout")
+@click.option("--tokens", is_flag=True, help="Every token instead of every call.")
+@click.option("--store", help="Store URL; default: the one of the run the rollout names.")
+def explain(rollout: str, tokens: bool, store: str | None) -> None:
+    """Print how the tokens of ROLLOUT got their numbers: from reward rows to psi."""
+    from agentrl.algorithms_commands import echo, explained
+
+    echo(asyncio.run(explained(store or _store_of(rollout), rollout, tokens=tokens)))
+
+
+@cli.group(invoke_without_command=True)
+@click.pass_context
+def algorithms(context: click.Context) -> None:
+    """List the presets and modifiers of `algorithm.preset`."""
+    if context.invoked_subcommand is None:
+        from agentrl.algorithms_commands import catalogue, echo
+
+        echo(catalogue())
+
+
+@algorithms.command("show")
+@click.argument("name")
+def show_algorithm(name: str) -> None:
+    """Print the record of NAME, such as gspo or grpo+tis, and its options."""
+    from agentrl.algorithms_commands import echo, record
+
+    echo(record(name))
+
+
 @cli.group()
 def runner() -> None:
     """The agents' side."""
