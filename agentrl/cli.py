@@ -56,16 +56,18 @@ def train(
 
 @cli.command("eval")
 @click.argument("run_file", type=click.Path(path_type=Path))
-@click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.argument("overrides", nargs=-1)
+@click.argument("rest", nargs=-1, metavar="[CHECKPOINT] [KEY=VALUE]...")
 @click.option("--tasks", help="Task file to score on; default: the run file's held-out tasks.")
-def evaluate(
-    run_file: Path, checkpoint: Path, overrides: tuple[str, ...], tasks: str | None
-) -> None:
-    """Score CHECKPOINT with the agent and verifier of RUN_FILE."""
+def evaluate(run_file: Path, rest: tuple[str, ...], tasks: str | None) -> None:
+    """Score CHECKPOINT, by default the run's last one, with the agent and verifier of RUN_FILE."""
     from agentrl.trainer import run_evaluation
 
-    run_evaluation(load(run_file, overrides), checkpoint, tasks)
+    checkpoints = [argument for argument in rest if "=" not in argument]
+    if len(checkpoints) > 1:
+        raise click.UsageError(f"one checkpoint at a time, not {', '.join(checkpoints)}")
+    overrides = [argument for argument in rest if "=" in argument]
+    config = load(run_file, overrides)
+    run_evaluation(config, Path(checkpoints[0]) if checkpoints else None, tasks)
 
 
 @cli.command()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -36,6 +36,7 @@ WRITTEN = (
     *("store.db*", "run.json", "logs", "checkpoints", "curve.png"),
     *("policy", "policy.tmp-*", "train.jsonl", "heldout.jsonl"),
 )  # by a run, in its output folder
+T = TypeVar("T")
 RESTARTS = 20  # of one runner within a run; more means that it cannot work
 
 
@@ -61,8 +62,9 @@ def run_training(config: RunConfig, *, fresh: bool = False) -> Result:
     return _blocking(_front(config, runners=config.runner.processes))
 
 
-def run_evaluation(config: RunConfig, checkpoint: Path, tasks: str | None) -> Result:
-    """Score a checkpoint: a run of no steps in a folder of its own."""
+def run_evaluation(config: RunConfig, checkpoint: Path | None, tasks: str | None) -> Result:
+    """Score a checkpoint, by default the run's last: a run of no steps in a folder of its own."""
+    checkpoint = checkpoint or _blocking(_last_checkpoint(config))
     if not checkpoint.is_dir():
         raise ConfigError(f"{checkpoint}: no such checkpoint directory")
     replace = msgspec.structs.replace
@@ -242,6 +244,14 @@ async def _finish(store: Store, config: RunConfig, seconds: float) -> Result:
     return result
 
 
+async def _last_checkpoint(config: RunConfig) -> Path:
+    async with open_store(config.store, create=False) as store:
+        state = await store.run(config.name)
+    if state is None or state.checkpoint is None:
+        raise ConfigError(f"run {config.name!r} has no checkpoint yet: train it, or name one")
+    return Path(state.checkpoint)
+
+
 async def _algorithm(child: Child) -> None:
     await child.start()
     code = await child.wait()
@@ -324,7 +334,7 @@ def _ending(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
-def _blocking(work: Coroutine[Any, Any, Result]) -> Result:
+def _blocking(work: Coroutine[Any, Any, T]) -> T:
     """Run to the end from a script, or from a notebook whose own event loop is running."""
     try:
         asyncio.get_running_loop()
@@ -341,7 +351,7 @@ def _blocking(work: Coroutine[Any, Any, Result]) -> Result:
             raise
 
 
-def _run(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Result]) -> Result:
+def _run(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -> T:
     try:
         return loop.run_until_complete(task)
     finally:

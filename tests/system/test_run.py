@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import subprocess
 import sys
@@ -70,8 +71,10 @@ def test_train_show_evaluate_and_continue(run_folder: Path) -> None:
     assert "algorithm.lr: 0.001 -> 0.5" in changed.stderr
 
     checkpoint = read(run_folder, lambda store: store.run("tiny")).checkpoint
-    scored = agentrl(run_folder, "eval", "run.toml", checkpoint)
+    scored = agentrl(run_folder, "eval", "run.toml")
     assert scored.returncode == 0, scored.stderr
+    (settings,) = run_folder.glob("*-eval-*/run.json")
+    assert json.loads(settings.read_text())["policy"]["model"] == checkpoint
     assert "held-out tasks" in scored.stdout
 
     fewer = agentrl(run_folder, "train", "run.toml", *SMALL, "steps=1")
