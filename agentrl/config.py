@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from agentrl.errors import ConfigError
-from agentrl.store.urls import without_password
+from agentrl.store.urls import concealed
 from agentrl.types import Sampling
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -249,7 +249,7 @@ def to_toml(config: RunConfig) -> str:
             if isinstance(value, dict):
                 table(value, f"{prefix}.{_toml_key(key)}" if prefix else key)
 
-    public, _ = without_password(config.store)
+    public, _ = concealed(config.store)
     table(msgspec.to_builtins(msgspec.structs.replace(config, store=public)), "")
     return "\n".join(lines) + "\n"
 

@@ -29,7 +29,7 @@ from agentrl.loading import check_tasks, load_tasks
 from agentrl.processes import USER_ERROR, Child
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.store.urls import without_password
+from agentrl.store.urls import concealed
 from agentrl.types import Json
 
 WRITTEN = (
@@ -156,13 +156,10 @@ def check(config: RunConfig) -> None:
 
 
 def conceal(config: RunConfig) -> RunConfig:
-    """Take the password out of the URL of a PostgreSQL store: what is printed, written to files or
-    given as arguments is read by others. The driver of every process finds it in PGPASSWORD."""
-    if not config.store.startswith(("postgresql://", "postgres://")):
-        return config
-    store, password = without_password(config.store)
-    if password is not None:
-        os.environ["PGPASSWORD"] = password
+    """Take password or key out of the store's URL: what is printed, written to files or given as
+    arguments is read by others. Every process finds them in its environment."""
+    store, secrets = concealed(config.store)
+    os.environ.update(secrets)
     return msgspec.structs.replace(config, store=store)
 
 
