@@ -114,6 +114,46 @@ def test_a_run_over_postgres_is_interrupted_and_continues(
         clear(conceal(config))
 
 
+async def test_a_run_over_http_outlives_its_server(run_folder: Path) -> None:
+    (run_folder / "keys").write_text("admin:secret-key\n")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    url = f"http://secret-key@127.0.0.1:{port}"
+    command = [sys.executable, "-m", "agentrl"]
+    serve = ["store", "serve", "sqlite:///served.db", "--port", str(port), "--keys", "keys"]
+    small = ["algorithm.groups=1", "algorithm.group_size=2", "eval.tasks=2", "steps=3"]
+
+    async def started(*arguments: str) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            *command,
+            *arguments,
+            cwd=run_folder,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+
+    server = await started(*serve)
+    training = await started("train", "run.toml", *small, f"store={url}")
+    try:
+        async with open_store(url) as store:
+            cursor = 0
+            while (state := await store.run("tiny")) is None or state.step < 1:
+                cursor = await store.wait(cursor, timeout=5.0)
+            server.kill()
+            await server.wait()
+            server = await started(*serve)
+            assert await training.wait() == 0
+            committed = [row.step for row in await store.steps("tiny") if row.committed]
+    finally:
+        for process in (server, training):
+            if process.returncode is None:
+                process.terminate()
+                await process.wait()
+    assert committed == [0, 1, 2]
+    assert not (run_folder / "out" / "store.db").exists()
+    assert b"secret" not in (run_folder / "out" / "run.json").read_bytes()
+
+
 AGENTS = {
     "raises": (
         "def agent(text):\n    raise ValueError('no luck')\n",
