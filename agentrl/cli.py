@@ -56,16 +56,18 @@ def train(
 
 @cli.command("eval")
 @click.argument("run_file", type=click.Path(path_type=Path))
-@click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.argument("overrides", nargs=-1)
+@click.argument("rest", nargs=-1, metavar="[CHECKPOINT] [KEY=VALUE]...")
 @click.option("--tasks", help="Task file to score on; default: the run file's held-out tasks.")
-def evaluate(
-    run_file: Path, checkpoint: Path, overrides: tuple[str, ...], tasks: str | None
-) -> None:
-    """Score CHECKPOINT with the agent and verifier of RUN_FILE."""
+def evaluate(run_file: Path, rest: tuple[str, ...], tasks: str | None) -> None:
+    """Score CHECKPOINT, by default the run's last one, with the agent and verifier of RUN_FILE."""
     from agentrl.trainer import run_evaluation
 
-    run_evaluation(load(run_file, overrides), checkpoint, tasks)
+    checkpoints = [argument for argument in rest if "=" not in argument]
+    if len(checkpoints) > 1:
+        raise click.UsageError(f"one checkpoint at a time, not {', '.join(checkpoints)}")
+    overrides = [argument for argument in rest if "=" in argument]
+    config = load(run_file, overrides)
+    run_evaluation(config, Path(checkpoints[0]) if checkpoints else None, tasks)
 
 
 @cli.command()
@@ -76,6 +78,36 @@ def show(rollout: str, store: str | None) -> None:
     from agentrl.show import show_rollout
 
     asyncio.run(show_rollout(store or _store_of(rollout), rollout))
+
+
+@cli.command()
+@click.argument("rollout")
+@click.option("--tokens", is_flag=True, help="Every token instead of every call.")
+@click.option("--store", help="Store URL; default: the one of the run the rollout names.")
+def explain(rollout: str, tokens: bool, store: str | None) -> None:
+    """Print how the tokens of ROLLOUT got their numbers: from reward rows to psi."""
+    from agentrl.algorithms_commands import echo, explained
+
+    echo(asyncio.run(explained(store or _store_of(rollout), rollout, tokens=tokens)))
+
+
+@cli.group(invoke_without_command=True)
+@click.pass_context
+def algorithms(context: click.Context) -> None:
+    """List the presets and modifiers of `algorithm.preset`."""
+    if context.invoked_subcommand is None:
+        from agentrl.algorithms_commands import catalogue, echo
+
+        echo(catalogue())
+
+
+@algorithms.command("show")
+@click.argument("name")
+def show_algorithm(name: str) -> None:
+    """Print the record of NAME, such as gspo or grpo+tis, and its options."""
+    from agentrl.algorithms_commands import echo, record
+
+    echo(record(name))
 
 
 @cli.group()

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from agentrl.errors import ConfigError
-from agentrl.store.urls import without_password
+from agentrl.store.urls import concealed
 from agentrl.types import Sampling
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -151,7 +151,7 @@ class RunnerConfig(Section, frozen=True):
     pool: PoolConfig = PoolConfig()
     container: ContainerConfig = ContainerConfig()
     kubernetes: KubernetesConfig = KubernetesConfig()
-    framework_spans: bool = False  # also record LangChain's own steps, for about a third more CPU
+    framework_spans: bool = False  # record steps by OpenInference, with inputs and outputs: slower
 
 
 class UpstreamConfig(Section, frozen=True):
@@ -249,7 +249,7 @@ def to_toml(config: RunConfig) -> str:
             if isinstance(value, dict):
                 table(value, f"{prefix}.{_toml_key(key)}" if prefix else key)
 
-    public, _ = without_password(config.store)
+    public, _ = concealed(config.store)
     table(msgspec.to_builtins(msgspec.structs.replace(config, store=public)), "")
     return "\n".join(lines) + "\n"
 

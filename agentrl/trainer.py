@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -29,13 +29,14 @@ from agentrl.loading import check_tasks, load_tasks
 from agentrl.processes import USER_ERROR, Child
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.store.urls import without_password
+from agentrl.store.urls import concealed
 from agentrl.types import Json
 
 WRITTEN = (
     *("store.db*", "run.json", "logs", "checkpoints", "curve.png"),
     *("policy", "policy.tmp-*", "train.jsonl", "heldout.jsonl"),
 )  # by a run, in its output folder
+T = TypeVar("T")
 RESTARTS = 20  # of one runner within a run; more means that it cannot work
 
 
@@ -61,8 +62,9 @@ def run_training(config: RunConfig, *, fresh: bool = False) -> Result:
     return _blocking(_front(config, runners=config.runner.processes))
 
 
-def run_evaluation(config: RunConfig, checkpoint: Path, tasks: str | None) -> Result:
-    """Score a checkpoint: a run of no steps in a folder of its own."""
+def run_evaluation(config: RunConfig, checkpoint: Path | None, tasks: str | None) -> Result:
+    """Score a checkpoint, by default the run's last: a run of no steps in a folder of its own."""
+    checkpoint = checkpoint or _blocking(_last_checkpoint(config))
     if not checkpoint.is_dir():
         raise ConfigError(f"{checkpoint}: no such checkpoint directory")
     replace = msgspec.structs.replace
@@ -154,13 +156,10 @@ def check(config: RunConfig) -> None:
 
 
 def conceal(config: RunConfig) -> RunConfig:
-    """Take the password out of the URL of a PostgreSQL store: what is printed, written to files or
-    given as arguments is read by others. The driver of every process finds it in PGPASSWORD."""
-    if not config.store.startswith(("postgresql://", "postgres://")):
-        return config
-    store, password = without_password(config.store)
-    if password is not None:
-        os.environ["PGPASSWORD"] = password
+    """Take password or key out of the store's URL: what is printed, written to files or given as
+    arguments is read by others. Every process finds them in its environment."""
+    store, secrets = concealed(config.store)
+    os.environ.update(secrets)
     return msgspec.structs.replace(config, store=store)
 
 
@@ -207,8 +206,8 @@ async def _front(
         ]
         started = time.monotonic()
         async with contextlib.AsyncExitStack() as stack:
-            for child in (algorithm, *workers):
-                stack.push_async_callback(child.stop)
+            stack.push_async_callback(algorithm.stop)  # after the runners: they still need a model
+            stack.push_async_callback(_stop_runners, workers, config.runner.drain)
             watchers = [asyncio.create_task(_algorithm(algorithm))]
             watchers += [asyncio.create_task(_keep_alive(child)) for child in workers]
             if local:
@@ -242,6 +241,14 @@ async def _finish(store: Store, config: RunConfig, seconds: float) -> Result:
     return result
 
 
+async def _last_checkpoint(config: RunConfig) -> Path:
+    async with open_store(config.store, create=False) as store:
+        state = await store.run(config.name)
+    if state is None or state.checkpoint is None:
+        raise ConfigError(f"run {config.name!r} has no checkpoint yet: train it, or name one")
+    return Path(state.checkpoint)
+
+
 async def _algorithm(child: Child) -> None:
     await child.start()
     code = await child.wait()
@@ -265,6 +272,11 @@ async def _keep_alive(child: Child) -> None:
     raise TrainingError(
         f"{child.name} died {RESTARTS} times; read {child.log}, mend the cause, repeat"
     )
+
+
+async def _stop_runners(children: list[Child], drain: float) -> None:
+    """All at once; each has its `drain` seconds, and a few to give back what is left."""
+    await asyncio.gather(*(child.stop(drain + 10.0) for child in children))
 
 
 async def _local_runner(config: RunConfig, agent: Any, verifier: Any) -> None:
@@ -319,7 +331,7 @@ def _ending(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
-def _blocking(work: Coroutine[Any, Any, Result]) -> Result:
+def _blocking(work: Coroutine[Any, Any, T]) -> T:
     """Run to the end from a script, or from a notebook whose own event loop is running."""
     try:
         asyncio.get_running_loop()
@@ -336,7 +348,7 @@ def _blocking(work: Coroutine[Any, Any, Result]) -> Result:
             raise
 
 
-def _run(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Result]) -> Result:
+def _run(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -> T:
     try:
         return loop.run_until_complete(task)
     finally:

@@ -8,7 +8,7 @@ are context: they appear in `Row.tokens`, never in the token level.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -25,12 +25,17 @@ class Row:
     transition: Tensor  # int64 [A], index into Batch.transitions
 
 
+def _unknown() -> Tensor:
+    return torch.empty(0, dtype=torch.int64)
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Rows and the level tables of one optimizer batch.
 
-    N action tokens, S transitions, R rows, U rollouts, M groups. Token columns are the rows'
-    action tokens concatenated in row order.
+    N action tokens, S transitions, R rows, U rollouts, K roles, M groups. Token columns are the
+    rows' action tokens concatenated in row order. The transitions of a rollout are neighbours, in
+    the order they were made. A column that is not known is empty; to compare by it is an error.
     """
 
     rows: list[Row]
@@ -41,11 +46,20 @@ class Batch:
     transition_role: Tensor  # int64 [S], index into `roles`
     row_rollout: Tensor  # int64 [R]
     rollout_group: Tensor  # int64 [U]
-    rewards: dict[str, Tensor]  # name -> float64 [U]; NaN = missing
+    # Reference (see `columns`) -> float64 at the level of its scope: rollouts [U], roles of
+    # rollouts [U * K], or transitions [S]; NaN = missing.
+    rewards: dict[str, Tensor]
     roles: list[str]
     groups: list[str]  # ids [M]
     rollouts: list[str]  # ids [U]
     transitions: list[str]  # ids [S]
+    step: int = 0  # the training step that asked for the groups
+    transition_state: Tensor = field(default_factory=_unknown)  # int64 [S], equal: the same state
+    # int64 [S], equal: the same tokens in and out, which makes branches of one tree of rollouts.
+    transition_node: Tensor = field(default_factory=_unknown)
+    transition_truncated: Tensor = field(default_factory=_unknown)  # bool [S], by a token limit
+    rollout_greedy: Tensor = field(default_factory=_unknown)  # bool [U], all at temperature 0
+    values: Tensor = field(default_factory=_unknown)  # float64 [N], a critic's, before each token
 
     @property
     def n_tokens(self) -> int:
@@ -58,6 +72,14 @@ class Batch:
     @property
     def token_group(self) -> Tensor:
         return self.rollout_group[self.token_rollout]
+
+    @property
+    def transition_turn(self) -> Tensor:
+        """int64 [S]: how many calls of the rollout came before."""
+        position = torch.arange(len(self.transitions))
+        first = torch.full((len(self.rollouts),), len(self.transitions))
+        first = first.scatter_reduce(0, self.transition_rollout, position, "amin")
+        return position - first[self.transition_rollout]
 
     @property
     def row_offsets(self) -> Tensor:

@@ -7,14 +7,16 @@ can be compared with, or that did as well as the others; it counts in the denomi
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from agentrl.algorithms.batch import Batch
-from agentrl.algorithms.ids import Unit, scan, seg, units
+from agentrl.algorithms.columns import split
+from agentrl.algorithms.ids import Level, Unit, chain, lift, owner, scan, seg, units
 from agentrl.config import nearest
 from agentrl.errors import TrainingError
 
@@ -26,6 +28,14 @@ Base = Literal["none", "mean", "loo"]
 Norm = Literal["none", "std", "mean"]
 
 SPREAD = 1e-6  # differences below this share of the largest reward are rounding, not information
+
+
+class Standard(NamedTuple):
+    """Advantages with what they were computed from, float64 [U] each; scale 0: divided by none."""
+
+    advantage: Tensor
+    baseline: Tensor
+    scale: Tensor
 
 
 def standardise(
@@ -40,8 +50,8 @@ def standardise(
     ddof: int = 1,
     eps: float = 1e-6,
     tol: float = SPREAD,
-) -> Tensor:
-    """(x - baseline) / scale within units of equal id, float64 [U].
+) -> Standard:
+    """(x - baseline) / scale within units of equal id.
 
     x [U]: NaN = missing: in no statistic, result 0. by, norm_by (default `by`) int64 [U]: whom to
     compare with, and whose scale to divide by. base: nothing, the mean, the mean of the others, or
@@ -54,23 +64,30 @@ def standardise(
     known = ~(x - base if isinstance(base, Tensor) else x).isnan()
     x = torch.where(known, x.double(), 0.0)
     weight = known.double() if w is None else known * w.double()
-    centred = x - _baseline(x, by, base, weight if bw is None else known * bw.double())
-    live = centred.isfinite() & (centred.abs() > tol * seg(x.abs(), by, how="amax")[by])
+    baseline = _baseline(x, by, base, weight if bw is None else known * bw.double())
+    centred = x - baseline
+    live = known & centred.isfinite()
+    live &= centred.abs() > tol * seg(x.abs(), by, how="amax")[by]
     if not isinstance(base, Tensor) and base != "none":
         live &= seg(weight > 0, by)[by] > 1
-    centred = torch.where(known & live, centred, 0.0)
+    centred = torch.where(live, centred, 0.0)
     if norm == "none":
-        return centred
-    by = by if norm_by is None else norm_by
+        return Standard(centred, baseline, torch.zeros_like(centred))
+    scale = _scale(x, centred, weight, by if norm_by is None else norm_by, norm, ddof, eps, tol)
+    return Standard(torch.where(scale > 0, centred / scale, 0.0), baseline, scale)
+
+
+def _scale(
+    x: Tensor, centred: Tensor, weight: Tensor, by: Tensor, norm: Norm,
+    ddof: int, eps: float, tol: float,
+) -> Tensor:  # fmt: skip
     total = seg(weight, by)
     if norm == "mean":
-        scale = seg(weight * x, by) / total
-    else:
-        mean = seg(weight * centred, by) / total
-        variance = seg(weight * (centred - mean[by]) ** 2, by) / (total - ddof)
-        scale = variance.sqrt()
-        scale = torch.where(scale > tol * seg(x.abs(), by, how="amax"), scale + eps, 0.0)
-    return torch.where(scale[by] > 0, centred / scale[by], 0.0)
+        return (seg(weight * x, by) / total)[by]
+    mean = seg(weight * centred, by) / total
+    variance = seg(weight * (centred - mean[by]) ** 2, by) / (total - ddof)
+    scale = variance.sqrt()
+    return torch.where(scale > tol * seg(x.abs(), by, how="amax"), scale + eps, 0.0)[by]
 
 
 def _baseline(x: Tensor, by: Tensor, base: Base | Tensor, weight: Tensor) -> Tensor:
@@ -95,100 +112,191 @@ def gae(
     return advantage, advantage + v
 
 
-def rel(
-    reward: str | Column = "outcome",
-    *,
-    at: Literal["transition", "rollout"] = "rollout",
-    by: tuple[Unit, ...] = ("group",),
-    base: Base | Column = "mean",
-    norm: Norm = "none",
-    norm_by: tuple[Unit, ...] | None = None,
-    w: Column | None = None,
-    bw: Column | None = None,
-    ddof: int = 1,
-    eps: float = 1e-6,
-) -> Credit:
+@dataclass(frozen=True, slots=True)
+class Rel:
     """Rewards standardised among the units of a level, copied to their tokens: GRPO and relatives.
 
-    Arguments as in `standardise`; a function is given the batch and returns values at the level."""
+    reward: a reference, or a function of the batch. at: the level of comparison, by default the
+    reward's own (see `level_of`); a reward of a level above is copied down to it first. The rest as
+    in `standardise`; functions for it give values at the level of comparison."""
 
-    def credit(batch: Batch) -> Tensor:
-        x = rewards(batch, reward)
-        if at == "transition" and isinstance(reward, str):
-            x = x[batch.transition_rollout]
-        advantage = standardise(
+    reward: str | Column = "outcome"
+    at: Level | None = None
+    by: tuple[Unit, ...] = ("group",)
+    base: Base | Column = "mean"
+    norm: Norm = "none"
+    norm_by: tuple[Unit, ...] | None = None
+    w: Column | None = None
+    bw: Column | None = None
+    ddof: int = 1
+    eps: float = 1e-6
+
+    @property
+    def level(self) -> Level:
+        return self.at or level_of(self.reward)
+
+    def standard(self, batch: Batch) -> tuple[Tensor, Standard]:
+        """Rewards and what they come to, at the level."""
+        at = self.level
+        x = lift(batch, rewards(batch, self.reward), level_of(self.reward), at)
+        return x, standardise(
             x,
-            units(batch, at, *by),
-            base=base(batch) if callable(base) else base,
-            norm=norm,
-            norm_by=None if norm_by is None else units(batch, at, *norm_by),
-            w=None if w is None else w(batch),
-            bw=None if bw is None else bw(batch),
-            ddof=ddof,
-            eps=eps,
+            units(batch, at, *self.by),
+            base=self.base(batch) if callable(self.base) else self.base,
+            norm=self.norm,
+            norm_by=None if self.norm_by is None else units(batch, at, *self.norm_by),
+            w=None if self.w is None else self.w(batch),
+            bw=None if self.bw is None else self.bw(batch),
+            ddof=self.ddof,
+            eps=self.eps,
         )
-        return torch.where(x.isnan(), torch.nan, advantage)[units(batch, "token", at)]
 
-    return credit
+    def of_units(self, batch: Batch) -> Tensor:
+        """Advantages at the level, NaN = missing."""
+        x, standard = self.standard(batch)
+        return torch.where(x.isnan(), torch.nan, standard.advantage)
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return self.of_units(batch)[owner(batch, self.level)]
 
 
-def togo(reward: str | Column = "outcome", gamma: float = 1.0) -> Credit:
+@dataclass(frozen=True, slots=True)
+class Togo:
     """Discounted reward-to-go per token, the rollout's reward falling on its last action token.
 
     gamma counts action tokens only: a tool result in between costs nothing."""
 
-    def credit(batch: Batch) -> Tensor:
+    reward: str | Column = "outcome"
+    gamma: float = 1.0
+
+    def __call__(self, batch: Batch) -> Tensor:
         following = links(batch)
-        return scan(terminal(batch, reward, following), gamma, following)
-
-    return credit
+        return scan(terminal(batch, self.reward, following), self.gamma, following)
 
 
-def gae_tokens(
-    value: Column, reward: str | Column = "outcome", gamma: float = 1.0, lam: float = 0.95
-) -> Credit:
-    """GAE over the action tokens of a rollout; `value` gives V [N]. PPO, arXiv 1707.06347."""
+@dataclass(frozen=True, slots=True)
+class Gae:
+    """GAE over the action tokens of a rollout; `value` gives V [N]. PPO, arXiv 1707.06347.
 
-    def credit(batch: Batch) -> Tensor:
+    The value after the end is 0; that of a rollout cut off by a token limit is its last one."""
+
+    value: Column
+    reward: str | Column = "outcome"
+    gamma: float = 1.0
+    lam: float = 0.95
+
+    def __call__(self, batch: Batch) -> Tensor:
         following = links(batch)
-        r = terminal(batch, reward, following)
-        return gae(r, value(batch), following, gamma, lam)[0]
+        v = self.value(batch)
+        boot = torch.where(truncated(batch)[batch.token_rollout], v.double(), 0.0)
+        r = terminal(batch, self.reward, following)
+        return gae(r, v, following, self.gamma, self.lam, boot)[0]
 
-    return credit
+
+@dataclass(frozen=True, slots=True)
+class Critic:
+    """V [N] of the learner's critic."""
+
+    def __call__(self, batch: Batch) -> Tensor:
+        if batch.values.numel() != batch.n_tokens:
+            raise TrainingError(
+                f"step {batch.step}: the algorithm needs the values of a critic for "
+                f"{batch.n_tokens} tokens (stream v), and there are none; choose a preset that "
+                "does without, or name a reward that holds the values of calls as its `value`"
+            )
+        return batch.values.double()
 
 
-def tok_whiten(credit: Credit) -> Credit:
-    """Mean 0 and standard deviation 1 over all tokens of the batch. REINFORCE++, 2501.03262."""
+@dataclass(frozen=True, slots=True)
+class Whiten:
+    """Mean 0 and standard deviation 1 over all tokens of the batch, or of each of its units.
+    REINFORCE++, 2501.03262."""
 
-    def whitened(batch: Batch) -> Tensor:
-        advantage = credit(batch)
-        one = units(batch, "token", "all")
-        white = standardise(advantage, one, norm="std", eps=1e-8)
+    credit: Credit
+    by: tuple[Unit, ...] = ("all",)
+
+    def __call__(self, batch: Batch) -> Tensor:
+        advantage = self.credit(batch)
+        ids = units(batch, "token", *self.by)
+        white = standardise(advantage, ids, norm="std", eps=1e-8).advantage
         return torch.where(advantage.isnan(), torch.nan, white)
 
-    return whitened
+
+@dataclass(frozen=True, slots=True)
+class Plus:
+    """Weighted sum of credits (or of columns of one level); a weight may be a column. What is
+    missing in one term counts as 0 there; what every term misses is missing."""
+
+    terms: tuple[tuple[Credit, float | Column], ...]
+
+    def __call__(self, batch: Batch) -> Tensor:
+        parts = [c(batch) * (w(batch) if callable(w) else w) for c, w in self.terms]
+        missing = torch.stack([part.isnan() for part in parts]).all(0)
+        total = sum((part.nan_to_num(nan=0.0) for part in parts), torch.zeros(()))
+        return torch.where(missing, torch.nan, total)
 
 
-def plus(*terms: tuple[Credit, float | Column]) -> Credit:
-    """Weighted sum of credits; a weight may be a column [N]. What is missing in one term counts as
-    0 there; a token that every term misses is missing."""
+def plus(*terms: tuple[Credit, float | Column]) -> Plus:
+    return Plus(terms)
 
-    def credit(batch: Batch) -> Tensor:
-        parts = torch.stack([c(batch) * (w(batch) if callable(w) else w) for c, w in terms])
-        return torch.where(parts.isnan().all(0), torch.nan, parts.nansum(0))
 
-    return credit
+@dataclass(frozen=True, slots=True)
+class Zero:
+    """No credit: the algorithm learns from its penalties alone."""
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return torch.zeros(batch.n_tokens, dtype=torch.float64)
+
+
+def walk(part: object) -> Iterator[object]:
+    """A credit and every record inside it, outermost first."""
+    if isinstance(part, tuple):
+        for item in part:
+            yield from walk(item)
+    elif is_dataclass(part) and not isinstance(part, type):
+        yield part
+        for field in fields(part):
+            yield from walk(getattr(part, field.name))
+
+
+def reads(*parts: object) -> tuple[str, ...]:
+    """The rewards that credits read: every `reward` field that is a reference, in order."""
+    found = (getattr(record, "reward", None) for record in walk(parts))
+    return tuple(dict.fromkeys(name for name in found if isinstance(name, str)))
+
+
+def rewritten(part: Any, change: Callable[[Any], Any]) -> Any:
+    """A credit with every record inside it changed, innermost first."""
+    if isinstance(part, tuple):
+        return tuple(rewritten(item, change) for item in part)
+    if not is_dataclass(part) or isinstance(part, type):
+        return part
+    inner = {field.name: rewritten(getattr(part, field.name), change) for field in fields(part)}
+    return change(replace(part, **inner))
+
+
+def level_of(reward: str | Column) -> Level:
+    """The level of a reward's scope, or of a function: its `level`, by default rollout."""
+    if isinstance(reward, str):
+        return split(reward)[0].value
+    level: Level = getattr(reward, "level", "rollout")
+    return level
 
 
 def rewards(batch: Batch, reward: str | Column) -> Tensor:
-    """The values of a reward by name (float64 [U], NaN = missing) or of a function of the batch.
+    """The values of a reward by reference or of a function of the batch: float64, NaN = missing.
 
-    Raises TrainingError for a name that no rollout carries and for an infinite reward."""
+    Raises TrainingError for a reward that the batch does not carry and for an infinite one."""
     if isinstance(reward, str) and reward not in batch.rewards:
-        raise TrainingError(f"no rollout has a reward {reward!r}; {nearest(reward, batch.rewards)}")
+        raise TrainingError(
+            f"step {batch.step}: none of {len(batch.rollouts)} rollouts has a reward {reward!r}; "
+            f"{nearest(reward, batch.rewards)}"
+        )
     x = batch.rewards[reward].double() if isinstance(reward, str) else reward(batch)
     if infinite := int(x.isinf().sum()):
-        raise TrainingError(f"{infinite} of {x.numel()} values of reward {reward!r} are infinite")
+        raise TrainingError(
+            f"step {batch.step}: {infinite} of {x.numel()} values of reward {reward!r} are infinite"
+        )
     return x
 
 
@@ -199,12 +307,22 @@ def terminal(batch: Batch, reward: str | Column, following: Tensor) -> Tensor:
 
 def links(batch: Batch) -> Tensor:
     """int64 [N]: the next action token of the same rollout in order of its calls, -1 at its end."""
-    rollout = batch.token_rollout
-    order = (rollout * len(batch.transitions) + batch.token_transition).argsort(stable=True)
+    # Calls are numbered rollout by rollout, so their order is that of both.
+    order = batch.token_transition.argsort(stable=True)
     following = torch.full_like(order, -1)
-    same = rollout[order[1:]] == rollout[order[:-1]]
+    rollout = batch.token_rollout[order]
+    same = rollout[1:] == rollout[:-1]
     following[order[:-1][same]] = order[1:][same]
     return following
+
+
+def truncated(batch: Batch) -> Tensor:
+    """bool [U]: whether the last call of the rollout was cut off by a token limit."""
+    cut = torch.zeros(len(batch.rollouts), dtype=torch.bool)
+    if batch.transition_truncated.numel():
+        last = chain(batch.transition_rollout) < 0
+        cut[batch.transition_rollout[last]] = batch.transition_truncated[last]
+    return cut
 
 
 def lengths(batch: Batch) -> Tensor:
@@ -213,30 +331,42 @@ def lengths(batch: Batch) -> Tensor:
 
 
 def spread(batch: Batch, reward: str | Column = "outcome") -> Tensor:
-    """bool [U]: whether the known rewards of the rollout's group differ."""
-    x, group = rewards(batch, reward), batch.rollout_group
+    """bool, one per unit of the reward: whether the known rewards of its group differ."""
+    x, group = rewards(batch, reward), units(batch, level_of(reward), "group")
     high = seg(x.nan_to_num(nan=-torch.inf), group, how="amax")
     low = seg(x.nan_to_num(nan=torch.inf), group, how="amin")
     largest = seg(x.nan_to_num(nan=0.0).abs(), group, how="amax")
     return (high - low > SPREAD * largest)[group]
 
 
-def alive(reward: str = "outcome") -> Column:
+@dataclass(frozen=True, slots=True)
+class Alive:
     """bool [N]: tokens of groups whose rewards differ. DAPO's filter, arXiv 2503.14476."""
-    return lambda batch: spread(batch, reward)[batch.token_rollout]
+
+    reward: str = "outcome"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return spread(batch, self.reward)[owner(batch, level_of(self.reward))]
 
 
-def survivors(reward: str = "outcome") -> Column:
-    """The reward [U], missing where the rewards of the group do not differ."""
-    return lambda batch: torch.where(spread(batch, reward), rewards(batch, reward), torch.nan)
+@dataclass(frozen=True, slots=True)
+class Survivors:
+    """The reward, missing where the rewards of the group do not differ."""
+
+    reward: str = "outcome"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return torch.where(spread(batch, self.reward), rewards(batch, self.reward), torch.nan)
 
 
-def compensated(reward: str = "outcome") -> Column:
-    """The reward [U] times known / surviving rollouts, which makes up for the zero gradients of
-    groups whose rewards do not differ. GPG, arXiv 2504.02546."""
+@dataclass(frozen=True, slots=True)
+class Compensated:
+    """The reward times known / surviving rollouts, which makes up for the zero gradients of groups
+    whose rewards do not differ. GPG, arXiv 2504.02546."""
 
-    def column(batch: Batch) -> Tensor:
-        x = rewards(batch, reward)
-        return x * (~x.isnan()).sum() / spread(batch, reward).logical_and(~x.isnan()).sum().clamp(1)
+    reward: str = "outcome"
 
-    return column
+    def __call__(self, batch: Batch) -> Tensor:
+        x = rewards(batch, self.reward)
+        known = ~x.isnan()
+        return x * known.sum() / (spread(batch, self.reward) & known).sum().clamp(1)

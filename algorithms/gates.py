@@ -134,6 +134,18 @@ class Soft:
 
 
 @dataclass(frozen=True, slots=True)
+class ClipLog:
+    """lr held below hi where A >= 0 and above -lo elsewhere: what GMPO (arXiv 2507.20673) does to
+    each token before it pools them. For `Gate.pre`: gives log-ratios, not factors."""
+
+    lo: float = 0.4
+    hi: float = 0.4
+
+    def __call__(self, lr: Tensor, advantage: Tensor, streams: Mapping[str, Tensor]) -> Tensor:
+        return torch.where(advantage >= 0, lr.clamp(max=self.hi), lr.clamp(min=-self.lo))
+
+
+@dataclass(frozen=True, slots=True)
 class Vespo:
     """r^k e^{c (1 - r)} with (k, c) by the sign of A, pooled as a row sum. VESPO, 2602.10693."""
 

@@ -13,8 +13,13 @@ from torch import Tensor
 from agentrl.algorithms.batch import Batch
 from agentrl.errors import TrainingError
 
-Level = Literal["token", "transition", "rollout"]
-Unit = Literal["all", "transition", "row", "role", "rollout", "group"]
+Level = Literal["token", "transition", "role", "rollout"]
+"""What has a number: a token, a call, a role of a rollout [U * K], a rollout."""
+Unit = Literal[
+    "all", "transition", "row", "role", "turn", "state", "node", "tree", "rollout", "group"
+]
+"""What has an id. turn: number of calls before; state, node: see Batch; tree: the rollouts that
+share their first call."""
 How = Literal["sum", "mean", "amax", "amin"]
 
 
@@ -60,26 +65,101 @@ def units(batch: Batch, at: Level, *names: Unit) -> Tensor:
     """Ids [U] of the units that `names` together span, at a level: ("group", "role") compares
     within one role of one group.
 
-    Raises TrainingError for a unit that is below the level or unknown."""
+    Raises TrainingError for a unit that is below the level or not known."""
     columns = [_column(batch, at, name) for name in names]
     return columns[0] if len(columns) == 1 else key(*columns)
+
+
+def owner(batch: Batch, at: Level) -> Tensor:
+    """int64 [N]: the token's unit at a level."""
+    if at == "token":
+        return torch.arange(batch.n_tokens)
+    if at == "transition":
+        return batch.token_transition
+    if at == "rollout":
+        return batch.token_rollout
+    return batch.token_rollout * len(batch.roles) + batch.transition_role[batch.token_transition]
+
+
+def lift(batch: Batch, x: Tensor, level: Level, at: Level) -> Tensor:
+    """Values of a level read at a lower one; a role without calls in a rollout has none (NaN).
+
+    Raises TrainingError where `at` is above `level`."""
+    if level == at:
+        return x
+    if level == "rollout" and at == "role":
+        roles = len(batch.roles)
+        called = torch.full((len(batch.rollouts) * roles,), torch.nan, dtype=torch.float64)
+        called[batch.transition_rollout * roles + batch.transition_role] = 0.0
+        return x.repeat_interleave(roles) + called
+    if at == "transition" and level == "rollout":
+        return x[batch.transition_rollout]
+    if at == "transition" and level == "role":
+        return x[batch.transition_rollout * len(batch.roles) + batch.transition_role]
+    if at == "token":
+        return x[owner(batch, level)]
+    raise TrainingError(f"a value per {level} is not one per {at}: compare at a lower level")
+
+
+def chain(ids: Tensor, order: Tensor | None = None) -> Tensor:
+    """int64 [U]: the next unit with the same id, by `order` (default: position), -1 at the end."""
+    ranks = torch.arange(ids.numel()) if order is None else order
+    place = (ids * (int(ranks.max()) + 1 if ranks.numel() else 1) + ranks).argsort(stable=True)
+    following = torch.full_like(place, -1)
+    same = ids[place[1:]] == ids[place[:-1]]
+    following[place[:-1][same]] = place[1:][same]
+    return following
 
 
 def _column(batch: Batch, at: Level, name: Unit) -> Tensor:
     if at == "token" and name == "row":
         return batch.token_row
-    if at == "token" and name in ("transition", "role"):
-        return _column(batch, "transition", name)[batch.token_transition]
-    if at == "transition" and name == "transition":
-        return torch.arange(len(batch.transitions))
-    if at == "transition" and name == "role":
-        return batch.transition_role
-    if name not in ("all", "rollout", "group"):
+    if name in ("transition", "turn", "state", "node") and at in ("token", "transition"):
+        ids = _of_calls(batch, name)
+        return ids if at == "transition" else ids[batch.token_transition]
+    if name == "role":
+        if at == "role":
+            return torch.arange(len(batch.roles)).repeat(len(batch.rollouts))
+        if at != "rollout":
+            role = batch.transition_role
+            return role if at == "transition" else role[batch.token_transition]
+    if name not in ("all", "tree", "rollout", "group"):
         raise TrainingError(f"a {at} belongs to no single {name}: compare at a lower level")
-    if at == "rollout":
-        rollout = torch.arange(len(batch.rollouts))
-    else:
-        rollout = batch.token_rollout if at == "token" else batch.transition_rollout
+    rollout = rollout_of(batch, at)
     if name == "all":
         return torch.zeros_like(rollout)
+    if name == "tree":
+        return _trees(batch)[rollout]
     return batch.rollout_group[rollout] if name == "group" else rollout
+
+
+def rollout_of(batch: Batch, at: Level) -> Tensor:
+    """int64 [U]: the rollout that each unit of a level belongs to."""
+    if at == "token":
+        return batch.token_rollout
+    if at == "transition":
+        return batch.transition_rollout
+    rollout = torch.arange(len(batch.rollouts))
+    return rollout if at == "rollout" else rollout.repeat_interleave(len(batch.roles))
+
+
+def _of_calls(batch: Batch, name: Unit) -> Tensor:
+    if name == "transition":
+        return torch.arange(len(batch.transitions))
+    if name == "turn":
+        return batch.transition_turn
+    ids = batch.transition_state if name == "state" else batch.transition_node
+    if ids.numel() != len(batch.transitions):
+        raise TrainingError(
+            f"step {batch.step}: the {len(batch.transitions)} calls of this batch carry no {name}; "
+            "build it with `build_batch`"
+        )
+    return ids
+
+
+def _trees(batch: Batch) -> Tensor:
+    """int64 [U]: the node of the first call; a rollout without calls is a tree of its own."""
+    nodes, first = _of_calls(batch, "node"), batch.transition_turn == 0
+    trees = len(batch.transitions) + torch.arange(len(batch.rollouts))
+    trees[batch.transition_rollout[first]] = nodes[first]
+    return trees

@@ -70,7 +70,7 @@ async def run(config: RunConfig) -> None:
         await server.start()
         try:
             await server.publish(state.step)
-            tasks = TaskStream(config, train)
+            tasks = TaskStream(config, train, algo.greedy)
             again = config.algorithm.inexact == "retokenize"
             retokenizer = Retokenizer(tokenizer, learner) if again else None
             updater = Updater(config.algorithm, algo, learner, config.steps, retokenizer)

@@ -9,13 +9,14 @@ once, behind exactly the tokens it was sampled from; its other appearances are c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from agentrl.algorithms.batch import Batch, Row
+from agentrl.algorithms.columns import column, content, dense, observation, scored
 from agentrl.types import POLICY, Group, Purpose, Rollout, RolloutState, Transition
 
 
@@ -41,11 +42,6 @@ def valid(
         and (rollout.state is RolloutState.SUCCEEDED or scored(rollout, reward_names))
         and any(trainable(call, policy) for call in rollout.transitions)
     )
-
-
-def scored(rollout: Rollout, reward_names: Sequence[str] = ("outcome",)) -> bool:
-    """Whether any of the rewards is known."""
-    return not all(math.isnan(rollout.reward(name)) for name in reward_names)
 
 
 def merge(transitions: Sequence[Transition]) -> list[Row]:
@@ -78,22 +74,29 @@ def build_batch(
     reward_names: Sequence[str] = ("outcome",),
     min_group: int = 0,
     policy: str = POLICY,
+    state: Callable[[Transition], Hashable] = observation,
 ) -> Batch:
     """The batch of one training step of `policy`, with everything in it that it may learn from.
+
+    reward_names: references of the rewards it carries; none: no reward is asked for. state: what
+    makes two calls of a group start from the same state.
 
     Failed rollouts without a reward, inexact calls and those of other policies are left out; a
     rollout whose reward is missing stays, with NaN, and one without sampled tokens stays, without
     rows, because its reward counts. A group with fewer than `min_group` scored rollouts is left out
     as a whole."""
     tables = _Tables(policy)
+    step = 0
     for group in groups:
+        step = group.step
         rollouts = [rollout for rollout in group.rollouts if valid(rollout, reward_names, policy)]
-        if not rollouts or sum(scored(rollout, reward_names) for rollout in rollouts) < min_group:
+        known = sum(not reward_names or scored(rollout, reward_names) for rollout in rollouts)
+        if not rollouts or known < min_group:
             continue
         for rollout in rollouts:
             tables.add(rollout, group=len(tables.groups))
         tables.groups.append(group.id)
-    return tables.batch(reward_names)
+    return tables.batch(reward_names, step, state)
 
 
 @dataclass(slots=True)
@@ -147,8 +150,11 @@ class _Tables:
         self.rollouts.append(rollout)
         self.rollout_group.append(group)
 
-    def batch(self, reward_names: Sequence[str]) -> Batch:
-        roles = sorted({call.role for call in self.transitions})
+    def batch(
+        self, reward_names: Sequence[str], step: int, state: Callable[[Transition], Hashable]
+    ) -> Batch:
+        calls = self.transitions
+        roles = sorted({call.role for call in calls})
         sizes = [row.actions.numel() for row in self.rows]
         return Batch(
             rows=self.rows,
@@ -156,18 +162,25 @@ class _Tables:
             token_transition=_cat([row.transition for row in self.rows], torch.int64),
             behaviour=_cat([row.logprobs for row in self.rows], torch.float32),
             transition_rollout=_ids(self.transition_rollout),
-            transition_role=_ids(roles.index(call.role) for call in self.transitions),
+            transition_role=_ids(roles.index(call.role) for call in calls),
             row_rollout=_ids(self.row_rollout),
             rollout_group=_ids(self.rollout_group),
-            rewards={
-                name: torch.tensor([r.reward(name) for r in self.rollouts], dtype=torch.float64)
-                for name in reward_names
-            },
+            rewards={name: column(name, self.rollouts, calls, roles) for name in reward_names},
             roles=roles,
             groups=self.groups,
             rollouts=[rollout.id for rollout in self.rollouts],
-            transitions=[call.id for call in self.transitions],
+            transitions=[call.id for call in calls],
+            step=step,
+            transition_state=dense(map(state, calls)),
+            transition_node=dense(map(content, calls)),
+            transition_truncated=torch.tensor([call.finish == "length" for call in calls]).bool(),
+            rollout_greedy=self._greedy(),
         )
+
+    def _greedy(self) -> Tensor:
+        warm = [call.sampling.temperature > 0 for call in self.transitions]
+        rollouts = {r for r, hot in zip(self.transition_rollout, warm, strict=True) if hot}
+        return torch.tensor([r not in rollouts for r in range(len(self.rollouts))]).bool()
 
 
 def _ids(values: Iterable[int]) -> Tensor:

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.batch import Batch
-from agentrl.algorithms.credit import Column, Credit, spread
+from agentrl.algorithms.credit import Column, Credit, Critic, level_of, spread, walk
 from agentrl.algorithms.gates import LOG_LIMIT, GateFn, ratio
 from agentrl.algorithms.ids import How, Unit, seg, units
+from agentrl.algorithms.shaping import Greedy
 from agentrl.errors import TrainingError
 
 Stream = Literal["p", "o", "b", "q", "t"]
@@ -35,13 +36,16 @@ Penalty = Literal["k1", "k2", "k3", "abs"]
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """One factor: fn of the log-ratio num - den, pooled over the tokens of a transition or row."""
+    """One factor: fn of the log-ratio num - den, pooled over the tokens of a transition or row.
+
+    pre: changes a token's log-ratio before pooling; a token that it changes gets 0."""
 
     fn: GateFn
     num: Stream = "p"
     den: Stream = "o"
     by: Literal["transition", "row"] | None = None  # units that no micro-batch splits
     how: How = "mean"
+    pre: GateFn | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,7 @@ class Average:
 @dataclass(frozen=True, slots=True)
 class Algo:
     """An algorithm. `keep` (bool [N]) says which tokens are in the loss; default all. `rewards` are
-    the names that a batch must carry for it."""
+    the references of those it reads, of which a batch need not have the `optional` ones."""
 
     credit: Credit
     gates: tuple[Gate, ...] = ()
@@ -73,6 +77,7 @@ class Algo:
     agg: Average = Average()
     keep: Column | None = None
     rewards: tuple[str, ...] = ("outcome",)
+    optional: tuple[str, ...] = ()
     name: str = "custom"
 
     @property
@@ -80,6 +85,16 @@ class Algo:
         """Streams it reads besides the current policy."""
         read: set[Stream] = {s for gate in self.gates for s in (gate.num, gate.den)}
         return frozenset(read | {reg.den for reg in self.regs}) - {"p"}
+
+    @property
+    def critic(self) -> bool:
+        """Whether it reads the values of a critic."""
+        return any(isinstance(part, Critic) for part in walk(self.credit))
+
+    @property
+    def greedy(self) -> bool:
+        """Whether each group must hold a greedy rollout."""
+        return any(isinstance(part, Greedy) for part in walk(self.credit))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +119,12 @@ def plan(
     """Terms of one optimizer step on the whole of `batch`.
 
     streams: log-probs [N] by letter, besides b which the batch carries. fresh: this is the only
-    step on the batch, so o is p and need not be computed. advantage: what `algo.credit` gave for a
+    step on the batch, so o is p and need not be computed. advantage: what `credited` gave for a
     larger batch that this one was cut from; default: computed here.
 
     Raises TrainingError for a missing stream, log-probs that are not finite, infinite credit."""
-    columns = {
-        name: column.detach().double().cpu()
-        for name, column in {"b": batch.behaviour, **streams}.items()
-    }
+    given = {"b": batch.behaviour, **streams}
+    columns = {name: column.detach().double().cpu() for name, column in given.items()}
     for name in sorted(algo.needs - ({"o"} if fresh else set())):
         if name not in columns:
             raise TrainingError(
@@ -119,12 +132,8 @@ def plan(
                 f"{name}), and there are none; choose a preset or options that do without"
             )
         _check_finite(columns[name], name, algo)
-    credit = (algo.credit(batch) if advantage is None else advantage).detach().double()
-    if infinite := int(credit.isinf().sum()):
-        raise TrainingError(f"algorithm {algo.name!r}: {infinite} advantages are infinite")
+    credit = credited(algo, batch) if advantage is None else advantage
     live = ~credit.isnan()
-    if algo.keep is not None:
-        live &= algo.keep(batch)
     credit = torch.where(live, credit, 0.0)
     agg = algo.agg
     return Terms(
@@ -134,6 +143,19 @@ def plan(
         ids={gate.by: units(batch, "token", gate.by) for gate in algo.gates if gate.by},
         skip=_skip(algo, batch, live, credit),
     )
+
+
+def credited(algo: Algo, batch: Batch) -> Tensor:
+    """Advantages float64 [N], NaN for tokens that are missing or filtered out.
+
+    Raises TrainingError if one is infinite."""
+    credit = algo.credit(batch).detach().double()
+    if infinite := int(credit.isinf().sum()):
+        raise TrainingError(
+            f"algorithm {algo.name!r}, step {batch.step}: {infinite} of {credit.numel()} "
+            "advantages are infinite"
+        )
+    return credit if algo.keep is None else torch.where(algo.keep(batch), credit, torch.nan)
 
 
 def psi(algo: Algo, terms: Terms, p: Tensor, index: Tensor) -> Tensor:
@@ -198,8 +220,9 @@ def stats(algo: Algo, batch: Batch, terms: Terms, p: Tensor) -> dict[str, float]
     and maximum of p / stream over the tokens in the loss and the k3 estimate of their KL."""
     metrics: dict[str, float] = {}
     for name, x in batch.rewards.items():
-        known = seg(~x.isnan(), batch.rollout_group, len(batch.groups))
-        alike = seg(spread(batch, name), batch.rollout_group, len(batch.groups)) == 0
+        group = units(batch, level_of(name), "group")
+        known = seg(~x.isnan(), group, len(batch.groups))
+        alike = seg(spread(batch, name), group, len(batch.groups)) == 0
         metrics[f"reward/{name}/frac_solo"] = _mean(known == 1)
         metrics[f"reward/{name}/frac_zero_std"] = _mean(alike & (known > 1))
         metrics[f"reward/{name}/frac_missing"] = _mean(x.isnan())
@@ -233,8 +256,10 @@ def _gated(
     gated = []
     for gate in algo.gates:
         ids = terms.ids[gate.by][index] if gate.by else None
-        lr = pool(streams[gate.num] - streams[gate.den], ids, gate.how)
-        gated.append((lr, gate.fn(lr, advantage, streams)))
+        raw = streams[gate.num] - streams[gate.den]
+        kept = raw if gate.pre is None else gate.pre(raw, advantage, streams)
+        lr = pool(kept, ids, gate.how)
+        gated.append((lr, gate.fn(lr, advantage, streams) * (kept == raw)))
     return gated
 
 

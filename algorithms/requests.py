@@ -6,6 +6,8 @@ import random
 from dataclasses import dataclass
 from functools import lru_cache
 
+from msgspec.structs import replace
+
 from agentrl.config import RunConfig
 from agentrl.types import Json, NewRollout, Purpose, Sampling
 
@@ -14,10 +16,13 @@ EVAL_PRIORITY = 1  # an evaluation holds up the loop: it goes before rollouts as
 
 @dataclass(frozen=True, slots=True)
 class TaskStream:
-    """Training tasks in a shuffled order that changes every epoch."""
+    """Training tasks in a shuffled order that changes every epoch.
+
+    greedy: whether the first rollout of each group is asked for at temperature 0, as a baseline."""
 
     config: RunConfig
     tasks: list[dict[str, Json]]
+    greedy: bool = False
 
     def task(self, index: int) -> dict[str, Json]:
         """The `index`-th task of the run, counted over all epochs."""
@@ -26,7 +31,8 @@ class TaskStream:
 
     def rollouts(self, step: int) -> list[NewRollout]:
         """`groups` x `group_size` rollouts that training step `step` compares."""
-        size = self.config.algorithm.groups
+        size, sampling = self.config.algorithm.groups, self.config.sampling
+        cold = replace(sampling, temperature=0.0)
         return [
             _rollout(
                 self.config,
@@ -34,7 +40,7 @@ class TaskStream:
                 index=index,
                 task=task,
                 purpose=Purpose.TRAIN,
-                sampling=self.config.sampling,
+                sampling=cold if self.greedy and index == 0 else sampling,
                 step=step,
             )
             for number in range(step * size, (step + 1) * size)

@@ -9,7 +9,7 @@ from statistics import fmean, pstdev
 
 from torch import Tensor
 
-from agentrl.algorithms import objective
+from agentrl.algorithms import columns, objective
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.learners.base import Learner, Psi
 from agentrl.algorithms.merge import build_batch
@@ -35,7 +35,8 @@ class Updater:
         """Learn from the groups of one step; returns its metrics.
 
         Where there is nothing to learn from (every reward equal or missing) no weight changes, and
-        `update/skipped` counts it."""
+        `update/skipped` counts it. Raises TrainingError for a reward that no rollout carries."""
+        columns.check(groups, [r for r in self.algo.rewards if r not in self.algo.optional])
         inexact = float(sum(not call.exact for call in _ours(groups)))
         if self.retokenizer is not None:
             groups = self.retokenizer.complete(groups)
@@ -68,7 +69,7 @@ class Updater:
             yield batch, objective.plan(self.algo, batch, {}, fresh=True)
             return
         old = self.learner.logprobs(batch)
-        advantage = self.algo.credit(batch)
+        advantage = objective.credited(self.algo, batch)
         for _ in range(self.config.epochs):
             first = 0
             for index in range(count):

@@ -1,4 +1,4 @@
-"""What an agent finds in its environment: the gateway where it expects the OpenAI API."""
+"""What an agent finds in its environment: the gateway where it expects the model's API."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ LOCAL = "127.0.0.1,localhost"
 
 @contextmanager
 def environment(base_url: str) -> Iterator[None]:
-    """Point OpenAI clients that are built inside the block at `base_url`; restores what was there.
+    """Point clients that are built inside the block at `base_url`, which ends in /v1; restores what
+    was there.
 
     Clients read these when they are built, usually while the agent's module is imported."""
     changed = {
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_BASE": base_url,
         "OPENAI_API_KEY": "agentrl",  # never the user's own key: it is of no use here
+        "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": "agentrl",
+        "OPENAI_AGENTS_DISABLE_TRACING": "1",  # that SDK sends its traces to api.openai.com
     }
     if getproxies().keys() - {"no"}:  # the way to the gateway is never through one
         for name in ("NO_PROXY", "no_proxy"):

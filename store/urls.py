@@ -24,3 +24,27 @@ def without_password(url: str) -> tuple[str, str | None]:
     if "://" not in public:
         public = public.replace(":", "://", 1)
     return public, password
+
+
+def without_key(url: str) -> tuple[str, str | None]:
+    """The URL of a store over HTTP without its key, and the key if it had one."""
+    parts = urlsplit(url)
+    user, _, host = parts.netloc.rpartition("@")
+    options = parse_qsl(parts.query, keep_blank_values=True)
+    key = unquote(user) or dict(options).get("key")
+    query = urlencode([(name, value) for name, value in options if name != "key"])
+    return urlunsplit((parts.scheme, host, parts.path, query, parts.fragment)), key or None
+
+
+def concealed(url: str) -> tuple[str, dict[str, str]]:
+    """A store's URL without its secret, and the variable in which every process finds that."""
+    scheme, _, _ = url.partition("://")
+    if scheme in ("postgresql", "postgres"):
+        public, secret = without_password(url)
+        variable = "PGPASSWORD"
+    elif scheme in ("http", "https"):
+        public, secret = without_key(url)
+        variable = "AGENTRL_STORE_KEY"
+    else:
+        return url, {}
+    return public, {} if secret is None else {variable: secret}

@@ -10,6 +10,7 @@ from agentrl.runners import agents
 from agentrl.runners.executors import Executor
 from agentrl.runners.executors.command import Command
 from agentrl.runners.executors.container import Container
+from agentrl.runners.executors.contract import LOOPBACK
 from agentrl.runners.executors.inprocess import InProcess
 from agentrl.runners.executors.pool import Pool
 
@@ -29,6 +30,11 @@ def choose(
     if kind == "auto":
         kind = "command" if command else "async"
     if kind in ("async", "threads", "pool"):
+        if config.runner.host not in LOOPBACK:
+            raise ConfigError(
+                f"runner.host = {config.runner.host!r}: agents of this process have no key of their"
+                f" own, so with runner.executor = {kind!r} the gateway listens to this machine only"
+            )
         if command:
             raise ConfigError(f"runner.executor = {kind!r} runs agent.path, not agent.command")
         if agent is None or isinstance(agent, str):

@@ -46,6 +46,7 @@ def variables(live: Live, gateway: str, span: str) -> dict[str, str]:
         "OPENAI_API_KEY": live.key,
         "ANTHROPIC_BASE_URL": root,
         "ANTHROPIC_API_KEY": live.key,
+        "OPENAI_AGENTS_DISABLE_TRACING": "1",  # that SDK sends its traces to api.openai.com
         "TRACEPARENT": f"00-{live.id}-{span}-01",
         "OTEL_EXPORTER_OTLP_ENDPOINT": root,
         "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,19 +13,19 @@ from torch import Tensor
 
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.credit import (
+    Alive,
+    Compensated,
     Credit,
-    alive,
-    compensated,
+    Gae,
+    Rel,
+    Survivors,
+    Togo,
+    Whiten,
     gae,
-    gae_tokens,
     lengths,
     links,
     plus,
-    rel,
     standardise,
-    survivors,
-    togo,
-    tok_whiten,
 )
 from agentrl.errors import TrainingError
 
@@ -67,6 +68,10 @@ def f2() -> Batch:
     return flat([1, 0, 0, 0, 1, 1], groups=[0, 0, 0, 0, 1, 1])
 
 
+def advantages(x: Tensor, by: Tensor, **options: Any) -> Tensor:
+    return standardise(x, by, **options).advantage
+
+
 def near(values: Tensor, expected: Sequence[float], within: float = 5e-7) -> bool:
     return values.tolist() == pytest.approx(list(expected), abs=within, nan_ok=True)
 
@@ -75,9 +80,9 @@ def near(values: Tensor, expected: Sequence[float], within: float = 5e-7) -> boo
 
 
 def test_reinforce_with_a_given_baseline() -> None:
-    assert near(standardise(F1, ONE, base=torch.full((4,), 0.25)), [0.75, -0.25, -0.25, -0.25])
-    assert near(standardise(F1, ONE, base=torch.full((4,), 0.5)), [0.5, -0.5, -0.5, -0.5])
-    assert near(standardise(F1, ONE, base="none"), [1, 0, 0, 0])
+    assert near(advantages(F1, ONE, base=torch.full((4,), 0.25)), [0.75, -0.25, -0.25, -0.25])
+    assert near(advantages(F1, ONE, base=torch.full((4,), 0.5)), [0.5, -0.5, -0.5, -0.5])
+    assert near(advantages(F1, ONE, base="none"), [1, 0, 0, 0])
 
 
 @pytest.mark.parametrize(
@@ -85,46 +90,46 @@ def test_reinforce_with_a_given_baseline() -> None:
     [(1, 1e-6, 1.499997, -0.499999), (0, 1e-6, 1.732047, -0.577349), (1, 1e-4, 1.4997, -0.4999)],
 )
 def test_grpo(ddof: int, eps: float, first: float, other: float) -> None:
-    advantage = standardise(F1, ONE, norm="std", ddof=ddof, eps=eps)
+    advantage = advantages(F1, ONE, norm="std", ddof=ddof, eps=eps)
     assert near(advantage, [first, other, other, other])
 
 
 def test_grpo_mean_only_and_rloo() -> None:
-    assert near(standardise(F1, ONE), [0.75, -0.25, -0.25, -0.25])
-    assert near(standardise(F1, ONE, base="loo"), [1, -1 / 3, -1 / 3, -1 / 3])
+    assert near(advantages(F1, ONE), [0.75, -0.25, -0.25, -0.25])
+    assert near(advantages(F1, ONE, base="loo"), [1, -1 / 3, -1 / 3, -1 / 3])
 
 
 def test_opo_weighs_the_baseline_by_length() -> None:
     batch = flat(F1.tolist(), tokens=[1, 2, 3, 4])
     expected = [0.9, *[-0.1] * 9]
-    assert near(rel(bw=lengths)(batch), expected)
+    assert near(Rel(bw=lengths)(batch), expected)
 
 
 def test_maxrl_divides_by_the_mean() -> None:
-    assert near(standardise(F1, ONE, norm="mean"), [3, -1, -1, -1], within=1e-12)
+    assert near(advantages(F1, ONE, norm="mean"), [3, -1, -1, -1], within=1e-12)
 
 
 def test_reinforce_pp_baseline_whitens_over_tokens() -> None:
     expected = [1.936492, *[-0.645497] * 3, 0, 0]
-    assert near(tok_whiten(rel())(f2()), expected)
+    assert near(Whiten(Rel())(f2()), expected)
 
 
 def test_gpg_makes_up_for_flat_groups() -> None:
-    assert near(rel(compensated())(f2()), [1.125, *[-0.375] * 3, 0, 0])
+    assert near(Rel(Compensated())(f2()), [1.125, *[-0.375] * 3, 0, 0])
 
 
 def test_batch_deviation_with_and_without_flat_groups() -> None:
-    lite = rel(norm="std", norm_by=("all",))
+    lite = Rel(norm="std", norm_by=("all",))
     assert near(lite(f2()), [1.936487, *[-0.645496] * 3, 0, 0])
     for ddof, first, other in [(0, 1.732051, -0.57735), (1, 1.5, -0.5)]:
-        scale = rel(survivors(), norm="std", norm_by=("all",), ddof=ddof, eps=0.0)
+        scale = Rel(Survivors(), norm="std", norm_by=("all",), ddof=ddof, eps=0.0)
         assert near(scale(f2()), [first, other, other, other, NAN, NAN])
 
 
 def test_components_are_compared_apart_then_added() -> None:
     batch = flat([0, 0, 0, 0])
     batch.rewards.update(r1=torch.tensor([1.0, 0, 0, 0]), r2=torch.tensor([0.0, 1, 1, 0]))
-    mixed = plus((rel("r1", norm="std"), 1.0), (rel("r2", norm="std"), 1.0))
+    mixed = plus((Rel("r1", norm="std"), 1.0), (Rel("r2", norm="std"), 1.0))
     assert near(mixed(batch), [0.633973, 0.366025, 0.366025, -1.366023], within=1e-6)
 
 
@@ -146,28 +151,28 @@ def test_gae_bootstraps_a_rollout_that_was_cut_off() -> None:
 
 def test_comparing_calls_instead_of_rollouts_lets_busy_rollouts_dominate() -> None:
     batch = flat([1, 0], calls=[3, 1])
-    assert near(rel(at="transition")(batch), [0.25, 0.25, 0.25, -0.75])
-    assert near(rel()(batch), [0.5, 0.5, 0.5, -0.5])
+    assert near(Rel(at="transition")(batch), [0.25, 0.25, 0.25, -0.75])
+    assert near(Rel()(batch), [0.5, 0.5, 0.5, -0.5])
 
 
 def test_comparing_within_a_role() -> None:
     batch = flat([1, 0], calls=[4, 2], roles=[0, 1, 1, 1, 0, 1])
-    advantage = rel(at="transition", by=("group", "role"))(batch)
+    advantage = Rel(at="transition", by=("group", "role"))(batch)
     assert near(advantage, [0.5, 0.25, 0.25, 0.25, -0.5, -0.75])
 
 
 # -- degenerate groups ---------------------------------------------------------------------------
 
 CREDITS: dict[str, Credit] = {
-    "grpo": rel(norm="std"),
-    "mean": rel(),
-    "loo": rel(base="loo"),
-    "opo": rel(bw=lengths),
-    "maxrl": rel(norm="mean"),
-    "gpg": rel(compensated()),
-    "batch": rel(norm="std", norm_by=("all",)),
-    "whiten": tok_whiten(rel()),
-    "togo": tok_whiten(togo()),
+    "grpo": Rel(norm="std"),
+    "mean": Rel(),
+    "loo": Rel(base="loo"),
+    "opo": Rel(bw=lengths),
+    "maxrl": Rel(norm="mean"),
+    "gpg": Rel(Compensated()),
+    "batch": Rel(norm="std", norm_by=("all",)),
+    "whiten": Whiten(Rel()),
+    "togo": Whiten(Togo()),
 }
 
 
@@ -208,35 +213,35 @@ def test_a_missing_reward_is_missing_never_zero() -> None:
 
 def test_standardise_gives_zero_for_missing_units() -> None:
     x = torch.tensor([1.0, NAN, 0.0])
-    assert near(standardise(x, ONE[:3]), [0.5, 0, -0.5])
+    assert near(advantages(x, ONE[:3]), [0.5, 0, -0.5])
     given = torch.tensor([NAN, 0.0, 0.5])
-    assert near(standardise(x, ONE[:3], base=given), [0, 0, -0.5])
+    assert near(advantages(x, ONE[:3], base=given), [0, 0, -0.5])
 
 
 def test_maxrl_without_success_or_with_losses_is_zero() -> None:
     x = torch.tensor([-1.0, 0.5, 0.0, 0.0])
-    assert standardise(x, ONE, norm="mean").tolist() == [0, 0, 0, 0]
+    assert advantages(x, ONE, norm="mean").tolist() == [0, 0, 0, 0]
 
 
 def test_a_constant_reward_without_baseline_is_not_divided_by_rounding() -> None:
     x = torch.full((12,), 0.7, dtype=torch.float64)
     by = torch.zeros(12, dtype=torch.int64)
-    assert standardise(x, by, base="none", norm="std").tolist() == [0.0] * 12
-    assert near(standardise(x, by, base="none"), [0.7] * 12)
+    assert advantages(x, by, base="none", norm="std").tolist() == [0.0] * 12
+    assert near(advantages(x, by, base="none"), [0.7] * 12)
 
 
 def test_small_differences_of_large_rewards_are_information() -> None:
     x = torch.tensor([1000.01, 1000.0], dtype=torch.float64)
-    assert near(standardise(x, ONE[:2]), [0.005, -0.005])
+    assert near(advantages(x, ONE[:2]), [0.005, -0.005])
 
 
 def test_frequency_weights_that_leave_no_other_give_zero() -> None:
     x = torch.tensor([1.0, 0.0])
     for share in (0.5, 0.25):
         w = torch.full((2,), share)
-        assert standardise(x, ONE[:2], norm="std", w=w).tolist() == [0, 0]
-        assert standardise(x, ONE[:2], base="loo", w=w).tolist() == [0, 0]
-    assert standardise(x, ONE[:2], w=torch.tensor([1.0, 0.0])).tolist() == [0, 0]
+        assert advantages(x, ONE[:2], norm="std", w=w).tolist() == [0, 0]
+        assert advantages(x, ONE[:2], base="loo", w=w).tolist() == [0, 0]
+    assert advantages(x, ONE[:2], w=torch.tensor([1.0, 0.0])).tolist() == [0, 0]
 
 
 # -- time ----------------------------------------------------------------------------------------
@@ -244,8 +249,8 @@ def test_frequency_weights_that_leave_no_other_give_zero() -> None:
 
 def test_reward_to_go_counts_action_tokens_over_calls_and_rows() -> None:
     batch = flat([1, 0.5], tokens=[2, 1, 1], calls=[2, 1])
-    assert near(togo(gamma=0.5)(batch), [0.25, 0.5, 1, 0.5])
-    assert near(togo()(batch), [1, 1, 1, 0.5])
+    assert near(Togo(gamma=0.5)(batch), [0.25, 0.5, 1, 0.5])
+    assert near(Togo()(batch), [1, 1, 1, 0.5])
 
 
 def test_links_follow_the_order_of_calls_not_of_rows() -> None:
@@ -259,14 +264,14 @@ def test_links_follow_the_order_of_calls_not_of_rows() -> None:
 def test_gae_over_the_tokens_of_a_rollout() -> None:
     batch = flat([1, 0], tokens=[2, 1, 1], calls=[2, 1])
     value = torch.tensor([0.5, 0.6, 0.7, 0.2])
-    assert near(gae_tokens(lambda _: value)(batch), [0.46575, 0.385, 0.3, -0.2])
+    assert near(Gae(lambda _: value)(batch), [0.46575, 0.385, 0.3, -0.2])
 
 
 def test_alive_keeps_groups_that_differ() -> None:
-    assert alive()(f2()).tolist() == [True] * 4 + [False] * 2
-    assert alive()(flat([0.7] * 7)).sum() == 0
-    assert alive()(flat([NAN, 1.0, NAN])).sum() == 0
-    assert alive()(flat([NAN, 1.0, 0.0])).sum() == 3
+    assert Alive()(f2()).tolist() == [True] * 4 + [False] * 2
+    assert Alive()(flat([0.7] * 7)).sum() == 0
+    assert Alive()(flat([NAN, 1.0, NAN])).sum() == 0
+    assert Alive()(flat([NAN, 1.0, 0.0])).sum() == 3
 
 
 # -- mixing --------------------------------------------------------------------------------------
@@ -281,16 +286,16 @@ def test_what_one_reward_misses_the_others_still_teach() -> None:
             NAN,
         ]
     )
-    style = rel("style", base="none")
-    mixed = plus((rel(), 2.0), (style, lambda b: torch.ones(b.n_tokens)))
+    style = Rel("style", base="none")
+    mixed = plus((Rel(), 2.0), (style, lambda b: torch.ones(b.n_tokens)))
     assert near(mixed(batch), [1, -1, NAN])
 
 
 def test_unknown_and_infinite_rewards_are_refused() -> None:
-    with pytest.raises(TrainingError, match=r"no rollout has a reward 'outcom'.*'outcome'"):
-        rel("outcom")(flat([1, 0]))
+    with pytest.raises(TrainingError, match=r"step 0: none of 2 rollouts .*'outcom'.*'outcome'"):
+        Rel("outcom")(flat([1, 0]))
     with pytest.raises(TrainingError, match="1 of 2 values of reward 'outcome' are infinite"):
-        rel()(flat([1, math.inf]))
+        Rel()(flat([1, math.inf]))
 
 
 def test_an_empty_batch_has_no_credit() -> None:

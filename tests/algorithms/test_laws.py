@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from agentrl.algorithms.batch import Batch
-from agentrl.algorithms.credit import rel, standardise, togo, tok_whiten
+from agentrl.algorithms.credit import Rel, Togo, Whiten, standardise
 from agentrl.algorithms.gates import (
     Band,
     Clip,
@@ -29,6 +31,7 @@ from agentrl.algorithms.gates import (
 from agentrl.algorithms.ids import key, scan, seg
 from agentrl.algorithms.objective import Algo, Gate, Inner, Reg, kappa, plan, psi, psi_of, weights
 from agentrl.algorithms.presets import make, presets
+from agentrl.algorithms.registry import Supply
 
 law = settings(max_examples=30, deadline=None, derandomize=True)
 
@@ -39,14 +42,25 @@ Seeds = st.integers(0, 2**31)
 
 Advantage = Callable[..., Tensor]
 GRPO: dict[str, Advantage] = {
-    "mean": lambda x, by, **k: standardise(x, by, **k),
-    "std": lambda x, by, **k: standardise(x, by, norm="std", **k),
-    "loo": lambda x, by, **k: standardise(x, by, base="loo", **k),
-    "batch": lambda x, by, **k: standardise(x, by, norm="std", norm_by=torch.zeros_like(by), **k),
-    "maxrl": lambda x, by, **k: standardise(x, by, norm="mean", **k),
+    "mean": lambda x, by, **k: advantages(x, by, **k),
+    "std": lambda x, by, **k: advantages(x, by, norm="std", **k),
+    "loo": lambda x, by, **k: advantages(x, by, base="loo", **k),
+    "batch": lambda x, by, **k: advantages(x, by, norm="std", norm_by=torch.zeros_like(by), **k),
+    "maxrl": lambda x, by, **k: advantages(x, by, norm="mean", **k),
 }
-PRESETS = sorted(presets)
+SUPPLY: tuple[Supply, ...] = ("o", "b", "q", "t", "v")
+# Those that read nothing but the outcome of rollouts.
+PRESETS = [
+    name
+    for name in sorted(presets.keys() - {"streams"})
+    if (algo := make(name, {}, streams=SUPPLY)).rewards == ("outcome",)
+    and not (algo.critic or algo.greedy)
+]
 RELATIVE = ["mean", "std", "loo", "batch"]
+
+
+def advantages(x: Tensor, by: Tensor, **options: Any) -> Tensor:
+    return standardise(x, by, **options).advantage
 
 
 def columns(units: list[tuple[float, int]]) -> tuple[Tensor, Tensor]:
@@ -86,6 +100,8 @@ def random_batch(seed: int, *, missing: float = 0.2) -> Batch:
         groups=["0", "1", "2"],
         rollouts=[str(u) for u in range(n_rollouts)],
         transitions=[str(s) for s in range(n_calls)],
+        transition_state=torch.randint(0, 2, (n_calls,), generator=draw),
+        transition_node=torch.randint(0, 3, (n_calls,), generator=draw),
     )
 
 
@@ -138,7 +154,7 @@ def test_weighted_advantages_sum_to_zero_per_group(
 ) -> None:
     x, by = columns(units)
     weight = torch.tensor(w[: len(units)], dtype=torch.float64)
-    total = seg(weight * standardise(x, by, norm=norm, w=weight), by)
+    total = seg(weight * advantages(x, by, norm=norm, w=weight), by)
     assert close(total, torch.zeros_like(total))
 
 
@@ -147,8 +163,8 @@ def test_weighted_advantages_sum_to_zero_per_group(
 def test_leave_one_out_is_the_mean_scaled_by_the_group(units: list[tuple[float, int]]) -> None:
     x, by = columns(units)
     size = seg(torch.ones_like(x), by)[by]
-    expected = standardise(x, by) * size / (size - 1).clamp(min=1)
-    assert close(standardise(x, by, base="loo"), expected)
+    expected = advantages(x, by) * size / (size - 1).clamp(min=1)
+    assert close(advantages(x, by, base="loo"), expected)
 
 
 @law
@@ -194,8 +210,8 @@ def test_token_statistics_are_unit_statistics_weighted_by_length(
 ) -> None:
     x, length = columns(units)
     by = torch.zeros_like(length)
-    per_unit = standardise(x, by, norm="std", w=length.double())
-    per_token = standardise(x.repeat_interleave(length), by.repeat_interleave(length), norm="std")
+    per_unit = advantages(x, by, norm="std", w=length.double())
+    per_token = advantages(x.repeat_interleave(length), by.repeat_interleave(length), norm="std")
     assert close(per_token, per_unit.repeat_interleave(length))
 
 
@@ -222,7 +238,7 @@ def test_calls_between_that_say_nothing_change_nothing(seed: int) -> None:
         n = int((batch.token_rollout == rollout).sum())
         expected += [float(r[rollout]) * 0.5 ** (n - 1 - t) for t in range(n)]
     assert torch.allclose(
-        togo(gamma=0.5)(batch), torch.tensor(expected, dtype=torch.float64), equal_nan=True
+        Togo(gamma=0.5)(batch), torch.tensor(expected, dtype=torch.float64), equal_nan=True
     )
 
 
@@ -317,20 +333,11 @@ def test_tokens_without_a_reward_are_as_if_they_were_not_there(name: str, seed: 
     algo = make(name, {})
     every = psi(algo, plan(algo, batch, streams), p, torch.arange(batch.n_tokens))
     present = ~batch.rewards["outcome"].isnan()[batch.token_rollout]
-    less = Batch(
-        rows=[],
+    less = replace(
+        batch,
         token_row=batch.token_row[present],
         token_transition=batch.token_transition[present],
         behaviour=batch.behaviour[present],
-        transition_rollout=batch.transition_rollout,
-        transition_role=batch.transition_role,
-        row_rollout=batch.row_rollout,
-        rollout_group=batch.rollout_group,
-        rewards=batch.rewards,
-        roles=batch.roles,
-        groups=batch.groups,
-        rollouts=batch.rollouts,
-        transitions=batch.transitions,
     )
     streams = {name: stream[present] for name, stream in streams.items()}
     rest = psi(algo, plan(algo, less, streams), p[present], torch.arange(less.n_tokens))
@@ -343,7 +350,7 @@ def test_tokens_without_a_reward_are_as_if_they_were_not_there(name: str, seed: 
 def test_psi_is_the_gradient_of_the_surrogate(seed: int) -> None:
     batch = random_batch(seed)
     streams, p = random_streams(batch, seed)
-    algo = Algo(rel(norm="std"), (Gate(Clip(0.1, 0.2)),), (Reg("k3", 0.3), Reg("k2", 0.2, "b")))
+    algo = Algo(Rel(norm="std"), (Gate(Clip(0.1, 0.2)),), (Reg("k3", 0.3), Reg("k2", 0.2, "b")))
     terms = plan(algo, batch, streams)
 
     def loss(now: Tensor) -> Tensor:
@@ -381,7 +388,7 @@ def test_k2_is_the_reverse_kl_gradient_and_k3_the_forward(logits: list[float], s
 @law
 @given(Seeds)
 def test_whitened_tokens_have_mean_zero_and_deviation_one(seed: int) -> None:
-    advantage = tok_whiten(rel())(random_batch(seed))
+    advantage = Whiten(Rel())(random_batch(seed))
     known = advantage[~advantage.isnan()]
     if known.any():
         assert known.mean().item() == pytest.approx(0, abs=1e-9)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.batch import Batch
-from agentrl.algorithms.credit import rel
+from agentrl.algorithms.credit import Rel
 from agentrl.algorithms.gates import Band, Clip, Ratio, Trunc
 from agentrl.algorithms.ids import units
 from agentrl.algorithms.objective import (
@@ -167,7 +167,7 @@ def test_penalty_of_drifted_tokens_stays_finite() -> None:
 def test_psi_is_weight_times_gated_advantage_less_penalty() -> None:
     batch = three_rows()
     q = batch.behaviour - 0.2
-    algo = Algo(rel(), (Gate(Trunc(0, 1.1), den="b"),), (Reg("k1", 0.1), Reg("k2", 2.0, "b")))
+    algo = Algo(Rel(), (Gate(Trunc(0, 1.1), den="b"),), (Reg("k1", 0.1), Reg("k2", 2.0, "b")))
     terms = plan(algo, batch, {"q": q})
     p = batch.behaviour.double() + 0.05
     c = math.exp(0.05)
@@ -179,7 +179,7 @@ def test_psi_is_weight_times_gated_advantage_less_penalty() -> None:
 
 def test_psi_has_dtype_of_its_input_and_no_graph() -> None:
     batch = three_rows()
-    algo = Algo(rel(), (Gate(Clip()),))
+    algo = Algo(Rel(), (Gate(Clip()),))
     terms = plan(algo, batch, {}, fresh=True)
     result = psi(algo, terms, batch.behaviour.clone().requires_grad_(), every(batch))
     assert result.dtype == torch.float32
@@ -188,7 +188,7 @@ def test_psi_has_dtype_of_its_input_and_no_graph() -> None:
 
 def test_micro_batches_of_whole_rows_give_the_same_psi() -> None:
     batch = three_rows()
-    algo = Algo(rel(), (Gate(Clip(0.5, 0.5), by="row"), Gate(Trunc(), "o", "b", "row", "sum")))
+    algo = Algo(Rel(), (Gate(Clip(0.5, 0.5), by="row"), Gate(Trunc(), "o", "b", "row", "sum")))
     old = batch.behaviour + torch.linspace(-0.3, 0.4, 6)
     terms = plan(algo, batch, {"o": old})
     p = old.double() + torch.linspace(0.2, -0.5, 6)
@@ -200,7 +200,7 @@ def test_micro_batches_of_whole_rows_give_the_same_psi() -> None:
 
 def test_first_step_on_a_batch_needs_no_old_log_probs() -> None:
     batch = three_rows()
-    algo = Algo(rel(), (Gate(Clip(0.0, 0.0)), Gate(Trunc(0, 9), "o", "b")))
+    algo = Algo(Rel(), (Gate(Clip(0.0, 0.0)), Gate(Trunc(0, 9), "o", "b")))
     p = batch.behaviour.double() + 0.3
     fresh = psi(algo, plan(algo, batch, {}, fresh=True), p, every(batch))
     assert torch.equal(fresh, psi(algo, plan(algo, batch, {"o": p}), p, every(batch)))
@@ -222,7 +222,7 @@ def test_psi_of_is_minus_the_gradient() -> None:
 def test_credit_of_a_larger_batch_may_be_given() -> None:
     batch = three_rows()
     given = torch.tensor([1.0, 2, 3, 4, math.nan, math.nan])
-    terms = plan(Algo(rel(), agg=Average(("all",))), batch, {}, advantage=given)
+    terms = plan(Algo(Rel(), agg=Average(("all",))), batch, {}, advantage=given)
     assert near(terms.advantage, [1, 2, 3, 4, 0, 0])
     assert near(terms.weight, [0.25] * 4 + [0, 0])
 
@@ -231,7 +231,7 @@ def test_credit_of_a_larger_batch_may_be_given() -> None:
 
 
 def test_a_missing_stream_is_refused_by_name() -> None:
-    algo = Algo(rel(), (Gate(Clip()),), (Reg("k3", 0.1),), name="mine")
+    algo = Algo(Rel(), (Gate(Clip()),), (Reg("k3", 0.1),), name="mine")
     with pytest.raises(TrainingError, match=r"'mine' needs .* old policy \(stream o\)"):
         plan(algo, three_rows(), {"q": torch.zeros(6)})
     with pytest.raises(TrainingError, match=r"'mine' needs .* reference model \(stream q\)"):
@@ -241,10 +241,10 @@ def test_a_missing_stream_is_refused_by_name() -> None:
 def test_log_probs_that_are_not_finite_are_refused_with_their_count() -> None:
     batch = three_rows()
     broken = replace(batch, behaviour=torch.tensor([0.0, math.nan, -math.inf, 0, 0, 0]))
-    corrected = Algo(rel(), (Gate(Trunc(), "p", "b"),), name="mine")
+    corrected = Algo(Rel(), (Gate(Trunc(), "p", "b"),), name="mine")
     with pytest.raises(TrainingError, match=r"2 of 6 log-probs of the sampler .*'mine'"):
         plan(corrected, broken, {})
-    algo = Algo(rel(), name="mine")
+    algo = Algo(Rel(), name="mine")
     terms = plan(algo, broken, {})  # does not read them
     assert psi(algo, terms, torch.zeros(6), every(batch)).isfinite().all()
     with pytest.raises(TrainingError, match="1 of 2 log-probs of the current policy"):
@@ -253,7 +253,7 @@ def test_log_probs_that_are_not_finite_are_refused_with_their_count() -> None:
 
 def test_infinite_credit_is_refused() -> None:
     algo = Algo(lambda batch: torch.full((batch.n_tokens,), math.inf), name="mine")
-    with pytest.raises(TrainingError, match="'mine': 6 advantages are infinite"):
+    with pytest.raises(TrainingError, match="'mine', step 0: 6 of 6 advantages are infinite"):
         plan(algo, three_rows(), {})
 
 
@@ -262,7 +262,7 @@ def test_infinite_credit_is_refused() -> None:
     [((1, 1), "better or worse"), ((0, math.nan), "better or worse"), ([math.nan] * 2, "missing")],
 )
 def test_a_batch_without_a_lesson_says_so(rewards: Sequence[float], words: str) -> None:
-    algo = Algo(rel(norm="std"))
+    algo = Algo(Rel(norm="std"))
     batch = three_rows(rewards)
     terms = plan(algo, batch, {})
     assert terms.skip is not None
@@ -271,13 +271,13 @@ def test_a_batch_without_a_lesson_says_so(rewards: Sequence[float], words: str) 
 
 
 def test_a_penalty_is_a_lesson_of_its_own() -> None:
-    algo = Algo(rel(), regs=(Reg("k2", 0.1, "b"),))
+    algo = Algo(Rel(), regs=(Reg("k2", 0.1, "b"),))
     assert plan(algo, three_rows([1, 1]), {}).skip is None
     assert plan(algo, three_rows([1, 0]), {}).skip is None
 
 
 def test_everything_filtered_out_is_skipped() -> None:
-    nothing = Algo(rel(), keep=lambda batch: torch.zeros(batch.n_tokens, dtype=torch.bool))
+    nothing = Algo(Rel(), keep=lambda batch: torch.zeros(batch.n_tokens, dtype=torch.bool))
     batch = three_rows()
     terms = plan(nothing, batch, {})
     assert "filtered out" in str(terms.skip)
@@ -288,13 +288,13 @@ def test_everything_filtered_out_is_skipped() -> None:
 def test_a_batch_without_tokens_is_skipped() -> None:
     none = torch.empty(0, dtype=torch.int64)
     batch = replace(three_rows(), token_row=none, token_transition=none, behaviour=torch.empty(0))
-    terms = plan(Algo(rel()), batch, {})
+    terms = plan(Algo(Rel()), batch, {})
     assert terms.skip == "the batch has no sampled tokens"
 
 
 def test_missing_rewards_leave_the_denominators() -> None:
     batch = three_rows([1, math.nan])
-    terms = plan(Algo(rel(base="none"), agg=Average(("all",))), batch, {})
+    terms = plan(Algo(Rel(base="none"), agg=Average(("all",))), batch, {})
     assert near(terms.weight, [0.25] * 4 + [0, 0])
 
 
@@ -303,7 +303,7 @@ def test_missing_rewards_leave_the_denominators() -> None:
 
 def test_stats_of_credit_count_groups() -> None:
     batch = replace(three_rows(groups=(0, 1)), row_rollout=torch.tensor([0, 0, 1]))
-    algo = Algo(rel())
+    algo = Algo(Rel())
     metrics = stats(algo, batch, plan(algo, batch, {}), batch.behaviour)
     assert metrics["reward/outcome/frac_solo"] == 1.0
     assert metrics["reward/outcome/frac_zero_std"] == 0.0
@@ -318,7 +318,7 @@ def test_stats_of_credit_count_groups() -> None:
 
 def test_stats_of_trust() -> None:
     batch = three_rows()
-    algo = Algo(rel(), (Gate(Clip()), Gate(Trunc(0, 1.5), "o", "b")))
+    algo = Algo(Rel(), (Gate(Clip()), Gate(Trunc(0, 1.5), "o", "b")))
     old = batch.behaviour.double() + torch.tensor([0.0, 0, 0.5, 0, 0, 0])  # one token is capped
     p = old + torch.tensor([0.4, 0, 0, 0, -0.4, 0.1])  # two are clipped
     terms = plan(algo, batch, {"o": old})
@@ -334,7 +334,7 @@ def test_stats_of_trust() -> None:
 
 def test_stats_on_the_sampled_policy_are_all_quiet() -> None:
     batch = three_rows()
-    algo = Algo(rel(), (Gate(Clip(0, 0)), Gate(Trunc(1, 1), "o", "b")))
+    algo = Algo(Rel(), (Gate(Clip(0, 0)), Gate(Trunc(1, 1), "o", "b")))
     terms = plan(algo, batch, {}, fresh=True)
     metrics = stats(algo, batch, terms, batch.behaviour)
     assert metrics["policy/clip_fraction"] == 0

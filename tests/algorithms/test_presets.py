@@ -21,6 +21,8 @@ from agentrl.algorithms.objective import Algo, plan, psi
 from agentrl.algorithms.presets import make, modifiers, presets
 from agentrl.errors import ConfigError, TrainingError
 
+from .test_agent_presets import CASES as AGENT_CASES
+
 
 @dataclass(frozen=True)
 class Padded:
@@ -43,6 +45,8 @@ class Padded:
 REWARD = [1, 0, 0, 0.5, 0.7, 0.7, 0.7, 0.3, 0, 1, nan, 0]
 STYLE = [0, 1, nan, 1, 0, 0, 0.2, 1, nan, nan, nan, 0.4]
 GROUP = [0, 0, 0, 0, 1, 1, 1, 2, 3, 3, 3, 3]  # one flat group, one solo, one missing
+GREEDY = (3, 9, 11)  # rollouts; of groups 0 and 3
+CUT = (2, 4, 7)  # calls that a token limit ended; 2 is the last of its rollout, 4 is not
 ROWS = [2, 1, 1, 3, 1, 2, 1, 1, 1, 0, 1, 2]  # per rollout; rollout 9 sampled nothing
 
 
@@ -80,6 +84,8 @@ def flat(data: Padded) -> Batch:
         groups=["0", "1", "2", "3"],
         rollouts=[str(u) for u in range(len(data.group))],
         transitions=[str(r) for r in range(len(data.rollout))],
+        rollout_greedy=torch.tensor([u in GREEDY for u in range(len(data.group))]),
+        transition_truncated=torch.tensor([r in CUT for r in range(len(data.rollout))]),
     )
 
 
@@ -186,6 +192,71 @@ def two_rewards(data: Padded) -> dict[int, float]:
     return {u: first.get(u, 0.0) + 0.5 * second.get(u, 0.0) for u in first | second}
 
 
+def per_call(data: Padded) -> dict[int, float]:
+    """Every call counts."""
+    result: dict[int, float] = {}
+    for group in members(data):
+        copies = [r for u, r in group for _ in range(data.rollout.count(u))]
+        for u, r in group:
+            if len(set(copies)) > 1:
+                result[u] = (r - statistics.fmean(copies)) / (statistics.stdev(copies) + 1e-6)
+            else:
+                result[u] = 0.0
+    return result
+
+
+def against_greedy(data: Padded) -> dict[int, float]:
+    result = {}
+    for group in members(data):
+        greedy = [r for u, r in group if u in GREEDY]
+        result |= {u: r - statistics.fmean(greedy) for u, r in group if greedy and u not in GREEDY}
+    return result
+
+
+def best_of(data: Padded) -> dict[int, float]:
+    result = {}
+    for group in members(data):
+        ranked = sorted((r for _, r in group), reverse=True)
+        for u, r in group:
+            result[u] = 0.0
+            if len(ranked) > 1 and r == ranked[0] > ranked[1]:
+                result[u] = (ranked[0] - ranked[1]) / (statistics.stdev(ranked) + 1e-6)
+    return result
+
+
+def pass_at_2(data: Padded) -> dict[int, float]:
+    """By enumerating the pairs."""
+    result = {}
+    for group in members(data):
+        if len(group) < 2:
+            continue
+        n = len(group)
+        weights = {}
+        for u, r in group:
+            others = [x for v, x in group if v != u]
+            won = sum(max(r, x) > 0 for x in others)
+            weights[u] = won / (n * (n - 1) / 2)
+        for u, w in weights.items():
+            rest = [x for v, x in weights.items() if v != u]
+            result[u] = w - statistics.fmean(rest)
+            result[u] = 0.0 if abs(result[u]) < 1e-9 else result[u]
+    return result
+
+
+def dapo_shaped(data: Padded) -> dict[int, float]:
+    """Length penalty from 4 to 6 tokens, no cut-off rollouts, judged by the raw reward."""
+    lengths = [tokens_of(data, u) for u in range(len(data.group))]
+    shaped = [r - min(max(n - 4, 0) / 2, 1.0) for r, n in zip(data.reward, lengths, strict=True)]
+    last = {u: r for r, u in enumerate(data.rollout)}
+    keep = {u for group in members(data) if differs(group) for u, _ in group}
+    keep -= {u for u, r in last.items() if r in CUT}
+    return {u: a for u, a in zscore(data, shaped).items() if u in keep}
+
+
+def nothing(data: Padded) -> dict[int, float]:
+    return dict.fromkeys(range(len(data.group)), 0.0)
+
+
 # -- published surrogates: per-token losses of one row, differentiable in p ------------------------
 
 Surrogate = Callable[[Tensor, Tensor, Tensor, float], Tensor]
@@ -251,6 +322,25 @@ def minirl(p: Tensor, o: Tensor, b: Tensor, a: float) -> Tensor:
 
 def kimi(p: Tensor, o: Tensor, b: Tensor, a: float) -> Tensor:
     return -(a * p - 0.05 * (p - o) ** 2)
+
+
+def dppo_kl(p: Tensor, o: Tensor, b: Tensor, a: float) -> Tensor:
+    losses = []
+    for now, sampled in zip(p, b, strict=True):
+        pi, mu = math.exp(now.item()), math.exp(sampled.item())
+        kl = mu * math.log(mu / pi) + (1 - mu) * math.log((1 - mu) / (1 - pi))
+        far = kl > 0.01 and (pi - mu) * a > 0
+        losses.append(now * 0 if far else -min(pi / mu, 20.0) * a * now)
+    return torch.stack(losses)
+
+
+def gmpo(p: Tensor, o: Tensor, b: Tensor, a: float) -> Tensor:
+    held = torch.minimum((p - o) * (1 if a >= 0 else -1), torch.tensor(0.2, dtype=p.dtype))
+    return -(held * (1 if a >= 0 else -1)).mean().exp().expand(p.numel()) * a
+
+
+def to_teacher(p: Tensor, o: Tensor, b: Tensor, a: float) -> Tensor:
+    return 0.5 * (p - (o - 0.2)) ** 2
 
 
 def penalised(surrogate: Surrogate, beta: float) -> Surrogate:
@@ -336,6 +426,21 @@ CASES: dict[str, tuple[Any, Surrogate, Any, dict[str, Any]]] = {
     "minirl": (centred, minirl, tokens, {}),
     "kimi": (centred, kimi, tokens, {}),
     "agl-v1": (zscore, PPO, rollouts, {}),
+    "agl-v0": (per_call, PPO, tokens, {}),
+    "remax": (against_greedy, plain, row_sums, {}),
+    "best-of": (best_of, PPO, row_means, {}),
+    "pass-at-k": (pass_at_2, PPO, row_means, {}),
+    "gspo-token": (zscore, sequence_clip(3e-4, 4e-4), row_means, {}),
+    "gmpo": (zscore, gmpo, row_means, {"log_low": 0.2, "log_high": 0.2}),
+    "dppo-kl": (centred, dppo_kl, constant, {"low": 0.01, "high": 0.01}),
+    "dro": (centred, kimi, tokens, {}),
+    "distill": (nothing, to_teacher, tokens, {}),
+    "dapo overlong": (
+        dapo_shaped,
+        clip(0.2, 0.28),
+        tokens,
+        {"overlong_limit": 6, "overlong_cache": 2, "drop_truncated": True},
+    ),
     "grpo+tis": (zscore, weighted(PPO, lambda d: d.exp().clamp(max=2)), row_means, {}),
     "grpo+seq-tis": (zscore, weighted(PPO, lambda d: min(d.sum().exp(), 2)), row_means, {}),
     "grpo+icepop": (
@@ -367,13 +472,14 @@ CASES: dict[str, tuple[Any, Surrogate, Any, dict[str, Any]]] = {
 
 
 def build(case: str) -> Algo:
-    return make(case.split()[0], CASES[case][3], streams=("o", "b", "q"))
+    return make(case.split()[0], CASES[case][3], streams=("o", "b", "q", "t"))
 
 
 def current(algo: Algo, data: Padded) -> Tensor:
     """psi in token order."""
     batch = flat(data)
-    terms = plan(algo, batch, {"o": data.o[data.mask], "q": data.o[data.mask] - 0.1})
+    o = data.o[data.mask]
+    terms = plan(algo, batch, {"o": o, "q": o - 0.1, "t": o - 0.2})
     return psi(algo, terms, data.p[data.mask], torch.arange(batch.n_tokens))
 
 
@@ -393,8 +499,8 @@ def published(case: str, data: Padded) -> Tensor:
 
 
 def test_every_preset_and_modifier_has_a_case() -> None:
-    names = {case.split()[0] for case in CASES}
-    assert presets.keys() <= names
+    names = {case.split()[0] for case in [*CASES, *AGENT_CASES]}
+    assert presets.keys() == {name for name in names if name in presets}
     assert all(any(f"+{modifier}+" in f"{name}+" for name in names) for modifier in modifiers)
 
 
@@ -412,7 +518,7 @@ def test_the_first_step_is_reinforce_with_the_same_weights(case: str) -> None:
     batch = flat(data)
     algo = build(case)
     b = batch.behaviour.double()
-    terms = plan(algo, batch, {"o": b, "q": b})
+    terms = plan(algo, batch, {"o": b, "q": b, "t": b})
     assert torch.equal(
         psi(algo, terms, b, torch.arange(batch.n_tokens)), terms.weight * terms.advantage
     )
@@ -423,7 +529,8 @@ def test_micro_batches_of_rows_in_any_order_add_up(case: str) -> None:
     data = padded(1)
     batch = flat(data)
     algo = build(case)
-    terms = plan(algo, batch, {"o": data.o[data.mask], "q": data.o[data.mask] - 0.1})
+    o = data.o[data.mask]
+    terms = plan(algo, batch, {"o": o, "q": o - 0.1, "t": o - 0.2})
     p = data.p[data.mask]
     whole = psi(algo, terms, p, torch.arange(batch.n_tokens))
     rows = list(range(len(data.rollout)))
@@ -445,11 +552,18 @@ def test_hopeless_batches_give_no_nan(case: str) -> None:
 
 
 def test_every_preset_builds_with_its_defaults_and_says_where_it_is_from() -> None:
+    streams = ("o", "b", "q", "t", "v")
+    needed = {
+        "streams": {"streams": {"outcome": {}}},
+        "process": {"process_streams": {"p": {"scope": "transition"}}},
+        "only": {"only_roles": ["agent"]},
+    }
     for name, function in presets.items():
-        assert make(name, {}).name == name
+        assert make(name, needed.get(name, {}), streams=streams).name == name
         assert "arXiv" in str(function.__doc__) or "Williams" in str(function.__doc__)
     for name in modifiers:
-        assert make(f"grpo+{name}", {}).name == f"grpo+{name}"
+        options = needed.get(name, {})
+        assert make(f"grpo+{name}", options, streams=streams).name == f"grpo+{name}"
 
 
 def test_options_of_presets_and_modifiers_never_share_a_name() -> None:
@@ -472,7 +586,7 @@ def test_options_reach_the_preset_and_its_modifiers() -> None:
     ("name", "options", "message"),
     [
         ("grop", {}, r"algorithm\.preset: no preset 'grop'; did you mean 'grpo'\?"),
-        ("", {}, r"algorithm\.preset: no preset ''; valid: agl-v1"),
+        ("", {}, r"algorithm\.preset: no preset ''; valid: agent-r1"),
         ("grpo+tsi", {}, r"no modifier \+tsi for 'grpo'; did you mean 'tis'\?"),
         ("grpo+", {}, r"no modifier \+ for 'grpo'; valid"),
         ("grpo", {"clip_hihg": 0.3}, r"algorithm\.options\.clip_hihg: .* 'clip_high'\?"),
@@ -513,5 +627,5 @@ def test_a_mask_may_be_added_to_a_correction() -> None:
 
 def test_a_reward_that_no_rollout_has_is_refused() -> None:
     algo = make("grpo", {"reward": "stile"})
-    with pytest.raises(TrainingError, match=r"no rollout has a reward 'stile'.*'style'"):
+    with pytest.raises(TrainingError, match=r"none of 12 rollouts has a reward 'stile'.*'style'"):
         current(algo, padded(0))

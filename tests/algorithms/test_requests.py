@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 from agentrl.algorithms.requests import TaskStream, evaluation
 from agentrl.config import resolve
 from agentrl.types import Purpose, Sampling
@@ -40,3 +42,9 @@ def test_an_evaluation_is_one_group_of_single_rollouts() -> None:
     assert [row.task for row in rows] == TASKS
     assert rows[0].sampling.temperature == 0.0
     assert rows[0].priority > stream().rollouts(0)[0].priority
+
+
+def test_a_greedy_baseline_is_one_rollout_of_each_group() -> None:
+    rows = replace(stream(), greedy=True).rollouts(0)
+    assert [row.sampling.temperature == 0 for row in rows] == [True, False] * 3
+    assert [row.id for row in rows] == [row.id for row in stream().rollouts(0)]

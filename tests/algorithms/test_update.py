@@ -16,6 +16,7 @@ from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.learners.base import Psi, StepReport
 from agentrl.algorithms.update import Updater
 from agentrl.config import AlgorithmConfig
+from agentrl.errors import TrainingError
 from agentrl.types import (
     Group,
     Purpose,
@@ -175,3 +176,29 @@ def test_learning_rate_falls_to_zero() -> None:
     for number in range(5):
         step.update(number, [group("a", 1.0, 0.0)])
     assert learner.rates == pytest.approx([0.5, 0.8, 0.6, 0.4, 0.2])
+
+
+def test_a_reward_that_no_rollout_carries_stops_the_run() -> None:
+    learner = Recorder()
+    step = updater(learner)
+    algo = presets.make("grpo", {"reward": "transition:quality"})
+    with pytest.raises(TrainingError, match=r"2 rollouts of step 0.*'transition:quality'"):
+        dataclasses.replace(step, algo=algo).update(0, [group("a", 1.0, 0.0)])
+    assert learner.batches == []
+
+
+def test_a_filter_sees_the_whole_batch_however_it_is_cut() -> None:
+    """No call of the first half is a critic's, which is no mistake in a name."""
+    groups = [group(name, 1.0, 0.0) for name in "ab"]
+    last = groups[1]
+    rollouts = [
+        replace(row, transitions=[replace(call, role="critic") for call in row.transitions])
+        for row in last.rollouts
+    ]
+    groups[1] = replace(last, rollouts=rollouts)
+    learner = Recorder()
+    step = updater(learner, minibatches=2)
+    algo = presets.make("grpo+only", {"only_roles": ["critic"]})
+    metrics = dataclasses.replace(step, algo=algo).update(0, groups)
+    assert (metrics["update/steps"], metrics["update/skipped"]) == (2, 1)
+    assert learner.batches[0].groups == ["b"]

@@ -201,6 +201,7 @@ def test_the_environment_is_set_and_restored(
     before = dict(os.environ)
     with environment("http://127.0.0.1:1/v1"):
         assert os.environ["OPENAI_BASE_URL"] == os.environ["OPENAI_API_BASE"]
-        assert os.environ["OPENAI_API_KEY"] == "agentrl"
+        assert os.environ["OPENAI_API_KEY"] == os.environ["ANTHROPIC_API_KEY"] == "agentrl"
+        assert os.environ["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:1"  # its clients add /v1
         assert ("127.0.0.1" in os.environ.get("NO_PROXY", "")) is bool(proxy)
     assert dict(os.environ) == before

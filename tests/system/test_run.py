@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import subprocess
 import sys
@@ -70,8 +71,10 @@ def test_train_show_evaluate_and_continue(run_folder: Path) -> None:
     assert "algorithm.lr: 0.001 -> 0.5" in changed.stderr
 
     checkpoint = read(run_folder, lambda store: store.run("tiny")).checkpoint
-    scored = agentrl(run_folder, "eval", "run.toml", checkpoint)
+    scored = agentrl(run_folder, "eval", "run.toml")
     assert scored.returncode == 0, scored.stderr
+    (settings,) = run_folder.glob("*-eval-*/run.json")
+    assert json.loads(settings.read_text())["policy"]["model"] == checkpoint
     assert "held-out tasks" in scored.stdout
 
     fewer = agentrl(run_folder, "train", "run.toml", *SMALL, "steps=1")
@@ -109,6 +112,46 @@ def test_a_run_over_postgres_is_interrupted_and_continues(
     assert "secret" not in to_toml(config)
     with pytest.raises(ConfigError, match="may hold other runs"):
         clear(conceal(config))
+
+
+async def test_a_run_over_http_outlives_its_server(run_folder: Path) -> None:
+    (run_folder / "keys").write_text("admin:secret-key\n")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    url = f"http://secret-key@127.0.0.1:{port}"
+    command = [sys.executable, "-m", "agentrl"]
+    serve = ["store", "serve", "sqlite:///served.db", "--port", str(port), "--keys", "keys"]
+    small = ["algorithm.groups=1", "algorithm.group_size=2", "eval.tasks=2", "steps=3"]
+
+    async def started(*arguments: str) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            *command,
+            *arguments,
+            cwd=run_folder,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+
+    server = await started(*serve)
+    training = await started("train", "run.toml", *small, f"store={url}")
+    try:
+        async with open_store(url) as store:
+            cursor = 0
+            while (state := await store.run("tiny")) is None or state.step < 1:
+                cursor = await store.wait(cursor, timeout=5.0)
+            server.kill()
+            await server.wait()
+            server = await started(*serve)
+            assert await training.wait() == 0
+            committed = [row.step for row in await store.steps("tiny") if row.committed]
+    finally:
+        for process in (server, training):
+            if process.returncode is None:
+                process.terminate()
+                await process.wait()
+    assert committed == [0, 1, 2]
+    assert not (run_folder / "out" / "store.db").exists()
+    assert b"secret" not in (run_folder / "out" / "run.json").read_bytes()
 
 
 AGENTS = {

@@ -50,3 +50,10 @@ def test_the_agent_decides_unless_the_run_file_does() -> None:
 def test_what_does_not_fit(agent: Any, given: object, executor: str, says: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(says)):
         chosen(agent, given, executor=executor)
+
+
+@pytest.mark.parametrize("executor", ["async", "threads", "pool"])
+def test_agents_without_a_key_are_not_served_to_the_network(executor: str) -> None:
+    with pytest.raises(ConfigError, match="listens to this machine only"):
+        chosen(PATH, executor=executor, host="0.0.0.0")
+    assert chosen(COMMAND, executor="command", host="0.0.0.0")

@@ -1,0 +1,138 @@
+"""The commands about algorithms: what there is, what one is, and what it made of a rollout."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+
+import click
+import msgspec
+
+from agentrl.algorithms import presets
+from agentrl.algorithms.explain import brief, explain, report
+from agentrl.algorithms.objective import Algo
+from agentrl.algorithms.registry import EMPTY, Supply, options_of
+from agentrl.config import RunConfig
+from agentrl.errors import StoreError
+from agentrl.store import open_store
+from agentrl.store.base import Store
+from agentrl.types import Group, Purpose, Rollout, StepRow
+
+EVERYTHING: tuple[Supply, ...] = ("o", "b", "q", "t", "v")
+
+
+def catalogue() -> list[str]:
+    """One line per preset and modifier, then the questions that a record answers."""
+    lines = ["presets"]
+    lines += [_line(name, function) for name, function in sorted(presets.presets.items())]
+    lines.append("modifiers, of any preset")
+    lines += [_line(f"+{name}", function) for name, function in sorted(presets.modifiers.items())]
+    return lines
+
+
+def record(name: str) -> list[str]:
+    """The answers of one algorithm, and its options with their defaults."""
+    options = options_of(name)
+    needed = {key: _example(key) for key, default in options.items() if default is EMPTY}
+    algo = presets.make(name, needed, streams=EVERYTHING)
+    lines = [name, *(f"  {key:<12} {answer}" for key, answer in answers(algo).items()), "options"]
+    for key, default in options.items():
+        lines.append(f"  {key} = {'(required)' if key in needed else _plain(default)}")
+    return lines
+
+
+def answers(algo: Algo) -> dict[str, str]:
+    """What an algorithm says to each question."""
+    supply = sorted(algo.needs) + (["v"] if algo.critic else [])
+    return {
+        "credit": brief(algo.credit),
+        "gates": ", ".join(map(brief, algo.gates)) or "none",
+        "penalties": ", ".join(map(brief, algo.regs)) or "none",
+        "average": brief(algo.agg),
+        "filter": brief(algo.keep) if algo.keep else "none",
+        "rewards": ", ".join(algo.rewards) or "none",
+        "streams": ", ".join(supply) or "none",
+    }
+
+
+async def explained(store_url: str, rollout: str, *, tokens: bool) -> list[str]:
+    """How the tokens of a rollout got their numbers, from what the store holds of its step.
+
+    Raises StoreError for an unknown rollout."""
+    async with open_store(store_url, create=False) as store:
+        trace = await store.trace(rollout)
+        state = await store.run(trace.rollout.run) if trace else None
+        if trace is None or state is None:
+            raise StoreError(
+                f"there is no rollout {rollout!r} in {store_url}; ids look like "
+                "run/train/0000000/0000"
+            )
+        step = trace.rollout.step
+        groups = await _groups(store, trace.rollout)
+        rows = await store.steps(trace.rollout.run, after=step - 1)
+    config = msgspec.convert(state.config, RunConfig).algorithm
+    algo = presets.make(config.preset, config.options, streams=EVERYTHING)
+    explanation = explain(algo, groups, min_group=config.min_group)
+    lines = report(explanation, rollout, groups, tokens)
+    trained = explanation.batch.n_tokens
+    return lines + _doubts(next((r for r in rows if r.step == step), None), trained)
+
+
+async def _groups(store: Store, rollout: Rollout) -> list[Group]:
+    """The groups that were asked for together with a rollout's."""
+    rows = await store.rollouts(rollout.run, purpose=Purpose.TRAIN, step=rollout.step)
+    members: dict[str, list[Rollout]] = {}
+    for row in rows:
+        trace = await store.trace(row.id)
+        calls = trace.transitions if trace else []
+        whole = msgspec.structs.replace(row, transitions=calls)
+        members.setdefault(row.group, []).append(whole)
+    return [
+        Group(id=group, run=rollout.run, step=rollout.step, rollouts=found)
+        for group, found in members.items()
+    ]
+
+
+def _doubts(row: StepRow | None, tokens: int) -> list[str]:
+    if row is None or not row.committed:
+        return ["this step is not trained yet"]
+    trained = row.metrics.get("tokens/trained")
+    if trained is not None and trained != tokens:
+        return [
+            f"the step trained {trained:.0f} tokens and these groups hold {tokens}: it was trained "
+            "on other groups (algorithm.max_staleness) or on calls completed for it "
+            "(algorithm.inexact), and its numbers may differ"
+        ]
+    return []
+
+
+def _line(name: str, function: object) -> str:
+    """Name, first sentence, and the fields of the record that it answers."""
+    text = " ".join((inspect.getdoc(function) or "").split())
+    fields = _fields(name)
+    return f"  {name:<21} {text}{f'  [{fields}]' if fields else ''}"
+
+
+def _fields(name: str) -> str:
+    """What a preset sets besides credit, or a modifier changes of its host."""
+    host = "reinforce" + name if name.startswith("+") else name
+    needed = {key: _example(key) for key, default in options_of(host).items() if default is EMPTY}
+    algo = presets.make(host, needed, streams=EVERYTHING)
+    base = presets.make("reinforce", {}) if name.startswith("+") else Algo(algo.credit)
+    names = {"credit": "credit", "gates": "gates", "regs": "penalties", "agg": "average",
+             "keep": "filter"}  # fmt: skip
+    changed = [word for key, word in names.items() if getattr(algo, key) != getattr(base, key)]
+    return ", ".join(changed if name.startswith("+") else ["credit", *changed])
+
+
+def _example(option: str) -> object:
+    return ["agent"] if option == "only_roles" else {"process": {"scope": "transition"}}
+
+
+def _plain(value: object) -> str:
+    return msgspec.json.encode(value).decode() if isinstance(value, str | bool) else repr(value)
+
+
+def echo(lines: Iterable[str]) -> None:
+    for line in lines:
+        click.echo(line)

@@ -1,0 +1,395 @@
+"""Presets and modifiers for agents: credit that differs inside a rollout.
+
+Each scheme is a preset of its own and a modifier of any other: "gspo+gigpo" compares by states and
+clips by rows. Where a scheme needs the reward of the whole rollout, a modifier takes the first one
+that its host reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from agentrl.algorithms.credit import (
+    Column,
+    Credit,
+    Critic,
+    Rel,
+    Whiten,
+    plus,
+    reads,
+    rewritten,
+)
+from agentrl.algorithms.gates import Clip
+from agentrl.algorithms.objective import Algo, Gate
+from agentrl.algorithms.registry import Cap, Discount, Num, Share, modifier, preset
+from agentrl.algorithms.rollout_presets import ROW_SUMS, TOKENS, clipped, penalty
+from agentrl.algorithms.shaping import Every
+from agentrl.algorithms.steps import (
+    BiLevel,
+    Chosen,
+    Fade,
+    FirstToken,
+    Hiper,
+    Histories,
+    Received,
+    StepGae,
+    Tree,
+    Values,
+)
+from agentrl.algorithms.streams import Stream, Way, added, advantage, mixed, optional
+from agentrl.config import Natural
+from agentrl.errors import ConfigError
+from agentrl.types import Scope
+
+Names = Annotated[list[str], msgspec.Meta(min_length=1)]
+Streams = Annotated[dict[str, Stream], msgspec.Meta(min_length=1)]
+Scale = Literal["none", "std"]
+
+
+def outcome_of(algo: Algo) -> str:
+    """The first reward that an algorithm reads."""
+    return next(iter(reads(algo.credit)), "outcome")
+
+
+def value_of(name: str) -> Column:
+    """Values of calls: a reward by name, or without one what the critic says."""
+    return Values(name) if name else FirstToken(Critic())
+
+
+def step_gae(value: str, reward: str, gamma: float, lam: float) -> Credit:
+    """GAE over calls, whitened over calls."""
+    return Rel(StepGae(value_of(value), reward, gamma, lam), by=("all",), norm="std")
+
+
+def hiper(high: str, low: str, reward: str, gamma: float, lam: float) -> Credit:
+    """Both levels, each whitened over its calls."""
+    parts: tuple[Literal["high", "low"], ...] = ("high", "low")
+    columns = [Hiper(Received(high), Received(low), part, reward, gamma, lam) for part in parts]
+    return plus(*((Rel(column, by=("all",), norm="std"), 1.0) for column in columns))
+
+
+@preset("gigpo")
+def gigpo(
+    *,
+    reward: str = "outcome",
+    weight: Share = 1.0,
+    gamma: Discount = 0.95,
+    norm: Scale = "none",
+    clip_low: Num = 0.2,
+    clip_high: Num = 0.2,
+    kl: Num = 0.0,
+) -> Algo:
+    """Rollouts compared within the task, plus calls compared with those in the same state. arXiv
+    2505.10978."""
+    anchors = Histories(reward, gamma, norm=norm)
+    credit = plus((Rel(reward, norm=norm), 1.0), (anchors, weight))
+    return Algo(credit, clipped(clip_low, clip_high), penalty(kl))
+
+
+@modifier("gigpo")
+def with_gigpo(
+    algo: Algo,
+    *,
+    gigpo_weight: Share = 1.0,
+    gigpo_gamma: Discount = 0.95,
+    gigpo_norm: Scale = "none",
+) -> Algo:
+    """Adds the comparison with calls in the same state. arXiv 2505.10978."""
+    anchors = Histories(outcome_of(algo), gigpo_gamma, norm=gigpo_norm)
+    return replace(algo, credit=plus((algo.credit, 1.0), (anchors, gigpo_weight)))
+
+
+@preset("hgpo")
+def hgpo(
+    *,
+    reward: str = "outcome",
+    gamma: Discount = 0.95,
+    depth: Natural = 2,
+    alpha: Num = 1.0,
+    norm: Scale = "none",
+    clip_low: Num = 0.2,
+    clip_high: Num = 0.2,
+    kl: Num = 0.0,
+) -> Algo:
+    """Calls compared with those in the same state after the same states before, longer histories
+    weighing more. arXiv 2602.22817."""
+    credit = Histories(reward, gamma, depth, alpha, norm)
+    return Algo(credit, clipped(clip_low, clip_high), penalty(kl))
+
+
+@modifier("hgpo")
+def with_hgpo(
+    algo: Algo,
+    *,
+    hgpo_gamma: Discount = 0.95,
+    hgpo_depth: Natural = 2,
+    hgpo_alpha: Num = 1.0,
+    hgpo_norm: Scale = "none",
+) -> Algo:
+    """Puts HGPO's credit in the place of the host's. arXiv 2602.22817."""
+    credit = Histories(outcome_of(algo), hgpo_gamma, hgpo_depth, hgpo_alpha, hgpo_norm)
+    return replace(algo, credit=credit)
+
+
+@preset("mt-grpo")
+def mt_grpo(
+    *,
+    reward: str = "outcome",
+    turn_reward: str = "transition:turn",
+    weight: Share = 1.0,
+    clip_low: Num = 0.2,
+    clip_high: Num = 0.2,
+) -> Algo:
+    """Outcome compared over rollouts plus a reward of calls compared within the same turn. arXiv
+    2505.11821."""
+    turns = Rel(turn_reward, by=("group", "turn"), norm="std")
+    credit = plus((Rel(reward, norm="std"), 1.0), (turns, weight))
+    return Algo(credit, clipped(clip_low, clip_high))
+
+
+@preset("dr-mas")
+def dr_mas(*, reward: str = "outcome", clip_low: Num = 0.2, clip_high: Num = 0.2) -> Algo:
+    """Calls compared with those of the same role. arXiv 2602.08847."""
+    credit = Rel(reward, at="transition", by=("group", "role"), norm="std")
+    return Algo(credit, clipped(clip_low, clip_high))
+
+
+@preset("at-grpo")
+def at_grpo(*, reward: str = "outcome", clip_low: Num = 0.2, clip_high: Num = 0.2) -> Algo:
+    """Calls compared with those of the same role and turn. arXiv 2510.11062."""
+    credit = Rel(reward, at="transition", by=("group", "role", "turn"), norm="std")
+    return Algo(credit, clipped(clip_low, clip_high))
+
+
+@preset("tree-grpo")
+def tree_grpo(*, reward: str = "outcome", clip_low: Num = 0.2, clip_high: Num = 0.2) -> Algo:
+    """Branches compared within the task and within their tree; rollouts with the same first call
+    are of one tree. arXiv 2509.21240."""
+    trees = Rel(reward, by=("group", "tree"), norm="std")
+    return Algo(plus((Rel(reward, norm="std"), 1.0), (trees, 1.0)), clipped(clip_low, clip_high))
+
+
+@modifier("tree")
+def with_tree(algo: Algo, *, tree_weight: Share = 1.0) -> Algo:
+    """Adds the comparison with rollouts of the same tree. arXiv 2509.21240."""
+    trees = Rel(outcome_of(algo), by=("group", "tree"), norm="std")
+    return replace(algo, credit=plus((algo.credit, 1.0), (trees, tree_weight)))
+
+
+@preset("treerl")
+def treerl(
+    *,
+    reward: str = "outcome",
+    how: Literal["both", "parent"] = "both",
+    clip_low: Num = 0.2,
+    clip_high: Num = 0.2,
+) -> Algo:
+    """Calls by what the branches that share them come to; how = "parent" is VinePPO on branches.
+    arXiv 2506.11902."""
+    return Algo(Rel(Tree(reward, how), base="none"), clipped(clip_low, clip_high))
+
+
+@preset("agent-r1")
+def agent_r1(
+    *,
+    reward: str = "outcome",
+    value: str = "",
+    gamma: Discount = 1.0,
+    lam: Discount = 0.95,
+    clip_low: Num = 0.2,
+    clip_high: Num = 0.2,
+    kl: Num = 0.0,
+) -> Algo:
+    """PPO with calls as actions: GAE over calls, whitened over calls. `value`: a reward that holds
+    V of each call; default: the critic. arXiv 2511.14460."""
+    credit = step_gae(value, reward, gamma, lam)
+    return Algo(credit, clipped(clip_low, clip_high), penalty(kl))
+
+
+@preset("turn-ppo")
+def turn_ppo(
+    *,
+    reward: str = "outcome",
+    value: str = "",
+    gamma: Discount = 0.99,
+    lam: Discount = 0.95,
+    clip_low: Num = 0.2,
+    clip_high: Num = 0.2,
+) -> Algo:
+    """Agent-R1 with a discount per turn, token mean. arXiv 2512.17008."""
+    credit = step_gae(value, reward, gamma, lam)
+    return Algo(credit, clipped(clip_low, clip_high), agg=TOKENS)
+
+
+@preset("pspo")
+def pspo(
+    *,
+    reward: str = "outcome",
+    value: str = "",
+    gamma: Discount = 1.0,
+    lam: Discount = 0.95,
+    clip_low: Num = 3e-4,
+    clip_high: Num = 4e-4,
+    clip_dual: Cap = 10.0,
+    kl: Num = 0.0,
+) -> Algo:
+    """GAE over calls, and one clipped ratio per call. arXiv 2601.10029."""
+    gate = Gate(Clip(clip_low, clip_high, clip_dual), by="transition")
+    return Algo(step_gae(value, reward, gamma, lam), (gate,), penalty(kl))
+
+
+@modifier("step-gae")
+def with_step_gae(
+    algo: Algo, *, step_value: str = "", step_gamma: Discount = 1.0, step_lam: Discount = 0.95
+) -> Algo:
+    """Puts GAE over calls in the place of the host's credit. arXiv 2511.14460."""
+    return replace(algo, credit=step_gae(step_value, outcome_of(algo), step_gamma, step_lam))
+
+
+@preset("ragen")
+def ragen(
+    *,
+    reward: str = "outcome",
+    gamma_high: Discount = 0.95,
+    gamma: Discount = 1.0,
+    lam: Discount = 1.0,
+    clip_low: Num = 0.2,
+    clip_high: Num = 0.2,
+) -> Algo:
+    """GAE over calls whose returns end a GAE over the tokens of each. arXiv 2504.20073."""
+    credit = Whiten(BiLevel(Critic(), reward, gamma_high, gamma, lam))
+    return Algo(credit, clipped(clip_low, clip_high), agg=TOKENS)
+
+
+@preset("hiper")
+def hiper_preset(
+    *,
+    reward: str = "outcome",
+    high: str = "transition:v_high",
+    low: str = "transition:v_low",
+    gamma: Discount = 0.95,
+    lam: Discount = 1.0,
+    clip_low: Num = 0.2,
+    clip_high: Num = 0.2,
+) -> Algo:
+    """Calls that choose subgoals and calls that pursue them, each with values of their own, given
+    as rewards of calls. arXiv 2602.16165."""
+    return Algo(hiper(high, low, reward, gamma, lam), clipped(clip_low, clip_high))
+
+
+@modifier("hiper")
+def with_hiper(
+    algo: Algo,
+    *,
+    hiper_high: str = "transition:v_high",
+    hiper_low: str = "transition:v_low",
+    hiper_gamma: Discount = 0.95,
+    hiper_lam: Discount = 1.0,
+) -> Algo:
+    """Puts HiPER's credit in the place of the host's. arXiv 2602.16165."""
+    credit = hiper(hiper_high, hiper_low, outcome_of(algo), hiper_gamma, hiper_lam)
+    return replace(algo, credit=credit)
+
+
+@preset("archer")
+def archer(*, advantage: str = "transition:advantage") -> Algo:
+    """REINFORCE with the advantage of each call that an utterance critic gave, as a reward. arXiv
+    2402.19446."""
+    return Algo(Rel(advantage, base="none"), agg=ROW_SUMS)
+
+
+@preset("prime")
+def prime(
+    *,
+    reward: str = "outcome",
+    process: str = "process",
+    weight: Share = 1.0,
+    scaled: bool = False,
+    clip_low: Num = 0.2,
+    clip_high: Num = 0.2,
+) -> Algo:
+    """Outcome and returns of a reward of calls, each against the other rollouts, whitened; `scaled`
+    divides the process rewards by their largest return. arXiv 2502.01456."""
+    stream = Stream(scope=Scope.TRANSITION, base="prime", norm="prime" if scaled else "none")
+    steps = advantage(process, {process: stream})
+    credit = Whiten(plus((Rel(reward, base="loo"), 1.0), (steps, weight)))
+    return Algo(credit, clipped(clip_low, clip_high), agg=TOKENS)
+
+
+@preset("istar")
+def istar(
+    *,
+    reward: str = "outcome",
+    process: str = "transition:process",
+    weight: Share = 1.0,
+    clip_low: Num = 0.2,
+    clip_high: Num = 0.2,
+) -> Algo:
+    """Outcome over rollouts plus a reward of calls over all calls of the task, each scaled. arXiv
+    2509.19199."""
+    credit = plus((Rel(reward, norm="std"), 1.0), (Rel(process, norm="std"), weight))
+    return Algo(credit, clipped(clip_low, clip_high))
+
+
+@preset("streams")
+def streams(
+    *,
+    streams: Streams,
+    mix: Way = "advantages",
+    gamma: Discount = 1.0,
+    norm: Scale = "none",
+    clip_low: Num = 0.2,
+    clip_high: Num = 0.2,
+    kl: Num = 0.0,
+) -> Algo:
+    """Any number of process and result rewards, each with answers of its own, and where they are
+    mixed. arXiv 2509.19199; see CREDIT.md."""
+    credit = mixed(streams, mix, gamma=gamma, norm=norm)
+    algo = Algo(credit, clipped(clip_low, clip_high), penalty(kl))
+    return replace(algo, optional=optional(streams))
+
+
+@modifier("process")
+def with_process(algo: Algo, *, process_streams: Streams) -> Algo:
+    """Adds the advantages of more rewards to the host's. arXiv 2509.19199; see CREDIT.md."""
+    credit = added(algo.credit, process_streams)
+    return replace(algo, credit=credit, optional=algo.optional + optional(process_streams))
+
+
+@modifier("fade")
+def with_fade(algo: Algo, *, fade_gamma: Discount = 0.95) -> Algo:
+    """Credit fades with every call that still follows in the rollout. arXiv 2506.24119."""
+    return replace(algo, credit=Fade(algo.credit, fade_gamma))
+
+
+@modifier("per-role")
+def per_role(algo: Algo) -> Algo:
+    """Every comparison and scale of the host is within one role; rollouts count once per role.
+    arXiv 2602.08847."""
+
+    def change(part: Any) -> Any:
+        if isinstance(part, Whiten):
+            return replace(part, by=(*part.by, "role"))
+        if not isinstance(part, Rel) or "role" in part.by:
+            return part
+        level = part.level
+        if level == "rollout" and any(map(callable, (part.base, part.w, part.bw))):
+            raise ConfigError(
+                "algorithm.preset: +per-role cannot split a baseline or weight of whole rollouts; "
+                "leave +per-role out or choose another preset"
+            )
+        norm_by = None if part.norm_by is None else (*part.norm_by, "role")
+        at = "role" if level == "rollout" else level
+        return replace(part, at=at, by=(*part.by, "role"), norm_by=norm_by)
+
+    return replace(algo, credit=rewritten(algo.credit, change))
+
+
+@modifier("only")
+def only(algo: Algo, *, only_roles: Names) -> Algo:
+    """Trains the calls of these roles alone. arXiv 2508.03680."""
+    chosen = Chosen(tuple(only_roles))
+    return replace(algo, keep=chosen if algo.keep is None else Every((algo.keep, chosen)))

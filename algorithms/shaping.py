@@ -1,0 +1,136 @@
+"""Rewards of rollouts made from rewards: what is compared when it is not the reward itself.
+
+A column here gives one number per rollout, float64 [U]; NaN = missing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agentrl.algorithms.batch import Batch
+from agentrl.algorithms.credit import Column, lengths, rewards, truncated
+from agentrl.algorithms.ids import seg
+from agentrl.errors import TrainingError
+
+
+@dataclass(frozen=True, slots=True)
+class Greedy:
+    """The mean reward of the greedy rollouts of the group, missing where it has none. ReMax, arXiv
+    2310.10505. A rollout is greedy if all its calls were sampled at temperature 0.
+
+    Raises TrainingError where no group has one."""
+
+    reward: str = "outcome"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        greedy, group = batch.rollout_greedy, batch.rollout_group
+        if batch.n_tokens and not greedy.any():
+            raise TrainingError(
+                f"step {batch.step}: none of the {len(batch.groups)} groups has a greedy rollout "
+                "to compare with; let the agent leave the temperature to the run, which asks for "
+                "one rollout per group at temperature 0"
+            )
+        x = rewards(batch, self.reward)
+        if not greedy.numel():
+            return torch.full_like(x, torch.nan)
+        known = ~x.isnan() & greedy
+        n = len(batch.groups)
+        total = seg(torch.where(known, x, 0.0), group, n)
+        return (total / seg(known, group, n))[group]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The reward; missing for greedy rollouts, which are never trained on, and where the group has
+    none."""
+
+    reward: str = "outcome"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        base = Greedy(self.reward)(batch)
+        if not batch.rollout_greedy.numel():
+            return base
+        lost = batch.rollout_greedy | base.isnan()
+        return torch.where(lost, torch.nan, rewards(batch, self.reward))
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """By how much the best rollout of the group beats the second, 0 for the others and where two
+    are best; `std`: over the deviation of the group's rewards. Pass@k, arXiv 2503.19595."""
+
+    reward: str = "outcome"
+    std: bool = True
+
+    def __call__(self, batch: Batch) -> Tensor:
+        x, group, n = rewards(batch, self.reward), batch.rollout_group, len(batch.groups)
+        known = ~x.isnan()
+        size, value = seg(known, group, n)[group], x.nan_to_num(nan=0.0)
+        top = seg(x.nan_to_num(nan=-torch.inf), group, n, "amax")[group]
+        best = known & (x == top)
+        rest = torch.where(known & ~best, value, -torch.inf)
+        second = seg(rest, group, n, "amax")[group]
+        single = best & (size > 1) & (seg(best, group, n)[group] == 1)
+        gap = torch.where(single, x - second, torch.where(known, 0.0, torch.nan))
+        if not self.std:
+            return gap
+        mean = seg(value, group, n)[group] / size
+        variance = seg(known * (value - mean) ** 2, group, n)[group] / (size - 1).clamp(min=1)
+        return torch.where(single, gap / (variance.sqrt() + 1e-6), gap)
+
+
+@dataclass(frozen=True, slots=True)
+class PassAtK:
+    """Share of the k-subsets of the group that the rollout makes contain a success: k / n for a
+    success, k / n * (1 - C(n-1-c, k-1) / C(n-1, k-1)) for a failure, of n rollouts with c
+    successes (reward > 0). Missing in groups of fewer than k. PKPO, arXiv 2505.15201."""
+
+    reward: str = "outcome"
+    k: int = 2
+
+    def __call__(self, batch: Batch) -> Tensor:
+        x, group, m = rewards(batch, self.reward), batch.rollout_group, len(batch.groups)
+        n = seg(~x.isnan(), group, m)[group]
+        c = seg(x > 0, group, m)[group]
+        # ln of (n-1-c)! (n-k)! / (n-c-k)! / (n-1)!, the share of subsets that fail without it.
+        left = (n - c - self.k + 1).clamp(min=1)
+        log = (n - c).clamp(min=1).lgamma() + (n - self.k + 1).clamp(min=1).lgamma()
+        log = log - left.lgamma() - n.clamp(min=1).lgamma()
+        fails = torch.where(n - c >= self.k, log.exp(), 0.0)
+        share = self.k / n * torch.where(x > 0, 1.0, 1 - fails)
+        return torch.where(x.isnan() | (n < self.k), torch.nan, share)
+
+
+@dataclass(frozen=True, slots=True)
+class Overlong:
+    """The reward minus a penalty for action tokens beyond `limit` - `cache`, up to 1 at `limit`.
+    DAPO, arXiv 2503.14476."""
+
+    reward: str | Column
+    limit: int
+    cache: int
+
+    def __call__(self, batch: Batch) -> Tensor:
+        over = (lengths(batch) - (self.limit - self.cache)) / self.cache
+        return rewards(batch, self.reward) - over.clamp(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """bool [N]: tokens of rollouts that no token limit cut off. DAPO's overlong filtering."""
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return ~truncated(batch)[batch.token_rollout]
+
+
+@dataclass(frozen=True, slots=True)
+class Every:
+    """bool [N]: tokens that all filters keep."""
+
+    keep: tuple[Column, ...]
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return torch.stack([keep(batch) for keep in self.keep]).all(0)

@@ -1,0 +1,310 @@
+"""Credit over the calls of a rollout: returns, values, states and trees of calls.
+
+A column here gives one number per call, float64 [S]; NaN = missing. `Rel(column)`
+compares it with others and copies it to the call's tokens. Time is counted in calls of the batch. A
+call without a row of a reward adds nothing to a sum over time, and a call from which no known
+reward lies ahead is missing itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from agentrl.algorithms.batch import Batch
+from agentrl.algorithms.credit import (
+    Column,
+    Credit,
+    gae,
+    level_of,
+    rewards,
+    standardise,
+    truncated,
+)
+from agentrl.algorithms.ids import Level, chain, key, lift, scan, seg, units
+from agentrl.config import nearest
+from agentrl.errors import TrainingError
+
+
+def received(batch: Batch, reward: str | Column) -> Tensor:
+    """[S] what each call received: a rollout's reward at its last call, a role's at the last call
+    of the role, a call's at itself."""
+    x, level = rewards(batch, reward), level_of(reward)
+    if level == "transition":
+        return x
+    owner = batch.transition_rollout
+    if level == "role":
+        owner = key(owner, batch.transition_role)
+    return torch.where(chain(owner) < 0, lift(batch, x, level, "transition"), torch.nan)
+
+
+def ahead(x: Tensor, decay: Tensor | float, following: Tensor) -> Tensor:
+    """Sum of the known x over time; missing where nothing known lies ahead that would count."""
+    known = scan((~x.isnan()).double(), decay, following) > 0
+    return torch.where(known, scan(x.nan_to_num(nan=0.0), decay, following), torch.nan)
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """[S] see `received`."""
+
+    reward: str | Column = "outcome"
+    level: ClassVar[Level] = "transition"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return received(batch, self.reward)
+
+
+@dataclass(frozen=True, slots=True)
+class Returns:
+    """[S] discounted sum of what a call and the later ones of its rollout received."""
+
+    reward: str | Column = "outcome"
+    gamma: float = 1.0
+    level: ClassVar[Level] = "transition"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        x = received(batch, self.reward)
+        return ahead(x, self.gamma, chain(batch.transition_rollout))
+
+
+@dataclass(frozen=True, slots=True)
+class Shaped:
+    """[S] gamma * phi(next state) - phi(state) of a potential phi given per call. Ng et al. 1999.
+
+    phi is 0 after the end, and its last known value where a token limit cut the rollout off. Calls
+    without phi are passed over, so that the sum over a rollout stays that of its ends."""
+
+    reward: str  # phi
+    gamma: float = 1.0
+    level: ClassVar[Level] = "transition"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        phi = received(batch, self.reward)
+        known = ~phi.isnan()
+        ids = torch.where(known, batch.transition_rollout, len(batch.rollouts))
+        following = chain(ids)
+        end = torch.where(truncated(batch)[batch.transition_rollout], phi, 0.0)
+        return self.gamma * torch.where(following >= 0, phi[following], end) - phi
+
+
+@dataclass(frozen=True, slots=True)
+class StepGae:
+    """[S] generalised advantage with calls as actions: Agent-R1 (arXiv 2511.14460), Turn-PPO
+    (2512.17008), PSPO (2601.10029). `lam` = 0 with values from fresh continuations is VinePPO
+    (2410.01679).
+
+    value: what gives V of the state before each call, a reward or a function."""
+
+    value: Column
+    reward: str | Column = "outcome"
+    gamma: float = 1.0
+    lam: float = 1.0
+    level: ClassVar[Level] = "transition"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        following = chain(batch.transition_rollout)
+        r, v = received(batch, self.reward), self.value(batch)
+        boot = torch.where(truncated(batch)[batch.transition_rollout], v, 0.0)
+        advantage, _ = gae(r.nan_to_num(nan=0.0), v, following, self.gamma, self.lam, boot)
+        return torch.where(ahead(r, 1.0, following).isnan(), torch.nan, advantage)
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """[S] the value of the state before each call, given as a reward that every call must have."""
+
+    reward: str
+    level: ClassVar[Level] = "transition"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        v = received(batch, self.reward)
+        if missing := int(v.isnan().sum()):
+            raise TrainingError(
+                f"step {batch.step}: {missing} of {v.numel()} calls have no value {self.reward!r}, "
+                "which the algorithm needs of every call"
+            )
+        return v
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """[S] what a function gives for the first token of each call; 0 for calls without tokens."""
+
+    value: Column
+    level: ClassVar[Level] = "transition"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        call, x = batch.token_transition, self.value(batch)
+        starts = torch.ones_like(call, dtype=torch.bool)
+        starts[1:] = call[1:] != call[:-1]
+        out = torch.zeros(len(batch.transitions), dtype=torch.float64)
+        out[call[starts]] = x[starts].double()
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class BiLevel:
+    """[N] GAE over calls, whose returns end a GAE over the tokens within each. RAGEN, arXiv
+    2504.20073.
+
+    value: V [N] per token. gamma_high counts calls, gamma tokens."""
+
+    value: Column
+    reward: str | Column = "outcome"
+    gamma_high: float = 0.95
+    gamma: float = 1.0
+    lam: float = 1.0
+
+    def __call__(self, batch: Batch) -> Tensor:
+        v, call = self.value(batch).double(), batch.token_transition
+        following = chain(call)
+        last = following < 0
+        v_end = torch.zeros(len(batch.transitions), dtype=torch.float64)
+        v_end[call[last]] = v[last]
+        steps = StepGae(lambda _: v_end, self.reward, self.gamma_high, self.lam)
+        returns = steps(batch) + v_end
+        r = torch.where(last, returns[call].nan_to_num(nan=0.0), 0.0)
+        advantage, _ = gae(r, v, following, self.gamma, self.lam)
+        return torch.where(returns[call].isnan(), torch.nan, advantage)
+
+
+@dataclass(frozen=True, slots=True)
+class Histories:
+    """[N] HGPO, arXiv 2602.22817: calls compared with those in the same state after the same k
+    states before, for k = 0 .. depth; mean of the levels that teach something, weighted
+    (k + 1) ** alpha. depth 0 is the step credit of GiGPO (arXiv 2505.10978)."""
+
+    reward: str | Column = "outcome"
+    gamma: float = 0.95
+    depth: int = 0
+    alpha: float = 1.0
+    norm: Literal["none", "std"] = "none"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        x = Returns(self.reward, self.gamma)(batch)
+        following = chain(batch.transition_rollout)
+        before = torch.full_like(following, -1)
+        before[following[following >= 0]] = (following >= 0).nonzero().squeeze(1)
+        state = units(batch, "transition", "state")
+        ids, back = units(batch, "transition", "group", "state"), before
+        total, share = torch.zeros_like(x), torch.zeros_like(x)
+        for k in range(self.depth + 1):
+            advantage = standardise(x, ids, norm=self.norm).advantage
+            weight = (k + 1) ** self.alpha * (advantage != 0)
+            total, share = total + weight * advantage, share + weight
+            ids = key(ids, torch.where(back >= 0, state[back], -1))
+            back = torch.where(back >= 0, before[back], -1)
+        advantage = torch.where(share > 0, total / share, 0.0)
+        return torch.where(x.isnan(), torch.nan, advantage)[batch.token_transition]
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """[S] how much better the rollouts that share a call end than those of the branch it left.
+
+    V of a call is the mean reward of the rollouts that made it. "parent": V - V of the call before
+    (the group's mean at the root), which is VinePPO's advantage on branched rollouts (arXiv
+    2410.01679). "both": (V - V of the root + V - V of the parent) / sqrt(rollouts that made it),
+    TreeRL, arXiv 2506.11902."""
+
+    reward: str = "outcome"
+    how: Literal["both", "parent"] = "both"
+    level: ClassVar[Level] = "transition"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        x, rollout = rewards(batch, self.reward), batch.transition_rollout
+        known = ~x.isnan()
+        value = x.nan_to_num(nan=0.0)
+        group, n = batch.rollout_group, len(batch.groups)
+        root = seg(value, group, n)[group] / seg(known, group, n)[group]
+        node = units(batch, "transition", "group", "node")
+        leaves = seg(known[rollout], node)[node]
+        v = seg(value[rollout], node)[node] / leaves
+        following = chain(rollout)
+        parent = root[rollout].clone()
+        parent[following[following >= 0]] = v[following >= 0]
+        step = v - parent
+        if self.how == "both":
+            step = (step + v - root[rollout]) / leaves.sqrt()
+        return torch.where(known[rollout], step, torch.nan)
+
+
+@dataclass(frozen=True, slots=True)
+class Hiper:
+    """[S] HiPER, arXiv 2602.16165: GAE over the calls that act, inside the segments that calls
+    which choose a subgoal begin ("low"), and over those segments ("high").
+
+    high, low: values per call. A call that has the first begins a segment, one that has the second
+    acts and takes one unit of time; a call that does both earns both, for its tokens are not told
+    apart. What other calls receive belongs to the one before."""
+
+    high: Column
+    low: Column
+    part: Literal["high", "low"]
+    reward: str | Column = "outcome"
+    gamma: float = 1.0
+    lam: float = 1.0
+    level: ClassVar[Level] = "transition"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        rollout, high, low = batch.transition_rollout, self.high(batch), self.low(batch)
+        begins, acts = ~high.isnan(), ~low.isnan()
+        counts, following = begins | acts, chain(rollout)
+        r = received(batch, self.reward)
+        known = ~ahead(r, 1.0, following).isnan()
+        r = scan(r.nan_to_num(nan=0.0), 1.0, torch.where(counts[following], -1, following))
+        time = torch.ones_like(r).masked_fill(acts, self.gamma)
+        following = chain(torch.where(counts, rollout, len(batch.rollouts)))
+        inside = torch.where(begins[following], -1, following)  # the next call of the segment
+        if self.part == "low":
+            after = torch.where(begins, high, low)[following]
+            after = torch.where(following >= 0, after, 0.0)
+            advantage = scan((r + time * after - low).nan_to_num(nan=0.0), time * self.lam, inside)
+            return torch.where(acts & known, advantage, torch.nan)
+        segment = chain(torch.where(begins, rollout, len(batch.rollouts)))
+        after = torch.where(segment >= 0, high[segment], 0.0)
+        decay = scan(time.log(), 1.0, inside).exp()
+        delta = scan(r, time, inside) + decay * after - high
+        advantage = scan(delta.nan_to_num(nan=0.0), decay * self.lam, segment)
+        return torch.where(begins & known, advantage, torch.nan)
+
+
+@dataclass(frozen=True, slots=True)
+class Fade:
+    """[N] a credit times gamma to the number of the rollout's calls still to come. SPIRAL, arXiv
+    2506.24119."""
+
+    credit: Credit
+    gamma: float
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return self.credit(batch) * fading(batch, self.gamma)[batch.token_transition]
+
+
+def fading(batch: Batch, gamma: float) -> Tensor:
+    """[S] gamma to the number of the rollout's calls still to come."""
+    following = chain(batch.transition_rollout)
+    ones = torch.ones_like(following, dtype=torch.float64)
+    return gamma ** (scan(ones, 1.0, following) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """bool [N]: the tokens of the calls that these roles made. Raises TrainingError for a role that
+    made none of the calls."""
+
+    roles: tuple[str, ...]
+
+    def __call__(self, batch: Batch) -> Tensor:
+        for role in self.roles:
+            if role not in batch.roles and batch.transitions:
+                raise TrainingError(
+                    f"step {batch.step}: none of the {len(batch.transitions)} calls was made in "
+                    f"the role {role!r}; {nearest(role, batch.roles)}"
+                )
+        chosen = torch.tensor([role in self.roles for role in batch.roles], dtype=torch.bool)
+        return chosen[batch.transition_role][batch.token_transition]

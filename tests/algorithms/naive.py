@@ -1,0 +1,160 @@
+"""Credit over calls as loops over Python lists: one number per call, NaN = missing."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from statistics import fmean, stdev
+
+from .worlds import NAN, Play
+
+Plays = list[Play]
+
+
+def rewards_of(play: Play, name: str) -> list[float]:
+    if name == "outcome":
+        return [NAN] * (len(play.calls) - 1) + [play.outcome]
+    return [call.rewards[name] for call in play.calls]
+
+
+def returns(rewards: list[float], gamma: float) -> list[float]:
+    out = []
+    for i in range(len(rewards)):
+        later = [(j, r) for j, r in enumerate(rewards) if j >= i and r == r]
+        out.append(sum(r * gamma ** (j - i) for j, r in later) if later else NAN)
+    return out
+
+
+def compare(keys: list[object], x: list[float], std: bool) -> list[float]:
+    members = defaultdict(list)
+    for key, value in zip(keys, x, strict=True):
+        if value == value:
+            members[key].append(value)
+    out = []
+    for key, value in zip(keys, x, strict=True):
+        others = members[key]
+        if value != value or len(set(others)) < 2:
+            out.append(0.0)
+            continue
+        centred = value - fmean(others)
+        centred = 0.0 if abs(centred) < 1e-9 else centred
+        out.append(centred / (stdev(others) + 1e-6) if std else centred)
+    return out
+
+
+def naive_histories(plays: Plays, name: str, gamma: float, depth: int, std: bool) -> list[float]:
+    x = [g for play in plays for g in returns(rewards_of(play, name), gamma)]
+    seen = [
+        (play.group, tuple(c.state for c in reversed(play.calls[: i + 1])))
+        for play in plays
+        for i in range(len(play.calls))
+    ]
+    total, share = [0.0] * len(x), [0.0] * len(x)
+    for k in range(depth + 1):
+        keys: list[object] = [
+            (group, states[: k + 1] + (None,) * (k + 1 - len(states))) for group, states in seen
+        ]
+        for i, a in enumerate(compare(keys, x, std)):
+            if a:
+                total[i], share[i] = total[i] + (k + 1) * a, share[i] + k + 1
+    return [
+        NAN if x[i] != x[i] else total[i] / share[i] if share[i] else 0.0 for i in range(len(x))
+    ]
+
+
+def naive_gae(plays: Plays, name: str, gamma: float, lam: float) -> list[float]:
+    out = []
+    for play in plays:
+        r, v = rewards_of(play, name), [call.rewards["v"] for call in play.calls]
+        known = returns(r, 1.0)
+        advantage, last = [0.0] * len(r), 0.0
+        for i in reversed(range(len(r))):
+            end = v[i] if play.calls[i].truncated else 0.0
+            after = v[i + 1] if i + 1 < len(r) else end
+            last = (0.0 if r[i] != r[i] else r[i]) + gamma * after - v[i] + gamma * lam * last
+            advantage[i] = last
+        out += [NAN if g != g else a for g, a in zip(known, advantage, strict=True)]
+    return out
+
+
+def naive_tree(plays: Plays, both: bool) -> list[float]:
+    def node(g: int, u: int, i: int) -> object:
+        call = plays[u].calls[i]
+        return (g, u, i) if call.node is None else (g, call.node)
+
+    def mean(us: list[int]) -> float:
+        values = [plays[u].outcome for u in us if plays[u].outcome == plays[u].outcome]
+        return fmean(values) if values else NAN
+
+    through = defaultdict(list)
+    for u, play in enumerate(plays):
+        for i in range(len(play.calls)):
+            through[node(play.group, u, i)].append(u)
+    out = []
+    for u, play in enumerate(plays):
+        root = mean([w for w, other in enumerate(plays) if other.group == play.group])
+        parent = root
+        for i in range(len(play.calls)):
+            us = through[node(play.group, u, i)]
+            value = mean(us)
+            leaves = sum(plays[w].outcome == plays[w].outcome for w in us)
+            step = value - parent
+            if both and leaves:
+                step = (step + value - root) / math.sqrt(leaves)
+            out.append(step if play.outcome == play.outcome else NAN)
+            parent = value
+    return out
+
+
+def naive_bi_level(plays: Plays, values: list[float], name: str) -> list[float]:
+    out, position = [], 0
+    for play in plays:
+        r, tokens = rewards_of(play, name), [call.tokens for call in play.calls]
+        v = [
+            [values[position + sum(tokens[:i]) + k] for k in range(n)] for i, n in enumerate(tokens)
+        ]
+        position += sum(tokens)
+        known, following, result = returns(r, 1.0), NAN, []
+        for i in reversed(range(len(r))):
+            end = v[i][-1] if play.calls[i].truncated and i + 1 == len(r) else 0.0
+            reward = 0.0 if r[i] != r[i] else r[i]
+            after = end if i + 1 == len(r) else v[i + 1][-1]
+            a = reward + 0.9 * after - v[i][-1]
+            a += 0.0 if i + 1 == len(r) else 0.9 * 0.8 * following
+            following = a
+            inner = [a]
+            for k in reversed(range(tokens[i] - 1)):
+                inner.insert(0, 0.7 * v[i][k + 1] - v[i][k] + 0.7 * 0.8 * inner[0])
+            result[:0] = [x if known[i] == known[i] else NAN for x in inner]
+        out += result
+    return out
+
+
+def naive_hiper(plays: Plays, part: str) -> list[float]:
+    """Every call acts; those in state 0 begin a segment."""
+    gamma, lam, out = 0.9, 0.8, []
+    for play in plays:
+        r, known = rewards_of(play, "p"), returns(rewards_of(play, "p"), 1.0)
+        n = len(r)
+        high = [c.rewards["w"] if c.state == 0 else NAN for c in play.calls]
+        low = [c.rewards["v"] for c in play.calls]
+        a_low, a_high = [0.0] * n, [NAN] * n
+        starts = [i for i in range(n) if play.calls[i].state == 0]
+        for i in reversed(range(n)):
+            reward = 0.0 if r[i] != r[i] else r[i]
+            if i + 1 == n:
+                a_low[i] = reward - low[i]
+            elif i + 1 in starts:
+                a_low[i] = reward + gamma * high[i + 1] - low[i]
+            else:
+                a_low[i] = reward + gamma * low[i + 1] - low[i] + gamma * lam * a_low[i + 1]
+        for k, i in reversed(list(enumerate(starts))):
+            end = starts[k + 1] if k + 1 < len(starts) else n
+            gain = sum(gamma ** (j - i) * r[j] for j in range(i, end) if r[j] == r[j])
+            a_high[i] = gain - high[i]
+            if end < n:
+                decay = gamma ** (end - i)
+                a_high[i] += decay * high[end] + decay * lam * a_high[end]
+        chosen = a_low if part == "low" else a_high
+        out += [a if g == g else NAN for g, a in zip(known, chosen, strict=True)]
+    return out

@@ -1,0 +1,398 @@
+"""Presets for agents against naive credit per call and published losses under autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from statistics import fmean, stdev
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from agentrl.algorithms.batch import Batch
+from agentrl.algorithms.objective import plan, psi
+from agentrl.algorithms.presets import make
+from agentrl.errors import ConfigError
+
+from .naive import (
+    compare,
+    naive_bi_level,
+    naive_gae,
+    naive_hiper,
+    naive_histories,
+    naive_tree,
+    returns,
+    rewards_of,
+)
+from .worlds import NAN, Play, random_plays, world
+
+Plays = list[Play]
+Naive = Callable[[Plays, list[float]], list[float]]
+"""Rollouts and the critic's values per token to advantages per token; NaN: not in the loss."""
+
+
+def tokens(per_call: Callable[[Plays], list[float]]) -> Naive:
+    def spread(plays: Plays, values: list[float]) -> list[float]:
+        sizes = [call.tokens for play in plays for call in play.calls]
+        credit = per_call(plays)
+        return [a for a, n in zip(credit, sizes, strict=True) for _ in range(n)]
+
+    return spread
+
+
+def copied(x: list[float], plays: Plays) -> list[float]:
+    return [a for a, play in zip(x, plays, strict=True) for _ in play.calls]
+
+
+def missing(a: list[float], x: list[float]) -> list[float]:
+    return [NAN if value != value else credit for credit, value in zip(a, x, strict=True)]
+
+
+def outcome(
+    plays: Plays, std: bool = False, key: Callable[[Play, int], object] = lambda play, u: play.group
+) -> list[float]:
+    """Rollouts compared, per call."""
+    x = [play.outcome for play in plays]
+    keys = [key(play, u) for u, play in enumerate(plays)]
+    return copied(missing(compare(keys, x, std), x), plays)
+
+
+def calls(
+    plays: Plays, x: list[float], key: Callable[[Play, int], object], std: bool = True
+) -> list[float]:
+    """Calls compared by a key of (rollout, number of the call)."""
+    keys = [key(play, i) for play in plays for i in range(len(play.calls))]
+    return missing(compare(keys, x, std), x)
+
+
+def total(*terms: tuple[list[float], float]) -> list[float]:
+    out = []
+    for values in zip(*(a for a, _ in terms), strict=True):
+        known = [(v, w) for v, (_, w) in zip(values, terms, strict=True) if v == v]
+        out.append(sum(v * w for v, w in known) if known else NAN)
+    return out
+
+
+def white(a: list[float], eps: float = 1e-6) -> list[float]:
+    known = [x for x in a if x == x]
+    return [(x - fmean(known)) / (stdev(known) + eps) for x in a]
+
+
+def per_outcome(plays: Plays) -> list[float]:
+    return copied([play.outcome for play in plays], plays)
+
+
+def process(plays: Plays) -> list[float]:
+    return [call.rewards["p"] for play in plays for call in play.calls]
+
+
+def ppo(plays: Plays, values: list[float]) -> list[float]:
+    """Token by token, the reward at the last one of a rollout."""
+    out: list[float] = []
+    for play in plays:
+        n = sum(call.tokens for call in play.calls)
+        v, values = values[:n], values[n:]
+        cut = play.calls[-1].truncated
+        a, last = [0.0] * n, 0.0
+        for t in reversed(range(n)):
+            r = play.outcome if t == n - 1 else 0.0
+            after = v[t + 1] if t < n - 1 else v[t] if cut else 0.0
+            last = r + after - v[t] + 0.95 * last
+            a[t] = last
+        out += a
+    return white(out, 1e-8)
+
+
+def ragen(plays: Plays, values: list[float]) -> list[float]:
+    return white(naive_bi_level(plays, values, "outcome"), 1e-8)
+
+
+def hiper(plays: Plays) -> list[float]:
+    return total((white(naive_hiper(plays, "low")), 1), (white(naive_hiper(plays, "high")), 1))
+
+
+def prime(plays: Plays) -> list[float]:
+    loo = []
+    for play in plays:
+        others = [
+            o.outcome
+            for o in plays
+            if o is not play and o.group == play.group and o.outcome == o.outcome
+        ]
+        centred = play.outcome - fmean(others) if others else 0.0 * play.outcome
+        loo.append(0.0 if abs(centred) < 1e-9 else centred)
+    steps: list[float] = []
+    for play in plays:
+        means = []
+        for other in plays:
+            known = [r for r in rewards_of(other, "p") if r == r]
+            if other is not play and other.group == play.group and known:
+                means.append(fmean(known))
+        own = rewards_of(play, "p")
+        alone = not means or all(r != r for r in own)
+        steps += returns([0.0 * r if alone else r - fmean(means) for r in own], 1.0)
+    return total((copied(loo, plays), 1), (steps, 1))
+
+
+def whole_prime(plays: Plays, values: list[float]) -> list[float]:
+    return white(tokens(prime)(plays, values), 1e-8)
+
+
+def faded(plays: Plays) -> list[float]:
+    left = [len(play.calls) - 1 - i for play in plays for i in range(len(play.calls))]
+    return [a * 0.5**n for a, n in zip(outcome(plays, True), left, strict=True)]
+
+
+def roles(plays: Plays) -> list[float]:
+    """A rollout counts once in each role that it has."""
+    entries = [(play, role) for play in plays for role in sorted({c.role for c in play.calls})]
+    x = [play.outcome for play, _ in entries]
+    credit = compare([(play.group, role) for play, role in entries], x, True)
+    by_role = {(id(p), role): a for (p, role), a in zip(entries, missing(credit, x), strict=True)}
+    return [by_role[id(play), call.role] for play in plays for call in play.calls]
+
+
+def agreeing(plays: Plays) -> list[float]:
+    host = outcome(plays, True)
+    g = [x for play in plays for x in returns(rewards_of(play, "p"), 0.9)]
+    step = calls(plays, g, lambda play, i: play.group, False)
+    gated = [
+        NAN if a != a or h != h else a if a * h > 0 else 0.0
+        for a, h in zip(step, host, strict=True)
+    ]
+    return total((host, 1), (gated, 0.5))
+
+
+def gae(plays: Plays) -> list[float]:
+    return white(naive_gae(plays, "outcome", 0.9, 0.8))
+
+
+def turn(play: Play, i: int) -> object:
+    return play.group, i
+
+
+def role(play: Play, i: int) -> object:
+    return play.group, play.calls[i].role
+
+
+def role_and_turn(play: Play, i: int) -> object:
+    return play.group, play.calls[i].role, i
+
+
+def tree(play: Play, u: int) -> object:
+    first = play.calls[0].node
+    return u if first is None else (play.group, first)
+
+
+def gigpo(plays: Plays) -> list[float]:
+    return total((outcome(plays), 1), (naive_histories(plays, "outcome", 0.95, 0, False), 0.5))
+
+
+GAE = {"value": "transition:v", "gamma": 0.9, "lam": 0.8}
+STREAM = {"scope": "transition", "gamma": 0.9, "weight": 0.5, "gate": "agree"}
+HIGH = {"high": "transition:high", "low": "transition:v", "gamma": 0.9, "lam": 0.8}
+Case = tuple[Naive, str, str, Mapping[str, Any]]
+"""Credit, clip (token, row, none), average (rows, tokens, sums), options."""
+CASES: dict[str, Case] = {
+    "ppo": (ppo, "token", "tokens", {}),
+    "gigpo": (tokens(gigpo), "token", "rows", {"weight": 0.5}),
+    "gspo+gigpo": (
+        tokens(lambda plays: total(
+            (outcome(plays, True), 1), (naive_histories(plays, "outcome", 0.95, 0, True), 1)
+        )),
+        "row", "rows", {"gigpo_norm": "std"},
+    ),
+    "hgpo": (
+        tokens(lambda plays: naive_histories(plays, "outcome", 0.95, 2, False)), "token", "rows", {}
+    ),
+    "rloo+hgpo": (
+        tokens(lambda plays: naive_histories(plays, "outcome", 0.9, 1, True)), "none", "sums",
+        {"hgpo_gamma": 0.9, "hgpo_depth": 1, "hgpo_norm": "std"},
+    ),
+    "mt-grpo": (
+        tokens(lambda plays: total(
+            (outcome(plays, True), 1), (calls(plays, process(plays), turn), 1)
+        )),
+        "token", "rows", {"turn_reward": "transition:p"},
+    ),
+    "dr-mas": (tokens(lambda plays: calls(plays, per_outcome(plays), role)), "token", "rows", {}),
+    "at-grpo": (
+        tokens(lambda plays: calls(plays, per_outcome(plays), role_and_turn)), "token", "rows", {}
+    ),
+    "tree-grpo": (
+        tokens(lambda plays: total((outcome(plays, True), 1), (outcome(plays, True, tree), 1))),
+        "token", "rows", {},
+    ),
+    "gspo+tree": (
+        tokens(lambda plays: total((outcome(plays, True), 1), (outcome(plays, True, tree), 0.5))),
+        "row", "rows", {"tree_weight": 0.5},
+    ),
+    "treerl": (tokens(lambda plays: naive_tree(plays, True)), "token", "rows", {}),
+    "treerl vine": (
+        tokens(lambda plays: naive_tree(plays, False)), "token", "rows", {"how": "parent"}
+    ),
+    "agent-r1": (tokens(gae), "token", "rows", GAE),
+    "turn-ppo": (tokens(gae), "token", "tokens", GAE),
+    "pspo": (tokens(gae), "row", "rows", GAE),
+    "reinforce+step-gae": (
+        tokens(gae), "none", "sums",
+        {"step_value": "transition:v", "step_gamma": 0.9, "step_lam": 0.8},
+    ),
+    "ragen": (ragen, "token", "tokens", {"gamma_high": 0.9, "gamma": 0.7, "lam": 0.8}),
+    "hiper": (tokens(hiper), "token", "rows", HIGH | {"reward": "transition:p"}),
+    "gspo+hiper": (
+        tokens(hiper), "row", "rows",
+        {f"hiper_{key}": value for key, value in HIGH.items()} | {"reward": "transition:p"},
+    ),
+    "archer": (tokens(process), "none", "sums", {"advantage": "transition:p"}),
+    "prime": (whole_prime, "token", "tokens", {"process": "p"}),
+    "istar": (
+        tokens(lambda plays: total(
+            (outcome(plays, True), 1),
+            (calls(plays, process(plays), lambda play, i: play.group), 0.5),
+        )),
+        "token", "rows", {"process": "transition:p", "weight": 0.5},
+    ),
+    "streams": (
+        tokens(agreeing), "token", "rows",
+        {"streams": {"outcome": {"norm": "std"}, "p": STREAM}},
+    ),
+    "gspo+process": (tokens(agreeing), "row", "rows", {"process_streams": {"p": STREAM}}),
+    "grpo+fade": (tokens(faded), "token", "rows", {"fade_gamma": 0.5}),
+    "grpo+per-role": (tokens(roles), "token", "rows", {}),
+    "dr-grpo+only": (
+        tokens(lambda plays: [
+            a if call.role == "critic" else NAN
+            for a, call in zip(outcome(plays), (c for p in plays for c in p.calls), strict=True)
+        ]),
+        "token", "rows", {"only_roles": ["critic"], "length": 1},
+    ),
+}  # fmt: skip
+
+
+def sample(seed: int) -> tuple[Plays, Batch]:
+    plays = random_plays(seed)
+    for play in plays:
+        for call in play.calls:
+            call.node = call.node and f"{play.group}:{call.node}"
+            call.rewards = {**call.rewards, "high": call.rewards["w"] if call.state == 0 else NAN}
+    n = sum(call.tokens for play in plays for call in play.calls)
+    values = torch.rand(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return plays, world(*plays, values=values.tolist())
+
+
+def published(case: Case, plays: Plays, batch: Batch, p: Tensor, o: Tensor) -> Tensor:
+    """-gradient of the loss in the log-probs; every call is a row."""
+    naive, clip, average, options = case
+    a = naive(plays, batch.values.tolist())
+    leaf = p.clone().requires_grad_()
+    rows: dict[int, list[Tensor]] = {}
+    for t, call in enumerate(batch.token_transition.tolist()):
+        if a[t] != a[t]:
+            continue
+        same = batch.token_transition == call
+        lo, hi = (3e-4, 4e-4) if clip == "row" else (0.2, 0.2)
+        lr = leaf[t] - o[t] if clip == "token" else (leaf - o)[same].mean()
+        rho = lr.exp()
+        if clip == "row":  # GSPO-token: the value of the row's ratio, the gradient of the token's
+            rho = rho.detach() * (leaf[t] - leaf[t].detach()).exp()
+        value = torch.minimum(rho * a[t], rho.clamp(1 - lo, 1 + hi) * a[t])
+        rows.setdefault(call, []).append(leaf[t] * a[t] if clip == "none" else value)
+    if average == "tokens":
+        loss = torch.stack([x for row in rows.values() for x in row]).mean()
+    else:
+        each = [torch.stack(row) for row in rows.values()]
+        sums = average == "sums" or "length" in options
+        loss = torch.stack([x.sum() if sums else x.mean() for x in each]).mean()
+    loss.backward()
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("seed", range(3))
+def test_psi_is_minus_the_gradient_of_the_published_loss(name: str, seed: int) -> None:
+    plays, batch = sample(seed)
+    algo = make(name.split()[0], CASES[name][3], streams=("o", "b", "q", "v"))
+    draw = torch.Generator().manual_seed(seed)
+    p, o = -torch.rand(2, batch.n_tokens, generator=draw, dtype=torch.float64)
+    terms = plan(algo, batch, {"o": o})
+    actual = psi(algo, terms, p, torch.arange(batch.n_tokens))
+    expected = published(CASES[name], plays, batch, p, o)
+    assert torch.allclose(actual, expected, rtol=1e-10, atol=1e-10)
+    assert expected.abs().max() > 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_hopeless_batches_give_no_nan(name: str) -> None:
+    for outcome in (NAN, 0.0, 0.7):
+        _, batch = sample(1)
+        flat = {
+            key: torch.full_like(x, outcome) if key in ("outcome", "transition:p") else x
+            for key, x in batch.rewards.items()
+        }
+        batch.rewards.update(flat)
+        algo = make(name.split()[0], CASES[name][3], streams=("o", "b", "q", "v"))
+        terms = plan(algo, batch, {}, fresh=True)
+        p = batch.behaviour.double()
+        assert psi(algo, terms, p, torch.arange(batch.n_tokens)).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("ppo", {}, r"'ppo' needs the values of a critic \(stream v\), which this run does not"),
+        ("agent-r1", {"gamma": 1.5}, r"options\.gamma = 1\.5: .*<= 1"),
+        ("streams", {}, r"algorithm\.options\.streams: 'streams' cannot do without; set it"),
+        ("grpo+only", {}, r"algorithm\.options\.only_roles: 'grpo\+only' cannot do without"),
+        ("grpo+only", {"only_roles": []}, r"only_roles = \[\]: .*length >= 1"),
+        ("grpo+gigpo", {"weight": 2.0}, r"options\.weight: no option of 'grpo\+gigpo'"),
+        ("remax+per-role", {}, r"\+per-role cannot split a baseline or weight of whole rollouts"),
+        (
+            "streams",
+            {"streams": {"p": {"wieght": 1.0}}},
+            r"options\.streams\.p\.wieght: unknown; did you mean 'weight'\?",
+        ),
+        ("streams", {"streams": {"p": {"scope": "call"}}}, r"Invalid enum value 'call'"),
+        (
+            "streams",
+            {"mix": "rewards", "streams": {"p": {"clip": 1.0}}},
+            r"streams\.p\.clip: streams mixed as rewards have none of their own",
+        ),
+        (
+            "streams",
+            {"mix": "returns", "streams": {"p": {"gate": "agree"}}},
+            r"streams\.p\.gate: streams mixed as returns have none of their own",
+        ),
+        ("streams", {"streams": {"p": {"potential": True}}}, r"give it scope = 'transition'"),
+        (
+            "streams",
+            {"streams": {"p": {"gate": "agree"}}},
+            r"streams\.p\.outcome = 'outcome': there is no stream of that name",
+        ),
+        (
+            "streams",
+            {"gamma": 0.9, "streams": {"p": {}}},
+            r"gamma and norm are those of a sum of returns or rewards",
+        ),
+    ],
+)
+def test_what_cannot_matter_is_refused(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(name, options)
+
+
+def test_a_stream_may_be_one_that_a_step_lacks() -> None:
+    streams = {"outcome": {}, "p": {"scope": "transition", "required": False}}
+    algo = make("streams", {"streams": streams})
+    assert (algo.rewards, algo.optional) == (("outcome", "transition:p"), ("transition:p",))
+    algo = make("grpo+process", {"process_streams": {"p": streams["p"]}})
+    assert (algo.rewards, algo.optional) == (("outcome", "transition:p"), ("transition:p",))
+
+
+def test_what_an_algorithm_needs_of_a_run_is_read_off_its_record() -> None:
+    assert make("remax", {}).greedy
+    assert not make("grpo", {}).greedy
+    assert make("ppo", {}, streams=("o", "b", "v")).critic
+    assert not make("agent-r1", {"value": "transition:v"}).critic

@@ -1,0 +1,100 @@
+"""The numbers of CREDIT.md are what its settings give on its trace.
+
+`python tests/algorithms/test_credit_page.py` writes them again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import agentrl.algorithms
+from agentrl.algorithms.explain import explain
+from agentrl.algorithms.presets import make
+from agentrl.types import (
+    Group,
+    Purpose,
+    Reward,
+    Rollout,
+    RolloutState,
+    Scope,
+    Transition,
+    float32,
+    int32,
+)
+
+PAGE = Path(str(agentrl.algorithms.__file__)).parent / "CREDIT.md"
+BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
+CHOICE = re.compile(r"# (\w)( \(psi\))?: .*\n")
+ROW = re.compile(r"^\| (\w) \|.*$", re.MULTILINE)
+
+
+def trace(page: str) -> Group:
+    """The rollouts of the page's JSON block; every call is a row of its own."""
+    (block,) = (text for kind, text in BLOCK.findall(page) if kind == "json")
+    rollouts = []
+    for u, played in enumerate(json.loads(block)):
+        name, rewards, calls = "ABC"[u], [], []
+        if "outcome" in played:
+            rewards.append(Reward(value=played["outcome"]))
+        for i, call in enumerate(played["calls"]):
+            n = call["tokens"]
+            calls.append(
+                Transition(
+                    id=f"{name}{i + 1}", attempt=name, index=i, prompt=int32([9, u, i]),
+                    completion=int32(range(n)), logprobs=float32([-1.0] * n),
+                    messages=[{"role": "user", "content": call["sees"]}],
+                )
+            )  # fmt: skip
+            if "process" in call:
+                rewards.append(
+                    Reward(
+                        value=call["process"], name="process",
+                        scope=Scope.TRANSITION, target=f"{name}{i + 1}",
+                    )
+                )  # fmt: skip
+        rollouts.append(
+            Rollout(
+                id=name, run="r", group="g", index=u, task={}, purpose=Purpose.TRAIN,
+                state=RolloutState.SUCCEEDED, step=0, attempts=1, attempt=name, result=None,
+                failure=None, rewards=rewards, transitions=calls,
+            )
+        )  # fmt: skip
+    return Group(id="g", run="r", step=0, rollouts=rollouts)
+
+
+def rows(page: str) -> Iterator[tuple[str, str]]:
+    """Each lettered choice with its row: the advantage, or for a choice of average psi, of every
+    token, in order of rollouts and calls."""
+    group = trace(page)
+    for kind, block in BLOCK.findall(page):
+        letter = CHOICE.match(block)
+        if kind != "toml" or not letter:
+            continue
+        settings = tomllib.loads(block)["algorithm"]
+        algo = make(settings["preset"], settings.get("options", {}))
+        explanation = explain(algo, [group])
+        advantage = explanation.chain[-1].columns["advantage"]
+        numbers = explanation.psi if letter[2] else advantage
+        cells = ["-" if x != x else f"{x:+.3f}".replace("+0.000", "0") for x in numbers.tolist()]
+        yield letter[1], f"| {letter[1]} | {' | '.join(cells)} |"
+
+
+def written(page: str) -> str:
+    fresh = dict(rows(page))
+    return ROW.sub(lambda row: fresh[row[1]], page)
+
+
+def test_the_page_says_what_the_code_does() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    letters = [letter for letter, _ in rows(page)]
+    assert letters == [row[1] for row in ROW.finditer(page)]
+    assert len(set(letters)) == len(letters) > 8
+    assert written(page) == page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

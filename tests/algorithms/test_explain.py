@@ -1,0 +1,194 @@
+"""The chain from reward rows to psi, and the commands that print it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from click.testing import CliRunner
+
+from agentrl.algorithms import objective
+from agentrl.algorithms.explain import brief, explain, links, report
+from agentrl.algorithms.merge import build_batch
+from agentrl.algorithms.presets import make, modifiers, presets
+from agentrl.cli import cli
+from agentrl.config import RunConfig
+from agentrl.errors import ConfigError, StoreError, TrainingError
+from agentrl.store import open_store
+from agentrl.types import (
+    Group,
+    NewRollout,
+    Outcome,
+    PolicyVersion,
+    Purpose,
+    Reward,
+    Rollout,
+    RolloutState,
+    Scope,
+    StepCommit,
+    Transition,
+    float32,
+    int32,
+)
+
+OPTIONS = {
+    "streams": {"outcome": {"norm": "std"}, "p": {"scope": "transition", "gate": "agree"}},
+}
+
+
+def calls(name: str) -> list[Transition]:
+    return [
+        Transition(
+            id=f"{name}/{i}",
+            attempt=name,
+            index=i,
+            prompt=int32(range(1, 3 + 4 * i)),
+            completion=int32([50 + i, 60]),
+            logprobs=float32([-0.5, -1.0]),
+        )
+        for i in range(2)
+    ]
+
+
+def rewards(name: str, outcome: float, process: float) -> list[Reward]:
+    step = Reward(value=process, name="p", scope=Scope.TRANSITION, target=f"{name}/0", source="me")
+    return [Reward(value=outcome), step]
+
+
+def group() -> Group:
+    rollouts = [
+        Rollout(
+            id=name, run="r", group="g", index=i, task={}, purpose=Purpose.TRAIN,
+            state=RolloutState.SUCCEEDED, step=4, attempts=1, attempt=name, result=None,
+            failure=None, rewards=rewards(name, 1.0 - i, 0.5), transitions=calls(name),
+        )
+        for i, name in enumerate(("a", "b"))
+    ]  # fmt: skip
+    return Group(id="g", run="r", step=4, rollouts=rollouts)
+
+
+def test_every_preset_has_a_chain_that_ends_in_its_credit() -> None:
+    needed = {"streams": OPTIONS, "only": {"only_roles": ["agent"]}}
+    needed["process"] = {"process_streams": OPTIONS["streams"]}
+    names = [*presets, *(f"grpo+{name}" for name in modifiers)]
+    for name in names:
+        options = needed.get(name.split("+")[-1], {})
+        algo = make(name, options, streams=("o", "b", "q", "t", "v"))
+        if algo.critic or algo.greedy:
+            continue
+        batch = build_batch([group()], reward_names=algo.rewards)
+        for column in batch.rewards.values():
+            column.nan_to_num_(nan=0.25)
+        last = list(links(algo.credit, batch))[-1]
+        assert last.depth == 0
+        assert torch.equal(
+            last.columns["advantage"].nan_to_num(nan=9), algo.credit(batch).nan_to_num(nan=9)
+        ), name
+
+
+def test_psi_is_that_of_the_first_optimizer_step() -> None:
+    algo = make("streams", OPTIONS)
+    explanation = explain(algo, [group()])
+    batch = build_batch([group()], reward_names=algo.rewards)
+    terms = objective.plan(algo, batch, {}, fresh=True)
+    index = torch.arange(batch.n_tokens)
+    assert torch.equal(explanation.psi, objective.psi(algo, terms, batch.behaviour.double(), index))
+    assert (explanation.psi != 0).any()
+
+
+def test_a_report_says_where_each_number_is_from() -> None:
+    algo = make("streams+tis", OPTIONS)
+    groups = [group()]
+    text = "\n".join(report(explain(algo, groups), "a", groups, tokens=False))
+    assert text.startswith("a, step 4, streams+tis\nrewards\n  outcome = 1 (verifier)")
+    assert "  transition:p of a/0 = 0.5 (me)" in text
+    assert "norm='std'): value 1, baseline 0.5, scale 0.707108, advantage 0.7071" in text
+    assert "value 0.5, baseline 0.5, advantage 0" in text
+    assert "u 0.125, psi 0.08838" in text
+    assert "Gate(Trunc(0.0, hi=2.0), num='o', den='b'): factor 1 where p = o = b" in text
+    assert "token 0" not in text
+    each = report(explain(algo, groups), "a", groups, tokens=True)
+    assert sum("token " in line and "log-prob of the sampler" in line for line in each) == 4
+
+
+def test_what_is_not_trained_says_so() -> None:
+    algo = make("grpo", {})
+    one = group()
+    failed = msgspec.structs.replace(one.rollouts[1], state=RolloutState.FAILED, rewards=[])
+    groups = [msgspec.structs.replace(one, rollouts=[one.rollouts[0], failed])]
+    with pytest.raises(TrainingError, match="b is not trained: it is an evaluation, failed"):
+        report(explain(algo, groups), "b", groups, tokens=False)
+
+
+def test_a_record_is_printed_with_what_it_says() -> None:
+    assert brief(make("grpo", {}).credit) == "Rel('outcome', norm='std')"
+    assert brief(make("rloo", {}).agg) == "Average(('row',), inner='sum')"
+
+
+# -- commands --------------------------------------------------------------------------------------
+
+
+def output(*arguments: str) -> str:
+    return CliRunner().invoke(cli, arguments, catch_exceptions=False).output
+
+
+def test_the_catalogue_has_a_line_for_everything() -> None:
+    lines = output("algorithms").splitlines()
+    said = {line.split()[0] for line in lines}
+    assert {*presets, *(f"+{name}" for name in modifiers)} <= said
+    gspo = next(line for line in lines if line.startswith("  gspo "))
+    assert "arXiv 2507.18071" in gspo
+    assert gspo.endswith("[credit, gates]")
+    assert next(line for line in lines if "+only" in line).endswith("[filter]")
+
+
+def test_a_preset_prints_its_record() -> None:
+    text = output("algorithms", "show", "gspo+opsm")
+    assert "Gate(Clip(0.0003, hi=0.0004), by='row')" in text
+    assert "  credit       Rel('outcome', norm='std')\n" in text
+    assert "  streams      b, o\n" in text
+    assert "  opsm_delta = 0.1\n" in text
+    assert "  streams = (required)\n" in output("algorithms", "show", "streams")
+    with pytest.raises(ConfigError, match=r"no preset 'gsop'; did you mean 'gspo'\?"):
+        output("algorithms", "show", "gsop")
+
+
+async def trained(url: str) -> None:
+    """One committed step of two rollouts."""
+    config = RunConfig(name="r")
+    algorithm = msgspec.structs.replace(config.algorithm, preset="streams", options=OPTIONS)
+    config = msgspec.structs.replace(config, algorithm=algorithm)
+    async with open_store(url) as store:
+        state = await store.open_run("r", msgspec.to_builtins(config))
+        await store.publish(
+            PolicyVersion(run="r", policy="policy", version=0, base_url="http://x/v1", model="m")
+        )
+        await store.enqueue(
+            [NewRollout(id=f"r/g/{i}", run="r", group="r/g", index=i, task={}) for i in range(2)]
+        )
+        for i, attempt in enumerate(await store.claim(2, runner="w", run="r", lease=60)):
+            made = [msgspec.structs.replace(call, attempt=attempt.id) for call in calls(attempt.id)]
+            await store.add_transitions(made)
+            rows = rewards(attempt.id, 1.0 - i, 0.5)
+            await store.finish([Outcome(attempt=attempt.id, fence=attempt.fence, rewards=rows)])
+        (claimed,) = await store.claim_groups("r", state.epoch, 1)
+        await store.commit_step(
+            StepCommit(run="r", epoch=state.epoch, step=0, groups=[claimed.id],
+                       versions={"policy": 1}, checkpoint="c", metrics={"tokens/trained": 8.0})
+        )  # fmt: skip
+
+
+async def test_a_trained_rollout_is_explained_from_the_store(tmp_path: Path) -> None:
+    from agentrl.algorithms_commands import explained
+
+    url = f"sqlite:///{tmp_path / 'store.db'}"
+    await trained(url)
+    lines = await explained(url, "r/g/0", tokens=True)
+    text = "\n".join(lines)
+    assert "  outcome = 1 (verifier)" in lines
+    assert "advantage 0.707106" in text
+    assert "it was trained" not in text
+    with pytest.raises(StoreError, match="there is no rollout 'r/g/7'"):
+        await explained(url, "r/g/7", tokens=False)

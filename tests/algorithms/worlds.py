@@ -1,0 +1,111 @@
+"""Batches written as what happened, and random ones, for tests of credit."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from agentrl.algorithms.batch import Batch
+from agentrl.algorithms.columns import dense
+
+NAN = math.nan
+
+
+@dataclass
+class Call:
+    """One model call; `rewards` by name of transition scope."""
+
+    state: object = None
+    tokens: int = 1
+    role: str = "agent"
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    node: object = None  # None: a branch of its own
+    truncated: bool = False
+
+
+@dataclass
+class Play:
+    """One rollout; `tact` is a reward by role."""
+
+    calls: Sequence[Call]
+    outcome: float = NAN
+    group: int = 0
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    tact: Mapping[str, float] = field(default_factory=dict)
+    greedy: bool = False
+
+
+def world(*plays: Play, values: Sequence[float] = ()) -> Batch:
+    """The batch of these rollouts with every reward that one of them has."""
+    calls = [(u, call) for u, play in enumerate(plays) for call in play.calls]
+    roles = sorted({call.role for _, call in calls})
+    rollout = torch.tensor([u for u, _ in calls], dtype=torch.int64)
+    sizes = torch.tensor([call.tokens for _, call in calls], dtype=torch.int64)
+    token_call = torch.arange(len(calls)).repeat_interleave(sizes)
+    names = {"outcome", *(name for play in plays for name in play.rewards)}
+    of_calls = {name for _, call in calls for name in call.rewards}
+    columns = {
+        name: [play.outcome if name == "outcome" else play.rewards.get(name, NAN) for play in plays]
+        for name in names
+    }
+    columns |= {
+        f"transition:{name}": [call.rewards.get(name, NAN) for _, call in calls]
+        for name in of_calls
+    }
+    columns["role:tact"] = [play.tact.get(role, NAN) for play in plays for role in roles]
+    groups = [play.group for play in plays]
+    return Batch(
+        rows=[],
+        token_row=token_call,
+        token_transition=token_call,
+        behaviour=torch.full((token_call.numel(),), -1.0),
+        transition_rollout=rollout,
+        transition_role=torch.tensor([roles.index(c.role) for _, c in calls], dtype=torch.int64),
+        row_rollout=rollout,
+        rollout_group=torch.tensor(groups),
+        rewards={name: torch.tensor(x, dtype=torch.float64) for name, x in columns.items()},
+        roles=roles,
+        groups=[str(g) for g in range(max(groups) + 1)],
+        rollouts=[f"r{u}" for u in range(len(plays))],
+        transitions=[f"t{s}" for s in range(len(calls))],
+        transition_state=dense([call.state for _, call in calls]),
+        transition_node=dense(
+            [s if call.node is None else str(call.node) for s, (_, call) in enumerate(calls)]
+        ),
+        transition_truncated=torch.tensor([call.truncated for _, call in calls]).bool(),
+        rollout_greedy=torch.tensor([play.greedy for play in plays]),
+        values=torch.tensor(list(values), dtype=torch.float64),
+    )
+
+
+def random_plays(seed: int, *, groups: int = 3, size: int = 4, missing: float = 0.15) -> list[Play]:
+    """Rollouts of calls in few states, with rewards of every scope, some of them missing."""
+    draw = random.Random(seed)
+
+    def value() -> float:
+        return NAN if draw.random() < missing else draw.randint(0, 8) / 8
+
+    def call(number: int) -> Call:
+        return Call(
+            state=draw.randint(0, 2),
+            tokens=draw.randint(1, 3),
+            role=draw.choice(["actor", "critic"]),
+            rewards={"p": value(), "v": draw.random(), "w": draw.random()},
+            node=f"{number}-{draw.randint(0, 1)}" if number < 2 else None,
+            truncated=draw.random() < 0.2,
+        )
+
+    return [
+        Play(
+            [call(number) for number in range(draw.randint(1, 5))],
+            outcome=value(),
+            group=g,
+            tact={"actor": value(), "critic": value()},
+        )
+        for g in range(groups)
+        for _ in range(draw.randint(1, size))
+    ]

@@ -1,0 +1,209 @@
+"""Credit and psi for a large step on one core, against the same numbers as loops over rollouts; and
+the variance of the policy gradient by scheme of credit, on a task whose gradient is known.
+
+python -m tests.benchmarks.credit --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import time
+from collections.abc import Callable
+from statistics import fmean, stdev
+
+import torch
+
+from agentrl.algorithms.batch import Batch
+from agentrl.algorithms.credit import Credit, Rel
+from agentrl.algorithms.objective import plan, psi
+from agentrl.algorithms.presets import make
+from agentrl.algorithms.steps import Returns, StepGae, Values
+
+ROLLOUTS, CALLS, TOKENS = 20_000, 5, 10  # 1 M action tokens
+GROUP = 8
+STREAMS = {
+    "outcome": {"norm": "std"},
+    "process": {"scope": "transition", "gamma": 0.95, "weight": 0.5, "gate": "agree"},
+}
+PRESETS: dict[str, dict[str, object]] = {
+    "grpo": {},
+    "gspo+tis": {},
+    "reinforce++": {},
+    "gigpo+tis": {},
+    "hgpo": {},
+    "treerl": {},
+    "streams+opsm": {"streams": STREAMS},
+}
+
+
+def batch(rollouts: int) -> Batch:
+    """Every group like every other: 5 calls of 10 tokens, a row per rollout, 6 states."""
+    draw = torch.Generator().manual_seed(0)
+    calls, n = rollouts * CALLS, rollouts * CALLS * TOKENS
+    rollout = torch.arange(rollouts).repeat_interleave(CALLS)
+    group = torch.arange(rollouts) // GROUP
+    return Batch(
+        rows=[],
+        token_row=torch.arange(rollouts).repeat_interleave(CALLS * TOKENS),
+        token_transition=torch.arange(calls).repeat_interleave(TOKENS),
+        behaviour=-torch.rand(n, generator=draw),
+        transition_rollout=rollout,
+        transition_role=torch.randint(0, 2, (calls,), generator=draw),
+        row_rollout=torch.arange(rollouts),
+        rollout_group=group,
+        rewards={
+            "outcome": torch.rand(rollouts, generator=draw).round().double(),
+            "transition:process": torch.rand(calls, generator=draw).double(),
+        },
+        roles=["actor", "critic"],
+        groups=[str(g) for g in range(int(group.max()) + 1)],
+        rollouts=[str(u) for u in range(rollouts)],
+        transitions=[str(s) for s in range(calls)],
+        transition_state=torch.randint(0, 6, (calls,), generator=draw),
+        transition_node=torch.where(
+            torch.rand(calls, generator=draw) < 0.5, 0, torch.arange(calls)
+        ),
+    )
+
+
+def step(name: str, data: Batch) -> float:
+    """CPU seconds of credit, weights and psi of one optimizer step."""
+    algo = make(name, PRESETS[name])
+    b = data.behaviour.double()
+    p, index = b + 0.01, torch.arange(data.n_tokens)
+    started = time.process_time()
+    psi(algo, plan(algo, data, {"o": b}), p, index)
+    return time.process_time() - started
+
+
+def loops(data: Batch) -> float:
+    """CPU seconds of GRPO with Python loops over groups, rollouts and tokens."""
+    reward, group = data.rewards["outcome"].tolist(), data.rollout_group.tolist()
+    p = (data.behaviour.double() + 0.01).tolist()
+    o, owner = data.behaviour.double().tolist(), data.token_rollout.tolist()
+    started = time.process_time()
+    members: dict[int, list[float]] = {}
+    for g, r in zip(group, reward, strict=True):
+        members.setdefault(g, []).append(r)
+    scale = {g: (fmean(x), stdev(x) + 1e-6) for g, x in members.items()}
+    advantage = [(r - scale[g][0]) / scale[g][1] for g, r in zip(group, reward, strict=True)]
+    share = 1 / len(reward) / (CALLS * TOKENS)
+    for t, u in enumerate(owner):
+        ratio = 2.718281828459045 ** (p[t] - o[t])
+        a = advantage[u]
+        inside = ratio <= 1.2 if a >= 0 else ratio >= 0.8
+        _ = share * ratio * a * inside
+    return time.process_time() - started
+
+
+def best(measure: Callable[[], float], repeats: int) -> float:
+    return min(measure() for _ in range(repeats))
+
+
+# -- variance --------------------------------------------------------------------------------------
+
+STEPS, GROUPS = 8, 4000
+PROCESS, TURN = "transition:process", ("group", "turn")
+SCHEMES: dict[str, Credit] = {
+    "broadcast": Rel("total", base="loo"),
+    "returns": Rel(Returns(PROCESS), by=TURN, base="loo"),
+    "states": Rel(Returns(PROCESS), by=("group", "state"), base="loo"),
+    "values": Rel(StepGae(Values("transition:v"), PROCESS, 1.0, 0.5), base="none"),
+}
+
+
+def walks(draw: torch.Generator) -> tuple[Batch, torch.Tensor]:
+    """Rollouts of 8 calls with one binary action each, and the actions [S]. The state is the step
+    and the action before; a step pays 1 for another action than the one before, with noise."""
+    rollouts = GROUPS * GROUP
+    actions = torch.randint(0, 2, (rollouts, STEPS), generator=draw)
+    before = torch.cat([torch.zeros(rollouts, 1, dtype=torch.int64), actions[:, :-1]], 1)
+    paid = (actions != before).double() + 0.1 * torch.randn(actions.shape, generator=draw)
+    calls = torch.arange(rollouts * STEPS)
+    rollout = calls // STEPS
+    data = Batch(
+        rows=[],
+        token_row=calls,
+        token_transition=calls,
+        behaviour=torch.full((calls.numel(),), 0.5).log(),
+        transition_rollout=rollout,
+        transition_role=torch.zeros_like(calls),
+        row_rollout=rollout,
+        rollout_group=torch.arange(rollouts) // GROUP,
+        rewards={
+            "total": paid.sum(1),
+            PROCESS: paid.flatten(),
+            "transition:v": ((STEPS - torch.arange(STEPS)) / 2).repeat(rollouts).double(),
+        },
+        roles=["agent"],
+        groups=[str(g) for g in range(GROUPS)],
+        rollouts=[str(u) for u in range(rollouts)],
+        transitions=[str(s) for s in range(calls.numel())],
+        transition_state=(2 * torch.arange(STEPS) + before).flatten(),
+    )
+    return data, actions.flatten()
+
+
+def exact() -> torch.Tensor:
+    """d (expected total) / d logits [STEPS * 2] at the uniform policy, by dynamic programming."""
+    logits = torch.zeros(STEPS, 2, dtype=torch.float64, requires_grad=True)
+    change = logits.sigmoid()  # probability of action 1 by (step, action before)
+    value = torch.zeros(2, dtype=torch.float64)  # of the action before
+    for s in reversed(range(STEPS)):
+        stay, switch = 1 - change[s, 0], change[s, 0]
+        zero = stay * value[0] + switch * (1 + value[1])
+        one = change[s, 1] * value[1] + (1 - change[s, 1]) * (1 + value[0])
+        value = torch.stack([zero, one])
+    return torch.autograd.grad(value[0], logits)[0].flatten()
+
+
+def variance() -> dict[str, float]:
+    """How much smaller the trace of the covariance of a group's gradient is than with broadcast
+    credit, and the largest bias of its 15 parameters in standard errors."""
+    data, actions = walks(torch.Generator().manual_seed(0))
+    truth, traces, result = exact(), {}, {}
+    for name, credit in SCHEMES.items():
+        score = (actions - 0.5) * credit(data) / GROUP
+        cell = data.rollout_group[data.token_rollout] * 2 * STEPS + data.transition_state
+        gradient = torch.zeros(GROUPS * 2 * STEPS, dtype=torch.float64).index_add_(0, cell, score)
+        gradient = gradient.view(GROUPS, 2 * STEPS)
+        traces[name] = float(gradient.var(0).sum())
+        error = gradient.std(0) / GROUPS**0.5
+        off = (gradient.mean(0) - truth).abs() / error.clamp(min=1e-12)
+        result[f"variance reduction {name}"] = traces["broadcast"] / traces[name]
+        result[f"bias {name}"] = float(off[error > 0].max())
+    return result
+
+
+def peak() -> float:
+    """Largest resident memory of the process so far, MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", action="store_true", help="print one JSON object only")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    half, whole = batch(ROLLOUTS // 2), batch(ROLLOUTS)
+    result: dict[str, float] = {"rollouts": ROLLOUTS, "tokens": whole.n_tokens}
+    before = peak()
+    for name in PRESETS:
+        result[f"seconds {name}"] = best(lambda name=name: step(name, whole), options.repeats)  # type: ignore[misc]
+    result["bytes_per_token"] = (peak() - before) * 2**20 / whole.n_tokens
+    result["seconds grpo, half"] = best(lambda: step("grpo", half), options.repeats)
+    result["seconds grpo, loops"] = best(lambda: loops(whole), 1)
+    result["loops_over_ours"] = result["seconds grpo, loops"] / result["seconds grpo"]
+    result |= variance()
+    if options.json:
+        print(json.dumps(result))
+        return
+    for key, value in result.items():
+        print(f"{key:<24}{value:>14.4g}")
+
+
+if __name__ == "__main__":
+    main()
