@@ -14,8 +14,10 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
+from msgspec.structs import replace
+
 from agentrl.config import RunnerConfig
-from agentrl.errors import StoreError
+from agentrl.errors import Invalid, StoreError
 from agentrl.runners.attribution import Live
 from agentrl.runners.execution import Execution
 from agentrl.types import Attempt, ErrorKind, Failure, Outcome
@@ -116,7 +118,18 @@ class Worker:
         async with self._finishing:
             if self._outcomes:  # else they went with those of another attempt
                 outcomes, self._outcomes = self._outcomes, []
-                await self._store.finish(outcomes)
+                await self._finish(outcomes)
+
+    async def _finish(self, outcomes: Sequence[Outcome]) -> None:
+        """One that can never be stored costs its own attempt, and none that came with it."""
+        try:
+            await self._store.finish(outcomes)
+        except Invalid as error:
+            if len(outcomes) == 1:
+                await self._store.finish([_without_content(outcomes[0], error)])
+                return
+            for outcome in outcomes:
+                await self._finish([outcome])
 
     def _settle(self, ended: asyncio.Task[None] | Future[None]) -> None:
         """What an attempt or the heartbeat did not expect ends the worker."""
@@ -177,3 +190,10 @@ class Worker:
                 task, _ = self._running[attempt]
                 log.warning("attempt %s lost its lease and is stopped", attempt)
                 task.cancel()
+
+
+def _without_content(outcome: Outcome, refused: Invalid) -> Outcome:
+    """That the attempt ended and why, of an outcome that the store refused."""
+    log.warning("the outcome of attempt %s cannot be stored: %s", outcome.attempt, refused)
+    failure = outcome.failure or Failure(kind=ErrorKind.AGENT, message=str(refused))
+    return replace(outcome, result=None, rewards=[], spans=[], failure=failure)

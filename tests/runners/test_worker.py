@@ -14,8 +14,9 @@ import httpx
 import pytest
 from aiohttp import web
 
+import agentrl
 from agentrl.config import RetriesConfig
-from agentrl.runners import upstream
+from agentrl.runners import execution, upstream
 from agentrl.runners import worker as module
 from agentrl.types import ErrorKind, RolloutState
 
@@ -78,6 +79,54 @@ async def test_results_are_stored_as_json(bench: Any) -> None:
     tasks = [{"input": name} for name in answers]
     rollouts = await bench.run(lambda name: answers[name], *tasks)
     assert [rollout.result for rollout in rollouts] == ["odd", {"1": ["odd"]}, None, 0.5]
+
+
+async def test_what_json_cannot_say_costs_nobody_an_outcome(bench: Any) -> None:
+    class Mute:
+        def __str__(self) -> str:
+            raise KeyError("no text")
+
+    answers = {"half": "\ud83d", "long": 10**5000, "mute": Mute(), "nest": {"\ud83d": 1}, "ok": 1}
+    tasks = [{"input": name} for name in answers]
+    rollouts = await bench.run(lambda name: answers[name], *tasks)
+    assert [rollout.state for rollout in rollouts] == [RolloutState.SUCCEEDED] * len(answers)
+    half, long, mute, nest, fine = [rollout.result for rollout in rollouts]
+    assert (half, long, mute) == ("?", "<int that has no text>", "<Mute that has no text>")
+    assert (nest, fine) == ("{'\\ud83d': 1}", 1)
+
+
+async def test_reward_names_that_no_database_stores(bench: Any) -> None:
+    rollouts = await bench.run(
+        lambda text: agentrl.reward(0.5, "\ud83d", scope="rollout"),
+        *[TASK] * 3,
+        verifier=lambda task, result: {"outcome": 1.0, "a\udc00\0": 2.0},
+    )
+    for rollout in rollouts:
+        assert rollout.state is RolloutState.SUCCEEDED, rollout.failure
+        assert {row.name for row in rollout.rewards} == {"outcome", "?", "a??"}
+
+
+async def test_an_outcome_that_the_store_refuses_costs_itself_only(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All are handed over together, as the store was busy until the last had ended."""
+    monkeypatch.setattr(execution, "as_json", lambda result: result)
+    worker = bench.worker(lambda text: "\ud83d" if text == "odd" else text)
+    await worker._finishing.acquire()
+    names = await bench.enqueue({"input": "a"}, {"input": "odd"}, {"input": "b"}, max_attempts=1)
+    stop = asyncio.Event()
+    running = asyncio.create_task(worker.run(stop))
+    while len(worker._outcomes) < len(names):
+        await asyncio.sleep(0)
+    worker._finishing.release()
+    for name in names:
+        assert await bench.store.settled(f"g-{name}", timeout=30.0)
+    stop.set()
+    await running
+    first, odd, last = await bench.store.rollouts("test")
+    assert (first.result, last.result) == ("a", "b")
+    assert odd.failure.kind is ErrorKind.AGENT
+    assert "cannot be written as JSON" in odd.failure.message
 
 
 def quit_process(text: str) -> None:
