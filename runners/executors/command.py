@@ -77,12 +77,15 @@ class Command:
             return None, failed
         try:
             size = (folder / contract.RESULT).stat().st_size
+            if size > contract.LARGEST_RESULT:
+                return None, contract.too_large("its result file")
+            if size:
+                stdout = (folder / contract.RESULT).read_text(errors="replace")
         except FileNotFoundError:
-            size = 0
-        if size > contract.LARGEST_RESULT:
-            return None, contract.too_large("its result file")
-        if size:
-            stdout = (folder / contract.RESULT).read_text(errors="replace")
+            pass  # the answer is on stdout
+        except OSError as error:  # it made something else of its file, or of the folder
+            message = f"the agent's result file cannot be read: {error.strerror}"
+            return None, Failure(kind=ErrorKind.AGENT, message=message)
         return contract.answer(stdout), None
 
 

@@ -97,7 +97,7 @@ def reachable(base_url: str, runner: RunnerConfig, host: str) -> str:
 def answer(text: str) -> Json:
     try:
         return msgspec.json.decode(text)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return text.strip()
 
 

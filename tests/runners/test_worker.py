@@ -16,9 +16,12 @@ from aiohttp import web
 
 import agentrl
 from agentrl.config import RetriesConfig
-from agentrl.runners import execution, upstream
+from agentrl.runners import upstream
 from agentrl.runners import worker as module
-from agentrl.types import ErrorKind, RolloutState
+from agentrl.runners.agents import as_agent
+from agentrl.runners.executors import Ran
+from agentrl.runners.executors.inprocess import InProcess
+from agentrl.types import ErrorKind, Outcome, RolloutState
 
 TASK = {"input": "question", "answer": "secret"}
 
@@ -106,23 +109,16 @@ async def test_reward_names_that_no_database_stores(bench: Any) -> None:
         assert {row.name for row in rollout.rewards} == {"outcome", "?", "a??"}
 
 
-async def test_an_outcome_that_the_store_refuses_costs_itself_only(
-    bench: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All are handed over together, as the store was busy until the last had ended."""
-    monkeypatch.setattr(execution, "as_json", lambda result: result)
-    worker = bench.worker(lambda text: "\ud83d" if text == "odd" else text)
-    await worker._finishing.acquire()
-    names = await bench.enqueue({"input": "a"}, {"input": "odd"}, {"input": "b"}, max_attempts=1)
-    stop = asyncio.Event()
-    running = asyncio.create_task(worker.run(stop))
-    while len(worker._outcomes) < len(names):
-        await asyncio.sleep(0)
-    worker._finishing.release()
-    for name in names:
-        assert await bench.store.settled(f"g-{name}", timeout=30.0)
-    stop.set()
-    await running
+async def test_an_outcome_that_the_store_refuses_costs_itself_only(bench: Any) -> None:
+    await bench.enqueue(*[TASK] * 3, max_attempts=1)
+    attempts = await bench.store.claim(3, runner="test", lease=60.0, run="test")
+    results = ["a", "\ud83d", "b"]
+    outcomes = [
+        Outcome(attempt=attempt.id, fence=attempt.fence, result=result)
+        for attempt, result in zip(attempts, results, strict=True)
+    ]
+    worker = bench.worker(lambda text: text)
+    await asyncio.gather(*(worker._end(outcome) for outcome in outcomes))
     first, odd, last = await bench.store.rollouts("test")
     assert (first.result, last.result) == ("a", "b")
     assert odd.failure.kind is ErrorKind.AGENT
@@ -161,6 +157,22 @@ async def test_agent_raises_and_that_has_a_price(bench: Any) -> None:
     assert rollout.failure.kind is ErrorKind.AGENT
     assert rollout.reward() == -1.0
     assert rollout.failure.message == "ValueError: no luck"
+
+
+async def test_an_executor_that_raises_costs_one_attempt(bench: Any) -> None:
+    executor = InProcess(as_agent(lambda text: text))
+    broken = iter([True])
+
+    class Broken:
+        sealed, limit, start, close = False, None, executor.start, executor.close
+
+        async def run(self, live: Any) -> Ran:
+            if next(broken, False):
+                raise RuntimeError("a bug")
+            return await executor.run(live)
+
+    (rollout,) = await bench.run(Broken(), TASK)
+    assert (rollout.state, rollout.attempts) == (RolloutState.SUCCEEDED, 2)
 
 
 async def test_task_without_input(bench: Any) -> None:

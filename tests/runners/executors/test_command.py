@@ -18,6 +18,8 @@ from agentrl.errors import ConfigError
 from agentrl.runners.executors import contract
 from agentrl.types import ErrorKind, RolloutState
 
+NESTED = "[" * 5000 + "]" * 5000  # JSON, and deeper than any parser goes
+
 
 def python(code: str) -> list[str]:
     return [sys.executable, "-Sc", code]
@@ -71,7 +73,10 @@ print(json.dumps([len(task), "AGENTRL_TASK" in os.environ]))
 
 @pytest.mark.parametrize(
     ("printed", "answer"),
-    [('{"a": [1]}\n', {"a": [1]}), ("17", 17), ("two\nlines\n", "two\nlines"), ("", "")],
+    [
+        *[('{"a": [1]}\n', {"a": [1]}), ("17", 17), ("two\nlines\n", "two\nlines"), ("", "")],
+        pytest.param(NESTED, NESTED, id="nested"),
+    ],
 )
 async def test_a_result_is_json_or_text(bench: Any, make: Any, printed: str, answer: Any) -> None:
     command = python(f"import sys; sys.stdout.write({printed!r}); sys.stderr.write('noise')")
@@ -94,6 +99,11 @@ async def test_it_works_in_its_folder(bench: Any, make: Any, tmp_path: Path) -> 
         ("import sys; print('why', file=sys.stderr); sys.exit(4)", "exit status 4: why"),
         (f"import os; os.kill(os.getpid(), {int(signal.SIGSEGV)})", "was killed by SIGSEGV"),
         ("print('x' * 20_000_000)", "more than 16777216 bytes to stdout"),
+        ("import os; os.mkdir(os.environ['AGENTRL_RESULT_FILE'])", "read: Is a directory"),
+        (
+            "import os; p = os.environ['AGENTRL_RESULT_FILE']; os.symlink(p, p)",
+            "read: Too many levels of symbolic links",
+        ),
     ],
 )
 async def test_how_it_fails(bench: Any, make: Any, code: str, says: str) -> None:
