@@ -154,6 +154,8 @@ class Kubernetes:
         pod = spec["template"]
         pod.setdefault("metadata", {}).setdefault("labels", {}).update(labels)
         pod["spec"]["restartPolicy"] = "Never"
+        pod["spec"].setdefault("automountServiceAccountToken", False)  # the model is all it reaches
+        pod["spec"].setdefault("enableServiceLinks", False)
         variables = contract.matching(os.environ, self.agent.pass_env) | self.agent.env
         variables |= contract.variables(live, self.gateway, span) | contract.task_variable(task)
         variables["AGENTRL_RESULT_FILE"] = RESULT_FILE

@@ -68,6 +68,7 @@ async def test_the_job_of_an_attempt(
     assert spec["activeDeadlineSeconds"] == 20 + module.MARGIN
     pod = spec["template"]["spec"]
     assert (pod["restartPolicy"], pod["serviceAccountName"]) == ("Never", "agents")
+    assert pod["automountServiceAccountToken"] is pod["enableServiceLinks"] is False
     agent, sidecar = pod["containers"]
     assert sidecar == {"name": "sidecar", "image": "proxy"}
     assert (agent["image"], agent["workingDir"]) == ("me/agent:1", "/app")
@@ -78,6 +79,20 @@ async def test_the_job_of_an_attempt(
     assert env["OPENAI_BASE_URL"] == f"http://127.0.0.1:{port}"
     assert (env["FIRST"], env["ADDED"], env["AGENTRL_TASK"]) == ("1", "2", '"x"')
     assert "PATH" not in env  # the image has its own
+
+
+async def test_a_template_may_ask_for_the_token_of_its_account(
+    bench: Any, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    account = "serviceAccountName: agents"
+    asked = TEMPLATE.replace(account, f"{account}\n      automountServiceAccountToken: true")
+    (tmp_path / "job.yaml").write_text(asked)
+    monkeypatch.setattr("tests.runners.executors.conftest.HERE", tmp_path)
+    config = configured(tmp_path, python(""), kubernetes={"template": "job.yaml"})
+    executor = await make("kubernetes", config=config)
+    live = bench.gateway.register(await bench.attempt(), sealed=True)
+    job = executor.manifest(live, "0" * 16, b"null")
+    assert job["spec"]["template"]["spec"]["automountServiceAccountToken"] is True
 
 
 async def test_the_log_is_the_result(bench: Any, make: Any, tmp_path: Path) -> None:
