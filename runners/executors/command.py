@@ -39,7 +39,7 @@ class Command:
         self.argv = shlex.split(agent.command) if isinstance(agent.command, str) else agent.command
         self.folder = root / agent.folder
         self.agent, self.runner, self.gateway = agent, runner, gateway
-        self._launcher = Launcher()
+        self._launcher = Launcher(env=contract.passed(os.environ, agent.pass_env))
 
     async def start(self) -> None:
         check_command(self.argv, self.folder)

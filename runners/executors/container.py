@@ -43,7 +43,7 @@ class Container:
             raise ConfigError("runner.container.image is missing: which image holds the agent?")
         self._on_host = self.config.network == "host"
         self.gateway = gateway if self._on_host else contract.reachable(gateway, runner, HOST)
-        self._launcher = Launcher()
+        self._launcher = Launcher(env=contract.passed(os.environ, CLI_VARIABLES))
 
     async def start(self) -> None:
         cli = self.config.cli

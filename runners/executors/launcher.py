@@ -11,7 +11,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Self
 
 import msgspec
@@ -67,8 +67,12 @@ class Launcher:
     """Starts processes through a template: `keeper` itself, or a Python program that ends in
     `keeper.run_template`. It is given its socket as its last argument."""
 
-    def __init__(self, program: Sequence[str] = KEEPER) -> None:
-        self._program = program
+    def __init__(
+        self, program: Sequence[str] = KEEPER, env: Mapping[str, str] | None = None
+    ) -> None:
+        """`env` is the template's own environment, by default all of the runner's: a payload can
+        read it, as that of any process of the same user."""
+        self._program, self._env = program, env
         self._control: socket.socket | None = None
         self._template: subprocess.Popen[bytes] | None = None
 
@@ -81,6 +85,7 @@ class Launcher:
             self._template = subprocess.Popen(  # noqa: ASYNC220 - vfork; nothing is waited for
                 [sys.executable, *self._program, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
+                env=self._env,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C reaches the runner, which ends its processes
             )

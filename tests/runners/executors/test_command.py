@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError
-from agentrl.runners.executors import contract
+from agentrl.runners.executors import contract, keeper
 from agentrl.types import ErrorKind, RolloutState
 
 NESTED = "[" * 5000 + "]" * 5000  # JSON, and deeper than any parser goes
@@ -57,6 +58,53 @@ async def test_what_it_finds_in_its_environment(
     assert env["PATH"] == os.environ["PATH"]
     assert "AWS_SECRET" not in env
     assert rollout.attempt not in env["OPENAI_API_KEY"]
+
+
+async def test_its_parent_knows_no_secrets(
+    bench: Any, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PGPASSWORD", "hush")
+    code = """
+import os
+for parent in os.getppid(), int(open(f"/proc/{os.getppid()}/stat").read().split()[3]):
+    try:
+        print(open(f"/proc/{parent}/environ").read())
+    except PermissionError:
+        print("closed")
+"""
+    found = await result(bench, make, python(code))
+    assert "hush" not in found
+    assert "PATH=" in found or found.split() == ["closed", "closed"]  # for root, or others
+
+
+SEALED = "import ctypes; print(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))"  # PR_GET_DUMPABLE
+AS_KEEPER = f"""
+import runpy, socket, sys
+ours, theirs = socket.socketpair()
+ours.close()
+sys.argv = ["keeper", str(theirs.detach())]
+runpy.run_path({keeper.__file__!r}, run_name="__main__")
+{SEALED}
+"""
+AS_RUNNER = f"""
+from agentrl.errors import AgentRLError
+from agentrl.runners.main import main
+try:
+    main("nothing://", "test")
+except AgentRLError:
+    {SEALED}
+"""
+
+
+@pytest.mark.parametrize("code", [AS_KEEPER, AS_RUNNER], ids=["keeper", "runner"])
+def test_memory_and_environment_are_sealed(code: str) -> None:
+    """Tried as root, who may look into everything: so the process is asked."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "0\n"
+
+
+async def test_what_a_sealed_process_starts_is_not(bench: Any, make: Any) -> None:
+    assert await result(bench, make, python(SEALED)) == 1
 
 
 @pytest.mark.parametrize("size", [10, 2_000_000])
