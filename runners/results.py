@@ -14,7 +14,7 @@ LONGEST_TRACEBACK = 20_000  # characters, from the end
 
 
 def failure_of(kind: ErrorKind, error: BaseException) -> Failure:
-    text, said = "".join(traceback.format_exception(error)), as_text(error)
+    text, said = clean("".join(traceback.format_exception(error))), as_text(error)
     message = f"{type(error).__name__}: {said}" if said else type(error).__name__
     return Failure(kind=kind, message=message, traceback=text[-LONGEST_TRACEBACK:])
 

@@ -146,3 +146,26 @@ async def test_a_stopped_rollout_costs_its_process_and_nothing_else(bench: Any, 
     assert hung.failure.kind is ErrorKind.TIMEOUT
     (after,) = await bench.run(executor, {"input": 0})
     assert fine.result != after.result
+
+
+UNSENDABLE = """
+from opentelemetry import trace
+
+async def build(doing):
+    if doing == "raise":
+        raise ValueError("\\ud83d")
+    if doing == "span":
+        with trace.get_tracer("t").start_as_current_span("\\ud83d"):
+            pass
+    return "\\ud83d"
+"""
+
+
+async def test_what_a_process_cannot_send_holds_nobody_up(bench: Any, pool: Any) -> None:
+    executor = await pool(UNSENDABLE)
+    tasks = [{"input": doing} for doing in ("raise", "span", "answer")]
+    raised, traced, answered = await bench.run(executor, *tasks)
+    assert raised.failure.kind is traced.failure.kind is ErrorKind.AGENT
+    assert raised.failure.message == "ValueError: ?"
+    assert "UnicodeEncodeError" in traced.failure.message
+    assert answered.result == "?"
