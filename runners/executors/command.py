@@ -101,6 +101,8 @@ async def run_process(
     fds = [os.open(folder / contract.TASK, os.O_RDONLY), await stdout.open(), await stderr.open()]
     try:
         kept = await launcher.launch(spec, fds)
+    except KeeperLost as lost:
+        return Failure(kind=ErrorKind.LOST_RUNNER, message=str(lost))
     finally:
         for fd in fds:
             os.close(fd)

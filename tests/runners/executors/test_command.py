@@ -197,6 +197,23 @@ async def test_a_keeper_that_is_killed_is_no_failure_of_the_agent(bench: Any, ma
     assert rollout.attempts == 3
 
 
+@pytest.mark.parametrize("again", [True, False])
+async def test_a_template_that_is_killed_costs_an_attempt_at_most(
+    bench: Any, make: Any, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    executor = await make("command", config=configured(python("print(1)")))
+    template = executor._launcher._template
+    template.kill()
+    template.wait()
+    if not again:
+        monkeypatch.setattr(executor._launcher, "_program", ("-c", "exit()"))
+    (rollout,) = await bench.run(executor, {"input": "x"}, max_attempts=1)
+    if again:
+        assert rollout.result == 1
+    else:
+        assert rollout.failure.kind is ErrorKind.LOST_RUNNER
+
+
 NODE = """
 const { OPENAI_BASE_URL, OPENAI_API_KEY, AGENTRL_TASK } = process.env;
 const response = await fetch(`${OPENAI_BASE_URL}/chat/completions`, {
