@@ -48,7 +48,7 @@ class Worker:
         limit = execution.executor.limit
         self._places = config.concurrency if limit is None else min(limit, config.concurrency)
         self._running: dict[str, tuple[asyncio.Task[None], Live]] = {}
-        self._ending: set[asyncio.Task[None]] = set()
+        self._ending: dict[str, asyncio.Task[None]] = {}  # their outcomes are being stored
         self._outcomes: list[Outcome] = []
         self._finishing = asyncio.Lock()
         self._failed: BaseException | None = None
@@ -70,8 +70,10 @@ class Worker:
             await self._drain()
         finally:
             stopping.cancel()
-            leases.cancel()
-            await self._abandon()
+            try:
+                await self._abandon()
+            finally:
+                leases.cancel()
         if self._failed:
             raise self._failed
 
@@ -108,9 +110,11 @@ class Worker:
         finally:
             task, _ = self._running.pop(live.id)
             self._changed.set()
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
-        await self._end(outcome)
+        self._ending[live.id] = task  # a slot is free, and the lease is still kept
+        try:
+            await self._end(outcome)
+        finally:
+            del self._ending[live.id]
 
     async def _end(self, outcome: Outcome) -> None:
         """Those that end while the store is busy are ended together."""
@@ -143,14 +147,17 @@ class Worker:
             await asyncio.wait(running, timeout=self.config.drain)
 
     async def _abandon(self) -> None:
-        """Stop what is still running."""
+        """Stop what is still running. Only then is it given back: the next attempt must not meet
+        what is left of this one. An agent that refuses to end is not waited for longer."""
         unfinished = list(self._running.values())
         for task, _ in unfinished:
             task.cancel()
-        await self._give_back([live.attempt for _, live in unfinished])
-        tasks = {*(task for task, _ in unfinished), *self._ending}
-        if tasks:  # an agent may refuse to be cancelled; its outcome would come too late anyway
-            await asyncio.wait(tasks, timeout=GRACE)
+        tasks = {*(task for task, _ in unfinished), *self._ending.values()}
+        try:
+            if tasks:
+                await asyncio.wait(tasks, timeout=GRACE)
+        finally:
+            await self._give_back([live.attempt for _, live in unfinished])
 
     async def _give_back(self, attempts: Sequence[Attempt]) -> None:
         """Return them to the queue, without waiting for their leases to expire."""
@@ -172,6 +179,7 @@ class Worker:
             if blocked and self.on_blocked is not None:
                 self.on_blocked(blocked[0].attempt.rollout.id)
             held = [live.id for _, live in running if live.left > -GRACE]
+            held += list(self._ending)
             if not held:
                 continue
             try:

@@ -325,6 +325,52 @@ async def test_stop_gives_back_what_is_unfinished(bench: Any) -> None:
     assert attempt.fence == 2
 
 
+async def test_what_is_given_back_has_ended(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    started, stop, finish, order = asyncio.Event(), asyncio.Event(), bench.store.finish, []
+
+    async def hang(text: str) -> None:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            order.append("ended")
+
+    async def give_back(outcomes: Any) -> Any:
+        order.append("given back")
+        return await finish(outcomes)
+
+    monkeypatch.setattr(bench.store, "finish", give_back)
+    await bench.enqueue(TASK, timeout=60.0)
+    running = asyncio.create_task(bench.worker(hang, lease=60.0, drain=0.0).run(stop))
+    await started.wait()
+    stop.set()
+    await running
+    assert order == ["ended", "given back"]
+
+
+async def test_an_attempt_keeps_its_lease_until_its_outcome_is_stored(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, finish, heartbeat = asyncio.Event(), bench.store.finish, bench.store.heartbeat
+    home, beats = asyncio.get_running_loop(), []
+
+    async def late(outcomes: Any) -> Any:
+        beats.clear()
+        await kept.wait()
+        return await finish(outcomes)
+
+    async def beat(attempts: Any, *, lease: float) -> Any:
+        beats.append(await heartbeat(attempts, lease=lease))
+        if len(beats) == 3:
+            home.call_soon_threadsafe(kept.set)
+        return beats[-1]
+
+    monkeypatch.setattr(bench.store, "finish", late)
+    monkeypatch.setattr(bench.store, "heartbeat", beat)
+    (rollout,) = await bench.run(lambda text: "done", TASK, lease=0.3)
+    assert (rollout.result, rollout.attempts) == ("done", 1)
+
+
 async def test_an_attempt_that_lost_its_lease_is_stopped_and_not_written(bench: Any) -> None:
     started, stopped, stop = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
