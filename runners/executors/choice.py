@@ -52,7 +52,14 @@ def choose(
         return Container(config.agent, config.runner, gateway=gateway)
     from agentrl.runners.executors.kubernetes import Kubernetes  # an extra
 
-    return Kubernetes(config.agent, config.runner, root=root, gateway=gateway, name=runner)
+    return Kubernetes(
+        config.agent,
+        config.runner,
+        root=root,
+        gateway=gateway,
+        name=runner,
+        run=f"{config.name} {config.store} {config.output}",  # rollouts are named alike elsewhere
+    )
 
 
 def _python(config: RunConfig, kind: str, path: str, root: Path) -> Executor:

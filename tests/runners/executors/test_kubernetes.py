@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from msgspec.structs import replace
 
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError
@@ -164,6 +165,25 @@ async def test_a_watch_that_breaks_is_opened_again(
         watcher.put_nowait(None)
     (second,) = await bench.run(executor, {"input": {"do": "answer", "text": "y"}})
     assert [first.result["said"], second.result["said"]] == ["x", "y"]
+
+
+async def test_only_the_jobs_of_this_run_make_room_for_the_next_attempt(
+    bench: Any, make: Any, kubernetes: Any, tmp_path: Path
+) -> None:
+    """Rollouts of another run in the namespace may be named like this one's."""
+    config = configured(tmp_path, python(""))
+    ours, theirs = (
+        await make("kubernetes", config=config),
+        await make("kubernetes", config=replace(config, store="sqlite:///elsewhere/store.db")),
+    )
+    live = bench.gateway.register(await bench.attempt(), sealed=True)
+    for number, executor in enumerate((ours, theirs)):
+        job = executor.manifest(live, "0" * 16, b"null")
+        kubernetes.jobs[f"job-{number}"] = job
+        job["metadata"]["name"] = f"job-{number}"
+        kubernetes.running[f"job-{number}"] = asyncio.create_task(asyncio.Event().wait())
+    await ours._delete_earlier(live)
+    assert kubernetes.deleted == ["job-0"]
 
 
 async def test_an_input_that_is_too_large_is_said(bench: Any, make: Any, tmp_path: Path) -> None:
