@@ -193,7 +193,7 @@ class Kubernetes:
                     )
                     async for event in events:
                         self._settle(event["raw_object"], deleted=event["type"] == "DELETED")
-            except UNREACHABLE as error:
+            except Exception as error:  # noqa: BLE001 - without it no attempt would ever end
                 log.warning("watching Jobs failed, trying again: %s", _reason(error))
             await asyncio.sleep(RECONNECT)
 

@@ -155,14 +155,15 @@ async def test_a_job_that_somebody_deletes_is_lost(
     assert (rollout.state, rollout.attempts) == (RolloutState.SUCCEEDED, 2)
 
 
+@pytest.mark.parametrize("event", [None, {"type": "ADDED", "object": {"metadata": {}}}])
 async def test_a_watch_that_breaks_is_opened_again(
-    bench: Any, make: Any, kubernetes: Any, hanging: Any, monkeypatch: pytest.MonkeyPatch
+    bench: Any, make: Any, kubernetes: Any, monkeypatch: pytest.MonkeyPatch, event: Any
 ) -> None:
     monkeypatch.setattr(module, "RECONNECT", 0.01)
     executor = await make("kubernetes")
     (first,) = await bench.run(executor, {"input": {"do": "answer", "text": "x"}})
     for watcher in list(kubernetes.watchers):
-        watcher.put_nowait(None)
+        watcher.put_nowait(event)
     (second,) = await bench.run(executor, {"input": {"do": "answer", "text": "y"}})
     assert [first.result["said"], second.result["said"]] == ["x", "y"]
 
