@@ -127,6 +127,7 @@ async def test_the_real_docker_without_a_daemon(
         ({"container": {}}, r"runner\.container\.image is missing"),
         ({"agent_env": {"HOME": "a\nb"}}, r"agent\.env: HOME has several lines"),
         ({"host": "127.0.0.1"}, r"runner\.host = '127\.0\.0\.1': a container cannot reach"),
+        ({"host": "127.0.0.2"}, r"a container cannot reach"),
         ({"container": {"image": "a", "cli": "no-such-cli"}}, "no program 'no-such-cli'"),
     ],
 )
