@@ -132,7 +132,7 @@ class KubernetesConfig(Section, frozen=True):
     image: str = ""
     namespace: str = "default"
     context: str = ""  # of the kubeconfig; default: its current one, or that of the own pod
-    template: str = ""  # JSON or TOML file of a Job that is completed, relative to the run file
+    template: str = ""  # YAML or JSON file of a Job that is completed, relative to the run file
     ttl: Natural = 300  # seconds a finished Job is kept
 
 

@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4  # linux/prctl.h
 PARENT = "AGENTRL_PARENT"  # pid of the process that must outlive this one
 
 
@@ -24,6 +24,15 @@ def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != int(parent):  # it died before the request was made
         os.kill(os.getpid(), number)
+
+
+def seal() -> None:
+    """Keep other processes of this user, such as agents, out of this one's memory and out of the
+    environment it was started with. What it starts is not sealed.
+
+    A no-op where the kernel is not Linux; root is not kept out."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 @dataclass(slots=True)

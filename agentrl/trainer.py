@@ -37,7 +37,9 @@ WRITTEN = (
     *("policy", "policy.tmp-*", "train.jsonl", "heldout.jsonl"),
 )  # by a run, in its output folder
 T = TypeVar("T")
-RESTARTS = 20  # of one runner within a run; more means that it cannot work
+RESTARTS = 20  # of one runner in a row; more means that it cannot work
+STEADY = 300.0  # seconds alive after which a runner's earlier deaths do not count
+PAUSE = 1.0  # seconds before a runner is started again
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,14 +265,17 @@ async def _algorithm(child: Child) -> None:
 
 async def _keep_alive(child: Child) -> None:
     """Start a runner again whenever it dies: its rollouts come back when their leases expire."""
-    for _ in range(RESTARTS):
+    deaths = 0
+    while deaths < RESTARTS:
         await child.start()
+        started = time.monotonic()
         code = await child.wait()
         if code == USER_ERROR:
             raise AgentRLError(child.last_error() or f"see {child.log}")
-        await asyncio.sleep(1.0)
+        deaths = 1 if time.monotonic() - started > STEADY else deaths + 1
+        await asyncio.sleep(PAUSE)
     raise TrainingError(
-        f"{child.name} died {RESTARTS} times; read {child.log}, mend the cause, repeat"
+        f"{child.name} died {RESTARTS} times in a row; read {child.log}, mend the cause, repeat"
     )
 
 

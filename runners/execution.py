@@ -43,6 +43,9 @@ class Execution:
         """How the attempt ended. Cancelling it stops the agent and raises CancelledError."""
         try:
             ran = await self._run_agent(live)
+        except Exception as error:  # a bug of an executor costs one attempt, not the runner
+            log.exception("the executor failed in attempt %s", live.id)
+            ran = Ran(failure=failure_of(ErrorKind.LOST_RUNNER, error))
         finally:
             self.gateway.unregister(live)
         if live.failures:

@@ -16,7 +16,6 @@ import resource
 import threading
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
-from ipaddress import ip_address
 from typing import Any
 
 from aiohttp import web
@@ -25,6 +24,7 @@ from agentrl.config import UpstreamConfig
 from agentrl.errors import ConfigError
 from agentrl.runners.attribution import Attempts, Live
 from agentrl.runners.endpoints import LARGEST, Endpoints
+from agentrl.runners.environment import is_loopback
 from agentrl.runners.routing import Router
 from agentrl.runners.upstream import Upstream
 from agentrl.store.base import Store
@@ -52,7 +52,7 @@ class Gateway:
         Raises ConfigError for an upstream without its API key."""
         self.base_url = ""  # for agents on this machine, known once started; ends in /v1
         self.port = port
-        self.attempts = Attempts(open=_loopback(host), roles=roles or ())
+        self.attempts = Attempts(open=is_loopback(host), roles=roles or ())
         self.router = Router(store, run, upstreams, roles)
         self._store, self._host = store, host
         self._loop = asyncio.new_event_loop()
@@ -156,10 +156,3 @@ def _allow_connections() -> None:
 def _cut(live: Live) -> None:
     for task in live.tasks:
         task.cancel()
-
-
-def _loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

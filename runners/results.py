@@ -7,25 +7,32 @@ from typing import Any
 
 import msgspec
 
+from agentrl.store.rows import clean
 from agentrl.types import ErrorKind, Failure, Json
 
 LONGEST_TRACEBACK = 20_000  # characters, from the end
 
 
 def failure_of(kind: ErrorKind, error: BaseException) -> Failure:
-    text = "".join(traceback.format_exception(error))
-    message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    text, said = clean("".join(traceback.format_exception(error))), as_text(error)
+    message = f"{type(error).__name__}: {said}" if said else type(error).__name__
     return Failure(kind=kind, message=message, traceback=text[-LONGEST_TRACEBACK:])
 
 
 def as_json(result: Any) -> Json:
-    """`result` as JSON can say it; what JSON cannot say becomes its text."""
-    if result is None or isinstance(result, bool | int | float) or type(result) is str:
-        return result
+    """`result` as JSON can say it; what JSON cannot say becomes its text. Never raises."""
     try:
         return msgspec.json.decode(msgspec.json.encode(result, enc_hook=_plain))
-    except (TypeError, ValueError, RecursionError):
-        return str(result)
+    except Exception:  # noqa: BLE001 - objects of the user's agent are a boundary
+        return as_text(result)
+
+
+def as_text(value: object) -> str:
+    """`str(value)` as every database stores it, whatever its class does. Never raises."""
+    try:
+        return clean(str(value))
+    except Exception:  # noqa: BLE001 - a class of the user's, or an int that is too long
+        return f"<{type(value).__name__} that has no text>"
 
 
 def _plain(value: Any) -> Any:

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from agentrl.runners import journal
 from agentrl.runners.verifiers import VerifierError
+from agentrl.store.rows import clean
 from agentrl.types import Reward, Scope, Span, Trace, Transition
 
 log = logging.getLogger("agentrl.runner")
@@ -36,7 +37,13 @@ def reward(
     Rows of one name about one thing stay several rows. They are kept if the attempt succeeds.
     Raises ValueError for a number that is not finite, for an unknown scope, for a target that the
     scope does not have, and where there is no model call yet that it could be about."""
-    row = Reward(value=_finite(value), name=name, scope=_scope(scope), target=target, source=SOURCE)
+    row = Reward(
+        value=_finite(value),
+        name=clean(str(name)),
+        scope=_scope(scope),
+        target=target,
+        source=SOURCE,
+    )
     if row.scope is not Scope.ROLE and target is not None:
         raise ValueError(
             f"a reward of scope '{row.scope}' takes no target: 'transition' is the latest model"

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from agentrl.errors import AgentError, AgentRLError
 from agentrl.loading import load_attribute
 from agentrl.runners import threads
+from agentrl.store.rows import clean
 from agentrl.types import Json, Reward, Scope, Trace
 
 ARGUMENTS = ("task", "result", "trace")
@@ -66,7 +67,9 @@ def rewards(returned: object) -> list[Reward]:
     if isinstance(returned, Mapping | list | tuple) and not returned:
         raise VerifierError("the verifier returned no reward; return a number, or a mapping")
     if isinstance(returned, Mapping):
-        return [Reward(name=str(name), value=_number(v, name)) for name, v in returned.items()]
+        return [
+            Reward(name=clean(str(name)), value=_number(v, name)) for name, v in returned.items()
+        ]
     if isinstance(returned, list | tuple):
         return [_row(row) for row in returned]
     return [Reward(value=_number(returned, "outcome"))]
@@ -86,7 +89,13 @@ def _row(row: object) -> Reward:
             f"the verifier returned {row!r:.200}; give it a target exactly if it is about a role"
             " (its name) or a transition (the id of one in trace.transitions)"
         )
-    return replace(row, value=_number(row.value, row.name), name=str(row.name), scope=scope)
+    return replace(
+        row,
+        value=_number(row.value, row.name),
+        name=clean(str(row.name)),
+        source=clean(str(row.source)),
+        scope=scope,
+    )
 
 
 def _number(value: Any, name: object) -> float:

@@ -14,8 +14,10 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
+from msgspec.structs import replace
+
 from agentrl.config import RunnerConfig
-from agentrl.errors import StoreError
+from agentrl.errors import Invalid, StoreError
 from agentrl.runners.attribution import Live
 from agentrl.runners.execution import Execution
 from agentrl.types import Attempt, ErrorKind, Failure, Outcome
@@ -46,7 +48,7 @@ class Worker:
         limit = execution.executor.limit
         self._places = config.concurrency if limit is None else min(limit, config.concurrency)
         self._running: dict[str, tuple[asyncio.Task[None], Live]] = {}
-        self._ending: set[asyncio.Task[None]] = set()
+        self._ending: dict[str, asyncio.Task[None]] = {}  # their outcomes are being stored
         self._outcomes: list[Outcome] = []
         self._finishing = asyncio.Lock()
         self._failed: BaseException | None = None
@@ -68,8 +70,10 @@ class Worker:
             await self._drain()
         finally:
             stopping.cancel()
-            leases.cancel()
-            await self._abandon()
+            try:
+                await self._abandon()
+            finally:
+                leases.cancel()
         if self._failed:
             raise self._failed
 
@@ -106,9 +110,11 @@ class Worker:
         finally:
             task, _ = self._running.pop(live.id)
             self._changed.set()
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
-        await self._end(outcome)
+        self._ending[live.id] = task  # a slot is free, and the lease is still kept
+        try:
+            await self._end(outcome)
+        finally:
+            del self._ending[live.id]
 
     async def _end(self, outcome: Outcome) -> None:
         """Those that end while the store is busy are ended together."""
@@ -116,7 +122,18 @@ class Worker:
         async with self._finishing:
             if self._outcomes:  # else they went with those of another attempt
                 outcomes, self._outcomes = self._outcomes, []
-                await self._store.finish(outcomes)
+                await self._finish(outcomes)
+
+    async def _finish(self, outcomes: Sequence[Outcome]) -> None:
+        """One that can never be stored costs its own attempt, and none that came with it."""
+        try:
+            await self._store.finish(outcomes)
+        except Invalid as error:
+            if len(outcomes) == 1:
+                await self._store.finish([_without_content(outcomes[0], error)])
+                return
+            for outcome in outcomes:
+                await self._finish([outcome])
 
     def _settle(self, ended: asyncio.Task[None] | Future[None]) -> None:
         """What an attempt or the heartbeat did not expect ends the worker."""
@@ -130,14 +147,17 @@ class Worker:
             await asyncio.wait(running, timeout=self.config.drain)
 
     async def _abandon(self) -> None:
-        """Stop what is still running."""
+        """Stop what is still running. Only then is it given back: the next attempt must not meet
+        what is left of this one. An agent that refuses to end is not waited for longer."""
         unfinished = list(self._running.values())
         for task, _ in unfinished:
             task.cancel()
-        await self._give_back([live.attempt for _, live in unfinished])
-        tasks = {*(task for task, _ in unfinished), *self._ending}
-        if tasks:  # an agent may refuse to be cancelled; its outcome would come too late anyway
-            await asyncio.wait(tasks, timeout=GRACE)
+        tasks = {*(task for task, _ in unfinished), *self._ending.values()}
+        try:
+            if tasks:
+                await asyncio.wait(tasks, timeout=GRACE)
+        finally:
+            await self._give_back([live.attempt for _, live in unfinished])
 
     async def _give_back(self, attempts: Sequence[Attempt]) -> None:
         """Return them to the queue, without waiting for their leases to expire."""
@@ -159,6 +179,7 @@ class Worker:
             if blocked and self.on_blocked is not None:
                 self.on_blocked(blocked[0].attempt.rollout.id)
             held = [live.id for _, live in running if live.left > -GRACE]
+            held += list(self._ending)
             if not held:
                 continue
             try:
@@ -177,3 +198,10 @@ class Worker:
                 task, _ = self._running[attempt]
                 log.warning("attempt %s lost its lease and is stopped", attempt)
                 task.cancel()
+
+
+def _without_content(outcome: Outcome, refused: Invalid) -> Outcome:
+    """That the attempt ended and why, of an outcome that the store refused."""
+    log.warning("the outcome of attempt %s cannot be stored: %s", outcome.attempt, refused)
+    failure = outcome.failure or Failure(kind=ErrorKind.AGENT, message=str(refused))
+    return replace(outcome, result=None, rewards=[], spans=[], failure=failure)

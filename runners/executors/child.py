@@ -21,11 +21,13 @@ from msgspec.structs import replace
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.runners import agents, tracing
 from agentrl.runners.agents import Agent
+from agentrl.runners.executors import Ran
 from agentrl.runners.executors.inprocess import guarded, in_trace
 from agentrl.runners.executors.keeper import run_template
 from agentrl.runners.executors.wire import Done, Hello, Job, Settings, pack, read
-from agentrl.runners.results import as_json
+from agentrl.runners.results import as_json, failure_of
 from agentrl.runners.threads import DaemonThreads
+from agentrl.types import ErrorKind
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -79,9 +81,14 @@ async def _serve(channel: socket.socket, build: Callable[[], Agent]) -> int:
 
 
 async def _run(agent: Agent, job: Job, writer: asyncio.StreamWriter) -> None:
-    ran = await in_trace(job.attempt, guarded(agent, job.input))
-    ran = replace(ran, result=as_json(ran.result))
-    writer.write(pack(Done(job.attempt, ran, _resident())))
+    try:
+        ran = await in_trace(job.attempt, guarded(agent, job.input))
+        ran = replace(ran, result=as_json(ran.result))
+        message = pack(Done(job.attempt, ran, _resident()))
+    except Exception as error:  # noqa: BLE001 - what the agent left here is a boundary
+        failed = Ran(failure=failure_of(ErrorKind.AGENT, error))
+        message = pack(Done(job.attempt, failed, _resident()))
+    writer.write(message)
 
 
 def _resident() -> int:

@@ -7,10 +7,10 @@ from pathlib import Path
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.runners import agents
+from agentrl.runners.environment import is_loopback
 from agentrl.runners.executors import Executor
 from agentrl.runners.executors.command import Command
 from agentrl.runners.executors.container import Container
-from agentrl.runners.executors.contract import LOOPBACK
 from agentrl.runners.executors.inprocess import InProcess
 from agentrl.runners.executors.pool import Pool
 
@@ -30,7 +30,7 @@ def choose(
     if kind == "auto":
         kind = "command" if command else "async"
     if kind in ("async", "threads", "pool"):
-        if config.runner.host not in LOOPBACK:
+        if not is_loopback(config.runner.host):
             raise ConfigError(
                 f"runner.host = {config.runner.host!r}: agents of this process have no key of their"
                 f" own, so with runner.executor = {kind!r} the gateway listens to this machine only"
@@ -52,7 +52,14 @@ def choose(
         return Container(config.agent, config.runner, gateway=gateway)
     from agentrl.runners.executors.kubernetes import Kubernetes  # an extra
 
-    return Kubernetes(config.agent, config.runner, root=root, gateway=gateway, name=runner)
+    return Kubernetes(
+        config.agent,
+        config.runner,
+        root=root,
+        gateway=gateway,
+        name=runner,
+        run=f"{config.name} {config.store} {config.output}",  # rollouts are named alike elsewhere
+    )
 
 
 def _python(config: RunConfig, kind: str, path: str, root: Path) -> Executor:

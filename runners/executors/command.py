@@ -39,7 +39,7 @@ class Command:
         self.argv = shlex.split(agent.command) if isinstance(agent.command, str) else agent.command
         self.folder = root / agent.folder
         self.agent, self.runner, self.gateway = agent, runner, gateway
-        self._launcher = Launcher()
+        self._launcher = Launcher(env=contract.passed(os.environ, agent.pass_env))
 
     async def start(self) -> None:
         check_command(self.argv, self.folder)
@@ -77,12 +77,15 @@ class Command:
             return None, failed
         try:
             size = (folder / contract.RESULT).stat().st_size
+            if size > contract.LARGEST_RESULT:
+                return None, contract.too_large("its result file")
+            if size:
+                stdout = (folder / contract.RESULT).read_text(errors="replace")
         except FileNotFoundError:
-            size = 0
-        if size > contract.LARGEST_RESULT:
-            return None, contract.too_large("its result file")
-        if size:
-            stdout = (folder / contract.RESULT).read_text(errors="replace")
+            pass  # the answer is on stdout
+        except OSError as error:  # it made something else of its file, or of the folder
+            message = f"the agent's result file cannot be read: {error.strerror}"
+            return None, Failure(kind=ErrorKind.AGENT, message=message)
         return contract.answer(stdout), None
 
 
@@ -98,6 +101,8 @@ async def run_process(
     fds = [os.open(folder / contract.TASK, os.O_RDONLY), await stdout.open(), await stderr.open()]
     try:
         kept = await launcher.launch(spec, fds)
+    except KeeperLost as lost:
+        return Failure(kind=ErrorKind.LOST_RUNNER, message=str(lost))
     finally:
         for fd in fds:
             os.close(fd)

@@ -1,7 +1,8 @@
 """A container for each rollout, through the docker command line (or one that understands the same).
 
-Values of variables are handed to the command line in its environment, never as its arguments,
-which everybody on the machine can read.
+Values of variables are never arguments of the command line, which everybody on the machine can
+read. Those of the attempt are in its environment; the user's, which could change what it does
+itself (PATH, HOME, DOCKER_HOST), in a file of the task's folder, which nobody else may enter.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import os
 import shlex
 import shutil
 import subprocess
+from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 
@@ -41,9 +44,11 @@ class Container:
         self.agent, self.runner, self.config = agent, runner, runner.container
         if not self.config.image:
             raise ConfigError("runner.container.image is missing: which image holds the agent?")
+        for name in contract.passed(_of_many_lines(self._given()), CLI_VARIABLES):
+            raise ConfigError(f"agent.env: {name} has several lines, which no container is given")
         self._on_host = self.config.network == "host"
         self.gateway = gateway if self._on_host else contract.reachable(gateway, runner, HOST)
-        self._launcher = Launcher()
+        self._launcher = Launcher(env=contract.passed(os.environ, CLI_VARIABLES))
 
     async def start(self) -> None:
         cli = self.config.cli
@@ -74,17 +79,25 @@ class Container:
         root = contract.Root(live)
         task = msgspec.json.encode(input_of(live))
         with contract.task_folder(task) as folder:
-            spec = self._spec(live, root.id, task)
+            spec = self._spec(live, root.id, task, folder)
             done = await run_process(self._launcher, live, spec, folder)
         result, failed = (None, done) if isinstance(done, Failure) else self._ended(*done)
         return Ran(result=result, failure=failed, spans=[root.ended(ok=failed is None)])
 
-    def _spec(self, live: Live, span: str, task: bytes) -> Spec:
-        inside = contract.matching(os.environ, self.agent.pass_env) | self.agent.env
-        inside |= contract.variables(live, self.gateway, span) | contract.task_variable(task)
+    def _given(self) -> dict[str, str]:
+        return contract.matching(os.environ, self.agent.pass_env) | self.agent.env
+
+    def _spec(self, live: Live, span: str, task: bytes, folder: Path) -> Spec:
+        given = self._given()
+        own = contract.variables(live, self.gateway, span) | contract.task_variable(task)
+        inside = _of_many_lines(given) | own  # a line of the file holds one
+        lines = [f"{name}={given[name]}\n" for name in given if name not in inside]
+        file = folder / "env"
+        file.write_text("".join(lines), errors="surrogateescape")
         outside = contract.passed(os.environ, CLI_VARIABLES)
         name = f"agentrl-{live.id}"
         argv = [self.config.cli, "run", "--rm", "--interactive", "--init", "--name", name]
+        argv += ["--env-file", str(file)] if lines else []
         for variable in inside:
             argv += ["--env", variable]
         if self.runner.memory_mb:
@@ -99,7 +112,7 @@ class Container:
         if self.agent.folder:
             argv += ["--workdir", self.agent.folder]
         argv += [*self.config.options, self.config.image, *self.argv]
-        return Spec(argv=argv, env=outside | inside, after=[self.config.cli, "rm", "--force", name])
+        return Spec(argv=argv, env=inside | outside, after=[self.config.cli, "rm", "--force", name])
 
     def _ended(self, status: int, stdout: str, stderr: str) -> tuple[Json, Failure | None]:
         failed = contract.failure(status, stderr)
@@ -112,3 +125,7 @@ class Container:
             message = f"the agent was killed, probably for using {self.runner.memory_mb} MB"
             return None, msgspec.structs.replace(failed, message=message)
         return None, failed
+
+
+def _of_many_lines(variables: Mapping[str, str]) -> dict[str, str]:
+    return {key: value for key, value in variables.items() if "\n" in value or "\r" in value}

@@ -6,7 +6,8 @@ runs), `TRACEPARENT` (the attempt's trace), `OTEL_EXPORTER_OTLP_ENDPOINT` with t
 it, and `AGENTRL_TASK`, the task's input as JSON. The same JSON is on stdin; an input larger than
 `LARGEST_VARIABLE` is only there, and where there is a shared disk in the file that
 `AGENTRL_TASK_FILE` names. It answers on stdout, or in the file that `AGENTRL_RESULT_FILE` names
-when it writes one: JSON if the whole of it parses, else text. Exit status 0 is success.
+when it is given one (a container is not) and writes it: JSON if the whole of it parses, else text.
+Exit status 0 is success.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ import msgspec
 from agentrl.config import RunnerConfig
 from agentrl.errors import ConfigError
 from agentrl.runners.attribution import Live
+from agentrl.runners.environment import is_loopback
 from agentrl.runners.results import LONGEST_TRACEBACK
 from agentrl.types import ErrorKind, Failure, Json, Span
 
 TASK, RESULT = "task.json", "result"  # in the folder of one attempt
-LOOPBACK = "127.0.0.1", "localhost", "::1"
 LARGEST_VARIABLE = 100_000  # bytes; Linux refuses variables above 128 KiB
 LARGEST_RESULT = 16 * 2**20  # bytes
 PASSED = ("PATH", "HOME", "USER", "LANG", "LC_*", "TZ", "TMPDIR", "SSL_CERT_FILE", "SSL_CERT_DIR")
@@ -83,7 +84,7 @@ def reachable(base_url: str, runner: RunnerConfig, host: str) -> str:
     this machine unless the run file says otherwise.
 
     Raises ConfigError where the gateway only listens to this machine."""
-    if runner.host in LOOPBACK:
+    if is_loopback(runner.host):
         raise ConfigError(
             f"runner.host = {runner.host!r}: a {runner.executor} cannot reach the gateway there;"
             " set it to '0.0.0.0', or to the address of the network they share"
@@ -97,7 +98,7 @@ def reachable(base_url: str, runner: RunnerConfig, host: str) -> str:
 def answer(text: str) -> Json:
     try:
         return msgspec.json.decode(text)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return text.strip()
 
 

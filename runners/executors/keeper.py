@@ -30,7 +30,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypedDict
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36  # linux/prctl.h
 HEADER = struct.Struct("!I")  # length of the JSON that follows
 MOST_FDS = 8
 CANNOT_RUN = 127  # exit status, as of a shell
@@ -194,4 +194,6 @@ def _payload(spec: Spec, fds: list[int], serve: Serve | None) -> None:
 
 
 if __name__ == "__main__":
+    # A payload can neither read nor trace its keeper; it is an ordinary process again by its exec.
+    _libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     run_template(socket.socket(fileno=int(sys.argv[1])))

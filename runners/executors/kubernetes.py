@@ -46,7 +46,7 @@ ANSWER = 4.0  # seconds that the API may take past an attempt's deadline
 MARGIN = 30  # seconds past the attempt's deadline after which Kubernetes itself ends a Job
 RECONNECT = 1.0  # seconds until a watch that broke is opened again
 RESULT_FILE = "/dev/termination-log"  # Kubernetes reads it into the pod's status
-RUNNER, ROLLOUT = "agentrl/runner", "agentrl/rollout"  # labels
+RUNNER, RUN, ROLLOUT = "agentrl/runner", "agentrl/run", "agentrl/rollout"  # labels
 UNREACHABLE = (ApiException, aiohttp.ClientError, TimeoutError, OSError)
 
 
@@ -57,16 +57,24 @@ class Kubernetes:
     limit: int | None = None
 
     def __init__(
-        self, agent: AgentConfig, runner: RunnerConfig, *, root: Path, gateway: str, name: str
+        self,
+        agent: AgentConfig,
+        runner: RunnerConfig,
+        *,
+        root: Path,
+        gateway: str,
+        name: str,
+        run: str,
     ) -> None:
-        """`gateway` is the base URL for agents on this machine, `name` that of this runner."""
+        """`gateway` is the base URL for agents on this machine, `name` that of this runner; `run`
+        is the same for all runners of a run, and for no other that shares the namespace."""
         self.argv = shlex.split(agent.command) if isinstance(agent.command, str) else agent.command
         self.agent, self.runner, self.config = agent, runner, runner.kubernetes
         self.gateway = contract.reachable(gateway, runner, "")
         self.template = _template(self.config.template, root)
         if not (self.config.image or _container(deepcopy(self.template)).get("image")):
             raise ConfigError("runner.kubernetes.image is missing: which image holds the agent?")
-        self.label = _label(name)
+        self.label, self._run = _label(name), _label(run)
         self._ended: dict[str, asyncio.Future[bool]] = {}  # job -> whether it succeeded
         self._watching: asyncio.Task[None] | None = None
 
@@ -140,7 +148,7 @@ class Kubernetes:
     def manifest(self, live: Live, span: str, task: bytes) -> dict[str, Any]:
         """The Job of one attempt: the user's template, completed."""
         job = deepcopy(self.template)
-        labels = {RUNNER: self.label, ROLLOUT: _label(live.attempt.rollout.id)}
+        labels = {RUNNER: self.label, RUN: self._run, ROLLOUT: _label(live.attempt.rollout.id)}
         metadata = job.setdefault("metadata", {})
         metadata["name"] = f"agentrl-{live.id}"
         metadata.setdefault("labels", {}).update(labels)
@@ -154,6 +162,8 @@ class Kubernetes:
         pod = spec["template"]
         pod.setdefault("metadata", {}).setdefault("labels", {}).update(labels)
         pod["spec"]["restartPolicy"] = "Never"
+        pod["spec"].setdefault("automountServiceAccountToken", False)  # the model is all it reaches
+        pod["spec"].setdefault("enableServiceLinks", False)
         variables = contract.matching(os.environ, self.agent.pass_env) | self.agent.env
         variables |= contract.variables(live, self.gateway, span) | contract.task_variable(task)
         variables["AGENTRL_RESULT_FILE"] = RESULT_FILE
@@ -183,7 +193,7 @@ class Kubernetes:
                     )
                     async for event in events:
                         self._settle(event["raw_object"], deleted=event["type"] == "DELETED")
-            except UNREACHABLE as error:
+            except Exception as error:  # noqa: BLE001 - without it no attempt would ever end
                 log.warning("watching Jobs failed, trying again: %s", _reason(error))
             await asyncio.sleep(RECONNECT)
 
@@ -254,7 +264,7 @@ class Kubernetes:
     async def _delete_earlier(self, live: Live) -> None:
         await self._jobs.delete_collection_namespaced_job(
             self.config.namespace,
-            label_selector=f"{ROLLOUT}={_label(live.attempt.rollout.id)}",
+            label_selector=f"{RUN}={self._run},{ROLLOUT}={_label(live.attempt.rollout.id)}",
             propagation_policy="Background",
             grace_period_seconds=0,
         )

@@ -11,7 +11,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Self
 
 import msgspec
@@ -67,8 +67,12 @@ class Launcher:
     """Starts processes through a template: `keeper` itself, or a Python program that ends in
     `keeper.run_template`. It is given its socket as its last argument."""
 
-    def __init__(self, program: Sequence[str] = KEEPER) -> None:
-        self._program = program
+    def __init__(
+        self, program: Sequence[str] = KEEPER, env: Mapping[str, str] | None = None
+    ) -> None:
+        """`env` is the template's own environment, by default all of the runner's: a payload can
+        read it, as that of any process of the same user."""
+        self._program, self._env = program, env
         self._control: socket.socket | None = None
         self._template: subprocess.Popen[bytes] | None = None
 
@@ -76,24 +80,29 @@ class Launcher:
         """Raises ConfigError where there are no keepers."""
         if not sys.platform.startswith("linux"):
             raise ConfigError("runner.executor: processes of their own need Linux; use 'async'")
+        self._start_template()
+
+    def _start_template(self) -> None:
         self._control, theirs = socket.socketpair()
         with theirs:
-            self._template = subprocess.Popen(  # noqa: ASYNC220 - vfork; nothing is waited for
+            self._template = subprocess.Popen(
                 [sys.executable, *self._program, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
+                env=self._env,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C reaches the runner, which ends its processes
             )
 
     async def launch(self, spec: Spec, fds: Sequence[int]) -> Kept:
         """Start a process with `fds` as its stdin, stdout, stderr and so on; the caller closes
-        its own copies."""
-        assert self._control is not None
+        its own copies.
+
+        Raises KeeperLost when the template is gone, and so is the one that took its place."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         with theirs:
             try:
-                socket.send_fds(self._control, [b"k"], [theirs.fileno(), *fds])
+                self._send([theirs.fileno(), *fds])
             except OSError as error:
                 ours.close()
                 raise KeeperLost(f"the template process is gone: {error}") from error
@@ -101,6 +110,18 @@ class Launcher:
         body = msgspec.json.encode(spec)
         transport.write(HEADER.pack(len(body)) + body)
         return kept
+
+    def _send(self, fds: Sequence[int]) -> None:
+        assert self._control is not None
+        assert self._template is not None
+        try:
+            socket.send_fds(self._control, [b"k"], fds)
+        except OSError:  # somebody killed it, or there was no memory for it
+            self._control.close()
+            self._template.kill()
+            self._template.wait()
+            self._start_template()
+            socket.send_fds(self._control, [b"k"], fds)
 
     async def close(self) -> None:
         if self._control is not None:

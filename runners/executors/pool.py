@@ -4,12 +4,14 @@ Owns: the processes of the pool and what each of them runs.
 Always true: a process that a rollout left in doubt (it ran out of time, it was stopped) gets no
 other one, is replaced at once and ended as soon as it runs nothing else. When a process dies under
 its only rollout, the agent did it; when it ran several, nobody knows which, and each of them is
-lost through no fault of its own.
+lost through no fault of its own. Only at the start is an agent that does not load the user's error;
+later the pool tries again, ever more rarely, and those who wait lose no more than an attempt.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import sys
@@ -27,7 +29,9 @@ from agentrl.runners.executors.launcher import KEEPER, KeeperLost, Kept, Launche
 from agentrl.runners.executors.wire import Done, Hello, Job, Settings, pack, read
 from agentrl.types import ErrorKind, Failure
 
+log = logging.getLogger("agentrl.runner")
 MB = 2**20
+BACKOFF, LONGEST = 0.5, 30.0  # seconds until a process that did not start is started again
 DIED = "loading the agent ended its process; what that wrote before says more"
 CHILD = ("-m", "agentrl.runners.executors.child")
 
@@ -101,17 +105,18 @@ class Pool:
         self._places: asyncio.Queue[Process] = asyncio.Queue()
         self._following: dict[Process, asyncio.Task[None]] = {}
         self._starting: set[asyncio.Task[None]] = set()
-        self._problem: str | None = None
-        self._closed = False
+        self._problem: str | None = None  # why the last process did not start
+        self._closed = asyncio.Event()
 
     async def start(self) -> None:
         """Returns when all processes are warm."""
         await self._launcher.start()
-        await asyncio.gather(*(self._add() for _ in range(self.processes)))
-        self._check()
+        for problem in await asyncio.gather(*(self._add() for _ in range(self.processes))):
+            if problem is not None:
+                raise AgentError(problem)
 
     async def close(self) -> None:
-        self._closed = True
+        self._closed.set()
         await asyncio.gather(*self._starting)
         await asyncio.gather(*(process.end() for process in self._following))
         await asyncio.gather(*self._following.values())
@@ -122,7 +127,8 @@ class Pool:
             async with asyncio.timeout(live.left):
                 process = await self._take()
         except TimeoutError:
-            message = "no process of the pool was ready within the attempt's time"
+            why = f": {self._problem}" if self._problem else ""
+            message = f"no process of the pool was ready within the attempt's time{why}"
             return Ran(failure=Failure(kind=ErrorKind.LOST_RUNNER, message=message))
         future = process.begin(live)
         try:
@@ -134,10 +140,8 @@ class Pool:
 
     async def _take(self) -> Process:
         while True:
-            self._check()
             process = await self._places.get()
             if not process.retired:
-                self._check()
                 return process
 
     async def _put_back(self, process: Process, *, in_doubt: bool) -> None:
@@ -155,23 +159,36 @@ class Pool:
 
     def _retire(self, process: Process) -> None:
         """No more rollouts for this one; another takes its place."""
-        if not process.retired and not self._closed:
-            task = asyncio.create_task(self._add())
+        if not process.retired and not self._closed.is_set():
+            task = asyncio.create_task(self._replace())
             self._starting.add(task)
             task.add_done_callback(self._starting.discard)
         process.retired = True
 
-    async def _add(self) -> None:
-        """One more process, with as many places as it runs rollouts."""
+    async def _replace(self) -> None:
+        pause = BACKOFF
+        while not self._closed.is_set():
+            self._problem = await self._add()
+            if self._problem is None:
+                return
+            log.warning("no new process in the pool, trying again: %s", self._problem)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._closed.wait(), pause)
+            pause = min(2 * pause, LONGEST)
+
+    async def _add(self) -> str | None:
+        """One more process, with as many places as it runs rollouts; or why there is none."""
         try:
             process = await self._launch()
         except KeeperLost:
-            self._problem = DIED
-            return
-        self._problem = await process.hello() or self._problem
+            return DIED
+        problem = await process.hello()
+        process.retired = problem is not None  # nobody is to replace it but who asked for it
         self._following[process] = asyncio.create_task(self._follow(process))
-        for _ in range(self.config.rollouts):
-            self._places.put_nowait(process)
+        if problem is None:
+            for _ in range(self.config.rollouts):
+                self._places.put_nowait(process)
+        return problem
 
     async def _follow(self, process: Process) -> None:
         await process.answers()
@@ -196,10 +213,6 @@ class Pool:
             os.close(null)
             theirs.close()
         return Process(kept, *await asyncio.open_unix_connection(sock=ours))
-
-    def _check(self) -> None:
-        if self._problem is not None:
-            raise AgentError(self._problem)
 
 
 def _death(status: int, together: int) -> Failure:

@@ -14,10 +14,14 @@ import httpx
 import pytest
 from aiohttp import web
 
+import agentrl
 from agentrl.config import RetriesConfig
 from agentrl.runners import upstream
 from agentrl.runners import worker as module
-from agentrl.types import ErrorKind, RolloutState
+from agentrl.runners.agents import as_agent
+from agentrl.runners.executors import Ran
+from agentrl.runners.executors.inprocess import InProcess
+from agentrl.types import ErrorKind, Outcome, RolloutState
 
 TASK = {"input": "question", "answer": "secret"}
 
@@ -80,6 +84,47 @@ async def test_results_are_stored_as_json(bench: Any) -> None:
     assert [rollout.result for rollout in rollouts] == ["odd", {"1": ["odd"]}, None, 0.5]
 
 
+async def test_what_json_cannot_say_costs_nobody_an_outcome(bench: Any) -> None:
+    class Mute:
+        def __str__(self) -> str:
+            raise KeyError("no text")
+
+    answers = {"half": "\ud83d", "long": 10**5000, "mute": Mute(), "nest": {"\ud83d": 1}, "ok": 1}
+    tasks = [{"input": name} for name in answers]
+    rollouts = await bench.run(lambda name: answers[name], *tasks)
+    assert [rollout.state for rollout in rollouts] == [RolloutState.SUCCEEDED] * len(answers)
+    half, long, mute, nest, fine = [rollout.result for rollout in rollouts]
+    assert (half, long, mute) == ("?", "<int that has no text>", "<Mute that has no text>")
+    assert (nest, fine) == ("{'\\ud83d': 1}", 1)
+
+
+async def test_reward_names_that_no_database_stores(bench: Any) -> None:
+    rollouts = await bench.run(
+        lambda text: agentrl.reward(0.5, "\ud83d", scope="rollout"),
+        *[TASK] * 3,
+        verifier=lambda task, result: {"outcome": 1.0, "a\udc00\0": 2.0},
+    )
+    for rollout in rollouts:
+        assert rollout.state is RolloutState.SUCCEEDED, rollout.failure
+        assert {row.name for row in rollout.rewards} == {"outcome", "?", "a??"}
+
+
+async def test_an_outcome_that_the_store_refuses_costs_itself_only(bench: Any) -> None:
+    await bench.enqueue(*[TASK] * 3, max_attempts=1)
+    attempts = await bench.store.claim(3, runner="test", lease=60.0, run="test")
+    results = ["a", "\ud83d", "b"]
+    outcomes = [
+        Outcome(attempt=attempt.id, fence=attempt.fence, result=result)
+        for attempt, result in zip(attempts, results, strict=True)
+    ]
+    worker = bench.worker(lambda text: text)
+    await asyncio.gather(*(worker._end(outcome) for outcome in outcomes))
+    first, odd, last = await bench.store.rollouts("test")
+    assert (first.result, last.result) == ("a", "b")
+    assert odd.failure.kind is ErrorKind.AGENT
+    assert "cannot be written as JSON" in odd.failure.message
+
+
 def quit_process(text: str) -> None:
     raise SystemExit(3)
 
@@ -112,6 +157,22 @@ async def test_agent_raises_and_that_has_a_price(bench: Any) -> None:
     assert rollout.failure.kind is ErrorKind.AGENT
     assert rollout.reward() == -1.0
     assert rollout.failure.message == "ValueError: no luck"
+
+
+async def test_an_executor_that_raises_costs_one_attempt(bench: Any) -> None:
+    executor = InProcess(as_agent(lambda text: text))
+    broken = iter([True])
+
+    class Broken:
+        sealed, limit, start, close = False, None, executor.start, executor.close
+
+        async def run(self, live: Any) -> Ran:
+            if next(broken, False):
+                raise RuntimeError("a bug")
+            return await executor.run(live)
+
+    (rollout,) = await bench.run(Broken(), TASK)
+    assert (rollout.state, rollout.attempts) == (RolloutState.SUCCEEDED, 2)
 
 
 async def test_task_without_input(bench: Any) -> None:
@@ -262,6 +323,52 @@ async def test_stop_gives_back_what_is_unfinished(bench: Any) -> None:
     (attempt,) = await bench.store.claim(1, runner="other", lease=1.0, run="test")
     assert attempt.rollout.id == name
     assert attempt.fence == 2
+
+
+async def test_what_is_given_back_has_ended(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    started, stop, finish, order = asyncio.Event(), asyncio.Event(), bench.store.finish, []
+
+    async def hang(text: str) -> None:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            order.append("ended")
+
+    async def give_back(outcomes: Any) -> Any:
+        order.append("given back")
+        return await finish(outcomes)
+
+    monkeypatch.setattr(bench.store, "finish", give_back)
+    await bench.enqueue(TASK, timeout=60.0)
+    running = asyncio.create_task(bench.worker(hang, lease=60.0, drain=0.0).run(stop))
+    await started.wait()
+    stop.set()
+    await running
+    assert order == ["ended", "given back"]
+
+
+async def test_an_attempt_keeps_its_lease_until_its_outcome_is_stored(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, finish, heartbeat = asyncio.Event(), bench.store.finish, bench.store.heartbeat
+    home, beats = asyncio.get_running_loop(), []
+
+    async def late(outcomes: Any) -> Any:
+        beats.clear()
+        await kept.wait()
+        return await finish(outcomes)
+
+    async def beat(attempts: Any, *, lease: float) -> Any:
+        beats.append(await heartbeat(attempts, lease=lease))
+        if len(beats) == 3:
+            home.call_soon_threadsafe(kept.set)
+        return beats[-1]
+
+    monkeypatch.setattr(bench.store, "finish", late)
+    monkeypatch.setattr(bench.store, "heartbeat", beat)
+    (rollout,) = await bench.run(lambda text: "done", TASK, lease=0.3)
+    assert (rollout.result, rollout.attempts) == ("done", 1)
 
 
 async def test_an_attempt_that_lost_its_lease_is_stopped_and_not_written(bench: Any) -> None:

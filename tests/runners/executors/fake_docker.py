@@ -9,7 +9,7 @@ import resource
 import subprocess
 import sys
 
-VALUED = ("--name", "--env", "--network", "--add-host", "--workdir")
+VALUED = ("--name", "--env", "--env-file", "--network", "--add-host", "--workdir")
 
 
 def main(argv: list[str]) -> int:
@@ -28,6 +28,9 @@ def run(argv: list[str]) -> int:
         value = argv.pop(0) if option in VALUED else option.partition("=")[2]
         if option == "--env":
             env[value] = os.environ[value]
+        if option == "--env-file":
+            with open(value) as file:  # noqa: PTH123
+                env |= dict(line.rstrip("\n").split("=", 1) for line in file)
         if option.startswith("--memory="):
             memory = int(value.removesuffix("m")) * 2**20
             resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))

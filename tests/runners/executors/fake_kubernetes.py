@@ -120,9 +120,9 @@ class FakeKubernetes:
             queue.put_nowait({"type": kind, "object": job})
 
     def matching(self, request: web.Request) -> list[Object]:
-        key, _, value = request.query.get("labelSelector", "").partition("=")
-        jobs = self.jobs.values()
-        return [job for job in jobs if not key or job["metadata"]["labels"].get(key) == value]
+        selector = request.query.get("labelSelector", "")
+        wanted = dict(each.split("=") for each in selector.split(",") if each).items()
+        return [job for job in self.jobs.values() if wanted <= job["metadata"]["labels"].items()]
 
     async def list(self, request: web.Request) -> web.StreamResponse:
         if not request.query.get("watch"):

@@ -57,3 +57,5 @@ def test_agents_without_a_key_are_not_served_to_the_network(executor: str) -> No
     with pytest.raises(ConfigError, match="listens to this machine only"):
         chosen(PATH, executor=executor, host="0.0.0.0")
     assert chosen(COMMAND, executor="command", host="0.0.0.0")
+    for host in ("127.0.0.2", "::1", "localhost"):  # as the gateway itself has it
+        assert chosen(PATH, executor=executor, host=host)

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ import pytest
 
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError
-from agentrl.runners.executors import contract
+from agentrl.runners.executors import contract, keeper
 from agentrl.types import ErrorKind, RolloutState
+
+NESTED = "[" * 5000 + "]" * 5000  # JSON, and deeper than any parser goes
 
 
 def python(code: str) -> list[str]:
@@ -57,6 +60,53 @@ async def test_what_it_finds_in_its_environment(
     assert rollout.attempt not in env["OPENAI_API_KEY"]
 
 
+async def test_its_parent_knows_no_secrets(
+    bench: Any, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PGPASSWORD", "hush")
+    code = """
+import os
+for parent in os.getppid(), int(open(f"/proc/{os.getppid()}/stat").read().split()[3]):
+    try:
+        print(open(f"/proc/{parent}/environ").read())
+    except PermissionError:
+        print("closed")
+"""
+    found = await result(bench, make, python(code))
+    assert "hush" not in found
+    assert "PATH=" in found or found.split() == ["closed", "closed"]  # for root, or others
+
+
+SEALED = "import ctypes; print(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))"  # PR_GET_DUMPABLE
+AS_KEEPER = f"""
+import runpy, socket, sys
+ours, theirs = socket.socketpair()
+ours.close()
+sys.argv = ["keeper", str(theirs.detach())]
+runpy.run_path({keeper.__file__!r}, run_name="__main__")
+{SEALED}
+"""
+AS_RUNNER = f"""
+from agentrl.errors import AgentRLError
+from agentrl.runners.main import main
+try:
+    main("nothing://", "test")
+except AgentRLError:
+    {SEALED}
+"""
+
+
+@pytest.mark.parametrize("code", [AS_KEEPER, AS_RUNNER], ids=["keeper", "runner"])
+def test_memory_and_environment_are_sealed(code: str) -> None:
+    """Tried as root, who may look into everything: so the process is asked."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "0\n"
+
+
+async def test_what_a_sealed_process_starts_is_not(bench: Any, make: Any) -> None:
+    assert await result(bench, make, python(SEALED)) == 1
+
+
 @pytest.mark.parametrize("size", [10, 2_000_000])
 async def test_the_task_in_every_size(bench: Any, make: Any, size: int) -> None:
     code = """
@@ -71,7 +121,10 @@ print(json.dumps([len(task), "AGENTRL_TASK" in os.environ]))
 
 @pytest.mark.parametrize(
     ("printed", "answer"),
-    [('{"a": [1]}\n', {"a": [1]}), ("17", 17), ("two\nlines\n", "two\nlines"), ("", "")],
+    [
+        *[('{"a": [1]}\n', {"a": [1]}), ("17", 17), ("two\nlines\n", "two\nlines"), ("", "")],
+        pytest.param(NESTED, NESTED, id="nested"),
+    ],
 )
 async def test_a_result_is_json_or_text(bench: Any, make: Any, printed: str, answer: Any) -> None:
     command = python(f"import sys; sys.stdout.write({printed!r}); sys.stderr.write('noise')")
@@ -94,6 +147,11 @@ async def test_it_works_in_its_folder(bench: Any, make: Any, tmp_path: Path) -> 
         ("import sys; print('why', file=sys.stderr); sys.exit(4)", "exit status 4: why"),
         (f"import os; os.kill(os.getpid(), {int(signal.SIGSEGV)})", "was killed by SIGSEGV"),
         ("print('x' * 20_000_000)", "more than 16777216 bytes to stdout"),
+        ("import os; os.mkdir(os.environ['AGENTRL_RESULT_FILE'])", "read: Is a directory"),
+        (
+            "import os; p = os.environ['AGENTRL_RESULT_FILE']; os.symlink(p, p)",
+            "read: Too many levels of symbolic links",
+        ),
     ],
 )
 async def test_how_it_fails(bench: Any, make: Any, code: str, says: str) -> None:
@@ -137,6 +195,23 @@ async def test_a_keeper_that_is_killed_is_no_failure_of_the_agent(bench: Any, ma
     (rollout,) = await bench.run(executor, {"input": "x"})
     assert rollout.failure.kind is ErrorKind.LOST_RUNNER
     assert rollout.attempts == 3
+
+
+@pytest.mark.parametrize("again", [True, False])
+async def test_a_template_that_is_killed_costs_an_attempt_at_most(
+    bench: Any, make: Any, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    executor = await make("command", config=configured(python("print(1)")))
+    template = executor._launcher._template
+    template.kill()
+    template.wait()
+    if not again:
+        monkeypatch.setattr(executor._launcher, "_program", ("-c", "exit()"))
+    (rollout,) = await bench.run(executor, {"input": "x"}, max_attempts=1)
+    if again:
+        assert rollout.result == 1
+    else:
+        assert rollout.failure.kind is ErrorKind.LOST_RUNNER
 
 
 NODE = """

@@ -42,7 +42,7 @@ async def test_what_docker_is_asked(
     version, run = asked(docker)
     assert version[0] == "version"
     image = run.index("me/agent:1")
-    assert run[: run.index("--env")] == [
+    assert run[: run.index("--env-file")] == [
         *("run", "--rm", "--interactive", "--init"),
         *("--name", f"agentrl-{rollout.attempt}"),
     ]
@@ -56,6 +56,16 @@ async def test_what_docker_is_asked(
     told = " ".join(run)
     assert not [secret for secret in ("hush", rollout.result["OPENAI_API_KEY"]) if secret in told]
     assert "PATH" not in run
+
+
+async def test_the_agents_variables_are_not_those_of_docker(
+    bench: Any, make: Any, docker: Path
+) -> None:
+    env = {"PATH": "/nowhere", "HOME": "/agent", "DOCKER_DOWN": "1", "DOCKER_LOG": "/no/log"}
+    config = configured({"command": [sys.executable, "-Sc", PRINT], "env": env | {"TWO": "a\nb"}})
+    (rollout,) = await bench.run(await make("container", config=config), {"input": "x"})
+    assert rollout.result.items() >= (env | {"TWO": "a\nb"}).items()
+    assert "/nowhere" not in " ".join(asked(docker)[-1])
 
 
 async def test_on_the_hosts_network_the_gateway_is_local(bench: Any, make: Any) -> None:
@@ -115,10 +125,13 @@ async def test_the_real_docker_without_a_daemon(
     ("runner", "says"),
     [
         ({"container": {}}, r"runner\.container\.image is missing"),
+        ({"agent_env": {"HOME": "a\nb"}}, r"agent\.env: HOME has several lines"),
         ({"host": "127.0.0.1"}, r"runner\.host = '127\.0\.0\.1': a container cannot reach"),
+        ({"host": "127.0.0.2"}, r"a container cannot reach"),
         ({"container": {"image": "a", "cli": "no-such-cli"}}, "no program 'no-such-cli'"),
     ],
 )
 async def test_what_the_user_can_mend(make: Any, runner: Any, says: str) -> None:
+    env = runner.pop("agent_env", {})
     with pytest.raises(ConfigError, match=says):
-        await make("container", config=configured({"command": ["cat"]}, **runner))
+        await make("container", config=configured({"command": ["cat"], "env": env}, **runner))

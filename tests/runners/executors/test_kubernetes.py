@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from msgspec.structs import replace
 
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError
@@ -68,6 +69,7 @@ async def test_the_job_of_an_attempt(
     assert spec["activeDeadlineSeconds"] == 20 + module.MARGIN
     pod = spec["template"]["spec"]
     assert (pod["restartPolicy"], pod["serviceAccountName"]) == ("Never", "agents")
+    assert pod["automountServiceAccountToken"] is pod["enableServiceLinks"] is False
     agent, sidecar = pod["containers"]
     assert sidecar == {"name": "sidecar", "image": "proxy"}
     assert (agent["image"], agent["workingDir"]) == ("me/agent:1", "/app")
@@ -78,6 +80,20 @@ async def test_the_job_of_an_attempt(
     assert env["OPENAI_BASE_URL"] == f"http://127.0.0.1:{port}"
     assert (env["FIRST"], env["ADDED"], env["AGENTRL_TASK"]) == ("1", "2", '"x"')
     assert "PATH" not in env  # the image has its own
+
+
+async def test_a_template_may_ask_for_the_token_of_its_account(
+    bench: Any, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    account = "serviceAccountName: agents"
+    asked = TEMPLATE.replace(account, f"{account}\n      automountServiceAccountToken: true")
+    (tmp_path / "job.yaml").write_text(asked)
+    monkeypatch.setattr("tests.runners.executors.conftest.HERE", tmp_path)
+    config = configured(tmp_path, python(""), kubernetes={"template": "job.yaml"})
+    executor = await make("kubernetes", config=config)
+    live = bench.gateway.register(await bench.attempt(), sealed=True)
+    job = executor.manifest(live, "0" * 16, b"null")
+    assert job["spec"]["template"]["spec"]["automountServiceAccountToken"] is True
 
 
 async def test_the_log_is_the_result(bench: Any, make: Any, tmp_path: Path) -> None:
@@ -139,16 +155,36 @@ async def test_a_job_that_somebody_deletes_is_lost(
     assert (rollout.state, rollout.attempts) == (RolloutState.SUCCEEDED, 2)
 
 
+@pytest.mark.parametrize("event", [None, {"type": "ADDED", "object": {"metadata": {}}}])
 async def test_a_watch_that_breaks_is_opened_again(
-    bench: Any, make: Any, kubernetes: Any, hanging: Any, monkeypatch: pytest.MonkeyPatch
+    bench: Any, make: Any, kubernetes: Any, monkeypatch: pytest.MonkeyPatch, event: Any
 ) -> None:
     monkeypatch.setattr(module, "RECONNECT", 0.01)
     executor = await make("kubernetes")
     (first,) = await bench.run(executor, {"input": {"do": "answer", "text": "x"}})
     for watcher in list(kubernetes.watchers):
-        watcher.put_nowait(None)
+        watcher.put_nowait(event)
     (second,) = await bench.run(executor, {"input": {"do": "answer", "text": "y"}})
     assert [first.result["said"], second.result["said"]] == ["x", "y"]
+
+
+async def test_only_the_jobs_of_this_run_make_room_for_the_next_attempt(
+    bench: Any, make: Any, kubernetes: Any, tmp_path: Path
+) -> None:
+    """Rollouts of another run in the namespace may be named like this one's."""
+    config = configured(tmp_path, python(""))
+    ours, theirs = (
+        await make("kubernetes", config=config),
+        await make("kubernetes", config=replace(config, store="sqlite:///elsewhere/store.db")),
+    )
+    live = bench.gateway.register(await bench.attempt(), sealed=True)
+    for number, executor in enumerate((ours, theirs)):
+        job = executor.manifest(live, "0" * 16, b"null")
+        kubernetes.jobs[f"job-{number}"] = job
+        job["metadata"]["name"] = f"job-{number}"
+        kubernetes.running[f"job-{number}"] = asyncio.create_task(asyncio.Event().wait())
+    await ours._delete_earlier(live)
+    assert kubernetes.deleted == ["job-0"]
 
 
 async def test_an_input_that_is_too_large_is_said(bench: Any, make: Any, tmp_path: Path) -> None:

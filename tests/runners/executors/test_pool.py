@@ -10,6 +10,7 @@ import pytest
 
 from agentrl.config import PoolConfig, RetriesConfig, RunnerConfig
 from agentrl.errors import AgentRLError
+from agentrl.runners.executors import pool as module
 from agentrl.runners.executors.pool import Pool
 from agentrl.types import ErrorKind, RolloutState
 
@@ -146,3 +147,57 @@ async def test_a_stopped_rollout_costs_its_process_and_nothing_else(bench: Any, 
     assert hung.failure.kind is ErrorKind.TIMEOUT
     (after,) = await bench.run(executor, {"input": 0})
     assert fine.result != after.result
+
+
+UNSENDABLE = """
+from opentelemetry import trace
+
+async def build(doing):
+    if doing == "raise":
+        raise ValueError("\\ud83d")
+    if doing == "span":
+        with trace.get_tracer("t").start_as_current_span("\\ud83d"):
+            pass
+    return "\\ud83d"
+"""
+
+
+async def test_what_a_process_cannot_send_holds_nobody_up(bench: Any, pool: Any) -> None:
+    executor = await pool(UNSENDABLE)
+    tasks = [{"input": doing} for doing in ("raise", "span", "answer")]
+    raised, traced, answered = await bench.run(executor, *tasks)
+    assert raised.failure.kind is traced.failure.kind is ErrorKind.AGENT
+    assert raised.failure.message == "ValueError: ?"
+    assert "UnicodeEncodeError" in traced.failure.message
+    assert answered.result == "?"
+
+
+UNSTEADY = """
+import os
+from pathlib import Path
+
+def build():
+    if Path("{broken}").exists():
+        raise ValueError("not today")
+
+    async def agent(doing):
+        return os.getpid()
+
+    return agent
+"""
+
+
+async def test_a_replacement_that_does_not_load_is_tried_again(
+    bench: Any, pool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BACKOFF", 0.01)
+    broken = tmp_path / "broken"
+    executor = await pool(UNSTEADY.format(broken=broken), recycle_after=1)
+    broken.touch()
+    first, second = await bench.run(executor, *[{"input": ""}] * 2, timeout=0.5, max_attempts=1)
+    assert first.state is RolloutState.SUCCEEDED
+    assert second.failure.kind is ErrorKind.LOST_RUNNER
+    assert "not today" in second.failure.message
+    broken.unlink()
+    (third,) = await bench.run(executor, {"input": ""})
+    assert third.result != first.result
