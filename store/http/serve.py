@@ -18,6 +18,7 @@ from agentrl.store.http.keys import VARIABLE, Keys
 from agentrl.store.http.server import App
 
 BACKLOG = 4096  # connections that may wait to be accepted
+GRACE = 10  # seconds that calls in progress get to end after SIGTERM
 
 
 class Server(uvicorn.Server):
@@ -36,6 +37,7 @@ class Server(uvicorn.Server):
                 date_header=False,
                 backlog=BACKLOG,
                 timeout_keep_alive=75,  # longer than a client keeps a connection: it closes first
+                timeout_graceful_shutdown=GRACE,  # half a request would be waited for without end
             )
         )
 
@@ -83,7 +85,7 @@ async def serve(
     app: App, listening: socket.socket, ready: Callable[[Server], None] = lambda _: None
 ) -> None:
     """Answers until SIGTERM, SIGINT or `should_exit` of the server, which `ready` gets. Calls
-    that came before are finished."""
+    that came before are finished, unless they take longer than GRACE."""
     await Server(app, ready).serve([listening])
 
 

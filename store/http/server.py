@@ -34,6 +34,7 @@ from agentrl.store.http.keys import Keys
 from agentrl.store.http.wire import ENCODE, JSON, VERBS, Verb
 
 LARGEST = 64 * 2**20  # bytes of a request
+SILENCE = 30.0  # seconds without a byte after which the rest of a body is not waited for
 REMEMBERED = 4096  # calls whose answers are kept for their repeats
 AGAIN = object()  # the answer to a wait that takes longer than one request may
 VERB_OF = {f"/v1/{name}": verb for name, verb in VERBS.items()}
@@ -260,12 +261,17 @@ def _key(given: bytes | None) -> str:
 
 
 async def _body(headers: dict[bytes, bytes], receive: Receive, largest: int) -> bytes:
-    """The whole body. Raises HTTPException as soon as it is known to be too large."""
+    """The whole body. Raises HTTPException as soon as it is known to be too large, Unavailable when
+    the rest does not come."""
     length = headers.get(b"content-length", b"0")
     size, parts = int(length) if length.isdigit() else 0, list[bytes]()
     more = size <= largest
     while more:
-        message = await receive()
+        try:
+            async with asyncio.timeout(SILENCE):
+                message = await receive()
+        except TimeoutError:
+            raise Unavailable("The rest of the body did not come: repeat the call.") from None
         if message["type"] == "http.disconnect":
             raise ConnectionAbortedError
         parts.append(message.get("body", b""))
