@@ -21,7 +21,8 @@ class Keys:
     @classmethod
     def parse(cls, text: str, source: str) -> Keys:
         """From lines (or words) such as `runner:SECRET`; `#` begins a comment. Raises ConfigError
-        that names `source` and the line, never the key."""
+        that names `source` and the line, never the key, and when there is no key: whoever gives
+        keys does not mean to serve everybody."""
         known: dict[bytes, Scope] = {}
         for number, line in enumerate(text.splitlines(), 1):
             for word in line.partition("#")[0].split():
@@ -33,6 +34,10 @@ class Keys:
                     )
                 if known.setdefault(key.encode(), Scope[name.upper()]).name != name.upper():
                     raise ConfigError(f"{source}, line {number}: one key cannot have two scopes")
+        if not known:
+            raise ConfigError(
+                f"{source} has no key: write a line admin:KEY or runner:KEY, or do not give it"
+            )
         return cls(tuple(known.items()))
 
     def __bool__(self) -> bool:

@@ -305,6 +305,9 @@ def test_the_command_refuses_what_is_unsafe_or_wrong(tmp_path):
     said = refused(store, "--port", "0", **bad)
     assert "AGENTRL_STORE_KEYS, line 1" in said
     assert "top-secret" not in said
+    (empty := tmp_path / "keys").write_text("# none yet\n")
+    assert "has no key" in refused(store, "--port", "0", "--keys", str(empty), **environment)
+    assert "has no key" in refused(store, "--port", "0", **environment, AGENTRL_STORE_KEYS="")
     assert "served already" in refused("http://127.0.0.1:1", **environment)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
