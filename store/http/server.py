@@ -30,7 +30,7 @@ from agentrl.errors import Conflict, Forbidden, Invalid, StoreError, Unavailable
 from agentrl.store import requests
 from agentrl.store.base import Store
 from agentrl.store.http import ingest, openapi, wire
-from agentrl.store.http.keys import Keys
+from agentrl.store.http.keys import Keys, addressed_here
 from agentrl.store.http.wire import ENCODE, JSON, VERBS, Verb
 
 LARGEST = 64 * 2**20  # bytes of a request
@@ -107,6 +107,8 @@ class App:
     def _admit(self, headers: dict[bytes, bytes]) -> wire.Scope:
         if self._draining:
             raise Unavailable("The store's server is shutting down: repeat the call.")
+        if not self._keys and not addressed_here(headers.get(b"host", b"")):
+            raise Forbidden("Without keys, the store is only served as localhost or 127.0.0.1.")
         scope = self._keys.scope(headers.get(b"authorization", b""))
         if scope is None:
             raise HTTPException(

@@ -65,6 +65,20 @@ def test_a_runner_may_only_do_what_runners_do(runner):
     assert results[1]["result"] > 0
 
 
+def test_without_keys_only_who_calls_it_this_machine_is_answered(serving, tmp_path):
+    hosts = {"localhost": 200, "127.0.0.1:80": 200, "[::1]": 200, "[::1]:80": 200}
+    hosts |= {"evil.example:80": 403, "evil.example": 403, "localhost.example": 403}
+    with serving(f"sqlite:///{tmp_path / 'store.db'}") as address:
+        for host, status in hosts.items():
+            for path in ("cursor", "batch", "traces"):
+                answer = httpx.post(
+                    f"{address}/v1/{path}",
+                    json={"calls": []} if path == "batch" else {},
+                    headers={"host": host},
+                )
+                assert answer.status_code == status, (host, path)
+
+
 # -- bad input -------------------------------------------------------------------------------------
 
 
