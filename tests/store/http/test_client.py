@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from msgspec import structs
 
 from agentrl.errors import Forbidden, Invalid, NotFound, StoreError, Unavailable
@@ -90,6 +92,22 @@ async def test_what_is_no_store(address):
     async with open_store(f"{address}/elsewhere") as store:
         with pytest.raises(StoreError, match="There is no /elsewhere/v1/cursor"):
             await store.cursor()
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"\x81\xa1a\x01", b"\xc1", b""])
+async def test_an_answer_that_is_no_stores(body):
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(body=body)
+
+    app = web.Application()
+    app.router.add_post("/v1/{verb}", answer)
+    async with (
+        TestServer(app, host="127.0.0.1") as other,
+        HttpStore(f"http://127.0.0.1:{other.port}") as store,
+    ):
+        for asked in (store.cursor, lambda: store.batch([call("cursor")])):
+            with pytest.raises(StoreError, match="is it a store's server"):
+                await asked()
 
 
 async def test_nobody_there():
