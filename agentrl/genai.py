@@ -37,13 +37,28 @@ def spans_of(trace: Trace) -> list[Span]:
     root = _root(trace, [*trace.spans, *made.values()])
     kept = {id: span for id, span in spans.items() if id not in moved} | made
     kept.pop(root.id, None)
-    children = [_placed(span, kept, moved, root.id) for span in kept.values()]
+    children = _unringed([_placed(span, kept, moved, root.id) for span in kept.values()], root.id)
     return [root, *sorted(children, key=lambda span: (span.start, -span.end))]
 
 
 def _placed(span: Span, kept: Mapping[str, Span], moved: dict[str, str], root: str) -> Span:
     parent = moved.get(span.parent or "", span.parent)
     return replace(span, parent=parent if parent in kept and parent != span.id else root)
+
+
+def _unringed(spans: list[Span], root: str) -> list[Span]:
+    """Without rings of parents, which anybody may send: one span of each hangs below the root."""
+    parents, sound = {span.id: span.parent for span in spans}, {root}
+    for span in spans:
+        at, passed = span.id, set[str]()
+        while at not in sound:
+            if at in passed:
+                parents[at] = root
+                break
+            passed.add(at)
+            at = parents[at] or root
+        sound |= passed
+    return [replace(span, parent=parents[span.id]) for span in spans]
 
 
 def _llm(
@@ -86,7 +101,9 @@ def _recorded(
     if request is None:
         return None
     around: Span | None = request
-    while around is not None and around.kind == "internal":
+    passed = set[str]()
+    while around is not None and around.kind == "internal" and around.id not in passed:
+        passed.add(around.id)
         around = spans.get(around.parent or "")
     if around is not None and around.kind == "llm":
         return None if around.id in made else around

@@ -54,10 +54,16 @@ def kind_of(attributes: dict[str, Json]) -> str:
 
 
 def decode(body: bytes, content_type: str) -> list[Span]:
-    """The spans of an ExportTraceServiceRequest, in its order.
+    """The usable spans of an ExportTraceServiceRequest, in its order; see `decode_some`."""
+    return decode_some(body, content_type)[0]
 
-    Raises Invalid for another content type, for what is no such request, for ids that are not 16
-    and 8 bytes, and for times that are missing, reversed or past the year 2262."""
+
+def decode_some(body: bytes, content_type: str) -> tuple[list[Span], int, str]:
+    """The usable spans of a request in its order, how many are not, and why the last of these.
+
+    Unusable is a span with ids that are not 16 and 8 bytes, or with times that are missing or past
+    the year 2262. One that ends before it starts, as where a clock was set back, gets no duration.
+    Raises Invalid for another content type and for what is no such request."""
     form = content_type.partition(";")[0].strip().lower()
     if form == PROTOBUF:
         request = _parse(body)
@@ -65,13 +71,16 @@ def decode(body: bytes, content_type: str) -> list[Span]:
         request = _parse_json(body)
     else:
         raise Invalid(f"spans come as {PROTOBUF} or {JSON}, not as {content_type!r:.80}")
-    return [
-        _span(span, scope.scope.name, about)
-        for resource in request.resource_spans
-        for about in [_resource(resource.resource.attributes)]
-        for scope in resource.scope_spans
-        for span in scope.spans
-    ]
+    found, unusable, why = list[Span](), 0, ""
+    for resource in request.resource_spans:
+        about = _resource(resource.resource.attributes)
+        for scope in resource.scope_spans:
+            for span in scope.spans:
+                try:
+                    found.append(_span(span, scope.scope.name, about))
+                except Invalid as error:
+                    unusable, why = unusable + 1, str(error)
+    return found, unusable, why
 
 
 def success(content_type: str, rejected: int = 0, message: str = "") -> tuple[bytes, str]:
@@ -172,8 +181,8 @@ def _span(span: trace_pb2.Span, scope: str, about: dict[str, Json]) -> Span:
     if len(span.parent_span_id) not in (0, 8):
         raise Invalid(f"span {span.name!r:.80} has a parent id that is not of 8 bytes")
     start, end = span.start_time_unix_nano, span.end_time_unix_nano
-    if not 0 < start <= end <= LATEST:
-        raise Invalid(f"span {span.name!r:.80} has the times {start} to {end}; give both, in order")
+    if not (0 < start <= LATEST and 0 < end <= LATEST):
+        raise Invalid(f"span {span.name!r:.80} has the times {start} to {end}; give both")
     attributes = about | {pair.key: _value(pair.value) for pair in span.attributes}
     kind = kind_of(attributes)
     if scope:
@@ -190,7 +199,7 @@ def _span(span: trace_pb2.Span, scope: str, about: dict[str, Json]) -> Span:
         name=span.name,
         kind=kind,
         start=start,
-        end=end,
+        end=max(start, end),
         ok=span.status.code != span.status.STATUS_CODE_ERROR,
         attributes=attributes,
     )

@@ -60,7 +60,8 @@ def serve(url: str, host: str, port: int, file: Path | None, max_body: int) -> N
     if file is not None:
         keys = Keys.parse(file.read_text(), str(file))
     else:
-        keys = Keys.parse(os.environ.get(VARIABLE, ""), VARIABLE)
+        given = os.environ.get(VARIABLE)
+        keys = Keys() if given is None else Keys.parse(given, VARIABLE)
     run(partial(open_store, url), host, port, keys, largest=max_body * 2**20)
 
 

@@ -39,7 +39,6 @@ SILENCE = wire.POLL + 30.0  # seconds without a byte after which the connection 
 IDLE = 60.0  # seconds for which an unused connection is kept: less than the server keeps it
 LOST = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError)
 TRANSIENT = frozenset({502, 503, 504})
-ANSWERS = wire.decoders(wire.Answers)[MSGPACK]
 REFUSAL = wire.decoders(wire.Refusal)
 CHECKS: dict[str, Callable[[Any], None]] = {
     "enqueue": rows.check_rollout,
@@ -110,9 +109,13 @@ class HttpStore:
             for verb, arguments in calls
         ]
         body = await self._request("batch", lambda: ENCODE[MSGPACK](wire.Batch(calls=made)))
-        answers = msgspec.msgpack.decode(body, type=_Answers).results
+        answers = self._read(ANSWERS, body).results
+        if len(answers) != len(calls):
+            raise StoreError(f"{self.url} left out answers: is it a store's server?")
         return [
-            wire.raised(answer.error) if answer.error else verb.results[MSGPACK](answer.result)
+            wire.raised(answer.error)
+            if answer.error
+            else self._read(verb.results[MSGPACK], answer.result)
             for (verb, _), answer in zip(calls, answers, strict=True)
         ]
 
@@ -131,7 +134,7 @@ class HttpStore:
                 return _encoded(verb, msgspec.structs.replace(arguments, timeout=left))
 
             answer = await self._request(verb.name, rest)
-        return verb.results[MSGPACK](answer)
+        return self._read(verb.results[MSGPACK], answer)
 
     async def _request(self, name: str, body: Callable[[], bytes], key: str = "") -> bytes:
         """The body of the answer, however often it takes."""
@@ -168,6 +171,15 @@ class HttpStore:
         async with session.post(url, data=body, headers=headers) as response:
             return response.status, response.content_type, await response.read()
 
+    def _read(self, decode: wire.Decode, answer: Any) -> Any:
+        try:
+            return decode(answer)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise StoreError(
+                f"{self.url} answered what no verb does ({error}): is it a store's server, and of"
+                " this version?"
+            ) from error
+
     def _refused(self, status: int, form: str, body: bytes) -> StoreError:
         try:
             return wire.raised(REFUSAL[form](body).error)
@@ -198,6 +210,9 @@ class _Answer(msgspec.Struct):
 
 class _Answers(msgspec.Struct):
     results: list[_Answer]
+
+
+ANSWERS = wire.decoders(_Answers)[MSGPACK]
 
 
 def _method(verb: Verb) -> Callable[..., Awaitable[Any]]:

@@ -1,7 +1,7 @@
 """Spans of any OpenTelemetry SDK: the body of POST /v1/traces into the store.
 
-A trace is an attempt, so the trace id says where a span belongs. Spans of other traces are refused
-one by one, as OTLP's partial success, and the rest is kept.
+A trace is an attempt, so the trace id says where a span belongs. Spans of other traces and
+unusable ones are refused one by one, as OTLP's partial success, and the rest is kept.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ def unpacked(body: bytes, encoding: str, largest: int) -> bytes:
 async def keep(store: Store, body: bytes, content_type: str) -> tuple[bytes, str]:
     """Adds the spans; returns the answer and its content type."""
     try:
-        spans = otlp.decode(body, content_type)
+        spans, refused, why = otlp.decode_some(body, content_type)
     except Invalid as error:
         raise HTTPException(400, str(error)) from error
     try:
         await store.add_spans(spans)
     except NotFound:
-        refused, why = await _by_attempt(store, spans)
-        return otlp.success(content_type, refused, why)
-    return otlp.success(content_type)
+        unknown, why = await _by_attempt(store, spans)
+        refused += unknown
+    return otlp.success(content_type, refused, why)
 
 
 async def _by_attempt(store: Store, spans: list[Span]) -> tuple[int, str]:

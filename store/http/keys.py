@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from agentrl.errors import ConfigError
 from agentrl.store.http.wire import Scope
@@ -21,7 +23,8 @@ class Keys:
     @classmethod
     def parse(cls, text: str, source: str) -> Keys:
         """From lines (or words) such as `runner:SECRET`; `#` begins a comment. Raises ConfigError
-        that names `source` and the line, never the key."""
+        that names `source` and the line, never the key, and when there is no key: whoever gives
+        keys does not mean to serve everybody."""
         known: dict[bytes, Scope] = {}
         for number, line in enumerate(text.splitlines(), 1):
             for word in line.partition("#")[0].split():
@@ -33,6 +36,10 @@ class Keys:
                     )
                 if known.setdefault(key.encode(), Scope[name.upper()]).name != name.upper():
                     raise ConfigError(f"{source}, line {number}: one key cannot have two scopes")
+        if not known:
+            raise ConfigError(
+                f"{source} has no key: write a line admin:KEY or runner:KEY, or do not give it"
+            )
         return cls(tuple(known.items()))
 
     def __bool__(self) -> bool:
@@ -49,3 +56,21 @@ class Keys:
             if hmac.compare_digest(secret.strip(), key) and kind.lower() == b"bearer":
                 found = scope
         return found
+
+
+def loopback(host: str) -> bool:
+    """Whether this name or address, which may be that of an URL, always means this machine."""
+    try:
+        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+@lru_cache(64)
+def addressed_here(host: bytes) -> bool:
+    """Whether a request with this header Host meant this machine. Elsewhere a web page may have
+    let its own name point here, to read with its visitor's browser what needs no key."""
+    name = host.decode("latin-1").lower()
+    if not name.endswith("]"):  # an IPv6 address without a port
+        name = name.rpartition(":")[0] or name
+    return not name or loopback(name)

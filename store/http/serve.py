@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import signal
 import socket
 import threading
@@ -14,10 +13,11 @@ import uvicorn
 
 from agentrl.errors import ConfigError
 from agentrl.store.base import Store
-from agentrl.store.http.keys import VARIABLE, Keys
+from agentrl.store.http.keys import VARIABLE, Keys, loopback
 from agentrl.store.http.server import App
 
 BACKLOG = 4096  # connections that may wait to be accepted
+GRACE = 10  # seconds that calls in progress get to end after SIGTERM
 
 
 class Server(uvicorn.Server):
@@ -36,6 +36,7 @@ class Server(uvicorn.Server):
                 date_header=False,
                 backlog=BACKLOG,
                 timeout_keep_alive=75,  # longer than a client keeps a connection: it closes first
+                timeout_graceful_shutdown=GRACE,  # half a request would be waited for without end
             )
         )
 
@@ -60,7 +61,7 @@ class Server(uvicorn.Server):
 def listen(host: str, port: int, keys: Keys) -> socket.socket:
     """The listening socket. Raises ConfigError when it cannot be had, or when others than this
     machine could reach a server without keys."""
-    if not keys and not _loopback(host):
+    if not keys and not loopback(host):
         raise ConfigError(
             f"--host {host}: other machines could write to the store; give keys with --keys FILE or"
             f" {VARIABLE}, or bind to 127.0.0.1"
@@ -83,7 +84,7 @@ async def serve(
     app: App, listening: socket.socket, ready: Callable[[Server], None] = lambda _: None
 ) -> None:
     """Answers until SIGTERM, SIGINT or `should_exit` of the server, which `ready` gets. Calls
-    that came before are finished."""
+    that came before are finished, unless they take longer than GRACE."""
     await Server(app, ready).serve([listening])
 
 
@@ -102,10 +103,3 @@ def run(store: Callable[[], Store], host: str, port: int, keys: Keys, *, largest
         factory = uvicorn.Config("", loop="auto").get_loop_factory()
         with asyncio.Runner(loop_factory=factory) as runner:
             runner.run(main())
-
-
-def _loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

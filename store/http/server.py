@@ -30,10 +30,11 @@ from agentrl.errors import Conflict, Forbidden, Invalid, StoreError, Unavailable
 from agentrl.store import requests
 from agentrl.store.base import Store
 from agentrl.store.http import ingest, openapi, wire
-from agentrl.store.http.keys import Keys
+from agentrl.store.http.keys import Keys, addressed_here
 from agentrl.store.http.wire import ENCODE, JSON, VERBS, Verb
 
 LARGEST = 64 * 2**20  # bytes of a request
+SILENCE = 30.0  # seconds without a byte after which the rest of a body is not waited for
 REMEMBERED = 4096  # calls whose answers are kept for their repeats
 AGAIN = object()  # the answer to a wait that takes longer than one request may
 VERB_OF = {f"/v1/{name}": verb for name, verb in VERBS.items()}
@@ -106,6 +107,8 @@ class App:
     def _admit(self, headers: dict[bytes, bytes]) -> wire.Scope:
         if self._draining:
             raise Unavailable("The store's server is shutting down: repeat the call.")
+        if not self._keys and not addressed_here(headers.get(b"host", b"")):
+            raise Forbidden("Without keys, the store is only served as localhost or 127.0.0.1.")
         scope = self._keys.scope(headers.get(b"authorization", b""))
         if scope is None:
             raise HTTPException(
@@ -260,12 +263,17 @@ def _key(given: bytes | None) -> str:
 
 
 async def _body(headers: dict[bytes, bytes], receive: Receive, largest: int) -> bytes:
-    """The whole body. Raises HTTPException as soon as it is known to be too large."""
+    """The whole body. Raises HTTPException as soon as it is known to be too large, Unavailable when
+    the rest does not come."""
     length = headers.get(b"content-length", b"0")
     size, parts = int(length) if length.isdigit() else 0, list[bytes]()
     more = size <= largest
     while more:
-        message = await receive()
+        try:
+            async with asyncio.timeout(SILENCE):
+                message = await receive()
+        except TimeoutError:
+            raise Unavailable("The rest of the body did not come: repeat the call.") from None
         if message["type"] == "http.disconnect":
             raise ConnectionAbortedError
         parts.append(message.get("body", b""))

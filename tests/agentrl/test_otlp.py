@@ -107,12 +107,6 @@ def test_json_has_ids_in_hexadecimal_and_may_say_more() -> None:
         (as_json(traceId="xyz"), "application/json", "not an OTLP trace request"),
         (as_json(traceId=5), "application/json", "not an OTLP trace request"),
         (as_json(name=5), "application/json", "not an OTLP trace request"),
-        (as_json(traceId="00" * 16), "application/json", "no trace id"),
-        (as_json(traceId="0a"), "application/json", "no trace id"),
-        (as_json(spanId=""), "application/json", "no span id"),
-        (as_json(parentSpanId="0a"), "application/json", "parent id"),
-        (as_json(endTimeUnixNano="0"), "application/json", "times"),
-        (as_json(endTimeUnixNano=str(2**63)), "application/json", "times"),
         (as_json(endTimeUnixNano=str(2**70)), "application/json", "not an OTLP trace request"),
         (b'{"resourceSpans":' + b"[" * 5000, "application/json", "not an OTLP trace request"),
     ],
@@ -120,6 +114,35 @@ def test_json_has_ids_in_hexadecimal_and_may_say_more() -> None:
 def test_bad_requests_are_invalid(body: bytes, content_type: str, reason: str) -> None:
     with pytest.raises(Invalid, match=reason):
         otlp.decode(body, content_type)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"traceId": "00" * 16}, "no trace id"),
+        ({"traceId": "0a"}, "no trace id"),
+        ({"spanId": ""}, "no span id"),
+        ({"parentSpanId": "0a"}, "parent id"),
+        ({"endTimeUnixNano": "0"}, "times"),
+        ({"endTimeUnixNano": str(2**63)}, "times"),
+    ],
+)
+def test_an_unusable_span_is_counted_and_the_rest_is_kept(
+    wrong: dict[str, Any], reason: str
+) -> None:
+    request = json.loads(as_json())
+    spans = request["resourceSpans"][0]["scopeSpans"][0]["spans"]
+    spans.insert(0, spans[0] | wrong)
+    body = json.dumps(request).encode()
+    found, unusable, why = otlp.decode_some(body, "application/json")
+    assert ([span.id for span in found], unusable) == ([SPAN], 1)
+    assert reason in why
+    assert otlp.decode(body, "application/json") == found
+
+
+def test_a_span_of_a_clock_set_back_has_no_duration() -> None:
+    (span,) = otlp.decode(as_json(startTimeUnixNano="9"), "application/json")
+    assert (span.start, span.end) == (9, 9)
 
 
 def test_an_empty_request_has_no_spans() -> None:

@@ -301,3 +301,13 @@ def test_calls_find_their_place() -> None:
     # Two samples of one request, and a call without any span.
     found = exported([call(0, "b" * 16), call(1, "b" * 16), call(2, None)], around[1:])
     assert list(found.values()) == [("llm", "invoke_agent run")] * 3
+
+
+def test_spans_that_are_each_others_parents_hang_below_the_root() -> None:
+    ring = [span("1", "3", "internal"), span("2", "1", "internal"), span("3", "2", "internal")]
+    assert exported([call(0, "2" * 16)], ring) == {
+        "11": ("internal", "invoke_agent run"),
+        "22": ("internal", "1"),
+        "33": ("internal", "2"),
+        f"chat {call(0, None).policy}{genai._id(call(0, None).id)[0]}": ("llm", "2"),
+    }

@@ -117,7 +117,7 @@ def _serving(url: str, keys: str = "", *, largest: int = 2**26, **options: Any) 
     from agentrl.store.http.serve import Server, listen, serve
     from agentrl.store.http.server import App
 
-    known = Keys.parse(keys, "keys")
+    known = Keys.parse(keys, "keys") if keys else Keys()
     servers: SimpleQueue[Server] = SimpleQueue()
 
     async def main() -> None:

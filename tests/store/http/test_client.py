@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from msgspec import structs
 
 from agentrl.errors import Forbidden, Invalid, NotFound, StoreError, Unavailable
@@ -90,6 +92,22 @@ async def test_what_is_no_store(address):
     async with open_store(f"{address}/elsewhere") as store:
         with pytest.raises(StoreError, match="There is no /elsewhere/v1/cursor"):
             await store.cursor()
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"\x81\xa1a\x01", b"\xc1", b""])
+async def test_an_answer_that_is_no_stores(body):
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(body=body)
+
+    app = web.Application()
+    app.router.add_post("/v1/{verb}", answer)
+    async with (
+        TestServer(app, host="127.0.0.1") as other,
+        HttpStore(f"http://127.0.0.1:{other.port}") as store,
+    ):
+        for asked in (store.cursor, lambda: store.batch([call("cursor")])):
+            with pytest.raises(StoreError, match="is it a store's server"):
+                await asked()
 
 
 async def test_nobody_there():
@@ -305,6 +323,9 @@ def test_the_command_refuses_what_is_unsafe_or_wrong(tmp_path):
     said = refused(store, "--port", "0", **bad)
     assert "AGENTRL_STORE_KEYS, line 1" in said
     assert "top-secret" not in said
+    (empty := tmp_path / "keys").write_text("# none yet\n")
+    assert "has no key" in refused(store, "--port", "0", "--keys", str(empty), **environment)
+    assert "has no key" in refused(store, "--port", "0", **environment, AGENTRL_STORE_KEYS="")
     assert "served already" in refused("http://127.0.0.1:1", **environment)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

@@ -84,6 +84,15 @@ def test_spans_of_unknown_attempts_are_refused_alone(admin, attempt):
     assert names(admin) == {"span-1"}
 
 
+def test_an_unusable_span_is_refused_alone(admin, attempt):
+    span = {"traceId": attempt, "spanId": "00000000000000aa", "name": "tool"}
+    span |= {"startTimeUnixNano": "2", "endTimeUnixNano": "1"}
+    spans = [span, span | {"spanId": "", "name": "lost"}, span | {"traceId": "f" * 32}]
+    answer = admin.post("/v1/traces", json={"resourceSpans": [{"scopeSpans": [{"spans": spans}]}]})
+    assert answer.json()["partialSuccess"]["rejectedSpans"] == "2"
+    assert names(admin) == {"tool"}
+
+
 def test_json(admin, attempt):
     span = {"traceId": attempt, "spanId": "00000000000000aa", "name": "tool"}
     span |= {"startTimeUnixNano": "1", "endTimeUnixNano": "2"}

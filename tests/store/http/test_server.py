@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import socket
+import threading
+from collections.abc import Iterator
 
 import httpx
 import msgspec
@@ -13,6 +17,7 @@ from schemathesis import GenerationMode, openapi
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
 
+from agentrl.store.http import serve, server
 from agentrl.store.http.wire import MSGPACK, SCOPES, VERBS
 from agentrl.store.requests import KEPT
 
@@ -58,6 +63,20 @@ def test_a_runner_may_only_do_what_runners_do(runner):
     results = runner.post("/v1/batch", json={"calls": calls}).json()["results"]
     assert results[0]["error"]["code"] == "forbidden"
     assert results[1]["result"] > 0
+
+
+def test_without_keys_only_who_calls_it_this_machine_is_answered(serving, tmp_path):
+    hosts = {"localhost": 200, "127.0.0.1:80": 200, "[::1]": 200, "[::1]:80": 200}
+    hosts |= {"evil.example:80": 403, "evil.example": 403, "localhost.example": 403}
+    with serving(f"sqlite:///{tmp_path / 'store.db'}") as address:
+        for host, status in hosts.items():
+            for path in ("cursor", "batch", "traces"):
+                answer = httpx.post(
+                    f"{address}/v1/{path}",
+                    json={"calls": []} if path == "batch" else {},
+                    headers={"host": host},
+                )
+                assert answer.status_code == status, (host, path)
 
 
 # -- bad input -------------------------------------------------------------------------------------
@@ -176,6 +195,39 @@ def test_a_body_has_a_limit_whether_or_not_it_says_its_size(admin):
 
 
 # -- batches, repeats and waits --------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def half_a_request(address: str) -> Iterator[socket.socket]:
+    """For whose other half the server waits: it has said so."""
+    host, port = address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as half:
+        half.sendall(
+            b"POST /v1/cursor HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 2\r\nExpect: 100-continue\r\n\r\n"
+        )
+        assert b" 100 " in half.recv(1024)
+        yield half
+
+
+def test_half_a_body_is_not_waited_for_without_end(serving, tmp_path, monkeypatch):
+    monkeypatch.setattr(server, "SILENCE", 0.05)
+    with (
+        serving(f"sqlite:///{tmp_path / 'store.db'}") as address,
+        half_a_request(address) as half,
+    ):
+        assert b" 503 " in half.recv(1024)
+
+
+def test_half_a_request_does_not_keep_the_server_from_ending(serving, tmp_path, monkeypatch):
+    monkeypatch.setattr(serve, "GRACE", 1)
+    with contextlib.ExitStack() as stack:
+        with serving(f"sqlite:///{tmp_path / 'store.db'}") as address:
+            half = stack.enter_context(half_a_request(address))
+            given_up = threading.Timer(15, half.shutdown, (socket.SHUT_RDWR,))
+            given_up.start()
+        assert given_up.is_alive()
+        given_up.cancel()
 
 
 def test_a_batch_answers_each_verb_in_order(admin):
