@@ -197,6 +197,12 @@ class Choice:
         return self.known and bool(self.prompt) and len(self.tokens) == len(self.logprobs)
 
 
+    @property
+    def speaks(self) -> bool:
+        """Its message says something."""
+        return any(said for name, said in self.message.items() if name != "role")
+
+
 @dataclass(slots=True)
 class Answer:
     """An answer as it becomes known: absorb the whole of it, or chunk by chunk."""
@@ -231,6 +237,13 @@ class Answer:
             choice.logprobs.extend([token.logprob for token in logprobs.content or ()])
         _merge(choice.message, data)
         choice.finish = value(data, "finish_reason") or choice.finish
+
+    def cut(self, finish: str) -> None:
+        """Nothing comes any more: of the choices that have begun this is the end."""
+        begun = {i: c for i, c in self.choices.items() if c.finish or c.tokens or c.speaks}
+        for choice in begun.values():
+            choice.finish = choice.finish or finish
+        self.choices = begun
 
     @property
     def complete(self) -> bool:

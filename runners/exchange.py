@@ -1,13 +1,16 @@
 """One model call from request to answer: forward, capture, store, then let the last byte go.
 
 Always true: nothing is repeated once the agent has a byte of the answer; an answer that breaks
-after that cuts the agent's connection, because any other end would look complete.
+after that cuts the agent's connection, because any other end would look complete. What an agent
+had read of an answer when it left is kept as a call that was cut: it acted on those tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections.abc import Coroutine
 
 import aiohttp
 import msgspec
@@ -33,6 +36,7 @@ ODD = (
     ValueError,
 )
 REFUSES = (400, 422)  # what servers answer to fields they do not know
+CUT = "cut"  # the `finish` of a choice whose end the agent did not wait for
 
 
 class DisconnectedError(Exception):
@@ -55,6 +59,8 @@ class Exchange:
         self._started = 0.0  # unix seconds
         self._sampling = Sampling()  # in force where the call was sent
         self._sent: web.StreamResponse | None = None  # once the agent has the first byte
+        self._shown: tuple[Answer, Route, str] | None = None  # what it has of the answer, since then
+        self._rows: list[Transition] | None = None  # the answer as it is, or will be, stored
 
     async def run(self) -> web.StreamResponse:
         """Raises UpstreamError when there is no answer and none can come in time, RefusedError when
@@ -72,7 +78,11 @@ class Exchange:
                 return await self._upstream.retry(
                     live, call.model, self._caller.role_of(call.model), call.key, self._forward
                 )
+        except asyncio.CancelledError:  # by the server, as the agent left, or the attempt is over
+            await _to_the_end(self._keep_shown())
+            raise
         except DisconnectedError:
+            await _to_the_end(self._keep_shown())
             return self._cut()
         except (UpstreamError, RefusedError):
             if self._sent is None:
@@ -82,6 +92,7 @@ class Exchange:
             if self._sent is None:
                 message = f"attempt {live.id} ran out of time before the model had answered"
                 raise RefusedError(504, "attempt_timeout", message) from None
+            await _to_the_end(self._keep_shown())
             return self._cut()
 
     def _cut(self) -> web.StreamResponse:
@@ -133,11 +144,12 @@ class Exchange:
                 body = self._call.translation.whole(whole, len(answer.prompt))
             except ODD as error:
                 raise self._bad(route, f"what is not a completion ({error})") from None
-        await self._keep(answer, route, reply)
+        await self._keep(answer, route, reply.headers.get("x-policy-version", ""))
         return web.Response(body=body, headers=forwarded(reply.headers))
 
     async def _stream(self, route: Route, reply: aiohttp.ClientResponse) -> web.StreamResponse:
         answer, held = Answer(), []  # held: what an agent may take for the end
+        self._shown = answer, route, reply.headers.get("x-policy-version", "")
         async for event in events(reply.content.iter_any()):
             data = event.removeprefix(b"data:").strip()
             if data == b"[DONE]":
@@ -155,7 +167,7 @@ class Exchange:
             raise self._bad(route, "half a stream")
         if self._call.translation is not None:
             held.append(self._call.translation.end())
-        await self._keep(answer, route, reply)
+        await self._keep(*self._shown)
         return await self._send(b"".join(held), reply)
 
     def _show(self, part: Part, answer: Answer, route: Route) -> bytes:
@@ -190,18 +202,36 @@ class Exchange:
         message = f"the policy server at {route.base_url} sent {what}"
         return UpstreamError(message, transient=False)
 
-    async def _keep(self, answer: Answer, route: Route, reply: aiohttp.ClientResponse) -> None:
+    async def _keep(self, answer: Answer, route: Route, version: str) -> None:
         """Returns when the transitions are durable."""
         live = self._caller.live
         if any(choice.known for choice in answer.choices.values()):
             self._upstream.learn(route, tells=True)
-        rows = self._transitions(answer, route, reply.headers.get("x-policy-version", ""))
+        self._rows = self._rows or self._transitions(answer, route, version)
         try:
-            kept = await self._store.add_transitions(rows)
+            kept = await self._store.add_transitions(self._rows)
         except StoreError as error:
             raise UpstreamError(f"the call was not stored: {error}", final=True) from error
         if not all(kept):
             raise RefusedError(403, "attempt_ended", f"attempt {live.id} has lost its lease")
+
+    async def _keep_shown(self) -> None:
+        """Store what the agent has read, or at least could have, of an answer it will not read
+        on. To store again what was being stored changes nothing."""
+        if self._sent is None or self._shown is None:
+            return
+        live, key = self._caller.live, self._call.key
+        answer, route, version = self._shown
+        answer.cut(CUT)
+        try:
+            if answer.choices:
+                await self._keep(answer, route, version)
+        except UpstreamError as error:
+            live.failures[key] = error.message
+        except RefusedError:
+            pass  # the attempt has lost its lease, and what it did with it
+        else:
+            live.failures.pop(key, None)
 
     def _transitions(self, answer: Answer, route: Route, version: str) -> list[Transition]:
         live, rows = self._caller.live, []
@@ -224,6 +254,15 @@ class Exchange:
             )
             rows.append(row)
         return rows
+
+
+async def _to_the_end(work: Coroutine[None, None, None]) -> None:
+    """Do `work`, however often whoever waits for it is cancelled meanwhile."""
+    task = asyncio.create_task(work)
+    while not task.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait((task,))
+    task.result()
 
 
 def in_words_of(dialect: Dialect, status: int, body: bytes) -> bytes:

@@ -44,7 +44,8 @@ class Execution:
         try:
             ran = await self._run_agent(live)
         finally:
-            self.gateway.unregister(live)
+            over = self.gateway.unregister(live)
+        await asyncio.wrap_future(over)
         if live.failures:
             message = next(iter(live.failures.values()))
             return self._failed(live, ran, Failure(kind=ErrorKind.MODEL, message=message))

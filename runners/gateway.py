@@ -32,6 +32,7 @@ from agentrl.types import Attempt
 
 BACKLOG = 4096  # connections that may wait to be accepted
 FILES = 65_536  # open files of this process, where the system allows them
+CUTTING = 5.0  # seconds for calls that are cut to store what they had shown
 
 
 class Gateway:
@@ -88,11 +89,15 @@ class Gateway:
         reached only with its `key`: give no more than that to what runs outside this process."""
         return self.attempts.register(attempt, sealed=sealed)
 
-    def unregister(self, live: Live) -> None:
-        """The attempt is over: later calls are refused, calls in flight are cut."""
+    def unregister(self, live: Live) -> Future[None]:
+        """The attempt is over: later calls are refused, calls in flight are cut. Done when the
+        store has what those had shown to the agent."""
         self.attempts.unregister(live.id)
-        if live.tasks:
-            self._loop.call_soon_threadsafe(_cut, live)
+        if self._loop.is_closed():  # and its calls with it
+            over: Future[None] = Future()
+            over.set_result(None)
+            return over
+        return self.spawn(_cut(live))  # a call that found it before is in `tasks` by then
 
     def pause(self) -> None:
         """Hold new calls to policies, within the deadlines of their attempts, until `resume`.
@@ -137,8 +142,7 @@ class Gateway:
             await asyncio.wait((stopping, following), return_when=asyncio.FIRST_COMPLETED)
         finally:
             following.cancel()
-            for live in self.attempts.live():
-                _cut(live)
+            await asyncio.gather(*map(_cut, self.attempts.live()))
             await runner.cleanup()
             await upstream.close()
             with contextlib.suppress(asyncio.CancelledError):
@@ -153,9 +157,11 @@ def _allow_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _cut(live: Live) -> None:
+async def _cut(live: Live) -> None:
     for task in live.tasks:
         task.cancel()
+    if live.tasks:
+        await asyncio.wait(live.tasks, timeout=CUTTING)
 
 
 def _loopback(host: str) -> bool:

@@ -13,7 +13,7 @@ import openai
 import pytest
 from aiohttp import web
 
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, StoreError
 from agentrl.runners import upstream
 from agentrl.runners.gateway import Gateway
 
@@ -357,3 +357,107 @@ async def test_a_port_in_use_is_one_sentence(bench: Any) -> None:
     port = int(bench.gateway.base_url.split(":")[2].split("/")[0])
     with pytest.raises(ConfigError, match=rf"runner\.port = {port}: the gateway cannot listen"):
         Gateway(bench.store, "test", port=port).start()
+
+
+async def endless(request: web.Request, body: Any) -> web.StreamResponse:
+    """One token after another, with ids and log-probs, as long as somebody listens."""
+    response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+    await response.prepare(request)
+    first = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
+    await response.write(f"data: {json.dumps(first | {'prompt_token_ids': [1]})}\n\n".encode())
+    logprobs = {"content": [{"logprob": -0.5}]}
+    choice = {"index": 0, "delta": {"content": "a"}, "token_ids": [97], "logprobs": logprobs}
+    while True:
+        await response.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
+        await asyncio.sleep(0.001)
+
+
+async def until_kept(bench: Any, live: Any) -> Any:
+    """The transition that a call leaves when it was cut."""
+    await asyncio.wait_for(asyncio.wrap_future(bench.gateway.unregister(live)), 10)
+    (row,) = await rows(bench, live)
+    return row
+
+
+@pytest.mark.parametrize("how", ["agent leaves", "attempt ends"])
+async def test_what_an_agent_read_before_it_left_is_kept(
+    bench: Any, live: Any, http: httpx.AsyncClient, how: str
+) -> None:
+    bench.model.then(status(503), endless)
+    seen = b""
+    body = {"model": "m", "messages": MESSAGES, "stream": True}
+    async with http.stream("POST", "/chat/completions", json=body, headers=key(live)) as answer:
+        chunks = answer.aiter_raw()
+        while seen.count(b'"a"') < 3:
+            seen += await anext(chunks)
+        if how == "attempt ends":
+            row = await until_kept(bench, live)
+    if how == "agent leaves":
+        row = await until_kept(bench, live)
+    assert (row.finish, row.exact, row.version) == ("cut", True, 3)
+    assert row.prompt.tolist() == [1]
+    assert len(row.completion) >= seen.count(b'"a"')
+    assert row.logprobs.tolist() == [-0.5] * len(row.completion)
+    assert row.answer["content"] == "a" * len(row.completion)
+    assert live.failures == {}
+
+
+async def test_a_cut_call_waits_for_the_store_however_often_it_is_cut(
+    bench: Any, live: Any, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add, writing = bench.store.add_transitions, asyncio.Event()
+    home, release = asyncio.get_running_loop(), asyncio.Event()
+
+    async def slow(rows: Any) -> Any:
+        home.call_soon_threadsafe(writing.set)
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(release.wait(), home))
+        return await add(rows)
+
+    monkeypatch.setattr(bench.store, "add_transitions", slow)
+    bench.model.then(endless)
+    body = {"model": "m", "messages": MESSAGES, "stream": True}
+    async with http.stream("POST", "/chat/completions", json=body, headers=key(live)) as answer:
+        chunks, seen = answer.aiter_raw(), b""
+        while b'"a"' not in seen:
+            seen += await anext(chunks)
+    await asyncio.wait_for(writing.wait(), 10)
+    over = asyncio.wrap_future(bench.gateway.unregister(live))  # cuts it a second time
+    assert not over.done()
+    release.set()
+    await asyncio.wait_for(over, 10)
+    (row,) = await rows(bench, live)
+    assert row.finish == "cut"
+
+
+async def test_a_cut_call_that_cannot_be_stored_is_the_models_failure(
+    bench: Any, live: Any, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(rows: Any) -> Any:
+        raise StoreError("the disk is full")
+
+    monkeypatch.setattr(bench.store, "add_transitions", broken)
+    bench.model.then(endless)
+    body = {"model": "m", "messages": MESSAGES, "stream": True}
+    async with http.stream("POST", "/chat/completions", json=body, headers=key(live)) as answer:
+        chunks, seen = answer.aiter_raw(), b""
+        while b'"a"' not in seen:
+            seen += await anext(chunks)
+    await asyncio.wait_for(asyncio.wrap_future(bench.gateway.unregister(live)), 10)
+    assert "the disk is full" in next(iter(live.failures.values()))
+
+
+async def test_a_rollout_whose_agent_stops_reading_has_its_call(bench: Any) -> None:
+    async def agent(value: str) -> str:
+        async with openai.AsyncOpenAI() as client:
+            ask = client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
+            async with await ask as stream:
+                async for chunk in stream:
+                    if said := chunk.choices[0].delta.content:
+                        return said
+        raise AssertionError
+
+    bench.model.then(endless)
+    (rollout,) = await bench.run(agent, {"input": "x"})
+    trace = await bench.store.trace(rollout.id)
+    assert rollout.state == "succeeded"
+    assert [row.finish for row in trace.transitions] == ["cut"]
