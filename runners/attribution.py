@@ -32,6 +32,7 @@ class Live:
     attempt: Attempt
     deadline: float  # time.monotonic() at which it is out of time
     sealed: bool = False  # only its key opens it
+    scoring: bool = False  # it is a verifier: it reaches frozen endpoints only, and is not recorded
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
     calls: int = 0  # requests so far
     stored: int = 0  # transitions so far
@@ -82,9 +83,11 @@ class Attempts:
         self._keys: dict[str, Live] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()  # keys and ids -> id
 
-    def register(self, attempt: Attempt, *, sealed: bool = False) -> Live:
+    def register(
+        self, attempt: Attempt, *, sealed: bool = False, scoring: bool = False
+    ) -> Live:
         deadline = time.monotonic() + attempt.rollout.timeout
-        live = self._live[attempt.id] = Live(attempt, deadline, sealed, roles=self.roles)
+        live = self._live[attempt.id] = Live(attempt, deadline, sealed, scoring, roles=self.roles)
         self._keys[live.key] = live
         return live
 
@@ -102,7 +105,8 @@ class Attempts:
     def find(self, attempt: str) -> Live:
         """Raises RefusedError for an attempt that has ended or never was, or that is sealed."""
         live = self._live.get(attempt)
-        if live is not None and self.open and not live.sealed:
+        # The id of a verifier's trace is random and leaves this process for nobody's agent.
+        if live is not None and not live.sealed and (self.open or live.scoring):
             return live
         if live is not None:
             raise RefusedError(

@@ -102,7 +102,7 @@ class Exchange:
         return self._sent
 
     async def _forward(self, route: Route) -> web.StreamResponse:
-        tells = self._upstream.tells(route)
+        tells = False if self._caller.live.scoring else self._upstream.tells(route)
         try:
             answer = await self._once(route, capture=tells is not False)
             if answer.status in REFUSES and tells is None:  # our additions, or the agent's mistake?
@@ -205,6 +205,8 @@ class Exchange:
     async def _keep(self, answer: Answer, route: Route, version: str) -> None:
         """Returns when the transitions are durable."""
         live = self._caller.live
+        if live.scoring:
+            return
         if any(choice.known for choice in answer.choices.values()):
             self._upstream.learn(route, tells=True)
         self._rows = self._rows or self._transitions(answer, route, version)

@@ -13,13 +13,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import resource
+import secrets
 import threading
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from ipaddress import ip_address
 from typing import Any
 
 from aiohttp import web
+from msgspec.structs import replace
 
 from agentrl.config import UpstreamConfig
 from agentrl.errors import ConfigError
@@ -98,6 +100,18 @@ class Gateway:
             over.set_result(None)
             return over
         return self.spawn(_cut(live))  # a call that found it before is in `tasks` by then
+
+    @contextlib.contextmanager
+    def scoring(self, attempt: Attempt) -> Iterator[str]:
+        """Inside the block the verifier of `attempt` can call frozen endpoints, such as a judge, in
+        the trace whose id it is given. Policies refuse it, and nothing it says is recorded: what a
+        verifier samples is not the agent's doing, and must not be learned from."""
+        own = replace(attempt, id=secrets.token_hex(16))  # whatever is left of the agent stays out
+        live = self.attempts.register(own, scoring=True)
+        try:
+            yield live.id
+        finally:
+            self.unregister(live)
 
     def pause(self) -> None:
         """Hold new calls to policies, within the deadlines of their attempts, until `resume`.

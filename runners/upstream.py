@@ -17,7 +17,7 @@ from typing import TypeVar
 import aiohttp
 from multidict import CIMultiDict
 
-from agentrl.runners.attribution import Live
+from agentrl.runners.attribution import Live, RefusedError
 from agentrl.runners.routing import Route, Router
 
 T = TypeVar("T")
@@ -91,7 +91,10 @@ class Upstream:
     ) -> T:
         """The first success of `once`. `live` carries the failure of call `key` until then.
 
-        Raises the last UpstreamError when trying again is of no use or the attempt ran out."""
+        Raises the last UpstreamError when trying again is of no use or the attempt ran out, and
+        RefusedError for a verifier's call to anything but a frozen endpoint."""
+        if live.scoring:
+            self._refuse_policies(model, role)
         wait, tries = BACKOFF, 0
         while True:
             tries += 1
@@ -111,6 +114,17 @@ class Upstream:
             else:
                 live.failures.pop(key, None)
                 return value
+
+    def _refuse_policies(self, model: str, role: str) -> None:
+        route = self.router.find(model, role)
+        if route is None or not route.frozen:
+            raise RefusedError(
+                403,
+                "not_frozen",
+                f"a verifier reaches the endpoints of [upstreams] only, and {model!r:.80} is none of"
+                " them: add it to the run file, or ask for one of"
+                f" {', '.join(map(repr, self.router.frozen)) or 'those that you add'}",
+            )
 
     @asynccontextmanager
     async def post(
