@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Coroutine
+from functools import partial
 
 import aiohttp
 import msgspec
@@ -68,7 +69,8 @@ class Exchange:
         live = self._caller.live
         index, live.calls = live.calls, live.calls + 1
         raw = await self._request.read()
-        self._call = read_call(self._dialect, raw, live.memory, index)
+        self._read_call = partial(read_call, self._dialect, raw, live.memory, index)
+        self._call = self._read_call()
         return await self._until_deadline()
 
     async def _until_deadline(self) -> web.StreamResponse:
@@ -115,6 +117,8 @@ class Exchange:
         return answer
 
     async def _once(self, route: Route, *, capture: bool) -> web.StreamResponse:
+        if self._started and self._call.translation is not None:
+            self._call = self._read_call()  # the last try may have left half an answer in it
         self._started = time.time()
         call = self._call
         defaults = self._caller.live.attempt.rollout.sampling

@@ -367,6 +367,34 @@ async def test_errors_have_the_shape_of_messages(bench: Any, live: Any, claude: 
     assert models == ["policy", "tiny"]
 
 
+# -- both ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("api", ["responses", "messages"])
+async def test_a_repeated_stream_shows_what_is_stored(bench: Any, live: Any, api: str) -> None:
+    async def broken(request: web.Request, body: Any) -> web.StreamResponse:
+        """All of an answer in one chunk, which is held back, and then no proper end."""
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        choice = {"index": 0, "delta": {"content": "WRONG"}, "finish_reason": "stop"}
+        await response.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
+        request.transport.abort()  # type: ignore[union-attr]
+        return response
+
+    bench.model.then(broken)
+    said = {"input": "hello"} if api == "responses" else {"messages": [USER], "max_tokens": 9}
+    async with httpx.AsyncClient(base_url=bench.gateway.base_url) as http:
+        body = {"model": "m", "stream": True} | said
+        answer = await http.post(f"/{api}", json=body, headers={"x-api-key": live.key})
+    assert answer.status_code == 200
+    assert "WRONG" not in answer.text
+    first = "response.created" if api == "responses" else "message_start"
+    assert answer.text.startswith(f"event: {first}\n")
+    assert len(bench.model.requests) == 2
+    (row,) = await rows(bench, live)
+    assert row.answer["content"] == "echo hello"
+
+
 # -- both, on the real server ----------------------------------------------------------------------
 
 
