@@ -83,9 +83,7 @@ class Attempts:
         self._keys: dict[str, Live] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()  # keys and ids -> id
 
-    def register(
-        self, attempt: Attempt, *, sealed: bool = False, scoring: bool = False
-    ) -> Live:
+    def register(self, attempt: Attempt, *, sealed: bool = False, scoring: bool = False) -> Live:
         deadline = time.monotonic() + attempt.rollout.timeout
         live = self._live[attempt.id] = Live(attempt, deadline, sealed, scoring, roles=self.roles)
         self._keys[live.key] = live

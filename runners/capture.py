@@ -196,7 +196,6 @@ class Choice:
         """Every sampled token is known, with the log-prob it was sampled at."""
         return self.known and bool(self.prompt) and len(self.tokens) == len(self.logprobs)
 
-
     @property
     def speaks(self) -> bool:
         """Its message says something."""

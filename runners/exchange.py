@@ -37,6 +37,8 @@ ODD = (
     ValueError,
 )
 REFUSES = (400, 422)  # what servers answer to fields they do not know
+SILENCE = 0.5  # share of an attempt's time after which an unanswered call is the server's fault
+NEAR = 0.1  # seconds to the deadline, of which an executor may fall short by its clock
 CUT = "cut"  # the `finish` of a choice whose end the agent did not wait for
 
 
@@ -57,10 +59,13 @@ class Exchange:
     ) -> None:
         self._upstream, self._store, self._caller = upstream, store, caller
         self._request, self._dialect = request, dialect
+        self._arrived = time.monotonic()
         self._started = 0.0  # unix seconds
         self._sampling = Sampling()  # in force where the call was sent
         self._sent: web.StreamResponse | None = None  # once the agent has the first byte
-        self._shown: tuple[Answer, Route, str] | None = None  # what it has of the answer, since then
+        self._shown: tuple[Answer, Route, str] | None = (
+            None  # what it has of the answer, since then
+        )
         self._rows: list[Transition] | None = None  # the answer as it is, or will be, stored
 
     async def run(self) -> web.StreamResponse:
@@ -81,6 +86,7 @@ class Exchange:
                     live, call.model, self._caller.role_of(call.model), call.key, self._forward
                 )
         except asyncio.CancelledError:  # by the server, as the agent left, or the attempt is over
+            self._blame_silence()
             await _to_the_end(self._keep_shown())
             raise
         except DisconnectedError:
@@ -92,10 +98,22 @@ class Exchange:
             return self._cut()
         except TimeoutError:
             if self._sent is None:
+                self._blame_silence()
                 message = f"attempt {live.id} ran out of time before the model had answered"
                 raise RefusedError(504, "attempt_timeout", message) from None
             await _to_the_end(self._keep_shown())
             return self._cut()
+
+    def _blame_silence(self) -> None:
+        """A model that says nothing for most of an attempt's time is what it failed of. This call
+        or the agent may be the first to be ended, they have the same deadline."""
+        live, waited = self._caller.live, time.monotonic() - self._arrived
+        hung = waited > SILENCE * live.attempt.rollout.timeout
+        if self._sent is None and hung and live.left < NEAR:
+            message = (
+                f"the model had not answered for {waited:.3g} s when the attempt ran out of time"
+            )
+            live.failures.setdefault(self._call.key, message)
 
     def _cut(self) -> web.StreamResponse:
         if self._request.transport is not None:

@@ -330,3 +330,26 @@ async def test_an_agent_that_does_not_heed_its_cancellation_is_left_behind(bench
     (rollout,) = await bench.run(stubborn, TASK, timeout=0.05)
     assert rollout.failure.kind is ErrorKind.TIMEOUT
     release.set()
+
+
+async def test_a_policy_server_that_hangs_is_not_the_agents_fault(bench: Any, ask: Any) -> None:
+    async def hang(request: web.Request, body: Any) -> None:
+        await asyncio.Event().wait()
+
+    bench.model.then(hang)
+    (rollout,) = await bench.run(ask, TASK, timeout=0.4, max_attempts=1)
+    assert rollout.failure.kind is ErrorKind.MODEL
+    assert "the model had not answered for" in rollout.failure.message
+
+
+async def test_an_agent_that_asks_for_ever_runs_out_of_time_itself(bench: Any, ask: Any) -> None:
+    async def slow(request: web.Request, body: Any) -> None:
+        await asyncio.sleep(0.1)
+
+    async def tireless(text: str) -> None:
+        while True:
+            await ask(text)
+
+    bench.model.then(*[slow] * 1000)
+    (rollout,) = await bench.run(tireless, TASK, timeout=1.0, max_attempts=1)
+    assert rollout.failure.kind is ErrorKind.TIMEOUT
