@@ -353,3 +353,27 @@ async def test_an_agent_that_asks_for_ever_runs_out_of_time_itself(bench: Any, a
     bench.model.then(*[slow] * 1000)
     (rollout,) = await bench.run(tireless, TASK, timeout=1.0, max_attempts=1)
     assert rollout.failure.kind is ErrorKind.TIMEOUT
+
+
+async def test_a_worker_does_not_outlive_its_gateway(
+    bench: Any, ask: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = asyncio.Event()
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)  # the thread's own report
+
+    async def broken(run: str) -> Any:
+        raise KeyError("not an error of the store")
+
+    async def work() -> None:
+        try:
+            await bench.worker(ask).run(asyncio.Event())
+        finally:
+            ended.set()
+
+    working = asyncio.create_task(work())
+    await bench.store.wait(0, timeout=1.0)
+    bench.gateway.router.store = SimpleNamespace(wait=bench.store.wait, policies=broken)
+    await bench.move(bench.model, version=4)
+    await asyncio.wait_for(ended.wait(), 10)
+    with pytest.raises(RuntimeError, match="the gateway has ended"):
+        await working
