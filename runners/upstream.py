@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import io
 import random
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import TypeVar
@@ -27,6 +28,7 @@ TRIES = 6  # for failures that waiting does not mend
 TRANSIENT = frozenset({429, 502, 503, 504})
 LARGE = 2**20  # bytes of a request
 CONNECT = 5.0  # seconds to establish a connection
+FORGET = 300.0  # seconds for which a frozen endpoint is spared what it refused: calls differ
 
 # Between the agent and us, or between us and the server; everything else passes through.
 HOP = {"authorization", "connection", "content-length", "content-encoding", "accept-encoding"}
@@ -67,19 +69,26 @@ class Upstream:
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT),
             read_bufsize=2**20,
         )
-        self._tells: dict[str, bool] = {}  # base URL -> it gives token ids, or refuses to
+        self._tells: set[str] = set()  # base URLs of servers that gave token ids
+        self._refused: dict[str, float] = {}  # base URL -> time.monotonic() of its refusal
 
     async def close(self) -> None:
         await self.session.close()
 
     def tells(self, route: Route) -> bool | None:
         """Whether the server gives token ids; None while that is not known."""
-        return self._tells.get(route.base_url)
+        if route.base_url in self._tells:
+            return True
+        since = self._refused.get(route.base_url)
+        return None if since is None or time.monotonic() - since > FORGET else False
 
     def learn(self, route: Route, *, tells: bool) -> None:
-        """What its answers show. A server that gave ids once is never thought to refuse them."""
-        if not self._tells.get(route.base_url):
-            self._tells[route.base_url] = tells
+        """What its answers show. A server that gave ids once is never thought to refuse them. That
+        of a policy, which is to be learned from, is asked again with every call."""
+        if tells:
+            self._tells.add(route.base_url)
+        elif route.frozen:
+            self._refused[route.base_url] = time.monotonic()
 
     async def retry(
         self,
@@ -121,8 +130,8 @@ class Upstream:
             raise RefusedError(
                 403,
                 "not_frozen",
-                f"a verifier reaches the endpoints of [upstreams] only, and {model!r:.80} is none of"
-                " them: add it to the run file, or ask for one of"
+                f"a verifier reaches the endpoints of [upstreams] only, and {model!r:.80} is none"
+                " of them: add it to the run file, or ask for one of"
                 f" {', '.join(map(repr, self.router.frozen)) or 'those that you add'}",
             )
 

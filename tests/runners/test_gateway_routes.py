@@ -115,6 +115,33 @@ async def test_a_server_that_refuses_our_additions_is_asked_without(
     assert found[0].sampling.temperature == 0.25
 
 
+async def strict_once(request: web.Request, body: Any) -> web.Response | None:
+    if "return_token_ids" not in body:
+        return None
+    return web.json_response({"error": {"message": "not with these tools"}}, status=400)
+
+
+async def test_one_refusal_of_a_policy_does_not_end_its_capture(
+    bench: Any, gateway: Gateway, live: Any
+) -> None:
+    bench.model.then(strict_once, strict_once)
+    for _ in range(2):
+        assert (await ask(gateway, live)).status_code == 200
+    assert [row.exact for row in await rows(bench, live)] == [False, True]
+
+
+async def test_a_refusal_of_a_frozen_endpoint_is_forgotten(
+    bench: Any, gateway: Gateway, judge: Any, live: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge.knows_tokens = True
+    judge.then(strict_once, strict_once)
+    await ask(gateway, live, "critic")
+    await ask(gateway, live, "critic")
+    monkeypatch.setattr("agentrl.runners.upstream.FORGET", 0.0)
+    await ask(gateway, live, "critic")
+    assert [row.exact for row in await rows(bench, live)] == [False, False, True]
+
+
 async def test_a_server_that_gave_ids_is_not_asked_twice(
     bench: Any, gateway: Gateway, live: Any
 ) -> None:
