@@ -25,6 +25,14 @@ from agentrl.types import Attempt
 REMEMBERED = 10_000  # ended attempts that are told apart from ones that never were
 
 
+class Asked(NamedTuple):
+    """A call of an attempt."""
+
+    index: int  # within the attempt
+    key: int  # the same for a repetition of the same request
+    repeats: tuple[int, ...]  # those with its key that had failed when it came
+
+
 @dataclass(slots=True, eq=False)
 class Live:
     """An attempt in progress, as the gateway sees it."""
@@ -36,7 +44,8 @@ class Live:
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
     calls: int = 0  # requests so far
     stored: int = 0  # transitions so far
-    failures: dict[int, str] = field(default_factory=dict)  # request hash -> unrecovered failure
+    failures: dict[int, str] = field(default_factory=dict)  # index of a call -> what broke it
+    ended: dict[int, tuple[int, ...]] = field(default_factory=dict)  # key -> calls that failed
     tasks: set[asyncio.Task[object]] = field(default_factory=set)  # calls in flight
     memory: Memory = field(default_factory=dict)  # conversations that later calls may continue
     roles: Collection[str] = ()  # those that the run file names
@@ -49,6 +58,23 @@ class Live:
     def left(self) -> float:
         """Seconds until the deadline."""
         return self.deadline - time.monotonic()
+
+    def asks(self, raw: bytes) -> Asked:
+        """A new call, whose request is `raw`."""
+        index, self.calls = self.calls, self.calls + 1
+        key = hash(raw)
+        return Asked(index, key, self.ended.get(key, ()))
+
+    def answered(self, asked: Asked) -> None:
+        """What failed before is made good."""
+        for index in (asked.index, *asked.repeats):
+            self.failures.pop(index, None)
+
+    def done(self, asked: Asked) -> None:
+        """The call is over. Has it failed, then only a later request can make it good: the success
+        of an equal one beside it says nothing about it."""
+        if asked.index in self.failures:
+            self.ended[asked.key] = (*self.ended.get(asked.key, ()), asked.index)
 
     def extend(self, seconds: float) -> None:
         """A new phase, the verifier's, with time of its own."""

@@ -55,7 +55,6 @@ class Call:
     dialect: Dialect
     fields: Fields  # what is asked of the policy server; `model` as the agent named it
     translation: Translation | None
-    key: int  # the same for a repetition of the same request
     index: int  # of the request within its attempt
     model: str
     stream: bool
@@ -113,7 +112,6 @@ def read_call(dialect: Dialect, raw: bytes, memory: Memory, index: int) -> Call:
         dialect,
         fields,
         translation,
-        key=hash(raw),
         index=index,
         model=str(value(fields, "model") or ""),
         stream=value(fields, "stream") is True,

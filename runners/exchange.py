@@ -63,27 +63,29 @@ class Exchange:
         self._started = 0.0  # unix seconds
         self._sampling = Sampling()  # in force where the call was sent
         self._sent: web.StreamResponse | None = None  # once the agent has the first byte
-        self._shown: tuple[Answer, Route, str] | None = (
-            None  # what it has of the answer, since then
-        )
+        self._shown: tuple[Answer, Route, str] | None = None  # what it has of the answer
         self._rows: list[Transition] | None = None  # the answer as it is, or will be, stored
 
     async def run(self) -> web.StreamResponse:
         """Raises UpstreamError when there is no answer and none can come in time, RefusedError when
         the attempt ended meanwhile, and what `read_call` raises for the request."""
         live = self._caller.live
-        index, live.calls = live.calls, live.calls + 1
         raw = await self._request.read()
-        self._read_call = partial(read_call, self._dialect, raw, live.memory, index)
+        self._asked = live.asks(raw)
+        self._read_call = partial(read_call, self._dialect, raw, live.memory, self._asked.index)
         self._call = self._read_call()
-        return await self._until_deadline()
+        try:
+            return await self._until_deadline()
+        finally:
+            live.done(self._asked)
 
     async def _until_deadline(self) -> web.StreamResponse:
         live, call = self._caller.live, self._call
         try:
             async with asyncio.timeout(live.left):
+                role = self._caller.role_of(call.model)
                 return await self._upstream.retry(
-                    live, call.model, self._caller.role_of(call.model), call.key, self._forward
+                    live, call.model, role, self._asked, self._forward
                 )
         except asyncio.CancelledError:  # by the server, as the agent left, or the attempt is over
             self._blame_silence()
@@ -110,10 +112,8 @@ class Exchange:
         live, waited = self._caller.live, time.monotonic() - self._arrived
         hung = waited > SILENCE * live.attempt.rollout.timeout
         if self._sent is None and hung and live.left < NEAR:
-            message = (
-                f"the model had not answered for {waited:.3g} s when the attempt ran out of time"
-            )
-            live.failures.setdefault(self._call.key, message)
+            message = f"the model had not answered for {waited:.3g} s when the time was up"
+            live.failures.setdefault(self._asked.index, message)
 
     def _cut(self) -> web.StreamResponse:
         if self._request.transport is not None:
@@ -244,18 +244,18 @@ class Exchange:
         on. To store again what was being stored changes nothing."""
         if self._sent is None or self._shown is None:
             return
-        live, key = self._caller.live, self._call.key
+        live = self._caller.live
         answer, route, version = self._shown
         answer.cut(CUT)
         try:
             if answer.choices:
                 await self._keep(answer, route, version)
         except UpstreamError as error:
-            live.failures[key] = error.message
+            live.failures[self._asked.index] = error.message
         except RefusedError:
             pass  # the attempt has lost its lease, and what it did with it
         else:
-            live.failures.pop(key, None)
+            live.answered(self._asked)
 
     def _transitions(self, answer: Answer, route: Route, version: str) -> list[Transition]:
         live, rows = self._caller.live, []
@@ -318,9 +318,12 @@ async def pass_through(
             return web.Response(status=reply.status, body=await reply.read(), headers=headers)
 
     live = caller.live
+    asked = live.asks(raw)
     try:
         async with asyncio.timeout(live.left):
-            return await upstream.retry(live, model, caller.role_of(model), hash(raw), once)
+            return await upstream.retry(live, model, caller.role_of(model), asked, once)
     except TimeoutError:
         message = f"attempt {live.id} ran out of time before {api} had answered"
         raise RefusedError(504, "attempt_timeout", message) from None
+    finally:
+        live.done(asked)

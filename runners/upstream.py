@@ -18,7 +18,7 @@ from typing import TypeVar
 import aiohttp
 from multidict import CIMultiDict
 
-from agentrl.runners.attribution import Live, RefusedError
+from agentrl.runners.attribution import Asked, Live, RefusedError
 from agentrl.runners.routing import Route, Router
 
 T = TypeVar("T")
@@ -95,10 +95,10 @@ class Upstream:
         live: Live,
         model: str,
         role: str,
-        key: int,
+        asked: Asked,
         once: Callable[[Route], Awaitable[T]],
     ) -> T:
-        """The first success of `once`. `live` carries the failure of call `key` until then.
+        """The first success of `once`. `live` carries the failure of the call until then.
 
         Raises the last UpstreamError when trying again is of no use or the attempt ran out, and
         RefusedError for a verifier's call to anything but a frozen endpoint."""
@@ -108,12 +108,12 @@ class Upstream:
         while True:
             tries += 1
             if self.router.find(model, role) is None:
-                live.failures[key] = "no policy server was ready for this call"
+                live.failures[asked.index] = "no policy server was ready for this call"
             try:
                 async with self.router.route(model, role) as route:
                     value = await once(route)
             except UpstreamError as error:
-                live.failures[key] = error.message
+                live.failures[asked.index] = error.message
                 pause = max(error.retry_after, wait * random.uniform(0.5, 1.0))
                 useless = tries >= TRIES and not error.transient
                 if error.final or useless or pause >= live.left:
@@ -121,7 +121,7 @@ class Upstream:
                 wait = min(2 * wait, LONGEST)
                 await asyncio.sleep(pause)
             else:
-                live.failures.pop(key, None)
+                live.answered(asked)
                 return value
 
     def _refuse_policies(self, model: str, role: str) -> None:

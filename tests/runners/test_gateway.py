@@ -251,6 +251,26 @@ async def test_trouble_that_stays_is_reported_once(
     assert live.failures == {}
 
 
+async def test_an_equal_call_beside_it_does_not_make_a_failure_good(
+    bench: Any, live: Any, http: httpx.AsyncClient
+) -> None:
+    entered, failed = asyncio.Event(), asyncio.Event()
+
+    async def wait(request: web.Request, body: Any) -> None:
+        entered.set()
+        await failed.wait()
+
+    bench.model.then(wait, *[status(500)] * upstream.TRIES)
+    twin = asyncio.create_task(ask(http, live))
+    await entered.wait()
+    assert (await ask(http, live)).status_code == 500
+    failed.set()
+    assert (await twin).status_code == 200
+    assert len(live.failures) == 1
+    assert (await ask(http, live)).status_code == 200
+    assert live.failures == {}
+
+
 async def test_a_dead_server_is_waited_for_until_it_is_back_elsewhere(
     bench: Any, live: Any, http: httpx.AsyncClient
 ) -> None:
