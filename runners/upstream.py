@@ -192,11 +192,15 @@ def forwarded(headers: Mapping[str, str]) -> CIMultiDict[str]:
 
 async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """Server-sent events of a stream, each with its closing blank line, of any length."""
-    rest = b""
+    rest, pending = b"", b""  # pending: half of a line's end
     async for chunk in chunks:
-        rest += chunk.replace(b"\r\n", b"\n")
+        if pending or b"\r" in chunk:
+            chunk = pending + chunk
+            pending = b"\r" if chunk.endswith(b"\r") else b""
+            chunk = chunk.removesuffix(b"\r").replace(b"\r\n", b"\n")
+        rest += chunk
         *whole, rest = rest.split(b"\n\n")
         for event in whole:
             yield event + b"\n\n"
     if rest.strip():
-        yield rest
+        yield rest + pending
