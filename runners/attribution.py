@@ -10,6 +10,7 @@ Who may write: the worker registers and unregisters, the gateway's event loop ev
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import time
 from collections import OrderedDict
@@ -22,6 +23,7 @@ from agentrl.runners.dialects.base import Memory
 from agentrl.runners.roles import NAMES, ROLE, read_names, resolve, role_of_model
 from agentrl.types import Attempt
 
+PARENT = re.compile("[0-9a-f]{2}-([0-9a-f]{32})-(?:(?!0{16})([0-9a-f]{16})-)?")
 REMEMBERED = 10_000  # ended attempts that are told apart from ones that never were
 
 
@@ -190,11 +192,10 @@ def _ended(attempt: str) -> RefusedError:
 
 
 def _traceparent(header: str) -> tuple[str, str | None]:
-    """Trace id and span id of a W3C `traceparent`; nothing where it is malformed."""
-    parts = header.split("-")
-    if len(parts) < 4 or len(parts[1]) != 32 or len(parts[2]) != 16:
-        return "", None
-    return parts[1], parts[2]
+    """Trace id and span id of a W3C `traceparent`; nothing in place of one that is malformed, as
+    what is stored must be exported again."""
+    found = PARENT.match(header)
+    return (found[1], found[2]) if found else ("", None)
 
 
 def _baggage(header: str) -> dict[str, str]:
