@@ -30,7 +30,7 @@ REMEMBERED = 10_000  # ended attempts that are told apart from ones that never w
 class Asked(NamedTuple):
     """A call of an attempt."""
 
-    index: int  # within the attempt
+    number: int  # within the attempt
     key: int  # the same for a repetition of the same request
     repeats: tuple[int, ...]  # those with its key that had failed when it came
 
@@ -63,20 +63,20 @@ class Live:
 
     def asks(self, raw: bytes) -> Asked:
         """A new call, whose request is `raw`."""
-        index, self.calls = self.calls, self.calls + 1
+        number, self.calls = self.calls, self.calls + 1
         key = hash(raw)
-        return Asked(index, key, self.ended.get(key, ()))
+        return Asked(number, key, self.ended.get(key, ()))
 
     def answered(self, asked: Asked) -> None:
         """What failed before is made good."""
-        for index in (asked.index, *asked.repeats):
-            self.failures.pop(index, None)
+        for number in (asked.number, *asked.repeats):
+            self.failures.pop(number, None)
 
     def done(self, asked: Asked) -> None:
         """The call is over. Has it failed, then only a later request can make it good: the success
         of an equal one beside it says nothing about it."""
-        if asked.index in self.failures:
-            self.ended[asked.key] = (*self.ended.get(asked.key, ()), asked.index)
+        if asked.number in self.failures:
+            self.ended[asked.key] = (*self.ended.get(asked.key, ()), asked.number)
 
     def extend(self, seconds: float) -> None:
         """A new phase, the verifier's, with time of its own."""

@@ -72,7 +72,7 @@ class Exchange:
         live = self._caller.live
         raw = await self._request.read()
         self._asked = live.asks(raw)
-        self._read_call = partial(read_call, self._dialect, raw, live.memory, self._asked.index)
+        self._read_call = partial(read_call, self._dialect, raw, live.memory, self._asked.number)
         self._call = self._read_call()
         try:
             return await self._until_deadline()
@@ -113,7 +113,7 @@ class Exchange:
         hung = waited > SILENCE * live.attempt.rollout.timeout
         if self._sent is None and hung and live.left < NEAR:
             message = f"the model had not answered for {waited:.3g} s when the time was up"
-            live.failures.setdefault(self._asked.index, message)
+            live.failures.setdefault(self._asked.number, message)
 
     def _cut(self) -> web.StreamResponse:
         if self._request.transport is not None:
@@ -251,7 +251,7 @@ class Exchange:
             if answer.choices:
                 await self._keep(answer, route, version)
         except UpstreamError as error:
-            live.failures[self._asked.index] = error.message
+            live.failures[self._asked.number] = error.message
         except RefusedError:
             pass  # the attempt has lost its lease, and what it did with it
         else:

@@ -116,11 +116,13 @@ class Gateway:
     def pause(self) -> None:
         """Hold new calls to policies, within the deadlines of their attempts, until `resume`.
 
-        Another process has the same effect by publishing a policy with an empty base URL: it is
-        held wherever this gateway runs until it is published with one."""
+        For whoever swaps a policy's weights in this process, with `drain` and `resume`; no part of
+        a runner calls them. Another process has the same effect by publishing a policy with an
+        empty base URL: it is held wherever a gateway runs until it is published with one."""
         self._loop.call_soon_threadsafe(self.router.pause)
 
     def resume(self) -> None:
+        """By whoever called `pause`."""
         self._loop.call_soon_threadsafe(self.router.resume)
 
     async def drain(self) -> None:

@@ -108,12 +108,12 @@ class Upstream:
         while True:
             tries += 1
             if self.router.find(model, role) is None:
-                live.failures[asked.index] = "no policy server was ready for this call"
+                live.failures[asked.number] = "no policy server was ready for this call"
             try:
                 async with self.router.route(model, role) as route:
                     value = await once(route)
             except UpstreamError as error:
-                live.failures[asked.index] = error.message
+                live.failures[asked.number] = error.message
                 pause = max(error.retry_after, wait * random.uniform(0.5, 1.0))
                 useless = tries >= TRIES and not error.transient
                 if error.final or useless or pause >= live.left:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -349,6 +350,19 @@ async def test_nothing_goes_on_for_an_agent_that_is_gone(
     (ended,) = await asyncio.gather(asking, return_exceptions=True)
     assert isinstance(ended, asyncio.CancelledError | httpx.HTTPError)
     assert await rows(bench, live) == []
+
+
+async def test_a_call_that_came_as_its_attempt_ended_is_cut(bench: Any, live: Any) -> None:
+    async def late() -> None:
+        task = asyncio.create_task(asyncio.Event().wait())
+        ending = threading.Thread(target=bench.gateway.unregister, args=(live,))
+        ending.start()  # it sees no call yet
+        ending.join()
+        live.tasks.add(task)
+        await asyncio.wait((task,), timeout=10)
+        assert task.cancelled()
+
+    await asyncio.wrap_future(bench.gateway.spawn(late()))
 
 
 async def test_a_lost_lease_ends_the_calls(bench: Any, live: Any, http: Any) -> None:
