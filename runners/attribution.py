@@ -49,7 +49,7 @@ class Live:
     failures: dict[int, str] = field(default_factory=dict)  # index of a call -> what broke it
     ended: dict[int, tuple[int, ...]] = field(default_factory=dict)  # key -> calls that failed
     tasks: set[asyncio.Task[object]] = field(default_factory=set)  # calls in flight
-    memory: Memory = field(default_factory=dict)  # conversations that later calls may continue
+    memory: Memory = field(default_factory=Memory)  # conversations that later calls may continue
     roles: Collection[str] = ()  # those that the run file names
 
     @property
