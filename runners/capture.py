@@ -240,6 +240,9 @@ class Answer:
         begun = {i: c for i, c in self.choices.items() if c.finish or c.tokens or c.speaks}
         for choice in begun.values():
             choice.finish = choice.finish or finish
+            choice.known = choice.known and bool(
+                choice.tokens
+            )  # else its text has come before them
         self.choices = begun
 
     @property

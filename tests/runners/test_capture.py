@@ -227,3 +227,18 @@ def test_prompt_ids_alone_do_not_make_a_call_exact() -> None:
     answer = Answer()
     answer.absorb(part(answer_body(token_ids=None, logprobs=None)))
     assert not transition(answer.choices[0], id="t", attempt="a", index=0).exact
+
+
+def test_what_is_left_of_an_answer_that_was_cut() -> None:
+    answer = Answer()
+    head = {"token_ids": [7], "logprobs": {"content": [{"logprob": -1.0}]}}
+    deltas = [{"content": "a"} | {"role": "assistant"}, {"role": "assistant"}, {"content": "c"}]
+    choices = [{"index": i, "delta": delta} for i, delta in enumerate(deltas)]
+    choices[0] |= head
+    choices[2] |= {"token_ids": []}  # its tokens would have come after its text
+    answer.absorb(part({"prompt_token_ids": [1], "choices": choices}))
+    answer.absorb(part({"choices": [{"index": 3, "delta": {"content": "d"}} | head]}))
+    answer.absorb(part({"choices": [{"index": 3, "delta": {}, "finish_reason": "stop"}]}))
+    answer.cut("cut")
+    left = {index: (choice.finish, choice.exact) for index, choice in answer.choices.items()}
+    assert left == {0: ("cut", True), 2: ("cut", False), 3: ("stop", True)}
