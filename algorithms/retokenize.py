@@ -84,7 +84,7 @@ class Retokenizer:
         end = self.tokenizer.eos_token_id
         if end not in tokens:
             return tokens
-        return tokens[: tokens.index(end) + (finish != "length")]
+        return tokens[: tokens.index(end) + (finish not in ("length", "cut"))]
 
 
 def _calls(groups: list[Group]) -> Iterator[Transition]:

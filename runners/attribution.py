@@ -10,6 +10,7 @@ Who may write: the worker registers and unregisters, the gateway's event loop ev
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import time
 from collections import OrderedDict
@@ -22,7 +23,16 @@ from agentrl.runners.dialects.base import Memory
 from agentrl.runners.roles import NAMES, ROLE, read_names, resolve, role_of_model
 from agentrl.types import Attempt
 
+PARENT = re.compile("[0-9a-f]{2}-([0-9a-f]{32})-(?:(?!0{16})([0-9a-f]{16})-)?")
 REMEMBERED = 10_000  # ended attempts that are told apart from ones that never were
+
+
+class Asked(NamedTuple):
+    """A call of an attempt."""
+
+    number: int  # within the attempt
+    key: int  # the same for a repetition of the same request
+    repeats: tuple[int, ...]  # those with its key that had failed when it came
 
 
 @dataclass(slots=True, eq=False)
@@ -32,12 +42,14 @@ class Live:
     attempt: Attempt
     deadline: float  # time.monotonic() at which it is out of time
     sealed: bool = False  # only its key opens it
+    scoring: bool = False  # it is a verifier: it reaches frozen endpoints only, and is not recorded
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
     calls: int = 0  # requests so far
     stored: int = 0  # transitions so far
-    failures: dict[int, str] = field(default_factory=dict)  # request hash -> unrecovered failure
+    failures: dict[int, str] = field(default_factory=dict)  # index of a call -> what broke it
+    ended: dict[int, tuple[int, ...]] = field(default_factory=dict)  # key -> calls that failed
     tasks: set[asyncio.Task[object]] = field(default_factory=set)  # calls in flight
-    memory: Memory = field(default_factory=dict)  # conversations that later calls may continue
+    memory: Memory = field(default_factory=Memory)  # conversations that later calls may continue
     roles: Collection[str] = ()  # those that the run file names
 
     @property
@@ -48,6 +60,23 @@ class Live:
     def left(self) -> float:
         """Seconds until the deadline."""
         return self.deadline - time.monotonic()
+
+    def asks(self, raw: bytes) -> Asked:
+        """A new call, whose request is `raw`."""
+        number, self.calls = self.calls, self.calls + 1
+        key = hash(raw)
+        return Asked(number, key, self.ended.get(key, ()))
+
+    def answered(self, asked: Asked) -> None:
+        """What failed before is made good."""
+        for number in (asked.number, *asked.repeats):
+            self.failures.pop(number, None)
+
+    def done(self, asked: Asked) -> None:
+        """The call is over. Has it failed, then only a later request can make it good: the success
+        of an equal one beside it says nothing about it."""
+        if asked.number in self.failures:
+            self.ended[asked.key] = (*self.ended.get(asked.key, ()), asked.number)
 
     def extend(self, seconds: float) -> None:
         """A new phase, the verifier's, with time of its own."""
@@ -82,9 +111,9 @@ class Attempts:
         self._keys: dict[str, Live] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()  # keys and ids -> id
 
-    def register(self, attempt: Attempt, *, sealed: bool = False) -> Live:
+    def register(self, attempt: Attempt, *, sealed: bool = False, scoring: bool = False) -> Live:
         deadline = time.monotonic() + attempt.rollout.timeout
-        live = self._live[attempt.id] = Live(attempt, deadline, sealed, roles=self.roles)
+        live = self._live[attempt.id] = Live(attempt, deadline, sealed, scoring, roles=self.roles)
         self._keys[live.key] = live
         return live
 
@@ -102,7 +131,8 @@ class Attempts:
     def find(self, attempt: str) -> Live:
         """Raises RefusedError for an attempt that has ended or never was, or that is sealed."""
         live = self._live.get(attempt)
-        if live is not None and self.open and not live.sealed:
+        # The id of a verifier's trace is random and leaves this process for nobody's agent.
+        if live is not None and not live.sealed and (self.open or live.scoring):
             return live
         if live is not None:
             raise RefusedError(
@@ -162,11 +192,10 @@ def _ended(attempt: str) -> RefusedError:
 
 
 def _traceparent(header: str) -> tuple[str, str | None]:
-    """Trace id and span id of a W3C `traceparent`; nothing where it is malformed."""
-    parts = header.split("-")
-    if len(parts) < 4 or len(parts[1]) != 32 or len(parts[2]) != 16:
-        return "", None
-    return parts[1], parts[2]
+    """Trace id and span id of a W3C `traceparent`; nothing in place of one that is malformed, as
+    what is stored must be exported again."""
+    found = PARENT.match(header)
+    return (found[1], found[2]) if found else ("", None)
 
 
 def _baggage(header: str) -> dict[str, str]:

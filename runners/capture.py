@@ -55,7 +55,6 @@ class Call:
     dialect: Dialect
     fields: Fields  # what is asked of the policy server; `model` as the agent named it
     translation: Translation | None
-    key: int  # the same for a repetition of the same request
     index: int  # of the request within its attempt
     model: str
     stream: bool
@@ -113,7 +112,6 @@ def read_call(dialect: Dialect, raw: bytes, memory: Memory, index: int) -> Call:
         dialect,
         fields,
         translation,
-        key=hash(raw),
         index=index,
         model=str(value(fields, "model") or ""),
         stream=value(fields, "stream") is True,
@@ -196,6 +194,11 @@ class Choice:
         """Every sampled token is known, with the log-prob it was sampled at."""
         return self.known and bool(self.prompt) and len(self.tokens) == len(self.logprobs)
 
+    @property
+    def speaks(self) -> bool:
+        """Its message says something."""
+        return any(said for name, said in self.message.items() if name != "role")
+
 
 @dataclass(slots=True)
 class Answer:
@@ -231,6 +234,16 @@ class Answer:
             choice.logprobs.extend([token.logprob for token in logprobs.content or ()])
         _merge(choice.message, data)
         choice.finish = value(data, "finish_reason") or choice.finish
+
+    def cut(self, finish: str) -> None:
+        """Nothing comes any more: of the choices that have begun this is the end."""
+        begun = {i: c for i, c in self.choices.items() if c.finish or c.tokens or c.speaks}
+        for choice in begun.values():
+            choice.finish = choice.finish or finish
+            choice.known = choice.known and bool(
+                choice.tokens
+            )  # else its text has come before them
+        self.choices = begun
 
     @property
     def complete(self) -> bool:

@@ -61,7 +61,8 @@ class Endpoints:
         from agentrl import otlp  # needs the extra that brings OpenTelemetry's messages
 
         spans = otlp.decode(await request.read(), request.content_type)
-        own = [span for span in spans if span.attempt == caller.live.id]
+        live = caller.live
+        own = [span for span in spans if span.attempt == live.id and not live.scoring]
         if own:
             await self._store.add_spans(own)
         rejected = len(spans) - len(own)

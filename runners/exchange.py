@@ -1,13 +1,17 @@
 """One model call from request to answer: forward, capture, store, then let the last byte go.
 
 Always true: nothing is repeated once the agent has a byte of the answer; an answer that breaks
-after that cuts the agent's connection, because any other end would look complete.
+after that cuts the agent's connection, because any other end would look complete. What an agent
+had read of an answer when it left is kept as a call that was cut: it acted on those tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections.abc import Coroutine
+from functools import partial
 
 import aiohttp
 import msgspec
@@ -33,6 +37,9 @@ ODD = (
     ValueError,
 )
 REFUSES = (400, 422)  # what servers answer to fields they do not know
+SILENCE = 0.5  # share of an attempt's time after which an unanswered call is the server's fault
+NEAR = 0.1  # seconds to the deadline, of which an executor may fall short by its clock
+CUT = "cut"  # the `finish` of a choice whose end the agent did not wait for
 
 
 class DisconnectedError(Exception):
@@ -52,27 +59,40 @@ class Exchange:
     ) -> None:
         self._upstream, self._store, self._caller = upstream, store, caller
         self._request, self._dialect = request, dialect
+        self._arrived = time.monotonic()
         self._started = 0.0  # unix seconds
         self._sampling = Sampling()  # in force where the call was sent
         self._sent: web.StreamResponse | None = None  # once the agent has the first byte
+        self._shown: tuple[Answer, Route, str] | None = None  # what it has of the answer
+        self._rows: list[Transition] | None = None  # the answer as it is, or will be, stored
 
     async def run(self) -> web.StreamResponse:
         """Raises UpstreamError when there is no answer and none can come in time, RefusedError when
         the attempt ended meanwhile, and what `read_call` raises for the request."""
         live = self._caller.live
-        index, live.calls = live.calls, live.calls + 1
         raw = await self._request.read()
-        self._call = read_call(self._dialect, raw, live.memory, index)
-        return await self._until_deadline()
+        self._asked = live.asks(raw)
+        self._read_call = partial(read_call, self._dialect, raw, live.memory, self._asked.number)
+        self._call = self._read_call()
+        try:
+            return await self._until_deadline()
+        finally:
+            live.done(self._asked)
 
     async def _until_deadline(self) -> web.StreamResponse:
         live, call = self._caller.live, self._call
         try:
             async with asyncio.timeout(live.left):
+                role = self._caller.role_of(call.model)
                 return await self._upstream.retry(
-                    live, call.model, self._caller.role_of(call.model), call.key, self._forward
+                    live, call.model, role, self._asked, self._forward
                 )
+        except asyncio.CancelledError:  # by the server, as the agent left, or the attempt is over
+            self._blame_silence()
+            await _to_the_end(self._keep_shown())
+            raise
         except DisconnectedError:
+            await _to_the_end(self._keep_shown())
             return self._cut()
         except (UpstreamError, RefusedError):
             if self._sent is None:
@@ -80,9 +100,20 @@ class Exchange:
             return self._cut()
         except TimeoutError:
             if self._sent is None:
+                self._blame_silence()
                 message = f"attempt {live.id} ran out of time before the model had answered"
                 raise RefusedError(504, "attempt_timeout", message) from None
+            await _to_the_end(self._keep_shown())
             return self._cut()
+
+    def _blame_silence(self) -> None:
+        """A model that says nothing for most of an attempt's time is what it failed of. This call
+        or the agent may be the first to be ended, they have the same deadline."""
+        live, waited = self._caller.live, time.monotonic() - self._arrived
+        hung = waited > SILENCE * live.attempt.rollout.timeout
+        if self._sent is None and hung and live.left < NEAR:
+            message = f"the model had not answered for {waited:.3g} s when the time was up"
+            live.failures.setdefault(self._asked.number, message)
 
     def _cut(self) -> web.StreamResponse:
         if self._request.transport is not None:
@@ -91,7 +122,7 @@ class Exchange:
         return self._sent
 
     async def _forward(self, route: Route) -> web.StreamResponse:
-        tells = self._upstream.tells(route)
+        tells = False if self._caller.live.scoring else self._upstream.tells(route)
         try:
             answer = await self._once(route, capture=tells is not False)
             if answer.status in REFUSES and tells is None:  # our additions, or the agent's mistake?
@@ -104,6 +135,8 @@ class Exchange:
         return answer
 
     async def _once(self, route: Route, *, capture: bool) -> web.StreamResponse:
+        if self._started and self._call.translation is not None:
+            self._call = self._read_call()  # the last try may have left half an answer in it
         self._started = time.time()
         call = self._call
         defaults = self._caller.live.attempt.rollout.sampling
@@ -133,11 +166,12 @@ class Exchange:
                 body = self._call.translation.whole(whole, len(answer.prompt))
             except ODD as error:
                 raise self._bad(route, f"what is not a completion ({error})") from None
-        await self._keep(answer, route, reply)
+        await self._keep(answer, route, reply.headers.get("x-policy-version", ""))
         return web.Response(body=body, headers=forwarded(reply.headers))
 
     async def _stream(self, route: Route, reply: aiohttp.ClientResponse) -> web.StreamResponse:
         answer, held = Answer(), []  # held: what an agent may take for the end
+        self._shown = answer, route, reply.headers.get("x-policy-version", "")
         async for event in events(reply.content.iter_any()):
             data = event.removeprefix(b"data:").strip()
             if data == b"[DONE]":
@@ -155,7 +189,7 @@ class Exchange:
             raise self._bad(route, "half a stream")
         if self._call.translation is not None:
             held.append(self._call.translation.end())
-        await self._keep(answer, route, reply)
+        await self._keep(*self._shown)
         return await self._send(b"".join(held), reply)
 
     def _show(self, part: Part, answer: Answer, route: Route) -> bytes:
@@ -190,18 +224,38 @@ class Exchange:
         message = f"the policy server at {route.base_url} sent {what}"
         return UpstreamError(message, transient=False)
 
-    async def _keep(self, answer: Answer, route: Route, reply: aiohttp.ClientResponse) -> None:
+    async def _keep(self, answer: Answer, route: Route, version: str) -> None:
         """Returns when the transitions are durable."""
         live = self._caller.live
+        if live.scoring:
+            return
         if any(choice.known for choice in answer.choices.values()):
             self._upstream.learn(route, tells=True)
-        rows = self._transitions(answer, route, reply.headers.get("x-policy-version", ""))
+        self._rows = self._rows or self._transitions(answer, route, version)
         try:
-            kept = await self._store.add_transitions(rows)
+            kept = await self._store.add_transitions(self._rows)
         except StoreError as error:
             raise UpstreamError(f"the call was not stored: {error}", final=True) from error
         if not all(kept):
             raise RefusedError(403, "attempt_ended", f"attempt {live.id} has lost its lease")
+
+    async def _keep_shown(self) -> None:
+        """Store what the agent has read, or at least could have, of an answer it will not read
+        on. To store again what was being stored changes nothing."""
+        if self._sent is None or self._shown is None:
+            return
+        live = self._caller.live
+        answer, route, version = self._shown
+        answer.cut(CUT)
+        try:
+            if answer.choices:
+                await self._keep(answer, route, version)
+        except UpstreamError as error:
+            live.failures[self._asked.number] = error.message
+        except RefusedError:
+            pass  # the attempt has lost its lease, and what it did with it
+        else:
+            live.answered(self._asked)
 
     def _transitions(self, answer: Answer, route: Route, version: str) -> list[Transition]:
         live, rows = self._caller.live, []
@@ -224,6 +278,15 @@ class Exchange:
             )
             rows.append(row)
         return rows
+
+
+async def _to_the_end(work: Coroutine[None, None, None]) -> None:
+    """Do `work`, however often whoever waits for it is cancelled meanwhile."""
+    task = asyncio.create_task(work)
+    while not task.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait((task,))
+    task.result()
 
 
 def in_words_of(dialect: Dialect, status: int, body: bytes) -> bytes:
@@ -255,9 +318,12 @@ async def pass_through(
             return web.Response(status=reply.status, body=await reply.read(), headers=headers)
 
     live = caller.live
+    asked = live.asks(raw)
     try:
         async with asyncio.timeout(live.left):
-            return await upstream.retry(live, model, caller.role_of(model), hash(raw), once)
+            return await upstream.retry(live, model, caller.role_of(model), asked, once)
     except TimeoutError:
         message = f"attempt {live.id} ran out of time before {api} had answered"
         raise RefusedError(504, "attempt_timeout", message) from None
+    finally:
+        live.done(asked)

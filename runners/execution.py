@@ -15,6 +15,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from agentrl.config import RetriesConfig
+from agentrl.runners import tracing
 from agentrl.runners.attribution import Live
 from agentrl.runners.executors import Executor, Ran
 from agentrl.runners.gateway import Gateway
@@ -22,7 +23,7 @@ from agentrl.runners.results import as_json, failure_of
 from agentrl.runners.rewards import settle, unsettled
 from agentrl.runners.verifiers import Verifier, VerifierError
 from agentrl.store.base import Store
-from agentrl.types import Attempt, ErrorKind, Failure, NewRollout, Outcome, Reward, Trace
+from agentrl.types import Attempt, ErrorKind, Failure, Outcome, Reward, Trace
 
 log = logging.getLogger("agentrl.runner")
 
@@ -47,7 +48,8 @@ class Execution:
             log.exception("the executor failed in attempt %s", live.id)
             ran = Ran(failure=failure_of(ErrorKind.LOST_RUNNER, error))
         finally:
-            self.gateway.unregister(live)
+            over = self.gateway.unregister(live)
+        await asyncio.wrap_future(over)
         if live.failures:
             message = next(iter(live.failures.values()))
             return self._failed(live, ran, Failure(kind=ErrorKind.MODEL, message=message))
@@ -69,7 +71,7 @@ class Execution:
         whole = whole and replace(whole, spans=[*whole.spans, *ran.spans])
         live.extend(rollout.timeout)
         try:
-            rewards = [*ran.rewards, *await self._verify(rollout, ran.result, whole)]
+            rewards = [*ran.rewards, *await self._verify(live.attempt, ran.result, whole)]
         except Exception as error:  # noqa: BLE001 - the user's verifier is a boundary
             return self._failed(live, ran, failure_of(ErrorKind.VERIFIER, error))
         if whole is None and unsettled(rewards):
@@ -86,10 +88,13 @@ class Execution:
             spans=ran.spans,
         )
 
-    async def _verify(self, rollout: NewRollout, result: Any, trace: Trace | None) -> list[Reward]:
+    async def _verify(self, attempt: Attempt, result: Any, trace: Trace | None) -> list[Reward]:
+        """In a trace of its own, by which its model clients reach the run's frozen endpoints."""
+        rollout = attempt.rollout
         try:
-            async with asyncio.timeout(rollout.timeout) as limit:
-                return await self.verifier(task=rollout.task, result=result, trace=trace)
+            with self.gateway.scoring(attempt) as own, tracing.install().attempt(own):
+                async with asyncio.timeout(rollout.timeout) as limit:
+                    return await self.verifier(task=rollout.task, result=result, trace=trace)
         except TimeoutError:
             if not limit.expired():
                 raise

@@ -13,12 +13,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import resource
+import secrets
 import threading
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any
 
 from aiohttp import web
+from msgspec.structs import replace
 
 from agentrl.config import UpstreamConfig
 from agentrl.errors import ConfigError
@@ -32,6 +34,7 @@ from agentrl.types import Attempt
 
 BACKLOG = 4096  # connections that may wait to be accepted
 FILES = 65_536  # open files of this process, where the system allows them
+CUTTING = 5.0  # seconds for calls that are cut to store what they had shown
 
 
 class Gateway:
@@ -88,20 +91,38 @@ class Gateway:
         reached only with its `key`: give no more than that to what runs outside this process."""
         return self.attempts.register(attempt, sealed=sealed)
 
-    def unregister(self, live: Live) -> None:
-        """The attempt is over: later calls are refused, calls in flight are cut."""
+    def unregister(self, live: Live) -> Future[None]:
+        """The attempt is over: later calls are refused, calls in flight are cut. Done when the
+        store has what those had shown to the agent."""
         self.attempts.unregister(live.id)
-        if live.tasks:
-            self._loop.call_soon_threadsafe(_cut, live)
+        if self._loop.is_closed():  # and its calls with it
+            over: Future[None] = Future()
+            over.set_result(None)
+            return over
+        return self.spawn(_cut(live))  # a call that found it before is in `tasks` by then
+
+    @contextlib.contextmanager
+    def scoring(self, attempt: Attempt) -> Iterator[str]:
+        """Inside the block the verifier of `attempt` can call frozen endpoints, such as a judge, in
+        the trace whose id it is given. Policies refuse it, and nothing it says is recorded: what a
+        verifier samples is not the agent's doing, and must not be learned from."""
+        own = replace(attempt, id=secrets.token_hex(16))  # whatever is left of the agent stays out
+        live = self.attempts.register(own, scoring=True)
+        try:
+            yield live.id
+        finally:
+            self.unregister(live)
 
     def pause(self) -> None:
         """Hold new calls to policies, within the deadlines of their attempts, until `resume`.
 
-        Another process has the same effect by publishing a policy with an empty base URL: it is
-        held wherever this gateway runs until it is published with one."""
+        For whoever swaps a policy's weights in this process, with `drain` and `resume`; no part of
+        a runner calls them. Another process has the same effect by publishing a policy with an
+        empty base URL: it is held wherever a gateway runs until it is published with one."""
         self._loop.call_soon_threadsafe(self.router.pause)
 
     def resume(self) -> None:
+        """By whoever called `pause`."""
         self._loop.call_soon_threadsafe(self.router.resume)
 
     async def drain(self) -> None:
@@ -137,8 +158,7 @@ class Gateway:
             await asyncio.wait((stopping, following), return_when=asyncio.FIRST_COMPLETED)
         finally:
             following.cancel()
-            for live in self.attempts.live():
-                _cut(live)
+            await asyncio.gather(*map(_cut, self.attempts.live()))
             await runner.cleanup()
             await upstream.close()
             with contextlib.suppress(asyncio.CancelledError):
@@ -153,6 +173,8 @@ def _allow_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _cut(live: Live) -> None:
+async def _cut(live: Live) -> None:
     for task in live.tasks:
         task.cancel()
+    if live.tasks:
+        await asyncio.wait(live.tasks, timeout=CUTTING)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import io
 import random
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import TypeVar
@@ -17,7 +18,7 @@ from typing import TypeVar
 import aiohttp
 from multidict import CIMultiDict
 
-from agentrl.runners.attribution import Live
+from agentrl.runners.attribution import Asked, Live, RefusedError
 from agentrl.runners.routing import Route, Router
 
 T = TypeVar("T")
@@ -27,6 +28,7 @@ TRIES = 6  # for failures that waiting does not mend
 TRANSIENT = frozenset({429, 502, 503, 504})
 LARGE = 2**20  # bytes of a request
 CONNECT = 5.0  # seconds to establish a connection
+FORGET = 300.0  # seconds for which a frozen endpoint is spared what it refused: calls differ
 
 # Between the agent and us, or between us and the server; everything else passes through.
 HOP = {"authorization", "connection", "content-length", "content-encoding", "accept-encoding"}
@@ -67,41 +69,51 @@ class Upstream:
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT),
             read_bufsize=2**20,
         )
-        self._tells: dict[str, bool] = {}  # base URL -> it gives token ids, or refuses to
+        self._tells: set[str] = set()  # base URLs of servers that gave token ids
+        self._refused: dict[str, float] = {}  # base URL -> time.monotonic() of its refusal
 
     async def close(self) -> None:
         await self.session.close()
 
     def tells(self, route: Route) -> bool | None:
         """Whether the server gives token ids; None while that is not known."""
-        return self._tells.get(route.base_url)
+        if route.base_url in self._tells:
+            return True
+        since = self._refused.get(route.base_url)
+        return None if since is None or time.monotonic() - since > FORGET else False
 
     def learn(self, route: Route, *, tells: bool) -> None:
-        """What its answers show. A server that gave ids once is never thought to refuse them."""
-        if not self._tells.get(route.base_url):
-            self._tells[route.base_url] = tells
+        """What its answers show. A server that gave ids once is never thought to refuse them. That
+        of a policy, which is to be learned from, is asked again with every call."""
+        if tells:
+            self._tells.add(route.base_url)
+        elif route.frozen:
+            self._refused[route.base_url] = time.monotonic()
 
     async def retry(
         self,
         live: Live,
         model: str,
         role: str,
-        key: int,
+        asked: Asked,
         once: Callable[[Route], Awaitable[T]],
     ) -> T:
-        """The first success of `once`. `live` carries the failure of call `key` until then.
+        """The first success of `once`. `live` carries the failure of the call until then.
 
-        Raises the last UpstreamError when trying again is of no use or the attempt ran out."""
+        Raises the last UpstreamError when trying again is of no use or the attempt ran out, and
+        RefusedError for a verifier's call to anything but a frozen endpoint."""
+        if live.scoring:
+            self._refuse_policies(model, role)
         wait, tries = BACKOFF, 0
         while True:
             tries += 1
             if self.router.find(model, role) is None:
-                live.failures[key] = "no policy server was ready for this call"
+                live.failures[asked.number] = "no policy server was ready for this call"
             try:
                 async with self.router.route(model, role) as route:
                     value = await once(route)
             except UpstreamError as error:
-                live.failures[key] = error.message
+                live.failures[asked.number] = error.message
                 pause = max(error.retry_after, wait * random.uniform(0.5, 1.0))
                 useless = tries >= TRIES and not error.transient
                 if error.final or useless or pause >= live.left:
@@ -109,8 +121,19 @@ class Upstream:
                 wait = min(2 * wait, LONGEST)
                 await asyncio.sleep(pause)
             else:
-                live.failures.pop(key, None)
+                live.answered(asked)
                 return value
+
+    def _refuse_policies(self, model: str, role: str) -> None:
+        route = self.router.find(model, role)
+        if route is None or not route.frozen:
+            raise RefusedError(
+                403,
+                "not_frozen",
+                f"a verifier reaches the endpoints of [upstreams] only, and {model!r:.80} is none"
+                " of them: add it to the run file, or ask for one of"
+                f" {', '.join(map(repr, self.router.frozen)) or 'those that you add'}",
+            )
 
     @asynccontextmanager
     async def post(
@@ -169,11 +192,15 @@ def forwarded(headers: Mapping[str, str]) -> CIMultiDict[str]:
 
 async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """Server-sent events of a stream, each with its closing blank line, of any length."""
-    rest = b""
+    rest, pending = b"", b""  # pending: half of a line's end
     async for chunk in chunks:
-        rest += chunk.replace(b"\r\n", b"\n")
+        if pending or b"\r" in chunk:
+            chunk = pending + chunk
+            pending = b"\r" if chunk.endswith(b"\r") else b""
+            chunk = chunk.removesuffix(b"\r").replace(b"\r\n", b"\n")
+        rest += chunk
         *whole, rest = rest.split(b"\n\n")
         for event in whole:
             yield event + b"\n\n"
     if rest.strip():
-        yield rest
+        yield rest + pending

@@ -52,6 +52,7 @@ class Worker:
         self._outcomes: list[Outcome] = []
         self._finishing = asyncio.Lock()
         self._failed: BaseException | None = None
+        self._stopped = False
         self._changed = asyncio.Event()  # a slot is free, or it is time to stop
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -69,6 +70,7 @@ class Worker:
                 await self._round(stop)
             await self._drain()
         finally:
+            self._stopped = True
             stopping.cancel()
             try:
                 await self._abandon()
@@ -137,8 +139,13 @@ class Worker:
 
     def _settle(self, ended: asyncio.Task[None] | Future[None]) -> None:
         """What an attempt or the heartbeat did not expect ends the worker."""
-        if not ended.cancelled() and ended.exception() is not None:
-            self._failed = ended.exception()
+        failed: BaseException | None = None
+        if not ended.cancelled():
+            failed = ended.exception()
+        elif isinstance(ended, Future) and not self._stopped:
+            failed = RuntimeError("the gateway has ended, and the heartbeat with it")
+        if failed is not None:
+            self._failed = self._failed or failed
             self._changed.set()
 
     async def _drain(self) -> None:

@@ -19,4 +19,6 @@ def describe(subject: str) -> str:
             piece = (chunk.choices[0].delta.content if chunk.choices else None) or ""
             print(piece, end="", flush=True, file=sys.stderr)
             sentence += piece
+            if "." in piece:
+                break  # leaving the block ends the call, and with it the sampling
     return sentence.partition(".")[0].strip() + "."

@@ -8,7 +8,7 @@ events. Always true: what has a meaning and no equivalent is refused, never left
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -16,8 +16,17 @@ import msgspec
 from agentrl.types import Json
 
 Body = dict[str, Json]
-Memory = dict[str, list[Body]]
-"""Conversations of one attempt by the id of the answer they ended with, as chat messages."""
+
+
+@dataclass(slots=True)
+class Memory:
+    """What later calls of an attempt may refer to."""
+
+    answers: dict[str, list[Body]] = field(default_factory=dict)
+    """Conversations by the id of the answer they ended with, as chat messages."""
+
+    arguments: dict[str, str] = field(default_factory=dict)
+    """Of tool calls by their id, byte for byte as the model wrote them."""
 
 
 class UntranslatableError(Exception):

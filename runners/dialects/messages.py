@@ -55,7 +55,7 @@ def error(status: int, code: str, message: str) -> Body:
 # -- the request -----------------------------------------------------------------------------------
 
 
-def chat_request(body: Body) -> Body:
+def chat_request(body: Body, memory: Memory) -> Body:
     refuse_unless(body, ALLOWED)
     chat = {k: v for k, v in body.items() if k not in ALLOWED.keys() | IDLE | TRANSLATED}
     for name in ("max_tokens", "messages"):
@@ -64,7 +64,7 @@ def chat_request(body: Body) -> Body:
     chat["max_completion_tokens"] = body["max_tokens"]
     chat["messages"] = _system(body.get("system"))
     for index, message in enumerate(objects(body["messages"], "messages")):
-        chat["messages"] += _message(message, f"messages[{index}]")
+        chat["messages"] += _message(message, f"messages[{index}]", memory)
     if chat["messages"][-1]["role"] == "assistant":
         why = "the last one is the assistant's, and prefilling its answer is not possible here"
         raise UntranslatableError("messages", why)
@@ -114,14 +114,14 @@ def _output(config: Body) -> Body:
     return chat
 
 
-def _message(message: Body, where: str) -> list[Body]:
+def _message(message: Body, where: str, memory: Memory) -> list[Body]:
     """One message as one of chat completions, or as several: results of tools have their own."""
     role, content = text(message.get("role"), f"{where}.role"), message.get("content")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     blocks = objects(content, f"{where}.content")
     if role == "assistant":
-        return [_assistant(blocks, f"{where}.content")]
+        return [_assistant(blocks, f"{where}.content", memory)]
     if role == "system":
         return _system(blocks)
     made: list[Body] = []
@@ -142,7 +142,7 @@ def _message(message: Body, where: str) -> list[Body]:
     return made
 
 
-def _assistant(blocks: list[Body], where: str) -> Body:
+def _assistant(blocks: list[Body], where: str, memory: Memory) -> Body:
     turn: Body = {"role": "assistant", "content": None}
     for index, block in enumerate(blocks):
         here, kind = f"{where}[{index}]", block.get("type")
@@ -152,7 +152,8 @@ def _assistant(blocks: list[Body], where: str) -> Body:
             said = text(block.get("thinking"), here)
             turn["reasoning_content"] = turn.get("reasoning_content", "") + said
         elif kind == "tool_use":
-            function = {"name": block.get("name"), "arguments": _arguments(block.get("input"))}
+            arguments = _arguments(block.get("input"), memory.arguments.get(str(block.get("id"))))
+            function = {"name": block.get("name"), "arguments": arguments}
             call = {"id": block.get("id"), "type": "function", "function": function}
             turn.setdefault("tool_calls", []).append(call)
         else:
@@ -160,8 +161,11 @@ def _assistant(blocks: list[Body], where: str) -> Body:
     return turn
 
 
-def _arguments(given: Json) -> str:
-    """The text that the model wrote, as far as it can be known again."""
+def _arguments(given: Json, written: str | None) -> str:
+    """What the model has `written`, if that is what the agent was shown: other white space would
+    be other tokens, and the call no continuation of the one before. Else as near as can be."""
+    if written is not None and _input(written) == given:
+        return written
     if isinstance(given, dict) and given.keys() == {BROKEN} and isinstance(given[BROKEN], str):
         return str(given[BROKEN])
     return msgspec.json.encode({} if given is None else given).decode()
@@ -199,8 +203,9 @@ class Messages:
     """A `Translation`. The input of a tool is shown once it is whole, as Anthropic does unless
     asked otherwise: an object, or the broken text inside one."""
 
-    def __init__(self, body: Body, _: Memory) -> None:
-        self.chat = chat_request(body)
+    def __init__(self, body: Body, memory: Memory) -> None:
+        self.chat = chat_request(body, memory)
+        self._memory = memory
         if body.get("stream"):
             self.chat["stream_options"] = {"include_usage": True}
         self._message: Body = {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant"}
@@ -278,6 +283,7 @@ class Messages:
         block = self._blocks[-1]
         if block["type"] == "tool_use":
             block["input"] = _input(self._arguments)
+            self._memory.arguments[str(block["id"])] = self._arguments
             shown = msgspec.json.encode(block["input"]).decode()
             self._delta({"type": "input_json_delta", "partial_json": shown})
         self._event("content_block_stop", index=len(self._blocks) - 1)

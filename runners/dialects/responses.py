@@ -187,16 +187,16 @@ class Responses:
 
     def __init__(self, body: Body, memory: Memory) -> None:
         previous = body.get("previous_response_id")
-        if previous is not None and previous not in memory:
+        if previous is not None and previous not in memory.answers:
             why = f"{previous!r:.80} is none that this attempt was answered with and had stored"
             raise UntranslatableError(
                 "previous_response_id", why, code="previous_response_not_found"
             )
-        earlier = [] if previous is None else memory[previous]
+        earlier = [] if previous is None else memory.answers[previous]
         self.chat = chat_request(body, earlier)
         if body.get("stream"):
             self.chat["stream_options"] = {"include_usage": True}
-        self._memory = memory if body.get("store") is not False else {}
+        self._memory = memory if body.get("store") is not False else Memory()
         self._said = self.chat["messages"][body.get("instructions") is not None :]
         self._response = _envelope(body)
         self._items: list[Body] = self._response["output"]
@@ -239,7 +239,7 @@ class Responses:
             self._response["incomplete_details"] = {"reason": reason}
         else:
             self._response["completed_at"] = int(time.time())
-        self._memory[self._response["id"]] = [*self._said, *_messages(self._items)]
+        self._memory.answers[self._response["id"]] = [*self._said, *_messages(self._items)]
         self._event(f"response.{status}", response=self._response)
         return self._flush()
 

@@ -72,8 +72,9 @@ def test_ids_are_those_of_the_template_and_end_with_the_turn(retokenizer: Retoke
     assert call.exact
 
 
-def test_an_answer_cut_short_has_no_end_of_turn(retokenizer: Retokenizer) -> None:
-    (call,) = completed(retokenizer, inexact("0", finish="length"))
+@pytest.mark.parametrize("finish", ["length", "cut"])
+def test_an_answer_cut_short_has_no_end_of_turn(retokenizer: Retokenizer, finish: str) -> None:
+    (call,) = completed(retokenizer, inexact("0", finish=finish))
     assert retokenizer.tokenizer.decode(call.completion) == "sales"
 
 

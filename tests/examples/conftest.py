@@ -40,9 +40,7 @@ class Policy:
         body = await request.json()
         message = {"role": "assistant", "content": None} | self.answer(body)
         finish = "tool_calls" if message.get("tool_calls") else "stop"
-        text = list((message["content"] or json.dumps(message.get("tool_calls"))).encode())
-        logprobs = [{"token": "?", "logprob": -0.5, "bytes": None, "top_logprobs": []}] * len(text)
-        known = {"token_ids": text, "logprobs": {"content": logprobs}}
+        known = _known(message["content"] or json.dumps(message.get("tool_calls")))
         prompt = list(json.dumps(body["messages"]).encode())
         about = {"id": "c", "created": 1, "model": body["model"], "prompt_token_ids": prompt}
         if not body.get("stream"):
@@ -55,11 +53,18 @@ class Policy:
         about["object"] = "chat.completion.chunk"
         for piece in (message["content"] or "").split(" "):
             delta = {"index": 0, "delta": {"content": piece + " "}, "finish_reason": None}
-            await _event(response, about | {"choices": [delta]})
-        last = {"index": 0, "delta": {}, "finish_reason": "stop"} | known
+            await _event(response, about | {"choices": [delta | _known(piece + " ")]})
+        last = {"index": 0, "delta": {}, "finish_reason": "stop"}
         await _event(response, about | {"choices": [last]})
         await response.write(b"data: [DONE]\n\n")
         return response
+
+
+def _known(text: str) -> Message:
+    """The tokens of `text` and their log-probs."""
+    logprobs = [{"token": "?", "logprob": -0.5, "bytes": None, "top_logprobs": []}]
+    tokens = list(text.encode())
+    return {"token_ids": tokens, "logprobs": {"content": logprobs * len(tokens)}}
 
 
 async def _event(response: web.StreamResponse, event: Message) -> None:

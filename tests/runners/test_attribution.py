@@ -98,3 +98,11 @@ def test_memory_of_ended_attempts_is_bounded(
             attempts.find(live.id)
         codes.append(refused.value.status)
     assert codes == [404, 404, 403, 403]
+
+
+@pytest.mark.parametrize("span", ["x" * 16, "0" * 16, "A" * 16, "", "1" * 15, "é" * 16, " " * 16])
+def test_a_span_that_is_no_span_is_left_out(attempts: Attempts, span: str) -> None:
+    live = start(attempts)
+    headers = {"traceparent": f"00-{live.id}-{span}-01"}
+    assert attempts.caller(headers, {}) == Caller(live, None, None)
+    assert attempts.caller(parent(live.id), {}) == Caller(live, None, SPAN)

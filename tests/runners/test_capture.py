@@ -10,6 +10,7 @@ import pytest
 
 from agentrl.runners.capture import Answer, Call, Part, read_call, read_part, transition
 from agentrl.runners.dialects import Dialect
+from agentrl.runners.dialects.base import Memory
 from agentrl.runners.dialects.openai import CHAT, TEXT
 from agentrl.runners.routing import Route
 from agentrl.types import Sampling
@@ -19,7 +20,7 @@ FROZEN = Route("judge", None, "http://x/v1", "", frozen=True)
 
 
 def call(dialect: Dialect = CHAT, *, index: int = 0, **body: Any) -> Call:
-    return read_call(dialect, json.dumps(body).encode(), {}, index)
+    return read_call(dialect, json.dumps(body).encode(), Memory(), index)
 
 
 def sent(
@@ -64,7 +65,7 @@ def test_what_is_passed_on_keeps_its_bytes() -> None:
     raw = (
         b'{"model": "m", "messages": [ {"content":"\\u00e9", "x": 1.50e+1} ], "big": 1' + b"0" * 30
     )
-    made = read_call(CHAT, raw + b"}", {}, 0)
+    made = read_call(CHAT, raw + b"}", Memory(), 0)
     body, _ = made.encode(TRAINED, Sampling(), capture=True)
     assert b'[ {"content":"\\u00e9", "x": 1.50e+1} ]' in body
     assert b'"big":1' + b"0" * 30 in body
@@ -87,7 +88,7 @@ def test_sampling_that_is_no_number_is_the_servers_to_refuse() -> None:
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'"x"', b"\xff\xfe\x00", b"null"])
 def test_what_is_not_a_json_object(raw: bytes) -> None:
     with pytest.raises((msgspec.DecodeError, UnicodeDecodeError)):
-        read_call(CHAT, raw, {}, 0)
+        read_call(CHAT, raw, Memory(), 0)
 
 
 def answer_body(**extra: Any) -> dict[str, Any]:
@@ -226,3 +227,18 @@ def test_prompt_ids_alone_do_not_make_a_call_exact() -> None:
     answer = Answer()
     answer.absorb(part(answer_body(token_ids=None, logprobs=None)))
     assert not transition(answer.choices[0], id="t", attempt="a", index=0).exact
+
+
+def test_what_is_left_of_an_answer_that_was_cut() -> None:
+    answer = Answer()
+    head = {"token_ids": [7], "logprobs": {"content": [{"logprob": -1.0}]}}
+    deltas = [{"content": "a"} | {"role": "assistant"}, {"role": "assistant"}, {"content": "c"}]
+    choices = [{"index": i, "delta": delta} for i, delta in enumerate(deltas)]
+    choices[0] |= head
+    choices[2] |= {"token_ids": []}  # its tokens would have come after its text
+    answer.absorb(part({"prompt_token_ids": [1], "choices": choices}))
+    answer.absorb(part({"choices": [{"index": 3, "delta": {"content": "d"}} | head]}))
+    answer.absorb(part({"choices": [{"index": 3, "delta": {}, "finish_reason": "stop"}]}))
+    answer.cut("cut")
+    left = {index: (choice.finish, choice.exact) for index, choice in answer.choices.items()}
+    assert left == {0: ("cut", True), 2: ("cut", False), 3: ("stop", True)}

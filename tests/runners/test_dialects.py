@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from agentrl.runners.capture import read_call
 from agentrl.runners.dialects import DIALECTS, UntranslatableError, messages, of, responses
+from agentrl.runners.dialects.base import Memory
 from agentrl.runners.dialects.openai import CHAT
 
 NAMES = sorted(
@@ -37,7 +38,7 @@ BODIES = st.dictionaries(st.sampled_from(NAMES), JSON, max_size=6)
 def test_any_request(body: dict[str, Any], dialect: Any) -> None:
     said = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}
     try:
-        call = read_call(dialect, json.dumps(said | {"input": "x"} | body).encode(), {}, 0)
+        call = read_call(dialect, json.dumps(said | {"input": "x"} | body).encode(), Memory(), 0)
     except UntranslatableError:
         return
     assert call.messages
@@ -48,7 +49,7 @@ def test_any_request(body: dict[str, Any], dialect: Any) -> None:
 @given(chunk=JSON, dialect=st.sampled_from([responses.DIALECT, messages.DIALECT]))
 def test_any_answer(chunk: Any, dialect: Any) -> None:
     said = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}
-    call = read_call(dialect, json.dumps(said | {"input": "x"}).encode(), {}, 0)
+    call = read_call(dialect, json.dumps(said | {"input": "x"}).encode(), Memory(), 0)
     assert call.translation is not None
     answer = {"model": "m", "choices": [{"message": chunk, "finish_reason": "stop"}]}
     try:
@@ -63,7 +64,7 @@ def test_text_that_is_no_unicode(dialect: Any) -> None:
     said = b'[{"role": "user", "content": "\\ud800"}]'
     raw = b'{"model": "m", "max_tokens": 5, "input": ' + said + b', "messages": ' + said + b"}"
     with pytest.raises(msgspec.DecodeError):
-        read_call(dialect, raw, {}, 0)
+        read_call(dialect, raw, Memory(), 0)
 
 
 def test_the_dialect_of_a_path() -> None:

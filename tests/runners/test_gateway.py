@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import openai
 import pytest
 from aiohttp import web
 
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, StoreError
 from agentrl.runners import upstream
 from agentrl.runners.gateway import Gateway
 
@@ -251,6 +252,26 @@ async def test_trouble_that_stays_is_reported_once(
     assert live.failures == {}
 
 
+async def test_an_equal_call_beside_it_does_not_make_a_failure_good(
+    bench: Any, live: Any, http: httpx.AsyncClient
+) -> None:
+    entered, failed = asyncio.Event(), asyncio.Event()
+
+    async def wait(request: web.Request, body: Any) -> None:
+        entered.set()
+        await failed.wait()
+
+    bench.model.then(wait, *[status(500)] * upstream.TRIES)
+    twin = asyncio.create_task(ask(http, live))
+    await entered.wait()
+    assert (await ask(http, live)).status_code == 500
+    failed.set()
+    assert (await twin).status_code == 200
+    assert len(live.failures) == 1
+    assert (await ask(http, live)).status_code == 200
+    assert live.failures == {}
+
+
 async def test_a_dead_server_is_waited_for_until_it_is_back_elsewhere(
     bench: Any, live: Any, http: httpx.AsyncClient
 ) -> None:
@@ -331,6 +352,19 @@ async def test_nothing_goes_on_for_an_agent_that_is_gone(
     assert await rows(bench, live) == []
 
 
+async def test_a_call_that_came_as_its_attempt_ended_is_cut(bench: Any, live: Any) -> None:
+    async def late() -> None:
+        task = asyncio.create_task(asyncio.Event().wait())
+        ending = threading.Thread(target=bench.gateway.unregister, args=(live,))
+        ending.start()  # it sees no call yet
+        ending.join()
+        live.tasks.add(task)
+        await asyncio.wait((task,), timeout=10)
+        assert task.cancelled()
+
+    await asyncio.wrap_future(bench.gateway.spawn(late()))
+
+
 async def test_a_lost_lease_ends_the_calls(bench: Any, live: Any, http: Any) -> None:
     await bench.store.cancel([live.attempt.rollout.id])
     answer = await ask(http, live)
@@ -357,3 +391,107 @@ async def test_a_port_in_use_is_one_sentence(bench: Any) -> None:
     port = int(bench.gateway.base_url.split(":")[2].split("/")[0])
     with pytest.raises(ConfigError, match=rf"runner\.port = {port}: the gateway cannot listen"):
         Gateway(bench.store, "test", port=port).start()
+
+
+async def endless(request: web.Request, body: Any) -> web.StreamResponse:
+    """One token after another, with ids and log-probs, as long as somebody listens."""
+    response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+    await response.prepare(request)
+    first = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
+    await response.write(f"data: {json.dumps(first | {'prompt_token_ids': [1]})}\n\n".encode())
+    logprobs = {"content": [{"logprob": -0.5}]}
+    choice = {"index": 0, "delta": {"content": "a"}, "token_ids": [97], "logprobs": logprobs}
+    while True:
+        await response.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
+        await asyncio.sleep(0.001)
+
+
+async def until_kept(bench: Any, live: Any) -> Any:
+    """The transition that a call leaves when it was cut."""
+    await asyncio.wait_for(asyncio.wrap_future(bench.gateway.unregister(live)), 10)
+    (row,) = await rows(bench, live)
+    return row
+
+
+@pytest.mark.parametrize("how", ["agent leaves", "attempt ends"])
+async def test_what_an_agent_read_before_it_left_is_kept(
+    bench: Any, live: Any, http: httpx.AsyncClient, how: str
+) -> None:
+    bench.model.then(status(503), endless)
+    seen = b""
+    body = {"model": "m", "messages": MESSAGES, "stream": True}
+    async with http.stream("POST", "/chat/completions", json=body, headers=key(live)) as answer:
+        chunks = answer.aiter_raw()
+        while seen.count(b'"a"') < 3:
+            seen += await anext(chunks)
+        if how == "attempt ends":
+            row = await until_kept(bench, live)
+    if how == "agent leaves":
+        row = await until_kept(bench, live)
+    assert (row.finish, row.exact, row.version) == ("cut", True, 3)
+    assert row.prompt.tolist() == [1]
+    assert len(row.completion) >= seen.count(b'"a"')
+    assert row.logprobs.tolist() == [-0.5] * len(row.completion)
+    assert row.answer["content"] == "a" * len(row.completion)
+    assert live.failures == {}
+
+
+async def test_a_cut_call_waits_for_the_store_however_often_it_is_cut(
+    bench: Any, live: Any, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add, writing = bench.store.add_transitions, asyncio.Event()
+    home, release = asyncio.get_running_loop(), asyncio.Event()
+
+    async def slow(rows: Any) -> Any:
+        home.call_soon_threadsafe(writing.set)
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(release.wait(), home))
+        return await add(rows)
+
+    monkeypatch.setattr(bench.store, "add_transitions", slow)
+    bench.model.then(endless)
+    body = {"model": "m", "messages": MESSAGES, "stream": True}
+    async with http.stream("POST", "/chat/completions", json=body, headers=key(live)) as answer:
+        chunks, seen = answer.aiter_raw(), b""
+        while b'"a"' not in seen:
+            seen += await anext(chunks)
+    await asyncio.wait_for(writing.wait(), 10)
+    over = asyncio.wrap_future(bench.gateway.unregister(live))  # cuts it a second time
+    assert not over.done()
+    release.set()
+    await asyncio.wait_for(over, 10)
+    (row,) = await rows(bench, live)
+    assert row.finish == "cut"
+
+
+async def test_a_cut_call_that_cannot_be_stored_is_the_models_failure(
+    bench: Any, live: Any, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(rows: Any) -> Any:
+        raise StoreError("the disk is full")
+
+    monkeypatch.setattr(bench.store, "add_transitions", broken)
+    bench.model.then(endless)
+    body = {"model": "m", "messages": MESSAGES, "stream": True}
+    async with http.stream("POST", "/chat/completions", json=body, headers=key(live)) as answer:
+        chunks, seen = answer.aiter_raw(), b""
+        while b'"a"' not in seen:
+            seen += await anext(chunks)
+    await asyncio.wait_for(asyncio.wrap_future(bench.gateway.unregister(live)), 10)
+    assert "the disk is full" in next(iter(live.failures.values()))
+
+
+async def test_a_rollout_whose_agent_stops_reading_has_its_call(bench: Any) -> None:
+    async def agent(value: str) -> str:
+        async with openai.AsyncOpenAI() as client:
+            ask = client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
+            async with await ask as stream:
+                async for chunk in stream:
+                    if said := chunk.choices[0].delta.content:
+                        return said
+        raise AssertionError
+
+    bench.model.then(endless)
+    (rollout,) = await bench.run(agent, {"input": "x"})
+    trace = await bench.store.trace(rollout.id)
+    assert rollout.state == "succeeded"
+    assert [row.finish for row in trace.transitions] == ["cut"]

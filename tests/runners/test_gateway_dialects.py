@@ -277,6 +277,31 @@ async def test_messages_tools_in_parallel_and_their_results(
     assert sent["tools"] == [{"type": "function", "function": function}]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_arguments_return_to_the_model_as_it_wrote_them(
+    bench: Any, live: Any, claude: Any, stream: bool
+) -> None:
+    written = ['{ "text":"\\u00e9", "n":1.0}', '{"text": "b"}', ""]
+    bench.model.answer = calls(*written)
+    tools = [{"name": "f", "input_schema": TOOL}]
+    ask = {"model": "m", "max_tokens": 9, "tools": tools}
+    if stream:
+        async with claude.messages.stream(messages=[USER], **ask) as events:
+            first = await events.get_final_message()
+    else:
+        first = await claude.messages.create(messages=[USER], **ask)
+    said = [block.model_dump(exclude_none=True) for block in first.content]
+    said[2]["input"] = {"text": "edited"}  # what the agent says itself is not put right
+    results = [
+        {"type": "tool_result", "tool_use_id": f"call-{i}", "content": "r"} for i in range(3)
+    ]
+    turns = [USER, {"role": "assistant", "content": said}, {"role": "user", "content": results}]
+    await claude.messages.create(messages=turns, **ask)
+    sent = bench.model.requests[1]["messages"][1]["tool_calls"]
+    returned = [call["function"]["arguments"] for call in sent]
+    assert returned == [written[0], '{"text":"edited"}', written[2]]
+
+
 @pytest.mark.parametrize("tools", [False, True])
 async def test_messages_stream(bench: Any, live: Any, claude: Any, tools: bool) -> None:
     bench.model.answer = calls('{"text": "a"}', "{}") if tools else bench.model.answer
@@ -365,6 +390,34 @@ async def test_errors_have_the_shape_of_messages(bench: Any, live: Any, claude: 
         await stranger.messages.create(**ask)
     models = [model.id async for model in claude.models.list()]
     assert models == ["policy", "tiny"]
+
+
+# -- both ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("api", ["responses", "messages"])
+async def test_a_repeated_stream_shows_what_is_stored(bench: Any, live: Any, api: str) -> None:
+    async def broken(request: web.Request, body: Any) -> web.StreamResponse:
+        """All of an answer in one chunk, which is held back, and then no proper end."""
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        choice = {"index": 0, "delta": {"content": "WRONG"}, "finish_reason": "stop"}
+        await response.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
+        request.transport.abort()  # type: ignore[union-attr]
+        return response
+
+    bench.model.then(broken)
+    said = {"input": "hello"} if api == "responses" else {"messages": [USER], "max_tokens": 9}
+    async with httpx.AsyncClient(base_url=bench.gateway.base_url) as http:
+        body = {"model": "m", "stream": True} | said
+        answer = await http.post(f"/{api}", json=body, headers={"x-api-key": live.key})
+    assert answer.status_code == 200
+    assert "WRONG" not in answer.text
+    first = "response.created" if api == "responses" else "message_start"
+    assert answer.text.startswith(f"event: {first}\n")
+    assert len(bench.model.requests) == 2
+    (row,) = await rows(bench, live)
+    assert row.answer["content"] == "echo hello"
 
 
 # -- both, on the real server ----------------------------------------------------------------------

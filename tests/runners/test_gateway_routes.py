@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from aiohttp import web
 
 from agentrl.config import UpstreamConfig
+from agentrl.runners.environment import environment
 from agentrl.runners.gateway import Gateway
 from agentrl.types import PolicyVersion
 
@@ -110,6 +113,33 @@ async def test_a_server_that_refuses_our_additions_is_asked_without(
     found = await rows(bench, live)
     assert [row.exact for row in found] == [False, False]
     assert found[0].sampling.temperature == 0.25
+
+
+async def strict_once(request: web.Request, body: Any) -> web.Response | None:
+    if "return_token_ids" not in body:
+        return None
+    return web.json_response({"error": {"message": "not with these tools"}}, status=400)
+
+
+async def test_one_refusal_of_a_policy_does_not_end_its_capture(
+    bench: Any, gateway: Gateway, live: Any
+) -> None:
+    bench.model.then(strict_once, strict_once)
+    for _ in range(2):
+        assert (await ask(gateway, live)).status_code == 200
+    assert [row.exact for row in await rows(bench, live)] == [False, True]
+
+
+async def test_a_refusal_of_a_frozen_endpoint_is_forgotten(
+    bench: Any, gateway: Gateway, judge: Any, live: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge.knows_tokens = True
+    judge.then(strict_once, strict_once)
+    await ask(gateway, live, "critic")
+    await ask(gateway, live, "critic")
+    monkeypatch.setattr("agentrl.runners.upstream.FORGET", 0.0)
+    await ask(gateway, live, "critic")
+    assert [row.exact for row in await rows(bench, live)] == [False, False, True]
 
 
 async def test_a_server_that_gave_ids_is_not_asked_twice(
@@ -225,3 +255,57 @@ async def test_embeddings_pass_through_unrecorded(
         assert await rows(bench, live) == []
     finally:
         await runner.cleanup()
+
+
+async def silent(value: str) -> str:
+    return value
+
+
+def judging(asynchronous: bool, model: str) -> Any:
+    """A verifier that asks a model with a client as its SDK makes it."""
+    ask = {"model": model, "messages": MESSAGES}
+
+    async def verify(task: Any, result: str) -> float:
+        async with openai.AsyncOpenAI() as client:
+            answer = await client.chat.completions.create(**ask)
+        return float(answer.choices[0].message.content == "echo hello")
+
+    def verify_in_thread(task: Any, result: str) -> float:
+        with openai.OpenAI() as client:
+            answer = client.chat.completions.create(**ask)
+        return float(answer.choices[0].message.content == "echo hello")
+
+    return verify if asynchronous else verify_in_thread
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("open", [True, False])
+async def test_a_verifier_asks_a_judge_unrecorded(
+    bench: Any, gateway: Gateway, judge: Any, asynchronous: bool, open: bool
+) -> None:
+    async def agent(value: str) -> str:
+        async with openai.AsyncOpenAI() as client:
+            await client.chat.completions.create(model="m", messages=MESSAGES)
+        return value
+
+    gateway.attempts.open = open  # beyond loopback, only sealed agents and verifiers get in
+    mine = dataclasses.replace(bench, gateway=gateway)
+    with environment(gateway.base_url):
+        verifier = judging(asynchronous, "judge")
+        (rollout,) = await mine.run(agent if open else silent, {"input": "x"}, verifier=verifier)
+    assert rollout.failure is None
+    assert rollout.reward() == 1.0
+    assert judge.requests == [{"model": "big", "messages": MESSAGES}]
+    assert "traceparent" not in judge.headers[0]
+    assert len((await bench.store.trace(rollout.id)).transitions) == open
+    assert gateway.attempts.live() == []
+
+
+async def test_a_verifier_cannot_ask_what_is_trained(bench: Any, gateway: Gateway) -> None:
+    mine = dataclasses.replace(bench, gateway=gateway)
+    with environment(gateway.base_url):
+        verifier = judging(True, "gpt-4o")
+        (rollout,) = await mine.run(silent, {"input": "x"}, verifier=verifier, max_attempts=1)
+    assert rollout.failure.kind == "verifier_error"
+    assert "reaches the endpoints of [upstreams] only, and 'gpt-4o'" in rollout.failure.message
+    assert bench.model.requests == []

@@ -437,3 +437,50 @@ async def test_an_agent_that_does_not_heed_its_cancellation_is_left_behind(bench
     (rollout,) = await bench.run(stubborn, TASK, timeout=0.05)
     assert rollout.failure.kind is ErrorKind.TIMEOUT
     release.set()
+
+
+async def test_a_policy_server_that_hangs_is_not_the_agents_fault(bench: Any, ask: Any) -> None:
+    async def hang(request: web.Request, body: Any) -> None:
+        await asyncio.Event().wait()
+
+    bench.model.then(hang)
+    (rollout,) = await bench.run(ask, TASK, timeout=0.4, max_attempts=1)
+    assert rollout.failure.kind is ErrorKind.MODEL
+    assert "the model had not answered for" in rollout.failure.message
+
+
+async def test_an_agent_that_asks_for_ever_runs_out_of_time_itself(bench: Any, ask: Any) -> None:
+    async def slow(request: web.Request, body: Any) -> None:
+        await asyncio.sleep(0.1)
+
+    async def tireless(text: str) -> None:
+        while True:
+            await ask(text)
+
+    bench.model.then(*[slow] * 1000)
+    (rollout,) = await bench.run(tireless, TASK, timeout=1.0, max_attempts=1)
+    assert rollout.failure.kind is ErrorKind.TIMEOUT
+
+
+async def test_a_worker_does_not_outlive_its_gateway(
+    bench: Any, ask: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = asyncio.Event()
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)  # the thread's own report
+
+    async def broken(run: str) -> Any:
+        raise KeyError("not an error of the store")
+
+    async def work() -> None:
+        try:
+            await bench.worker(ask).run(asyncio.Event())
+        finally:
+            ended.set()
+
+    working = asyncio.create_task(work())
+    await bench.store.wait(0, timeout=1.0)
+    bench.gateway.router.store = SimpleNamespace(wait=bench.store.wait, policies=broken)
+    await bench.move(bench.model, version=4)
+    await asyncio.wait_for(ended.wait(), 10)
+    with pytest.raises(RuntimeError, match="the gateway has ended"):
+        await working
