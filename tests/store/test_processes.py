@@ -89,6 +89,43 @@ async def test_without_sockets_the_file_is_watched(
             assert await waiting == 1
 
 
+async def test_a_bell_that_cannot_be_taken_down_harms_nobody(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_store(str(path)) as store:
+        with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) as dead:
+            dead.bind(str(bell.folder(path) / "dead"))
+
+        def refuse(*_: object, **__: object) -> None:
+            raise PermissionError("somebody else's")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", refuse)
+            await store.open_run("run", {})
+            async with asyncio.timeout(10):
+                await store.log("run", 0, {})
+                await store.log("run", 1, {})
+        assert len(await store.steps("run")) == 2
+
+
+@pytest.mark.parametrize("made", ["open to all", "a link"])
+async def test_a_folder_of_bells_that_others_may_enter_is_not_used(path: Path, made: str) -> None:
+    await open_store(str(path)).close()
+    bells, own = bell.folder(path), path.parent / "own"
+    own.mkdir(mode=0o700)
+    if made == "a link":
+        bells.symlink_to(own)
+    else:
+        bells.mkdir()
+        bells.chmod(0o777)
+    try:
+        async with open_store(str(path)) as store:
+            assert list(bells.iterdir()) == []
+            await store.open_run("run", {})
+    finally:
+        bells.unlink() if made == "a link" else bells.rmdir()
+
+
 async def test_whatever_was_acknowledged_survives_kill_9(url: str, spawn: Spawn) -> None:
     async with open_store(url) as store:
         await store.open_run("run", {})
