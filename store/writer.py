@@ -4,7 +4,8 @@ Owns: the store's only writing session in this process, and the queue of posted 
 whatever waits is executed in one transaction; a refused verb leaves nothing behind and harms no
 other (the group is undone and run again, each verb in a savepoint of its own); a verb's future
 resolves after the commit, on the loop that posted it. A verb may therefore run several times: it
-has no effect outside the transaction. Nobody else in the process writes.
+has no effect outside the transaction. Nobody else in the process writes. Every posted verb is
+answered: what nobody foresaw ends the writer, and is the answer to all that wait or come later.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from agentrl.errors import StoreError
+from agentrl.errors import StoreError, Unavailable
 from agentrl.store.database import Connection, Session
 from agentrl.store.feed import ANY, GROUPS, call_soon
 from agentrl.store.queries import load
@@ -127,42 +128,75 @@ class Writer:
         self._clock = clock
         self._ring = ring
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._lock = threading.Lock()  # a verb is put while the writer is there to answer it
         self._closed = False
+        self._failure: Exception | None = None  # what ended the writer
         self._thread = threading.Thread(target=self._serve, name="store-writer", daemon=True)
         self._thread.start()
 
     def post(self, verb: Verb[T]) -> asyncio.Future[T]:
         """From any running loop. The future resolves after the commit."""
-        if self._closed:
-            raise StoreError(f"Store {self._name} is closed.")
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        self._jobs.put(_Job(verb, loop, future))
+        with self._lock:
+            if self._closed:
+                raise StoreError(f"Store {self._name} is closed.")
+            if self._failure is not None:
+                raise self._ended(self._failure)
+            self._jobs.put(_Job(verb, loop, future))
         return future
 
     def close(self) -> None:
         """Blocks until everything posted is committed."""
-        self._closed = True
-        self._jobs.put(None)
+        with self._lock:
+            self._closed = True
+            self._jobs.put(None)
         self._thread.join()
         self._session.close()
 
     def _serve(self) -> None:
+        jobs: list[_Job] = []
         open_ = True
-        while open_:
-            batch = [self._jobs.get()]
-            while len(batch) < GROUP and batch[-1] is not None:
-                try:
-                    batch.append(self._jobs.get_nowait())
-                except Empty:
-                    break
-            open_ = batch[-1] is not None
-            jobs = [job for job in batch if job is not None]
-            if jobs:
-                topics = self._commit(jobs)
+        try:
+            while open_:
+                jobs, open_ = self._waiting()
+                topics = self._commit(jobs) if jobs else 0
                 _resolve_all(jobs)
+                jobs = []  # answered, whatever becomes of the ring
                 if topics:
                     self._ring(topics)
+        except Exception as error:  # noqa: BLE001 - callers would wait for ever
+            self._fail(jobs, error)
+
+    def _waiting(self) -> tuple[list[_Job], bool]:
+        """A group of verbs, and whether more may come."""
+        batch = [self._jobs.get()]
+        while len(batch) < GROUP and batch[-1] is not None:
+            try:
+                batch.append(self._jobs.get_nowait())
+            except Empty:
+                break
+        return [job for job in batch if job is not None], batch[-1] is not None
+
+    def _fail(self, jobs: list[_Job], error: Exception) -> None:
+        """Answers these verbs and all others that wait; nothing comes after them."""
+        with self._lock:
+            self._failure = error
+            while not self._jobs.empty():
+                if (job := self._jobs.get()) is not None:
+                    jobs.append(job)
+        self._session.close()  # gives up the transaction, which would block other processes
+        for job in jobs:
+            job.error = self._ended(error)
+        _resolve_all(jobs)
+
+    def _ended(self, error: Exception) -> Unavailable:
+        ended = Unavailable(
+            f"Store {self._name}: its writer met an error that nobody foresaw ({error!r}) and has "
+            "ended: open the store anew."
+        )
+        ended.__cause__ = error
+        return ended
 
     def _commit(self, jobs: list[_Job]) -> int:
         """One transaction; returns the topics it touched. Errors go to the jobs."""
