@@ -71,6 +71,25 @@ async def test_a_rollout_comes_out_as_it_went_in(store):
     assert (row.task, row.state, row.attempt) == (rollout.task, RolloutState.RUNNING, attempt.id)
 
 
+@pytest.mark.parametrize("value", [2**64, -(2**63) - 1, 10**30])
+async def test_an_integer_that_not_every_reader_has_is_refused(store, kit, value):
+    with pytest.raises(Invalid, match="b/0"):
+        await store.enqueue([*kit.group("a", 1), *kit.group("b", 1, task={"deep": [{"x": value}]})])
+    with pytest.raises(Invalid):
+        await store.open_run("other", {"x": value})
+    await store.enqueue(kit.group("c", 1, task={"x": [2**64 - 1, -(2**63)]}))
+    (attempt,) = await claim(store, 9)
+    assert attempt.rollout.task == {"x": [2**64 - 1, -(2**63)]}
+    for more in ({"messages": [{"x": value}]}, {"answer": {"x": value}}, {"tools": [{"x": value}]}):
+        with pytest.raises(Invalid):
+            await store.add_transitions([kit.call(attempt, [1], [2], **more)])
+    with pytest.raises(Invalid):
+        await store.add_spans([kit.span(attempt, attributes={"x": value})])
+    with pytest.raises(Invalid):
+        await store.finish([kit.good(attempt, result={"x": value})])
+    assert await store.finish([kit.good(attempt)]) == [True]
+
+
 async def test_claims_highest_priority_then_oldest(store, kit):
     await store.enqueue(kit.group("old", 2))
     await store.enqueue(kit.group("urgent", 1, priority=5))

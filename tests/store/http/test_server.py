@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import sqlite3
 
 import httpx
 import msgspec
@@ -127,6 +129,24 @@ def test_binary_tokens_are_whole_numbers(admin, tokens):
     )
     assert answer.status_code == 422
     assert msgspec.msgpack.decode(answer.content)["error"]["code"] == "invalid"
+
+
+def test_an_answer_that_has_no_form_in_the_encoding_is_a_typed_error(admin, tmp_path):
+    claimed(admin)
+    with contextlib.closing(sqlite3.connect(tmp_path / "store.db")) as conn, conn:
+        conn.execute("update rollouts set task = ?", (f'{{"x": {10**30}}}',))  # by an older version
+    headers, arguments = {"content-type": MSGPACK}, msgspec.msgpack.encode({"run": "run"})
+    answer = admin.post("/v1/rollouts", content=arguments, headers=headers)
+    error = msgspec.msgpack.decode(answer.content)["error"]
+    assert (answer.status_code, error["code"]) == (500, "error")
+    assert "application/msgpack" in error["message"]
+    calls = [{"verb": "rollouts", "arguments": {"run": "run"}}, {"verb": "runs", "arguments": {}}]
+    body = msgspec.msgpack.encode({"calls": calls})
+    answer = admin.post("/v1/batch", content=body, headers=headers)
+    refused, fine = msgspec.msgpack.decode(answer.content)["results"]
+    assert refused["error"]["code"] == "error"
+    assert fine["result"] == ["run"]
+    assert admin.post("/v1/rollouts", json={"run": "run"}).json()[0]["task"] == {"x": 10**30}
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "1e999", "null"])
