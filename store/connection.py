@@ -92,20 +92,25 @@ class SqliteSession:
 
     errors: tuple[type[Exception], ...] = (sqlite3.Error,)
 
-    def __init__(self, location: Location, committed: Callable[[sqlite3.Connection], None]) -> None:
-        self._path = location.path
+    def __init__(
+        self,
+        location: Location,
+        committed: Callable[[sqlite3.Connection], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._path, self._clock = location.path, clock
         self._committed = committed  # called after every commit
         self.conn = location.connect()  # waits while another process recovers or closes the file
         self.conn.execute("pragma busy_timeout = 0")  # from here on `begin` waits by itself
 
-    def begin(self) -> None:
+    def begin(self) -> float:
         """Takes the write lock of the file. SQLite's own waiting sleeps for up to 100 ms at a
         time, so that one busy process would starve the others; this looks every millisecond."""
         deadline = time.monotonic() + BUSY
         while True:
             try:
                 self.conn.execute("begin immediate")
-                return
+                return self._clock()
             except sqlite3.OperationalError as error:
                 busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
                 if not busy or time.monotonic() > deadline:

@@ -138,10 +138,10 @@ def expire(tx: Transaction) -> bool:
     return bool(overdue)
 
 
-def next_expiry(conn: Connection) -> float | None:
-    """When the earliest lease runs out, unix seconds."""
-    (until,) = conn.execute(SQL["next_expiry"]).fetchone()
-    return None if until is None else float(until)
+def next_expiry(tx: Transaction) -> float | None:
+    """In how many seconds the earliest lease runs out."""
+    (until,) = tx.conn.execute(SQL["next_expiry"]).fetchone()
+    return None if until is None else max(0.0, float(until) - tx.now)
 
 
 def settled(conn: Connection, group: str) -> bool:

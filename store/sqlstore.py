@@ -48,9 +48,9 @@ T = TypeVar("T")
 
 
 class SqlStore:
-    """See `agentrl.store.base.Store` for the verbs. `clock` gives unix seconds to leases; `ring`
-    is called with the topics of every commit, `hang_up` ends the listening to other processes,
-    `shrink` gives free space back."""
+    """See `agentrl.store.base.Store` for the verbs. `ring` is called with the topics of
+    every commit, `hang_up` ends the listening to other processes, `shrink` gives free space
+    back."""
 
     def __init__(
         self,
@@ -59,17 +59,15 @@ class SqlStore:
         snapshots: Snapshots,
         feed: Feed,
         *,
-        clock: Callable[[], float],
         ring: Callable[[int], None],
         hang_up: Callable[[], None],
         shrink: Callable[[], None],
     ) -> None:
         self.url = url
-        self._clock = clock
         self._feed = feed
         self._hang_up, self._shrink = hang_up, shrink
         self._readers = Readers(snapshots)
-        self._writer = Writer(snapshots.name, session, clock, ring)
+        self._writer = Writer(snapshots.name, session, ring)
 
     async def close(self) -> None:
         await asyncio.to_thread(self._close)
@@ -240,7 +238,8 @@ class SqlStore:
         older_than: float | None = None,
         dry_run: bool = False,
     ) -> Pruned:
-        limits = upkeep.limits(self._clock(), run, keep_last, older_than)
+        now = await self._writer.post(lambda tx: tx.now)
+        limits = upkeep.limits(now, run, keep_last, older_than)
         return await upkeep.prune(self._readers.read, self._writer.post, limits, dry_run=dry_run)
 
     async def vacuum(self) -> None:
@@ -261,14 +260,13 @@ class SqlStore:
             def verb(tx: Transaction, last: bool = last) -> tuple[T | None, float | None]:
                 if queue.expire(tx):
                     tx.settle()  # for this look
-                return look(tx, last), queue.next_expiry(tx.conn)
+                return look(tx, last), queue.next_expiry(tx)
 
-            found, expiry = await self._writer.post(verb)
+            found, expires = await self._writer.post(verb)
             if found is not None:
                 return found
             left = deadline.left
-            if expiry is not None:
-                expires = max(0.0, expiry - self._clock())
+            if expires is not None:
                 left = expires if left is None else min(left, expires)
             await self._feed.changed(topic, ticket, left)
 

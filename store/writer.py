@@ -120,12 +120,10 @@ class Writer:
         self,
         name: str,
         session: Session,
-        clock: Callable[[], float],
         ring: Callable[[int], None],
     ) -> None:
         self._name = name
         self._session = session
-        self._clock = clock
         self._ring = ring
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._lock = threading.Lock()  # a verb is put while the writer is there to answer it
@@ -217,8 +215,8 @@ class Writer:
                 return 0
 
     def _transact(self, jobs: list[_Job], run: Callable[[_Job, Transaction], None]) -> int:
-        self._session.begin()
-        group = Transaction(self._session.conn, self._clock())
+        now = self._session.begin()
+        group = Transaction(self._session.conn, now)
         for job in jobs:
             job.error = None
             run(job, group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 
 import psycopg
@@ -183,6 +184,28 @@ async def test_text_that_cannot_be_stored_is_refused_alone(url: str, name: str) 
 
 
 # -- locks -----------------------------------------------------------------------------------------
+
+
+async def test_leases_are_judged_by_the_clock_of_the_server(url: str, kit) -> None:
+    """It is an hour ahead of this machine here, so that whose clock it was can be told."""
+    sql(
+        url,
+        "create function clock_timestamp() returns timestamptz language sql as "
+        "$$ select pg_catalog.clock_timestamp() + interval '1 hour' $$",
+    )
+    ahead = f"{url}&options=-csearch_path%3Dpublic,pg_catalog"
+    async with open_store(ahead) as store:
+        await store.open_run("run", {})
+        await store.enqueue(kit.group("a", 1))
+        (attempt,) = await store.claim(1, runner="r", lease=100)
+        assert 3600 < attempt.lease_until - time.time() <= 3700
+        assert await store.heartbeat([attempt.id], lease=200) == [attempt.id]
+        assert await store.finish([kit.good(attempt)]) == [True]
+        await store.enqueue(kit.group("b", 1))
+        await store.claim(1, runner="r", lease=0.3)
+        async with asyncio.timeout(10):  # it waits for what is left by that clock
+            (again,) = await store.claim(1, runner="s", lease=9, timeout=20)
+        assert again.fence == 2
 
 
 async def test_a_deadlock_is_resolved_and_nobody_hears_of_it(url: str) -> None:
