@@ -134,9 +134,10 @@ class Store(Protocol):
         """Lease up to `n` rollouts for `lease` seconds, highest priority then oldest first.
 
         Waits up to `timeout` seconds for the first. Expired leases are turned into new attempts
-        here, up to `max_attempts` of the rollout. A repeat with the same `claim_id` returns the
-        same attempts; without one, a repeat claims more. Raises Invalid unless `n` and `lease`
-        are positive."""
+        here, up to `max_attempts` of the rollout. A repeat with the same `claim_id` returns at
+        once those of the same attempts that are still live, and claims no more; without one, a
+        repeat claims more. Raises Invalid unless `n` and `lease` are positive, and for an empty
+        `claim_id`."""
         ...
 
     async def heartbeat(self, attempts: Sequence[str], *, lease: float) -> list[str]:

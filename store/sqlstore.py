@@ -130,10 +130,12 @@ class SqlStore:
     ) -> list[Attempt]:
         _positive("n", n)
         _positive("lease", lease)
+        if claim_id == "":
+            raise Invalid("claim_id is empty: give each claim an id of its own, or none.")
 
         def claim(tx: Transaction, last: bool) -> list[Attempt] | None:
             claimed = queue.claim(tx, n, runner=runner, lease=lease, run=run, claim_id=claim_id)
-            return claimed if claimed or last else None
+            return [] if claimed is None and last else claimed
 
         return await self._until(QUEUE, claim, timeout)
 

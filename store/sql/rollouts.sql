@@ -44,7 +44,7 @@ insert into attempts (
 select null;  -- there is one writer
 
 -- name: claimed
-select r.*, a.id as claimed_id, a.fence, a.lease_until
+select r.*, a.id as claimed_id, a.fence, a.state as claimed_state, a.lease_until
 from attempts a join rollouts r on r.id = a.rollout_id
 where a.claim_id = ?
 order by a.rowid;

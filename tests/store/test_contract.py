@@ -130,6 +130,23 @@ async def test_a_claim_repeats_with_its_id(store, kit):
     assert not {a.id for a in first} & {a.id for a in second}
 
 
+async def test_a_repeated_claim_gives_only_what_is_still_live(store, kit, clock):
+    await store.enqueue(kit.group("a", 4))
+    done, lost, kept = await claim(store, 3, claim_id="c")
+    await store.finish([kit.good(done)])
+    assert await claim(store, 3, claim_id="c") == [lost, kept]
+    clock.now += 6
+    assert await store.heartbeat([kept.id], lease=10) == [kept.id]
+    clock.now += 6
+    assert [attempt.id for attempt in await claim(store, 3, claim_id="c")] == [kept.id]
+    await store.cancel([kept.rollout.id])
+    async with asyncio.timeout(SOON):
+        assert await claim(store, 3, claim_id="c", timeout=60) == []  # at once, and no others
+    assert (await store.counts("run")).queued == 2
+    with pytest.raises(Invalid, match="claim_id"):
+        await claim(store, claim_id="")
+
+
 async def test_an_expired_lease_becomes_the_next_attempt(store, kit, clock):
     await store.enqueue(kit.group("a", 1))
     (first,) = await claim(store, lease=10)

@@ -16,7 +16,7 @@ for update skip locked;
 select pg_advisory_xact_lock(hashtextextended(:claim_id, 0));
 
 -- name: claimed
-select r.*, a.id as claimed_id, a.fence, a.lease_until
+select r.*, a.id as claimed_id, a.fence, a.state as claimed_state, a.lease_until
 from attempts a join rollouts r on r.id = a.rollout_id
 where a.claim_id = ?
 order by a.seq;
