@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 from agentrl.store.connection import Location
@@ -94,19 +95,24 @@ class Bell:
             return
 
     def _listen(self) -> None:
-        conn = self._location.connect(readonly=True)
-        try:
-            seen, checked = _version(conn), time.monotonic()
-            while not self._closed.is_set():
-                topics = self._receive()
-                if time.monotonic() - checked >= SLOW:
-                    version, checked = _version(conn), time.monotonic()
-                    if version != seen:
-                        seen, topics = version, ALL
-                if topics:
-                    self._ring(topics)
-        finally:
-            conn.close()
+        while not self._closed.is_set():
+            try:
+                with closing(self._location.connect(readonly=True)) as conn:
+                    self._hear(conn)
+            except Exception:  # noqa: BLE001 - whoever waits here would not hear of it
+                self._ring(ALL)
+                self._closed.wait(SLOW)
+
+    def _hear(self, conn: sqlite3.Connection) -> None:
+        seen, checked = _version(conn), time.monotonic()
+        while not self._closed.is_set():
+            topics = self._receive()
+            if time.monotonic() - checked >= SLOW:
+                version, checked = _version(conn), time.monotonic()
+                if version != seen:
+                    seen, topics = version, ALL
+            if topics:
+                self._ring(topics)
 
     def _receive(self) -> int:
         """All that is waiting, as one set of topics; none after `SLOW` seconds of silence."""

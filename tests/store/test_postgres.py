@@ -11,7 +11,7 @@ import psycopg
 import pytest
 
 from agentrl.errors import Invalid, StoreError, Unavailable
-from agentrl.store import migrations, open_store, pgmigrations, pgsession, queries
+from agentrl.store import migrations, open_store, pglisten, pgmigrations, pgsession, queries
 from agentrl.store.urls import without_password
 from agentrl.types import RolloutState
 
@@ -275,6 +275,15 @@ async def test_a_follower_misses_no_event(url: str, kit, opener) -> None:
     await following
     with psycopg.connect(url) as conn:
         assert seen[1:] == [row[0] for row in conn.execute("select seq from events order by seq")]
+
+
+async def test_a_notice_of_somebody_else_is_no_ring(url: str, monkeypatch) -> None:
+    async with open_store(url) as one, open_store(url) as other, asyncio.timeout(20):
+        monkeypatch.setattr(pglisten, "SLOW", 60.0)
+        waiting = asyncio.create_task(one.wait(await one.cursor()))
+        sql(url, "notify agentrl, 'hello'", "notify agentrl")
+        await other.open_run("run", {})
+        assert await waiting == 1
 
 
 # -- lost connections ------------------------------------------------------------------------------

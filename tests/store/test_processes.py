@@ -77,6 +77,35 @@ async def test_another_process_wakes_a_waiter_at_once(
             assert await wait > 0
 
 
+@pytest.mark.parametrize("url", ["sqlite", "postgres"], indirect=True)
+async def test_an_error_while_listening_is_a_ring_and_not_the_end(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for listener in (bell, pglisten):
+        monkeypatch.setattr(listener, "SLOW", 0.05)
+    names = {"sqlite": (bell.Bell, "_receive"), "postgresql": (pglisten.Listener, "_heard")}
+    kind, name = names[url.partition(":")[0]]
+    look, failed = getattr(kind, name), []
+
+    def fail(*given: object) -> int:
+        if len(failed) < 3:
+            failed.append(given)
+            raise RuntimeError("nobody foresaw this")
+        return int(look(*given))
+
+    async with open_store(url) as one, open_store(url) as other, asyncio.timeout(20):
+        monkeypatch.setattr(kind, name, fail)
+        for step in range(5):
+            waiting = asyncio.create_task(one.wait(await one.cursor()))
+            await other.open_run(f"run {step}", {})
+            assert await waiting > step
+        while len(failed) < 3:  # noqa: ASYNC110 - nothing announces it
+            await asyncio.sleep(0.01)
+        waiting = asyncio.create_task(one.wait(await one.cursor()))
+        await other.open_run("last", {})
+        assert await waiting
+
+
 async def test_without_sockets_the_file_is_watched(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
