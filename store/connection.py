@@ -160,7 +160,8 @@ class SqliteSnapshots:
         try:
             yield conn
         finally:
-            conn.execute("rollback")
+            if conn.in_transaction:  # some errors have ended it, and are to be met, not this one
+                conn.execute("rollback")
 
     def recover(self, error: Exception, since: float) -> bool:
         return False
