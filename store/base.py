@@ -196,7 +196,7 @@ class Store(Protocol):
         limit: int | None = None,
     ) -> list[Rollout]:
         """Rollouts with their rewards, without transitions, in order of group and index; [] for an
-        unknown run. At most `limit`."""
+        unknown run. At most `limit`; raises Invalid if that is negative."""
         ...
 
     async def trace(self, rollout: str) -> Trace | None:

@@ -181,6 +181,8 @@ class SqlStore:
         state: RolloutState | None = None,
         limit: int | None = None,
     ) -> list[Rollout]:
+        if limit is not None and limit < 0:
+            raise Invalid(f"limit is a number of rollouts, not {limit}.")
         query = partial(
             evidence.rollouts,
             run=run,

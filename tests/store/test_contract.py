@@ -517,6 +517,16 @@ async def test_runs_and_rollouts_are_listed(store, kit):
 # -- evidence --------------------------------------------------------------------------------------
 
 
+async def test_a_limit_is_a_number_of_rollouts(store, kit):
+    await store.enqueue(kit.group("a", 3))
+    for limit in (0, 2, 9, None):
+        n = 3 if limit is None else min(limit, 3)
+        assert len(await store.rollouts("run", limit=limit)) == n
+        assert len(await store.rollouts("run", group="a", limit=limit)) == n
+    with pytest.raises(Invalid, match="limit"):
+        await store.rollouts("run", limit=-1)
+
+
 async def test_a_conversation_comes_back_exactly(store, kit):
     await store.enqueue(kit.group("a", 1))
     (attempt,) = await claim(store)
