@@ -263,5 +263,6 @@ class Store(Protocol):
 
     async def vacuum(self) -> None:
         """Give the space of what was removed back to the file system. Takes seconds per gigabyte
-        and as much free disk as the store will have; writers wait, readers do not."""
+        and as much free disk as the store will have; writers wait, readers do not in SQLite. No
+        lease is lost by it: whoever waited long lets all hold for a while."""
         ...

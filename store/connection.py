@@ -193,7 +193,7 @@ def explain(path: Path, error: sqlite3.Error) -> str:
         "SQLITE_PERM": "it cannot be written; check its permissions",
         "SQLITE_FULL": "the disk is full; free some space and run the same command again",
         "SQLITE_IOERR": "the disk refuses to read or write; check it, and the space on it",
-        "SQLITE_BUSY": "another process holds its write lock; end that process",
+        "SQLITE_BUSY": "another process holds its write lock; wait if it is a vacuum, else end it",
     }
     name = getattr(error, "sqlite_errorname", "") or ""
     known = next((text for code, text in advice.items() if name.startswith(code)), str(error))

@@ -248,6 +248,12 @@ class SqlStore:
 
     async def vacuum(self) -> None:
         await asyncio.to_thread(self._shrink)
+        await self.resume()
+
+    async def resume(self) -> None:
+        """After a time in which no runner could reach the store: leases hold for a while, also
+        those that ran out and were given to nobody else. Called before the first claim."""
+        await self._writer.post(Transaction.resume)
 
     # -- parts -------------------------------------------------------------------------------------
 

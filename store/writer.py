@@ -6,6 +6,8 @@ other (the group is undone and run again, each verb in a savepoint of its own); 
 resolves after the commit, on the loop that posted it. A verb may therefore run several times: it
 has no effect outside the transaction. Nobody else in the process writes. Every posted verb is
 answered: what nobody foresaw ends the writer, and is the answer to all that wait or come later.
+After a time in which nobody could write (a vacuum, a failover) leases hold for a while, whatever
+they say.
 """
 
 from __future__ import annotations
@@ -28,6 +30,9 @@ from agentrl.store.queries import load
 from agentrl.types import Counts, Purpose
 
 SQL = load("feed")
+RESUME = load("rollouts")["resume"]
+STALL = 5.0  # seconds: a heartbeat that waits longer for its transaction may come too late
+GRACE = 10.0  # seconds that every lease holds after a stall: heartbeats are waiting by then
 GROUP = 256  # verbs in one transaction: bounds how long other processes wait for the lock
 COUNTERS = dict.fromkeys(Counts.__struct_fields__, 0)
 T = TypeVar("T")
@@ -60,6 +65,11 @@ class Transaction:
     def end(self, run: str, group: str) -> None:
         """One more rollout of the group is terminal."""
         self.ended[run, group] += 1
+
+    def resume(self) -> None:
+        """Every lease holds for a while: nobody could extend it. Those that ran out, and were given
+        to nobody else, hold again."""
+        self.conn.execute(RESUME, {"until": self.now + GRACE})
 
     def add(self, other: Transaction) -> None:
         """Everything that another verb changed."""
@@ -129,6 +139,7 @@ class Writer:
         self._lock = threading.Lock()  # a verb is put while the writer is there to answer it
         self._closed = False
         self._failure: Exception | None = None  # what ended the writer
+        self._stalled = False  # the transaction before
         self._thread = threading.Thread(target=self._serve, name="store-writer", daemon=True)
         self._thread.start()
 
@@ -202,10 +213,10 @@ class Writer:
         while True:
             try:
                 try:
-                    return self._transact(jobs, self._run)
+                    return self._transact(jobs, self._run, since)
                 except Exception:  # noqa: BLE001 - met again below, alone, and delivered
                     self._session.rollback()
-                    return self._transact(jobs, self._run_alone)
+                    return self._transact(jobs, self._run_alone, since)
             except self._session.errors as error:
                 self._session.rollback()
                 if self._session.recover(error, since):
@@ -214,14 +225,19 @@ class Writer:
                     job.error = job.error or self._session.explained(error)
                 return 0
 
-    def _transact(self, jobs: list[_Job], run: Callable[[_Job, Transaction], None]) -> int:
+    def _transact(
+        self, jobs: list[_Job], run: Callable[[_Job, Transaction], None], since: float
+    ) -> int:
         now = self._session.begin()
         group = Transaction(self._session.conn, now)
+        if self._stalled or time.monotonic() - since > STALL:
+            group.resume()
         for job in jobs:
             job.error = None
             run(job, group)
         group.write()
         self._session.commit(group.topics)
+        self._stalled = time.monotonic() - since > STALL
         return group.topics
 
     def _run(self, job: _Job, tx: Transaction) -> None:

@@ -53,6 +53,9 @@ order by a.rowid;
 update attempts set lease_until = max(lease_until, :until)
 where id in (select value from json_each(:attempts)) and state = 'running' and lease_until > :now;
 
+-- name: resume
+update attempts set lease_until = :until where state = 'running' and lease_until < :until;
+
 -- name: live
 select json_group_array(id) from attempts
 where id in (select value from json_each(:attempts)) and state = 'running' and lease_until > :now;

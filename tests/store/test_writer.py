@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from agentrl.errors import Unavailable
-from agentrl.store import open_store
+from agentrl.store import open_store, writer
 
 pytestmark = pytest.mark.parametrize("url", ["sqlite", "postgres"], indirect=True)
 SOON = 10.0  # seconds in which whatever is waited for must have happened
@@ -78,3 +78,35 @@ async def test_a_verb_posted_while_the_store_closes_is_answered(url, monkeypatch
     async with asyncio.timeout(SOON):
         assert (await store.open_run("run", {})).epoch == 1
     thread.join()
+
+
+@pytest.mark.parametrize("where", ["before", "inside"])
+async def test_time_in_which_nobody_could_write_ends_no_lease(url, kit, clock, monkeypatch, where):
+    monkeypatch.setattr(writer, "STALL", 0.1)
+    async with open_store(url, clock=clock) as store, asyncio.timeout(SOON):
+        await store.open_run("run", {})
+        await store.enqueue(kit.group("a", 2))
+        one, two = await store.claim(2, runner="r", lease=15)
+        await store.finish([kit.good(two)])
+        session = store._writer._session
+        begin = session.begin
+
+        def stall(*_: object) -> float:
+            threading.Event().wait(0.2)
+            clock.now += 60
+            return begin() if where == "before" else 0.0
+
+        if where == "before":
+            monkeypatch.setattr(session, "begin", stall)
+        else:
+            await store._writer.post(stall)
+        assert await store.claim(1, runner="s", lease=15) == []
+        monkeypatch.setattr(session, "begin", begin)
+        assert await store.heartbeat([one.id, two.id], lease=1) == [one.id]
+        clock.now += writer.GRACE + 1
+        await store.log("run", 0, {})  # not stalled
+        (again,) = await store.claim(1, runner="s", lease=15)
+        assert (again.rollout.id, again.fence) == ("a/0", 2)
+        clock.now += 16
+        await store.vacuum()
+        assert await store.heartbeat([one.id, again.id], lease=1) == [again.id]

@@ -31,6 +31,16 @@ from (
 ) as named
 where id = locked and state = 'running' and lease_until > :now;
 
+-- name: resume
+-- Whoever holds the others extends or ends them.
+update attempts set lease_until = :until
+from (
+    select id as silent from attempts
+    where state = 'running' and lease_until < :until
+    for no key update skip locked
+) as unheard
+where id = silent;
+
 -- name: live
 select coalesce(json_agg(id)::text, '[]') from attempts
 where id = any (array(select json_array_elements_text(:attempts::json)))
