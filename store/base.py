@@ -9,7 +9,8 @@ Always true:
     checkpoint and metrics in one transaction.
   * What was claimed and not committed comes back.
 Who may call: each section says whose it is; reading is everybody's. Over HTTP a `runner` key may
-call the verbs of runners and gateways, and read; the others need an `admin` key.
+call the verbs of runners and gateways (not `enqueue` and `cancel`) and, of reading, what these
+need: `run`, `trace`, `policies`, `cursor` and `wait`; the others need an `admin` key.
 When it is repeated: every verb is idempotent. Ids come from the caller, and a repeat changes
 nothing; where a verb has more to say about repeats, it does. So whoever is not sure that a call
 arrived calls again.

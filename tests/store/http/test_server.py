@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import re
 import sqlite3
 
 import httpx
@@ -15,7 +16,8 @@ from schemathesis import GenerationMode, openapi
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
 
-from agentrl.store.http.wire import MSGPACK, SCOPES, VERBS
+from agentrl.store import base
+from agentrl.store.http.wire import MSGPACK, SCOPES, VERBS, Scope
 
 ROLLOUT = {"id": "g/0", "run": "run", "group": "g", "index": 0, "task": {}}
 
@@ -59,6 +61,13 @@ def test_a_runner_may_only_do_what_runners_do(runner):
     results = runner.post("/v1/batch", json={"calls": calls}).json()["results"]
     assert results[0]["error"]["code"] == "forbidden"
     assert results[1]["result"] > 0
+
+
+def test_the_protocol_says_what_a_runner_may_read():
+    (sentence,) = re.findall(r"need: (.*?);", base.__doc__, re.DOTALL)
+    does = {"claim", "heartbeat", "finish", "add_transitions", "add_spans"}
+    reads = {name for name, scope in SCOPES.items() if scope is Scope.RUNNER} - does
+    assert set(re.findall(r"`(\w+)`", sentence)) == reads
 
 
 # -- bad input -------------------------------------------------------------------------------------
