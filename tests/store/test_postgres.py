@@ -11,7 +11,16 @@ import psycopg
 import pytest
 
 from agentrl.errors import Invalid, StoreError, Unavailable
-from agentrl.store import migrations, open_store, pglisten, pgmigrations, pgsession, queries
+from agentrl.store import (
+    migrations,
+    open_store,
+    pglisten,
+    pgmigrations,
+    pgsession,
+    queries,
+    readonly,
+)
+from agentrl.store.readonly import Answer, ask
 from agentrl.store.urls import without_password
 from agentrl.types import RolloutState
 
@@ -181,6 +190,45 @@ async def test_text_that_cannot_be_stored_is_refused_alone(url: str, name: str) 
         assert isinstance(bad, Invalid)
         assert good.epoch == 1
         assert await store.runs() == ["good"]
+
+
+# -- queries ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("query", "answer"),
+    [
+        ("select 1 as a, 'x' as b", Answer(["a", "b"], [[1, "x"]], False)),
+        ("select 1 as a where false", Answer(["a"], [], False)),
+        ("values (1), (2), (3)", Answer(["column1"], [[1], [2]], True)),
+        ("show server_encoding", Answer(["server_encoding"], [["UTF8"]], False)),
+    ],
+)
+def test_a_query_gives_columns_and_the_first_rows(url: str, query: str, answer: Answer) -> None:
+    assert ask(url, query, limit=2) == answer
+
+
+@pytest.mark.parametrize(
+    ("query", "why"),
+    [
+        ("with x as (delete from runs returning 1) select * from x", "only reads"),
+        ("select 1; select 2", "multiple commands"),
+        ("select 1 / 0", "division by zero"),
+        ("select 1 / (3 - i) from generate_series(1, 4) i", "division by zero"),
+    ],
+)
+def test_a_wrong_query_is_refused(url: str, query: str, why: str) -> None:
+    with pytest.raises(Invalid, match=why):
+        ask(url, query, limit=9)
+
+
+def test_of_a_large_answer_only_what_is_shown_is_fetched(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readonly, "SECONDS", 5)
+    endless = "select repeat('x', 9000), pg_sleep(0.01)::text from generate_series(1, 1000000)"
+    found = ask(url, endless, limit=2)
+    assert (len(found.rows), found.more) == (2, True)
 
 
 # -- locks -----------------------------------------------------------------------------------------
