@@ -153,8 +153,9 @@ class Store(Protocol):
         False where the attempt was no longer live; its rows are then kept as late. A repeat of
         an accepted outcome is True. With `retry`, the rollout is queued again while it has
         attempts left; given back by a runner that stops (`lost_runner`), it does not count as
-        one. Raises NotFound for an unknown attempt; Invalid for a reward that is not finite or
-        has the wrong target, and for a span of another attempt."""
+        one. Raises NotFound for an unknown attempt; Invalid for a reward that is not finite, has
+        no target where its scope needs one, or is about a transition that the attempt does not
+        have, and for a span of another attempt."""
         ...
 
     async def cancel(self, rollouts: Sequence[str]) -> int:

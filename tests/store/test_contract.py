@@ -623,10 +623,28 @@ async def test_rewards_of_every_scope(store, kit):
         Reward(value=0.5, name="style", scope=Scope.ROLE, target="critic", source="judge"),
         Reward(value=-1.0, scope=Scope.TRANSITION, target="call-0"),
     ]
+    await store.add_transitions([kit.call(attempt, [1], [2], id="call-0")])
     await store.finish([kit.good(attempt, rewards=rewards)])
     assert (await store.trace("a/0")).rollout.rewards == rewards
     with pytest.raises(StoreError, match="target"):
         await store.finish([kit.good(attempt, rewards=[Reward(value=1.0, scope=Scope.ROLE)])])
+
+
+async def test_a_reward_is_about_a_call_of_its_own_attempt(store, kit):
+    await store.enqueue(kit.group("a", 2))
+    one, two = await claim(store, 2)
+    mine, other = kit.call(one, [1], [2], exact=False), kit.call(two, [1], [2])
+    await store.add_transitions([mine, other])
+
+    def about(call):
+        return kit.good(one, rewards=[Reward(value=1.0, scope=Scope.TRANSITION, target=call)])
+
+    for wrong in (other.id, "none"):
+        with pytest.raises(Invalid, match="no transition"):
+            await store.finish([about(wrong)])
+    assert await store.finish([about(mine.id)]) == [True]
+    assert await store.finish([about("none")]) == [False]  # it is over: kept, for inspection
+    assert (await store.trace("a/0")).rollout.rewards == about(mine.id).rewards
 
 
 async def test_spans_are_kept_even_late(store, kit):
