@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from agentrl.errors import Fenced, StoreError
@@ -11,15 +10,16 @@ from agentrl.store.base import Store
 __all__ = ["Fenced", "Store", "StoreError", "open_store"]
 
 
-def open_store(url: str, *, create: bool = True, clock: Callable[[], float] = time.time) -> Store:
+def open_store(url: str, *, create: bool = True, clock: Callable[[], float] | None = None) -> Store:
     """Open the store at a URL, or at the path of an SQLite file.
 
     `sqlite:///relative.db`, `sqlite:////absolute.db`, with `?synchronous=full` to survive power
     cuts too; `postgresql://user:password@host:port/database`, with the options of libpq;
     `http(s)://[KEY@]host:port`, the store that `agentrl store serve` gives to others. A missing
     file, or the tables in an empty database, are made unless `create` is false. Raises StoreError
-    when the URL is not understood or what it names cannot be used. `clock` gives unix seconds; a
-    store over HTTP has its server's.
+    when the URL is not understood or what it names cannot be used. Leases
+    are judged by this machine's clock where the store is a file, else by that of its server; tests
+    give another `clock`, of unix seconds.
     """
     scheme, separator, _ = url.partition("://")
     if scheme in ("postgresql", "postgres") and separator:
@@ -38,7 +38,7 @@ def open_store(url: str, *, create: bool = True, clock: Callable[[], float] = ti
     return SqliteStore(Location.parse(url), create=create, clock=clock)
 
 
-def _postgres(url: str, *, create: bool, clock: Callable[[], float]) -> Store:
+def _postgres(url: str, *, create: bool, clock: Callable[[], float] | None) -> Store:
     try:
         from agentrl.store.postgres import PostgresStore
     except ImportError as error:

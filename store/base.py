@@ -9,7 +9,8 @@ Always true:
     checkpoint and metrics in one transaction.
   * What was claimed and not committed comes back.
 Who may call: each section says whose it is; reading is everybody's. Over HTTP a `runner` key may
-call the verbs of runners and gateways, and read; the others need an `admin` key.
+call the verbs of runners and gateways (not `enqueue` and `cancel`) and, of reading, what these
+need: `run`, `trace`, `policies`, `cursor` and `wait`; the others need an `admin` key.
 When it is repeated: every verb is idempotent. Ids come from the caller, and a repeat changes
 nothing; where a verb has more to say about repeats, it does. So whoever is not sure that a call
 arrived calls again.
@@ -134,9 +135,10 @@ class Store(Protocol):
         """Lease up to `n` rollouts for `lease` seconds, highest priority then oldest first.
 
         Waits up to `timeout` seconds for the first. Expired leases are turned into new attempts
-        here, up to `max_attempts` of the rollout. A repeat with the same `claim_id` returns the
-        same attempts; without one, a repeat claims more. Raises Invalid unless `n` and `lease`
-        are positive."""
+        here, up to `max_attempts` of the rollout. A repeat with the same `claim_id` returns at
+        once those of the same attempts that are still live, and claims no more; without one, a
+        repeat claims more. Raises Invalid unless `n` and `lease` are positive, and for an empty
+        `claim_id`."""
         ...
 
     async def heartbeat(self, attempts: Sequence[str], *, lease: float) -> list[str]:
@@ -151,8 +153,9 @@ class Store(Protocol):
         False where the attempt was no longer live; its rows are then kept as late. A repeat of
         an accepted outcome is True. With `retry`, the rollout is queued again while it has
         attempts left; given back by a runner that stops (`lost_runner`), it does not count as
-        one. Raises NotFound for an unknown attempt; Invalid for a reward that is not finite or
-        has the wrong target, and for a span of another attempt."""
+        one. Raises NotFound for an unknown attempt; Invalid for a reward that is not finite, has
+        no target where its scope needs one, or is about a transition that the attempt does not
+        have, and for a span of another attempt."""
         ...
 
     async def cancel(self, rollouts: Sequence[str]) -> int:
@@ -195,7 +198,7 @@ class Store(Protocol):
         limit: int | None = None,
     ) -> list[Rollout]:
         """Rollouts with their rewards, without transitions, in order of group and index; [] for an
-        unknown run. At most `limit`."""
+        unknown run. At most `limit`; raises Invalid if that is negative."""
         ...
 
     async def trace(self, rollout: str) -> Trace | None:
@@ -262,5 +265,6 @@ class Store(Protocol):
 
     async def vacuum(self) -> None:
         """Give the space of what was removed back to the file system. Takes seconds per gigabyte
-        and as much free disk as the store will have; writers wait, readers do not."""
+        and as much free disk as the store will have; writers wait, readers do not in SQLite. No
+        lease is lost by it: whoever waited long lets all hold for a while."""
         ...

@@ -1,10 +1,11 @@
 """The doorbell between processes that share a store file.
 
 Owns: one Unix datagram socket per open store, in a folder of the temporary directory named after
-the file's device and inode, and one thread that listens to it. Always true: a ring is only a hint
-to look; what it carries is one byte of topics, and a lost one costs at most `SLOW` seconds,
-because the thread also watches the file's own change counter (`pragma data_version`). That is all
-there is where sockets are missing or the processes share no temporary directory.
+the file's device and inode, and one thread that listens to it. Always true: the folder, whose name
+can be guessed, is this user's and open to nobody else, or it is not used; a ring is only a hint to
+look; what it carries is one byte of topics, and a lost one costs at most `SLOW` seconds, because
+the thread also watches the file's own change counter (`pragma data_version`). That is all there is
+where sockets are missing or the processes share no temporary directory.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import os
 import secrets
 import socket
 import sqlite3
+import stat
 import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 from agentrl.store.connection import Location
@@ -61,13 +64,15 @@ class Bell:
         if self._socket is not None and self._sender is not None:
             self._socket.close()
             self._sender.close()
-            (self._folder / self._name).unlink(missing_ok=True)
             with contextlib.suppress(OSError):
+                (self._folder / self._name).unlink(missing_ok=True)
                 self._folder.rmdir()  # succeeds for the last one out
 
     def _bind(self) -> socket.socket | None:
         try:
             self._folder.mkdir(mode=0o700, exist_ok=True)
+            if not _private(self._folder):
+                return None
             bell = _datagrams()
         except (OSError, AttributeError):  # no folder, or no Unix sockets on this system
             return None
@@ -84,24 +89,30 @@ class Bell:
         try:
             self._sender.sendto(message, path)
         except ConnectionRefusedError:  # its process died without closing
-            Path(path).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                Path(path).unlink()
         except OSError:  # gone meanwhile, or its buffer is full: it is about to look anyway
             return
 
     def _listen(self) -> None:
-        conn = self._location.connect(readonly=True)
-        try:
-            seen, checked = _version(conn), time.monotonic()
-            while not self._closed.is_set():
-                topics = self._receive()
-                if time.monotonic() - checked >= SLOW:
-                    version, checked = _version(conn), time.monotonic()
-                    if version != seen:
-                        seen, topics = version, ALL
-                if topics:
-                    self._ring(topics)
-        finally:
-            conn.close()
+        while not self._closed.is_set():
+            try:
+                with closing(self._location.connect(readonly=True)) as conn:
+                    self._hear(conn)
+            except Exception:  # noqa: BLE001 - whoever waits here would not hear of it
+                self._ring(ALL)
+                self._closed.wait(SLOW)
+
+    def _hear(self, conn: sqlite3.Connection) -> None:
+        seen, checked = _version(conn), time.monotonic()
+        while not self._closed.is_set():
+            topics = self._receive()
+            if time.monotonic() - checked >= SLOW:
+                version, checked = _version(conn), time.monotonic()
+                if version != seen:
+                    seen, topics = version, ALL
+            if topics:
+                self._ring(topics)
 
     def _receive(self) -> int:
         """All that is waiting, as one set of topics; none after `SLOW` seconds of silence."""
@@ -122,8 +133,15 @@ class Bell:
 def folder(path: Path) -> Path:
     """Where the bells of a store file hang: the same for every path that leads to the file, and
     short, because a socket's path has about a hundred bytes."""
-    stat = path.stat()
-    return Path(tempfile.gettempdir()) / f"agentrl-bells-{stat.st_dev:x}-{stat.st_ino:x}"
+    file = path.stat()
+    return Path(tempfile.gettempdir()) / f"agentrl-bells-{file.st_dev:x}-{file.st_ino:x}"
+
+
+def _private(path: Path) -> bool:
+    """Whether it is a folder, no link to one, that only this user may enter."""
+    found = path.lstat()
+    mine = found.st_uid == os.geteuid()
+    return mine and stat.S_ISDIR(found.st_mode) and stat.S_IMODE(found.st_mode) == 0o700
 
 
 def _datagrams() -> socket.socket:

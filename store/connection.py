@@ -92,20 +92,25 @@ class SqliteSession:
 
     errors: tuple[type[Exception], ...] = (sqlite3.Error,)
 
-    def __init__(self, location: Location, committed: Callable[[sqlite3.Connection], None]) -> None:
-        self._path = location.path
+    def __init__(
+        self,
+        location: Location,
+        committed: Callable[[sqlite3.Connection], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._path, self._clock = location.path, clock
         self._committed = committed  # called after every commit
         self.conn = location.connect()  # waits while another process recovers or closes the file
         self.conn.execute("pragma busy_timeout = 0")  # from here on `begin` waits by itself
 
-    def begin(self) -> None:
+    def begin(self) -> float:
         """Takes the write lock of the file. SQLite's own waiting sleeps for up to 100 ms at a
         time, so that one busy process would starve the others; this looks every millisecond."""
         deadline = time.monotonic() + BUSY
         while True:
             try:
                 self.conn.execute("begin immediate")
-                return
+                return self._clock()
             except sqlite3.OperationalError as error:
                 busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
                 if not busy or time.monotonic() > deadline:
@@ -155,7 +160,8 @@ class SqliteSnapshots:
         try:
             yield conn
         finally:
-            conn.execute("rollback")
+            if conn.in_transaction:  # some errors have ended it, and are to be met, not this one
+                conn.execute("rollback")
 
     def recover(self, error: Exception, since: float) -> bool:
         return False
@@ -187,7 +193,7 @@ def explain(path: Path, error: sqlite3.Error) -> str:
         "SQLITE_PERM": "it cannot be written; check its permissions",
         "SQLITE_FULL": "the disk is full; free some space and run the same command again",
         "SQLITE_IOERR": "the disk refuses to read or write; check it, and the space on it",
-        "SQLITE_BUSY": "another process holds its write lock; end that process",
+        "SQLITE_BUSY": "another process holds its write lock; wait if it is a vacuum, else end it",
     }
     name = getattr(error, "sqlite_errorname", "") or ""
     known = next((text for code, text in advice.items() if name.startswith(code)), str(error))

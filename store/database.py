@@ -37,7 +37,9 @@ class Session(Protocol):
     @property
     def conn(self) -> Connection: ...
 
-    def begin(self) -> None: ...
+    def begin(self) -> float:
+        """The time, unix seconds, by the one clock that all processes of the store share."""
+        ...
 
     def commit(self, topics: int) -> None:
         """Returns when the transaction is durable. Other processes hear of the topics."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.errors import Conflict, NotFound
+from agentrl.errors import Conflict, Invalid, NotFound
 from agentrl.store import queries, rows
 from agentrl.store.database import Connection
 from agentrl.store.tree import Node, deepest, digest
@@ -23,6 +23,7 @@ from agentrl.types import (
     Reward,
     Rollout,
     RolloutState,
+    Scope,
     Span,
     Trace,
     Transition,
@@ -96,7 +97,10 @@ def add_spans(tx: Transaction, spans: Sequence[Span]) -> None:
 
 
 def add_outcome(tx: Transaction, outcome: Outcome, *, late: bool) -> None:
-    """Rewards and spans that end an attempt."""
+    """Rewards and spans that end an attempt. Raises Invalid for a reward of a call that the attempt
+    did not make; of one that is over such a reward is kept, for inspection."""
+    if not late:
+        _check_targets(tx.conn, outcome)
     _add_spans(tx, (rows.span_columns(span, late=late) for span in outcome.spans))
     tx.conn.executemany(
         SQL["add_reward"],
@@ -168,6 +172,16 @@ def _attempt(tx: Transaction, id: str) -> tuple[str, bool]:
         raise NotFound(f"There is no attempt {id!r} in this store.")
     live = row["state"] == AttemptState.RUNNING and row["lease_until"] > tx.now
     return row["run_id"], not live
+
+
+def _check_targets(conn: Connection, outcome: Outcome) -> None:
+    for id in {reward.target for reward in outcome.rewards if reward.scope is Scope.TRANSITION}:
+        row = conn.execute(SQL["known"], (id,)).fetchone()
+        if row is None or row["attempt_id"] != outcome.attempt:
+            raise Invalid(
+                f"Attempt {outcome.attempt} has no transition {id!r}, which a reward is about: "
+                "name one of its own."
+            )
 
 
 def _add_call(conn: Connection, call: Call, *, late: bool) -> bool:

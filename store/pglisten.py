@@ -60,22 +60,28 @@ class Listener:
                 else:
                     topics = self._heard(self._conn)
             except psycopg.OperationalError:  # the server is away: nothing can change meanwhile
-                if self._conn is not None:
-                    self._conn.close()
-                self._conn = None
+                self._hang_up()
                 continue
+            except Exception:  # noqa: BLE001 - whoever waits here would not hear of it
+                self._hang_up()
+                topics = ALL
             if topics:
                 self._ring(topics)
+        self._hang_up()
+
+    def _hang_up(self) -> None:
         if self._conn is not None:
             self._conn.close()
+        self._conn = None
 
     def _closed(self, seconds: float) -> bool:
         """Waits for a ring, for `seconds`, or for `close`."""
-        files = [self._wake]
+        files = select.poll()  # unlike `select`, for files of any number
+        files.register(self._wake, select.POLLIN)
         if self._conn is not None:
             with contextlib.suppress(psycopg.OperationalError):
-                files.append(self._conn.fileno())
-        ready, _, _ = select.select(files, [], [], seconds)
+                files.register(self._conn.fileno(), select.POLLIN)
+        ready = {number for number, _ in files.poll(seconds * 1000)}
         self._silent = not ready
         return self._wake in ready
 
@@ -85,6 +91,6 @@ class Listener:
             return ALL
         topics, own = 0, self._own()
         for notify in conn.notifies(timeout=0):
-            if notify.pid != own:
-                topics |= int(notify.payload)
+            if notify.pid != own and notify.payload.isdecimal():  # anybody may notify
+                topics |= int(notify.payload) & ALL
         return topics

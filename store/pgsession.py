@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import psycopg
 from psycopg.pq import TransactionStatus
@@ -22,6 +23,7 @@ from agentrl.store.pgserver import Connection, Row, Server, configure, row_facto
 PATIENCE = 60.0  # seconds in which a server must be back before callers hear of it
 PAUSE = 0.2  # seconds between two tries
 CHANNEL = "agentrl"
+BEGIN = b"begin; select extract(epoch from clock_timestamp())::float8"
 AGAIN = (
     psycopg.errors.DeadlockDetected,
     psycopg.errors.SerializationFailure,
@@ -36,8 +38,8 @@ class PostgresSession:
 
     errors: tuple[type[Exception], ...] = (psycopg.Error,)
 
-    def __init__(self, server: Server) -> None:
-        self._server = server
+    def __init__(self, server: Server, clock: Callable[[], float] | None = None) -> None:
+        self._server, self._clock = server, clock
         self._raw = server.connect()
         self.conn = Connection(self._raw)
         self._away: psycopg.OperationalError | None = None  # why the last try to connect failed
@@ -47,8 +49,14 @@ class PostgresSession:
         """Of the server process, by which a listener knows its own rings."""
         return self._raw.info.backend_pid
 
-    def begin(self) -> None:
-        self.conn.execute("begin")
+    def begin(self) -> float:
+        if self._clock is not None:
+            self.conn.execute("begin")
+            return self._clock()
+        cursor = self._raw.execute(BEGIN, prepare=False)  # two statements, which go unprepared
+        cursor.nextset()
+        (now,) = cursor.fetchone() or (math.nan,)
+        return float(now)
 
     def commit(self, topics: int) -> None:
         if topics:

@@ -20,13 +20,15 @@ share (run, group, feed) are written when the transaction ends, in order of name
 verbs, or an `enqueue` into a group that others are finishing, still meets another the other way
 round, PostgreSQL ends one of the two and its writer runs it again.
 
+Leases are judged by the server's clock, which is one, and not by those of the machines that open
+the store.
+
 The feed: numbers of events are given out under a lock that is held until the commit, the last of
 all. They become visible in order, and who saw one has missed none before it.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import psycopg
@@ -41,13 +43,13 @@ from agentrl.store.sqlstore import SqlStore
 
 class PostgresStore(SqlStore):
     def __init__(
-        self, url: str, *, create: bool = True, clock: Callable[[], float] = time.time
+        self, url: str, *, create: bool = True, clock: Callable[[], float] | None = None
     ) -> None:
         server = Server.parse(url)
         pgmigrations.prepare(server, create=create)
         feed = Feed()
         try:
-            session = PostgresSession(server)
+            session = PostgresSession(server, clock)
             listener = Listener(server, feed.ring, lambda: session.pid)
         except psycopg.Error as error:
             raise server.explained(error) from error
@@ -56,7 +58,6 @@ class PostgresStore(SqlStore):
             session,
             PostgresSnapshots(server),
             feed,
-            clock=clock,
             ring=feed.ring,
             hang_up=listener.close,
             shrink=server.vacuum,

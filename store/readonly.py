@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from agentrl.errors import Invalid, NotFound, Unavailable
 from agentrl.store import rows
@@ -149,10 +150,15 @@ def _ask_postgres(url: str, sql: str, limit: int) -> Answer:
         with psycopg.connect(url) as conn, conn.cursor() as cursor:
             conn.read_only = True
             cursor.execute(f"set local statement_timeout = '{SECONDS}s'")
-            # Prepared, so that the server itself refuses a second statement.
-            cursor.execute(sql.encode(), prepare=True)
-            columns = [column.name for column in cursor.description or ()]
-            found = cursor.fetchmany(limit + 1)
+            # Row by row, so that no more is sent than is shown; several statements are refused by
+            # the server. The rest of the answer is cancelled.
+            stream = cast("Generator[tuple[Any, ...]]", cursor.stream(sql.encode()))
+            with closing(stream) as streamed:
+                found = list(islice(streamed, limit + 1))
+                described = cursor.description
+            if not found:  # then a stream does not say its columns
+                described = cursor.execute(sql.encode(), prepare=True).description
+            columns = [column.name for column in described or ()]
             conn.rollback()
     except psycopg.Error as error:
         raise _postgres_error(error) from error

@@ -64,11 +64,16 @@ def claim(
     lease: float,
     run: str | None,
     claim_id: str | None,
-) -> list[Attempt]:
+) -> list[Attempt] | None:
+    """None if there is nothing to claim; of a repeat those that are still live, perhaps none."""
     if claim_id is not None:
         tx.conn.execute(SQL["lock_claim"], {"claim_id": claim_id})
         if repeat := tx.conn.execute(SQL["claimed"], (claim_id,)).fetchall():
-            return [rows.attempt(r, r["claimed_id"], r["fence"], r["lease_until"]) for r in repeat]
+            return [
+                rows.attempt(row, row["claimed_id"], row["fence"], row["lease_until"])
+                for row in repeat
+                if row["claimed_state"] == AttemptState.RUNNING and row["lease_until"] > tx.now
+            ]
     query = SQL["queued"] if run is None else SQL["queued_of_run"]
     claimed = []
     for row in tx.conn.execute(query, {"n": n, "run": run}).fetchall():
@@ -88,7 +93,7 @@ def claim(
         tx.count(row["run_id"], queued=-1, running=1)
         tx.note(row["run_id"], "rollout", row["id"])
         claimed.append(rows.attempt(row, columns["attempt"], columns["fence"], tx.now + lease))
-    return claimed
+    return claimed or None
 
 
 def heartbeat(tx: Transaction, attempts: Sequence[str], lease: float) -> list[str]:
@@ -138,10 +143,10 @@ def expire(tx: Transaction) -> bool:
     return bool(overdue)
 
 
-def next_expiry(conn: Connection) -> float | None:
-    """When the earliest lease runs out, unix seconds."""
-    (until,) = conn.execute(SQL["next_expiry"]).fetchone()
-    return None if until is None else float(until)
+def next_expiry(tx: Transaction) -> float | None:
+    """In how many seconds the earliest lease runs out."""
+    (until,) = tx.conn.execute(SQL["next_expiry"]).fetchone()
+    return None if until is None else max(0.0, float(until) - tx.now)
 
 
 def settled(conn: Connection, group: str) -> bool:

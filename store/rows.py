@@ -41,9 +41,15 @@ class Row(Protocol):
 
 
 def dump(value: Json, what: str) -> str:
-    """JSON text of a user's payload. Raises StoreError, naming `what`, if it is none."""
+    """JSON text of a user's payload. Raises Invalid, naming `what`, if it is none or has an integer
+    of more than 64 bits, which msgpack, and so whoever reads it over HTTP, does not have."""
     try:
+        msgspec.msgpack.encode(value)
         return msgspec.json.encode(value).decode()
+    except OverflowError as error:
+        raise Invalid(
+            f"{what} has an integer of more than 64 bits: send it as text or as a float."
+        ) from error
     except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise Invalid(f"{what} cannot be written as JSON: {error}.") from error
 

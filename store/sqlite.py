@@ -15,7 +15,7 @@ from agentrl.store.sqlstore import SqlStore
 
 class SqliteStore(SqlStore):
     def __init__(
-        self, location: Location, *, create: bool = True, clock: Callable[[], float] = time.time
+        self, location: Location, *, create: bool = True, clock: Callable[[], float] | None = None
     ) -> None:
         migrations.prepare(location, create=create)
         feed = Feed()
@@ -30,14 +30,13 @@ class SqliteStore(SqlStore):
             bell.close()
             checkpoints.close()
 
-        session = SqliteSession(location, checkpoints.committed)
+        session = SqliteSession(location, checkpoints.committed, clock or time.time)
         snapshots = SqliteSnapshots(location)
         super().__init__(
             location.url,
             session,
             snapshots,
             feed,
-            clock=clock,
             ring=ring,
             hang_up=hang_up,
             shrink=location.vacuum,

@@ -49,9 +49,9 @@ T = TypeVar("T")
 
 
 class SqlStore:
-    """See `agentrl.store.base.Store` for the verbs. `clock` gives unix seconds to leases; `ring`
-    is called with the topics of every commit, `hang_up` ends the listening to other processes,
-    `shrink` gives free space back."""
+    """See `agentrl.store.base.Store` for the verbs. `ring` is called with the topics of
+    every commit, `hang_up` ends the listening to other processes, `shrink` gives free space
+    back."""
 
     def __init__(
         self,
@@ -60,17 +60,15 @@ class SqlStore:
         snapshots: Snapshots,
         feed: Feed,
         *,
-        clock: Callable[[], float],
         ring: Callable[[int], None],
         hang_up: Callable[[], None],
         shrink: Callable[[], None],
     ) -> None:
         self.url = url
-        self._clock = clock
         self._feed = feed
         self._hang_up, self._shrink = hang_up, shrink
         self._readers = Readers(snapshots)
-        self._writer = Writer(snapshots.name, session, clock, ring)
+        self._writer = Writer(snapshots.name, session, ring)
 
     async def close(self) -> None:
         await asyncio.to_thread(self._close)
@@ -134,10 +132,12 @@ class SqlStore:
     ) -> list[Attempt]:
         _positive("n", n)
         _positive("lease", lease)
+        if claim_id == "":
+            raise Invalid("claim_id is empty: give each claim an id of its own, or none.")
 
         def claim(tx: Transaction, last: bool) -> list[Attempt] | None:
             claimed = queue.claim(tx, n, runner=runner, lease=lease, run=run, claim_id=claim_id)
-            return claimed if claimed or last else None
+            return [] if claimed is None and last else claimed
 
         return await self._until(QUEUE, claim, timeout)
 
@@ -183,6 +183,8 @@ class SqlStore:
         state: RolloutState | None = None,
         limit: int | None = None,
     ) -> list[Rollout]:
+        if limit is not None and limit < 0:
+            raise Invalid(f"limit is a number of rollouts, not {limit}.")
         query = partial(
             evidence.rollouts,
             run=run,
@@ -242,11 +244,18 @@ class SqlStore:
         older_than: float | None = None,
         dry_run: bool = False,
     ) -> Pruned:
-        limits = upkeep.limits(self._clock(), run, keep_last, older_than)
+        now = await self._writer.post(lambda tx: tx.now)
+        limits = upkeep.limits(now, run, keep_last, older_than)
         return await upkeep.prune(self._readers.read, self._writer.post, limits, dry_run=dry_run)
 
     async def vacuum(self) -> None:
         await asyncio.to_thread(self._shrink)
+        await self.resume()
+
+    async def resume(self) -> None:
+        """After a time in which no runner could reach the store: leases hold for a while, also
+        those that ran out and were given to nobody else. Called before the first claim."""
+        await self._writer.post(Transaction.resume)
 
     # -- parts -------------------------------------------------------------------------------------
 
@@ -263,14 +272,13 @@ class SqlStore:
             def verb(tx: Transaction, last: bool = last) -> tuple[T | None, float | None]:
                 if queue.expire(tx):
                     tx.settle()  # for this look
-                return look(tx, last), queue.next_expiry(tx.conn)
+                return look(tx, last), queue.next_expiry(tx)
 
-            found, expiry = await self._writer.post(verb)
+            found, expires = await self._writer.post(verb)
             if found is not None:
                 return found
             left = deadline.left
-            if expiry is not None:
-                expires = max(0.0, expiry - self._clock())
+            if expires is not None:
                 left = expires if left is None else min(left, expires)
             await self._feed.changed(topic, ticket, left)
 

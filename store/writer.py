@@ -4,7 +4,10 @@ Owns: the store's only writing session in this process, and the queue of posted 
 whatever waits is executed in one transaction; a refused verb leaves nothing behind and harms no
 other (the group is undone and run again, each verb in a savepoint of its own); a verb's future
 resolves after the commit, on the loop that posted it. A verb may therefore run several times: it
-has no effect outside the transaction. Nobody else in the process writes.
+has no effect outside the transaction. Nobody else in the process writes. Every posted verb is
+answered: what nobody foresaw ends the writer, and is the answer to all that wait or come later.
+After a time in which nobody could write (a vacuum, a failover) leases hold for a while, whatever
+they say.
 """
 
 from __future__ import annotations
@@ -20,13 +23,16 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from agentrl.errors import StoreError
+from agentrl.errors import StoreError, Unavailable
 from agentrl.store.database import Connection, Session
 from agentrl.store.feed import ANY, GROUPS, call_soon
 from agentrl.store.queries import load
 from agentrl.types import Counts, Purpose
 
 SQL = load("feed")
+RESUME = load("rollouts")["resume"]
+STALL = 5.0  # seconds: a heartbeat that waits longer for its transaction may come too late
+GRACE = 10.0  # seconds that every lease holds after a stall: heartbeats are waiting by then
 GROUP = 256  # verbs in one transaction: bounds how long other processes wait for the lock
 COUNTERS = dict.fromkeys(Counts.__struct_fields__, 0)
 T = TypeVar("T")
@@ -59,6 +65,11 @@ class Transaction:
     def end(self, run: str, group: str) -> None:
         """One more rollout of the group is terminal."""
         self.ended[run, group] += 1
+
+    def resume(self) -> None:
+        """Every lease holds for a while: nobody could extend it. Those that ran out, and were given
+        to nobody else, hold again."""
+        self.conn.execute(RESUME, {"until": self.now + GRACE})
 
     def add(self, other: Transaction) -> None:
         """Everything that another verb changed."""
@@ -119,50 +130,82 @@ class Writer:
         self,
         name: str,
         session: Session,
-        clock: Callable[[], float],
         ring: Callable[[int], None],
     ) -> None:
         self._name = name
         self._session = session
-        self._clock = clock
         self._ring = ring
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._lock = threading.Lock()  # a verb is put while the writer is there to answer it
         self._closed = False
+        self._failure: Exception | None = None  # what ended the writer
+        self._stalled = False  # the transaction before
         self._thread = threading.Thread(target=self._serve, name="store-writer", daemon=True)
         self._thread.start()
 
     def post(self, verb: Verb[T]) -> asyncio.Future[T]:
         """From any running loop. The future resolves after the commit."""
-        if self._closed:
-            raise StoreError(f"Store {self._name} is closed.")
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        self._jobs.put(_Job(verb, loop, future))
+        with self._lock:
+            if self._closed:
+                raise StoreError(f"Store {self._name} is closed.")
+            if self._failure is not None:
+                raise self._ended(self._failure)
+            self._jobs.put(_Job(verb, loop, future))
         return future
 
     def close(self) -> None:
         """Blocks until everything posted is committed."""
-        self._closed = True
-        self._jobs.put(None)
+        with self._lock:
+            self._closed = True
+            self._jobs.put(None)
         self._thread.join()
         self._session.close()
 
     def _serve(self) -> None:
+        jobs: list[_Job] = []
         open_ = True
-        while open_:
-            batch = [self._jobs.get()]
-            while len(batch) < GROUP and batch[-1] is not None:
-                try:
-                    batch.append(self._jobs.get_nowait())
-                except Empty:
-                    break
-            open_ = batch[-1] is not None
-            jobs = [job for job in batch if job is not None]
-            if jobs:
-                topics = self._commit(jobs)
+        try:
+            while open_:
+                jobs, open_ = self._waiting()
+                topics = self._commit(jobs) if jobs else 0
                 _resolve_all(jobs)
+                jobs = []  # answered, whatever becomes of the ring
                 if topics:
                     self._ring(topics)
+        except Exception as error:  # noqa: BLE001 - callers would wait for ever
+            self._fail(jobs, error)
+
+    def _waiting(self) -> tuple[list[_Job], bool]:
+        """A group of verbs, and whether more may come."""
+        batch = [self._jobs.get()]
+        while len(batch) < GROUP and batch[-1] is not None:
+            try:
+                batch.append(self._jobs.get_nowait())
+            except Empty:
+                break
+        return [job for job in batch if job is not None], batch[-1] is not None
+
+    def _fail(self, jobs: list[_Job], error: Exception) -> None:
+        """Answers these verbs and all others that wait; nothing comes after them."""
+        with self._lock:
+            self._failure = error
+            while not self._jobs.empty():
+                if (job := self._jobs.get()) is not None:
+                    jobs.append(job)
+        self._session.close()  # gives up the transaction, which would block other processes
+        for job in jobs:
+            job.error = self._ended(error)
+        _resolve_all(jobs)
+
+    def _ended(self, error: Exception) -> Unavailable:
+        ended = Unavailable(
+            f"Store {self._name}: its writer met an error that nobody foresaw ({error!r}) and has "
+            "ended: open the store anew."
+        )
+        ended.__cause__ = error
+        return ended
 
     def _commit(self, jobs: list[_Job]) -> int:
         """One transaction; returns the topics it touched. Errors go to the jobs."""
@@ -170,10 +213,10 @@ class Writer:
         while True:
             try:
                 try:
-                    return self._transact(jobs, self._run)
+                    return self._transact(jobs, self._run, since)
                 except Exception:  # noqa: BLE001 - met again below, alone, and delivered
                     self._session.rollback()
-                    return self._transact(jobs, self._run_alone)
+                    return self._transact(jobs, self._run_alone, since)
             except self._session.errors as error:
                 self._session.rollback()
                 if self._session.recover(error, since):
@@ -182,14 +225,19 @@ class Writer:
                     job.error = job.error or self._session.explained(error)
                 return 0
 
-    def _transact(self, jobs: list[_Job], run: Callable[[_Job, Transaction], None]) -> int:
-        self._session.begin()
-        group = Transaction(self._session.conn, self._clock())
+    def _transact(
+        self, jobs: list[_Job], run: Callable[[_Job, Transaction], None], since: float
+    ) -> int:
+        now = self._session.begin()
+        group = Transaction(self._session.conn, now)
+        if self._stalled or time.monotonic() - since > STALL:
+            group.resume()
         for job in jobs:
             job.error = None
             run(job, group)
         group.write()
         self._session.commit(group.topics)
+        self._stalled = time.monotonic() - since > STALL
         return group.topics
 
     def _run(self, job: _Job, tx: Transaction) -> None:

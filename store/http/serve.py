@@ -15,6 +15,7 @@ from agentrl.errors import ConfigError
 from agentrl.store.base import Store
 from agentrl.store.http.keys import VARIABLE, Keys, loopback
 from agentrl.store.http.server import App
+from agentrl.store.sqlstore import SqlStore
 
 BACKLOG = 4096  # connections that may wait to be accepted
 GRACE = 10  # seconds that calls in progress get to end after SIGTERM
@@ -98,6 +99,8 @@ def run(store: Callable[[], Store], host: str, port: int, keys: Keys, *, largest
 
         async def main() -> None:
             async with store() as opened:
+                if isinstance(opened, SqlStore):  # no runner could hold its lease meanwhile
+                    await opened.resume()
                 await serve(App(opened, keys, largest=largest), listening, ready)
 
         factory = uvicorn.Config("", loop="auto").get_loop_factory()

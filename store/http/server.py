@@ -94,7 +94,7 @@ class App:
                 _allow(verb, scope)
                 key = headers.get(b"idempotency-key")
                 result = await self._call(verb, body, form, _key(key), receive)
-            status, out = (202, b"") if result is AGAIN else (200, ENCODE[form](result))
+            status, out = (202, b"") if result is AGAIN else (200, _encoded(form, result))
         except StoreError as error:
             status, refused = wire.refusal(error)
             out = ENCODE[form or JSON](wire.Refusal(error=refused))
@@ -195,7 +195,7 @@ class App:
         for call in _decoded(BATCHES[form], body).calls:
             try:
                 result = await self._one(call, form, scope)
-                results.append(wire.Answer(result=msgspec.Raw(ENCODE[form](result))))
+                results.append(wire.Answer(result=msgspec.Raw(_encoded(form, result))))
             except StoreError as error:
                 results.append(wire.Answer(error=wire.refusal(error)[1]))
             except HTTPException as error:
@@ -294,6 +294,14 @@ def _decoded(decode: wire.Decode, body: bytes) -> Any:
         raise Invalid(f"{error}.") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise HTTPException(400, f"The body cannot be read: {error}.") from error
+
+
+def _encoded(form: str, result: Any) -> bytes:
+    """Raises StoreError for what is stored and has no form in this encoding."""
+    try:
+        return ENCODE[form](result)
+    except (OverflowError, RecursionError, TypeError, ValueError) as error:
+        raise StoreError(f"The answer cannot be written as {form}: {error}.") from error
 
 
 async def _send(send: Send, status: int, body: bytes, form: str) -> None:

@@ -44,7 +44,7 @@ insert into attempts (
 select null;  -- there is one writer
 
 -- name: claimed
-select r.*, a.id as claimed_id, a.fence, a.lease_until
+select r.*, a.id as claimed_id, a.fence, a.state as claimed_state, a.lease_until
 from attempts a join rollouts r on r.id = a.rollout_id
 where a.claim_id = ?
 order by a.rowid;
@@ -52,6 +52,9 @@ order by a.rowid;
 -- name: heartbeat
 update attempts set lease_until = max(lease_until, :until)
 where id in (select value from json_each(:attempts)) and state = 'running' and lease_until > :now;
+
+-- name: resume
+update attempts set lease_until = :until where state = 'running' and lease_until < :until;
 
 -- name: live
 select json_group_array(id) from attempts

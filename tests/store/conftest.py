@@ -169,7 +169,7 @@ async def opener(url: str, server_clock: ServerClock) -> AsyncIterator[Opener]:
     opened: list[Store] = []
 
     def open_(**options: Any) -> Store:
-        server_clock.clock = options.get("clock", time.time)
+        server_clock.clock = options.get("clock") or time.time
         opened.append(open_store(url, **options))
         return opened[-1]
 

@@ -71,6 +71,25 @@ async def test_a_rollout_comes_out_as_it_went_in(store):
     assert (row.task, row.state, row.attempt) == (rollout.task, RolloutState.RUNNING, attempt.id)
 
 
+@pytest.mark.parametrize("value", [2**64, -(2**63) - 1, 10**30])
+async def test_an_integer_that_not_every_reader_has_is_refused(store, kit, value):
+    with pytest.raises(Invalid, match="b/0"):
+        await store.enqueue([*kit.group("a", 1), *kit.group("b", 1, task={"deep": [{"x": value}]})])
+    with pytest.raises(Invalid):
+        await store.open_run("other", {"x": value})
+    await store.enqueue(kit.group("c", 1, task={"x": [2**64 - 1, -(2**63)]}))
+    (attempt,) = await claim(store, 9)
+    assert attempt.rollout.task == {"x": [2**64 - 1, -(2**63)]}
+    for more in ({"messages": [{"x": value}]}, {"answer": {"x": value}}, {"tools": [{"x": value}]}):
+        with pytest.raises(Invalid):
+            await store.add_transitions([kit.call(attempt, [1], [2], **more)])
+    with pytest.raises(Invalid):
+        await store.add_spans([kit.span(attempt, attributes={"x": value})])
+    with pytest.raises(Invalid):
+        await store.finish([kit.good(attempt, result={"x": value})])
+    assert await store.finish([kit.good(attempt)]) == [True]
+
+
 async def test_claims_highest_priority_then_oldest(store, kit):
     await store.enqueue(kit.group("old", 2))
     await store.enqueue(kit.group("urgent", 1, priority=5))
@@ -109,6 +128,23 @@ async def test_a_claim_repeats_with_its_id(store, kit):
     assert await claim(store, 2, claim_id="c1") == first
     second = await claim(store, 2, claim_id="c2")
     assert not {a.id for a in first} & {a.id for a in second}
+
+
+async def test_a_repeated_claim_gives_only_what_is_still_live(store, kit, clock):
+    await store.enqueue(kit.group("a", 4))
+    done, lost, kept = await claim(store, 3, claim_id="c")
+    await store.finish([kit.good(done)])
+    assert await claim(store, 3, claim_id="c") == [lost, kept]
+    clock.now += 6
+    assert await store.heartbeat([kept.id], lease=10) == [kept.id]
+    clock.now += 6
+    assert [attempt.id for attempt in await claim(store, 3, claim_id="c")] == [kept.id]
+    await store.cancel([kept.rollout.id])
+    async with asyncio.timeout(SOON):
+        assert await claim(store, 3, claim_id="c", timeout=60) == []  # at once, and no others
+    assert (await store.counts("run")).queued == 2
+    with pytest.raises(Invalid, match="claim_id"):
+        await claim(store, claim_id="")
 
 
 async def test_an_expired_lease_becomes_the_next_attempt(store, kit, clock):
@@ -481,6 +517,16 @@ async def test_runs_and_rollouts_are_listed(store, kit):
 # -- evidence --------------------------------------------------------------------------------------
 
 
+async def test_a_limit_is_a_number_of_rollouts(store, kit):
+    await store.enqueue(kit.group("a", 3))
+    for limit in (0, 2, 9, None):
+        n = 3 if limit is None else min(limit, 3)
+        assert len(await store.rollouts("run", limit=limit)) == n
+        assert len(await store.rollouts("run", group="a", limit=limit)) == n
+    with pytest.raises(Invalid, match="limit"):
+        await store.rollouts("run", limit=-1)
+
+
 async def test_a_conversation_comes_back_exactly(store, kit):
     await store.enqueue(kit.group("a", 1))
     (attempt,) = await claim(store)
@@ -577,10 +623,28 @@ async def test_rewards_of_every_scope(store, kit):
         Reward(value=0.5, name="style", scope=Scope.ROLE, target="critic", source="judge"),
         Reward(value=-1.0, scope=Scope.TRANSITION, target="call-0"),
     ]
+    await store.add_transitions([kit.call(attempt, [1], [2], id="call-0")])
     await store.finish([kit.good(attempt, rewards=rewards)])
     assert (await store.trace("a/0")).rollout.rewards == rewards
     with pytest.raises(StoreError, match="target"):
         await store.finish([kit.good(attempt, rewards=[Reward(value=1.0, scope=Scope.ROLE)])])
+
+
+async def test_a_reward_is_about_a_call_of_its_own_attempt(store, kit):
+    await store.enqueue(kit.group("a", 2))
+    one, two = await claim(store, 2)
+    mine, other = kit.call(one, [1], [2], exact=False), kit.call(two, [1], [2])
+    await store.add_transitions([mine, other])
+
+    def about(call):
+        return kit.good(one, rewards=[Reward(value=1.0, scope=Scope.TRANSITION, target=call)])
+
+    for wrong in (other.id, "none"):
+        with pytest.raises(Invalid, match="no transition"):
+            await store.finish([about(wrong)])
+    assert await store.finish([about(mine.id)]) == [True]
+    assert await store.finish([about("none")]) == [False]  # it is over: kept, for inspection
+    assert (await store.trace("a/0")).rollout.rewards == about(mine.id).rewards
 
 
 async def test_spans_are_kept_even_late(store, kit):

@@ -167,7 +167,8 @@ class Machine(RuleBasedStateMachine):
         got = self.do(self.store.claim(n, runner="r", lease=LEASE, run=self.run, claim_id=name))
         self.expire()
         if name in self.claims:
-            told = [(one.attempt.id, one.attempt.fence) for one in self.claims[name]]
+            live = [one for one in self.claims[name] if self.live(one)]
+            told = [(one.attempt.id, one.attempt.fence) for one in live]
             assert [(attempt.id, attempt.fence) for attempt in got] == told
             return
         queued = [row for row in self.rows.values() if row.state == "queued"]

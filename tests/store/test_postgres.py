@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 
 import psycopg
 import pytest
 
 from agentrl.errors import Invalid, NotFound, StoreError, Unavailable
-from agentrl.store import migrations, open_store, pgmigrations, pgsession, queries, requests
+from agentrl.store import (
+    migrations,
+    open_store,
+    pglisten,
+    pgmigrations,
+    pgsession,
+    queries,
+    readonly,
+    requests,
+)
+from agentrl.store.readonly import Answer, ask
 from agentrl.store.urls import without_password
 from agentrl.types import RolloutState
 
@@ -182,7 +193,68 @@ async def test_text_that_cannot_be_stored_is_refused_alone(url: str, name: str) 
         assert await store.runs() == ["good"]
 
 
+# -- queries ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("query", "answer"),
+    [
+        ("select 1 as a, 'x' as b", Answer(["a", "b"], [[1, "x"]], False)),
+        ("select 1 as a where false", Answer(["a"], [], False)),
+        ("values (1), (2), (3)", Answer(["column1"], [[1], [2]], True)),
+        ("show server_encoding", Answer(["server_encoding"], [["UTF8"]], False)),
+    ],
+)
+def test_a_query_gives_columns_and_the_first_rows(url: str, query: str, answer: Answer) -> None:
+    assert ask(url, query, limit=2) == answer
+
+
+@pytest.mark.parametrize(
+    ("query", "why"),
+    [
+        ("with x as (delete from runs returning 1) select * from x", "only reads"),
+        ("select 1; select 2", "multiple commands"),
+        ("select 1 / 0", "division by zero"),
+        ("select 1 / (3 - i) from generate_series(1, 4) i", "division by zero"),
+    ],
+)
+def test_a_wrong_query_is_refused(url: str, query: str, why: str) -> None:
+    with pytest.raises(Invalid, match=why):
+        ask(url, query, limit=9)
+
+
+def test_of_a_large_answer_only_what_is_shown_is_fetched(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readonly, "SECONDS", 5)
+    endless = "select repeat('x', 9000), pg_sleep(0.01)::text from generate_series(1, 1000000)"
+    found = ask(url, endless, limit=2)
+    assert (len(found.rows), found.more) == (2, True)
+
+
 # -- locks -----------------------------------------------------------------------------------------
+
+
+async def test_leases_are_judged_by_the_clock_of_the_server(url: str, kit) -> None:
+    """It is an hour ahead of this machine here, so that whose clock it was can be told."""
+    sql(
+        url,
+        "create function clock_timestamp() returns timestamptz language sql as "
+        "$$ select pg_catalog.clock_timestamp() + interval '1 hour' $$",
+    )
+    ahead = f"{url}&options=-csearch_path%3Dpublic,pg_catalog"
+    async with open_store(ahead) as store:
+        await store.open_run("run", {})
+        await store.enqueue(kit.group("a", 1))
+        (attempt,) = await store.claim(1, runner="r", lease=100)
+        assert 3600 < attempt.lease_until - time.time() <= 3700
+        assert await store.heartbeat([attempt.id], lease=200) == [attempt.id]
+        assert await store.finish([kit.good(attempt)]) == [True]
+        await store.enqueue(kit.group("b", 1))
+        await store.claim(1, runner="r", lease=0.3)
+        async with asyncio.timeout(10):  # it waits for what is left by that clock
+            (again,) = await store.claim(1, runner="s", lease=9, timeout=20)
+        assert again.fence == 2
 
 
 async def test_a_deadlock_is_resolved_and_nobody_hears_of_it(url: str) -> None:
@@ -266,6 +338,15 @@ async def test_a_follower_misses_no_event(url: str, kit, opener) -> None:
     await following
     with psycopg.connect(url) as conn:
         assert seen[1:] == [row[0] for row in conn.execute("select seq from events order by seq")]
+
+
+async def test_a_notice_of_somebody_else_is_no_ring(url: str, monkeypatch) -> None:
+    async with open_store(url) as one, open_store(url) as other, asyncio.timeout(20):
+        monkeypatch.setattr(pglisten, "SLOW", 60.0)
+        waiting = asyncio.create_task(one.wait(await one.cursor()))
+        sql(url, "notify agentrl, 'hello'", "notify agentrl")
+        await other.open_run("run", {})
+        assert await waiting == 1
 
 
 # -- lost connections ------------------------------------------------------------------------------

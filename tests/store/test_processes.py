@@ -77,6 +77,35 @@ async def test_another_process_wakes_a_waiter_at_once(
             assert await wait > 0
 
 
+@pytest.mark.parametrize("url", ["sqlite", "postgres"], indirect=True)
+async def test_an_error_while_listening_is_a_ring_and_not_the_end(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for listener in (bell, pglisten):
+        monkeypatch.setattr(listener, "SLOW", 0.05)
+    names = {"sqlite": (bell.Bell, "_receive"), "postgresql": (pglisten.Listener, "_heard")}
+    kind, name = names[url.partition(":")[0]]
+    look, failed = getattr(kind, name), []
+
+    def fail(*given: object) -> int:
+        if len(failed) < 3:
+            failed.append(given)
+            raise RuntimeError("nobody foresaw this")
+        return int(look(*given))
+
+    async with open_store(url) as one, open_store(url) as other, asyncio.timeout(20):
+        monkeypatch.setattr(kind, name, fail)
+        for step in range(5):
+            waiting = asyncio.create_task(one.wait(await one.cursor()))
+            await other.open_run(f"run {step}", {})
+            assert await waiting > step
+        while len(failed) < 3:  # noqa: ASYNC110 - nothing announces it
+            await asyncio.sleep(0.01)
+        waiting = asyncio.create_task(one.wait(await one.cursor()))
+        await other.open_run("last", {})
+        assert await waiting
+
+
 async def test_without_sockets_the_file_is_watched(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +116,43 @@ async def test_without_sockets_the_file_is_watched(
         await other.open_run("run", {})
         async with asyncio.timeout(20):
             assert await waiting == 1
+
+
+async def test_a_bell_that_cannot_be_taken_down_harms_nobody(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_store(str(path)) as store:
+        with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) as dead:
+            dead.bind(str(bell.folder(path) / "dead"))
+
+        def refuse(*_: object, **__: object) -> None:
+            raise PermissionError("somebody else's")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", refuse)
+            await store.open_run("run", {})
+            async with asyncio.timeout(10):
+                await store.log("run", 0, {})
+                await store.log("run", 1, {})
+        assert len(await store.steps("run")) == 2
+
+
+@pytest.mark.parametrize("made", ["open to all", "a link"])
+async def test_a_folder_of_bells_that_others_may_enter_is_not_used(path: Path, made: str) -> None:
+    await open_store(str(path)).close()
+    bells, own = bell.folder(path), path.parent / "own"
+    own.mkdir(mode=0o700)
+    if made == "a link":
+        bells.symlink_to(own)
+    else:
+        bells.mkdir()
+        bells.chmod(0o777)
+    try:
+        async with open_store(str(path)) as store:
+            assert list(bells.iterdir()) == []
+            await store.open_run("run", {})
+    finally:
+        bells.unlink() if made == "a link" else bells.rmdir()
 
 
 async def test_whatever_was_acknowledged_survives_kill_9(url: str, spawn: Spawn) -> None:

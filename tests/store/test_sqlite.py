@@ -207,6 +207,19 @@ async def test_a_refused_verb_harms_no_other_of_its_group(tmp_path: Path, kit) -
         assert ids == ["a/0", "a/1", "d/0", "d/1"]
 
 
+async def test_an_error_that_ended_the_snapshot_is_the_one_that_is_met(tmp_path: Path) -> None:
+    async with open_store(str(tmp_path / "store.db")) as store:
+        await store.open_run("run", {})
+
+        def read(conn):
+            conn.execute("rollback")  # as SQLite does when the disk fails
+            raise sqlite3.OperationalError("disk I/O error")
+
+        with pytest.raises(Unavailable, match="disk I/O error"):
+            await store._readers.read(read)
+        assert await store.runs() == ["run"]
+
+
 async def test_one_store_serves_several_loops(tmp_path: Path, kit) -> None:
     async with open_store(str(tmp_path / "store.db")) as store:
         await store.open_run("run", {})

@@ -16,7 +16,7 @@ for update skip locked;
 select pg_advisory_xact_lock(hashtextextended(:claim_id, 0));
 
 -- name: claimed
-select r.*, a.id as claimed_id, a.fence, a.lease_until
+select r.*, a.id as claimed_id, a.fence, a.state as claimed_state, a.lease_until
 from attempts a join rollouts r on r.id = a.rollout_id
 where a.claim_id = ?
 order by a.seq;
@@ -30,6 +30,16 @@ from (
     for no key update
 ) as named
 where id = locked and state = 'running' and lease_until > :now;
+
+-- name: resume
+-- Whoever holds the others extends or ends them.
+update attempts set lease_until = :until
+from (
+    select id as silent from attempts
+    where state = 'running' and lease_until < :until
+    for no key update skip locked
+) as unheard
+where id = silent;
 
 -- name: live
 select coalesce(json_agg(id)::text, '[]') from attempts

@@ -262,6 +262,20 @@ async def test_over_postgres_a_restart_is_only_a_delay_too(postgres, kit):
     assert (counts.succeeded, counts.transitions, counts.groups_trained) == (2, 2, 1)
 
 
+async def test_a_lease_that_ran_out_while_the_server_was_down_holds_again(tmp_path, kit):
+    path, port = tmp_path / "store.db", free_port()
+    async with open_store(f"http://127.0.0.1:{port}") as store:
+        with server(path, port) as process:
+            await store.open_run("run", {})
+            await store.enqueue(kit.group("a", 1))
+            (attempt,) = await store.claim(1, runner="r", lease=0.2)
+            process.kill()
+        with server(path, port):  # which takes longer to start
+            assert await store.claim(1, runner="s", lease=9) == []
+            assert await store.heartbeat([attempt.id], lease=9) == [attempt.id]
+            assert await store.finish([kit.good(attempt)]) == [True]
+
+
 async def test_sigterm_ends_waits_at_once_and_finishes_the_rest(tmp_path, kit):
     path, port = tmp_path / "store.db", free_port()
     async with open_store(f"http://127.0.0.1:{port}") as store:
