@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import re
+import socket
+import sqlite3
+import threading
+from collections.abc import Iterator
 
 import httpx
 import msgspec
@@ -14,7 +19,9 @@ from schemathesis import GenerationMode, openapi
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
 
-from agentrl.store.http.wire import MSGPACK, SCOPES, VERBS
+from agentrl.store import base
+from agentrl.store.http import serve, server
+from agentrl.store.http.wire import MSGPACK, SCOPES, VERBS, Scope
 from agentrl.store.requests import KEPT
 
 ROLLOUT = {"id": "g/0", "run": "run", "group": "g", "index": 0, "task": {}}
@@ -59,6 +66,27 @@ def test_a_runner_may_only_do_what_runners_do(runner):
     results = runner.post("/v1/batch", json={"calls": calls}).json()["results"]
     assert results[0]["error"]["code"] == "forbidden"
     assert results[1]["result"] > 0
+
+
+def test_without_keys_only_who_calls_it_this_machine_is_answered(serving, tmp_path):
+    hosts = {"localhost": 200, "127.0.0.1:80": 200, "[::1]": 200, "[::1]:80": 200}
+    hosts |= {"evil.example:80": 403, "evil.example": 403, "localhost.example": 403}
+    with serving(f"sqlite:///{tmp_path / 'store.db'}") as address:
+        for host, status in hosts.items():
+            for path in ("cursor", "batch", "traces"):
+                answer = httpx.post(
+                    f"{address}/v1/{path}",
+                    json={"calls": []} if path == "batch" else {},
+                    headers={"host": host},
+                )
+                assert answer.status_code == status, (host, path)
+
+
+def test_the_protocol_says_what_a_runner_may_read():
+    (sentence,) = re.findall(r"need: (.*?);", base.__doc__, re.DOTALL)
+    does = {"claim", "heartbeat", "finish", "add_transitions", "add_spans"}
+    reads = {name for name, scope in SCOPES.items() if scope is Scope.RUNNER} - does
+    assert set(re.findall(r"`(\w+)`", sentence)) == reads
 
 
 # -- bad input -------------------------------------------------------------------------------------
