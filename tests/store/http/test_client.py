@@ -155,6 +155,16 @@ async def test_a_batch_is_one_request(address, kit):
     assert isinstance(wrong, Invalid)
 
 
+async def test_a_call_that_cannot_be_sent_is_refused_at_its_place(address):
+    wrong = call("open_run", "wrong", {"x": object()})
+    async with HttpStore(address) as store:
+        before, refused, after = await store.batch([call("cursor"), wrong, call("runs")])
+        assert (before, after) == (0, [])
+        assert isinstance(refused, Invalid)
+        (refused,) = await store.batch([wrong])
+        assert isinstance(refused, Invalid)
+
+
 async def test_a_batch_does_not_wait(address):
     async with HttpStore(address) as store:
         (refused,) = await store.batch([call("wait", 0)])
