@@ -312,10 +312,14 @@ def _parse(url: str) -> tuple[str, str, float]:
         parts = urlsplit(url)
         port, host = parts.port, parts.hostname
         options = dict(parse_qsl(parts.query, keep_blank_values=True))
+        if parts.username and parts.password:
+            raise StoreError(
+                f"The store's URL has a user and a password, not one key: use {USAGE}."
+            )
         key = unquote(parts.username or parts.password or "") or options.pop("key", "")
         patience = float(options.pop("patience", PATIENCE))
-    except ValueError as error:
-        raise StoreError(f"The store's URL cannot be read ({error}): use {USAGE}.") from None
+    except ValueError:  # whose text may repeat a part of the key
+        raise StoreError(f"The store's URL cannot be read: use {USAGE}.") from None
     if not host or options or parts.fragment or not 0 <= patience < float("inf"):
         raise StoreError(f"The store's URL is not of the form {USAGE}.")
     shown = (f"[{host}]" if ":" in host else host) + ("" if port is None else f":{port}")

@@ -63,6 +63,8 @@ def server(url: Path | str, port: int) -> Iterator[subprocess.Popen[str]]:
         "http://secret@host/?patience=-1",
         "http://host/?key=secret&unknown=1",
         "http://secret@host/#x",
+        "http://user:secret@host/",
+        "http://user:secret/more@host/",
     ],
 )
 def test_a_wrong_address_is_refused_without_saying_the_key(url):
