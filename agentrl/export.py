@@ -112,6 +112,7 @@ async def _post(client: httpx.AsyncClient, url: str, body: bytes) -> None:
 
 
 def _accept(answer: httpx.Response) -> None:
+    from google.protobuf.message import DecodeError
     from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 
     if answer.status_code in (401, 403):
@@ -124,7 +125,12 @@ def _accept(answer: httpx.Response) -> None:
             f"{answer.url} refuses the traces with status {answer.status_code}: {answer.text:.200}"
         )
     if answer.headers.get("content-type", "").startswith("application/x-protobuf"):
-        said = trace_service_pb2.ExportTraceServiceResponse.FromString(answer.content)
+        try:
+            said = trace_service_pb2.ExportTraceServiceResponse.FromString(answer.content)
+        except DecodeError:
+            raise AgentRLError(
+                f"{answer.url} answered what is no OTLP; is it the URL of an OTLP/HTTP receiver?"
+            ) from None
         if said.partial_success.rejected_spans:
             count, reason = said.partial_success.rejected_spans, said.partial_success.error_message
             raise AgentRLError(

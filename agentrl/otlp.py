@@ -38,6 +38,7 @@ OPERATIONS = {
 }
 DESCRIPTION = "otel.status_description"  # the message of a failed span
 LATEST = 2**63 - 1  # nanoseconds; what a store column can hold
+LARGEST = 2**1023  # of the integers that are sure to have a float
 ID_FIELDS = ("traceId", "spanId", "parentSpanId")
 UNTOLD = ("telemetry.sdk.", "process.", "host.", "os.")  # resource attributes that are not kept
 
@@ -237,7 +238,7 @@ def _set(target: AnyValue, value: Json) -> None:
         target.bool_value = value
     elif isinstance(value, int) and -(2**63) <= value <= LATEST:
         target.int_value = value
-    elif isinstance(value, int | float):
+    elif isinstance(value, float) or (isinstance(value, int) and abs(value) < LARGEST):
         target.double_value = float(value)
     elif isinstance(value, list | tuple):
         target.array_value.SetInParent()

@@ -60,14 +60,14 @@ class Endpoints:
         """Spans of the caller's own attempt; any others are rejected, as OTLP says how."""
         from agentrl import otlp  # needs the extra that brings OpenTelemetry's messages
 
-        spans = otlp.decode(await request.read(), request.content_type)
+        spans, unusable, why = otlp.decode_some(await request.read(), request.content_type)
         live = caller.live
         own = [span for span in spans if span.attempt == live.id and not live.scoring]
         if own:
             await self._store.add_spans(own)
-        rejected = len(spans) - len(own)
-        why = "spans of traces other than the attempt's own are not taken" if rejected else ""
-        body, kind = otlp.success(request.content_type, rejected, why)
+        if foreign := len(spans) - len(own):
+            why = "spans of traces other than the attempt's own are not taken"
+        body, kind = otlp.success(request.content_type, foreign + unusable, why)
         return web.Response(body=body, content_type=kind)
 
     async def models(self, request: web.Request) -> web.StreamResponse:

@@ -60,7 +60,8 @@ class Exchange:
         self._upstream, self._store, self._caller = upstream, store, caller
         self._request, self._dialect = request, dialect
         self._arrived = time.monotonic()
-        self._started = 0.0  # unix seconds
+        self._started = 0.0  # unix seconds, and the same moment of a clock that is never set
+        self._asked_at = 0.0
         self._sampling = Sampling()  # in force where the call was sent
         self._sent: web.StreamResponse | None = None  # once the agent has the first byte
         self._shown: tuple[Answer, Route, str] | None = None  # what it has of the answer
@@ -101,7 +102,9 @@ class Exchange:
         except TimeoutError:
             if self._sent is None:
                 self._blame_silence()
+                known = live.failures.get(self._asked.number, "")
                 message = f"attempt {live.id} ran out of time before the model had answered"
+                message += f"; {known}" if known else ""
                 raise RefusedError(504, "attempt_timeout", message) from None
             await _to_the_end(self._keep_shown())
             return self._cut()
@@ -137,7 +140,7 @@ class Exchange:
     async def _once(self, route: Route, *, capture: bool) -> web.StreamResponse:
         if self._started and self._call.translation is not None:
             self._call = self._read_call()  # the last try may have left half an answer in it
-        self._started = time.time()
+        self._started, self._asked_at = time.time(), time.monotonic()
         call = self._call
         defaults = self._caller.live.attempt.rollout.sampling
         body, self._sampling = call.encode(route, defaults, capture=capture)
@@ -274,7 +277,7 @@ class Exchange:
                 tools=self._call.tools,
                 span=self._caller.span,
                 started=self._started,
-                seconds=time.time() - self._started,
+                seconds=time.monotonic() - self._asked_at,
             )
             rows.append(row)
         return rows

@@ -28,6 +28,7 @@ from agentrl.types import (
     Transition,
 )
 
+LATEST = 2**33  # seconds: what OpenTelemetry can say in nanoseconds
 NO_ERROR = {"kind": None, "message": None, "traceback": None}
 
 
@@ -195,8 +196,8 @@ def check_transition(transition: Transition) -> None:
         )
     if not math.isfinite(sum(t.logprobs)):
         raise Invalid(f"{where}: a log-prob is not finite.")
-    if not (math.isfinite(t.started) and math.isfinite(t.seconds)):
-        raise Invalid(f"{where}: started and seconds must be finite numbers.")
+    if not (0 <= t.started < LATEST and abs(t.seconds) < LATEST):  # clocks are set back
+        raise Invalid(f"{where}: started and seconds must be finite, from 0 to below {LATEST}.")
     _check_sampling(where, t.sampling)
 
 

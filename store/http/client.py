@@ -100,24 +100,30 @@ class HttpStore:
     async def batch(self, calls: Sequence[tuple[Verb, Arguments]]) -> list[Any]:
         """The verbs of one request, in this order, made by `call`: of each its result, or the
         StoreError with which it was refused. Each is atomic, the batch is not; none may wait."""
-        made = [
-            wire.Call(
-                verb=verb.name,
-                arguments=msgspec.Raw(_encoded(verb, _identified(verb, arguments))),
-                key=uuid.uuid4().hex if verb.once else None,
-            )
-            for verb, arguments in calls
-        ]
-        body = await self._request("batch", lambda: ENCODE[MSGPACK](wire.Batch(calls=made)))
-        answers = self._read(ANSWERS, body).results
-        if len(answers) != len(calls):
+        results: list[Any] = []
+        made: dict[int, wire.Call] = {}  # what is sent, by its place
+        for place, (verb, arguments) in enumerate(calls):
+            try:
+                encoded = _encoded(verb, _identified(verb, arguments))
+            except StoreError as error:
+                results.append(error)
+            else:
+                results.append(None)
+                key = uuid.uuid4().hex if verb.once else None
+                made[place] = wire.Call(verb=verb.name, arguments=msgspec.Raw(encoded), key=key)
+        if not made:
+            return results
+        sent = ENCODE[MSGPACK](wire.Batch(calls=list(made.values())))
+        answers = self._read(ANSWERS, await self._request("batch", lambda: sent)).results
+        if len(answers) != len(made):
             raise StoreError(f"{self.url} left out answers: is it a store's server?")
-        return [
-            wire.raised(answer.error)
-            if answer.error
-            else self._read(verb.results[MSGPACK], answer.result)
-            for (verb, _), answer in zip(calls, answers, strict=True)
-        ]
+        for place, answer in zip(made, answers, strict=True):
+            results[place] = (
+                wire.raised(answer.error)
+                if answer.error
+                else self._read(calls[place][0].results[MSGPACK], answer.result)
+            )
+        return results
 
     async def _call(self, verb: Verb, arguments: Arguments) -> Any:
         arguments = _identified(verb, arguments)
@@ -306,10 +312,14 @@ def _parse(url: str) -> tuple[str, str, float]:
         parts = urlsplit(url)
         port, host = parts.port, parts.hostname
         options = dict(parse_qsl(parts.query, keep_blank_values=True))
+        if parts.username and parts.password:
+            raise StoreError(
+                f"The store's URL has a user and a password, not one key: use {USAGE}."
+            )
         key = unquote(parts.username or parts.password or "") or options.pop("key", "")
         patience = float(options.pop("patience", PATIENCE))
-    except ValueError as error:
-        raise StoreError(f"The store's URL cannot be read ({error}): use {USAGE}.") from None
+    except ValueError:  # whose text may repeat a part of the key
+        raise StoreError(f"The store's URL cannot be read: use {USAGE}.") from None
     if not host or options or parts.fragment or not 0 <= patience < float("inf"):
         raise StoreError(f"The store's URL is not of the form {USAGE}.")
     shown = (f"[{host}]" if ":" in host else host) + ("" if port is None else f":{port}")

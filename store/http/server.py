@@ -191,11 +191,18 @@ class App:
             del self._once[oldest]
 
     async def _batch(self, body: bytes, form: str, scope: wire.Scope) -> wire.Answers:
-        results = []
+        """Calls after more answers than one body may hold are refused, and not executed."""
+        results, size = [], 0
         for call in _decoded(BATCHES[form], body).calls:
             try:
-                result = await self._one(call, form, scope)
-                results.append(wire.Answer(result=msgspec.Raw(_encoded(form, result))))
+                if size > self._largest:
+                    raise HTTPException(
+                        413,
+                        f"The answers before are {size} bytes: send this call in another batch.",
+                    )
+                result = _encoded(form, await self._one(call, form, scope))
+                results.append(wire.Answer(result=msgspec.Raw(result)))
+                size += len(result)
             except StoreError as error:
                 results.append(wire.Answer(error=wire.refusal(error)[1]))
             except HTTPException as error:

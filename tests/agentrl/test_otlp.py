@@ -163,12 +163,13 @@ def test_the_answer_speaks_the_language_of_the_request() -> None:
 
 def test_what_is_encoded_is_decoded_again() -> None:
     said = {"a": 1, "b": 2.5, "c": [True, {"d": "x"}], "e": {}, "f": [], "g": 2**64, "h": math.pi}
+    said |= {"i": 10**400}
     span = Span(
         id=SPAN, attempt=TRACE, parent=None, name="s", kind="tool", start=1, end=2, attributes=said
     )
     body = otlp.encode([span], {"service.name": "agentrl"}, scope="")
     (found,) = otlp.decode(body, "application/x-protobuf")
-    expected = said | {"g": float(2**64), "resource.service.name": "agentrl"}
+    expected = said | {"g": float(2**64), "i": str(10**400), "resource.service.name": "agentrl"}
     assert (found.kind, found.attributes) == ("tool", expected)
     (row,) = ExportTraceServiceRequest.FromString(body).resource_spans[0].scope_spans[0].spans
     assert row.status.code == row.status.STATUS_CODE_OK

@@ -32,6 +32,7 @@ class Receiver:
         self.headers: list[Any] = []
         self.script: deque[int] = deque()
         self.rejected = 0
+        self.said = b""  # instead of an answer
         app = web.Application(client_max_size=2**26)
         app.router.add_post("/v1/traces", self.take)
         self.server = TestServer(app, host="127.0.0.1")
@@ -61,7 +62,8 @@ class Receiver:
         if self.rejected:
             answer.partial_success.rejected_spans = self.rejected
             answer.partial_success.error_message = "too old"
-        return web.Response(body=answer.SerializeToString(), content_type="application/x-protobuf")
+        body = self.said or answer.SerializeToString()
+        return web.Response(body=body, content_type="application/x-protobuf")
 
 
 @pytest.fixture
@@ -216,6 +218,9 @@ async def test_what_cannot_be_sent_is_said(bench: Any, receiver: Receiver) -> No
         await export.send(url, "test", [], "http://127.0.0.1:1", {})
     receiver.rejected = 2
     with pytest.raises(AgentRLError, match="rejected 2 spans: too old"):
+        await export.send(url, "test", [], receiver.url, {})
+    receiver.said = b"\xff\xff"
+    with pytest.raises(AgentRLError, match="is no OTLP"):
         await export.send(url, "test", [], receiver.url, {})
 
 

@@ -296,7 +296,7 @@ async def test_a_dead_server_is_given_up_at_the_deadline(bench: Any, http: Any) 
     live = bench.gateway.register(await bench.attempt(timeout=0.2))
     await bench.model.stop()
     answer = await ask(http, live)
-    assert answer.status_code == 502
+    assert answer.status_code in (502, 504)  # between two tries, or in the middle of one
     assert "unreachable" in answer.json()["error"]["message"]
 
 

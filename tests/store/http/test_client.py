@@ -63,6 +63,8 @@ def server(url: Path | str, port: int) -> Iterator[subprocess.Popen[str]]:
         "http://secret@host/?patience=-1",
         "http://host/?key=secret&unknown=1",
         "http://secret@host/#x",
+        "http://user:secret@host/",
+        "http://user:secret/more@host/",
     ],
 )
 def test_a_wrong_address_is_refused_without_saying_the_key(url):
@@ -153,6 +155,16 @@ async def test_a_batch_is_one_request(address, kit):
     assert [attempt.rollout.id for attempt in attempts] == ["a/0", "a/1"]
     assert isinstance(unknown, NotFound)
     assert isinstance(wrong, Invalid)
+
+
+async def test_a_call_that_cannot_be_sent_is_refused_at_its_place(address):
+    wrong = call("open_run", "wrong", {"x": object()})
+    async with HttpStore(address) as store:
+        before, refused, after = await store.batch([call("cursor"), wrong, call("runs")])
+        assert (before, after) == (0, [])
+        assert isinstance(refused, Invalid)
+        (refused,) = await store.batch([wrong])
+        assert isinstance(refused, Invalid)
 
 
 async def test_a_batch_does_not_wait(address):

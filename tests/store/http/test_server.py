@@ -275,6 +275,17 @@ def test_a_batch_answers_each_verb_in_order(admin):
     assert admin.post("/v1/batch", json={"calls": [calls[0]] * 1025}).status_code == 422
 
 
+def test_the_answers_of_a_batch_have_a_limit(admin):
+    config = {"long": "x" * 2**19}
+    assert admin.post("/v1/open_run", json={"run": "long", "config": config}).status_code == 200
+    read = {"verb": "run", "arguments": {"run": "long"}}
+    late = {"verb": "open_run", "arguments": {"run": "late", "config": {}}}
+    results = admin.post("/v1/batch", json={"calls": [read] * 3 + [late]}).json()["results"]
+    codes = [result.get("error", {}).get("code") for result in results]
+    assert codes == [None, None, "too_large", "too_large"]
+    assert "late" not in admin.post("/v1/runs", json={}).json()
+
+
 def test_a_known_key_gets_the_same_answer(admin):
     def enqueue(key: str, *ids: str) -> httpx.Response:
         body = {"rollouts": [{**ROLLOUT, "id": id} for id in ids]}
