@@ -84,7 +84,7 @@ def _row(row: object) -> Reward:
         known = ", ".join(map(repr, map(str, Scope)))
         message = f"the verifier returned the reward scope {row.scope!r:.80}; there is {known}"
         raise VerifierError(message) from None
-    if (row.target is None) != (scope is Scope.ROLLOUT):
+    if not isinstance(row.target, str | None) or (row.target is None) != (scope is Scope.ROLLOUT):
         raise VerifierError(
             f"the verifier returned {row!r:.200}; give it a target exactly if it is about a role"
             " (its name) or a transition (the id of one in trace.transitions)"

@@ -58,6 +58,7 @@ WRONG_ROWS = [
     [Reward(value=1), 1],
     Reward(value=1, scope=ROLE),
     Reward(value=1, target="x"),
+    Reward(value=1, scope=ROLE, target=7),  # type: ignore[arg-type]
     Reward(value=1, scope="token"),  # type: ignore[arg-type]
     Reward(value="1"),  # type: ignore[arg-type]
 ]
