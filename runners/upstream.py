@@ -68,6 +68,7 @@ class Upstream:
             headers={"accept-encoding": "identity"},  # compressing a local hop is a loss
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT),
             read_bufsize=2**20,
+            cookie_jar=aiohttp.DummyCookieJar(),  # what one attempt is told is not for another
         )
         self._tells: set[str] = set()  # base URLs of servers that gave token ids
         self._refused: dict[str, float] = {}  # base URL -> time.monotonic() of its refusal
