@@ -78,7 +78,7 @@ class Connection:
 
     async def post(self, path: str, body: bytes) -> bytes:
         head = (
-            f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: {MSGPACK}\r\n"
+            f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: {MSGPACK}\r\n"
             f"content-length: {len(body)}\r\n\r\n"
         )
         self._writer.write(head.encode() + body)
