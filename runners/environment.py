@@ -5,18 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ipaddress import ip_address
 from urllib.request import getproxies
 
 LOCAL = "127.0.0.1,localhost"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether who listens at `host`, a name or an address, is reached from this machine only."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 @contextmanager

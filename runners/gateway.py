@@ -22,11 +22,11 @@ from typing import Any
 from aiohttp import web
 from msgspec.structs import replace
 
+from agentrl.addresses import is_loopback
 from agentrl.config import UpstreamConfig
 from agentrl.errors import ConfigError
 from agentrl.runners.attribution import Attempts, Live
 from agentrl.runners.endpoints import LARGEST, Endpoints
-from agentrl.runners.environment import is_loopback
 from agentrl.runners.routing import Router
 from agentrl.runners.upstream import Upstream
 from agentrl.store.base import Store

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from agentrl.addresses import is_loopback
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.runners import agents
-from agentrl.runners.environment import is_loopback
 from agentrl.runners.executors import Executor
 from agentrl.runners.executors.command import Command
 from agentrl.runners.executors.container import Container

@@ -24,10 +24,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from agentrl.addresses import is_loopback
 from agentrl.config import RunnerConfig
 from agentrl.errors import ConfigError
 from agentrl.runners.attribution import Live
-from agentrl.runners.environment import is_loopback
 from agentrl.runners.results import LONGEST_TRACEBACK
 from agentrl.types import ErrorKind, Failure, Json, Span
 

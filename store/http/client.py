@@ -284,15 +284,9 @@ def _encoded(verb: Verb, arguments: Arguments) -> bytes:
 
 def _clean(record: Any) -> Any:
     """Text from the outside world, as every store keeps it."""
-    replace = msgspec.structs.replace
     if isinstance(record, Span):
-        return replace(record, name=rows.clean(record.name))
-    if isinstance(record, Outcome):
-        if (failure := record.failure) is not None:
-            message, traceback = rows.clean(failure.message), rows.clean(failure.traceback)
-            failure = replace(failure, message=message, traceback=traceback)
-        return replace(record, failure=failure, spans=[_clean(span) for span in record.spans])
-    return record
+        return msgspec.structs.replace(record, name=rows.clean(record.name))
+    return rows.clean_outcome(record) if isinstance(record, Outcome) else record
 
 
 def _culprit(verb: Verb, arguments: Arguments) -> str:

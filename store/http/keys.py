@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from agentrl.addresses import is_loopback
 from agentrl.errors import ConfigError
 from agentrl.store.http.wire import Scope
 
@@ -60,10 +60,7 @@ class Keys:
 
 def loopback(host: str) -> bool:
     """Whether this name or address, which may be that of an URL, always means this machine."""
-    try:
-        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return is_loopback(host.removeprefix("[").removesuffix("]"))
 
 
 @lru_cache(64)
