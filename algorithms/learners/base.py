@@ -1,13 +1,17 @@
-"""The learner protocol: four verbs suffice for every algorithm, because one loss exists.
+"""The learner protocol: few verbs suffice for every algorithm, because one loss exists.
 
 loss = - sum_t sg[psi_t] * log pi_t
+
+and, where there is a critic, a squared error of its values beside it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 from torch import Tensor
@@ -18,6 +22,20 @@ Psi = Callable[[Tensor, Tensor], Tensor]
 """(current log-probs [n], token indices int64 [n]) -> psi [n]. Called once per micro-batch with
 whole rows; detached input, detached output. Indices point into the batch's token level."""
 
+Scored = Literal["o", "q", "t"]
+"""Whose log-probs: of the weights as they are, of the reference model, of the teacher."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValueTerms:
+    """What the critic learns in one optimizer step: the mean, weighted, of
+    max((v - returns)^2, (old + clamp(v - old, -clip, clip) - returns)^2) / 2. arXiv 1707.06347."""
+
+    returns: Tensor  # float64 [N], computed with the values that credit was computed with
+    old: Tensor  # float64 [N], those values
+    weight: Tensor  # float64 [N], 0: not in the loss; sums to 1
+    clip: float = inf
+
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """What one optimizer step did."""
@@ -27,16 +45,26 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: Tensor  # float32 [N]: log-probs before the update, in token order
     tokens: int  # tokens forwarded, context included
     applied: bool  # false when the gradient was not finite and the update was skipped
+    metrics: dict[str, float] = {}  # more of this learner's own, by their full names
 
 
 class Learner(Protocol):
     """Owns weights, optimizer and their random state. One caller at a time."""
 
-    def logprobs(self, batch: Batch) -> Tensor:
+    supplies: frozenset[Literal["o", "b", "q", "t", "v"]]
+    """What it can answer besides the current log-probs: streams, and values (v)."""
+
+    def logprobs(self, batch: Batch, of: Scored = "o") -> Tensor:
         """Log-probs of every action token at its sampling temperature, float32 [N], no graph."""
         ...
 
-    def step(self, batch: Batch, psi: Psi, *, lr: float) -> StepReport:
+    def values(self, batch: Batch) -> Tensor:
+        """The critic's value of the state before every action token, float64 [N], no graph."""
+        ...
+
+    def step(
+        self, batch: Batch, psi: Psi, *, lr: float, critic: ValueTerms | None = None
+    ) -> StepReport:
         """One forward, backward and update on psi. A non-finite gradient changes nothing."""
         ...
 

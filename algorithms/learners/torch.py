@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError
@@ -23,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from agentrl.algorithms.batch import Batch, Row
-from agentrl.algorithms.learners.base import Psi, StepReport
+from agentrl.algorithms.learners.base import Psi, Scored, StepReport, ValueTerms
 from agentrl.algorithms.model import Tokenizer, load_model
 from agentrl.algorithms.packing import check_model, forward_logprobs, micro_batches
 from agentrl.errors import PolicyError
@@ -55,20 +56,29 @@ class TorchLearner:
         self.optimizer = torch.optim.AdamW(
             list(self.parameters.values()), betas=betas, weight_decay=weight_decay, fused=True
         )
+        self.supplies: frozenset[Literal["o", "b", "q", "t", "v"]] = frozenset({"o", "b"})
         self.max_grad_norm = max_grad_norm
         self.token_budget = token_budget
         self.threads = threads or torch.get_num_threads()
         self.tokenizer_files = _files_of(tokenizer)
 
-    def logprobs(self, batch: Batch) -> Tensor:
+    def logprobs(self, batch: Batch, of: Scored = "o") -> Tensor:
         """Log-probs of every action token at its sampling temperature, float32 [N], no graph."""
+        if of != "o":
+            raise PolicyError(f"the learner has no model for stream {of}")
         logprobs_N = torch.empty(batch.n_tokens)
         with _threads(self.threads), torch.no_grad():
             for rows, tokens in self._micro_batches(batch):
                 logprobs_N[tokens] = forward_logprobs(self.model, rows).float().cpu()
         return logprobs_N
 
-    def step(self, batch: Batch, psi: Psi, *, lr: float) -> StepReport:
+    def values(self, batch: Batch) -> Tensor:
+        """The critic's value of the state before every action token, float64 [N], no graph."""
+        raise PolicyError("the learner has no critic (stream v)")
+
+    def step(
+        self, batch: Batch, psi: Psi, *, lr: float, critic: ValueTerms | None = None
+    ) -> StepReport:
         """One forward, backward and update on psi. A non-finite gradient changes nothing."""
         with _threads(self.threads):
             try:
