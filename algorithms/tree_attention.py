@@ -19,7 +19,7 @@ from torch import Tensor
 
 # Neighbouring branches of at most so many tokens together are one product under a mask: it computes
 # pairs that nobody sees, but fewer products start. Also the side of tiles under a sliding window.
-BLOCK = 256
+BLOCK = 128
 HIDDEN = torch.finfo(torch.float32).min / 2  # exp(HIDDEN + score) is 0; -inf would make 0 / 0
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
