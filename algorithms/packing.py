@@ -100,7 +100,7 @@ def hidden_states(model: PreTrainedModel, pack: Pack) -> Tensor:
     """[n, H]: the last hidden state before each action, on the device of the model and
     differentiable in its weights. The model's attention is replaced by that of `attention`, which
     without a pack is SDPA; a model of which that is not possible computes every branch alone."""
-    if attention.obstacle(model):
+    if _obstacle(model):
         return _padded(model, pack)
     attention.install(model)
     device = model.device
@@ -125,6 +125,12 @@ def forward_logprobs(model: PreTrainedModel, pack: Pack) -> Tensor:
         pack.actions.to(model.device),
         pack.temperature.to(model.device),
     )
+
+
+def _obstacle(model: PreTrainedModel) -> str | None:
+    if model.device.type not in ("cpu", "cuda"):
+        return f"is on device {model.device.type!r}, for which there is no tree attention"
+    return attention.obstacle(model)
 
 
 def _padded(model: PreTrainedModel, pack: Pack) -> Tensor:
@@ -179,7 +185,7 @@ def check_model(model: PreTrainedModel) -> None:
 
 def usable(model: PreTrainedModel, packing: Packing) -> Packing:
     """The packing a model can compute, with a warning if it is not the one asked for."""
-    reason = attention.obstacle(model)
+    reason = _obstacle(model)
     if reason and packing != "rows":
         warnings.warn(
             f"learner.packing = {packing!r}: model type {model.config.model_type!r} {reason}, so "

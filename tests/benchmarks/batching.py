@@ -4,6 +4,7 @@ per-call: every call is a row. last-call: a call continues the row of the call j
 starts a row (Agent Lightning 1.0). rows: calls merged by exact prefix. trie: rows that share a
 prefix share its computation. The first three are given the same implementation, the faster one of
 flat without padding and sorted by length with padding; all leave out what predicts nothing.
+Seconds are CPU seconds of one thread, so that other work on the machine does not count.
 
 python -m tests.benchmarks.batching --json
 """
@@ -31,7 +32,7 @@ SCALE = 25  # lengths are so many times shorter than at real sizes
 GROUP = 8
 VOCABULARY = 8192
 BUDGET = 4096
-ENOUGH = 15.0  # seconds of one measurement after which it is not repeated
+ENOUGH = 15.0  # seconds of a scheme after which it is not measured again
 
 Forward = Callable[[Qwen2ForCausalLM, Sequence[Row]], Iterator[tuple[Tensor, int]]]
 TARGETS = {("A", "rows"): 0.85, ("C", "last-call"): 0.40, ("B", "per-call"): 0.15}
@@ -156,14 +157,14 @@ def update(
     model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer, forward: Forward, rows: list[Row]
 ) -> tuple[float, int]:
     """Seconds of one forward, backward and optimizer step; tokens forwarded, with padding."""
-    started, tokens = time.perf_counter(), 0
+    started, tokens = time.process_time(), 0
     weight = 1 / sum(len(row.actions) for row in rows)
     for logprobs, forwarded in forward(model, rows):
         torch.autograd.backward(logprobs, torch.full_like(logprobs, -weight))
         tokens += forwarded
     optimizer.step()
     optimizer.zero_grad()
-    return time.perf_counter() - started, tokens
+    return time.process_time() - started, tokens
 
 
 def distinct(rows: Sequence[Row]) -> int:
@@ -212,10 +213,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices="ABCD", help="one workload")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1)
     result: dict[str, float] = {}
     for name, group in workloads().items():
         if options.only in (None, name):
