@@ -99,7 +99,15 @@ def _pack(forest: Forest, rows: list[Row], offsets: Ids) -> Pack:
 def hidden_states(model: PreTrainedModel, pack: Pack) -> Tensor:
     """[n, H]: the last hidden state before each action, on the device of the model and
     differentiable in its weights. The model's attention is replaced by that of `attention`, which
-    without a pack is SDPA; a model of which that is not possible computes every branch alone."""
+    without a pack is SDPA; a model of which that is not possible computes every branch alone.
+    Raises PolicyError for a row that is longer than the model's context."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = int(pack.positions.max()) + 2  # the last action is not forwarded
+    if limit and longest > limit:
+        raise PolicyError(
+            f"a row of {longest} tokens is longer than the context of model type "
+            f"{model.config.model_type!r}, {limit} tokens: lower engine.max_context to that"
+        )
     if _obstacle(model):
         return _padded(model, pack)
     attention.install(model)

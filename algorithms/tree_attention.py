@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.functional import pad
 
 # Neighbouring branches of at most so many tokens together are one product under a mask: it computes
 # pairs that nobody sees, but fewer products start. Also the side of tiles under a sliding window.
@@ -55,7 +56,9 @@ class TreePlan:
             window = None
         if query.is_cuda:
             return self.flex(query, key, value, scale, window)
-        # The kernel takes any strides but reads the last axis as if it were dense.
+        dim = value.shape[-1]
+        # The kernel wants one size of head, and reads the last axis as if it were dense.
+        value = pad(value, (0, query.shape[-1] - dim))
         query, key, value = (
             x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)
         )
@@ -63,7 +66,7 @@ class TreePlan:
         if (window, dtype) not in self.tiles:
             self.tiles[window, dtype] = tiles(self.end, self.depth, window, dtype)
         output: Tensor = _TreeAttention.apply(query, key, value, self.tiles[window, dtype], scale)  # type: ignore[no-untyped-call]
-        return output
+        return output[..., :dim]
 
     def flex(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None

@@ -133,6 +133,13 @@ def test_inputs_whose_last_axis_is_not_dense() -> None:
     torch.testing.assert_close(plan.attend(*strided, None, None), plan.attend(*tensors, None, None))
 
 
+def test_values_of_a_smaller_size_than_keys() -> None:
+    plan = plan_of(forest_of(5, 10, seed=2))
+    query, key, value = inputs(len(plan.end))
+    whole, part = (plan.attend(query, key, v, 0.3, None) for v in (value, value[..., :5]))
+    torch.testing.assert_close(part, whole[..., :5], atol=1e-12, rtol=0)
+
+
 def test_one_pass_of_many_layers_plans_once_for_each_window() -> None:
     plan = plan_of(forest_of(5, 10, seed=3))
     depth = int(plan.depth.max())

@@ -42,9 +42,9 @@ class Traffic:
     """Calls with random tokens, in the proportion of a 1,500-token prompt, actions of 150 tokens
     and observations of 250."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, scale: float, seed: int) -> None:
         self.random = random.Random(seed)
-        self.prompt, self.action, self.observation = (round(n / SCALE) for n in (1500, 150, 250))
+        self.prompt, self.action, self.observation = (round(n / scale) for n in (1500, 150, 250))
 
     def tokens(self, n: int) -> list[int]:
         return [self.random.randrange(VOCABULARY) for _ in range(n)]
@@ -76,9 +76,9 @@ class Traffic:
             prompt = [*chosen.prompt, *chosen.completion, *self.tokens(self.observation)]
 
 
-def workloads() -> dict[str, list[list[Transition]]]:
+def workloads(scale: float = SCALE) -> dict[str, list[list[Transition]]]:
     """Calls of each rollout of one group, in the order they were made."""
-    make = Traffic(seed=0)
+    make = Traffic(scale, seed=0)
     prompt, system = make.tokens(make.prompt), make.tokens(make.prompt - make.action)
     kinds: dict[str, Callable[[], Iterator[Transition]]] = {
         "A": lambda: make.linear(prompt, 10),
