@@ -106,7 +106,7 @@ def hidden_states(model: PreTrainedModel, pack: Pack) -> Tensor:
     if limit and longest > limit:
         raise PolicyError(
             f"a row of {longest} tokens is longer than the context of model type "
-            f"{model.config.model_type!r}, {limit} tokens: lower engine.max_context to that"
+            f"{model.config.model_type!r}, {limit} tokens: serve it with that as limit"
         )
     if _obstacle(model):
         return _padded(model, pack)
