@@ -94,6 +94,7 @@ class AlgorithmConfig(Section, frozen=True):
 
 class LearnerConfig(Section, frozen=True):
     token_budget: Count = 4096  # tokens forwarded at once
+    packing: Literal["rows", "trie"] = "trie"  # what branches have in common: again, or once
     threads: Natural = 0  # 0: all cores
 
 

@@ -54,6 +54,7 @@ async def run(config: RunConfig) -> None:
             weight_decay=config.algorithm.weight_decay,
             max_grad_norm=config.algorithm.max_grad_norm,
             token_budget=config.learner.token_budget,
+            packing=config.learner.packing,
             threads=config.learner.threads or os.cpu_count() or 1,
         )
         if state.checkpoint:

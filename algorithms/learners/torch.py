@@ -23,10 +23,10 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from agentrl.algorithms.batch import Batch, Row
+from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.learners.base import Psi, Scored, StepReport, ValueTerms
 from agentrl.algorithms.model import Tokenizer, load_model
-from agentrl.algorithms.packing import check_model, forward_logprobs, micro_batches
+from agentrl.algorithms.packing import Packing, check_model, forward_logprobs, packs, usable
 from agentrl.errors import PolicyError
 
 OPTIMIZER = "optimizer.safetensors"  # tensors "<parameter>/<moment>"
@@ -36,8 +36,8 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 class TorchLearner:
     """AdamW on one model, which the embedded policy server may share.
 
-    token_budget: tokens of one micro-batch, padding included. threads: what a call computes with,
-    default what its thread already has. Raises PolicyError for a model it cannot train."""
+    packing: see `packing`. token_budget: tokens of one micro-batch. threads: what a call computes
+    with, default what its thread already has. Raises PolicyError for a model it cannot train."""
 
     def __init__(
         self,
@@ -46,6 +46,7 @@ class TorchLearner:
         *,
         weight_decay: float = 0.0,
         max_grad_norm: float = 1.0,
+        packing: Packing = "trie",
         token_budget: int = 4096,
         threads: int | None = None,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -58,6 +59,7 @@ class TorchLearner:
         )
         self.supplies: frozenset[Literal["o", "b", "q", "t", "v"]] = frozenset({"o", "b"})
         self.max_grad_norm = max_grad_norm
+        self.packing = usable(model, packing)
         self.token_budget = token_budget
         self.threads = threads or torch.get_num_threads()
         self.tokenizer_files = _files_of(tokenizer)
@@ -68,8 +70,8 @@ class TorchLearner:
             raise PolicyError(f"the learner has no model for stream {of}")
         logprobs_N = torch.empty(batch.n_tokens)
         with _threads(self.threads), torch.no_grad():
-            for rows, tokens in self._micro_batches(batch):
-                logprobs_N[tokens] = forward_logprobs(self.model, rows).float().cpu()
+            for pack in packs(batch, self.packing, self.token_budget):
+                logprobs_N[pack.index] = forward_logprobs(self.model, pack).float().cpu()
         return logprobs_N
 
     def values(self, batch: Batch) -> Tensor:
@@ -82,7 +84,7 @@ class TorchLearner:
         """One forward, backward and update on psi. A non-finite gradient changes nothing."""
         with _threads(self.threads):
             try:
-                loss, logprobs_N = self._backward(batch, psi)
+                loss, logprobs_N, tokens = self._backward(batch, psi)
                 norm = float(clip_grad_norm_(self.parameters.values(), self.max_grad_norm))
                 applied = math.isfinite(norm) and batch.n_tokens > 0
                 if applied:
@@ -95,7 +97,7 @@ class TorchLearner:
             loss=loss,
             grad_norm=norm,
             logprobs=logprobs_N,
-            tokens=sum(row.tokens.numel() for row in batch.rows),
+            tokens=tokens,
             applied=applied,
         )
 
@@ -127,24 +129,19 @@ class TorchLearner:
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
-    def _backward(self, batch: Batch, psi: Psi) -> tuple[float, Tensor]:
-        """Accumulate the gradient; returns the loss and the log-probs [N] it was computed at."""
-        logprobs_N, loss = torch.empty(batch.n_tokens), 0.0
-        for rows, tokens in self._micro_batches(batch):
-            p = forward_logprobs(self.model, rows)
+    def _backward(self, batch: Batch, psi: Psi) -> tuple[float, Tensor, int]:
+        """Accumulate the gradient; returns the loss, the log-probs [N] it was computed at and the
+        number of tokens forwarded."""
+        logprobs_N, loss, tokens = torch.empty(batch.n_tokens), 0.0, 0
+        for pack in packs(batch, self.packing, self.token_budget):
+            p = forward_logprobs(self.model, pack)
             current = p.detach().cpu()
-            psi_n = psi(current, tokens)
+            psi_n = psi(current, pack.index)
             torch.autograd.backward(p, -psi_n.to(p))
             loss -= float(psi_n.double() @ current.double())
-            logprobs_N[tokens] = current.float()
-        return loss, logprobs_N
-
-    def _micro_batches(self, batch: Batch) -> Iterator[tuple[list[Row], Tensor]]:
-        """Whole rows under the token budget, and where their actions are in the token level."""
-        offsets = batch.row_offsets
-        for micro in micro_batches(batch.rows, self.token_budget):
-            ranges = [torch.arange(int(offsets[i]), int(offsets[i + 1])) for i in micro]
-            yield [batch.rows[i] for i in micro], torch.cat(ranges)
+            logprobs_N[pack.index] = current.float()
+            tokens += len(pack.tokens)
+        return loss, logprobs_N, tokens
 
     def _moments(self) -> dict[str, Tensor]:
         state = self.optimizer.state

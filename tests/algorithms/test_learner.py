@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.learners.base import Learner, Psi
 from agentrl.algorithms.learners.torch import OPTIMIZER, TorchLearner
 from agentrl.algorithms.merge import build_batch
 from agentrl.algorithms.model import load_model
-from agentrl.algorithms.packing import forward_logprobs
+from agentrl.algorithms.packing import forward_logprobs, pack_rows, packs
 from agentrl.errors import PolicyError
 from agentrl.types import Group, Purpose, Rollout, RolloutState, Transition, float32, int32
 
@@ -61,6 +61,13 @@ def psi_for(batch: Batch) -> Psi:
     return psi
 
 
+def alone(model: PreTrainedModel, batch: Batch) -> Tensor:
+    """Log-probs of every row by itself, in token order."""
+    return torch.cat(
+        [forward_logprobs(model, pack_rows([row], "rows", 1)[0]) for row in batch.rows]
+    )
+
+
 MakeLearner = Callable[..., TorchLearner]
 
 
@@ -99,12 +106,12 @@ def test_the_gradient_does_not_depend_on_the_token_budget(make_learner: MakeLear
 def test_the_gradient_is_that_of_the_one_loss(make_learner: MakeLearner) -> None:
     batch, psi = make_batch(), psi_for(make_batch())
     learner = make_learner(torch.float64, max_grad_norm=1e9, token_budget=64)
-    logprobs = forward_logprobs(learner.model, batch.rows)
+    logprobs = alone(learner.model, batch)
     loss = -(psi(logprobs.detach(), torch.arange(batch.n_tokens)) * logprobs).sum()
     expected = torch.autograd.grad(loss, list(learner.parameters.values()))
     report = learner.step(batch, psi, lr=1e-3)
     assert report.loss == pytest.approx(loss.item(), rel=1e-10)
-    assert report.tokens == sum(len(row.tokens) for row in batch.rows)
+    assert report.tokens == sum(len(pack.tokens) for pack in packs(batch, "trie", 64))
     torch.testing.assert_close(report.logprobs, logprobs.detach().float())
     states = learner.optimizer.state.values()
     for gradient, state in zip(expected, states, strict=True):
@@ -213,7 +220,7 @@ def test_a_checkpoint_is_an_ordinary_hugging_face_directory(
     learner.save(tmp_path)
     assert capfd.readouterr() == ("", "")  # no progress bar in the middle of the live view
     model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    torch.testing.assert_close(forward_logprobs(model, batch.rows), learner.logprobs(batch))
+    torch.testing.assert_close(alone(model, batch), learner.logprobs(batch))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     chat = [{"role": "user", "content": "Oslo"}]
     assert "user\nOslo" in tokenizer.apply_chat_template(chat, tokenize=False)
