@@ -74,7 +74,7 @@ class Adapters:
             lora_alpha=alpha,
             target_modules=list(targets) or ALL,
             task_type="CAUSAL_LM",
-            base_model_name_or_path=self.base,
+            base_model_name_or_path=self.base or None,
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(_seed(seed, name))

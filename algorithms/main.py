@@ -16,10 +16,11 @@ from transformers.utils.logging import disable_progress_bar
 from agentrl.algorithms import presets
 from agentrl.algorithms.adapters import Adapters
 from agentrl.algorithms.checkpoint import atomic_directory, load_checkpoint
+from agentrl.algorithms.dump import BadSteps
 from agentrl.algorithms.engines.embedded import EmbeddedServer
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.loop import Loop
-from agentrl.algorithms.model import load_model
+from agentrl.algorithms.model import context_of, load_model
 from agentrl.algorithms.requests import TaskStream
 from agentrl.algorithms.retokenize import Retokenizer
 from agentrl.algorithms.update import Updater
@@ -58,6 +59,9 @@ async def run(config: RunConfig) -> None:
             max_grad_norm=config.algorithm.max_grad_norm,
             token_budget=config.learner.token_budget,
             packing=config.learner.packing,
+            gradient_checkpointing=config.learner.gradient_checkpointing,
+            fp32_head=config.learner.fp32_head,
+            optimizer=config.learner.optimizer,
             threads=config.learner.threads or os.cpu_count() or 1,
             adapters=adapters,
         )
@@ -79,7 +83,16 @@ async def run(config: RunConfig) -> None:
             tasks = TaskStream(config, train, algo.greedy)
             again = config.algorithm.inexact == "retokenize"
             retokenizer = Retokenizer(tokenizer, learner) if again else None
-            updater = Updater(config.algorithm, algo, learner, config.steps, retokenizer)
+            updater = Updater(
+                config.algorithm,
+                algo,
+                learner,
+                config.steps,
+                retokenizer,
+                seed=config.seed,
+                context=context_of(model),
+                bad_steps=BadSteps(Path(config.output, "dumps"), config.algorithm.max_bad_steps),
+            )
             await Loop(config, store, state, updater, server, tasks, heldout).run()
         finally:
             await server.close()
@@ -98,6 +111,8 @@ def lora_adapters(model: PreTrainedModel, config: RunConfig) -> Adapters | None:
         targets=settings.targets,
         seed=config.seed,
     )
+    if settings.adapter:
+        adapters.restore(POLICY, adapters.read(POLICY, config.path(settings.adapter)))
     return adapters
 
 
