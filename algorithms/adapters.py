@@ -24,6 +24,8 @@ from torch.nn import Linear, Module, Parameter
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
+from agentrl.algorithms.checkpoint import atomic_directory
+from agentrl.algorithms.model import load_model
 from agentrl.config import nearest
 from agentrl.errors import PolicyError
 
@@ -224,16 +226,17 @@ class Adapters:
 
     def _check_targets(self, targets: Sequence[str]) -> None:
         head = self.model.get_output_embeddings()
-        linears = {
-            path.removesuffix(".base_layer").rpartition(".")[2]
+        paths = {
+            f".{path.removesuffix('.base_layer')}"
             for path, module in self.model.named_modules()
             if isinstance(module, Linear) and module is not head and ".lora_" not in path
         }
         for target in targets:
-            if target not in linears:
+            if not any(path.endswith(f".{target}") for path in paths):
+                names = {path.rpartition(".")[2] for path in paths}
                 raise PolicyError(
                     f"policy.lora.targets: {self.base!r} has no linear layers {target!r} beside "
-                    f"its head; {nearest(target, linears)}"
+                    f"its head; {nearest(target, names)}"
                 )
 
 
@@ -291,3 +294,17 @@ def _peft() -> Any:
             f"policy.lora: peft cannot be imported ({error}); pip install 'agentrl[lora]'"
         ) from None
     return peft
+
+
+def write_merged(adapter: Path, directory: Path, *, base: str = "", dtype: str = "float32") -> None:
+    """An adapter directory and its base as one Hugging Face directory, tokenizer included.
+
+    base: model to use in place of the one the adapter names. Raises PolicyError if they do not
+    belong together."""
+    settings = _settings(adapter)
+    model, tokenizer = load_model(base or settings.base_model_name_or_path, dtype, "cpu")
+    adapters = Adapters(model)
+    adapters.open("merged", adapter)
+    with atomic_directory(directory) as partial:
+        adapters.merge("merged", partial)
+        tokenizer.save_pretrained(partial)
