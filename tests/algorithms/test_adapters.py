@@ -17,8 +17,10 @@ from transformers import AutoModelForCausalLM
 from agentrl.algorithms.adapters import WEIGHTS, Adapters, fingerprint, write_merged
 from agentrl.algorithms.checkpoint import load_checkpoint, save_checkpoint
 from agentrl.algorithms.learners.torch import TorchLearner
+from agentrl.algorithms.main import lora_adapters
 from agentrl.algorithms.model import load_model
-from agentrl.errors import PolicyError
+from agentrl.config import resolve
+from agentrl.errors import ConfigError, PolicyError
 from tests.algorithms.test_learner import make_batch, psi_for
 
 TOKENS = torch.arange(3, 40)[None]
@@ -304,6 +306,30 @@ def test_an_adapter_of_peft_itself_is_known_by_the_name_of_its_base(
     set_config(tmp_path / "theirs", base_model_name_or_path="elsewhere/model")
     with pytest.raises(PolicyError, match=r"another base .'elsewhere/model'"):
         adapters.read("planner", tmp_path / "theirs")
+
+
+def test_a_run_file_asks_for_an_adapter_and_what_it_starts_from(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    first = make(tiny_model_dir, {"planner": 4})
+    first.save("planner", tmp_path / "adapter")
+
+    def made(**lora: object) -> Adapters | None:
+        settings = {"root": str(tmp_path), "policy": {"lora": lora}, "seed": 3}
+        config = resolve(settings, source="run.toml")
+        return lora_adapters(load_model(tiny_model_dir, device="cpu")[0], config)
+
+    assert made() is None
+    fresh, started = made(rank=4, alpha=8), made(rank=4, alpha=8, adapter="adapter")
+    assert fresh is not None
+    assert started is not None
+    assert fresh.names == started.names == ["policy"]
+    assert torch.equal(adapted(fresh, "policy"), adapted(fresh, None))
+    assert torch.equal(adapted(started, "policy"), adapted(first, "planner"))
+    with pytest.raises(PolicyError, match="its alpha is 8, the policy's 32"):
+        made(rank=4, adapter="adapter")
+    with pytest.raises(ConfigError, match=r"policy.lora.alpha has no effect while .*rank is 0"):
+        made(alpha=8.0)
 
 
 @pytest.mark.parametrize(
