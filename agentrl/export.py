@@ -1,4 +1,4 @@
-"""`agentrl export`: what the store holds, for other people's tools."""
+"""`agentrl export`: what the store holds and what a run has made, for other people's tools."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TIMEOUT = 30.0  # seconds of one request
 
 @click.group()
 def export() -> None:
-    """Hand what a store holds to other tools."""
+    """Hand traces and models to other tools."""
 
 
 @export.command()
@@ -77,6 +77,19 @@ async def _last_checkpoint(store_url: str, run: str) -> Path:
                 f"run {run!r} has no checkpoint in {store.url}, which has runs {await store.runs()}"
             )
         return Path(state.checkpoint)
+
+
+@export.command()
+@click.argument("adapter", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--to", "directory", required=True, type=click.Path(path_type=Path))
+@click.option("--base", default="", help="Model to add it to, if not the one it was trained on.")
+@click.option("--dtype", default="float32", type=click.Choice(["float32", "bfloat16"]))
+def merged(adapter: Path, directory: Path, base: str, dtype: str) -> None:
+    """Add a LoRA ADAPTER directory to its base: a Hugging Face directory for any tool."""
+    from agentrl.algorithms.adapters import write_merged
+
+    write_merged(adapter, directory, base=base, dtype=dtype)
+    click.echo(f"wrote {directory}")
 
 
 async def send(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from agentrl.algorithms.adapters import Adapters
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.head import action_logprobs
 from agentrl.algorithms.learners import memory
@@ -30,6 +31,7 @@ from agentrl.algorithms.learners.optimizer import Kind, Optimizer
 from agentrl.algorithms.model import Tokenizer, load_model
 from agentrl.algorithms.packing import Pack, Packing, check_model, hidden_states, packs, usable
 from agentrl.errors import PolicyError, TrainingError
+from agentrl.types import POLICY
 
 T = TypeVar("T")
 
@@ -39,8 +41,9 @@ class TorchLearner:
 
     packing: see `packing`. token_budget: tokens of one micro-batch; it is halved, and stays so,
     when memory runs out. gradient_checkpointing: keep what enters a layer and recompute the rest.
-    fp32_head: see `head`. threads: what a call computes with, default what its thread already has.
-    Raises PolicyError for a model it cannot train."""
+    fp32_head: see `head`. adapters: learn the one named `policy`, and nothing else; other learners
+    may learn others of the same model. threads: what a call computes with, default what its thread
+    already has. Raises PolicyError for a model it cannot train."""
 
     def __init__(
         self,
@@ -54,12 +57,18 @@ class TorchLearner:
         token_budget: int = 4096,
         gradient_checkpointing: bool = False,
         fp32_head: bool = False,
+        adapters: Adapters | None = None,
+        policy: str = POLICY,
         threads: int | None = None,
         betas: tuple[float, float] = (0.9, 0.95),
     ) -> None:
         check_model(model)
         self.model = model.eval()
-        learned = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.adapters, self.policy = adapters, policy
+        if adapters is None:
+            learned = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        else:
+            learned = adapters.parameters(policy)
         self.optimizer = Optimizer(learned, kind=optimizer, betas=betas, weight_decay=weight_decay)
         self.supplies: frozenset[Literal["o", "b", "q", "t", "v"]] = frozenset({"o", "b"})
         self.max_grad_norm = max_grad_norm
@@ -74,7 +83,7 @@ class TorchLearner:
         """Log-probs of every action token at its sampling temperature, float32 [N], no graph."""
         if of != "o":
             raise PolicyError(f"the learner has no model for stream {of}")
-        with _threads(self.threads), torch.no_grad():
+        with _threads(self.threads), self._adapted(), torch.no_grad():
             return self._within_memory(lambda: self._logprobs(batch))
 
     def values(self, batch: Batch) -> Tensor:
@@ -92,7 +101,7 @@ class TorchLearner:
         Raises TrainingError when memory runs out twice."""
         device, budget = self.model.device, self.token_budget
         memory.start_measuring(device)
-        with _threads(self.threads):
+        with _threads(self.threads), self._adapted():
             try:
                 sums = self._within_memory(lambda: self._backward(batch, psi))
                 norm = self.optimizer.clip(self.max_grad_norm)
@@ -115,12 +124,16 @@ class TorchLearner:
         )
 
     def save(self, directory: Path) -> None:
-        """Write weights, tokenizer and optimizer into a directory: an ordinary Hugging Face one.
+        """Write weights, tokenizer and optimizer into a directory: an ordinary Hugging Face one, or
+        with an adapter, that of peft.
 
         Not atomic by itself; `checkpoint.save_checkpoint` makes it so."""
         directory.mkdir(parents=True, exist_ok=True)
-        with _no_progress_bars():
-            self.model.save_pretrained(directory)
+        if self.adapters is None:
+            with _no_progress_bars():
+                self.model.save_pretrained(directory)
+        else:
+            self.adapters.save(self.policy, directory)
         for name, content in self.tokenizer_files.items():
             (directory / name).write_bytes(content)
         self.optimizer.save(directory)
@@ -128,15 +141,29 @@ class TorchLearner:
     def load(self, directory: Path) -> None:
         """Restore what `save` wrote. Raises PolicyError, with nothing changed, for a checkpoint of
         another model or a half-written one."""
+        weights = self._read(directory)
+        moments = self.optimizer.read(directory)
+        if self.adapters is None:
+            with torch.no_grad():
+                for name, tensor in self.model.state_dict().items():
+                    tensor.copy_(weights[name])
+        else:
+            self.adapters.restore(self.policy, weights)
+        self.optimizer.restore(moments)
+
+    def _read(self, directory: Path) -> Mapping[str, Tensor]:
+        """The weights of a checkpoint, which are found to fit."""
+        if self.adapters is not None:
+            return self.adapters.read(self.policy, directory)
         with _no_progress_bars():
             saved, _ = load_model(directory, device="cpu")
-        weights, own = saved.state_dict(), self.model.state_dict()
-        _check_shapes(directory, weights, own)
-        moments = self.optimizer.read(directory)
-        with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(weights[name])
-        self.optimizer.restore(moments)
+        weights: dict[str, Tensor] = saved.state_dict()
+        _check_shapes(directory, weights, self.model.state_dict())
+        return weights
+
+    def _adapted(self) -> AbstractContextManager[None]:
+        """While inside, the model is the policy that this learner learns."""
+        return self.adapters.using(self.policy) if self.adapters is not None else nullcontext()
 
     def _logprobs(self, batch: Batch) -> Tensor:
         logprobs_N = torch.empty(batch.n_tokens)
