@@ -12,7 +12,7 @@ import msgspec
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from agentrl.algorithms import presets
+from agentrl.algorithms import beside, presets
 from agentrl.algorithms.checkpoint import atomic_directory, load_checkpoint
 from agentrl.algorithms.engines.embedded import EmbeddedServer
 from agentrl.algorithms.learners.torch import TorchLearner
@@ -35,7 +35,9 @@ def main(config: RunConfig) -> None:
 
 async def run(config: RunConfig) -> None:
     """Open the run, load the policy of its last committed step, and loop."""
-    algo = presets.make(config.algorithm.preset, config.algorithm.options)
+    streams = beside.supplied(config)
+    algo = presets.make(config.algorithm.preset, config.algorithm.options, streams=streams)
+    beside.check_used(config, algo)
     train, heldout = _tasks(config, "train"), _tasks(config, "heldout")
     disable_progress_bar()  # the view is the only one
     random.seed(config.seed)
@@ -48,9 +50,12 @@ async def run(config: RunConfig) -> None:
         if config.policy.build and state.step == 0:
             await store.log(config.name, 0, {"time/build": time.monotonic() - started})
         model, tokenizer = load_model(source, config.policy.dtype, config.policy.device)
+        frozen = beside.make_frozen(config, algo, model, tokenizer, source)
         learner = TorchLearner(
             model,
             tokenizer,
+            critic=beside.make_critic(config, model, tokenizer, source),
+            frozen=frozen,
             weight_decay=config.algorithm.weight_decay,
             max_grad_norm=config.algorithm.max_grad_norm,
             token_budget=config.learner.token_budget,
