@@ -455,9 +455,9 @@ async def test_credit_is_about_the_calls_of_the_groups_that_are_trained(store, k
     for wrong in (call.id, "unknown"):
         with pytest.raises(NotFound, match=f"credit for transition '{wrong}'"):
             await store.commit_step(kit.step(0, ["a"], credits=[credit(wrong, 1.0)]))
+    malformed = structs.replace(credit(call.id), psi=int32())
     with pytest.raises(Invalid, match=r"psi must be an array made by agentrl.types.float32"):
-        wrong = credit(call.id)
-        await store.commit_step(kit.step(0, ["b"], credits=[structs.replace(wrong, psi=int32())]))
+        await store.commit_step(kit.step(0, ["b"], credits=[malformed]))
     assert (await store.run("run")).step == 0
     assert await store.credits(attempt.rollout.id) == []
 
