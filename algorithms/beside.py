@@ -25,9 +25,12 @@ Frozen = dict[Literal["q", "t"], Reference]
 def supplied(config: RunConfig) -> frozenset[Supply]:
     """The streams that a run can give its algorithm. A reference is always to be had: what the
     policy began as."""
-    values: set[Supply] = {"v"} if config.critic.model else set()
-    teacher: set[Supply] = {"t"} if config.teacher.model else set()
-    return frozenset({"o", "b", "q"} | values | teacher)
+    streams: set[Supply] = {"o", "b", "q"}
+    if config.critic.model:
+        streams.add("v")
+    if config.teacher.model:
+        streams.add("t")
+    return frozenset(streams)
 
 
 def check_used(config: RunConfig, algo: Algo) -> None:

@@ -216,6 +216,11 @@ class Critic:
                 f"{batch.n_tokens} tokens (stream v), and there are none; choose a preset that "
                 "does without, or name a reward that holds the values of calls as its `value`"
             )
+        if bad := int((~batch.values.isfinite()).sum()):
+            raise TrainingError(
+                f"step {batch.step}: {bad} of {batch.n_tokens} values of the critic are NaN or "
+                "infinite; set a smaller critic.lr"
+            )
         return batch.values.double()
 
 
@@ -315,7 +320,7 @@ def rewards(batch: Batch, reward: str | Column) -> Tensor:
 def terminal(
     batch: Batch, reward: str | Column, following: Tensor, toll: Column | None = None
 ) -> Tensor:
-    """The rollout's reward at its last action token, 0 at the others, less the toll, float64 [N]."""
+    """The rollout's reward at its last action token, 0 at the others, float64 [N], less a toll."""
     r = torch.where(following < 0, rewards(batch, reward)[batch.token_rollout], 0.0)
     return r if toll is None else r - toll(batch)
 

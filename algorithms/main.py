@@ -14,12 +14,15 @@ from transformers.utils.logging import disable_progress_bar
 
 from agentrl.algorithms import beside, presets
 from agentrl.algorithms.checkpoint import atomic_directory, load_checkpoint
+from agentrl.algorithms.collect import Collector, rule
 from agentrl.algorithms.engines.embedded import EmbeddedServer
 from agentrl.algorithms.learners.torch import TorchLearner
+from agentrl.algorithms.ledger import Ledger
 from agentrl.algorithms.loop import Loop
 from agentrl.algorithms.model import load_model
 from agentrl.algorithms.requests import TaskStream
 from agentrl.algorithms.retokenize import Retokenizer
+from agentrl.algorithms.state import State
 from agentrl.algorithms.update import Updater
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
@@ -38,6 +41,7 @@ async def run(config: RunConfig) -> None:
     streams = beside.supplied(config)
     algo = presets.make(config.algorithm.preset, config.algorithm.options, streams=streams)
     beside.check_used(config, algo)
+    resample = rule(config.algorithm, algo)
     train, heldout = _tasks(config, "train"), _tasks(config, "heldout")
     disable_progress_bar()  # the view is the only one
     random.seed(config.seed)
@@ -50,20 +54,21 @@ async def run(config: RunConfig) -> None:
         if config.policy.build and state.step == 0:
             await store.log(config.name, 0, {"time/build": time.monotonic() - started})
         model, tokenizer = load_model(source, config.policy.dtype, config.policy.device)
-        frozen = beside.make_frozen(config, algo, model, tokenizer, source)
         learner = TorchLearner(
             model,
             tokenizer,
             critic=beside.make_critic(config, model, tokenizer, source),
-            frozen=frozen,
+            frozen=beside.make_frozen(config, algo, model, tokenizer, source),
             weight_decay=config.algorithm.weight_decay,
             max_grad_norm=config.algorithm.max_grad_norm,
             token_budget=config.learner.token_budget,
             packing=config.learner.packing,
             threads=config.learner.threads or os.cpu_count() or 1,
         )
+        kl = beside.make_controller(config, algo)
+        memory = State(algo.memories, {} if kl is None else {"kl": kl})
         if state.checkpoint:
-            load_checkpoint(Path(state.checkpoint), learner)
+            memory.restore(load_checkpoint(Path(state.checkpoint), learner))
         server = EmbeddedServer(
             model,
             tokenizer,
@@ -79,8 +84,21 @@ async def run(config: RunConfig) -> None:
             tasks = TaskStream(config, train, algo.greedy)
             again = config.algorithm.inexact == "retokenize"
             retokenizer = Retokenizer(tokenizer, learner) if again else None
-            updater = Updater(config.algorithm, algo, learner, config.steps, retokenizer)
-            await Loop(config, store, state, updater, server, tasks, heldout).run()
+            ledger = Ledger() if config.algorithm.store_credit else None
+            updater = Updater(
+                config.algorithm,
+                algo,
+                learner,
+                config.steps,
+                retokenizer,
+                memory,
+                ledger,
+                reference=learner.frozen.get("q"),
+                kl=kl,
+                value_clip=config.critic.clip,
+            )
+            collector = Collector(config, store, state.epoch, tasks, resample)
+            await Loop(config, store, state, updater, server, collector, heldout).run()
         finally:
             await server.close()
 

@@ -177,8 +177,7 @@ class TorchLearner:
     def _logprobs(self, batch: Batch, model: PreTrainedModel) -> Tensor:
         logprobs_N = torch.empty(batch.n_tokens)
         for pack in packs(batch, self.packing, self.token_budget):
-            scored, _ = self._score(model, pack, hidden_states(model, pack))
-            logprobs_N[pack.index] = scored.float().cpu()
+            logprobs_N[pack.index] = self._forward(pack, model)[0].float().cpu()
         return logprobs_N
 
     def _values(self, batch: Batch, critic: ValueModel) -> Tensor:
@@ -193,8 +192,7 @@ class TorchLearner:
         sums = _Sums(torch.full((batch.n_tokens,), math.nan))
         for pack in packs(batch, self.packing, self.token_budget):
             with memory.recomputing(self.recomputed):
-                hidden = hidden_states(self.model, pack)
-                p, entropy = self._score(self.model, pack, hidden)
+                p, entropy, hidden = self._forward(pack, self.model)
             current = p.detach().cpu()
             sums.logprobs[pack.index] = current.float()
             sums.entropy += float(entropy.double().sum())
@@ -235,18 +233,18 @@ class TorchLearner:
         if self.critic:
             self.critic.optimizer.zero_grad()
 
-    def _score(
-        self, model: PreTrainedModel, pack: Pack, hidden_NH: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Log-prob and entropy [n] of the actions of a pack."""
-        device = model.device
-        return action_logprobs(
+    def _forward(self, pack: Pack, model: PreTrainedModel) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-prob and entropy [n] of the actions of a pack, and the hidden states [n, H] before
+        them."""
+        hidden_NH, device = hidden_states(model, pack), model.device
+        logprobs_N, entropy_N = action_logprobs(
             model.get_output_embeddings(),
             hidden_NH,
             pack.actions.to(device),
             pack.temperature.to(device),
             fp32=self.fp32_head,
         )
+        return logprobs_N, entropy_N, hidden_NH
 
     def _within_memory(self, compute: Callable[[], T]) -> T:
         """What `compute` returns; if memory runs out, after one more try with half the budget. Only
