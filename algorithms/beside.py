@@ -51,8 +51,7 @@ def make_critic(
     decoder = None
     if settings.model != "shared":
         name = start if settings.model == "copy" else located(config, settings.model)
-        like = {"dtype": policy.dtype, "device": policy.device}
-        decoder = load_beside("critic.model", name, tokenizer, **like).base_model
+        decoder = load_beside("critic.model", name, policy, tokenizer).base_model
     return ValueModel(
         policy,
         decoder,
@@ -67,16 +66,15 @@ def make_frozen(
     config: RunConfig, algo: Algo, policy: PreTrainedModel, tokenizer: Tokenizer, start: str
 ) -> Frozen:
     """The frozen models that the algorithm reads."""
-    like = {"dtype": policy.dtype, "device": policy.device}
     frozen: Frozen = {}
     if "q" in algo.needs:
         settings = config.reference
         name = located(config, settings.model) if settings.model else start
-        model = load_beside("reference.model", name, tokenizer, **like)
+        model = load_beside("reference.model", name, policy, tokenizer)
         frozen["q"] = Reference(model, policy, settings.every)
     if "t" in algo.needs:
         name = located(config, config.teacher.model)
-        frozen["t"] = Reference(load_beside("teacher.model", name, tokenizer, **like), policy)
+        frozen["t"] = Reference(load_beside("teacher.model", name, policy, tokenizer), policy)
     return frozen
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -55,16 +54,16 @@ class Reference:
 
 
 def load_beside(
-    key: str, name: str, tokenizer: Tokenizer, *, dtype: torch.dtype, device: torch.device
+    key: str, name: str, policy: PreTrainedModel, tokenizer: Tokenizer
 ) -> PreTrainedModel:
-    """A decoder that reads the token ids of the policy, whose tokenizer is given. key: the setting
-    that names it. Raises PolicyError if it cannot be loaded or has another vocabulary."""
+    """A decoder that reads the token ids of the policy, on its device and in its dtype. key: the
+    setting that names it. Raises PolicyError if it cannot be loaded or has another vocabulary."""
     try:
         model, own = load_model(name, device="cpu", template=False)
     except PolicyError as error:
         raise PolicyError(f"{key}: {error}") from None
     check_vocabulary(key, name, own, tokenizer)
-    return model.to(device=device, dtype=dtype)
+    return model.to(device=policy.device, dtype=policy.dtype)
 
 
 def check_vocabulary(key: str, name: str, own: Tokenizer, tokenizer: Tokenizer) -> None:

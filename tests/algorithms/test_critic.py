@@ -16,6 +16,7 @@ from agentrl.algorithms.critic import FOLDER, WEIGHTS, ValueModel
 from agentrl.algorithms.learners.base import Learner, ValueTerms
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model import load_model
+from agentrl.algorithms.packing import Packing
 from agentrl.algorithms.reference import load_beside
 from agentrl.algorithms.targets import value_terms
 from agentrl.errors import PolicyError
@@ -35,18 +36,27 @@ def make(tiny_model_dir: Path, kind: str) -> Make:
     """Learners with a critic, all from the same weights, whose head is not 0."""
 
     def build(
-        dtype: torch.dtype = torch.float64, coefficient: float = 0.3, **settings: object
+        dtype: torch.dtype = torch.float64,
+        coefficient: float = 0.3,
+        packing: Packing = "trie",
+        token_budget: int = 4096,
     ) -> TorchLearner:
         model, tokenizer = load_model(tiny_model_dir, device="cpu")
         model = model.to(dtype)
         decoder = None
         if kind == "copy":
-            like = {"dtype": dtype, "device": torch.device("cpu")}
-            decoder = load_beside("critic.model", str(tiny_model_dir), tokenizer, **like).base_model
+            decoder = load_beside("critic.model", str(tiny_model_dir), model, tokenizer).base_model
         critic = ValueModel(model, decoder, lr=1e-2, coefficient=coefficient, max_grad_norm=1e9)
         torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(3))
-        options = {"threads": 1, "max_grad_norm": 1e9, **settings}
-        return TorchLearner(model, tokenizer, critic=critic, **options)
+        return TorchLearner(
+            model,
+            tokenizer,
+            critic=critic,
+            packing=packing,
+            token_budget=token_budget,
+            max_grad_norm=1e9,
+            threads=1,
+        )
 
     return build
 
@@ -57,25 +67,21 @@ def terms_for(batch: Batch, clip: float = 0.2) -> ValueTerms:
     return value_terms(target, torch.linspace(1, -1, batch.n_tokens), clip=clip)
 
 
-def naive_values(learner: TorchLearner, batch: Batch) -> Tensor:
-    """[N] by running each row alone, differentiable."""
+def naive(learner: TorchLearner, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Log-probs and values [N] by running each row alone, differentiable."""
     critic = learner.critic
     assert critic is not None
-    trunk = learner.model.model if critic.decoder is None else critic.decoder
-    parts = []
+    logprobs, values = [], []
     for row in batch.rows:
-        hidden = trunk(input_ids=row.tokens[None], use_cache=False).last_hidden_state[0]
-        parts.append(critic.head(hidden[row.actions - 1])[:, 0])
-    return torch.cat(parts)
-
-
-def naive_logprobs(learner: TorchLearner, batch: Batch) -> Tensor:
-    parts = []
-    for row in batch.rows:
-        logits = learner.model(input_ids=row.tokens[None], use_cache=False).logits[0]
-        scored = (logits[row.actions - 1] / row.temperature[:, None]).log_softmax(-1)
-        parts.append(scored.gather(1, row.tokens[row.actions][:, None])[:, 0])
-    return torch.cat(parts)
+        inputs = {"input_ids": row.tokens[None], "use_cache": False}
+        hidden = learner.model.model(**inputs).last_hidden_state[0][row.actions - 1]
+        logits = learner.model.lm_head(hidden) / row.temperature[:, None]
+        actions = row.tokens[row.actions][:, None]
+        logprobs.append(logits.log_softmax(-1).gather(1, actions)[:, 0])
+        if critic.decoder is not None:
+            hidden = critic.decoder(**inputs).last_hidden_state[0][row.actions - 1]
+        values.append(critic.head(hidden)[:, 0])
+    return torch.cat(logprobs), torch.cat(values)
 
 
 def naive_loss(terms: ValueTerms, v: Tensor) -> Tensor:
@@ -85,27 +91,28 @@ def naive_loss(terms: ValueTerms, v: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("packing", ["rows", "trie"])
-def test_values_are_those_of_the_states_before_each_action(make: Make, packing: str) -> None:
+def test_values_are_those_of_the_states_before_each_action(make: Make, packing: Packing) -> None:
     learner, batch = make(packing=packing, token_budget=60), make_batch()
     assert "v" in learner.supplies
     values = learner.values(batch)
     assert values.dtype == torch.float64
     assert not values.requires_grad
-    torch.testing.assert_close(values, naive_values(learner, batch).detach(), atol=1e-10, rtol=0)
+    _, expected = naive(learner, batch)
+    torch.testing.assert_close(values, expected.detach(), atol=1e-10, rtol=0)
 
 
 def test_the_gradient_is_that_of_both_losses(make: Make, kind: str) -> None:
     """One forward and one backward per micro-batch, against two losses of a naive model."""
     batch, psi = make_batch(), psi_for(make_batch())
     terms = terms_for(batch)
-    naive = make()
-    p = naive_logprobs(naive, batch)
+    start = make()
+    p, v = naive(start, batch)
     policy_loss = -(psi(p.detach(), torch.arange(batch.n_tokens)) * p).sum()
-    value_loss = naive_loss(terms, naive_values(naive, batch))
-    critic = naive.critic
+    value_loss = naive_loss(terms, v)
+    critic = start.critic
     assert critic is not None
     own = dict(critic.modules.named_parameters())
-    shared = dict(naive.model.named_parameters())
+    shared = dict(start.model.named_parameters())
     wanted = torch.autograd.grad(
         policy_loss + 0.3 * value_loss, [*shared.values(), *own.values()], materialize_grads=True
     )

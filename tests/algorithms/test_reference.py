@@ -16,12 +16,12 @@ from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model import load_model
 from agentrl.algorithms.objective import Reg
 from agentrl.algorithms.reference import WEIGHTS, Reference, load_beside
+from agentrl.algorithms.registry import Supply
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError, PolicyError
 from tests.algorithms.test_learner import make_batch, psi_for
 
-CPU = {"dtype": torch.float32, "device": torch.device("cpu")}
-EVERY = ("o", "b", "q", "t", "v")
+EVERY: tuple[Supply, ...] = ("o", "b", "q", "t", "v")
 
 
 def config(**sections: object) -> RunConfig:
@@ -30,7 +30,7 @@ def config(**sections: object) -> RunConfig:
 
 def learner_with(directory: Path, every: int = 0) -> TorchLearner:
     model, tokenizer = load_model(directory, device="cpu")
-    frozen = load_beside("reference.model", str(directory), tokenizer, **CPU)
+    frozen = load_beside("reference.model", str(directory), model, tokenizer)
     return TorchLearner(model, tokenizer, threads=1, frozen={"q": Reference(frozen, model, every)})
 
 
@@ -78,24 +78,24 @@ def test_a_reference_that_stays_is_not_in_the_checkpoint(
 
 
 def test_a_model_with_another_vocabulary_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    model, tokenizer = load_model(tiny_model_dir, device="cpu")
     other = tmp_path / "other"
     shutil.copytree(tiny_model_dir, other)
     changed = AutoTokenizer.from_pretrained(other)
     changed.add_tokens(["<new>"])
     changed.save_pretrained(other)
     with pytest.raises(PolicyError, match=r"teacher\.model = .*vocabulary"):
-        load_beside("teacher.model", str(other), tokenizer, **CPU)
+        load_beside("teacher.model", str(other), model, tokenizer)
     with pytest.raises(PolicyError, match=r"^teacher\.model: model .*no such directory"):
-        load_beside("teacher.model", str(tmp_path / "no/such/one"), tokenizer, **CPU)
+        load_beside("teacher.model", str(tmp_path / "no/such/one"), model, tokenizer)
 
 
 def test_a_frozen_model_needs_no_chat_template(tiny_model_dir: Path, tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     shutil.copytree(tiny_model_dir, plain)
     (plain / "chat_template.jinja").unlink()
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
-    load_beside("reference.model", str(plain), tokenizer, **CPU)
+    model, tokenizer = load_model(tiny_model_dir, device="cpu")
+    load_beside("reference.model", str(plain), model, tokenizer)
 
 
 def test_what_an_algorithm_does_not_read_is_not_loaded(tiny_model_dir: Path) -> None:

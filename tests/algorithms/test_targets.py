@@ -13,11 +13,12 @@ from agentrl.algorithms import objective, presets, targets
 from agentrl.algorithms.credit import Critic, Gae, Plus
 from agentrl.algorithms.learners.base import ValueTerms
 from agentrl.algorithms.objective import Algo
+from agentrl.algorithms.registry import Supply
 from agentrl.algorithms.shaping import Toll
 from agentrl.errors import TrainingError
 from tests.algorithms.worlds import NAN, Call, Play, world
 
-EVERY = ("o", "b", "q", "v")
+EVERY: tuple[Supply, ...] = ("o", "b", "q", "v")
 
 
 def known(x: Tensor) -> list[float | None]:
