@@ -5,13 +5,17 @@ What an algorithm does not read is not loaded, and what is configured for nothin
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import replace
+from typing import Final, Literal
 
 import msgspec
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.controller import KlController, controller
 from agentrl.algorithms.critic import ValueModel
+from agentrl.algorithms.learners.base import Learner
 from agentrl.algorithms.model import Tokenizer
 from agentrl.algorithms.objective import Algo
 from agentrl.algorithms.reference import Reference, load_beside
@@ -19,6 +23,7 @@ from agentrl.algorithms.registry import Supply
 from agentrl.config import CriticConfig, ReferenceConfig, RunConfig, Section
 from agentrl.errors import ConfigError
 
+FROZEN: Final[tuple[Literal["q", "t"], ...]] = ("q", "t")  # streams of models that do not learn
 Frozen = dict[Literal["q", "t"], Reference]
 
 
@@ -82,6 +87,18 @@ def make_controller(config: RunConfig, algo: Algo) -> KlController | None:
     """What adapts the penalty on leaving the reference, if anything does."""
     settings = config.reference
     return controller(algo, settings.target, settings.horizon) if settings.target else None
+
+
+def scored(algo: Algo, learner: Learner, batch: Batch) -> tuple[Batch, dict[str, Tensor]]:
+    """The batch with the critic's values and the reference's log-probs, where the algorithm reads
+    them, and the log-probs [N] of each frozen model by stream."""
+    streams: dict[str, Tensor] = {
+        letter: learner.logprobs(batch, letter).double()
+        for letter in FROZEN
+        if letter in algo.needs
+    }
+    values = learner.values(batch) if algo.critic else batch.values
+    return replace(batch, values=values, reference=streams.get("q", batch.reference)), streams
 
 
 def located(config: RunConfig, name: str) -> str:

@@ -15,11 +15,12 @@ from transformers.utils.logging import disable_progress_bar
 from agentrl.algorithms import beside, presets
 from agentrl.algorithms.checkpoint import atomic_directory, load_checkpoint
 from agentrl.algorithms.collect import Collector, rule
+from agentrl.algorithms.dump import BadSteps
 from agentrl.algorithms.engines.embedded import EmbeddedServer
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.ledger import Ledger
 from agentrl.algorithms.loop import Loop
-from agentrl.algorithms.model import load_model
+from agentrl.algorithms.model import context_of, load_model
 from agentrl.algorithms.requests import TaskStream
 from agentrl.algorithms.retokenize import Retokenizer
 from agentrl.algorithms.state import State
@@ -63,6 +64,9 @@ async def run(config: RunConfig) -> None:
             max_grad_norm=config.algorithm.max_grad_norm,
             token_budget=config.learner.token_budget,
             packing=config.learner.packing,
+            gradient_checkpointing=config.learner.gradient_checkpointing,
+            fp32_head=config.learner.fp32_head,
+            optimizer=config.learner.optimizer,
             threads=config.learner.threads or os.cpu_count() or 1,
         )
         kl = beside.make_controller(config, algo)
@@ -93,6 +97,9 @@ async def run(config: RunConfig) -> None:
                 retokenizer,
                 memory,
                 ledger,
+                seed=config.seed,
+                context=context_of(model),
+                bad_steps=BadSteps(Path(config.output, "dumps"), config.algorithm.max_bad_steps),
                 reference=learner.frozen.get("q"),
                 kl=kl,
                 value_clip=config.critic.clip,

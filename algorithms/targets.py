@@ -44,6 +44,14 @@ def _reads_critic(value: object) -> bool:
     return any(isinstance(part, Critic) for part in walk(value))
 
 
+def learned(algo: Algo, batch: Batch, *, clip: float) -> ValueTerms | None:
+    """What the critic learns from the whole of a batch with its values, if the algorithm reads
+    one."""
+    if not algo.critic:
+        return None
+    return value_terms(returns(algo, batch), batch.values, clip=clip)
+
+
 def value_terms(target: Tensor, old: Tensor, *, clip: float) -> ValueTerms:
     """Terms of one optimizer step: every known return [N] counts the same."""
     known = ~target.isnan()
@@ -68,8 +76,8 @@ def value_loss(terms: ValueTerms, v: Tensor, index: Tensor) -> tuple[Tensor, Ten
     return loss, torch.where(clipped, 0.0, weight * (now - target)), clipped & (weight > 0)
 
 
-def part_of(terms: ValueTerms, tokens: slice) -> ValueTerms:
-    """The same of some of the tokens, as a step of its own: their weights sum to 1 again."""
+def part_of(terms: ValueTerms, tokens: Tensor) -> ValueTerms:
+    """The same of tokens with these indices, as a step of its own: their weights sum to 1 again."""
     weight = terms.weight[tokens]
     total = weight.sum()
     return replace(

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf
 from statistics import fmean, pstdev
-from typing import Final, Literal
 
+import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from agentrl.algorithms import columns, objective, targets
 from agentrl.algorithms.batch import Batch
+from agentrl.algorithms.beside import scored
 from agentrl.algorithms.controller import KlController, divergence
-from agentrl.algorithms.learners.base import Learner, Psi, ValueTerms
+from agentrl.algorithms.dump import BadSteps, Dump
+from agentrl.algorithms.learners.base import Learner, Psi, StepReport, ValueTerms
 from agentrl.algorithms.ledger import Ledger
 from agentrl.algorithms.merge import build_batch
 from agentrl.algorithms.objective import Algo, Terms
 from agentrl.algorithms.reference import Reference
 from agentrl.algorithms.retokenize import Retokenizer
+from agentrl.algorithms.schedule import learning_rate, minibatches, moved
 from agentrl.algorithms.state import State
 from agentrl.config import AlgorithmConfig
-from agentrl.types import POLICY, Group, RolloutState, Transition
+from agentrl.types import POLICY, Group, Rollout, RolloutState, Transition
 
 Metrics = dict[str, float]
-FROZEN: Final[tuple[Literal["q", "t"], ...]] = ("q", "t")  # streams of models that do not learn
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,9 @@ class Updater:
     retokenizer: Retokenizer | None = None  # completes inexact calls; none: they are refused
     state: State = field(default_factory=State)  # what earlier steps are remembered for
     ledger: Ledger | None = None  # what the step made of each call; none: nobody asks
+    seed: int = 0  # of the order of minibatches
+    context: int | None = None  # tokens the model can read; longer calls are left out
+    bad_steps: BadSteps | None = None  # none: a step that cannot be made is skipped and counted
     reference: Reference | None = None  # follows the policy, if it does
     kl: KlController | None = None  # adapts the penalty on leaving the reference
     value_clip: float = inf  # how far a step may move a value of the critic
@@ -48,7 +56,9 @@ class Updater:
 
         Where there is nothing to learn from (every reward equal or missing) no weight changes, and
         `update/skipped` counts it. Raises TrainingError for a reward that no rollout carries."""
-        tuned = self if self.kl is None else replace(self, algo=self.kl.tuned(self.algo))
+        tuned = (
+            self if self.kl is None else dataclasses.replace(self, algo=self.kl.tuned(self.algo))
+        )
         metrics = tuned.learned(step, groups)
         if self.kl is not None:
             metrics["reference/beta"] = self.kl.beta
@@ -63,14 +73,18 @@ class Updater:
         inexact = float(sum(not call.exact for call in _ours(groups)))
         if self.retokenizer is not None:
             groups = self.retokenizer.complete(groups)
+        groups, too_long = fitting(groups, self.context)
         batch = self.batch(groups)
         recall = self.state.recall(batch, groups)
-        batch, streams = self.scored(replace(batch, memory=recall.columns))
+        batch = dataclasses.replace(batch, memory=recall.columns)
+        batch, streams = scored(self.algo, self.learner, batch)
         if self.ledger is not None:
             self.ledger.open(self.algo, batch)
-        metrics = describe(groups, batch) | {"calls/inexact": inexact}
-        metrics |= {"lr": self.lr(step), "update/steps": 0.0, "update/skipped": 0.0}
-        values = self.value_terms(batch)
+        metrics = describe(groups, batch) | {"calls/inexact": inexact, "calls/too_long": too_long}
+        lr = learning_rate(self.config, step, self.steps)
+        metrics |= {"lr": lr, "update/steps": 0.0, "update/skipped": 0.0}
+        metrics |= {"update/bad": 0.0, "update/early_stop": 0.0}
+        values = targets.learned(self.algo, batch, clip=self.value_clip)
         metrics |= targets.describe(values) if values else {}
         if "q" in streams:
             metrics["reference/drift"] = divergence(batch)
@@ -79,9 +93,11 @@ class Updater:
             if terms.skip:
                 metrics["update/skipped"] += 1
                 continue
-            report = self.learner.step(part, self.psi(terms), lr=self.lr(step), critic=critic)
-            metrics |= report.metrics
-            metrics["update/skipped"] += not report.applied
+            report = self.learner.step(part, self.psi(terms), lr=lr, critic=critic)
+            if not self.made(step, number, part, terms, report):
+                metrics["update/skipped"] += 1
+                metrics["update/bad"] += 1
+                continue
             if self.ledger is not None:
                 self.ledger.record(self.algo, part, terms, report.logprobs)
             if number == 0:  # later optimizer steps have moved away from the sampler on purpose
@@ -89,31 +105,16 @@ class Updater:
             metrics |= objective.stats(self.algo, part, terms, report.logprobs)
             metrics |= {"loss": report.loss, "grad_norm": report.grad_norm}
             metrics["tokens/forwarded"] = metrics.get("tokens/forwarded", 0.0) + report.tokens
+            metrics |= report.metrics
+            if self.far(terms, report):
+                metrics["update/early_stop"] = 1.0
+                break
         self.state.adopt(recall)
         return metrics
 
     def batch(self, groups: list[Group]) -> Batch:
         """What may be learned from, with the rewards that the algorithm reads."""
         return build_batch(groups, reward_names=self.algo.rewards, min_group=self.config.min_group)
-
-    def scored(self, batch: Batch) -> tuple[Batch, Mapping[str, Tensor]]:
-        """The batch with the critic's values and the reference's log-probs, where the algorithm
-        reads them, and the log-probs of each frozen model [N] by stream."""
-        values = self.learner.values(batch) if self.algo.critic else batch.values
-        streams: dict[str, Tensor] = {
-            letter: self.learner.logprobs(batch, letter).double()
-            for letter in FROZEN
-            if letter in self.algo.needs
-        }
-        reference = streams.get("q", batch.reference)
-        return replace(batch, values=values, reference=reference), streams
-
-    def value_terms(self, batch: Batch) -> ValueTerms | None:
-        """What the critic learns from the whole batch, if the algorithm reads one."""
-        if not self.algo.critic:
-            return None
-        target = targets.returns(self.algo, batch)
-        return targets.value_terms(target, batch.values, clip=self.value_clip)
 
     def parts(
         self,
@@ -122,21 +123,23 @@ class Updater:
         streams: Mapping[str, Tensor],
         values: ValueTerms | None,
     ) -> Iterator[tuple[Batch, Terms, ValueTerms | None]]:
-        """The optimizer steps of a batch: minibatches of whole groups, once per epoch. Credit is
-        computed on the whole batch, whichever way it is cut, and so are the critic's targets."""
+        """The optimizer steps of a batch: minibatches of whole groups, dealt anew in every epoch.
+        Credit is computed on the whole batch, whichever way it is cut, and so are the critic's
+        targets."""
         count = min(self.config.minibatches, len(groups))
         if count * self.config.epochs == 1 or not batch.n_tokens:
             yield batch, objective.plan(self.algo, batch, streams, fresh=True), values
             return
         streams = {"o": self.learner.logprobs(batch), **streams}
         advantage = objective.credited(self.algo, batch)
-        for _ in range(self.config.epochs):
-            first = 0
-            for index in range(count):
-                share = groups[len(groups) * index // count : len(groups) * (index + 1) // count]
+        counts = batch.token_group.bincount(minlength=len(batch.groups)).tolist()
+        ranges = torch.split(torch.arange(batch.n_tokens), counts)
+        tokens_of = dict(zip(batch.groups, ranges, strict=True))
+        for epoch in range(self.config.epochs):
+            for share in minibatches(groups, count, f"{self.seed}/{batch.step}/{epoch}"):
                 part = self.batch(share)
-                tokens = slice(first, first + part.n_tokens)  # groups keep their order in a batch
-                first = tokens.stop
+                # Within a group the tokens of the part are in the order of the whole.
+                tokens = torch.cat([tokens_of[id] for id in part.groups] or [ranges[0][:0]])
                 cut = {letter: column[tokens] for letter, column in streams.items()}
                 terms = objective.plan(self.algo, part, cut, advantage=advantage[tokens])
                 yield part, terms, values and targets.part_of(values, tokens)
@@ -147,11 +150,47 @@ class Updater:
 
         return psi
 
-    def lr(self, step: int) -> float:
-        """Learning rate of a step: linear warm-up, then constant or linear to zero at the end."""
-        warm = min(1.0, (step + 1) / (self.config.warmup + 1))
-        left = 1 - step / self.steps if self.config.schedule == "linear" else 1.0
-        return self.config.lr * min(warm, left)
+    def made(self, step: int, number: int, part: Batch, terms: Terms, report: StepReport) -> bool:
+        """Whether an optimizer step changed the weights. Raises TrainingError if too many in a row
+        did not."""
+        if self.bad_steps is not None:
+            if report.applied:
+                self.bad_steps.good()
+            else:
+                dump = Dump(part, terms, report.logprobs, report.loss, report.grad_norm)
+                self.bad_steps.bad(step, number, dump)
+        return report.applied
+
+    def far(self, terms: Terms, report: StepReport) -> bool:
+        """Whether the policy has moved so far on its batch that the other steps are left out."""
+        target = self.config.target_kl
+        if target is None or "o" not in terms.streams:
+            return False
+        return moved(terms.streams["o"], report.logprobs, terms.weight) > target
+
+
+def fitting(groups: list[Group], context: int | None) -> tuple[list[Group], int]:
+    """Groups of which no call is longer than the model's context, and how many were: they are
+    refused like calls whose tokens are not known, their rollout's other calls and reward stay."""
+    long = {
+        call.id
+        for call in _ours(groups)
+        if context is not None and call.exact and len(call.prompt) + len(call.completion) > context
+    }
+    if not long:
+        return groups, 0
+    warnings.warn(
+        f"{len(long)} calls are longer than the {context} tokens that the model can read and are "
+        "left out; lower sampling.max_tokens or engine.max_context",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+    def refused(rollout: Rollout) -> Rollout:
+        calls = [replace(c, exact=c.exact and c.id not in long) for c in rollout.transitions]
+        return replace(rollout, transitions=calls)
+
+    return [replace(g, rollouts=[refused(row) for row in g.rollouts]) for g in groups], len(long)
 
 
 def describe(groups: list[Group], batch: Batch) -> Metrics:
