@@ -43,20 +43,23 @@ class Ledger:
         if all(call in self.credits for call in made):
             return  # in an epoch after the first
         index = torch.arange(part.n_tokens)
-        columns = {
-            "advantage": torch.where(terms.weight > 0, terms.advantage, torch.nan),
-            "gate": objective.trust(algo, terms, logprobs),
-            "weight": terms.weight,
-            "psi": objective.psi(algo, terms, logprobs.double(), index),
-        }
-        numbers = zip(*(spans(part, [columns[name]]) for name in COLUMNS), strict=True)
-        for call, values in zip(made, numbers, strict=True):
+        columns = (
+            torch.where(terms.weight > 0, terms.advantage, torch.nan),
+            objective.trust(algo, terms, logprobs),
+            terms.weight,
+            objective.psi(algo, terms, logprobs.double(), index),
+        )
+        numbers = zip(made, *(spans(part, [x]) for x in columns), strict=True)
+        for call, advantage, gate, weight, psi in numbers:
             if call not in self.credits:
                 self.credits[call] = Credit(
                     transition=call,
                     policy=self.policy,
+                    advantage=advantage,
                     baseline=self.compared[call],
-                    **dict(zip(COLUMNS, values, strict=True)),
+                    gate=gate,
+                    weight=weight,
+                    psi=psi,
                 )
 
     def take(self) -> list[Credit]:
@@ -103,11 +106,13 @@ def spans(batch: Batch, columns: Sequence[Tensor]) -> Iterator[array[float]]:
     for x in flat:
         differs = (x[1:] != x[:-1]) & ~(x[1:].isnan() & x[:-1].isnan())
         changes += seg(differs & (call[1:] == call[:-1]), call[1:], sizes.numel())
-    data = [x.numpy() for x in flat]
-    bounds = zip((ends - sizes).tolist(), ends.tolist(), (changes == 0).tolist(), strict=True)
-    for first, end, alike in bounds:
-        stop = first + 1 if alike else end
-        yield array("f", b"".join(x[first:stop].tobytes() for x in data))
+    stops = torch.where(changes == 0, ends - sizes + 1, ends)
+    whole = [array("f", x.numpy().tobytes()) for x in flat]  # slices of it are cheap
+    for first, stop in zip((ends - sizes).tolist(), stops.tolist(), strict=True):
+        made = array("f")
+        for x in whole:
+            made += x[first:stop]
+        yield made
 
 
 @dataclass(frozen=True, slots=True)
