@@ -7,7 +7,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
@@ -125,6 +125,18 @@ class TeacherConfig(Section, frozen=True):
     model: str = ""  # a checkpoint directory or hub name with the policy's vocabulary
 
 
+class RewardModelConfig(Section, frozen=True):
+    """A frozen model whose scores are rewards, under its name."""
+
+    model: str  # a checkpoint directory or hub name with the policy's vocabulary
+    # scalar: a decoder with a head of one label; implicit: a decoder, of which it is beta * (log
+    # probability - that of the reference) that is the reward
+    kind: Literal["scalar", "implicit"] = "scalar"
+    scope: Literal["rollout", "transition"] = "rollout"  # a reward of the rollout, or of each call
+    beta: Positive = 0.05  # of an implicit one
+    reference: str = ""  # of an implicit one; empty: what the policy begins as
+
+
 class LearnerConfig(Section, frozen=True):
     token_budget: Count = 4096  # tokens forwarded at once; gradients of all are summed
     gradient_checkpointing: bool = False  # recompute activations: less memory, a third slower
@@ -229,6 +241,7 @@ class RunConfig(Section, frozen=True):
     critic: CriticConfig = CriticConfig()
     reference: ReferenceConfig = ReferenceConfig()
     teacher: TeacherConfig = TeacherConfig()
+    reward_models: dict[Name, RewardModelConfig] = {}  # by the name of their reward
     learner: LearnerConfig = LearnerConfig()
     engine: EngineConfig = EngineConfig()
     runner: RunnerConfig = RunnerConfig()
@@ -343,11 +356,13 @@ def _check_keys(
         kind = types[key]
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and isinstance(value, dict):
             _check_keys(kind, value, prefix=f"{prefix}{key}.", source=source)
-        elif kind == dict[Name, UpstreamConfig] and isinstance(value, dict):
-            for name, table in value.items():
-                if isinstance(table, dict):
-                    where = f"{prefix}{key}.{name}."
-                    _check_keys(UpstreamConfig, table, prefix=where, source=source)
+        elif isinstance(value, dict):
+            inner = get_args(kind)[-1] if get_args(kind) else Any
+            if isinstance(inner, type) and issubclass(inner, msgspec.Struct):
+                for name, table in value.items():
+                    if isinstance(table, dict):
+                        where = f"{prefix}{key}.{name}."
+                        _check_keys(inner, table, prefix=where, source=source)
 
 
 def _check_roles(config: RunConfig, source: str) -> None:

@@ -1,4 +1,4 @@
-"""The models beside the policy, as the run file asks for them: critic, reference, teacher.
+"""The models beside the policy that the run file asks for: critic, reference, teacher, rewards.
 
 What an algorithm does not read is not loaded, and what is configured for nothing is refused.
 """
@@ -18,10 +18,13 @@ from agentrl.algorithms.critic import ValueModel
 from agentrl.algorithms.learners.base import Learner
 from agentrl.algorithms.model import Tokenizer
 from agentrl.algorithms.objective import Algo
+from agentrl.algorithms.packing import check_model, usable
 from agentrl.algorithms.reference import Reference, load_beside
 from agentrl.algorithms.registry import Supply
-from agentrl.config import CriticConfig, ReferenceConfig, RunConfig, Section
+from agentrl.algorithms.reward_models import Implicit, RewardModel, Scalar, Scorer, load_scalar
+from agentrl.config import RunConfig, Section
 from agentrl.errors import ConfigError
+from agentrl.types import Scope
 
 FROZEN: Final[tuple[Literal["q", "t"], ...]] = ("q", "t")  # streams of models that do not learn
 Frozen = dict[Literal["q", "t"], Reference]
@@ -89,6 +92,29 @@ def make_controller(config: RunConfig, algo: Algo) -> KlController | None:
     return controller(algo, settings.target, settings.horizon) if settings.target else None
 
 
+def make_reward_models(
+    config: RunConfig, policy: PreTrainedModel, tokenizer: Tokenizer, start: str
+) -> tuple[RewardModel, ...]:
+    """Raises PolicyError for a model that cannot be loaded, reads other tokens, or is of another
+    kind."""
+    made = []
+    packing, budget = config.learner.packing, config.learner.token_budget
+    for name, settings in config.reward_models.items():
+        key, source = f"reward_models.{name}", located(config, settings.model)
+        scorer: Scorer
+        if settings.kind == "scalar":
+            model = load_scalar(f"{key}.model", source, policy, tokenizer)
+            scorer = Scalar(model, usable(model, packing), budget)
+        else:
+            other = located(config, settings.reference) if settings.reference else start
+            model = _still(load_beside(f"{key}.model", source, policy, tokenizer))
+            against = _still(load_beside(f"{key}.reference", other, policy, tokenizer))
+            scorer = Implicit(model, against, settings.beta, usable(model, packing), budget)
+        whole = settings.kind == "implicit"
+        made.append(RewardModel(name, scorer, Scope(settings.scope), sums=whole))
+    return tuple(made)
+
+
 def scored(algo: Algo, learner: Learner, batch: Batch) -> tuple[Batch, dict[str, Tensor]]:
     """The batch with the critic's values and the reference's log-probs, where the algorithm reads
     them, and the log-probs [N] of each frozen model by stream."""
@@ -123,13 +149,27 @@ def _idle(config: RunConfig, algo: Algo) -> list[tuple[str, str]]:
         idle += [(f"reference.{key}", why) for key in _set(config.reference)]
     if not config.reference.target and "horizon" in _set(config.reference):
         idle.append(("reference.horizon", "and there is no reference.target"))
+    for name, model in config.reward_models.items():
+        reference = name if model.scope == "rollout" else f"{model.scope}:{name}"
+        if reference not in algo.rewards:
+            why = f"{none} reads no reward {reference!r}; name it in algorithm.options, or"
+            idle.append((f"reward_models.{name}", why))
+        if model.kind == "scalar":
+            idle += [
+                (f"reward_models.{name}.{key}", "and means something for kind = 'implicit' alone")
+                for key in set(_set(model)) & {"beta", "reference"}
+            ]
     if config.teacher.model and "t" not in algo.needs:
         idle.append(("teacher.model", f"{none} imitates none"))
     return idle
 
 
-def _set(section: CriticConfig | ReferenceConfig) -> list[str]:
-    """Keys that are not as they would be without the section."""
-    default: Section = type(section)()
-    names = (field.name for field in msgspec.structs.fields(section))
-    return [name for name in names if getattr(section, name) != getattr(default, name)]
+def _set(section: Section) -> list[str]:
+    """Keys that are not at their defaults."""
+    fields = msgspec.structs.fields(section)
+    return [field.name for field in fields if getattr(section, field.name) != field.default]
+
+
+def _still(model: PreTrainedModel) -> PreTrainedModel:
+    check_model(model)
+    return model.eval().requires_grad_(False)

@@ -102,6 +102,7 @@ async def run(config: RunConfig) -> None:
                 bad_steps=BadSteps(Path(config.output, "dumps"), config.algorithm.max_bad_steps),
                 reference=learner.frozen.get("q"),
                 kl=kl,
+                reward_models=beside.make_reward_models(config, model, tokenizer, source),
                 value_clip=config.critic.clip,
             )
             collector = Collector(config, store, state.epoch, tasks, resample)

@@ -25,6 +25,7 @@ from agentrl.algorithms.merge import build_batch
 from agentrl.algorithms.objective import Algo, Terms
 from agentrl.algorithms.reference import Reference
 from agentrl.algorithms.retokenize import Retokenizer
+from agentrl.algorithms.reward_models import RewardModel
 from agentrl.algorithms.schedule import learning_rate, minibatches, moved
 from agentrl.algorithms.state import State
 from agentrl.config import AlgorithmConfig
@@ -49,6 +50,7 @@ class Updater:
     bad_steps: BadSteps | None = None  # none: a step that cannot be made is skipped and counted
     reference: Reference | None = None  # follows the policy, if it does
     kl: KlController | None = None  # adapts the penalty on leaving the reference
+    reward_models: tuple[RewardModel, ...] = ()
     value_clip: float = inf  # how far a step may move a value of the critic
 
     def update(self, step: int, groups: list[Group]) -> Metrics:
@@ -69,10 +71,12 @@ class Updater:
 
     def learned(self, step: int, groups: list[Group]) -> Metrics:
         """`update` with the algorithm as it is."""
-        columns.check(groups, [r for r in self.algo.rewards if r not in self.algo.optional])
         inexact = float(sum(not call.exact for call in _ours(groups)))
         if self.retokenizer is not None:
             groups = self.retokenizer.complete(groups)
+        for model in self.reward_models:
+            groups = model.complete(groups)
+        columns.check(groups, [r for r in self.algo.rewards if r not in self.algo.optional])
         groups, too_long = fitting(groups, self.context)
         batch = self.batch(groups)
         recall = self.state.recall(batch, groups)
