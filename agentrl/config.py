@@ -7,7 +7,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
@@ -94,6 +94,9 @@ class AlgorithmConfig(Section, frozen=True):
     min_group: Count = 2  # valid rollouts below which a group is dropped
     inexact: Literal["refuse", "retokenize"] = "refuse"  # calls whose token ids are unknown
     max_staleness: Natural = 0  # steps that may be asked for ahead of the update
+    dynamic_sampling: bool | None = None  # replace groups that teach nothing; none: as the preset
+    max_rounds: Count | None = None  # in which they are; then the step does with fewer. Default 10
+    store_credit: bool = True  # advantages, baselines and gates with each step, for `explain`
     minibatches: Count = 1  # optimizer steps a batch is split into
     epochs: Count = 1  # passes over a batch
     lr: Positive = 1e-6
@@ -104,6 +107,45 @@ class AlgorithmConfig(Section, frozen=True):
     max_bad_steps: Count = 3  # optimizer steps in a row that are not finite, until the run ends
     weight_decay: NonNegative = 0.0
     max_grad_norm: Positive = 1.0
+
+
+class CriticConfig(Section, frozen=True):
+    """What gives the values that a preset such as ppo reads."""
+
+    # "shared": a head on the policy's hidden states; "copy": a model of its own that begins as the
+    # policy did; or a checkpoint directory or hub name of one with its vocabulary. Empty: none.
+    model: str = ""
+    lr: Positive = 1e-5  # constant; of a shared critic: that of its head
+    coefficient: Positive = 0.5  # of the value loss beside the policy's, for a shared one
+    clip: Positive = 0.2  # how far a value may move in one step, value clipping; inf: any
+    weight_decay: NonNegative = 0.0
+
+
+class ReferenceConfig(Section, frozen=True):
+    """What a penalty on leaving the reference is about."""
+
+    model: str = ""  # a checkpoint directory or hub name; empty: what the policy begins as
+    every: Natural = 0  # steps after which the policy as it is becomes the reference; 0: never
+    target: NonNegative = 0.0  # nats per token: adapts the penalty to keep their KL there; 0: fixed
+    horizon: Count = 10_000  # rollouts over which it adapts
+
+
+class TeacherConfig(Section, frozen=True):
+    """Whom the preset distill imitates."""
+
+    model: str = ""  # a checkpoint directory or hub name with the policy's vocabulary
+
+
+class RewardModelConfig(Section, frozen=True):
+    """A frozen model whose scores are rewards, under its name."""
+
+    model: str  # a checkpoint directory or hub name with the policy's vocabulary
+    # scalar: a decoder with a head of one label; implicit: a decoder, of which it is beta * (log
+    # probability - that of the reference) that is the reward
+    kind: Literal["scalar", "implicit"] = "scalar"
+    scope: Literal["rollout", "transition"] = "rollout"  # a reward of the rollout, or of each call
+    beta: Positive = 0.05  # of an implicit one
+    reference: str = ""  # of an implicit one; empty: what the policy begins as
 
 
 class LearnerConfig(Section, frozen=True):
@@ -207,6 +249,10 @@ class RunConfig(Section, frozen=True):
     policy: PolicyConfig = PolicyConfig()
     sampling: Sampling = Sampling()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+    teacher: TeacherConfig = TeacherConfig()
+    reward_models: dict[Name, RewardModelConfig] = {}  # by the name of their reward
     learner: LearnerConfig = LearnerConfig()
     engine: EngineConfig = EngineConfig()
     runner: RunnerConfig = RunnerConfig()
@@ -322,11 +368,13 @@ def _check_keys(
         kind = types[key]
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and isinstance(value, dict):
             _check_keys(kind, value, prefix=f"{prefix}{key}.", source=source)
-        elif kind == dict[Name, UpstreamConfig] and isinstance(value, dict):
-            for name, table in value.items():
-                if isinstance(table, dict):
-                    where = f"{prefix}{key}.{name}."
-                    _check_keys(UpstreamConfig, table, prefix=where, source=source)
+        elif isinstance(value, dict):
+            inner = get_args(kind)[-1] if get_args(kind) else Any
+            if isinstance(inner, type) and issubclass(inner, msgspec.Struct):
+                for name, table in value.items():
+                    if isinstance(table, dict):
+                        where = f"{prefix}{key}.{name}."
+                        _check_keys(inner, table, prefix=where, source=source)
 
 
 def _check_roles(config: RunConfig, source: str) -> None:

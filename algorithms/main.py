@@ -13,16 +13,19 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from agentrl.algorithms import presets
+from agentrl.algorithms import beside, presets
 from agentrl.algorithms.adapters import Adapters
 from agentrl.algorithms.checkpoint import atomic_directory, load_checkpoint
+from agentrl.algorithms.collect import Collector, rule
 from agentrl.algorithms.dump import BadSteps
 from agentrl.algorithms.engines.embedded import EmbeddedServer
 from agentrl.algorithms.learners.torch import TorchLearner
+from agentrl.algorithms.ledger import Ledger
 from agentrl.algorithms.loop import Loop
 from agentrl.algorithms.model import context_of, load_model
 from agentrl.algorithms.requests import TaskStream
 from agentrl.algorithms.retokenize import Retokenizer
+from agentrl.algorithms.state import State
 from agentrl.algorithms.update import Updater
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
@@ -38,7 +41,10 @@ def main(config: RunConfig) -> None:
 
 async def run(config: RunConfig) -> None:
     """Open the run, load the policy of its last committed step, and loop."""
-    algo = presets.make(config.algorithm.preset, config.algorithm.options)
+    streams = beside.supplied(config)
+    algo = presets.make(config.algorithm.preset, config.algorithm.options, streams=streams)
+    beside.check_used(config, algo)
+    resample = rule(config.algorithm, algo)
     train, heldout = _tasks(config, "train"), _tasks(config, "heldout")
     disable_progress_bar()  # the view is the only one
     random.seed(config.seed)
@@ -55,6 +61,8 @@ async def run(config: RunConfig) -> None:
         learner = TorchLearner(
             model,
             tokenizer,
+            critic=beside.make_critic(config, model, tokenizer, source),
+            frozen=beside.make_frozen(config, algo, model, tokenizer, source),
             weight_decay=config.algorithm.weight_decay,
             max_grad_norm=config.algorithm.max_grad_norm,
             token_budget=config.learner.token_budget,
@@ -65,8 +73,10 @@ async def run(config: RunConfig) -> None:
             threads=config.learner.threads or os.cpu_count() or 1,
             adapters=adapters,
         )
+        kl = beside.make_controller(config, algo)
+        memory = State(algo.memories, {} if kl is None else {"kl": kl})
         if state.checkpoint:
-            load_checkpoint(Path(state.checkpoint), learner)
+            memory.restore(load_checkpoint(Path(state.checkpoint), learner))
         server = EmbeddedServer(
             model,
             tokenizer,
@@ -83,17 +93,25 @@ async def run(config: RunConfig) -> None:
             tasks = TaskStream(config, train, algo.greedy)
             again = config.algorithm.inexact == "retokenize"
             retokenizer = Retokenizer(tokenizer, learner) if again else None
+            ledger = Ledger() if config.algorithm.store_credit else None
             updater = Updater(
                 config.algorithm,
                 algo,
                 learner,
                 config.steps,
                 retokenizer,
+                memory,
+                ledger,
                 seed=config.seed,
                 context=context_of(model),
                 bad_steps=BadSteps(Path(config.output, "dumps"), config.algorithm.max_bad_steps),
+                reference=learner.frozen.get("q"),
+                kl=kl,
+                reward_models=beside.make_reward_models(config, model, tokenizer, source),
+                value_clip=config.critic.clip,
             )
-            await Loop(config, store, state, updater, server, tasks, heldout).run()
+            collector = Collector(config, store, state.epoch, tasks, resample)
+            await Loop(config, store, state, updater, server, collector, heldout).run()
         finally:
             await server.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import inf
+from typing import Any
 
 from agentrl.algorithms.credit import (
     Alive,
@@ -17,6 +18,7 @@ from agentrl.algorithms.credit import (
     Zero,
     lengths,
     plus,
+    rewritten,
 )
 from agentrl.algorithms.gates import (
     Clip,
@@ -28,12 +30,14 @@ from agentrl.algorithms.gates import (
     Trust,
     Vespo,
 )
+from agentrl.algorithms.memory import Ema, Moved
 from agentrl.algorithms.objective import Algo, Average, Gate, Reg
 from agentrl.algorithms.registry import (
     Cap,
     Discount,
     Mix,
     Num,
+    modifier,
     preset,
 )
 from agentrl.algorithms.shaping import (
@@ -44,8 +48,11 @@ from agentrl.algorithms.shaping import (
     Overlong,
     PassAtK,
     Sampled,
+    Toll,
 )
+from agentrl.algorithms.steps import Fade
 from agentrl.config import Count, Natural, Positive
+from agentrl.errors import ConfigError
 
 TOKENS = Average(("all",))
 ROW_SUMS = Average(("row",), "sum")
@@ -64,18 +71,68 @@ def penalty(beta: float) -> tuple[Reg, ...]:
     return (Reg("k3", beta),) if beta else ()
 
 
+def toll(beta: float) -> Toll | None:
+    """The same penalty as part of the rewards, if any."""
+    return Toll(beta) if beta else None
+
+
 @preset("reinforce")
 def reinforce(*, reward: str = "outcome") -> Algo:
     """Reward times log-prob, no baseline. Williams 1992."""
     return Algo(Rel(reward, base="none"), agg=ROW_SUMS)
 
 
+@modifier("ema")
+def with_ema(algo: Algo, *, ema_decay: Discount = 0.95, ema_key: str = "") -> Algo:
+    """Every comparison is with the running mean of earlier rewards, of each role and, with
+    `ema_key`, of each value of that field of the task. arXiv 2506.24119."""
+
+    def change(part: Any) -> Any:
+        if not isinstance(part, Rel):
+            return part
+        return replace(part, base=Ema(part.reward, ema_decay, ema_key, part.at))
+
+    credit = rewritten(algo.credit, change)
+    if credit == algo.credit:
+        raise ConfigError(
+            "algorithm.preset: +ema changes the baseline of a comparison, and this preset makes "
+            "none; leave +ema out or choose another preset"
+        )
+    return replace(algo, credit=credit)
+
+
+@preset("spiral")
+def spiral(
+    *,
+    reward: str = "role:outcome",
+    decay: Discount = 0.95,
+    key: str = "",
+    gamma: Discount = 1.0,
+    clip_low: Num = 0.2,
+    clip_high: Num = 0.2,
+    length: Count = 1024,
+) -> Algo:
+    """Each role against the running mean of what it got before (of each value of the task's field
+    `key`), fading with every call that follows; what is as good as that is left out. arXiv
+    2506.24119."""
+    credit = Fade(Rel(reward, base=Ema(reward, decay, key)), gamma)
+    agg = Average(("row",), "const", length)
+    return Algo(credit, clipped(clip_low, clip_high), agg=agg, keep=Moved(credit))
+
+
 @preset("reinforce++")
 def reinforce_pp(
-    *, reward: str = "outcome", gamma: Num = 1.0, clip_low: Num = 0.2, clip_high: Num = 0.2
+    *,
+    reward: str = "outcome",
+    gamma: Num = 1.0,
+    clip_low: Num = 0.2,
+    clip_high: Num = 0.2,
+    kl_reward: Num = 0.0,
 ) -> Algo:
-    """Reward-to-go whitened over all tokens; needs no groups. arXiv 2501.03262."""
-    return Algo(Whiten(Togo(reward, gamma)), clipped(clip_low, clip_high), agg=TOKENS)
+    """Reward-to-go whitened over all tokens; needs no groups. `kl_reward`: what every token pays
+    for leaving the reference. arXiv 2501.03262."""
+    credit = Whiten(Togo(reward, gamma, toll(kl_reward)))
+    return Algo(credit, clipped(clip_low, clip_high), agg=TOKENS)
 
 
 @preset("reinforce++-baseline")
@@ -136,13 +193,15 @@ def dapo(
     overlong_cache: Count = 4096,
     drop_truncated: bool = False,
 ) -> Algo:
-    """Clip-higher, token mean, groups of equal rewards left out, and if asked a penalty on the last
-    `overlong_cache` of `overlong_limit` tokens, or no truncated rollouts. arXiv 2503.14476."""
+    """Clip-higher, token mean, groups of equal rewards replaced by others, and if asked a penalty
+    on the last `overlong_cache` of `overlong_limit` tokens, or no truncated rollouts. arXiv
+    2503.14476."""
     shaped = Overlong(reward, overlong_limit, overlong_cache) if overlong_limit else reward
     # Groups are judged by the raw reward: a length penalty would make each of them differ.
     keep = Every((Alive(reward), Complete())) if drop_truncated else Alive(reward)
     credit = Rel(shaped, norm="std")
-    return Algo(credit, clipped(clip_low, clip_high), agg=TOKENS, keep=keep)
+    gates = clipped(clip_low, clip_high)
+    return Algo(credit, gates, agg=TOKENS, keep=keep, resample=reward)
 
 
 @preset("maxrl")
@@ -305,9 +364,11 @@ def ppo(
     clip_low: Num = 0.2,
     clip_high: Num = 0.2,
     kl: Num = 0.0,
+    kl_reward: Num = 0.0,
 ) -> Algo:
-    """GAE over tokens with a critic, whitened, PPO clip. arXiv 1707.06347."""
-    credit = Whiten(Gae(Critic(), reward, gamma, lam))
+    """GAE over tokens with a critic, whitened, PPO clip. The penalty on leaving the reference is
+    in the loss (`kl`) or in the rewards (`kl_reward`, arXiv 1909.08593). arXiv 1707.06347."""
+    credit = Whiten(Gae(Critic(), reward, gamma, lam, toll(kl_reward)))
     return Algo(credit, clipped(clip_low, clip_high), penalty(kl), TOKENS)
 
 

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import inf
 from statistics import fmean, pstdev
 
 import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from agentrl.algorithms import columns, objective
+from agentrl.algorithms import columns, objective, targets
 from agentrl.algorithms.batch import Batch
+from agentrl.algorithms.beside import scored
+from agentrl.algorithms.controller import KlController, divergence
 from agentrl.algorithms.dump import BadSteps, Dump
-from agentrl.algorithms.learners.base import Learner, Psi, StepReport
+from agentrl.algorithms.learners.base import Learner, Psi, StepReport, ValueTerms
+from agentrl.algorithms.ledger import Ledger
 from agentrl.algorithms.merge import build_batch
 from agentrl.algorithms.objective import Algo, Terms
+from agentrl.algorithms.reference import Reference
 from agentrl.algorithms.retokenize import Retokenizer
+from agentrl.algorithms.reward_models import RewardModel
 from agentrl.algorithms.schedule import learning_rate, minibatches, moved
+from agentrl.algorithms.state import State
 from agentrl.config import AlgorithmConfig
 from agentrl.types import POLICY, Group, Rollout, RolloutState, Transition
 
@@ -28,42 +36,74 @@ Metrics = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Updater:
-    """Turns claimed groups into updates of the learner's weights; keeps no state of its own."""
+    """Turns claimed groups into updates of the learner's weights."""
 
     config: AlgorithmConfig
     algo: Algo
     learner: Learner
     steps: int  # of the whole run
     retokenizer: Retokenizer | None = None  # completes inexact calls; none: they are refused
+    state: State = field(default_factory=State)  # what earlier steps are remembered for
+    ledger: Ledger | None = None  # what the step made of each call; none: nobody asks
     seed: int = 0  # of the order of minibatches
     context: int | None = None  # tokens the model can read; longer calls are left out
     bad_steps: BadSteps | None = None  # none: a step that cannot be made is skipped and counted
+    reference: Reference | None = None  # follows the policy, if it does
+    kl: KlController | None = None  # adapts the penalty on leaving the reference
+    reward_models: tuple[RewardModel, ...] = ()
+    value_clip: float = inf  # how far a step may move a value of the critic
 
     def update(self, step: int, groups: list[Group]) -> Metrics:
         """Learn from the groups of one step; returns its metrics.
 
         Where there is nothing to learn from (every reward equal or missing) no weight changes, and
         `update/skipped` counts it. Raises TrainingError for a reward that no rollout carries."""
-        columns.check(groups, [r for r in self.algo.rewards if r not in self.algo.optional])
+        tuned = (
+            self if self.kl is None else dataclasses.replace(self, algo=self.kl.tuned(self.algo))
+        )
+        metrics = tuned.learned(step, groups)
+        if self.kl is not None:
+            metrics["reference/beta"] = self.kl.beta
+            self.kl.observe(metrics["reference/drift"], int(metrics["rollouts"]))
+        if self.reference is not None:
+            self.reference.finish(step)
+        return metrics
+
+    def learned(self, step: int, groups: list[Group]) -> Metrics:
+        """`update` with the algorithm as it is."""
         inexact = float(sum(not call.exact for call in _ours(groups)))
         if self.retokenizer is not None:
             groups = self.retokenizer.complete(groups)
+        for model in self.reward_models:
+            groups = model.complete(groups)
+        columns.check(groups, [r for r in self.algo.rewards if r not in self.algo.optional])
         groups, too_long = fitting(groups, self.context)
         batch = self.batch(groups)
+        recall = self.state.recall(batch, groups)
+        batch = dataclasses.replace(batch, memory=recall.columns)
+        batch, streams = scored(self.algo, self.learner, batch)
+        if self.ledger is not None:
+            self.ledger.open(self.algo, batch)
         metrics = describe(groups, batch) | {"calls/inexact": inexact, "calls/too_long": too_long}
         lr = learning_rate(self.config, step, self.steps)
         metrics |= {"lr": lr, "update/steps": 0.0, "update/skipped": 0.0}
         metrics |= {"update/bad": 0.0, "update/early_stop": 0.0}
-        for number, (part, terms) in enumerate(self.parts(groups, batch)):
+        values = targets.learned(self.algo, batch, clip=self.value_clip)
+        metrics |= targets.describe(values) if values else {}
+        if "q" in streams:
+            metrics["reference/drift"] = divergence(batch)
+        for number, (part, terms, critic) in enumerate(self.parts(groups, batch, streams, values)):
             metrics["update/steps"] += 1
             if terms.skip:
                 metrics["update/skipped"] += 1
                 continue
-            report = self.learner.step(part, self.psi(terms), lr=lr)
+            report = self.learner.step(part, self.psi(terms), lr=lr, critic=critic)
             if not self.made(step, number, part, terms, report):
                 metrics["update/skipped"] += 1
                 metrics["update/bad"] += 1
                 continue
+            if self.ledger is not None:
+                self.ledger.record(self.algo, part, terms, report.logprobs)
             if number == 0:  # later optimizer steps have moved away from the sampler on purpose
                 metrics |= difference(report.logprobs, part.behaviour)
             metrics |= objective.stats(self.algo, part, terms, report.logprobs)
@@ -73,20 +113,28 @@ class Updater:
             if self.far(terms, report):
                 metrics["update/early_stop"] = 1.0
                 break
+        self.state.adopt(recall)
         return metrics
 
     def batch(self, groups: list[Group]) -> Batch:
         """What may be learned from, with the rewards that the algorithm reads."""
         return build_batch(groups, reward_names=self.algo.rewards, min_group=self.config.min_group)
 
-    def parts(self, groups: list[Group], batch: Batch) -> Iterator[tuple[Batch, Terms]]:
+    def parts(
+        self,
+        groups: list[Group],
+        batch: Batch,
+        streams: Mapping[str, Tensor],
+        values: ValueTerms | None,
+    ) -> Iterator[tuple[Batch, Terms, ValueTerms | None]]:
         """The optimizer steps of a batch: minibatches of whole groups, dealt anew in every epoch.
-        Credit is computed on the whole batch, whichever way it is cut."""
+        Credit is computed on the whole batch, whichever way it is cut, and so are the critic's
+        targets."""
         count = min(self.config.minibatches, len(groups))
         if count * self.config.epochs == 1 or not batch.n_tokens:
-            yield batch, objective.plan(self.algo, batch, {}, fresh=True)
+            yield batch, objective.plan(self.algo, batch, streams, fresh=True), values
             return
-        old = self.learner.logprobs(batch)
+        streams = {"o": self.learner.logprobs(batch), **streams}
         advantage = objective.credited(self.algo, batch)
         counts = batch.token_group.bincount(minlength=len(batch.groups)).tolist()
         ranges = torch.split(torch.arange(batch.n_tokens), counts)
@@ -96,8 +144,9 @@ class Updater:
                 part = self.batch(share)
                 # Within a group the tokens of the part are in the order of the whole.
                 tokens = torch.cat([tokens_of[id] for id in part.groups] or [ranges[0][:0]])
-                streams = {"o": old[tokens]}
-                yield part, objective.plan(self.algo, part, streams, advantage=advantage[tokens])
+                cut = {letter: column[tokens] for letter, column in streams.items()}
+                terms = objective.plan(self.algo, part, cut, advantage=advantage[tokens])
+                yield part, terms, values and targets.part_of(values, tokens)
 
     def psi(self, terms: Terms) -> Psi:
         def psi(logprobs: Tensor, index: Tensor) -> Tensor:

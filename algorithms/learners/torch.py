@@ -24,12 +24,14 @@ from transformers.utils import logging
 
 from agentrl.algorithms.adapters import Adapters
 from agentrl.algorithms.batch import Batch
+from agentrl.algorithms.critic import ValueModel
 from agentrl.algorithms.head import action_logprobs
 from agentrl.algorithms.learners import memory
 from agentrl.algorithms.learners.base import Psi, Scored, StepReport, ValueTerms
 from agentrl.algorithms.learners.optimizer import Kind, Optimizer
 from agentrl.algorithms.model import Tokenizer, load_model
 from agentrl.algorithms.packing import Pack, Packing, check_model, hidden_states, packs, usable
+from agentrl.algorithms.reference import Reference
 from agentrl.errors import PolicyError, TrainingError
 from agentrl.types import POLICY
 
@@ -43,7 +45,8 @@ class TorchLearner:
     when memory runs out. gradient_checkpointing: keep what enters a layer and recompute the rest.
     fp32_head: see `head`. adapters: learn the one named `policy`, and nothing else; other learners
     may learn others of the same model. threads: what a call computes with, default what its thread
-    already has. Raises PolicyError for a model it cannot train."""
+    already has. critic: gives and learns values; frozen: the reference (q) and the teacher (t).
+    Raises PolicyError for a model it cannot train."""
 
     def __init__(
         self,
@@ -61,6 +64,8 @@ class TorchLearner:
         policy: str = POLICY,
         threads: int | None = None,
         betas: tuple[float, float] = (0.9, 0.95),
+        critic: ValueModel | None = None,
+        frozen: Mapping[Literal["q", "t"], Reference] | None = None,
     ) -> None:
         check_model(model)
         self.model = model.eval()
@@ -70,50 +75,73 @@ class TorchLearner:
         else:
             learned = adapters.parameters(policy)
         self.optimizer = Optimizer(learned, kind=optimizer, betas=betas, weight_decay=weight_decay)
-        self.supplies: frozenset[Literal["o", "b", "q", "t", "v"]] = frozenset({"o", "b"})
+        self.critic = critic
+        self.frozen = dict(frozen or {})
+        values: tuple[Literal["v"], ...] = () if critic is None else ("v",)
+        self.supplies = frozenset[Literal["o", "b", "q", "t", "v"]](
+            {"o", "b", *self.frozen, *values}
+        )
         self.max_grad_norm = max_grad_norm
         self.packing = usable(model, packing)
         self.token_budget = token_budget
-        self.recomputed = memory.layers_of(model) if gradient_checkpointing else []
+        decoders = [model, critic.decoder] if critic and critic.decoder else [model]
+        self.recomputed = [
+            layer for each in decoders if gradient_checkpointing for layer in memory.layers_of(each)
+        ]
         self.fp32_head = fp32_head
         self.threads = threads or torch.get_num_threads()
         self.tokenizer_files = _files_of(tokenizer)
 
     def logprobs(self, batch: Batch, of: Scored = "o") -> Tensor:
         """Log-probs of every action token at its sampling temperature, float32 [N], no graph."""
-        if of != "o":
+        if of != "o" and of not in self.frozen:
             raise PolicyError(f"the learner has no model for stream {of}")
+        model = self.model if of == "o" else self.frozen[of].model
         with _threads(self.threads), self._adapted(), torch.no_grad():
-            return self._within_memory(lambda: self._logprobs(batch))
+            return self._within_memory(lambda: self._logprobs(batch, model))
 
     def values(self, batch: Batch) -> Tensor:
         """The critic's value of the state before every action token, float64 [N], no graph."""
-        raise PolicyError("the learner has no critic (stream v)")
+        critic = self._critic()
+        with _threads(self.threads), self._adapted(), torch.no_grad():
+            return self._within_memory(lambda: self._values(batch, critic))
 
     def step(
         self, batch: Batch, psi: Psi, *, lr: float, critic: ValueTerms | None = None
     ) -> StepReport:
-        """One forward, backward and update on psi. A log-prob, loss or gradient that is not finite
-        changes nothing.
+        """One forward, backward and update on psi, and of the critic on its terms. A log-prob,
+        value, loss or gradient that is not finite changes nothing.
 
         metrics: policy/entropy, nats, the mean over action tokens; memory/retries, 1 if memory ran
-        out once; memory/*peak_mb (see `memory.peak`).
+        out once; memory/*peak_mb (see `memory.peak`); critic/loss, before its coefficient,
+        critic/clip_fraction, of the tokens it learns from, and critic/grad_norm, of what is the
+        critic's alone.
         Raises TrainingError when memory runs out twice."""
+        learning = None if critic is None else self._critic()
         device, budget = self.model.device, self.token_budget
         memory.start_measuring(device)
         with _threads(self.threads), self._adapted():
             try:
-                sums = self._within_memory(lambda: self._backward(batch, psi))
+                sums = self._within_memory(lambda: self._backward(batch, psi, critic))
                 norm = self.optimizer.clip(self.max_grad_norm)
-                applied = math.isfinite(norm + sums.loss) and batch.n_tokens > 0
+                pull = learning.optimizer.clip(learning.max_grad_norm) if learning else 0.0
+                finite = math.isfinite(norm + sums.loss + pull + sums.value_loss)
+                applied = finite and batch.n_tokens > 0
                 if applied:
                     self.optimizer.step(lr)
+                    if learning:
+                        learning.optimizer.step(learning.lr)
             finally:
-                self.optimizer.zero_grad()
+                self._zero_grad()
         metrics = memory.peak(device)
         metrics["memory/retries"] = float(self.token_budget < budget)
         if math.isfinite(sums.entropy) and batch.n_tokens:
             metrics["policy/entropy"] = sums.entropy / batch.n_tokens
+        if critic is not None:
+            live = max(1, int((critic.weight > 0).sum()))
+            metrics["critic/loss"] = sums.value_loss
+            metrics["critic/clip_fraction"] = sums.values_clipped / live
+            metrics["critic/grad_norm"] = pull
         return StepReport(
             loss=sums.loss,
             grad_norm=norm,
@@ -137,12 +165,16 @@ class TorchLearner:
         for name, content in self.tokenizer_files.items():
             (directory / name).write_bytes(content)
         self.optimizer.save(directory)
+        for part in self._beside():
+            part.save(directory)
 
     def load(self, directory: Path) -> None:
         """Restore what `save` wrote. Raises PolicyError, with nothing changed, for a checkpoint of
         another model or a half-written one."""
         weights = self._read(directory)
         moments = self.optimizer.read(directory)
+        critic = self.critic and self.critic.read(directory)
+        frozen = {letter: scorer.read(directory) for letter, scorer in self.frozen.items()}
         if self.adapters is None:
             with torch.no_grad():
                 for name, tensor in self.model.state_dict().items():
@@ -150,6 +182,10 @@ class TorchLearner:
         else:
             self.adapters.restore(self.policy, weights)
         self.optimizer.restore(moments)
+        if self.critic and critic:
+            self.critic.restore(critic)
+        for letter, scorer in self.frozen.items():
+            scorer.restore(frozen[letter])
 
     def _read(self, directory: Path) -> Mapping[str, Tensor]:
         """The weights of a checkpoint, which are found to fit."""
@@ -165,18 +201,25 @@ class TorchLearner:
         """While inside, the model is the policy that this learner learns."""
         return self.adapters.using(self.policy) if self.adapters is not None else nullcontext()
 
-    def _logprobs(self, batch: Batch) -> Tensor:
+    def _logprobs(self, batch: Batch, model: PreTrainedModel) -> Tensor:
         logprobs_N = torch.empty(batch.n_tokens)
         for pack in packs(batch, self.packing, self.token_budget):
-            logprobs_N[pack.index] = self._forward(pack)[0].float().cpu()
+            logprobs_N[pack.index] = self._forward(pack, model)[0].float().cpu()
         return logprobs_N
 
-    def _backward(self, batch: Batch, psi: Psi) -> _Sums:
+    def _values(self, batch: Batch, critic: ValueModel) -> Tensor:
+        values_N = torch.empty(batch.n_tokens, dtype=torch.float64)
+        for pack in packs(batch, self.packing, self.token_budget):
+            hidden = hidden_states(self.model, pack) if critic.decoder is None else None
+            values_N[pack.index] = critic.values(pack, hidden).double().cpu()
+        return values_N
+
+    def _backward(self, batch: Batch, psi: Psi, terms: ValueTerms | None) -> _Sums:
         """Accumulate the gradient, until a log-prob is not finite."""
         sums = _Sums(torch.full((batch.n_tokens,), math.nan))
         for pack in packs(batch, self.packing, self.token_budget):
             with memory.recomputing(self.recomputed):
-                p, entropy = self._forward(pack)
+                p, entropy, hidden = self._forward(pack, self.model)
             current = p.detach().cpu()
             sums.logprobs[pack.index] = current.float()
             sums.entropy += float(entropy.double().sum())
@@ -185,20 +228,50 @@ class TorchLearner:
                 sums.loss = math.nan
                 break
             psi_n = psi(current, pack.index)
-            torch.autograd.backward(p, -psi_n.to(p))
             sums.loss -= float(psi_n.double() @ current.double())
+            roots, gradients = [p], [-psi_n.to(p)]
+            if self.critic and terms is not None:
+                if self.critic.decoder is not None:
+                    # Its graph shares nothing with that of the policy, which is freed before it.
+                    torch.autograd.backward(roots, gradients)
+                    roots, gradients = [], []
+                with memory.recomputing(self.recomputed):
+                    pull = self.critic.pull(pack, hidden, terms)
+                roots.append(pull.values)
+                gradients.append(pull.gradient)
+                sums.value_loss += pull.loss
+                sums.values_clipped += pull.clipped
+            torch.autograd.backward(roots, gradients)
         return sums
 
-    def _forward(self, pack: Pack) -> tuple[Tensor, Tensor]:
-        """Log-prob and entropy [n] of the actions of a pack."""
-        device = self.model.device
-        return action_logprobs(
-            self.model.get_output_embeddings(),
-            hidden_states(self.model, pack),
+    def _critic(self) -> ValueModel:
+        if self.critic is None:
+            raise PolicyError("the learner has no critic (stream v)")
+        return self.critic
+
+    def _beside(self) -> Iterator[ValueModel | Reference]:
+        """What is saved with the policy."""
+        if self.critic:
+            yield self.critic
+        yield from self.frozen.values()
+
+    def _zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+        if self.critic:
+            self.critic.optimizer.zero_grad()
+
+    def _forward(self, pack: Pack, model: PreTrainedModel) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-prob and entropy [n] of the actions of a pack, and the hidden states [n, H] before
+        them."""
+        hidden_NH, device = hidden_states(model, pack), model.device
+        logprobs_N, entropy_N = action_logprobs(
+            model.get_output_embeddings(),
+            hidden_NH,
             pack.actions.to(device),
             pack.temperature.to(device),
             fp32=self.fp32_head,
         )
+        return logprobs_N, entropy_N, hidden_NH
 
     def _within_memory(self, compute: Callable[[], T]) -> T:
         """What `compute` returns; if memory runs out, after one more try with half the budget. Only
@@ -222,7 +295,7 @@ class TorchLearner:
             ) from None
 
     def _halve_token_budget(self) -> None:
-        self.optimizer.zero_grad()
+        self._zero_grad()
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
         self.token_budget = max(1, self.token_budget // 2)
@@ -241,6 +314,8 @@ class _Sums:
     logprobs: Tensor  # float32 [N], NaN where the pass did not come
     loss: float = 0.0
     entropy: float = 0.0  # nats, of all action tokens
+    value_loss: float = 0.0
+    values_clipped: int = 0
     tokens: int = 0  # forwarded, context included
 
 
