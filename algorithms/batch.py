@@ -57,6 +57,8 @@ class Batch:
     transition_state: Tensor = field(default_factory=_unknown)  # int64 [S], equal: the same state
     # int64 [S], equal: the same tokens in and out, which makes branches of one tree of rollouts.
     transition_node: Tensor = field(default_factory=_unknown)
+    # bool [S], from the record of another rollout: without tokens here, as it is trained there.
+    transition_repeats: Tensor = field(default_factory=_unknown)
     transition_truncated: Tensor = field(default_factory=_unknown)  # bool [S], by a token limit
     rollout_greedy: Tensor = field(default_factory=_unknown)  # bool [U], all at temperature 0
     values: Tensor = field(default_factory=_unknown)  # float64 [N], a critic's, before each token

@@ -111,6 +111,14 @@ def chain(ids: Tensor, order: Tensor | None = None) -> Tensor:
     return following
 
 
+def reverse(following: Tensor) -> Tensor:
+    """int64 [U]: the unit before along links, -1 at the start."""
+    before = torch.full_like(following, -1)
+    linked = following >= 0
+    before[following[linked]] = linked.nonzero().squeeze(1)
+    return before
+
+
 def _column(batch: Batch, at: Level, name: Unit) -> Tensor:
     if at == "token" and name == "row":
         return batch.token_row

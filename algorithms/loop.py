@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from agentrl.algorithms.branching import grow
 from agentrl.algorithms.checkpoint import checkpoint_name, prune, save_checkpoint
 from agentrl.algorithms.engines.base import PolicyServer
 from agentrl.algorithms.evaluate import score
@@ -55,6 +56,7 @@ class Loop:
         last = min(step + settings.max_staleness, self.config.steps - 1)
         for ahead in range(step, last + 1):
             await self.store.enqueue(self.tasks.rollouts(ahead))
+        await grow(self.store, self.config, self.tasks.rollouts(step))
         return await self.store.claim_groups(self.config.name, self.state.epoch, settings.groups)
 
     async def commit(self, step: int, groups: list[Group], metrics: dict[str, float]) -> None:

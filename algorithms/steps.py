@@ -24,7 +24,7 @@ from agentrl.algorithms.credit import (
     standardise,
     truncated,
 )
-from agentrl.algorithms.ids import Level, chain, key, lift, scan, seg, units
+from agentrl.algorithms.ids import Level, chain, key, lift, reverse, scan, seg, units
 from agentrl.config import nearest
 from agentrl.errors import TrainingError
 
@@ -186,9 +186,7 @@ class Histories:
 
     def __call__(self, batch: Batch) -> Tensor:
         x = Returns(self.reward, self.gamma)(batch)
-        following = chain(batch.transition_rollout)
-        before = torch.full_like(following, -1)
-        before[following[following >= 0]] = (following >= 0).nonzero().squeeze(1)
+        before = reverse(chain(batch.transition_rollout))
         state = units(batch, "transition", "state")
         ids, back = units(batch, "transition", "group", "state"), before
         total, share = torch.zeros_like(x), torch.zeros_like(x)
@@ -206,31 +204,44 @@ class Histories:
 class Tree:
     """[S] how much better the rollouts that share a call end than those of the branch it left.
 
-    V of a call is the mean reward of the rollouts that made it. "parent": V - V of the call before
-    (the group's mean at the root), which is VinePPO's advantage on branched rollouts (arXiv
-    2410.01679). "both": (V - V of the root + V - V of the parent) / sqrt(rollouts that made it),
-    TreeRL, arXiv 2506.11902."""
+    V of a call is the mean reward of the rollouts that made it. "siblings": V minus the mean over
+    the other samples that were drawn in the same place: the advantage of Monte-Carlo step values,
+    VinePPO (arXiv 2410.01679) and C3 (2603.06859), unbiased; 0 where there is no other. "parent":
+    V - V of the call before (the group's mean at the root). "both": (V - V of the root + V - V of
+    the parent) / sqrt(rollouts that made it), TreeRL, arXiv 2506.11902."""
 
     reward: str = "outcome"
-    how: Literal["both", "parent"] = "both"
+    how: Literal["both", "parent", "siblings"] = "both"
     level: ClassVar[Level] = "transition"
 
     def __call__(self, batch: Batch) -> Tensor:
         x, rollout = rewards(batch, self.reward), batch.transition_rollout
-        known = ~x.isnan()
-        value = x.nan_to_num(nan=0.0)
-        group, n = batch.rollout_group, len(batch.groups)
-        root = seg(value, group, n)[group] / seg(known, group, n)[group]
+        known, value = ~x.isnan(), x.nan_to_num(nan=0.0)
         node = units(batch, "transition", "group", "node")
-        leaves = seg(known[rollout], node)[node]
-        v = seg(value[rollout], node)[node] / leaves
-        following = chain(rollout)
-        parent = root[rollout].clone()
-        parent[following[following >= 0]] = v[following >= 0]
-        step = v - parent
-        if self.how == "both":
-            step = (step + v - root[rollout]) / leaves.sqrt()
+        leaves = seg(known[rollout], node)
+        v = seg(value[rollout], node) / leaves
+        before = reverse(chain(rollout))
+        if self.how == "siblings":
+            step = _siblings(batch, v, node, before)[node]
+        else:
+            group, n = batch.rollout_group, len(batch.groups)
+            root = (seg(value, group, n) / seg(known, group, n))[group[rollout]]
+            step = v[node] - torch.where(before >= 0, v[node[before]], root)
+            if self.how == "both":
+                step = (step + v[node] - root) / leaves[node].sqrt()
         return torch.where(known[rollout], step, torch.nan)
+
+
+def _siblings(batch: Batch, v: Tensor, node: Tensor, before: Tensor) -> Tensor:
+    """Per node, v minus the mean over the other samples drawn after the same call. A node counts
+    as often as it was drawn, which repeats of it are not."""
+    place = key(
+        batch.rollout_group[batch.transition_rollout],
+        torch.where(before >= 0, node[before], -1),
+    )
+    by = torch.zeros_like(v, dtype=torch.int64).scatter_(0, node, place)
+    drawn = seg(~batch.transition_repeats, node, v.numel())
+    return standardise(v, by, base="loo", w=drawn).advantage
 
 
 @dataclass(frozen=True, slots=True)
