@@ -36,7 +36,6 @@ from agentrl.algorithms.steps import (
     Histories,
     Received,
     StepGae,
-    Tree,
     Values,
 )
 from agentrl.algorithms.streams import Stream, Way, added, advantage, mixed, optional
@@ -162,34 +161,6 @@ def at_grpo(*, reward: str = "outcome", clip_low: Num = 0.2, clip_high: Num = 0.
     """Calls compared with those of the same role and turn. arXiv 2510.11062."""
     credit = Rel(reward, at="transition", by=("group", "role", "turn"), norm="std")
     return Algo(credit, clipped(clip_low, clip_high))
-
-
-@preset("tree-grpo")
-def tree_grpo(*, reward: str = "outcome", clip_low: Num = 0.2, clip_high: Num = 0.2) -> Algo:
-    """Branches compared within the task and within their tree; rollouts with the same first call
-    are of one tree. arXiv 2509.21240."""
-    trees = Rel(reward, by=("group", "tree"), norm="std")
-    return Algo(plus((Rel(reward, norm="std"), 1.0), (trees, 1.0)), clipped(clip_low, clip_high))
-
-
-@modifier("tree")
-def with_tree(algo: Algo, *, tree_weight: Share = 1.0) -> Algo:
-    """Adds the comparison with rollouts of the same tree. arXiv 2509.21240."""
-    trees = Rel(outcome_of(algo), by=("group", "tree"), norm="std")
-    return replace(algo, credit=plus((algo.credit, 1.0), (trees, tree_weight)))
-
-
-@preset("treerl")
-def treerl(
-    *,
-    reward: str = "outcome",
-    how: Literal["both", "parent"] = "both",
-    clip_low: Num = 0.2,
-    clip_high: Num = 0.2,
-) -> Algo:
-    """Calls by what the branches that share them come to; how = "parent" is VinePPO on branches.
-    arXiv 2506.11902."""
-    return Algo(Rel(Tree(reward, how), base="none"), clipped(clip_low, clip_high))
 
 
 @preset("agent-r1")

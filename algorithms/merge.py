@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.batch import Batch, Row
-from agentrl.algorithms.columns import column, content, dense, observation, scored
+from agentrl.algorithms.columns import column, content, dense, observation, prompted, scored
 from agentrl.types import POLICY, Group, Purpose, Rollout, RolloutState, Transition
 
 
@@ -173,6 +173,7 @@ class _Tables:
             transitions=[call.id for call in calls],
             step=step,
             transition_state=dense(map(state, calls)),
+            transition_prompt=dense(map(prompted, calls)),
             transition_node=dense(map(content, calls)),
             transition_repeats=torch.tensor([call.repeats is not None for call in calls]).bool(),
             transition_truncated=torch.tensor([call.finish == "length" for call in calls]).bool(),

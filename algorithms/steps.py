@@ -24,7 +24,7 @@ from agentrl.algorithms.credit import (
     standardise,
     truncated,
 )
-from agentrl.algorithms.ids import Level, chain, key, lift, reverse, scan, seg, units
+from agentrl.algorithms.ids import Level, chain, key, lift, of_calls, reverse, scan, seg, units
 from agentrl.config import nearest
 from agentrl.errors import TrainingError
 
@@ -205,7 +205,7 @@ class Tree:
     """[S] how much better the rollouts that share a call end than those of the branch it left.
 
     V of a call is the mean reward of the rollouts that made it. "siblings": V minus the mean over
-    the other samples that were drawn in the same place: the advantage of Monte-Carlo step values,
+    the other samples of the same prompt: the advantage of Monte-Carlo step values,
     VinePPO (arXiv 2410.01679) and C3 (2603.06859), unbiased; 0 where there is no other. "parent":
     V - V of the call before (the group's mean at the root). "both": (V - V of the root + V - V of
     the parent) / sqrt(rollouts that made it), TreeRL, arXiv 2506.11902."""
@@ -220,11 +220,10 @@ class Tree:
         node = units(batch, "transition", "group", "node")
         leaves = seg(known[rollout], node)
         v = seg(value[rollout], node) / leaves
-        before = reverse(chain(rollout))
         if self.how == "siblings":
-            step = _siblings(batch, v, node, before)[node]
+            step = _siblings(batch, v, node)[node]
         else:
-            group, n = batch.rollout_group, len(batch.groups)
+            before, group, n = reverse(chain(rollout)), batch.rollout_group, len(batch.groups)
             root = (seg(value, group, n) / seg(known, group, n))[group[rollout]]
             step = v[node] - torch.where(before >= 0, v[node[before]], root)
             if self.how == "both":
@@ -232,16 +231,22 @@ class Tree:
         return torch.where(known[rollout], step, torch.nan)
 
 
-def _siblings(batch: Batch, v: Tensor, node: Tensor, before: Tensor) -> Tensor:
-    """Per node, v minus the mean over the other samples drawn after the same call. A node counts
-    as often as it was drawn, which repeats of it are not."""
-    place = key(
-        batch.rollout_group[batch.transition_rollout],
-        torch.where(before >= 0, node[before], -1),
-    )
-    by = torch.zeros_like(v, dtype=torch.int64).scatter_(0, node, place)
-    drawn = seg(~batch.transition_repeats, node, v.numel())
-    return standardise(v, by, base="loo", w=drawn).advantage
+def _siblings(batch: Batch, v: Tensor, node: Tensor) -> Tensor:
+    """Per node, v minus the mean over the other samples of its prompt. A node counts as often as it
+    was drawn, which repeats of it are not."""
+    prompt = torch.zeros_like(v, dtype=torch.int64)
+    prompt[node] = units(batch, "transition", "group", "prompt")
+    drawn = seg(~of_calls(batch, "repeats"), node, v.numel())
+    return standardise(v, prompt, base="loo", w=drawn).advantage
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """bool [N]: tokens of rollouts that repeat no other's calls."""
+
+    def __call__(self, batch: Batch) -> Tensor:
+        repeats = seg(of_calls(batch, "repeats"), batch.transition_rollout, len(batch.rollouts))
+        return (repeats == 0)[batch.token_rollout]
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,6 +106,41 @@ def naive_tree(plays: Plays, both: bool) -> list[float]:
     return out
 
 
+def naive_siblings(plays: Plays) -> list[float]:
+    def node(u: int, i: int) -> object:
+        call = plays[u].calls[i]
+        return (u, i) if call.node is None else call.node
+
+    def place(u: int, i: int) -> object:
+        return (plays[u].group, node(u, i - 1) if i else None)
+
+    def value(group: int, name: object) -> float:
+        ends = [
+            play.outcome
+            for u, play in enumerate(plays)
+            if play.group == group and name in [node(u, i) for i in range(len(play.calls))]
+        ]
+        known = [end for end in ends if end == end]
+        return fmean(known) if known else NAN
+
+    places = [(u, i) for u, play in enumerate(plays) for i in range(len(play.calls))]
+    drawn = defaultdict(list)  # the samples of a place
+    for u, i in places:
+        if not plays[u].calls[i].repeats and not math.isnan(value(plays[u].group, node(u, i))):
+            drawn[place(u, i)].append(node(u, i))
+    out = []
+    for u, i in places:
+        others, own = list(drawn[place(u, i)]), value(plays[u].group, node(u, i))
+        if node(u, i) in others:
+            others.remove(node(u, i))
+        alone = set(others) <= {node(u, i)}
+        baseline = own if alone else fmean(value(plays[u].group, name) for name in others)
+        centred = own - baseline
+        centred = 0.0 if abs(centred) < 1e-9 else centred
+        out.append(centred if plays[u].outcome == plays[u].outcome else NAN)
+    return out
+
+
 def naive_bi_level(plays: Plays, values: list[float], name: str) -> list[float]:
     out, position = [], 0
     for play in plays:

@@ -21,6 +21,7 @@ from .naive import (
     naive_gae,
     naive_hiper,
     naive_histories,
+    naive_siblings,
     naive_tree,
     returns,
     rewards_of,
@@ -229,7 +230,9 @@ CASES: dict[str, Case] = {
         "row", "rows", {"tree_weight": 0.5},
     ),
     "treerl": (tokens(lambda plays: naive_tree(plays, True)), "token", "rows", {}),
-    "treerl vine": (
+    "vineppo": (tokens(naive_siblings), "token", "rows", {}),
+    "c3": (tokens(naive_siblings), "token", "rows", {}),
+    "treerl parent": (
         tokens(lambda plays: naive_tree(plays, False)), "token", "rows", {"how": "parent"}
     ),
     "agent-r1": (tokens(gae), "token", "rows", GAE),
