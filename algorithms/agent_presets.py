@@ -34,6 +34,7 @@ from agentrl.algorithms.steps import (
     FirstToken,
     Hiper,
     Histories,
+    Peers,
     Received,
     StepGae,
     Values,
@@ -61,6 +62,12 @@ def value_of(name: str) -> Column:
 def step_gae(value: str, reward: str, gamma: float, lam: float) -> Credit:
     """GAE over calls, whitened over calls."""
     return Rel(StepGae(value_of(value), reward, gamma, lam), by=("all",), norm="std")
+
+
+def peers_gae(reward: str, gamma: float, lam: float) -> Credit:
+    """GAE over calls, from what other rollouts came to in the same state."""
+    turns = Peers(reward, gamma, by=("group", "turn"))
+    return Rel(StepGae(Peers(reward, gamma), reward, gamma, lam, turns), base="none")
 
 
 def hiper(high: str, low: str, reward: str, gamma: float, lam: float) -> Credit:
@@ -131,6 +138,28 @@ def with_hgpo(
     """Puts HGPO's credit in the place of the host's. arXiv 2602.22817."""
     credit = Histories(outcome_of(algo), hgpo_gamma, hgpo_depth, hgpo_alpha, hgpo_norm)
     return replace(algo, credit=credit)
+
+
+@preset("peers")
+def peers(
+    *,
+    reward: str = "outcome",
+    gamma: Discount = 0.95,
+    lam: Discount = 0.5,
+    clip_low: Num = 0.2,
+    clip_high: Num = 0.2,
+    kl: Num = 0.0,
+) -> Algo:
+    """GAE over calls without a critic: the value of a state is what the group's other rollouts came
+    to from there. States as in arXiv 2505.10978, GAE as in 2511.14460."""
+    return Algo(peers_gae(reward, gamma, lam), clipped(clip_low, clip_high), penalty(kl))
+
+
+@modifier("peers")
+def with_peers(algo: Algo, *, peers_gamma: Discount = 0.95, peers_lam: Discount = 0.5) -> Algo:
+    """Puts GAE over calls, with values from the group's other rollouts, in the place of the host's
+    credit. States as in arXiv 2505.10978, GAE as in 2511.14460."""
+    return replace(algo, credit=peers_gae(outcome_of(algo), peers_gamma, peers_lam))
 
 
 @preset("mt-grpo")

@@ -24,7 +24,18 @@ from agentrl.algorithms.credit import (
     standardise,
     truncated,
 )
-from agentrl.algorithms.ids import Level, chain, key, lift, of_calls, reverse, scan, seg, units
+from agentrl.algorithms.ids import (
+    Level,
+    Unit,
+    chain,
+    key,
+    lift,
+    of_calls,
+    reverse,
+    scan,
+    seg,
+    units,
+)
 from agentrl.config import nearest
 from agentrl.errors import TrainingError
 
@@ -97,20 +108,54 @@ class StepGae:
     (2512.17008), PSPO (2601.10029). `lam` = 0 with values from fresh continuations is VinePPO
     (2410.01679).
 
-    value: what gives V of the state before each call, a reward or a function."""
+    value: what gives V of the state before each call. Where it is missing, what was received counts
+    for the call before, as if both were one, and the call itself is compared with `base`, which
+    only has to be a value that does not depend on it; without either, nothing is learned."""
 
     value: Column
     reward: str | Column = "outcome"
     gamma: float = 1.0
     lam: float = 1.0
+    base: Column | None = None
     level: ClassVar[Level] = "transition"
 
     def __call__(self, batch: Batch) -> Tensor:
-        following = chain(batch.transition_rollout)
-        r, v = received(batch, self.reward), self.value(batch)
-        boot = torch.where(truncated(batch)[batch.transition_rollout], v, 0.0)
-        advantage, _ = gae(r.nan_to_num(nan=0.0), v, following, self.gamma, self.lam, boot)
-        return torch.where(ahead(r, 1.0, following).isnan(), torch.nan, advantage)
+        rollout, r, v = batch.transition_rollout, received(batch, self.reward), self.value(batch)
+        valued, following = ~v.isnan(), chain(rollout)
+        missing = ahead(r, 1.0, following).isnan()
+        # Rewards and calls up to the next call that has a value, and which one that is.
+        inside = torch.where(valued[following], -1, following)
+        r = scan(r.nan_to_num(nan=0.0), self.gamma, inside)
+        gamma = self.gamma ** scan(torch.ones_like(r), 1.0, inside)
+        number = torch.where(valued[following], following + 1, 0)
+        following = scan(number, 1.0, inside).long() - 1
+        v = v if self.base is None else torch.where(valued, v, self.base(batch))
+        after = torch.where(truncated(batch)[rollout], v, 0.0)
+        after = torch.where(following >= 0, v[following], after)
+        learned = ~v.isnan()
+        delta = torch.where(learned, r + gamma * after - v, 0.0)
+        advantage = scan(delta, gamma * self.lam, torch.where(learned, following, -1))
+        return torch.where(missing, torch.nan, advantage)
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """[S] value of the state before each call: the mean return of the calls that other rollouts of
+    the group made in the same state; missing where none did. With `StepGae` a critic without
+    parameters, unbiased where equal states are equal."""
+
+    reward: str | Column = "outcome"
+    gamma: float = 1.0
+    by: tuple[Unit, ...] = ("group", "state")
+    level: ClassVar[Level] = "transition"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        x = Returns(self.reward, self.gamma)(batch)
+        ids = units(batch, "transition", *self.by)
+        own = key(ids, batch.transition_rollout)
+        known, x = ~x.isnan(), x.nan_to_num(nan=0.0)
+        total, count = (seg(y, ids)[ids] - seg(y, own)[own] for y in (x, known))
+        return torch.where(count > 0, total / count, torch.nan)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from statistics import fmean, stdev
 
-from .worlds import NAN, Play
+from .worlds import NAN, Call, Play
 
 Plays = list[Play]
 
@@ -74,6 +75,43 @@ def naive_gae(plays: Plays, name: str, gamma: float, lam: float) -> list[float]:
             last = (0.0 if r[i] != r[i] else r[i]) + gamma * after - v[i] + gamma * lam * last
             advantage[i] = last
         out += [NAN if g != g else a for g, a in zip(known, advantage, strict=True)]
+    return out
+
+
+def naive_peers(plays: Plays, name: str, gamma: float, lam: float) -> list[float]:
+    """GAE over calls from the mean returns of other rollouts in the same state; where there is
+    none, compared with those of the same turn."""
+    x = [returns(rewards_of(play, name), gamma) for play in plays]
+
+    def mean(u: int, i: int, by: Callable[[Call, int], object]) -> float:
+        same = by(plays[u].calls[i], i)
+        known = [
+            x[w][j]
+            for w, other in enumerate(plays)
+            for j, call in enumerate(other.calls)
+            if w != u and other.group == plays[u].group and by(call, j) == same
+        ]
+        return fmean([g for g in known if g == g] or [NAN])
+
+    out = []
+    for u, play in enumerate(plays):
+        r = [0.0 if value != value else value for value in rewards_of(play, name)]
+        n = len(r)
+        v = [mean(u, i, lambda call, _: call.state) for i in range(n)]
+        base = [mean(u, i, lambda _, j: j) for i in range(n)]
+        base = [b if value != value else value for b, value in zip(base, v, strict=True)]
+        advantage = [0.0] * n
+        for i in reversed(range(n)):
+            if base[i] != base[i]:
+                continue
+            later = [j for j in range(i + 1, n) if v[j] == v[j]]
+            j = later[0] if later else n
+            received = sum(gamma ** (k - i) * r[k] for k in range(i, j))
+            end = base[n - 1] if play.calls[-1].truncated else 0.0
+            step = gamma ** (j - i)
+            advantage[i] = received + step * (v[j] if later else end) - base[i]
+            advantage[i] += step * lam * (advantage[j] if later else 0.0)
+        out += [NAN if g != g else a for g, a in zip(x[u], advantage, strict=True)]
     return out
 
 

@@ -21,6 +21,7 @@ from .naive import (
     naive_gae,
     naive_hiper,
     naive_histories,
+    naive_peers,
     naive_siblings,
     naive_tree,
     returns,
@@ -228,6 +229,13 @@ CASES: dict[str, Case] = {
     "gspo+tree": (
         tokens(lambda plays: total((outcome(plays, True), 1), (outcome(plays, True, tree), 0.5))),
         "row", "rows", {"tree_weight": 0.5},
+    ),
+    "peers": (
+        tokens(lambda plays: naive_peers(plays, "p", 0.9, 0.8)), "token", "rows",
+        {"reward": "transition:p", "gamma": 0.9, "lam": 0.8},
+    ),
+    "gspo+peers": (
+        tokens(lambda plays: naive_peers(plays, "outcome", 0.95, 0.5)), "row", "rows", {}
     ),
     "treerl": (tokens(lambda plays: naive_tree(plays, True)), "token", "rows", {}),
     "vineppo": (tokens(naive_siblings), "token", "rows", {}),

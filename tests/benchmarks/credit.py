@@ -19,7 +19,7 @@ from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.credit import Credit, Rel
 from agentrl.algorithms.objective import plan, psi
 from agentrl.algorithms.presets import make
-from agentrl.algorithms.steps import Returns, StepGae, Values
+from agentrl.algorithms.steps import Peers, Returns, StepGae, Values
 
 ROLLOUTS, CALLS, TOKENS = 20_000, 5, 10  # 1 M action tokens
 GROUP = 8
@@ -110,6 +110,10 @@ SCHEMES: dict[str, Credit] = {
     "broadcast": Rel("total", base="loo"),
     "returns": Rel(Returns(PROCESS), by=TURN, base="loo"),
     "states": Rel(Returns(PROCESS), by=("group", "state"), base="loo"),
+    "peers": Rel(
+        StepGae(Peers(PROCESS), PROCESS, 1.0, 0.5, Peers(PROCESS, by=("group", "turn"))),
+        base="none",
+    ),
     "values": Rel(StepGae(Values("transition:v"), PROCESS, 1.0, 0.5), base="none"),
 }
 
