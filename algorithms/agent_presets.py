@@ -23,6 +23,7 @@ from agentrl.algorithms.credit import (
     rewritten,
 )
 from agentrl.algorithms.gates import Clip
+from agentrl.algorithms.mixing import Stream, Way, added, advantage, mixed, optional
 from agentrl.algorithms.objective import Algo, Gate
 from agentrl.algorithms.registry import Cap, Discount, Num, Share, modifier, preset
 from agentrl.algorithms.rollout_presets import ROW_SUMS, TOKENS, clipped, penalty
@@ -39,7 +40,6 @@ from agentrl.algorithms.steps import (
     StepGae,
     Values,
 )
-from agentrl.algorithms.streams import Stream, Way, added, advantage, mixed, optional
 from agentrl.config import Natural
 from agentrl.errors import ConfigError
 from agentrl.types import Scope
