@@ -23,10 +23,9 @@ from agentrl.algorithms.credit import (
     rewritten,
 )
 from agentrl.algorithms.gates import Clip
-from agentrl.algorithms.mixing import Stream, Way, added, advantage, mixed, optional
 from agentrl.algorithms.objective import Algo, Gate
 from agentrl.algorithms.registry import Cap, Discount, Num, Share, modifier, preset
-from agentrl.algorithms.rollout_presets import ROW_SUMS, TOKENS, clipped, penalty
+from agentrl.algorithms.rollout_presets import TOKENS, clipped, penalty
 from agentrl.algorithms.shaping import Every
 from agentrl.algorithms.steps import (
     BiLevel,
@@ -42,10 +41,8 @@ from agentrl.algorithms.steps import (
 )
 from agentrl.config import Natural
 from agentrl.errors import ConfigError
-from agentrl.types import Scope
 
 Names = Annotated[list[str], msgspec.Meta(min_length=1)]
-Streams = Annotated[dict[str, Stream], msgspec.Meta(min_length=1)]
 Scale = Literal["none", "std"]
 
 
@@ -292,71 +289,6 @@ def with_hiper(
     """Puts HiPER's credit in the place of the host's. arXiv 2602.16165."""
     credit = hiper(hiper_high, hiper_low, outcome_of(algo), hiper_gamma, hiper_lam)
     return replace(algo, credit=credit)
-
-
-@preset("archer")
-def archer(*, advantage: str = "transition:advantage") -> Algo:
-    """REINFORCE with the advantage of each call that an utterance critic gave, as a reward. arXiv
-    2402.19446."""
-    return Algo(Rel(advantage, base="none"), agg=ROW_SUMS)
-
-
-@preset("prime")
-def prime(
-    *,
-    reward: str = "outcome",
-    process: str = "process",
-    weight: Share = 1.0,
-    scaled: bool = False,
-    clip_low: Num = 0.2,
-    clip_high: Num = 0.2,
-) -> Algo:
-    """Outcome and returns of a reward of calls, each against the other rollouts, whitened; `scaled`
-    divides the process rewards by their largest return. arXiv 2502.01456."""
-    stream = Stream(scope=Scope.TRANSITION, base="prime", norm="prime" if scaled else "none")
-    steps = advantage(process, {process: stream})
-    credit = Whiten(plus((Rel(reward, base="loo"), 1.0), (steps, weight)))
-    return Algo(credit, clipped(clip_low, clip_high), agg=TOKENS)
-
-
-@preset("istar")
-def istar(
-    *,
-    reward: str = "outcome",
-    process: str = "transition:process",
-    weight: Share = 1.0,
-    clip_low: Num = 0.2,
-    clip_high: Num = 0.2,
-) -> Algo:
-    """Outcome over rollouts plus a reward of calls over all calls of the task, each scaled. arXiv
-    2509.19199."""
-    credit = plus((Rel(reward, norm="std"), 1.0), (Rel(process, norm="std"), weight))
-    return Algo(credit, clipped(clip_low, clip_high))
-
-
-@preset("streams")
-def streams(
-    *,
-    streams: Streams,
-    mix: Way = "advantages",
-    gamma: Discount = 1.0,
-    norm: Scale = "none",
-    clip_low: Num = 0.2,
-    clip_high: Num = 0.2,
-    kl: Num = 0.0,
-) -> Algo:
-    """Any number of process and result rewards, each with answers of its own, and where they are
-    mixed. arXiv 2509.19199; see CREDIT.md."""
-    credit = mixed(streams, mix, gamma=gamma, norm=norm)
-    algo = Algo(credit, clipped(clip_low, clip_high), penalty(kl))
-    return replace(algo, optional=optional(streams))
-
-
-@modifier("process")
-def with_process(algo: Algo, *, process_streams: Streams) -> Algo:
-    """Adds the advantages of more rewards to the host's. arXiv 2509.19199; see CREDIT.md."""
-    credit = added(algo.credit, process_streams)
-    return replace(algo, credit=credit, optional=algo.optional + optional(process_streams))
 
 
 @modifier("fade")

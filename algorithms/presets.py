@@ -10,6 +10,7 @@ from __future__ import annotations
 from agentrl.algorithms import (  # noqa: F401
     agent_presets,
     corrections,
+    process_presets,
     rollout_presets,
     tree_presets,
 )

@@ -286,6 +286,30 @@ def _siblings(batch: Batch, v: Tensor, node: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class Hindsight:
+    """[S] HCAPO, arXiv 2603.08754: returns of calls, times how much more probable than the others
+    of its rollout a call is once the outcome is known, within [low, high].
+
+    hindsight: per call, the mean log-prob of its tokens where the prompt tells the outcome; a call
+    without one keeps its return. temperature divides it."""
+
+    hindsight: Column
+    reward: str | Column = "outcome"
+    gamma: float = 0.95
+    temperature: float = 5.0
+    low: float = 0.8
+    high: float = 1.2
+    level: ClassVar[Level] = "transition"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        rollout, p = batch.transition_rollout, self.hindsight(batch) / self.temperature
+        known, p = ~p.isnan(), p.exp().nan_to_num(nan=0.0)
+        mean = (seg(p, rollout) / seg(known, rollout))[rollout]
+        ratio = torch.where(known, (p / mean).clamp(self.low, self.high), 1.0)
+        return ratio * Returns(self.reward, self.gamma)(batch)
+
+
+@dataclass(frozen=True, slots=True)
 class Sources:
     """bool [N]: tokens of rollouts that repeat no other's calls."""
 

@@ -115,6 +115,18 @@ def naive_peers(plays: Plays, name: str, gamma: float, lam: float) -> list[float
     return out
 
 
+def naive_hindsight(plays: Plays, gamma: float) -> list[float]:
+    """Returns of calls in hindsight, before they are compared; log-probs in hindsight are `w`."""
+    out = []
+    for play in plays:
+        p = [math.exp(call.rewards["w"] / 5) for call in play.calls]
+        known = [x for x in p if x == x]
+        for x, g in zip(p, returns(rewards_of(play, "outcome"), gamma), strict=True):
+            ratio = 1.0 if x != x else min(max(x / fmean(known), 0.8), 1.2)
+            out.append(ratio * g)
+    return out
+
+
 def naive_tree(plays: Plays, both: bool) -> list[float]:
     def node(g: int, u: int, i: int) -> object:
         call = plays[u].calls[i]

@@ -19,6 +19,7 @@ from .naive import (
     compare,
     naive_bi_level,
     naive_gae,
+    naive_hindsight,
     naive_hiper,
     naive_histories,
     naive_peers,
@@ -166,6 +167,16 @@ def agreeing(plays: Plays) -> list[float]:
     return total((host, 1), (gated, 0.5))
 
 
+def hindsight(plays: Plays, gamma: float, weight: float) -> list[float]:
+    host, q = outcome(plays, True), naive_hindsight(plays, gamma)
+    corrections = calls(plays, q, lambda play, i: play.group)
+    masked = [
+        NAN if a != a or h != h else a if a >= 0 or h < 0 else 0.0
+        for a, h in zip(corrections, host, strict=True)
+    ]
+    return total((host, 1), (masked, weight))
+
+
 def gae(plays: Plays) -> list[float]:
     return white(naive_gae(plays, "outcome", 0.9, 0.8))
 
@@ -236,6 +247,14 @@ CASES: dict[str, Case] = {
     ),
     "gspo+peers": (
         tokens(lambda plays: naive_peers(plays, "outcome", 0.95, 0.5)), "row", "rows", {}
+    ),
+    "hcapo": (
+        tokens(lambda plays: hindsight(plays, 0.95, 1.0)), "token", "rows",
+        {"hindsight_reward": "transition:w"},
+    ),
+    "gspo+hcapo": (
+        tokens(lambda plays: hindsight(plays, 0.9, 0.5)), "row", "rows",
+        {"hcapo_reward": "transition:w", "hcapo_gamma": 0.9, "hcapo_weight": 0.5},
     ),
     "treerl": (tokens(lambda plays: naive_tree(plays, True)), "token", "rows", {}),
     "vineppo": (tokens(naive_siblings), "token", "rows", {}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 
@@ -16,6 +17,7 @@ from agentrl.algorithms.steps import (
     Chosen,
     Fade,
     FirstToken,
+    Hindsight,
     Hiper,
     Histories,
     Received,
@@ -381,3 +383,13 @@ def test_empty_batches_have_no_credit() -> None:
     empty = world(Play([], outcome=1.0), Play([Call(tokens=0)], outcome=0.0))
     for credit in (Histories(depth=2), Rel(Returns()), Rel(Tree()), Fade(Rel(), 0.5)):
         assert credit(empty).shape == (0,)
+
+
+def test_hindsight() -> None:
+    """D14: the second call looks less probable in hindsight, .7 of the mean, which counts .8."""
+    looks = [math.log(1.3) * 5, math.log(0.7) * 5]
+    calls = [Call(rewards={"h": look}) for look in looks]
+    batch = world(Play(calls, outcome=1.0))
+    near(Hindsight(Received("transition:h"), gamma=0.5)(batch), [0.5 * 1.2, 0.8])
+    lost = world(Play([*calls, Call()], outcome=1.0))
+    near(Hindsight(Received("transition:h"), gamma=1.0)(lost), [1.2, 0.8, 1.0])
