@@ -73,6 +73,24 @@ class PolicyConfig(Section, frozen=True):
     device: str = "auto"
 
 
+class BranchingConfig(Section, frozen=True):
+    """Rollouts that repeat the first calls of those of a group and are sampled from there, asked
+    for when these have ended.
+
+    mc: from the state before each call of every rollout. tree: from the calls of the group where
+    the policy is least certain."""
+
+    kind: Literal["none", "mc", "tree"] = "none"
+    width: Count = 1  # branches from each of them
+    calls: Natural = 0  # at most so many, the least certain: of each rollout (mc), of the group
+
+    def __post_init__(self) -> None:
+        if self.kind == "none" and (self.width, self.calls) != (1, 0):
+            raise ValueError("width and calls mean nothing without kind = 'mc' or 'tree'")
+        if self.kind == "tree" and not self.calls:
+            raise ValueError("kind = 'tree' needs to know from how many `calls` of a group")
+
+
 class AlgorithmConfig(Section, frozen=True):
     """What is learned from a batch. `options` are the preset's own arguments."""
 
@@ -93,6 +111,7 @@ class AlgorithmConfig(Section, frozen=True):
     schedule: Literal["constant", "linear"] = "constant"  # after it; linear: to zero at the end
     weight_decay: NonNegative = 0.0
     max_grad_norm: Positive = 1.0
+    branching: BranchingConfig = BranchingConfig()
 
 
 class LearnerConfig(Section, frozen=True):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import isnan
 from statistics import fmean
 
+from agentrl.algorithms.branching import grow
 from agentrl.algorithms.columns import reference
 from agentrl.algorithms.credit import SPREAD
 from agentrl.algorithms.merge import valid
@@ -61,18 +62,21 @@ class Collector:
             if not lacking:
                 break
             asked += lacking
-            await self.store.enqueue(self.tasks.replacements(step, number, lacking))
+            others = self.tasks.replacements(step, number, lacking)
+            await self.store.enqueue(others)
+            await grow(self.store, self.config, others)
             claimed = await self.claim(len(claimed) + lacking)
         kept = [group for group in claimed if self.teaches(group)]
         discarded = [group for group in claimed if not self.teaches(group)]
         return Collected(kept, discarded, measured(claimed, discarded, asked))
 
     async def ask(self, step: int) -> None:
-        """For this step's groups, and those that may be sampled ahead of the update."""
+        """For this step's groups, and those that may be sampled ahead of the update. What branches
+        off their rollouts joins a group before it is claimed."""
         last = min(step + self.config.algorithm.max_staleness, self.config.steps - 1)
         for ahead in range(step, last + 1):
             await self.store.enqueue(self.tasks.rollouts(ahead))
-        # Rollouts that branch off those of a group join it here: until it is claimed it may grow.
+        await grow(self.store, self.config, self.tasks.rollouts(step))
 
     async def claim(self, n: int) -> list[Group]:
         """Waits for the oldest `n` groups, those claimed for this step before included."""

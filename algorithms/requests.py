@@ -9,9 +9,9 @@ from functools import lru_cache
 from msgspec.structs import replace
 
 from agentrl.config import RunConfig
-from agentrl.types import Json, NewRollout, Purpose, Sampling
+from agentrl.types import Branch, Json, NewRollout, Purpose, Rollout, Sampling
 
-EVAL_PRIORITY = 1  # an evaluation holds up the loop: it goes before rollouts asked for ahead
+URGENT = 1  # what holds up the loop goes before rollouts asked for ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +47,12 @@ class TaskStream:
             rollout
             for number in range(n)
             for task in [self.tasks[order[number % len(order)]]]
-            for rollout in self._group(f"{last:07d}.{round:02d}.{number:03d}", task, step)
+            for rollout in self._group(f"{last:07d}.{round:02d}.{number:03d}", task, step, URGENT)
         ]
 
-    def _group(self, name: str, task: dict[str, Json], step: int) -> list[NewRollout]:
+    def _group(
+        self, name: str, task: dict[str, Json], step: int, priority: int = 0
+    ) -> list[NewRollout]:
         sampling = self.config.sampling
         cold = replace(sampling, temperature=0.0)
         return [
@@ -62,6 +64,7 @@ class TaskStream:
                 purpose=Purpose.TRAIN,
                 sampling=cold if self.greedy and index == 0 else sampling,
                 step=step,
+                priority=priority,
             )
             for index in range(self.config.algorithm.group_size)
         ]
@@ -87,10 +90,25 @@ def evaluation(
             purpose=Purpose.EVAL,
             sampling=sampling,
             step=step,
-            priority=EVAL_PRIORITY,
+            priority=URGENT,
         )
         for index, task in enumerate(tasks)
     ]
+
+
+def branch_of(config: RunConfig, source: Rollout, calls: int, number: int) -> NewRollout:
+    """The `number`-th branch of the group of `source`, with so many of its calls repeated."""
+    rollout = _rollout(
+        config,
+        group=source.group,
+        index=config.algorithm.group_size + number,
+        task=source.task,
+        purpose=source.purpose,
+        sampling=config.sampling,
+        step=source.step,
+        priority=URGENT,
+    )
+    return replace(rollout, branch=Branch(rollout=source.id, calls=calls))
 
 
 def _rollout(

@@ -9,7 +9,7 @@ from statistics import fmean, pstdev
 
 from torch import Tensor
 
-from agentrl.algorithms import columns, objective
+from agentrl.algorithms import branching, columns, objective
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.learners.base import Learner, Psi
 from agentrl.algorithms.ledger import Ledger
@@ -50,6 +50,7 @@ class Updater:
         if self.ledger is not None:
             self.ledger.open(self.algo, batch)
         metrics = describe(groups, batch) | {"calls/inexact": inexact}
+        metrics |= branching.measure(groups)
         metrics |= {"lr": self.lr(step), "update/steps": 0.0, "update/skipped": 0.0}
         for number, (part, terms) in enumerate(self.parts(groups, batch)):
             metrics["update/steps"] += 1
