@@ -58,6 +58,9 @@ class TasksConfig(Section, frozen=True):
 
     train: str = ""
     heldout: str = ""
+    # Of training: every task once an epoch, or drawn by how often it was solved, most often those
+    # that are solved half of the time. Outcomes are taken to be from 0 to 1.
+    order: Literal["shuffle", "difficulty"] = "shuffle"
 
 
 class VerifierConfig(Section, frozen=True):

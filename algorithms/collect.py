@@ -51,12 +51,22 @@ class Collector:
 
         With `resample` each that teaches nothing is discarded and another one asked for, up to
         `algorithm.max_rounds` times; then the step does with what there is."""
-        size = self.config.algorithm.groups
+        claimed, asked = await self.rounds(step)
+        if self.tasks.difficulty is not None:
+            self.tasks.difficulty.learn(claimed)
+        if self.resample is None:
+            return Collected(claimed, [], {})
+        kept = [group for group in claimed if self.teaches(group)]
+        discarded = [group for group in claimed if not self.teaches(group)]
+        return Collected(kept, discarded, measured(claimed, discarded, asked))
+
+    async def rounds(self, step: int) -> tuple[list[Group], int]:
+        """All that was claimed, and how many groups were asked for in the place of others."""
+        size, asked = self.config.algorithm.groups, 0
         await self.ask(step)
         claimed = await self.claim(size)
         if self.resample is None:
-            return Collected(claimed, [], {})
-        asked = 0
+            return claimed, asked
         for number in range(self.config.algorithm.max_rounds or ROUNDS):
             lacking = size - sum(map(self.teaches, claimed))
             if not lacking:
@@ -66,9 +76,7 @@ class Collector:
             await self.store.enqueue(others)
             await grow(self.store, self.config, others)
             claimed = await self.claim(len(claimed) + lacking)
-        kept = [group for group in claimed if self.teaches(group)]
-        discarded = [group for group in claimed if not self.teaches(group)]
-        return Collected(kept, discarded, measured(claimed, discarded, asked))
+        return claimed, asked
 
     async def ask(self, step: int) -> None:
         """For this step's groups, and those that may be sampled ahead of the update. What branches

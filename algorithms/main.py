@@ -15,6 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 from agentrl.algorithms import presets
 from agentrl.algorithms.checkpoint import atomic_directory, load_checkpoint
 from agentrl.algorithms.collect import Collector, rule
+from agentrl.algorithms.difficulty import PART, Difficulty
 from agentrl.algorithms.engines.embedded import EmbeddedServer
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.ledger import Ledger
@@ -60,7 +61,8 @@ async def run(config: RunConfig) -> None:
             token_budget=config.learner.token_budget,
             threads=config.learner.threads or os.cpu_count() or 1,
         )
-        memory = State(algo.memories)
+        difficulty = Difficulty() if config.tasks.order == "difficulty" else None
+        memory = State(algo.memories, {PART: difficulty.means} if difficulty else {})
         if state.checkpoint:
             memory.restore(load_checkpoint(Path(state.checkpoint), learner))
         server = EmbeddedServer(
@@ -75,7 +77,7 @@ async def run(config: RunConfig) -> None:
         await server.start()
         try:
             await server.publish(state.step)
-            tasks = TaskStream(config, train, algo.greedy)
+            tasks = TaskStream(config, train, algo.greedy, difficulty)
             again = config.algorithm.inexact == "retokenize"
             retokenizer = Retokenizer(tokenizer, learner) if again else None
             ledger = Ledger() if config.algorithm.store_credit else None

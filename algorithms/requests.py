@@ -1,4 +1,5 @@
-"""Which rollouts to ask for: a pure function of seed and step, so a restart asks for the same."""
+"""Which rollouts to ask for: a pure function of seed, step and what the checkpoint remembers, so a
+restart asks for the same. What was asked for ahead of its step stays what it was."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from functools import lru_cache
 
 from msgspec.structs import replace
 
+from agentrl.algorithms.difficulty import Difficulty
 from agentrl.config import RunConfig
 from agentrl.types import Branch, Json, NewRollout, Purpose, Rollout, Sampling
 
@@ -16,13 +18,15 @@ URGENT = 1  # what holds up the loop goes before rollouts asked for ahead
 
 @dataclass(frozen=True, slots=True)
 class TaskStream:
-    """Training tasks in a shuffled order that changes every epoch.
+    """Training tasks in a shuffled order that changes every epoch or, with `difficulty`, drawn by
+    how often they were solved so far.
 
     greedy: whether the first rollout of each group is asked for at temperature 0, as a baseline."""
 
     config: RunConfig
     tasks: list[dict[str, Json]]
     greedy: bool = False
+    difficulty: Difficulty | None = None
 
     def task(self, index: int) -> dict[str, Json]:
         """The `index`-th task of the run, counted over all epochs."""
@@ -32,21 +36,29 @@ class TaskStream:
     def rollouts(self, step: int) -> list[NewRollout]:
         """`groups` x `group_size` rollouts that training step `step` compares."""
         size = self.config.algorithm.groups
+        numbers = range(step * size, (step + 1) * size)
+        tasks = [self.task(number) for number in numbers]
+        if self.difficulty is not None:
+            tasks = self.difficulty.draw(self.tasks, f"{self.config.seed}/{step}", size)
         return [
             rollout
-            for number in range(step * size, (step + 1) * size)
-            for rollout in self._group(f"{number:07d}", self.task(number), step)
+            for number, task in zip(numbers, tasks, strict=True)
+            for rollout in self._group(f"{number:07d}", task, step)
         ]
 
     def replacements(self, step: int, round: int, n: int) -> list[NewRollout]:
         """The first `n` groups that a step may ask for in a round of replacements, of tasks in an
         order of its own. By name they come after the groups of the step and before the next's."""
         last = (step + 1) * self.config.algorithm.groups - 1
-        order = _order(f"{self.config.seed}/{step}/{round}", len(self.tasks))
+        seed = f"{self.config.seed}/{step}/{round}"
+        if self.difficulty is not None:
+            tasks = self.difficulty.draw(self.tasks, seed, n)
+        else:
+            order = _order(seed, len(self.tasks))
+            tasks = [self.tasks[order[number % len(order)]] for number in range(n)]
         return [
             rollout
-            for number in range(n)
-            for task in [self.tasks[order[number % len(order)]]]
+            for number, task in enumerate(tasks)
             for rollout in self._group(f"{last:07d}.{round:02d}.{number:03d}", task, step, URGENT)
         ]
 
