@@ -14,7 +14,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from agentrl.algorithms import columns, objective, targets
+from agentrl.algorithms import branching, columns, objective, targets
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.beside import scored
 from agentrl.algorithms.controller import KlController, divergence
@@ -85,6 +85,7 @@ class Updater:
         if self.ledger is not None:
             self.ledger.open(self.algo, batch)
         metrics = describe(groups, batch) | {"calls/inexact": inexact, "calls/too_long": too_long}
+        metrics |= branching.measure(groups)
         lr = learning_rate(self.config, step, self.steps)
         metrics |= {"lr": lr, "update/steps": 0.0, "update/skipped": 0.0}
         metrics |= {"update/bad": 0.0, "update/early_stop": 0.0}
