@@ -13,6 +13,7 @@ from pathlib import Path
 from agentrl.algorithms.checkpoint import checkpoint_name, prune, save_checkpoint
 from agentrl.algorithms.engines.base import PolicyServer
 from agentrl.algorithms.evaluate import score
+from agentrl.algorithms.metrics import throughput
 from agentrl.algorithms.requests import TaskStream
 from agentrl.algorithms.update import Updater
 from agentrl.config import RunConfig
@@ -44,6 +45,7 @@ class Loop:
                 metrics = self.updater.update(step, groups)
                 metrics["time/rollouts"] = collected - started
                 metrics["time/update"] = time.monotonic() - collected
+                metrics |= throughput(metrics)
                 await self.commit(step, groups, metrics)
                 await self.server.publish(step + 1)
             await self.publish(step + 1)

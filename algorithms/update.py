@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from statistics import fmean, pstdev
 
 from torch import Tensor
 
-from agentrl.algorithms import columns, objective
+from agentrl.algorithms import columns, metrics, objective
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.learners.base import Learner, Psi
 from agentrl.algorithms.merge import build_batch
+from agentrl.algorithms.metrics import Metrics
 from agentrl.algorithms.objective import Algo, Terms
 from agentrl.algorithms.retokenize import Retokenizer
 from agentrl.config import AlgorithmConfig
-from agentrl.types import POLICY, Group, RolloutState, Transition
-
-Metrics = dict[str, float]
+from agentrl.types import Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,25 +34,32 @@ class Updater:
         Where there is nothing to learn from (every reward equal or missing) no weight changes, and
         `update/skipped` counts it. Raises TrainingError for a reward that no rollout carries."""
         columns.check(groups, [r for r in self.algo.rewards if r not in self.algo.optional])
-        inexact = float(sum(not call.exact for call in _ours(groups)))
+        inexact = sum(not call.exact for call in metrics.own_calls(groups))
         if self.retokenizer is not None:
             groups = self.retokenizer.complete(groups)
         batch = self.batch(groups)
-        metrics = describe(groups, batch) | {"calls/inexact": inexact}
-        metrics |= {"lr": self.lr(step), "update/steps": 0.0, "update/skipped": 0.0}
-        for number, (part, terms) in enumerate(self.parts(groups, batch)):
-            metrics["update/steps"] += 1
+        sizes = metrics.call_tokens(groups)
+        planned: list[Terms] = []
+        measured: list[Metrics] = []
+        skipped = 0
+        for part, terms in self.parts(groups, batch):
+            planned.append(terms)
             if terms.skip:
-                metrics["update/skipped"] += 1
+                skipped += 1
                 continue
             report = self.learner.step(part, self.psi(terms), lr=self.lr(step))
-            metrics["update/skipped"] += not report.applied
-            if number == 0:  # later optimizer steps have moved away from the sampler on purpose
-                metrics |= difference(report.logprobs, part.behaviour)
-            metrics |= objective.stats(self.algo, part, terms, report.logprobs)
-            metrics |= {"loss": report.loss, "grad_norm": report.grad_norm}
-            metrics["tokens/forwarded"] = metrics.get("tokens/forwarded", 0.0) + report.tokens
-        return metrics
+            skipped += not report.applied
+            measured.append(metrics.optimizer_step(self.algo, part, terms, report, sizes))
+        return {
+            **metrics.collected(groups, batch),
+            **metrics.staleness(step, groups),
+            **metrics.advantages(planned),
+            **metrics.merged(measured),
+            "calls/inexact": inexact,
+            "lr": self.lr(step),
+            "update/steps": len(planned),
+            "update/skipped": skipped,
+        }
 
     def batch(self, groups: list[Group]) -> Batch:
         """What may be learned from, with the rewards that the algorithm reads."""
@@ -95,37 +99,3 @@ class Updater:
         warm = min(1.0, (step + 1) / (self.config.warmup + 1))
         left = 1 - step / self.steps if self.config.schedule == "linear" else 1.0
         return self.config.lr * min(warm, left)
-
-
-def describe(groups: list[Group], batch: Batch) -> Metrics:
-    """What was collected: counts of rollouts, groups and tokens, and the outcome rewards."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    rewards = [reward for row in rollouts if not math.isnan(reward := row.reward())]
-    calls = _ours(groups)
-    outcome = {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)} if rewards else {}
-    return outcome | {
-        "rollouts": len(rollouts),
-        "rollouts/failed": sum(row.state is not RolloutState.SUCCEEDED for row in rollouts),
-        "groups/dropped": len(groups) - len(batch.groups),
-        "calls": len(calls),
-        "calls/refused": sum(not call.exact for call in calls),
-        "tokens/completion": sum(len(call.completion) for call in calls),
-        "tokens/prompt": sum(len(call.prompt) for call in calls),
-        "rows": len(batch.rows),
-        "tokens/trained": batch.n_tokens,
-    }
-
-
-def _ours(groups: list[Group]) -> list[Transition]:
-    """Calls of the trained policy, not those of frozen ones."""
-    calls = [call for group in groups for row in group.rollouts for call in row.transitions]
-    return [call for call in calls if call.policy == POLICY]
-
-
-def difference(learner: Tensor, sampler: Tensor) -> Metrics:
-    """|log-prob of the learner - log-prob of the sampler| over all tokens."""
-    gap = (learner.double().cpu() - sampler.double()).abs()
-    return {
-        "logprob_difference/max": float(gap.max()),
-        "logprob_difference/mean": float(gap.mean()),
-    }
