@@ -143,6 +143,23 @@ def start_algorithm(config_file: Path) -> None:
     run_algorithm(msgspec.json.decode(config_file.read_bytes(), type=RunConfig))
 
 
+@cli.group(hidden=True)
+def sink() -> None:
+    """Metrics sinks; `agentrl train` starts them."""
+
+
+@sink.command("start")
+@click.argument("name")
+@click.argument("config_file", type=click.Path(path_type=Path))
+def start_sink(name: str, config_file: Path) -> None:
+    """Write metrics until standard input ends."""
+    import msgspec
+
+    from agentrl.sinks.follow import main as export_metrics
+
+    export_metrics(msgspec.json.decode(config_file.read_bytes(), type=RunConfig), name)
+
+
 cli.add_command(store_group)
 
 

@@ -281,9 +281,8 @@ def test_only_tokens_in_the_loss_are_measured() -> None:
     assert metrics["tokens/unique_fraction"] == 9 / 18
     assert (metrics["loss"], metrics["grad_norm"], metrics["memory/peak"]) == (0.5, 2.0, 7.0)
     unknown = msgspec.structs.replace(report, entropy=None)
-    assert "policy/entropy" not in optimizer_step(
-        algo, batch, terms, unknown, dict.fromkeys("012", 5)
-    )
+    sizes = dict.fromkeys("012", 5)
+    assert "policy/entropy" not in optimizer_step(algo, batch, terms, unknown, sizes)
 
 
 def test_on_the_sampled_policy_all_is_quiet() -> None:
