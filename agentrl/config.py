@@ -88,13 +88,20 @@ class AlgorithmConfig(Section, frozen=True):
     epochs: Count = 1  # passes over a batch
     lr: Positive = 1e-6
     warmup: Natural = 0  # steps of linear learning-rate warm-up
-    schedule: Literal["constant", "linear"] = "constant"  # after it; linear: to zero at the end
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after it
+    min_lr: NonNegative = 0.0  # at the end of a linear or cosine schedule
+    target_kl: Positive | None = None  # nats by which a batch moves the policy; then no more steps
+    max_bad_steps: Count = 3  # optimizer steps in a row that are not finite, until the run ends
     weight_decay: NonNegative = 0.0
     max_grad_norm: Positive = 1.0
 
 
 class LearnerConfig(Section, frozen=True):
-    token_budget: Count = 4096  # tokens forwarded at once
+    token_budget: Count = 4096  # tokens forwarded at once; gradients of all are summed
+    gradient_checkpointing: bool = False  # recompute activations: less memory, a third slower
+    fp32_head: bool = False  # logits of a bfloat16 policy in float32
+    optimizer: Literal["adamw", "adamw8bit", "paged_adamw8bit"] = "adamw"
+    packing: Literal["rows", "trie"] = "trie"  # what branches have in common: again, or once
     threads: Natural = 0  # 0: all cores
 
 
@@ -236,6 +243,7 @@ def resolve(data: Mapping[str, Any], *, source: str) -> RunConfig:
         message = str(error).replace("`$.", "`").replace("`$`", "the top level")
         raise ConfigError(f"{source}: {message}") from None
     _check_roles(config, source)
+    _check_schedule(config.algorithm, source)
     _check_sinks(config.metrics.sinks, source)
     output = Path(config.output or Path("runs", config.name)).resolve()
     return msgspec.structs.replace(
@@ -327,6 +335,21 @@ def _check_roles(config: RunConfig, source: str) -> None:
             raise ConfigError(f"{source}: roles.{role} = {target!r}; {nearest(target, known)}")
     if "policy" in config.upstreams:
         raise ConfigError(f"{source}: [upstreams.policy]: that is the trained policy's name")
+
+
+def _check_schedule(algorithm: AlgorithmConfig, source: str) -> None:
+    if algorithm.min_lr and algorithm.schedule == "constant":
+        raise ConfigError(
+            f"{source}: algorithm.min_lr: a constant algorithm.schedule does not fall to it; "
+            "choose linear or cosine"
+        )
+    if algorithm.min_lr > algorithm.lr:
+        raise ConfigError(f"{source}: algorithm.min_lr: it is above algorithm.lr = {algorithm.lr}")
+    if algorithm.target_kl is not None and algorithm.minibatches * algorithm.epochs == 1:
+        raise ConfigError(
+            f"{source}: algorithm.target_kl: a batch is one optimizer step, so there is none to "
+            "leave out; raise algorithm.minibatches or algorithm.epochs, or remove it"
+        )
 
 
 def _check_sinks(names: list[str], source: str) -> None:

@@ -14,10 +14,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from agentrl.algorithms import presets
 from agentrl.algorithms.checkpoint import atomic_directory, load_checkpoint
+from agentrl.algorithms.dump import BadSteps
 from agentrl.algorithms.engines.embedded import EmbeddedServer
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.loop import Loop
-from agentrl.algorithms.model import load_model
+from agentrl.algorithms.model import context_of, load_model
 from agentrl.algorithms.requests import TaskStream
 from agentrl.algorithms.retokenize import Retokenizer
 from agentrl.algorithms.update import Updater
@@ -54,6 +55,10 @@ async def run(config: RunConfig) -> None:
             weight_decay=config.algorithm.weight_decay,
             max_grad_norm=config.algorithm.max_grad_norm,
             token_budget=config.learner.token_budget,
+            packing=config.learner.packing,
+            gradient_checkpointing=config.learner.gradient_checkpointing,
+            fp32_head=config.learner.fp32_head,
+            optimizer=config.learner.optimizer,
             threads=config.learner.threads or os.cpu_count() or 1,
         )
         if state.checkpoint:
@@ -73,7 +78,16 @@ async def run(config: RunConfig) -> None:
             tasks = TaskStream(config, train, algo.greedy)
             again = config.algorithm.inexact == "retokenize"
             retokenizer = Retokenizer(tokenizer, learner) if again else None
-            updater = Updater(config.algorithm, algo, learner, config.steps, retokenizer)
+            updater = Updater(
+                config.algorithm,
+                algo,
+                learner,
+                config.steps,
+                retokenizer,
+                seed=config.seed,
+                context=context_of(model),
+                bad_steps=BadSteps(Path(config.output, "dumps"), config.algorithm.max_bad_steps),
+            )
             await Loop(config, store, state, updater, server, tasks, heldout).run()
         finally:
             await server.close()

@@ -9,7 +9,6 @@ those without a reward, filtered out or masked. A token that a gate clips is sti
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isfinite
@@ -30,8 +29,9 @@ from agentrl.types import POLICY, Group, Rollout, RolloutState, Scope, Transitio
 Metrics = dict[str, float]
 """By name; `/` separates what it is about from what of it was measured."""
 RULES: dict[str, Callable[[Sequence[float]], float]] = {
-    "max": max, "peak": max, "min": min, "forwarded": sum, "count": sum
+    "max": max, "peak": max, "min": min, "forwarded": sum, "retries": sum
 }  # fmt: skip
+"""How the optimizer steps of a training step are merged, by a word of the metric's last part."""
 
 
 # -- what was collected ----------------------------------------------------------------------------
@@ -160,13 +160,11 @@ def optimizer_step(
         "grad_norm": report.grad_norm,
         "tokens/forwarded": float(report.tokens),
         **trust(algo, terms, report.logprobs),
+        **report.metrics,
     }
     if per_call := sum(sizes[call] for call in batch.transitions):
         metrics["tokens/unique_fraction"] = report.tokens / per_call
-    live = terms.weight > 0
-    if report.entropy is not None and live.any():
-        metrics["policy/entropy"] = _mean(report.entropy[live])
-    return metrics | report.metrics
+    return metrics
 
 
 def trust(algo: Algo, terms: Terms, p: Tensor) -> Metrics:
@@ -253,17 +251,19 @@ def advantages(planned: Sequence[Terms]) -> Metrics:
 
 
 def merged(steps: Sequence[Metrics]) -> Metrics:
-    """One number for all optimizer steps of a training step, by the last word of its name: the
-    largest `max` or `peak`, the smallest `min`, the sum of `forwarded` and `count`, and the mean of
-    everything else. Steps that do not report it, or report NaN or an infinity, are left out."""
+    """One number for all optimizer steps of a training step: by `RULES`, and else the mean. Steps
+    that do not report it, or report NaN or an infinity, are left out."""
     found: dict[str, list[float]] = {}
     for step in steps:
         for name, value in step.items():
             if isfinite(value):
                 found.setdefault(name, []).append(float(value))
-    return {
-        name: RULES.get(re.split("[/_]", name)[-1], fmean)(values) for name, values in found.items()
-    }
+    return {name: _rule(name)(values) for name, values in found.items()}
+
+
+def _rule(name: str) -> Callable[[Sequence[float]], float]:
+    words = name.rpartition("/")[2].split("_")
+    return next((RULES[word] for word in words if word in RULES), fmean)
 
 
 def throughput(metrics: Mapping[str, float]) -> Metrics:

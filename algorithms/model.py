@@ -48,6 +48,13 @@ def load_model(
     return model.eval(), tokenizer
 
 
+def context_of(model: Model) -> int | None:
+    """Tokens that a model can read, where its configuration says."""
+    config: Any = model.config
+    tokens: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return tokens
+
+
 def _check_directory(name: str) -> None:
     """A path that is not there would otherwise be looked up, and reported, as a hub name."""
     path = Path(name)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from agentrl.algorithms import columns, metrics, objective
 from agentrl.algorithms.batch import Batch
-from agentrl.algorithms.learners.base import Learner, Psi
+from agentrl.algorithms.dump import BadSteps, Dump
+from agentrl.algorithms.learners.base import Learner, Psi, StepReport
 from agentrl.algorithms.merge import build_batch
 from agentrl.algorithms.metrics import Metrics
 from agentrl.algorithms.objective import Algo, Terms
 from agentrl.algorithms.retokenize import Retokenizer
+from agentrl.algorithms.schedule import learning_rate, minibatches, moved
 from agentrl.config import AlgorithmConfig
-from agentrl.types import Group
+from agentrl.types import Group, Rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +32,9 @@ class Updater:
     learner: Learner
     steps: int  # of the whole run
     retokenizer: Retokenizer | None = None  # completes inexact calls; none: they are refused
+    seed: int = 0  # of the order of minibatches
+    context: int | None = None  # tokens the model can read; longer calls are left out
+    bad_steps: BadSteps | None = None  # none: a step that cannot be made is skipped and counted
 
     def update(self, step: int, groups: list[Group]) -> Metrics:
         """Learn from the groups of one step; returns its metrics.
@@ -37,28 +45,36 @@ class Updater:
         inexact = sum(not call.exact for call in metrics.own_calls(groups))
         if self.retokenizer is not None:
             groups = self.retokenizer.complete(groups)
+        groups, too_long = fitting(groups, self.context)
         batch = self.batch(groups)
+        lr = learning_rate(self.config, step, self.steps)
         sizes = metrics.call_tokens(groups)
         planned: list[Terms] = []
         measured: list[Metrics] = []
-        skipped = 0
-        for part, terms in self.parts(groups, batch):
+        bad, early_stop = 0, False
+        for number, (part, terms) in enumerate(self.parts(groups, batch)):
             planned.append(terms)
             if terms.skip:
-                skipped += 1
                 continue
-            report = self.learner.step(part, self.psi(terms), lr=self.lr(step))
-            skipped += not report.applied
+            report = self.learner.step(part, self.psi(terms), lr=lr)
+            if not self.made(step, number, part, terms, report):
+                bad += 1
+                continue
             measured.append(metrics.optimizer_step(self.algo, part, terms, report, sizes))
+            if early_stop := self.far(terms, report):
+                break
         return {
             **metrics.collected(groups, batch),
             **metrics.staleness(step, groups),
             **metrics.advantages(planned),
             **metrics.merged(measured),
             "calls/inexact": inexact,
-            "lr": self.lr(step),
+            "calls/too_long": too_long,
+            "lr": lr,
             "update/steps": len(planned),
-            "update/skipped": skipped,
+            "update/skipped": len(planned) - len(measured),
+            "update/bad": bad,
+            "update/early_stop": float(early_stop),
         }
 
     def batch(self, groups: list[Group]) -> Batch:
@@ -66,27 +82,24 @@ class Updater:
         return build_batch(groups, reward_names=self.algo.rewards, min_group=self.config.min_group)
 
     def parts(self, groups: list[Group], batch: Batch) -> Iterator[tuple[Batch, Terms]]:
-        """The optimizer steps of a batch: minibatches of whole groups, once per epoch. Credit is
-        computed on the whole batch, whichever way it is cut."""
+        """The optimizer steps of a batch: minibatches of whole groups, dealt anew in every epoch.
+        Credit is computed on the whole batch, whichever way it is cut."""
         count = min(self.config.minibatches, len(groups))
         if count * self.config.epochs == 1 or not batch.n_tokens:
             yield batch, objective.plan(self.algo, batch, {}, fresh=True)
             return
         old = self.learner.logprobs(batch)
         advantage = objective.credited(self.algo, batch)
-        for _ in range(self.config.epochs):
-            first = 0
-            for index in range(count):
-                share = groups[len(groups) * index // count : len(groups) * (index + 1) // count]
+        counts = batch.token_group.bincount(minlength=len(batch.groups)).tolist()
+        ranges = torch.split(torch.arange(batch.n_tokens), counts)
+        tokens_of = dict(zip(batch.groups, ranges, strict=True))
+        for epoch in range(self.config.epochs):
+            for share in minibatches(groups, count, f"{self.seed}/{batch.step}/{epoch}"):
                 part = self.batch(share)
-                tokens = slice(first, first + part.n_tokens)  # groups keep their order in a batch
-                first = tokens.stop
-                yield (
-                    part,
-                    objective.plan(
-                        self.algo, part, {"o": old[tokens]}, advantage=advantage[tokens]
-                    ),
-                )
+                # Within a group the tokens of the part are in the order of the whole.
+                tokens = torch.cat([tokens_of[id] for id in part.groups] or [ranges[0][:0]])
+                streams = {"o": old[tokens]}
+                yield part, objective.plan(self.algo, part, streams, advantage=advantage[tokens])
 
     def psi(self, terms: Terms) -> Psi:
         def psi(logprobs: Tensor, index: Tensor) -> Tensor:
@@ -94,8 +107,44 @@ class Updater:
 
         return psi
 
-    def lr(self, step: int) -> float:
-        """Learning rate of a step: linear warm-up, then constant or linear to zero at the end."""
-        warm = min(1.0, (step + 1) / (self.config.warmup + 1))
-        left = 1 - step / self.steps if self.config.schedule == "linear" else 1.0
-        return self.config.lr * min(warm, left)
+    def made(self, step: int, number: int, part: Batch, terms: Terms, report: StepReport) -> bool:
+        """Whether an optimizer step changed the weights. Raises TrainingError if too many in a row
+        did not."""
+        if self.bad_steps is not None:
+            if report.applied:
+                self.bad_steps.good()
+            else:
+                dump = Dump(part, terms, report.logprobs, report.loss, report.grad_norm)
+                self.bad_steps.bad(step, number, dump)
+        return report.applied
+
+    def far(self, terms: Terms, report: StepReport) -> bool:
+        """Whether the policy has moved so far on its batch that the other steps are left out."""
+        target = self.config.target_kl
+        if target is None or "o" not in terms.streams:
+            return False
+        return moved(terms.streams["o"], report.logprobs, terms.weight) > target
+
+
+def fitting(groups: list[Group], context: int | None) -> tuple[list[Group], int]:
+    """Groups of which no call is longer than the model's context, and how many were: they are
+    refused like calls whose tokens are not known, their rollout's other calls and reward stay."""
+    long = {
+        call.id
+        for call in metrics.own_calls(groups)
+        if context is not None and call.exact and len(call.prompt) + len(call.completion) > context
+    }
+    if not long:
+        return groups, 0
+    warnings.warn(
+        f"{len(long)} calls are longer than the {context} tokens that the model can read and are "
+        "left out; lower sampling.max_tokens or engine.max_context",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+    def refused(rollout: Rollout) -> Rollout:
+        calls = [replace(c, exact=c.exact and c.id not in long) for c in rollout.transitions]
+        return replace(rollout, transitions=calls)
+
+    return [replace(g, rollouts=[refused(row) for row in g.rollouts]) for g in groups], len(long)
