@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from msgspec.structs import replace
@@ -14,18 +15,20 @@ from agentrl.algorithms import columns, metrics, objective
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.dump import BadSteps, Dump
 from agentrl.algorithms.learners.base import Learner, Psi, StepReport
+from agentrl.algorithms.ledger import Ledger
 from agentrl.algorithms.merge import build_batch
 from agentrl.algorithms.metrics import Metrics
 from agentrl.algorithms.objective import Algo, Terms
 from agentrl.algorithms.retokenize import Retokenizer
 from agentrl.algorithms.schedule import learning_rate, minibatches, moved
+from agentrl.algorithms.state import State
 from agentrl.config import AlgorithmConfig
 from agentrl.types import Group, Rollout
 
 
 @dataclass(frozen=True, slots=True)
 class Updater:
-    """Turns claimed groups into updates of the learner's weights; keeps no state of its own."""
+    """Turns claimed groups into updates of the learner's weights."""
 
     config: AlgorithmConfig
     algo: Algo
@@ -35,6 +38,8 @@ class Updater:
     seed: int = 0  # of the order of minibatches
     context: int | None = None  # tokens the model can read; longer calls are left out
     bad_steps: BadSteps | None = None  # none: a step that cannot be made is skipped and counted
+    state: State = field(default_factory=State)  # what earlier steps are remembered for
+    ledger: Ledger | None = None  # what the step made of each call; none: nobody asks
 
     def update(self, step: int, groups: list[Group]) -> Metrics:
         """Learn from the groups of one step; returns its metrics.
@@ -47,6 +52,10 @@ class Updater:
             groups = self.retokenizer.complete(groups)
         groups, too_long = fitting(groups, self.context)
         batch = self.batch(groups)
+        recall = self.state.recall(batch, groups)
+        batch = dataclasses.replace(batch, memory=recall.columns)
+        if self.ledger is not None:
+            self.ledger.open(self.algo, batch)
         lr = learning_rate(self.config, step, self.steps)
         sizes = metrics.call_tokens(groups)
         planned: list[Terms] = []
@@ -60,9 +69,12 @@ class Updater:
             if not self.made(step, number, part, terms, report):
                 bad += 1
                 continue
+            if self.ledger is not None:
+                self.ledger.record(self.algo, part, terms, report.logprobs)
             measured.append(metrics.optimizer_step(self.algo, part, terms, report, sizes))
             if early_stop := self.far(terms, report):
                 break
+        self.state.adopt(recall)
         return {
             **metrics.collected(groups, batch),
             **metrics.staleness(step, groups),
