@@ -99,6 +99,33 @@ class AlgorithmConfig(Section, frozen=True):
     max_grad_norm: Positive = 1.0
 
 
+class CriticConfig(Section, frozen=True):
+    """What gives the values that a preset such as ppo reads."""
+
+    # "shared": a head on the policy's hidden states; "copy": a model of its own that begins as the
+    # policy did; or a checkpoint directory or hub name of one with its vocabulary. Empty: none.
+    model: str = ""
+    lr: Positive = 1e-5  # constant; of a shared critic: that of its head
+    coefficient: Positive = 0.5  # of the value loss beside the policy's, for a shared one
+    clip: Positive = 0.2  # how far a value may move in one step, value clipping; inf: any
+    weight_decay: NonNegative = 0.0
+
+
+class ReferenceConfig(Section, frozen=True):
+    """What a penalty on leaving the reference is about."""
+
+    model: str = ""  # a checkpoint directory or hub name; empty: what the policy begins as
+    every: Natural = 0  # steps after which the policy as it is becomes the reference; 0: never
+    target: NonNegative = 0.0  # nats per token: adapts the penalty to keep their KL there; 0: fixed
+    horizon: Count = 10_000  # rollouts over which it adapts
+
+
+class TeacherConfig(Section, frozen=True):
+    """Whom the preset distill imitates."""
+
+    model: str = ""  # a checkpoint directory or hub name with the policy's vocabulary
+
+
 class LearnerConfig(Section, frozen=True):
     token_budget: Count = 4096  # tokens forwarded at once; gradients of all are summed
     gradient_checkpointing: bool = False  # recompute activations: less memory, a third slower
@@ -207,6 +234,9 @@ class RunConfig(Section, frozen=True):
     policy: PolicyConfig = PolicyConfig()
     sampling: Sampling = Sampling()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+    teacher: TeacherConfig = TeacherConfig()
     learner: LearnerConfig = LearnerConfig()
     engine: EngineConfig = EngineConfig()
     runner: RunnerConfig = RunnerConfig()

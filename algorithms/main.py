@@ -12,7 +12,7 @@ import msgspec
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from agentrl.algorithms import presets
+from agentrl.algorithms import beside, presets
 from agentrl.algorithms.checkpoint import atomic_directory, load_checkpoint
 from agentrl.algorithms.collect import Collector, rule
 from agentrl.algorithms.dump import BadSteps
@@ -39,7 +39,9 @@ def main(config: RunConfig) -> None:
 
 async def run(config: RunConfig) -> None:
     """Open the run, load the policy of its last committed step, and loop."""
-    algo = presets.make(config.algorithm.preset, config.algorithm.options)
+    streams = beside.supplied(config)
+    algo = presets.make(config.algorithm.preset, config.algorithm.options, streams=streams)
+    beside.check_used(config, algo)
     resample = rule(config.algorithm, algo)
     train, heldout = _tasks(config, "train"), _tasks(config, "heldout")
     disable_progress_bar()  # the view is the only one
@@ -56,6 +58,8 @@ async def run(config: RunConfig) -> None:
         learner = TorchLearner(
             model,
             tokenizer,
+            critic=beside.make_critic(config, model, tokenizer, source),
+            frozen=beside.make_frozen(config, algo, model, tokenizer, source),
             weight_decay=config.algorithm.weight_decay,
             max_grad_norm=config.algorithm.max_grad_norm,
             token_budget=config.learner.token_budget,
@@ -65,7 +69,8 @@ async def run(config: RunConfig) -> None:
             optimizer=config.learner.optimizer,
             threads=config.learner.threads or os.cpu_count() or 1,
         )
-        memory = State(algo.memories)
+        kl = beside.make_controller(config, algo)
+        memory = State(algo.memories, {} if kl is None else {"kl": kl})
         if state.checkpoint:
             memory.restore(load_checkpoint(Path(state.checkpoint), learner))
         server = EmbeddedServer(
@@ -83,17 +88,21 @@ async def run(config: RunConfig) -> None:
             tasks = TaskStream(config, train, algo.greedy)
             again = config.algorithm.inexact == "retokenize"
             retokenizer = Retokenizer(tokenizer, learner) if again else None
+            ledger = Ledger() if config.algorithm.store_credit else None
             updater = Updater(
                 config.algorithm,
                 algo,
                 learner,
                 config.steps,
                 retokenizer,
+                memory,
+                ledger,
                 seed=config.seed,
                 context=context_of(model),
                 bad_steps=BadSteps(Path(config.output, "dumps"), config.algorithm.max_bad_steps),
-                state=memory,
-                ledger=Ledger() if config.algorithm.store_credit else None,
+                reference=learner.frozen.get("q"),
+                kl=kl,
+                value_clip=config.critic.clip,
             )
             collector = Collector(config, store, state.epoch, tasks, resample)
             await Loop(config, store, state, updater, server, collector, heldout).run()

@@ -25,7 +25,7 @@ from agentrl.algorithms.credit import Column, Credit, Critic, walk
 from agentrl.algorithms.gates import LOG_LIMIT, GateFn
 from agentrl.algorithms.ids import How, Unit, seg, units
 from agentrl.algorithms.memory import Ema, Tabular
-from agentrl.algorithms.shaping import Greedy
+from agentrl.algorithms.shaping import Greedy, Toll
 from agentrl.algorithms.state import Memory
 from agentrl.errors import TrainingError
 
@@ -89,7 +89,10 @@ class Algo:
     def needs(self) -> frozenset[Stream]:
         """Streams it reads besides the current policy."""
         read: set[Stream] = {s for gate in self.gates for s in (gate.num, gate.den)}
-        return frozenset(read | {reg.den for reg in self.regs}) - {"p"}
+        read |= {reg.den for reg in self.regs}
+        if any(isinstance(part, Toll) for part in walk(self.credit)):
+            read.add("q")
+        return frozenset(read) - {"p"}
 
     @property
     def critic(self) -> bool:

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import inf
 
 import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from agentrl.algorithms import columns, metrics, objective
+from agentrl.algorithms import columns, metrics, objective, targets
 from agentrl.algorithms.batch import Batch
+from agentrl.algorithms.beside import scored
+from agentrl.algorithms.controller import KlController, divergence
 from agentrl.algorithms.dump import BadSteps, Dump
-from agentrl.algorithms.learners.base import Learner, Psi, StepReport
+from agentrl.algorithms.learners.base import Learner, Psi, StepReport, ValueTerms
 from agentrl.algorithms.ledger import Ledger
 from agentrl.algorithms.merge import build_batch
 from agentrl.algorithms.metrics import Metrics
 from agentrl.algorithms.objective import Algo, Terms
+from agentrl.algorithms.reference import Reference
 from agentrl.algorithms.retokenize import Retokenizer
 from agentrl.algorithms.schedule import learning_rate, minibatches, moved
 from agentrl.algorithms.state import State
@@ -35,17 +39,33 @@ class Updater:
     learner: Learner
     steps: int  # of the whole run
     retokenizer: Retokenizer | None = None  # completes inexact calls; none: they are refused
+    state: State = field(default_factory=State)  # what earlier steps are remembered for
+    ledger: Ledger | None = None  # what the step made of each call; none: nobody asks
     seed: int = 0  # of the order of minibatches
     context: int | None = None  # tokens the model can read; longer calls are left out
     bad_steps: BadSteps | None = None  # none: a step that cannot be made is skipped and counted
-    state: State = field(default_factory=State)  # what earlier steps are remembered for
-    ledger: Ledger | None = None  # what the step made of each call; none: nobody asks
+    reference: Reference | None = None  # follows the policy, if it does
+    kl: KlController | None = None  # adapts the penalty on leaving the reference
+    value_clip: float = inf  # how far a step may move a value of the critic
 
     def update(self, step: int, groups: list[Group]) -> Metrics:
         """Learn from the groups of one step; returns its metrics.
 
         Where there is nothing to learn from (every reward equal or missing) no weight changes, and
         `update/skipped` counts it. Raises TrainingError for a reward that no rollout carries."""
+        tuned = (
+            self if self.kl is None else dataclasses.replace(self, algo=self.kl.tuned(self.algo))
+        )
+        found = tuned.learned(step, groups)
+        if self.kl is not None:
+            found["reference/beta"] = self.kl.beta
+            self.kl.observe(found["reference/drift"], int(found["rollouts"]))
+        if self.reference is not None:
+            self.reference.finish(step)
+        return found
+
+    def learned(self, step: int, groups: list[Group]) -> Metrics:
+        """`update` with the algorithm as it is."""
         columns.check(groups, [r for r in self.algo.rewards if r not in self.algo.optional])
         inexact = sum(not call.exact for call in metrics.own_calls(groups))
         if self.retokenizer is not None:
@@ -54,18 +74,20 @@ class Updater:
         batch = self.batch(groups)
         recall = self.state.recall(batch, groups)
         batch = dataclasses.replace(batch, memory=recall.columns)
+        batch, streams = scored(self.algo, self.learner, batch)
         if self.ledger is not None:
             self.ledger.open(self.algo, batch)
         lr = learning_rate(self.config, step, self.steps)
+        values = targets.learned(self.algo, batch, clip=self.value_clip)
         sizes = metrics.call_tokens(groups)
         planned: list[Terms] = []
         measured: list[Metrics] = []
         bad, early_stop = 0, False
-        for number, (part, terms) in enumerate(self.parts(groups, batch)):
+        for number, (part, terms, critic) in enumerate(self.parts(groups, batch, streams, values)):
             planned.append(terms)
             if terms.skip:
                 continue
-            report = self.learner.step(part, self.psi(terms), lr=lr)
+            report = self.learner.step(part, self.psi(terms), lr=lr, critic=critic)
             if not self.made(step, number, part, terms, report):
                 bad += 1
                 continue
@@ -79,6 +101,8 @@ class Updater:
             **metrics.collected(groups, batch),
             **metrics.staleness(step, groups),
             **metrics.advantages(planned),
+            **(targets.describe(values) if values else {}),
+            **({"reference/drift": divergence(batch)} if "q" in streams else {}),
             **metrics.merged(measured),
             "calls/inexact": inexact,
             "calls/too_long": too_long,
@@ -93,14 +117,21 @@ class Updater:
         """What may be learned from, with the rewards that the algorithm reads."""
         return build_batch(groups, reward_names=self.algo.rewards, min_group=self.config.min_group)
 
-    def parts(self, groups: list[Group], batch: Batch) -> Iterator[tuple[Batch, Terms]]:
+    def parts(
+        self,
+        groups: list[Group],
+        batch: Batch,
+        streams: Mapping[str, Tensor],
+        values: ValueTerms | None,
+    ) -> Iterator[tuple[Batch, Terms, ValueTerms | None]]:
         """The optimizer steps of a batch: minibatches of whole groups, dealt anew in every epoch.
-        Credit is computed on the whole batch, whichever way it is cut."""
+        Credit is computed on the whole batch, whichever way it is cut, and so are the critic's
+        targets."""
         count = min(self.config.minibatches, len(groups))
         if count * self.config.epochs == 1 or not batch.n_tokens:
-            yield batch, objective.plan(self.algo, batch, {}, fresh=True)
+            yield batch, objective.plan(self.algo, batch, streams, fresh=True), values
             return
-        old = self.learner.logprobs(batch)
+        streams = {"o": self.learner.logprobs(batch), **streams}
         advantage = objective.credited(self.algo, batch)
         counts = batch.token_group.bincount(minlength=len(batch.groups)).tolist()
         ranges = torch.split(torch.arange(batch.n_tokens), counts)
@@ -110,8 +141,9 @@ class Updater:
                 part = self.batch(share)
                 # Within a group the tokens of the part are in the order of the whole.
                 tokens = torch.cat([tokens_of[id] for id in part.groups] or [ranges[0][:0]])
-                streams = {"o": old[tokens]}
-                yield part, objective.plan(self.algo, part, streams, advantage=advantage[tokens])
+                cut = {letter: column[tokens] for letter, column in streams.items()}
+                terms = objective.plan(self.algo, part, cut, advantage=advantage[tokens])
+                yield part, terms, values and targets.part_of(values, tokens)
 
     def psi(self, terms: Terms) -> Psi:
         def psi(logprobs: Tensor, index: Tensor) -> Tensor:

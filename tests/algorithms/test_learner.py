@@ -317,8 +317,8 @@ def short_of_memory(learner: TorchLearner, failures: int, monkeypatch: pytest.Mo
     """The last pack of a pass does not fit, so often."""
     compute, left = learner._forward, [failures]
 
-    def forward(pack: Pack) -> tuple[Tensor, Tensor]:
-        result = compute(pack)
+    def forward(pack: Pack, model: PreTrainedModel) -> tuple[Tensor, Tensor, Tensor]:
+        result = compute(pack, model)
         if left[0] and 0 in pack.index:
             left[0] -= 1
             raise torch.OutOfMemoryError(
@@ -364,7 +364,7 @@ def test_an_error_that_is_not_about_memory_passes(
     make_learner: MakeLearner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learner = make_learner()
-    monkeypatch.setattr(learner, "_forward", lambda pack: torch.ones(2) @ torch.ones(3))
+    monkeypatch.setattr(learner, "_forward", lambda *_: torch.ones(2) @ torch.ones(3))
     with pytest.raises(RuntimeError, match="inconsistent tensor size"):
         learner.logprobs(make_batch())
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from agentrl.algorithms import presets
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.dump import BadSteps, load_dump
-from agentrl.algorithms.learners.base import Psi, StepReport
+from agentrl.algorithms.learners.base import Psi, StepReport, ValueTerms
 from agentrl.algorithms.update import Updater
 from agentrl.config import AlgorithmConfig
 from agentrl.errors import TrainingError
@@ -43,7 +43,9 @@ class Recorder:
     def logprobs(self, batch: Batch) -> Tensor:
         return batch.behaviour + self.shift * len(self.batches)
 
-    def step(self, batch: Batch, psi: Psi, *, lr: float) -> StepReport:
+    def step(
+        self, batch: Batch, psi: Psi, *, lr: float, critic: ValueTerms | None = None
+    ) -> StepReport:
         logprobs = self.logprobs(batch)
         self.coefficients.append(psi(logprobs, torch.arange(batch.n_tokens)))
         self.batches.append(batch)
