@@ -35,7 +35,7 @@ from agentrl.store.urls import concealed
 from agentrl.types import Json
 
 WRITTEN = (
-    *("store.db*", "run.json", "logs", "checkpoints", "curve.png"),
+    *("store.db*", "run.json", "logs", "checkpoints", "dumps", "curve.png"),
     *("policy", "policy.tmp-*", "train.jsonl", "heldout.jsonl"),
     *("metrics", "tensorboard", "wandb", "mlruns"),
 )  # by a run, in its output folder
