@@ -16,7 +16,7 @@ from agentrl.config import RunConfig
 from agentrl.errors import StoreError
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.types import Group, Purpose, Rollout, StepRow
+from agentrl.types import Group, Purpose, Rollout
 
 EVERYTHING: tuple[Supply, ...] = ("o", "b", "q", "t", "v")
 
@@ -43,6 +43,7 @@ def record(name: str) -> list[str]:
 
 def answers(algo: Algo) -> dict[str, str]:
     """What an algorithm says to each question."""
+    remembered = ", ".join(memory.name for memory in algo.memories)
     supply = sorted(algo.needs) + (["v"] if algo.critic else [])
     return {
         "credit": brief(algo.credit),
@@ -52,6 +53,8 @@ def answers(algo: Algo) -> dict[str, str]:
         "filter": brief(algo.keep) if algo.keep else "none",
         "rewards": ", ".join(algo.rewards) or "none",
         "streams": ", ".join(supply) or "none",
+        "remembers": remembered or "none",
+        "resamples": f"groups of equal {algo.resample!r}" if algo.resample else "none",
     }
 
 
@@ -67,20 +70,27 @@ async def explained(store_url: str, rollout: str, *, tokens: bool) -> list[str]:
                 f"there is no rollout {rollout!r} in {store_url}; ids look like "
                 "run/train/0000000/0000"
             )
-        step = trace.rollout.step
         groups = await _groups(store, trace.rollout)
-        rows = await store.steps(trace.rollout.run, after=step - 1)
+        members = [member.id for group in groups for member in group.rollouts]
+        credits = {row.transition: row for id in members for row in await store.credits(id)}
     config = msgspec.convert(state.config, RunConfig).algorithm
     algo = presets.make(config.preset, config.options, streams=EVERYTHING)
-    explanation = explain(algo, groups, min_group=config.min_group)
+    explanation = explain(algo, groups, min_group=config.min_group, credits=credits)
     lines = report(explanation, rollout, groups, tokens)
-    trained = explanation.batch.n_tokens
-    return lines + _doubts(next((r for r in rows if r.step == step), None), trained)
+    if trace.rollout.trained is None:
+        return [*lines, "this rollout is not trained yet, or was discarded"]
+    if not credits:
+        return [*lines, "its step stored no credit (algorithm.store_credit): see the note above"]
+    return lines
 
 
 async def _groups(store: Store, rollout: Rollout) -> list[Group]:
-    """The groups that were asked for together with a rollout's."""
-    rows = await store.rollouts(rollout.run, purpose=Purpose.TRAIN, step=rollout.step)
+    """The groups that were trained together with a rollout's or, of one that is not trained, asked
+    for."""
+    asked = rollout.step if rollout.trained is None else None
+    rows = await store.rollouts(
+        rollout.run, purpose=Purpose.TRAIN, step=asked, trained=rollout.trained
+    )
     members: dict[str, list[Rollout]] = {}
     for row in rows:
         trace = await store.trace(row.id)
@@ -88,22 +98,9 @@ async def _groups(store: Store, rollout: Rollout) -> list[Group]:
         whole = msgspec.structs.replace(row, transitions=calls)
         members.setdefault(row.group, []).append(whole)
     return [
-        Group(id=group, run=rollout.run, step=rollout.step, rollouts=found)
+        Group(id=group, run=rollout.run, step=found[0].step, rollouts=found)
         for group, found in members.items()
     ]
-
-
-def _doubts(row: StepRow | None, tokens: int) -> list[str]:
-    if row is None or not row.committed:
-        return ["this step is not trained yet"]
-    trained = row.metrics.get("tokens/trained")
-    if trained is not None and trained != tokens:
-        return [
-            f"the step trained {trained:.0f} tokens and these groups hold {tokens}: it was trained "
-            "on other groups (algorithm.max_staleness) or on calls completed for it "
-            "(algorithm.inexact), and its numbers may differ"
-        ]
-    return []
 
 
 def _line(name: str, function: object) -> str:

@@ -230,6 +230,7 @@ class Rollout(Record, frozen=True):
     transitions: list[Transition] = []
     seconds: float = 0.0  # of the last attempt
     branch: Branch | None = None
+    trained: int | None = None  # the step that trained its group
 
     def reward(self, name: str = "outcome") -> float:
         """Rollout-scope reward of that name; NaN when missing."""
@@ -263,6 +264,20 @@ class Checkpoint(Record, frozen=True):
     path: str
 
 
+class Credit(Record, frozen=True):
+    """What a training step made of one call: a number for each of its completion tokens, or a
+    single one where all are equal. NaN = missing."""
+
+    transition: str
+    policy: str
+    advantage: Float32  # NaN: not in the loss
+    # What the reward was compared with, of every comparison of the algorithm after the other.
+    baseline: Float32
+    gate: Float32  # product of the gates' factors
+    weight: Float32  # share of the loss
+    psi: Float32  # coefficient of the log-prob's gradient
+
+
 class StepCommit(Record, frozen=True):
     """Everything one training step makes true, in one transaction."""
 
@@ -273,6 +288,8 @@ class StepCommit(Record, frozen=True):
     versions: dict[str, int]
     checkpoint: str
     metrics: dict[str, float]
+    discarded: list[str] = []  # groups that are settled by this step without being trained
+    credits: list[Credit] = []  # of calls of `groups`
 
 
 class RunState(Record, frozen=True):
@@ -306,6 +323,7 @@ class Counts(Record, frozen=True):
     groups_open: int = 0
     groups_settled: int = 0
     groups_trained: int = 0
+    groups_discarded: int = 0
     transitions: int = 0
     inexact: int = 0  # of the transitions: those without token ids
     tokens: int = 0  # completion tokens

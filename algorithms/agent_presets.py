@@ -23,6 +23,7 @@ from agentrl.algorithms.credit import (
     rewritten,
 )
 from agentrl.algorithms.gates import Clip
+from agentrl.algorithms.memory import Tabular
 from agentrl.algorithms.objective import Algo, Gate
 from agentrl.algorithms.registry import Cap, Discount, Num, Share, modifier, preset
 from agentrl.algorithms.rollout_presets import TOKENS, clipped, penalty
@@ -244,6 +245,15 @@ def with_step_gae(
 ) -> Algo:
     """Puts GAE over calls in the place of the host's credit. arXiv 2511.14460."""
     return replace(algo, credit=step_gae(step_value, outcome_of(algo), step_gamma, step_lam))
+
+
+@modifier("table")
+def with_table(algo: Algo, *, table_gamma: Discount = 1.0, table_lam: Discount = 0.95) -> Algo:
+    """Puts GAE over calls in the place of the host's credit, the value of a state being the mean
+    return that earlier steps saw from it: for tasks with few states. arXiv 1506.02438."""
+    reward = outcome_of(algo)
+    advantage = StepGae(Tabular(reward, table_gamma), reward, table_gamma, table_lam)
+    return replace(algo, credit=Rel(advantage, by=("all",), norm="std"))
 
 
 @preset("ragen")

@@ -8,6 +8,7 @@ are context: they appear in `Row.tokens`, never in the token level.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -63,6 +64,8 @@ class Batch:
     transition_truncated: Tensor = field(default_factory=_unknown)  # bool [S], by a token limit
     rollout_greedy: Tensor = field(default_factory=_unknown)  # bool [U], all at temperature 0
     values: Tensor = field(default_factory=_unknown)  # float64 [N], a critic's, before each token
+    # What the state of the run says of each unit, by name of the memory: see `state`.
+    memory: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def n_tokens(self) -> int:

@@ -1,16 +1,18 @@
 """How a trained token's number came about: reward rows -> stream -> baseline -> advantage -> psi.
 
-Credit is a pure function of the groups of a step, so nothing is stored for it: what the store holds
-of the step gives the same numbers again. Not to be had again are the log-probs of the policy in
-training (p and o) and of a reference or teacher, hence gates and penalties: they are shown as they
-are where all of them equal the sampler's, which is where the first optimizer step begins.
+The step stored what it made of each call, with the gates that applied. The chain that led there is
+computed anew from the groups it trained, with what it stored of baselines and values that are not
+to be had again, those of earlier steps and of a critic; where the two disagree, that is said.
+Without what was stored, gates and penalties are shown as they are where the policy still is the
+sampler's, which is where the first optimizer step begins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
 from math import inf
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -19,10 +21,11 @@ from agentrl.algorithms import columns, objective
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.credit import Plus, Rel
 from agentrl.algorithms.ids import owner
+from agentrl.algorithms.ledger import Stored, read, replayed
 from agentrl.algorithms.merge import build_batch
 from agentrl.algorithms.objective import Algo
 from agentrl.errors import TrainingError
-from agentrl.types import Group
+from agentrl.types import Credit, Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +47,25 @@ class Explanation:
     kept: Tensor  # bool [N]: in the loss
     weight: Tensor  # float64 [N], u
     psi: Tensor  # float64 [N], at the sampler's log-probs
+    stored: Stored
 
 
-def explain(algo: Algo, groups: list[Group], *, min_group: int = 0) -> Explanation:
-    """Explains the step of `algo` on `groups`, for the trained policy.
+def explain(
+    algo: Algo,
+    groups: list[Group],
+    *,
+    min_group: int = 0,
+    credits: Mapping[str, Credit] = MappingProxyType({}),
+) -> Explanation:
+    """Explains the step of `algo` on `groups`, for the trained policy. `credits`: what the store
+    has of the step, by transition.
 
     Raises TrainingError where the step itself would have."""
     columns.check(groups, [name for name in algo.rewards if name not in algo.optional])
     batch = build_batch(groups, reward_names=algo.rewards, min_group=min_group)
+    stored = read(algo, batch, credits)
+    memory, values = replayed(algo, batch, stored)
+    batch = replace(batch, memory=memory, values=values)
     same = batch.behaviour.double()
     terms = objective.plan(algo, batch, dict.fromkeys(algo.needs, same), fresh=True)
     index = torch.arange(batch.n_tokens)
@@ -62,6 +76,7 @@ def explain(algo: Algo, groups: list[Group], *, min_group: int = 0) -> Explanati
         kept=terms.weight > 0,
         weight=terms.weight,
         psi=objective.psi(algo, terms, same, index),
+        stored=stored,
     )
 
 
@@ -152,22 +167,57 @@ def _call(explanation: Explanation, at: Tensor, tokens: bool) -> list[str]:
             if not column[at].isnan().all() or name in ("value", "advantage")
         ]
         lines.append(f"  {'  ' * link.depth}{link.text}: {', '.join(numbers)}")
+    used = _used(explanation)
     if not explanation.kept[at].any():
-        return [*lines, "  not in the loss"]
-    lines.append(f"  u {_number(explanation.weight[at])}, psi {_number(explanation.psi[at])}")
+        return [*lines, "  not in the loss", *_disagreement(explanation, at)]
+    lines.append(f"  {_listed(used, at)}")
+    lines += _disagreement(explanation, at)
     if tokens:
         advantage = explanation.chain[-1].columns["advantage"]
         lines += [
             f"    token {number}: advantage {_number(advantage[t : t + 1])}, "
-            f"u {float(explanation.weight[t]):.6g}, psi {float(explanation.psi[t]):.6g}, "
+            f"{_listed(used, torch.tensor([t]))}, "
             f"log-prob of the sampler {float(explanation.batch.behaviour[t]):.4f}"
             for number, t in enumerate(at.tolist())
         ]
     return lines
 
 
+def _used(explanation: Explanation) -> dict[str, Tensor]:
+    """Float64 [N]: as the step used them, or without what it stored as they begin."""
+    stored, same = explanation.stored, {"u": explanation.weight, "psi": explanation.psi}
+    if not stored.known.any():
+        return same
+    was = {"gates": "gate", "u": "weight", "psi": "psi"}
+    return {name: stored.columns[column] for name, column in was.items()}
+
+
+def _listed(numbers: Mapping[str, Tensor], at: Tensor) -> str:
+    return ", ".join(f"{name} {_number(x[at])}" for name, x in numbers.items())
+
+
+def _disagreement(explanation: Explanation, at: Tensor) -> list[str]:
+    """Where what is in the store now does not lead to the advantage that was used."""
+    stored = explanation.stored
+    at = at[stored.known[at]]
+    was = stored.columns["advantage"][at]
+    chain = explanation.chain[-1].columns["advantage"][at]
+    now = torch.where(explanation.kept[at], chain, torch.nan)
+    if torch.isclose(was, now, rtol=1e-4, atol=1e-6, equal_nan=True).all():
+        return []
+    return [
+        f"  the step used advantage {_number(was)}, and the chain above comes to {_number(now)}: "
+        "the algorithm or the calls (algorithm.inexact) are not those of the step"
+    ]
+
+
 def _gates(explanation: Explanation) -> list[str]:
     algo = explanation.algo
+    if explanation.stored.known.any():
+        gates = [f"  {brief(gate)}" for gate in algo.gates]
+        regs = [f"  {brief(reg)}" for reg in algo.regs]
+        note = "  as they applied in the first optimizer step that the token was in"
+        return ["gates and penalties", *gates, *regs, note]
     gates = [f"  {brief(gate)}: factor 1 where p = o = b" for gate in algo.gates]
     regs = [f"  {brief(reg)}: 0 where p = {reg.den}" for reg in algo.regs]
     note = "  psi is that of p = o = b; later log-probs are not stored and cannot be recomputed"

@@ -10,15 +10,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl.algorithms.branching import grow
 from agentrl.algorithms.checkpoint import checkpoint_name, prune, save_checkpoint
+from agentrl.algorithms.collect import Collected, Collector
 from agentrl.algorithms.engines.base import PolicyServer
 from agentrl.algorithms.evaluate import score
-from agentrl.algorithms.requests import TaskStream
 from agentrl.algorithms.update import Updater
 from agentrl.config import RunConfig
 from agentrl.store.base import Store
-from agentrl.types import POLICY, Group, Json, PolicyVersion, RunState, StepCommit
+from agentrl.types import POLICY, Json, PolicyVersion, RunState, StepCommit
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,7 @@ class Loop:
     state: RunState
     updater: Updater
     server: PolicyServer
-    tasks: TaskStream
+    collector: Collector
     heldout: list[dict[str, Json]]
 
     async def run(self) -> None:
@@ -39,37 +38,30 @@ class Loop:
         await self.evaluate(self.state.step)
         for step in range(self.state.step, self.config.steps):
             started = time.monotonic()
-            groups = await self.collect(step)
-            collected = time.monotonic()
+            collected = await self.collector.collect(step)
+            sampled = time.monotonic()
             async with self.server.updating():
-                metrics = self.updater.update(step, groups)
-                metrics["time/rollouts"] = collected - started
-                metrics["time/update"] = time.monotonic() - collected
-                await self.commit(step, groups, metrics)
+                metrics = self.updater.update(step, collected.groups) | collected.metrics
+                metrics["time/rollouts"] = sampled - started
+                metrics["time/update"] = time.monotonic() - sampled
+                await self.commit(step, collected, metrics)
                 await self.server.publish(step + 1)
             await self.publish(step + 1)
             await self.evaluate(step + 1)
 
-    async def collect(self, step: int) -> list[Group]:
-        """Ask for this step's groups, and for those that may be sampled ahead of the update."""
-        settings = self.config.algorithm
-        last = min(step + settings.max_staleness, self.config.steps - 1)
-        for ahead in range(step, last + 1):
-            await self.store.enqueue(self.tasks.rollouts(ahead))
-        await grow(self.store, self.config, self.tasks.rollouts(step))
-        return await self.store.claim_groups(self.config.name, self.state.epoch, settings.groups)
-
-    async def commit(self, step: int, groups: list[Group], metrics: dict[str, float]) -> None:
+    async def commit(self, step: int, collected: Collected, metrics: dict[str, float]) -> None:
         """Write the checkpoint, then make the step true; earlier checkpoints go last."""
         folder = Path(self.config.output, "checkpoints")
         path = folder / checkpoint_name(step + 1, self.state.epoch)
-        save_checkpoint(path, self.updater.learner, state={})
+        save_checkpoint(path, self.updater.learner, state=self.updater.state.dump())
         await self.store.commit_step(
             StepCommit(
                 run=self.config.name,
                 epoch=self.state.epoch,
                 step=step,
-                groups=[group.id for group in groups],
+                groups=[group.id for group in collected.groups],
+                discarded=[group.id for group in collected.discarded],
+                credits=self.updater.ledger.take() if self.updater.ledger else [],
                 versions={POLICY: step + 1},
                 checkpoint=str(path),
                 metrics=metrics,

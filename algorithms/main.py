@@ -14,12 +14,15 @@ from transformers.utils.logging import disable_progress_bar
 
 from agentrl.algorithms import presets
 from agentrl.algorithms.checkpoint import atomic_directory, load_checkpoint
+from agentrl.algorithms.collect import Collector, rule
 from agentrl.algorithms.engines.embedded import EmbeddedServer
 from agentrl.algorithms.learners.torch import TorchLearner
+from agentrl.algorithms.ledger import Ledger
 from agentrl.algorithms.loop import Loop
 from agentrl.algorithms.model import load_model
 from agentrl.algorithms.requests import TaskStream
 from agentrl.algorithms.retokenize import Retokenizer
+from agentrl.algorithms.state import State
 from agentrl.algorithms.update import Updater
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
@@ -36,6 +39,7 @@ def main(config: RunConfig) -> None:
 async def run(config: RunConfig) -> None:
     """Open the run, load the policy of its last committed step, and loop."""
     algo = presets.make(config.algorithm.preset, config.algorithm.options)
+    resample = rule(config.algorithm, algo)
     train, heldout = _tasks(config, "train"), _tasks(config, "heldout")
     disable_progress_bar()  # the view is the only one
     random.seed(config.seed)
@@ -56,8 +60,9 @@ async def run(config: RunConfig) -> None:
             token_budget=config.learner.token_budget,
             threads=config.learner.threads or os.cpu_count() or 1,
         )
+        memory = State(algo.memories)
         if state.checkpoint:
-            load_checkpoint(Path(state.checkpoint), learner)
+            memory.restore(load_checkpoint(Path(state.checkpoint), learner))
         server = EmbeddedServer(
             model,
             tokenizer,
@@ -73,8 +78,12 @@ async def run(config: RunConfig) -> None:
             tasks = TaskStream(config, train, algo.greedy)
             again = config.algorithm.inexact == "retokenize"
             retokenizer = Retokenizer(tokenizer, learner) if again else None
-            updater = Updater(config.algorithm, algo, learner, config.steps, retokenizer)
-            await Loop(config, store, state, updater, server, tasks, heldout).run()
+            ledger = Ledger() if config.algorithm.store_credit else None
+            updater = Updater(
+                config.algorithm, algo, learner, config.steps, retokenizer, memory, ledger
+            )
+            collector = Collector(config, store, state.epoch, tasks, resample)
+            await Loop(config, store, state, updater, server, collector, heldout).run()
         finally:
             await server.close()
 

@@ -12,6 +12,7 @@ cut into micro-batches.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -23,7 +24,9 @@ from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.credit import Column, Credit, Critic, level_of, spread, walk
 from agentrl.algorithms.gates import LOG_LIMIT, GateFn, ratio
 from agentrl.algorithms.ids import How, Unit, seg, units
+from agentrl.algorithms.memory import Ema, Tabular
 from agentrl.algorithms.shaping import Greedy
+from agentrl.algorithms.state import Memory
 from agentrl.errors import TrainingError
 
 Stream = Literal["p", "o", "b", "q", "t"]
@@ -69,7 +72,8 @@ class Average:
 @dataclass(frozen=True, slots=True)
 class Algo:
     """An algorithm. `keep` (bool [N]) says which tokens are in the loss; default all. `rewards` are
-    the references of those it reads, of which a batch need not have the `optional` ones."""
+    the references of those it reads, of which a batch need not have the `optional` ones. `resample`
+    is the reward by which a group teaches something, if it asks for another one that does."""
 
     credit: Credit
     gates: tuple[Gate, ...] = ()
@@ -78,6 +82,7 @@ class Algo:
     keep: Column | None = None
     rewards: tuple[str, ...] = ("outcome",)
     optional: tuple[str, ...] = ()
+    resample: str | None = None
     name: str = "custom"
 
     @property
@@ -90,6 +95,12 @@ class Algo:
     def critic(self) -> bool:
         """Whether it reads the values of a critic."""
         return any(isinstance(part, Critic) for part in walk(self.credit))
+
+    @property
+    def memories(self) -> tuple[Memory, ...]:
+        """What it must remember from step to step."""
+        found = (part for part in walk((self.credit, self.keep)) if isinstance(part, Ema | Tabular))
+        return tuple({part.name: part for part in found}.values())
 
     @property
     def greedy(self) -> bool:
@@ -172,6 +183,13 @@ def psi(algo: Algo, terms: Terms, p: Tensor, index: Tensor) -> Tensor:
     for reg in algo.regs:
         total = total - reg.beta * kappa(now - streams[reg.den], reg.kind)
     return (terms.weight[index] * total).to(p)
+
+
+def trust(algo: Algo, terms: Terms, p: Tensor) -> Tensor:
+    """c [N]: the product of all gates at log-probs p [N] of the whole step, float64."""
+    now, index = p.detach().double().cpu(), torch.arange(p.numel())
+    gated = _gated(algo, terms, _streams(terms, now, index), index)
+    return math.prod((factor for _, factor in gated), start=torch.ones_like(now))
 
 
 def psi_of(loss: Callable[[Tensor], Tensor], p: Tensor) -> Tensor:

@@ -27,32 +27,50 @@ class TaskStream:
     def task(self, index: int) -> dict[str, Json]:
         """The `index`-th task of the run, counted over all epochs."""
         epoch, position = divmod(index, len(self.tasks))
-        return self.tasks[_order(self.config.seed, epoch, len(self.tasks))[position]]
+        return self.tasks[_order(f"{self.config.seed}/{epoch}", len(self.tasks))[position]]
 
     def rollouts(self, step: int) -> list[NewRollout]:
         """`groups` x `group_size` rollouts that training step `step` compares."""
-        size, sampling = self.config.algorithm.groups, self.config.sampling
+        size = self.config.algorithm.groups
+        return [
+            rollout
+            for number in range(step * size, (step + 1) * size)
+            for rollout in self._group(f"{number:07d}", self.task(number), step)
+        ]
+
+    def replacements(self, step: int, round: int, n: int) -> list[NewRollout]:
+        """The first `n` groups that a step may ask for in a round of replacements, of tasks in an
+        order of its own. By name they come after the groups of the step and before the next's."""
+        last = (step + 1) * self.config.algorithm.groups - 1
+        order = _order(f"{self.config.seed}/{step}/{round}", len(self.tasks))
+        return [
+            rollout
+            for number in range(n)
+            for task in [self.tasks[order[number % len(order)]]]
+            for rollout in self._group(f"{last:07d}.{round:02d}.{number:03d}", task, step)
+        ]
+
+    def _group(self, name: str, task: dict[str, Json], step: int) -> list[NewRollout]:
+        sampling = self.config.sampling
         cold = replace(sampling, temperature=0.0)
         return [
             _rollout(
                 self.config,
-                group=f"{self.config.name}/train/{number:07d}",
+                group=f"{self.config.name}/train/{name}",
                 index=index,
                 task=task,
                 purpose=Purpose.TRAIN,
                 sampling=cold if self.greedy and index == 0 else sampling,
                 step=step,
             )
-            for number in range(step * size, (step + 1) * size)
-            for task in [self.task(number)]
             for index in range(self.config.algorithm.group_size)
         ]
 
 
-@lru_cache(maxsize=2)
-def _order(seed: int, epoch: int, size: int) -> list[int]:
+@lru_cache(maxsize=4)
+def _order(seed: str, size: int) -> list[int]:
     order = list(range(size))
-    random.Random(f"{seed}/{epoch}").shuffle(order)
+    random.Random(seed).shuffle(order)
     return order
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import inf
+from typing import Any
 
 from agentrl.algorithms.credit import (
     Alive,
@@ -17,6 +18,7 @@ from agentrl.algorithms.credit import (
     Zero,
     lengths,
     plus,
+    rewritten,
 )
 from agentrl.algorithms.gates import (
     Clip,
@@ -28,12 +30,14 @@ from agentrl.algorithms.gates import (
     Trust,
     Vespo,
 )
+from agentrl.algorithms.memory import Ema, Moved
 from agentrl.algorithms.objective import Algo, Average, Gate, Reg
 from agentrl.algorithms.registry import (
     Cap,
     Discount,
     Mix,
     Num,
+    modifier,
     preset,
 )
 from agentrl.algorithms.shaping import (
@@ -45,7 +49,9 @@ from agentrl.algorithms.shaping import (
     PassAtK,
     Sampled,
 )
+from agentrl.algorithms.steps import Fade
 from agentrl.config import Count, Natural, Positive
+from agentrl.errors import ConfigError
 
 TOKENS = Average(("all",))
 ROW_SUMS = Average(("row",), "sum")
@@ -68,6 +74,44 @@ def penalty(beta: float) -> tuple[Reg, ...]:
 def reinforce(*, reward: str = "outcome") -> Algo:
     """Reward times log-prob, no baseline. Williams 1992."""
     return Algo(Rel(reward, base="none"), agg=ROW_SUMS)
+
+
+@modifier("ema")
+def with_ema(algo: Algo, *, ema_decay: Discount = 0.95, ema_key: str = "") -> Algo:
+    """Every comparison is with the running mean of earlier rewards, of each role and, with
+    `ema_key`, of each value of that field of the task. arXiv 2506.24119."""
+
+    def change(part: Any) -> Any:
+        if not isinstance(part, Rel):
+            return part
+        return replace(part, base=Ema(part.reward, ema_decay, ema_key, part.at))
+
+    credit = rewritten(algo.credit, change)
+    if credit == algo.credit:
+        raise ConfigError(
+            "algorithm.preset: +ema changes the baseline of a comparison, and this preset makes "
+            "none; leave +ema out or choose another preset"
+        )
+    return replace(algo, credit=credit)
+
+
+@preset("spiral")
+def spiral(
+    *,
+    reward: str = "role:outcome",
+    decay: Discount = 0.95,
+    key: str = "",
+    gamma: Discount = 1.0,
+    clip_low: Num = 0.2,
+    clip_high: Num = 0.2,
+    length: Count = 1024,
+) -> Algo:
+    """Each role against the running mean of what it got before (of each value of the task's field
+    `key`), fading with every call that follows; what is as good as that is left out. arXiv
+    2506.24119."""
+    credit = Fade(Rel(reward, base=Ema(reward, decay, key)), gamma)
+    agg = Average(("row",), "const", length)
+    return Algo(credit, clipped(clip_low, clip_high), agg=agg, keep=Moved(credit))
 
 
 @preset("reinforce++")
@@ -136,13 +180,15 @@ def dapo(
     overlong_cache: Count = 4096,
     drop_truncated: bool = False,
 ) -> Algo:
-    """Clip-higher, token mean, groups of equal rewards left out, and if asked a penalty on the last
-    `overlong_cache` of `overlong_limit` tokens, or no truncated rollouts. arXiv 2503.14476."""
+    """Clip-higher, token mean, groups of equal rewards replaced by others, and if asked a penalty
+    on the last `overlong_cache` of `overlong_limit` tokens, or no truncated rollouts. arXiv
+    2503.14476."""
     shaped = Overlong(reward, overlong_limit, overlong_cache) if overlong_limit else reward
     # Groups are judged by the raw reward: a length penalty would make each of them differ.
     keep = Every((Alive(reward), Complete())) if drop_truncated else Alive(reward)
     credit = Rel(shaped, norm="std")
-    return Algo(credit, clipped(clip_low, clip_high), agg=TOKENS, keep=keep)
+    gates = clipped(clip_low, clip_high)
+    return Algo(credit, gates, agg=TOKENS, keep=keep, resample=reward)
 
 
 @preset("maxrl")

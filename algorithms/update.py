@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from statistics import fmean, pstdev
 
 from torch import Tensor
@@ -12,9 +12,11 @@ from torch import Tensor
 from agentrl.algorithms import branching, columns, objective
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.learners.base import Learner, Psi
+from agentrl.algorithms.ledger import Ledger
 from agentrl.algorithms.merge import build_batch
 from agentrl.algorithms.objective import Algo, Terms
 from agentrl.algorithms.retokenize import Retokenizer
+from agentrl.algorithms.state import State
 from agentrl.config import AlgorithmConfig
 from agentrl.types import POLICY, Group, RolloutState, Transition
 
@@ -23,13 +25,15 @@ Metrics = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Updater:
-    """Turns claimed groups into updates of the learner's weights; keeps no state of its own."""
+    """Turns claimed groups into updates of the learner's weights."""
 
     config: AlgorithmConfig
     algo: Algo
     learner: Learner
     steps: int  # of the whole run
     retokenizer: Retokenizer | None = None  # completes inexact calls; none: they are refused
+    state: State = field(default_factory=State)  # what earlier steps are remembered for
+    ledger: Ledger | None = None  # what the step made of each call; none: nobody asks
 
     def update(self, step: int, groups: list[Group]) -> Metrics:
         """Learn from the groups of one step; returns its metrics.
@@ -41,6 +45,10 @@ class Updater:
         if self.retokenizer is not None:
             groups = self.retokenizer.complete(groups)
         batch = self.batch(groups)
+        recall = self.state.recall(batch, groups)
+        batch = replace(batch, memory=recall.columns)
+        if self.ledger is not None:
+            self.ledger.open(self.algo, batch)
         metrics = describe(groups, batch) | {"calls/inexact": inexact}
         metrics |= branching.measure(groups)
         metrics |= {"lr": self.lr(step), "update/steps": 0.0, "update/skipped": 0.0}
@@ -51,11 +59,14 @@ class Updater:
                 continue
             report = self.learner.step(part, self.psi(terms), lr=self.lr(step))
             metrics["update/skipped"] += not report.applied
+            if self.ledger is not None:
+                self.ledger.record(self.algo, part, terms, report.logprobs)
             if number == 0:  # later optimizer steps have moved away from the sampler on purpose
                 metrics |= difference(report.logprobs, part.behaviour)
             metrics |= objective.stats(self.algo, part, terms, report.logprobs)
             metrics |= {"loss": report.loss, "grad_norm": report.grad_norm}
             metrics["tokens/forwarded"] = metrics.get("tokens/forwarded", 0.0) + report.tokens
+        self.state.adopt(recall)
         return metrics
 
     def batch(self, groups: list[Group]) -> Batch:

@@ -33,6 +33,7 @@ from typing import Protocol, Self
 from agentrl.types import (
     Attempt,
     Counts,
+    Credit,
     Group,
     Json,
     NewRollout,
@@ -81,9 +82,11 @@ class Store(Protocol):
     async def commit_step(self, commit: StepCommit) -> None:
         """Make one training step true: all of it or, when this raises, nothing.
 
-        A repeat of the same commit does nothing, also after a prune. Raises Fenced if
-        `commit.epoch` is old; Conflict if the step is not the next one, or a group was not
-        claimed by this epoch or is already trained; NotFound for a run or group unknown here."""
+        `groups` are trained by it and `discarded` ones are not, nor will be. A repeat of the same
+        commit does nothing, also after a prune. Raises Fenced if `commit.epoch` is old; Conflict if
+        the step is not the next one, or a group was not claimed by this epoch or is already
+        trained or discarded; NotFound for a run or group unknown here, and for credit of what is
+        no call of `groups`."""
         ...
 
     async def claim_groups(
@@ -195,15 +198,22 @@ class Store(Protocol):
         step: int | None = None,
         group: str | None = None,
         state: RolloutState | None = None,
+        trained: int | None = None,
         limit: int | None = None,
     ) -> list[Rollout]:
         """Rollouts with their rewards, without transitions, in order of group and index; [] for an
-        unknown run. At most `limit`; raises Invalid if that is negative."""
+        unknown run. `step` is the one that asked for them, `trained` the one that trained them.
+        At most `limit`; raises Invalid if that is negative."""
         ...
 
     async def trace(self, rollout: str) -> Trace | None:
         """Last attempt of a rollout with what it left behind: late spans too, late transitions
         and rewards not. None while it has no attempt."""
+        ...
+
+    async def credits(self, rollout: str) -> list[Credit]:
+        """What the step that trained a rollout made of its calls, in their order; [] if none did,
+        it stored none or the rollout is pruned."""
         ...
 
     async def steps(self, run: str, *, after: int = -1) -> list[StepRow]:

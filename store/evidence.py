@@ -17,6 +17,7 @@ from agentrl.store.tree import Node, deepest, digest
 from agentrl.store.writer import Transaction
 from agentrl.types import (
     AttemptState,
+    Credit,
     Group,
     Outcome,
     Purpose,
@@ -128,6 +129,7 @@ def rollouts(
     step: int | None = None,
     group: str | None = None,
     state: RolloutState | None = None,
+    trained: int | None = None,
     limit: int | None = None,
     transitions: bool = False,
 ) -> list[Rollout]:
@@ -137,6 +139,7 @@ def rollouts(
         "step": step,
         "group": group,
         "state": None if state is None else state.value,
+        "trained": trained,
         "limit": -1 if limit is None else limit,
     }
     query = SQL["rollouts"] if group is None else SQL["rollouts_of_group"]
@@ -161,6 +164,10 @@ def trace(conn: Connection, rollout: str) -> Trace | None:
         transitions=_transitions(conn, [attempt]).get(attempt, []),
         spans=[rows.span(span) for span in conn.execute(SQL["spans"], (attempt,))],
     )
+
+
+def credits(conn: Connection, rollout: str) -> list[Credit]:
+    return [rows.credit(row) for row in conn.execute(SQL["credits"], (rollout,))]
 
 
 # -- parts -----------------------------------------------------------------------------------------

@@ -186,7 +186,7 @@ def _grow_group(tx: Transaction, member: NewRollout, new: int) -> None:
     state = tx.conn.execute(SQL["group"], (member.group,)).fetchone()["state"]
     if state == "settled" and member.purpose is Purpose.TRAIN:
         tx.count(member.run, groups_open=1, groups_settled=-1)
-    if state in ("claimed", "trained"):
+    if state in ("claimed", "trained", "discarded"):
         raise Conflict(f"Group {member.group!r} is {state} already: use a new group.")
     tx.conn.execute(SQL["grow_group"], {"new": new, "group": member.group})
     tx.note(member.run, "group", member.group, QUEUE)

@@ -14,6 +14,7 @@ from agentrl.errors import Invalid
 from agentrl.types import (
     Attempt,
     Branch,
+    Credit,
     ErrorKind,
     Failure,
     Json,
@@ -26,6 +27,7 @@ from agentrl.types import (
     Sampling,
     Scope,
     Span,
+    StepCommit,
     Transition,
 )
 
@@ -159,6 +161,7 @@ def rollout(row: Row, rewards: list[Reward], transitions: list[Transition]) -> R
         transitions=transitions,
         seconds=row["seconds"],
         branch=_branch(row),
+        trained=row["trained_step"],
     )
 
 
@@ -350,3 +353,31 @@ def reward(row: Row) -> Reward:
         target=row["target"],
         source=row["source"],
     )
+
+
+# -- credit ----------------------------------------------------------------------------------------
+
+CREDIT = ("advantage", "baseline", "gate", "weight", "psi")
+
+
+def check_commit(commit: StepCommit) -> None:
+    """Refuses credit that could not be read again."""
+    for credit in commit.credits:
+        for name in CREDIT:
+            values = getattr(credit, name)
+            if not isinstance(values, array) or values.typecode != "f":
+                raise Invalid(
+                    f"Credit of transition {credit.transition}: {name} must be an array made by "
+                    f"agentrl.types.float32, not {type(values).__name__}."
+                )
+
+
+def credit_columns(credit: Credit) -> dict[str, Any]:
+    """All but the step and the number of the call."""
+    numbers = {name: blob(getattr(credit, name)) for name in CREDIT}
+    return {"id": credit.transition, "policy": credit.policy, **numbers}
+
+
+def credit(row: Row) -> Credit:
+    numbers = {name: unblob("f", row[name]) for name in CREDIT}
+    return Credit(transition=row["id"], policy=row["policy"], **numbers)

@@ -8,7 +8,9 @@ had nothing been pruned.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import msgspec
 
@@ -16,6 +18,7 @@ from agentrl.errors import Conflict, Fenced, NotFound
 from agentrl.store import queries, rows
 from agentrl.store.database import Connection
 from agentrl.store.feed import GROUPS
+from agentrl.store.tree import digest
 from agentrl.store.writer import Transaction
 from agentrl.types import Counts, Json, PolicyVersion, RunState, StepCommit, StepRow
 
@@ -31,9 +34,26 @@ def open_run(tx: Transaction, run: str, config: dict[str, Json]) -> RunState:
     return _state(row)
 
 
-def commit_step(tx: Transaction, commit: StepCommit) -> None:
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A commit with all that does not depend on what the store holds, computed before the
+    transaction: while it runs, other writers wait."""
+
+    commit: StepCommit
+    record: str
+    credits: list[dict[str, Any]]
+
+
+def prepare(commit: StepCommit) -> Step:
+    """Raises Invalid for credit that could not be read again."""
+    rows.check_commit(commit)
+    credits = [rows.credit_columns(credit) for credit in commit.credits]
+    return Step(commit, _record(commit, credits), credits)
+
+
+def commit_step(tx: Transaction, step: Step) -> None:
+    commit, record = step.commit, step.record
     row = owned(tx.conn, commit.run, commit.epoch)
-    record = _record(commit)
     done = tx.conn.execute(SQL["step"], (commit.run, commit.step)).fetchone()
     if done is not None and done["record"] == record:
         return
@@ -43,9 +63,12 @@ def commit_step(tx: Transaction, commit: StepCommit) -> None:
             f"{row['step']}."
         )
     for group in commit.groups:
-        _train(tx, group, commit)
-    step = {"run": commit.run, "step": commit.step, "now": tx.now, "record": record}
-    tx.conn.execute(SQL["commit_step"], step)
+        _take(tx, group, commit, "trained")
+    for group in commit.discarded:
+        _take(tx, group, commit, "discarded")
+    _add_credits(tx.conn, step)
+    columns = {"run": commit.run, "step": commit.step, "now": tx.now, "record": record}
+    tx.conn.execute(SQL["commit_step"], columns)
     advance = {"run": commit.run, "checkpoint": commit.checkpoint}
     tx.conn.execute(SQL["advance_run"], advance)
     _set_metrics(tx.conn, commit.run, commit.step, commit.metrics)
@@ -168,23 +191,48 @@ def _state(row: Any) -> RunState:
     )
 
 
-def _record(commit: StepCommit) -> str:
-    """All of a commit in one canonical text, by which a repeat is recognised."""
-    return msgspec.json.encode(commit, order="sorted").decode()
+def _record(commit: StepCommit, credits: Sequence[dict[str, Any]]) -> str:
+    """All of a commit in one canonical text, by which a repeat is recognised: credit, which has a
+    table of its own, by its digest. What there is none of is left out."""
+    said = {name: value for name, value in msgspec.structs.asdict(commit).items() if value != []}
+    said["groups"] = commit.groups
+    if credits:
+        said["credits"] = digest(msgspec.msgpack.encode(credits)).hex()
+    return msgspec.json.encode(said, order="sorted").decode()
 
 
-def _train(tx: Transaction, group: str, commit: StepCommit) -> None:
+def _add_credits(conn: Connection, step: Step) -> None:
+    commit = step.commit
+    if not step.credits:
+        return
+    groups = {"run": commit.run, "groups": rows.dump(commit.groups, "Groups")}
+    calls = {row["id"]: row["seq"] for row in conn.execute(SQL["calls"], groups)}
+    if lost := next((row["id"] for row in step.credits if row["id"] not in calls), None):
+        raise NotFound(
+            f"Step {commit.step} of run {commit.run!r} has credit for transition {lost!r}, which "
+            "is no call of its groups."
+        )
+    conn.executemany(
+        SQL["add_credit"],
+        ({**row, "transition": calls[row["id"]], "step": commit.step} for row in step.credits),
+    )
+
+
+def _take(
+    tx: Transaction, group: str, commit: StepCommit, state: Literal["trained", "discarded"]
+) -> None:
     row = tx.conn.execute(SQL["group"], (group,)).fetchone()
     if row is None or row["run_id"] != commit.run:
         raise NotFound(f"Run {commit.run!r} has no group {group!r} to commit.")
     if row["state"] != "claimed" or row["claimed_epoch"] != commit.epoch:
-        why = "was trained at step {trained_step}" if row["state"] == "trained" else "is {state}"
+        taken = row["state"] in ("trained", "discarded")
+        why = "was {state} at step {trained_step}" if taken else "is {state}"
         raise Conflict(
             f"Step {commit.step} cannot train group {group!r}: it {why.format(**dict(row))}, "
             f"not claimed by epoch {commit.epoch}."
         )
-    tx.conn.execute(SQL["train_group"], {"step": commit.step, "group": group})
-    tx.count(commit.run, groups_settled=-1, groups_trained=1)
+    tx.conn.execute(SQL["take_group"], {"step": commit.step, "group": group, "state": state})
+    tx.count(commit.run, groups_settled=-1, **{f"groups_{state}": 1})
     tx.note(commit.run, "group", group)
 
 

@@ -26,6 +26,7 @@ from agentrl.store.writer import Transaction, Writer
 from agentrl.types import (
     Attempt,
     Counts,
+    Credit,
     Group,
     Json,
     NewRollout,
@@ -91,7 +92,7 @@ class SqlStore:
         return await self._writer.post(once(open_run, RunState))
 
     async def commit_step(self, commit: StepCommit) -> None:
-        await self._writer.post(partial(runs.commit_step, commit=commit))
+        await self._writer.post(partial(runs.commit_step, step=runs.prepare(commit)))
 
     async def claim_groups(
         self, run: str, epoch: int, n: int, *, timeout: float | None = None
@@ -181,6 +182,7 @@ class SqlStore:
         step: int | None = None,
         group: str | None = None,
         state: RolloutState | None = None,
+        trained: int | None = None,
         limit: int | None = None,
     ) -> list[Rollout]:
         if limit is not None and limit < 0:
@@ -192,12 +194,16 @@ class SqlStore:
             step=step,
             group=group,
             state=state,
+            trained=trained,
             limit=limit,
         )
         return await self._readers.read(query)
 
     async def trace(self, rollout: str) -> Trace | None:
         return await self._readers.read(partial(evidence.trace, rollout=rollout))
+
+    async def credits(self, rollout: str) -> list[Credit]:
+        return await self._readers.read(partial(evidence.credits, rollout=rollout))
 
     async def steps(self, run: str, *, after: int = -1) -> list[StepRow]:
         return await self._readers.read(partial(runs.steps, run=run, after=after))

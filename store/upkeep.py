@@ -25,6 +25,7 @@ FEED = queries.load("feed")
 ROWS = 1000  # transitions and spans that one transaction removes, if no rollout alone has more
 PAGE = 256  # rollouts looked at with one read
 EVENTS = 10_000  # cursor numbers that one transaction passes over
+AT_REST = ("trained", "discarded", "settled")  # groups that nobody trains any more
 T = TypeVar("T")
 
 
@@ -126,10 +127,10 @@ def _remove(tx: Transaction, limits: Limits, rollouts: Sequence[str]) -> Pruned:
     """Those of the rollouts whose group is still at rest: an evaluation may have grown since."""
     tx.conn.execute(SQL["lock_payloads"])
     tx.conn.execute(SQL["lock_groups"], _ids(rollouts))
-    found = [row for row in _evidence(tx.conn, rollouts) if row["state"] in ("trained", "settled")]
+    found = [row for row in _evidence(tx.conn, rollouts) if row["state"] in AT_REST]
     columns = _ids([row["id"] for row in found])
     hashes = [row["hash"] for row in tx.conn.execute(SQL["tools"], columns)]
-    for table in ("transitions", "spans", "rewards", "attempts", "rollouts"):
+    for table in ("credits", "transitions", "spans", "rewards", "attempts", "rollouts"):
         tx.conn.execute(SQL[f"delete_{table}"], columns)
     for digest in hashes:
         tx.conn.execute(SQL["delete_payload"], {"hash": digest})

@@ -29,7 +29,7 @@ from agentrl.store import rows
 from agentrl.store.base import Store
 from agentrl.store.http import wire
 from agentrl.store.http.wire import ENCODE, MSGPACK, VERBS, Verb
-from agentrl.types import Outcome, Span
+from agentrl.types import Outcome, Span, StepCommit
 
 VARIABLE = "AGENTRL_STORE_KEY"
 PATIENCE = 60.0  # seconds for which a call is repeated
@@ -41,6 +41,7 @@ LOST = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError)
 TRANSIENT = frozenset({502, 503, 504})
 REFUSAL = wire.decoders(wire.Refusal)
 CHECKS: dict[str, Callable[[Any], None]] = {
+    "commit_step": rows.check_commit,
     "enqueue": rows.check_rollout,
     "add_transitions": rows.check_transition,
     "finish": rows.check_outcome,
@@ -266,7 +267,8 @@ def _encoded(verb: Verb, arguments: Arguments) -> bytes:
     """Raises Invalid, naming the record, for what no store takes: in the words of every store, and
     before it is sent."""
     if check := CHECKS.get(verb.name):
-        for record in getattr(arguments, verb.arguments.__struct_fields__[0]):
+        given = getattr(arguments, verb.arguments.__struct_fields__[0])
+        for record in [given] if isinstance(given, StepCommit) else given:
             check(record)
     try:
         try:

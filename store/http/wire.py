@@ -64,6 +64,7 @@ SCOPES = {
     "runs": ADMIN,
     "rollouts": ADMIN,
     "trace": RUNNER,
+    "credits": ADMIN,
     "steps": ADMIN,
     "counts": ADMIN,
     "policies": RUNNER,

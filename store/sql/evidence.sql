@@ -50,23 +50,29 @@ values (?, ?, ?, ?, ?, ?, ?, ?)
 on conflict (attempt_id, late, position) do nothing;
 
 -- name: rollout
-select * from rollouts where id = ?;
+select r.*, case when g.state = 'trained' then g.trained_step end as trained_step
+from rollouts r join groups g on g.id = r.group_id
+where r.id = ?;
 
 -- name: rollouts
-select * from rollouts
-where run_id = :run
-  and (:purpose is null or purpose = :purpose)
-  and (:step is null or step = :step)
-  and (:state is null or state = :state)
-order by group_id, position, seq limit :limit;
+select r.*, case when g.state = 'trained' then g.trained_step end as trained_step
+from rollouts r join groups g on g.id = r.group_id
+where r.run_id = :run
+  and (:purpose is null or r.purpose = :purpose)
+  and (:step is null or r.step = :step)
+  and (:state is null or r.state = :state)
+  and (:trained is null or (g.state = 'trained' and g.trained_step = :trained))
+order by r.group_id, r.position, r.seq limit :limit;
 
 -- name: rollouts_of_group
-select * from rollouts
-where run_id = :run and group_id = :group
-  and (:purpose is null or purpose = :purpose)
-  and (:step is null or step = :step)
-  and (:state is null or state = :state)
-order by position, seq limit :limit;
+select r.*, case when g.state = 'trained' then g.trained_step end as trained_step
+from rollouts r join groups g on g.id = r.group_id
+where r.run_id = :run and r.group_id = :group
+  and (:purpose is null or r.purpose = :purpose)
+  and (:step is null or r.step = :step)
+  and (:state is null or r.state = :state)
+  and (:trained is null or (g.state = 'trained' and g.trained_step = :trained))
+order by r.position, r.seq limit :limit;
 
 -- name: rewards
 select attempt_id, scope, target, name, value, source from rewards
@@ -81,3 +87,11 @@ order by t.seq;
 
 -- name: spans
 select * from spans where attempt_id = ? order by started_at, rowid;
+
+-- name: credits
+select t.id, c.*
+from rollouts r
+join transitions t on t.attempt_id = r.attempt_id
+join credits c on c.transition = t.seq
+where r.id = ?
+order by t.position, c.policy;

@@ -21,7 +21,8 @@ update runs set
     cancelled = cancelled + :cancelled,
     groups_open = groups_open + :groups_open,
     groups_settled = groups_settled + :groups_settled,
-    groups_trained = groups_trained + :groups_trained
+    groups_trained = groups_trained + :groups_trained,
+    groups_discarded = groups_discarded + :groups_discarded
 where id = :run;
 
 -- name: cursor

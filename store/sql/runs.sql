@@ -35,8 +35,17 @@ update groups set state = 'claimed', claimed_epoch = :epoch where id = :group;
 -- name: group
 select run_id, purpose, state, claimed_epoch, trained_step from groups where id = ?;
 
--- name: train_group
-update groups set state = 'trained', trained_step = :step where id = :group;
+-- name: take_group
+update groups set state = :state, trained_step = :step where id = :group;
+
+-- name: calls
+select t.id, t.seq
+from rollouts r join transitions t on t.attempt_id = r.attempt_id
+where r.run_id = :run and r.group_id in (select value from json_each(:groups)) and t.late = 0;
+
+-- name: add_credit
+insert into credits (transition, policy, step, advantage, baseline, gate, weight, psi)
+values (:transition, :policy, :step, :advantage, :baseline, :gate, :weight, :psi);
 
 -- name: step
 select committed, record from steps where run_id = ? and step = ?;

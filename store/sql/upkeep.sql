@@ -7,6 +7,7 @@ union all select 'transitions', count(*) from transitions
 union all select 'payloads', count(*) from payloads
 union all select 'spans', count(*) from spans
 union all select 'rewards', count(*) from rewards
+union all select 'credits', count(*) from credits
 union all select 'steps', count(*) from steps
 union all select 'metrics', count(*) from metrics
 union all select 'policies', count(*) from policies
@@ -25,7 +26,10 @@ where r.seq > :after
   and r.run_id = coalesce(:run, r.run_id)
   and g.step < u.step - :keep
   and (
-    (g.purpose = 'train' and g.state = 'trained' and g.trained_step < u.step - :keep)
+    (
+        g.purpose = 'train' and g.state in ('trained', 'discarded')
+        and g.trained_step < u.step - :keep
+    )
     or (g.purpose = 'eval' and g.state = 'settled')
   )
   and coalesce((
@@ -81,6 +85,12 @@ select 1;
 
 -- name: lock_groups
 select 1 where :rollouts is not null;
+
+-- name: delete_credits
+delete from credits where transition in (
+    select c.seq from transitions c join attempts a on a.id = c.attempt_id
+    where a.rollout_id in (select value from json_each(:rollouts))
+);
 
 -- name: delete_transitions
 delete from transitions where attempt_id in (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
@@ -11,12 +13,15 @@ from click.testing import CliRunner
 
 from agentrl.algorithms import objective
 from agentrl.algorithms.explain import brief, explain, links, report
+from agentrl.algorithms.ledger import Ledger
 from agentrl.algorithms.merge import build_batch
 from agentrl.algorithms.presets import make, modifiers, presets
+from agentrl.algorithms.state import State
+from agentrl.algorithms.update import Updater
 from agentrl.cli import cli
-from agentrl.config import RunConfig
+from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.errors import ConfigError, StoreError, TrainingError
-from agentrl.store import open_store
+from agentrl.store import Store, open_store
 from agentrl.types import (
     Group,
     NewRollout,
@@ -32,6 +37,8 @@ from agentrl.types import (
     float32,
     int32,
 )
+
+from .test_update import Recorder
 
 OPTIONS = {
     "streams": {"outcome": {"norm": "std"}, "p": {"scope": "transition", "gate": "agree"}},
@@ -76,7 +83,7 @@ def test_every_preset_has_a_chain_that_ends_in_its_credit() -> None:
     for name in names:
         options = needed.get(name.split("+")[-1], {})
         algo = make(name, options, streams=("o", "b", "q", "t", "v"))
-        if algo.critic or algo.greedy:
+        if algo.critic or algo.greedy or algo.memories:
             continue
         batch = build_batch([group()], reward_names=algo.rewards)
         for column in batch.rewards.values():
@@ -192,3 +199,128 @@ async def test_a_trained_rollout_is_explained_from_the_store(tmp_path: Path) -> 
     assert "it was trained" not in text
     with pytest.raises(StoreError, match="there is no rollout 'r/g/7'"):
         await explained(url, "r/g/7", tokens=False)
+
+
+# -- from what was stored --------------------------------------------------------------------------
+
+
+class Run:
+    """A run whose steps are trained by a learner that records, on a store."""
+
+    def __init__(self, store: Store, preset: str, **settings: object) -> None:
+        algorithm = AlgorithmConfig(preset=preset, **settings)  # type: ignore[arg-type]
+        self.config = msgspec.structs.replace(RunConfig(name="r"), algorithm=algorithm)
+        self.store, self.learner = store, Recorder(shift=0.5)
+        algo = make(preset, {})
+        state = State(algo.memories)
+        self.updater = Updater(algorithm, algo, self.learner, 9, state=state, ledger=Ledger())
+
+    async def ask(self, group: str, step: int, scores: tuple[float, ...]) -> None:
+        """A group of which every rollout is done, with a reward of its role as well."""
+        new = [
+            NewRollout(id=f"{group}/{i}", run="r", group=group, index=i, task={}, step=step)
+            for i in range(len(scores))
+        ]
+        await self.store.enqueue(new)
+        for attempt in await self.store.claim(len(scores), runner="w", run="r", lease=60):
+            made = [msgspec.structs.replace(call, attempt=attempt.id) for call in calls(attempt.id)]
+            await self.store.add_transitions(made)
+            score = scores[attempt.rollout.index]
+            rows = [Reward(value=score), Reward(value=score, scope=Scope.ROLE, target="agent")]
+            await self.store.finish(
+                [Outcome(attempt=attempt.id, fence=attempt.fence, rewards=rows)]
+            )
+
+    async def train(self, step: int, n: int = 1) -> None:
+        groups = await self.store.claim_groups("r", 1, n)
+        metrics = self.updater.update(step, groups)
+        ledger = self.updater.ledger
+        await self.store.commit_step(
+            StepCommit(
+                run="r", epoch=1, step=step, groups=[group.id for group in groups], versions={},
+                checkpoint="c", metrics=metrics, credits=ledger.take() if ledger else [],
+            )
+        )  # fmt: skip
+
+
+@contextlib.asynccontextmanager
+async def run_of(url: str, preset: str, **settings: object) -> AsyncIterator[Run]:
+    async with open_store(url) as store:
+        run = Run(store, preset, **settings)
+        await store.open_run("r", msgspec.to_builtins(run.config))
+        yield run
+
+
+async def lines_of(url: str, rollout: str) -> list[str]:
+    from agentrl.algorithms_commands import explained
+
+    return await explained(url, rollout, tokens=False)
+
+
+async def test_the_gates_that_applied_are_shown(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'store.db'}"
+    async with run_of(url, "grpo", minibatches=2) as run:
+        for group in ("a", "b"):
+            await run.ask(group, 0, (1.0, 0.0))
+        await run.train(0, n=2)
+    first = await lines_of(url, "a/0")
+    assert "  gates 1, u 0.125, psi 0.08838" in "\n".join(first)
+    assert "  as they applied in the first optimizer step that the token was in" in first
+    second = await lines_of(url, "b/0")  # after the first minibatch had moved the policy
+    assert "  gates 0, u 0.125, psi 0" in second
+    assert not any("the step used advantage" in line for line in [*first, *second])
+
+
+async def test_a_baseline_of_earlier_steps_is_that_of_the_time(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'store.db'}"
+    async with run_of(url, "spiral") as run:
+        for step, score in enumerate((1.0, 1.0, -1.0)):
+            await run.ask(f"g{step}", step, (score, score))
+            await run.train(step)
+    text = "\n".join(await lines_of(url, "g1/0"))
+    assert "value 1, baseline 0.0975, advantage 0.9025" in text
+    text = "\n".join(await lines_of(url, "g2/1"))
+    assert "value -1, baseline 0.126219, advantage -1.12622" in text
+
+
+async def test_the_step_that_trained_a_rollout_is_explained_not_the_one_that_asked(
+    tmp_path: Path,
+) -> None:
+    """With staleness the two differ, and comparisons over the whole batch with them."""
+    url = f"sqlite:///{tmp_path / 'store.db'}"
+    async with run_of(url, "reinforce++-baseline", max_staleness=1) as run:
+        for group, step, scores in (
+            ("a", 0, (1.0, 0.0)),
+            ("b", 0, (1.0, 0.0)),
+            ("c", 1, (9.0, 0.0)),
+        ):
+            await run.ask(group, step, scores)
+        await run.train(0, n=1)
+        await run.train(1, n=2)
+    together = await lines_of(url, "b/0")
+    assert not any("the step used advantage" in line for line in together)
+    assert "  Whiten(): advantage 0.151" in "\n".join(together)
+    text = "\n".join(await lines_of(url, "a/0"))
+    assert "Whiten(): advantage 0.9" in text
+
+
+async def test_a_chain_that_does_not_lead_to_what_was_used_says_so(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'store.db'}"
+    async with run_of(url, "grpo") as run:
+        await run.ask("a", 0, (1.0, 0.0))
+        await run.train(0)
+        other = msgspec.structs.replace(run.config.algorithm, preset="rloo")
+        config = msgspec.structs.replace(run.config, algorithm=other)
+        await run.store.open_run("r", msgspec.to_builtins(config))
+    text = "\n".join(await lines_of(url, "a/0"))
+    assert "the step used advantage 0.7071" in text
+    assert "and the chain above comes to 1" in text
+
+
+async def test_what_is_not_trained_yet_is_explained_as_it_would_be(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'store.db'}"
+    async with run_of(url, "grpo") as run:
+        await run.ask("a", 0, (1.0, 0.0))
+    lines = await lines_of(url, "a/0")
+    assert lines[-1] == "this rollout is not trained yet, or was discarded"
+    assert any("psi is that of p = o = b" in line for line in lines)

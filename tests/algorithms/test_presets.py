@@ -22,6 +22,7 @@ from agentrl.algorithms.presets import make, modifiers, presets
 from agentrl.errors import ConfigError, TrainingError
 
 from .test_agent_presets import CASES as AGENT_CASES
+from .test_memory import CASES as MEMORY_CASES
 
 
 @dataclass(frozen=True)
@@ -499,7 +500,7 @@ def published(case: str, data: Padded) -> Tensor:
 
 
 def test_every_preset_and_modifier_has_a_case() -> None:
-    names = {case.split()[0] for case in [*CASES, *AGENT_CASES]}
+    names = {case.split()[0] for case in [*CASES, *AGENT_CASES, *MEMORY_CASES]}
     assert presets.keys() == {name for name in names if name in presets}
     assert all(any(f"+{modifier}+" in f"{name}+" for name in names) for modifier in modifiers)
 

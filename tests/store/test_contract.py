@@ -8,10 +8,11 @@ import math
 import pytest
 from msgspec import structs
 
-from agentrl.errors import Conflict, Fenced, Invalid, StoreError
+from agentrl.errors import Conflict, Fenced, Invalid, NotFound, StoreError
 from agentrl.types import (
     Branch,
     Counts,
+    Credit,
     ErrorKind,
     Failure,
     NewRollout,
@@ -418,6 +419,88 @@ async def test_commit_refuses_the_wrong_step_and_groups_it_does_not_hold(store, 
     with pytest.raises(StoreError, match="trained at step 0"):
         await store.commit_step(kit.step(1, ["b", "a"]))
     assert (await store.counts("run")).groups_trained == 1
+
+
+def credit(transition, *psi, **more):
+    alike = {name: float32([0.5]) for name in ("advantage", "gate", "weight")}
+    whole = {**alike, "baseline": float32(), "psi": float32(psi), **more}
+    return Credit(transition=transition, policy="policy", **whole)
+
+
+async def test_credit_is_stored_with_its_step(store, kit):
+    await store.enqueue(kit.group("a", 2))
+    attempts = await claim(store, 2)
+    calls = [kit.call(attempt, [1], [2, 3]) for attempt in attempts for _ in range(2)]
+    await store.add_transitions(calls)
+    await store.finish([kit.good(attempt) for attempt in attempts])
+    await store.claim_groups("run", 1, 1)
+    credits = [credit(call.id, 0.25, float(number)) for number, call in enumerate(calls)]
+    credits[1] = credit(calls[1].id, 0.0, advantage=float32([0.5, math.nan]))
+    commit = kit.step(0, ["a"], credits=credits[:3])
+    await store.commit_step(commit)
+    await store.commit_step(commit)
+    first, second = await store.credits("a/0")
+    assert first == credits[0]
+    assert (second.transition, second.psi) == (calls[1].id, float32([0.0]))
+    assert second.advantage[0] == 0.5
+    assert math.isnan(second.advantage[1])
+    assert await store.credits("a/1") == credits[2:3]
+    assert await store.credits("none") == []
+    with pytest.raises(Conflict, match="next one is 1"):
+        await store.commit_step(kit.step(0, ["a"], credits=credits[:2]))
+
+
+async def test_credit_is_about_the_calls_of_the_groups_that_are_trained(store, kit):
+    for group in ("a", "b"):
+        (attempt,) = await settle_with_call(store, kit, group)
+    await store.claim_groups("run", 1, 2)
+    (call,) = (await store.trace(attempt.rollout.id)).transitions
+    for wrong in (call.id, "unknown"):
+        with pytest.raises(NotFound, match=f"credit for transition '{wrong}'"):
+            await store.commit_step(kit.step(0, ["a"], credits=[credit(wrong, 1.0)]))
+    malformed = structs.replace(credit(call.id), psi=int32())
+    with pytest.raises(Invalid, match=r"psi must be an array made by agentrl.types.float32"):
+        await store.commit_step(kit.step(0, ["b"], credits=[malformed]))
+    assert (await store.run("run")).step == 0
+    assert await store.credits(attempt.rollout.id) == []
+
+
+async def settle_with_call(store, kit, group):
+    await store.enqueue(kit.group(group))
+    attempts = await claim(store)
+    await store.add_transitions([kit.call(attempt, [1], [2]) for attempt in attempts])
+    await store.finish([kit.good(attempt) for attempt in attempts])
+    return attempts
+
+
+async def test_a_step_discards_groups_for_good(store, kit):
+    for group in ("a", "b", "c"):
+        await settle(store, kit, group)
+    await store.claim_groups("run", 1, 2)
+    await store.commit_step(kit.step(0, ["a"], discarded=["b"]))
+    counts = await store.counts("run")
+    assert (counts.groups_settled, counts.groups_trained, counts.groups_discarded) == (1, 1, 1)
+    assert (await store.open_run("run", {})).step == 1
+    assert [group.id for group in await store.claim_groups("run", 2, 9, timeout=0)] == ["c"]
+    with pytest.raises(Conflict, match="was discarded at step 0"):
+        await store.commit_step(kit.step(1, ["b"], epoch=2))
+    with pytest.raises(Conflict, match="discarded already"):
+        await store.enqueue(kit.group("b", 2))
+
+
+async def test_rollouts_know_the_step_that_trained_them(store, kit):
+    for group in ("a", "b", "c"):
+        await settle(store, kit, group, 2)
+    await store.claim_groups("run", 1, 2)
+    await store.commit_step(kit.step(0, ["a"], discarded=["b"]))
+    await store.claim_groups("run", 1, 1)
+    await store.commit_step(kit.step(1, ["c"]))
+    rows = await store.rollouts("run")
+    assert [row.trained for row in rows] == [0, 0, None, None, 1, 1]
+    assert {row.step for row in rows} == {0}
+    assert await store.rollouts("run", trained=1) == rows[4:]
+    assert await store.rollouts("run", trained=0, group="c") == []
+    assert (await store.trace("a/1")).rollout.trained == 0
 
 
 async def test_a_new_owner_fences_the_old_and_gets_its_groups_back(store, kit):

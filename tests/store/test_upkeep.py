@@ -9,7 +9,7 @@ import pytest
 
 from agentrl.errors import Conflict, Invalid, NotFound
 from agentrl.store import upkeep
-from agentrl.types import Pruned, Purpose
+from agentrl.types import Credit, Pruned, Purpose, float32
 
 DAY = 86_400.0
 TOOLS = [{"name": "lookup"}]
@@ -161,6 +161,20 @@ async def test_a_step_is_committed_once_though_its_evidence_is_gone(store, kit, 
         await store.enqueue(kit.group("train/3", 2))
     with pytest.raises(Conflict, match="was trained at step 3"):
         await store.commit_step(kit.step(4, ["train/3"]))
+
+
+async def test_credit_goes_with_its_call_and_discarded_groups_go_too(store, kit):
+    for group in ("train/0", "train/1"):
+        await work(store, kit, group, 1)
+    groups = await store.claim_groups("run", 1, 2)
+    call = groups[0].rollouts[0].transitions[0].id
+    numbers = dict.fromkeys(("advantage", "baseline", "gate", "weight", "psi"), float32([1.0]))
+    credits = [Credit(transition=call, policy="policy", **numbers)]
+    await store.commit_step(kit.step(0, ["train/0"], discarded=["train/1"], credits=credits))
+    assert (await store.stats()).rows["credits"] == 1
+    assert (await store.prune(keep_last=0)).rollouts == 2
+    assert (await store.stats()).rows["credits"] == 0
+    assert await store.credits("train/0/0") == []
 
 
 async def test_groups_asked_for_ahead_can_be_asked_for_again(store, kit, clock):

@@ -2,20 +2,24 @@
 select run_id, state, lease_until from attempts where id = ? for no key update;
 
 -- name: rollouts
-select * from rollouts
-where run_id = :run
-  and (:purpose::text is null or purpose = :purpose)
-  and (:step::bigint is null or step = :step)
-  and (:state::text is null or state = :state)
-order by group_id, position, seq limit nullif(:limit::bigint, -1);
+select r.*, case when g.state = 'trained' then g.trained_step end as trained_step
+from rollouts r join groups g on g.id = r.group_id
+where r.run_id = :run
+  and (:purpose::text is null or r.purpose = :purpose)
+  and (:step::bigint is null or r.step = :step)
+  and (:state::text is null or r.state = :state)
+  and (:trained::bigint is null or (g.state = 'trained' and g.trained_step = :trained))
+order by r.group_id, r.position, r.seq limit nullif(:limit::bigint, -1);
 
 -- name: rollouts_of_group
-select * from rollouts
-where run_id = :run and group_id = :group
-  and (:purpose::text is null or purpose = :purpose)
-  and (:step::bigint is null or step = :step)
-  and (:state::text is null or state = :state)
-order by position, seq limit nullif(:limit::bigint, -1);
+select r.*, case when g.state = 'trained' then g.trained_step end as trained_step
+from rollouts r join groups g on g.id = r.group_id
+where r.run_id = :run and r.group_id = :group
+  and (:purpose::text is null or r.purpose = :purpose)
+  and (:step::bigint is null or r.step = :step)
+  and (:state::text is null or r.state = :state)
+  and (:trained::bigint is null or (g.state = 'trained' and g.trained_step = :trained))
+order by r.position, r.seq limit nullif(:limit::bigint, -1);
 
 -- name: rewards
 select attempt_id, scope, target, name, value, source from rewards

@@ -7,3 +7,10 @@ select id from groups
 where run_id = ? and purpose = 'train' and state = 'settled'
 order by id limit ?
 for no key update skip locked;
+
+-- name: calls
+select t.id, t.seq
+from rollouts r join transitions t on t.attempt_id = r.attempt_id
+where r.run_id = :run
+  and r.group_id = any (array(select json_array_elements_text(:groups::json)))
+  and t.late = 0;

@@ -53,6 +53,12 @@ from transitions c join attempts a on a.id = c.attempt_id
 where a.rollout_id = any (array(select json_array_elements_text(:rollouts::json)))
   and c.tools is not null;
 
+-- name: delete_credits
+delete from credits where transition in (
+    select c.seq from transitions c join attempts a on a.id = c.attempt_id
+    where a.rollout_id = any (array(select json_array_elements_text(:rollouts::json)))
+);
+
 -- name: delete_transitions
 delete from transitions where attempt_id in (
     select id from attempts
