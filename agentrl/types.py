@@ -229,8 +229,8 @@ class Rollout(Record, frozen=True):
     rewards: list[Reward] = []
     transitions: list[Transition] = []
     seconds: float = 0.0  # of the last attempt
-    branch: Branch | None = None
     trained: int | None = None  # the step that trained its group
+    branch: Branch | None = None
 
     def reward(self, name: str = "outcome") -> float:
         """Rollout-scope reward of that name; NaN when missing."""

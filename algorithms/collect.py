@@ -62,17 +62,17 @@ class Collector:
             if not lacking:
                 break
             asked += lacking
-            more = self.tasks.replacements(step, number, lacking)
-            await self.store.enqueue(more)
-            await grow(self.store, self.config, more)
+            others = self.tasks.replacements(step, number, lacking)
+            await self.store.enqueue(others)
+            await grow(self.store, self.config, others)
             claimed = await self.claim(len(claimed) + lacking)
         kept = [group for group in claimed if self.teaches(group)]
         discarded = [group for group in claimed if not self.teaches(group)]
         return Collected(kept, discarded, measured(claimed, discarded, asked))
 
     async def ask(self, step: int) -> None:
-        """For this step's groups, those that may be sampled ahead of the update, and the branches
-        that the run file wants; a group grows until it is claimed."""
+        """For this step's groups, and those that may be sampled ahead of the update. What branches
+        off their rollouts joins a group before it is claimed."""
         last = min(step + self.config.algorithm.max_staleness, self.config.steps - 1)
         for ahead in range(step, last + 1):
             await self.store.enqueue(self.tasks.rollouts(ahead))

@@ -47,10 +47,12 @@ class TaskStream:
             rollout
             for number in range(n)
             for task in [self.tasks[order[number % len(order)]]]
-            for rollout in self._group(f"{last:07d}.{round:02d}.{number:03d}", task, step)
+            for rollout in self._group(f"{last:07d}.{round:02d}.{number:03d}", task, step, URGENT)
         ]
 
-    def _group(self, name: str, task: dict[str, Json], step: int) -> list[NewRollout]:
+    def _group(
+        self, name: str, task: dict[str, Json], step: int, priority: int = 0
+    ) -> list[NewRollout]:
         sampling = self.config.sampling
         cold = replace(sampling, temperature=0.0)
         return [
@@ -62,6 +64,7 @@ class TaskStream:
                 purpose=Purpose.TRAIN,
                 sampling=cold if self.greedy and index == 0 else sampling,
                 step=step,
+                priority=priority,
             )
             for index in range(self.config.algorithm.group_size)
         ]

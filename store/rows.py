@@ -160,8 +160,8 @@ def rollout(row: Row, rewards: list[Reward], transitions: list[Transition]) -> R
         rewards=rewards,
         transitions=transitions,
         seconds=row["seconds"],
-        branch=_branch(row),
         trained=row["trained_step"],
+        branch=_branch(row),
     )
 
 

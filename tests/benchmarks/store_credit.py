@@ -76,9 +76,7 @@ async def committed(rollouts: int, numbers: list[object]) -> tuple[float, int]:
 
 
 async def filled(store: Store, rollouts: int) -> list[str]:
-    new = [
-        NewRollout(id=f"{i:06d}", run="r", group="g", index=i, task={}) for i in range(rollouts)
-    ]
+    new = [NewRollout(id=f"{i:06d}", run="r", group="g", index=i, task={}) for i in range(rollouts)]
     await store.enqueue(new)
     calls = []
     for attempt in await store.claim(rollouts, runner="w", lease=600):
