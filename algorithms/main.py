@@ -16,6 +16,7 @@ from agentrl.algorithms import presets
 from agentrl.algorithms.checkpoint import atomic_directory, load_checkpoint
 from agentrl.algorithms.collect import Collector, rule
 from agentrl.algorithms.engines.embedded import EmbeddedServer
+from agentrl.algorithms.hindsight import Hindsight
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.ledger import Ledger
 from agentrl.algorithms.loop import Loop
@@ -23,6 +24,7 @@ from agentrl.algorithms.model import load_model
 from agentrl.algorithms.requests import TaskStream
 from agentrl.algorithms.retokenize import Retokenizer
 from agentrl.algorithms.state import State
+from agentrl.algorithms.steps import HINDSIGHT
 from agentrl.algorithms.update import Updater
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
@@ -80,7 +82,14 @@ async def run(config: RunConfig) -> None:
             retokenizer = Retokenizer(tokenizer, learner) if again else None
             ledger = Ledger() if config.algorithm.store_credit else None
             updater = Updater(
-                config.algorithm, algo, learner, config.steps, retokenizer, memory, ledger
+                config.algorithm,
+                algo,
+                learner,
+                config.steps,
+                retokenizer,
+                memory,
+                ledger,
+                hindsight=Hindsight(tokenizer, learner) if HINDSIGHT in algo.rewards else None,
             )
             collector = Collector(config, store, state.epoch, tasks, resample)
             await Loop(config, store, state, updater, server, collector, heldout).run()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from agentrl.algorithms import branching, columns, objective
 from agentrl.algorithms.batch import Batch
+from agentrl.algorithms.hindsight import Hindsight
 from agentrl.algorithms.learners.base import Learner, Psi
 from agentrl.algorithms.ledger import Ledger
 from agentrl.algorithms.merge import build_batch
@@ -34,12 +35,15 @@ class Updater:
     retokenizer: Retokenizer | None = None  # completes inexact calls; none: they are refused
     state: State = field(default_factory=State)  # what earlier steps are remembered for
     ledger: Ledger | None = None  # what the step made of each call; none: nobody asks
+    hindsight: Hindsight | None = None  # scores calls for algorithms that read it
 
     def update(self, step: int, groups: list[Group]) -> Metrics:
         """Learn from the groups of one step; returns its metrics.
 
         Where there is nothing to learn from (every reward equal or missing) no weight changes, and
         `update/skipped` counts it. Raises TrainingError for a reward that no rollout carries."""
+        if self.hindsight is not None:
+            groups = self.hindsight.complete(groups)
         columns.check(groups, [r for r in self.algo.rewards if r not in self.algo.optional])
         inexact = float(sum(not call.exact for call in _ours(groups)))
         if self.retokenizer is not None:
