@@ -20,6 +20,7 @@ from agentrl.algorithms.collect import Collector, rule
 from agentrl.algorithms.difficulty import PART, Difficulty
 from agentrl.algorithms.dump import BadSteps
 from agentrl.algorithms.engines.embedded import EmbeddedServer
+from agentrl.algorithms.hindsight import Hindsight
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.ledger import Ledger
 from agentrl.algorithms.loop import Loop
@@ -27,7 +28,8 @@ from agentrl.algorithms.model import context_of, load_model
 from agentrl.algorithms.requests import TaskStream
 from agentrl.algorithms.retokenize import Retokenizer
 from agentrl.algorithms.state import State
-from agentrl.algorithms.update import Updater
+from agentrl.algorithms.steps import HINDSIGHT
+from agentrl.algorithms.update import Completer, Updater
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.loading import load_attribute, load_tasks
@@ -97,14 +99,15 @@ async def run(config: RunConfig) -> None:
             await server.publish(state.step)
             tasks = TaskStream(config, train, algo.greedy, difficulty)
             again = config.algorithm.inexact == "retokenize"
-            retokenizer = Retokenizer(tokenizer, learner) if again else None
+            completers: list[Completer] = [Retokenizer(tokenizer, learner)] if again else []
+            completers += beside.make_reward_models(config, model, tokenizer, source)
+            completers += [Hindsight(tokenizer, learner)] if HINDSIGHT in algo.rewards else []
             ledger = Ledger() if config.algorithm.store_credit else None
             updater = Updater(
                 config.algorithm,
                 algo,
                 learner,
                 config.steps,
-                retokenizer,
                 memory,
                 ledger,
                 seed=config.seed,
@@ -112,7 +115,7 @@ async def run(config: RunConfig) -> None:
                 bad_steps=BadSteps(Path(config.output, "dumps"), config.algorithm.max_bad_steps),
                 reference=learner.frozen.get("q"),
                 kl=kl,
-                reward_models=beside.make_reward_models(config, model, tokenizer, source),
+                completers=tuple(completers),
                 value_clip=config.critic.clip,
             )
             collector = Collector(config, store, state.epoch, tasks, resample)

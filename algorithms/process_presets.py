@@ -13,7 +13,7 @@ from agentrl.algorithms.mixing import Stream, Way, added, advantage, mixed, opti
 from agentrl.algorithms.objective import Algo
 from agentrl.algorithms.registry import Discount, Num, Share, modifier, preset
 from agentrl.algorithms.rollout_presets import ROW_SUMS, TOKENS, clipped, penalty
-from agentrl.algorithms.steps import Hindsight, Received
+from agentrl.algorithms.steps import HINDSIGHT, Hindsight, Received
 from agentrl.algorithms.streams import Gated
 from agentrl.types import Scope
 
@@ -30,7 +30,7 @@ def hindsight(outcome: Credit, reward: str, hindsight: str, gamma: float, weight
 def hcapo(
     *,
     reward: str = "outcome",
-    hindsight_reward: str = "transition:hindsight",
+    hindsight_reward: str = HINDSIGHT,
     weight: Share = 1.0,
     gamma: Discount = 0.95,
     clip_low: Num = 0.2,
@@ -38,23 +38,24 @@ def hcapo(
     kl: Num = 0.0,
 ) -> Algo:
     """Outcome over rollouts plus returns of calls, which weigh more where the call looks more
-    probable once the outcome is known; a reward of calls says that. arXiv 2603.08754."""
+    probable once the outcome is known, which the learner says unless another reward of calls is
+    named. arXiv 2603.08754."""
     credit = hindsight(Rel(reward, norm="std"), reward, hindsight_reward, gamma, weight)
-    return Algo(credit, clipped(clip_low, clip_high), penalty(kl))
+    return Algo(credit, clipped(clip_low, clip_high), penalty(kl), optional=(HINDSIGHT,))
 
 
 @modifier("hcapo")
 def with_hcapo(
     algo: Algo,
     *,
-    hcapo_reward: str = "transition:hindsight",
+    hcapo_reward: str = HINDSIGHT,
     hcapo_weight: Share = 1.0,
     hcapo_gamma: Discount = 0.95,
 ) -> Algo:
     """Adds HCAPO's credit of calls in hindsight to the host's. arXiv 2603.08754."""
     reward = outcome_of(algo)
     credit = hindsight(algo.credit, reward, hcapo_reward, hcapo_gamma, hcapo_weight)
-    return replace(algo, credit=credit)
+    return replace(algo, credit=credit, optional=(*algo.optional, HINDSIGHT))
 
 
 @preset("archer")

@@ -39,6 +39,8 @@ from agentrl.algorithms.ids import (
 from agentrl.config import nearest
 from agentrl.errors import TrainingError
 
+HINDSIGHT = "transition:hindsight"  # a reward that the learner gives, see `hindsight`
+
 
 def received(batch: Batch, reward: str | Column) -> Tensor:
     """[S] what each call received: a rollout's reward at its last call, a role's at the last call

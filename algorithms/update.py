@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
+from typing import Protocol
 
 import torch
 from msgspec.structs import replace
@@ -23,12 +24,17 @@ from agentrl.algorithms.merge import build_batch
 from agentrl.algorithms.metrics import Metrics
 from agentrl.algorithms.objective import Algo, Terms
 from agentrl.algorithms.reference import Reference
-from agentrl.algorithms.retokenize import Retokenizer
-from agentrl.algorithms.reward_models import RewardModel
 from agentrl.algorithms.schedule import learning_rate, minibatches, moved
 from agentrl.algorithms.state import State
 from agentrl.config import AlgorithmConfig
 from agentrl.types import Group, Rollout
+
+
+class Completer(Protocol):
+    """Adds to what was collected what only the learning side can know: token ids of inexact calls,
+    rewards of reward models."""
+
+    def complete(self, groups: list[Group]) -> list[Group]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +45,6 @@ class Updater:
     algo: Algo
     learner: Learner
     steps: int  # of the whole run
-    retokenizer: Retokenizer | None = None  # completes inexact calls; none: they are refused
     state: State = field(default_factory=State)  # what earlier steps are remembered for
     ledger: Ledger | None = None  # what the step made of each call; none: nobody asks
     seed: int = 0  # of the order of minibatches
@@ -47,7 +52,7 @@ class Updater:
     bad_steps: BadSteps | None = None  # none: a step that cannot be made is skipped and counted
     reference: Reference | None = None  # follows the policy, if it does
     kl: KlController | None = None  # adapts the penalty on leaving the reference
-    reward_models: tuple[RewardModel, ...] = ()
+    completers: tuple[Completer, ...] = ()  # in this order
     value_clip: float = inf  # how far a step may move a value of the critic
 
     def update(self, step: int, groups: list[Group]) -> Metrics:
@@ -69,10 +74,8 @@ class Updater:
     def learned(self, step: int, groups: list[Group]) -> Metrics:
         """`update` with the algorithm as it is."""
         inexact = sum(not call.exact for call in metrics.own_calls(groups))
-        if self.retokenizer is not None:
-            groups = self.retokenizer.complete(groups)
-        for model in self.reward_models:
-            groups = model.complete(groups)
+        for completer in self.completers:
+            groups = completer.complete(groups)
         columns.check(groups, [r for r in self.algo.rewards if r not in self.algo.optional])
         groups, too_long = fitting(groups, self.context)
         batch = self.batch(groups)

@@ -99,7 +99,7 @@ def updater(learner: object, preset: str = "ppo", **settings: object) -> Updater
     config = replace(AlgorithmConfig(min_group=1, lr=1e-2), **settings)
     return Updater(
         config, algo, learner, 10, value_clip=0.2, kl=beside.get("kl_adapts"),
-        reward_models=beside.get("scorers", ()),
+        completers=beside.get("scorers", ()),
     )  # type: ignore[arg-type]  # fmt: skip
 
 
@@ -183,7 +183,7 @@ def test_a_reward_model_s_rewards_are_credited() -> None:
     config = AlgorithmConfig(min_group=1)
     with pytest.raises(TrainingError, match="a reward 'length'"):
         Updater(config, algo, learner, 10).update(0, example())  # type: ignore[arg-type]
-    steps = Updater(config, algo, learner, 10, reward_models=(RewardModel("length", count),))  # type: ignore[arg-type]
+    steps = Updater(config, algo, learner, 10, completers=(RewardModel("length", count),))  # type: ignore[arg-type]
     steps.update(0, example())
     # Longer than the other of the group is better.
     assert learner.psis[0][0] > 0 > learner.psis[0][3]

@@ -1,0 +1,89 @@
+"""How probable each call looks once its outcome is known: the reward of calls that HCAPO reads.
+
+The conversation of a call is rendered again with the outcome told at its end, and the learner says
+how probable the sampled tokens are there. Nothing is sampled and nothing of it is stored: it is a
+reading of the policy of the moment. arXiv 2603.08754.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import isnan
+
+import msgspec
+from msgspec.structs import replace
+
+from agentrl.algorithms import columns
+from agentrl.algorithms.engines.chat import Chat
+from agentrl.algorithms.engines.text import Codec
+from agentrl.algorithms.engines.wire import RequestError
+from agentrl.algorithms.ids import seg
+from agentrl.algorithms.learners.base import Learner
+from agentrl.algorithms.merge import build_batch, trainable
+from agentrl.algorithms.model import Tokenizer
+from agentrl.algorithms.steps import HINDSIGHT
+from agentrl.types import Group, Reward, Rollout, Transition, int32
+
+SCOPE, NAME = columns.split(HINDSIGHT)
+TOLD = "\n\n(In the end, this attempt was rewarded with {outcome:g}.)"
+
+
+@dataclass(slots=True)
+class Hindsight:
+    """Scores calls of the trained policy by the learner."""
+
+    tokenizer: Tokenizer
+    learner: Learner
+    _chat: Chat = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._chat = Chat(self.tokenizer, Codec(self.tokenizer))
+
+    def complete(self, groups: list[Group]) -> list[Group]:
+        """`groups` with a reward `hindsight` for every call: the mean log-prob of its tokens where
+        the prompt tells the outcome. Calls of rollouts without an outcome, and those whose last
+        message is no text, get none."""
+        asked = [
+            replace(group, rollouts=[self._told(rollout) for rollout in group.rollouts])
+            for group in groups
+        ]
+        batch = build_batch(asked)
+        if not batch.n_tokens:
+            return groups
+        call, n = batch.token_transition, len(batch.transitions)
+        total = seg(self.learner.logprobs(batch).cpu(), call, n)
+        mean = (total / seg(call >= 0, call, n)).tolist()
+        scores = {id: x for id, x in zip(batch.transitions, mean, strict=True) if not isnan(x)}
+        return [
+            replace(group, rollouts=[_scored(rollout, scores) for rollout in group.rollouts])
+            for group in groups
+        ]
+
+    def _told(self, rollout: Rollout) -> Rollout:
+        """With the outcome at the end of every prompt, and the calls alone that can be told."""
+        outcome = rollout.reward()
+        calls = [] if isnan(outcome) else list(self._calls(rollout, TOLD.format(outcome=outcome)))
+        return replace(rollout, transitions=calls)
+
+    def _calls(self, rollout: Rollout, told: str) -> Iterator[Transition]:
+        encode = msgspec.json.encode
+        for call in filter(trainable, rollout.transitions):
+            *before, last = call.messages or [{}]
+            if call.repeats is not None or not isinstance(last.get("content"), str):
+                continue
+            messages = encode([*before, {**last, "content": last["content"] + told}])
+            try:
+                prompt = self._chat.prompt(messages, encode(call.tools or None), encode({}))
+            except RequestError:
+                continue
+            yield replace(call, prompt=int32(prompt))
+
+
+def _scored(rollout: Rollout, scores: dict[str, float]) -> Rollout:
+    more = [
+        Reward(value=scores[call.id], name=NAME, scope=SCOPE, target=call.id, source=NAME)
+        for call in rollout.transitions
+        if call.id in scores
+    ]
+    return replace(rollout, rewards=[*rollout.rewards, *more])

@@ -1,0 +1,105 @@
+"""Calls scored with their outcome told, against the learner on prompts written by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from agentrl.algorithms.hindsight import Hindsight
+from agentrl.algorithms.learners.torch import TorchLearner
+from agentrl.algorithms.merge import build_batch
+from agentrl.algorithms.model import load_model
+from agentrl.algorithms.presets import make
+from agentrl.algorithms.steps import HINDSIGHT
+from agentrl.algorithms.update import Updater
+from agentrl.config import AlgorithmConfig
+from agentrl.types import (
+    Group,
+    Purpose,
+    Reward,
+    Rollout,
+    RolloutState,
+    Transition,
+    float32,
+    int32,
+)
+
+QUESTION = {"role": "user", "content": "What is the team of Ada Berg?"}
+TOLD = "\n\n(In the end, this attempt was rewarded with 0.5.)"
+
+
+@pytest.fixture
+def hindsight(tiny_llama_dir: Path) -> Hindsight:
+    model, tokenizer = load_model(str(tiny_llama_dir), "float32", "cpu")
+    return Hindsight(tokenizer, TorchLearner(model, tokenizer))
+
+
+def group(hindsight: Hindsight, *, told: str = "", rewards: list[Reward]) -> Group:
+    """One rollout of two calls, the second in a conversation that goes on."""
+    encode = hindsight.tokenizer.encode
+    conversations = [[QUESTION], [QUESTION, {"role": "assistant", "content": "?"}, QUESTION]]
+    calls = []
+    for index, messages in enumerate(conversations):
+        text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+        text = text.removesuffix("<|im_end|>\n") + f"{told}<|im_end|>\n<|im_start|>assistant\n"
+        calls.append(
+            Transition(
+                id=str(index), attempt="a", index=index, messages=messages,
+                prompt=int32(encode(text, add_special_tokens=False)),
+                completion=int32(encode("sales", add_special_tokens=False)),
+                logprobs=float32([-1.0] * len(encode("sales", add_special_tokens=False))),
+            )
+        )  # fmt: skip
+    rollout = Rollout(
+        id="r", run="run", group="g", index=0, task={}, purpose=Purpose.TRAIN,
+        state=RolloutState.SUCCEEDED, step=0, attempts=1, attempt="a", result=None,
+        failure=None, rewards=rewards, transitions=calls,
+    )  # fmt: skip
+    return Group(id="g", run="run", step=0, rollouts=[rollout])
+
+
+def scores(groups: list[Group]) -> dict[str | None, float]:
+    rewards = groups[0].rollouts[0].rewards
+    return {reward.target: reward.value for reward in rewards if reward.name == "hindsight"}
+
+
+def test_calls_are_scored_where_the_prompt_tells_the_outcome(hindsight: Hindsight) -> None:
+    known = [Reward(value=0.5)]
+    found = scores(hindsight.complete([group(hindsight, rewards=known)]))
+    batch = build_batch([group(hindsight, told=TOLD, rewards=known)])
+    logprobs = hindsight.learner.logprobs(batch)
+    for index, name in enumerate(batch.transitions):
+        expected = logprobs[batch.token_transition == index].mean()
+        assert found[name] == pytest.approx(float(expected), abs=1e-5)
+    plain = build_batch([group(hindsight, rewards=known)])
+    assert not torch.allclose(hindsight.learner.logprobs(plain), logprobs)
+
+
+def test_what_cannot_be_told_has_no_score(hindsight: Hindsight) -> None:
+    assert scores(hindsight.complete([group(hindsight, rewards=[])])) == {}
+    whole = group(hindsight, rewards=[Reward(value=0.5)])
+    first, second = whole.rollouts[0].transitions
+    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+    for changed in ({"repeats": "x"}, {"messages": image}, {"policy": "judge"}, {"messages": []}):
+        calls = [replace(first, **changed), second]
+        rollout = replace(whole.rollouts[0], transitions=calls)
+        assert set(scores(hindsight.complete([replace(whole, rollouts=[rollout])]))) == {"1"}
+
+
+def test_hcapo_reads_it(hindsight: Hindsight) -> None:
+    algo = make("hcapo", {})
+    assert HINDSIGHT in algo.rewards
+    groups = hindsight.complete([group(hindsight, rewards=[Reward(value=0.5)])])
+    batch = build_batch(groups, reward_names=algo.rewards)
+    assert not batch.rewards[HINDSIGHT].isnan().any()
+
+
+def test_a_step_scores_what_its_algorithm_reads(hindsight: Hindsight) -> None:
+    algo = make("hcapo", {})
+    config = AlgorithmConfig(preset="hcapo", min_group=1)
+    updater = Updater(config, algo, hindsight.learner, 1, completers=(hindsight,))
+    metrics = updater.update(0, [group(hindsight, rewards=[Reward(value=0.5)])])
+    assert metrics["reward/transition:hindsight/frac_missing"] == 0.0
