@@ -1,4 +1,4 @@
-"""The algorithm process: model, learner and embedded policy server around the training loop."""
+"""The algorithm process: model, learner and policy server around the training loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from agentrl.algorithms import presets
 from agentrl.algorithms.checkpoint import atomic_directory, load_checkpoint
-from agentrl.algorithms.engines.embedded import EmbeddedServer
+from agentrl.algorithms.engines.choice import policy_server
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.loop import Loop
 from agentrl.algorithms.model import load_model
@@ -58,15 +58,7 @@ async def run(config: RunConfig) -> None:
         )
         if state.checkpoint:
             load_checkpoint(Path(state.checkpoint), learner)
-        server = EmbeddedServer(
-            model,
-            tokenizer,
-            host=config.engine.host,
-            port=config.engine.port,
-            max_batch=config.engine.max_batch,
-            max_context=config.engine.max_context,
-            threads=config.engine.threads,
-        )
+        server = policy_server(config, model, tokenizer)
         await server.start()
         try:
             await server.publish(state.step)
