@@ -21,7 +21,7 @@ test: $(STAMP) ## Run the tests
 	$(BIN)/python -m pytest -rs
 
 test-engines: $(ENGINES)/.installed ## Install verl and vLLM for the CPU and run the tests against them
-	$(ENGINES)/bin/python -m pytest -rs tests/parity
+	$(ENGINES)/bin/python -m pytest -rs $(ENGINE_TESTS)
 
 check: $(STAMP) ## Lint and type-check
 	$(BIN)/ruff check .
@@ -40,6 +40,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' || \
 		{ echo "Could not install agentrl: read pip's message above, then run make again"; exit 1; }
 	@touch $(STAMP)
+
+ENGINE_TESTS := tests/parity tests/algorithms/engines/test_contract.py tests/system/test_vllm.py
 
 # vLLM for the CPU asks for packages that exist as CUDA builds only and break its own imports.
 UNUSABLE := torchvision torchaudio torchcodec triton
