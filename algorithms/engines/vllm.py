@@ -13,6 +13,7 @@ import secrets
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from math import inf, isnan
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,8 @@ class VllmServer:
     @asynccontextmanager
     async def updating(self) -> AsyncIterator[None]:
         """While inside, weights may change: calls in flight have finished, new ones are held."""
-        self._held = True
         await self._reach(self._hold)
+        self._held = True
         try:
             yield
         finally:
@@ -151,10 +152,9 @@ class VllmServer:
         rows = answer["choices"][0]["prompt_logprobs"][1:]
         served = [next(iter(row.values()))["logprob"] for row in rows]
         learned = self._score(self._probe)
-        gap, worst = max(
-            (abs(a - b), i) for i, (a, b) in enumerate(zip(served, learned, strict=True))
-        )
-        if not gap <= self._tolerance:
+        gaps = [abs(a - b) for a, b in zip(served, learned, strict=True)]
+        worst = max(range(len(gaps)), key=lambda i: inf if isnan(gaps[i]) else gaps[i])
+        if not gaps[worst] <= self._tolerance:
             raise PolicyError(
                 f"vLLM serves other weights than the learner's after publishing version "
                 f"{self._version}: log-prob {served[worst]:.6f} against {learned[worst]:.6f}, "
