@@ -79,9 +79,15 @@ async def test_it_survives_its_death_and_tells_wrong_weights(
     assert not set(workers) & set(offspring())
     assert await version(server) == "2"
 
+    learned = server._score
+    server._score = lambda tokens: [logprob - 0.5 for logprob in learned(tokens)]
+    with pytest.raises(PolicyError, match=r"version 3: log-prob -.* against -.*tolerance 0\.001"):
+        await server.publish(3)
+    server._score = learned
+
     server._export = lambda directory: None  # nothing is written: what vLLM loads is not there
     with pytest.raises(PolicyError, match=r"vLLM: /collective_rpc: 500 "):
-        await server.publish(3)
+        await server.publish(4)
 
 
 async def test_a_model_that_vllm_cannot_run_is_a_sentence(
