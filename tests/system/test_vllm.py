@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(
         find_spec("vllm") is None, reason="vLLM is not installed: run `make test-engines`"
     ),
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(600),
 ]
 ENGINE = {"kind": "vllm", "max_context": 512}
 
@@ -113,7 +113,7 @@ def test_a_langchain_agent_is_trained_with_grpo_on_vllm(
         cwd=run_folder,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=500,
         check=False,
     )
     assert trained.returncode == 0, trained.stdout + trained.stderr

@@ -21,7 +21,7 @@ from agentrl.algorithms.engines.choice import policy_server
 from agentrl.algorithms.model import load_model
 from agentrl.config import resolve
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 HELLO = [{"role": "user", "content": "Hello"}]
 TOOLS = [{"type": "function", "function": {"name": "query", "parameters": {"type": "object"}}}]
 VLLM = pytest.param(
