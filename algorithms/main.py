@@ -1,4 +1,4 @@
-"""The algorithm process: model, learner and embedded policy server around the training loop."""
+"""The algorithm process: model, learner and policy server around the training loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from agentrl.algorithms.checkpoint import atomic_directory, load_checkpoint
 from agentrl.algorithms.collect import Collector, rule
 from agentrl.algorithms.difficulty import PART, Difficulty
 from agentrl.algorithms.dump import BadSteps
-from agentrl.algorithms.engines.embedded import EmbeddedServer
+from agentrl.algorithms.engines.choice import policy_server
 from agentrl.algorithms.hindsight import Hindsight
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.ledger import Ledger
@@ -84,16 +84,7 @@ async def run(config: RunConfig) -> None:
         )
         if state.checkpoint:
             memory.restore(load_checkpoint(Path(state.checkpoint), learner))
-        server = EmbeddedServer(
-            model,
-            tokenizer,
-            host=config.engine.host,
-            port=config.engine.port,
-            max_batch=config.engine.max_batch,
-            max_context=config.engine.max_context,
-            threads=config.engine.threads,
-            adapters=adapters,
-        )
+        server = policy_server(config, model, tokenizer, adapters)
         await server.start()
         try:
             await server.publish(state.step)

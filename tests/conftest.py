@@ -122,6 +122,15 @@ def tiny_llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def wide_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `tiny_model_dir` with heads of 32, the smallest that vLLM's attention takes on a CPU."""
+    torch.manual_seed(2)
+    shape = SHAPE | {"num_attention_heads": 2, "num_key_value_heads": 1}
+    model = Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=True))
+    return _save(model, tmp_path_factory.mktemp("wide"))
+
+
+@pytest.fixture(scope="session")
 def server() -> Iterator[postgres_server.Server]:
     """A PostgreSQL server for all tests."""
     if postgres_server.binaries() is None:

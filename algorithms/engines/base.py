@@ -4,7 +4,7 @@ request   `return_token_ids: true`, `logprobs: true`
 response  `prompt_token_ids`, `choices[].token_ids`, `choices[].logprobs.content[].logprob`
           (streamed: the same fields in the chunks), header `x-policy-version`
 Log-probs are those of the distribution sampled from at the request's temperature (before top-p
-and top-k); at temperature 0 those of the model itself.
+and top-k; vLLM tells those after them); at temperature 0 those of the model itself.
 """
 
 from __future__ import annotations

@@ -67,6 +67,13 @@ def test_printed_settings_read_back_the_same(tmp_path: Path) -> None:
     assert again == config
 
 
+def test_settings_of_vllm_are_refused_without_it() -> None:
+    tables = {"kind": "vllm", "vllm": {"timeout": 5.0, "arguments": ["--seed", "1"]}}
+    assert resolve({"engine": tables}, source="test").engine.vllm.timeout == 5.0
+    with pytest.raises(ConfigError, match=r"test: engine\.vllm\.timeout is for engine\.kind = 'v"):
+        resolve({"engine": tables | {"kind": "embedded"}}, source="test")
+
+
 def test_differences_name_what_changes_learning_only() -> None:
     old = resolve({"seed": 0, "steps": 5}, source="test")
     new = resolve({"seed": 1, "steps": 9, "runner": {"concurrency": 2}}, source="test")

