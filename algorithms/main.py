@@ -27,7 +27,7 @@ from agentrl.algorithms.loop import Loop
 from agentrl.algorithms.model import context_of, load_model
 from agentrl.algorithms.requests import TaskStream
 from agentrl.algorithms.retokenize import Retokenizer
-from agentrl.algorithms.state import State
+from agentrl.algorithms.state import Part, State
 from agentrl.algorithms.steps import HINDSIGHT
 from agentrl.algorithms.update import Completer, Updater
 from agentrl.config import RunConfig
@@ -78,7 +78,10 @@ async def run(config: RunConfig) -> None:
         )
         kl = beside.make_controller(config, algo)
         difficulty = Difficulty() if config.tasks.order == "difficulty" else None
-        parts = {"kl": kl, PART: difficulty and difficulty.means}
+        parts: dict[str, Part | None] = {
+            "kl": kl,
+            PART: None if difficulty is None else difficulty.means,
+        }
         memory = State(
             algo.memories, {name: part for name, part in parts.items() if part is not None}
         )

@@ -102,8 +102,8 @@ class VllmServer:
             self._held = False
             await self._reach(self._open)
 
-    async def publish(self, version: int) -> None:
-        """From now on serve the learner's current weights as `version`.
+    async def publish(self, version: int, policy: str | None = None) -> None:
+        """From now on serve the learner's current weights as `version`; there is one policy.
 
         Raises PolicyError where vLLM's log-probs differ from the learner's afterwards."""
         if not self._held:
