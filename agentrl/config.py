@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from agentrl.errors import ConfigError
+from agentrl.sinks import SINKS, missing
 from agentrl.store.urls import concealed
 from agentrl.types import Sampling
 
@@ -111,14 +112,48 @@ class AlgorithmConfig(Section, frozen=True):
     epochs: Count = 1  # passes over a batch
     lr: Positive = 1e-6
     warmup: Natural = 0  # steps of linear learning-rate warm-up
-    schedule: Literal["constant", "linear"] = "constant"  # after it; linear: to zero at the end
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after it
+    min_lr: NonNegative = 0.0  # at the end of a linear or cosine schedule
+    target_kl: Positive | None = None  # nats by which a batch moves the policy; then no more steps
+    max_bad_steps: Count = 3  # optimizer steps in a row that are not finite, until the run ends
     weight_decay: NonNegative = 0.0
     max_grad_norm: Positive = 1.0
     branching: BranchingConfig = BranchingConfig()
 
 
+class CriticConfig(Section, frozen=True):
+    """What gives the values that a preset such as ppo reads."""
+
+    # "shared": a head on the policy's hidden states; "copy": a model of its own that begins as the
+    # policy did; or a checkpoint directory or hub name of one with its vocabulary. Empty: none.
+    model: str = ""
+    lr: Positive = 1e-5  # constant; of a shared critic: that of its head
+    coefficient: Positive = 0.5  # of the value loss beside the policy's, for a shared one
+    clip: Positive = 0.2  # how far a value may move in one step, value clipping; inf: any
+    weight_decay: NonNegative = 0.0
+
+
+class ReferenceConfig(Section, frozen=True):
+    """What a penalty on leaving the reference is about."""
+
+    model: str = ""  # a checkpoint directory or hub name; empty: what the policy begins as
+    every: Natural = 0  # steps after which the policy as it is becomes the reference; 0: never
+    target: NonNegative = 0.0  # nats per token: adapts the penalty to keep their KL there; 0: fixed
+    horizon: Count = 10_000  # rollouts over which it adapts
+
+
+class TeacherConfig(Section, frozen=True):
+    """Whom the preset distill imitates."""
+
+    model: str = ""  # a checkpoint directory or hub name with the policy's vocabulary
+
+
 class LearnerConfig(Section, frozen=True):
-    token_budget: Count = 4096  # tokens forwarded at once
+    token_budget: Count = 4096  # tokens forwarded at once; gradients of all are summed
+    gradient_checkpointing: bool = False  # recompute activations: less memory, a third slower
+    fp32_head: bool = False  # logits of a bfloat16 policy in float32
+    optimizer: Literal["adamw", "adamw8bit", "paged_adamw8bit"] = "adamw"
+    packing: Literal["rows", "trie"] = "trie"  # what branches have in common: again, or once
     threads: Natural = 0  # 0: all cores
 
 
@@ -197,6 +232,13 @@ class EvalConfig(Section, frozen=True):
     temperature: NonNegative = 0.0  # everything else is sampled as in training
 
 
+class MetricsConfig(Section, frozen=True):
+    """Where metrics go besides the store. Each sink is an extra: `pip install 'agentrl[wandb]'`."""
+
+    sinks: list[str] = []  # tensorboard, wandb, mlflow, trackio
+    project: Annotated[str, msgspec.Meta(min_length=1)] = "agentrl"  # there; MLflow's experiment
+
+
 class RunConfig(Section, frozen=True):
     """One training job. Files are looked up in `root`, the run file's folder; what the run writes
     goes to `output`, relative to the working directory."""
@@ -214,10 +256,14 @@ class RunConfig(Section, frozen=True):
     policy: PolicyConfig = PolicyConfig()
     sampling: Sampling = Sampling()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+    teacher: TeacherConfig = TeacherConfig()
     learner: LearnerConfig = LearnerConfig()
     engine: EngineConfig = EngineConfig()
     runner: RunnerConfig = RunnerConfig()
     eval: EvalConfig = EvalConfig()
+    metrics: MetricsConfig = MetricsConfig()
     upstreams: dict[Name, UpstreamConfig] = {}  # by name, which is a model name for the agent too
     roles: dict[str, str] = {}  # role -> the upstream that answers it, or "policy"
 
@@ -252,6 +298,8 @@ def resolve(data: Mapping[str, Any], *, source: str) -> RunConfig:
         message = str(error).replace("`$.", "`").replace("`$`", "the top level")
         raise ConfigError(f"{source}: {message}") from None
     _check_roles(config, source)
+    _check_schedule(config.algorithm, source)
+    _check_sinks(config.metrics.sinks, source)
     output = Path(config.output or Path("runs", config.name)).resolve()
     return msgspec.structs.replace(
         config,
@@ -282,7 +330,8 @@ def to_toml(config: RunConfig) -> str:
 def differences(old: RunConfig, new: RunConfig) -> list[str]:
     """Settings that would change what a run learns, as "key: old -> new"."""
     ignored = {"root", "output", "store", "steps", "keep_checkpoints", "eval", "runner", "engine"}
-    before, after = (_flatten(msgspec.to_builtins(config)) for config in (old, new))
+    ignored |= {"metrics"}
+    before, after = (flatten(msgspec.to_builtins(config)) for config in (old, new))
     return [
         f"{key}: {before.get(key)!r} -> {after.get(key)!r}"
         for key in sorted(before.keys() | after.keys())
@@ -343,11 +392,39 @@ def _check_roles(config: RunConfig, source: str) -> None:
         raise ConfigError(f"{source}: [upstreams.policy]: that is the trained policy's name")
 
 
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _check_schedule(algorithm: AlgorithmConfig, source: str) -> None:
+    if algorithm.min_lr and algorithm.schedule == "constant":
+        raise ConfigError(
+            f"{source}: algorithm.min_lr: a constant algorithm.schedule does not fall to it; "
+            "choose linear or cosine"
+        )
+    if algorithm.min_lr > algorithm.lr:
+        raise ConfigError(f"{source}: algorithm.min_lr: it is above algorithm.lr = {algorithm.lr}")
+    if algorithm.target_kl is not None and algorithm.minibatches * algorithm.epochs == 1:
+        raise ConfigError(
+            f"{source}: algorithm.target_kl: a batch is one optimizer step, so there is none to "
+            "leave out; raise algorithm.minibatches or algorithm.epochs, or remove it"
+        )
+
+
+def _check_sinks(names: list[str], source: str) -> None:
+    for name in names:
+        if name not in SINKS:
+            raise ConfigError(f"{source}: metrics.sinks: {name!r}; {nearest(name, SINKS)}")
+        if names.count(name) > 1:
+            raise ConfigError(f"{source}: metrics.sinks names {name!r} twice")
+    for name in missing(names):
+        raise ConfigError(
+            f"{source}: metrics.sinks: {name!r} is not installed: pip install 'agentrl[{name}]'"
+        )
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as one, with dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):
-            flat |= _flatten(value, f"{prefix}{key}.")
+            flat |= flatten(value, f"{prefix}{key}.")
         else:
             flat[prefix + key] = value
     return flat

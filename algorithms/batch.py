@@ -64,6 +64,7 @@ class Batch:
     transition_truncated: Tensor = field(default_factory=_unknown)  # bool [S], by a token limit
     rollout_greedy: Tensor = field(default_factory=_unknown)  # bool [U], all at temperature 0
     values: Tensor = field(default_factory=_unknown)  # float64 [N], a critic's, before each token
+    reference: Tensor = field(default_factory=_unknown)  # float64 [N], log-probs of that model
     # What the state of the run says of each unit, by name of the memory: see `state`.
     memory: Mapping[str, Tensor] = field(default_factory=dict)
 

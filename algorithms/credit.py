@@ -164,33 +164,45 @@ class Rel:
 class Togo:
     """Discounted reward-to-go per token, the rollout's reward falling on its last action token.
 
-    gamma counts action tokens only: a tool result in between costs nothing."""
+    gamma counts action tokens only: a tool result in between costs nothing. toll: what every token
+    costs [N]."""
 
     reward: str | Column = "outcome"
     gamma: float = 1.0
+    toll: Column | None = None
 
     def __call__(self, batch: Batch) -> Tensor:
         following = links(batch)
-        return scan(terminal(batch, self.reward, following), self.gamma, following)
+        r = terminal(batch, self.reward, following, self.toll)
+        return scan(r, self.gamma, following)
 
 
 @dataclass(frozen=True, slots=True)
 class Gae:
     """GAE over the action tokens of a rollout; `value` gives V [N]. PPO, arXiv 1707.06347.
 
-    The value after the end is 0; that of a rollout cut off by a token limit is its last one."""
+    The value after the end is 0; that of a rollout cut off by a token limit is its last one. toll:
+    what every token costs [N]."""
 
     value: Column
     reward: str | Column = "outcome"
     gamma: float = 1.0
     lam: float = 0.95
+    toll: Column | None = None
 
     def __call__(self, batch: Batch) -> Tensor:
+        return self._solved(batch)[0]
+
+    def returns(self, batch: Batch) -> Tensor:
+        """What `value` should have said, float64 [N], NaN = missing."""
+        return self._solved(batch)[1]
+
+    def _solved(self, batch: Batch) -> tuple[Tensor, Tensor]:
         following = links(batch)
         v = self.value(batch)
         boot = torch.where(truncated(batch)[batch.token_rollout], v.double(), 0.0)
-        r = terminal(batch, self.reward, following)
-        return gae(r, v, following, self.gamma, self.lam, boot)[0]
+        r = terminal(batch, self.reward, following, self.toll)
+        return gae(r, v, following, self.gamma, self.lam, boot)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +215,11 @@ class Critic:
                 f"step {batch.step}: the algorithm needs the values of a critic for "
                 f"{batch.n_tokens} tokens (stream v), and there are none; choose a preset that "
                 "does without, or name a reward that holds the values of calls as its `value`"
+            )
+        if bad := int((~batch.values.isfinite()).sum()):
+            raise TrainingError(
+                f"step {batch.step}: {bad} of {batch.n_tokens} values of the critic are NaN or "
+                "infinite; set a smaller critic.lr"
             )
         return batch.values.double()
 
@@ -300,9 +317,12 @@ def rewards(batch: Batch, reward: str | Column) -> Tensor:
     return x
 
 
-def terminal(batch: Batch, reward: str | Column, following: Tensor) -> Tensor:
-    """The rollout's reward at its last action token, 0 at the others, float64 [N]."""
-    return torch.where(following < 0, rewards(batch, reward)[batch.token_rollout], 0.0)
+def terminal(
+    batch: Batch, reward: str | Column, following: Tensor, toll: Column | None = None
+) -> Tensor:
+    """The rollout's reward at its last action token, 0 at the others, float64 [N], less a toll."""
+    r = torch.where(following < 0, rewards(batch, reward)[batch.token_rollout], 0.0)
+    return r if toll is None else r - toll(batch)
 
 
 def links(batch: Batch) -> Tensor:

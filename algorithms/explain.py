@@ -67,6 +67,7 @@ def explain(
     memory, values = replayed(algo, batch, stored)
     batch = replace(batch, memory=memory, values=values)
     same = batch.behaviour.double()
+    batch = replace(batch, reference=same)
     terms = objective.plan(algo, batch, dict.fromkeys(algo.needs, same), fresh=True)
     index = torch.arange(batch.n_tokens)
     return Explanation(

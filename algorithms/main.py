@@ -12,15 +12,16 @@ import msgspec
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from agentrl.algorithms import presets
+from agentrl.algorithms import beside, presets
 from agentrl.algorithms.checkpoint import atomic_directory, load_checkpoint
 from agentrl.algorithms.collect import Collector, rule
 from agentrl.algorithms.difficulty import PART, Difficulty
+from agentrl.algorithms.dump import BadSteps
 from agentrl.algorithms.engines.embedded import EmbeddedServer
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.ledger import Ledger
 from agentrl.algorithms.loop import Loop
-from agentrl.algorithms.model import load_model
+from agentrl.algorithms.model import context_of, load_model
 from agentrl.algorithms.requests import TaskStream
 from agentrl.algorithms.retokenize import Retokenizer
 from agentrl.algorithms.state import State
@@ -39,7 +40,9 @@ def main(config: RunConfig) -> None:
 
 async def run(config: RunConfig) -> None:
     """Open the run, load the policy of its last committed step, and loop."""
-    algo = presets.make(config.algorithm.preset, config.algorithm.options)
+    streams = beside.supplied(config)
+    algo = presets.make(config.algorithm.preset, config.algorithm.options, streams=streams)
+    beside.check_used(config, algo)
     resample = rule(config.algorithm, algo)
     train, heldout = _tasks(config, "train"), _tasks(config, "heldout")
     disable_progress_bar()  # the view is the only one
@@ -56,13 +59,21 @@ async def run(config: RunConfig) -> None:
         learner = TorchLearner(
             model,
             tokenizer,
+            critic=beside.make_critic(config, model, tokenizer, source),
+            frozen=beside.make_frozen(config, algo, model, tokenizer, source),
             weight_decay=config.algorithm.weight_decay,
             max_grad_norm=config.algorithm.max_grad_norm,
             token_budget=config.learner.token_budget,
+            packing=config.learner.packing,
+            gradient_checkpointing=config.learner.gradient_checkpointing,
+            fp32_head=config.learner.fp32_head,
+            optimizer=config.learner.optimizer,
             threads=config.learner.threads or os.cpu_count() or 1,
         )
         difficulty = Difficulty() if config.tasks.order == "difficulty" else None
-        memory = State(algo.memories, {PART: difficulty.means} if difficulty else {})
+        kl = beside.make_controller(config, algo)
+        kept = {PART: difficulty and difficulty.means, "kl": kl}
+        memory = State(algo.memories, {name: part for name, part in kept.items() if part})
         if state.checkpoint:
             memory.restore(load_checkpoint(Path(state.checkpoint), learner))
         server = EmbeddedServer(
@@ -82,7 +93,19 @@ async def run(config: RunConfig) -> None:
             retokenizer = Retokenizer(tokenizer, learner) if again else None
             ledger = Ledger() if config.algorithm.store_credit else None
             updater = Updater(
-                config.algorithm, algo, learner, config.steps, retokenizer, memory, ledger
+                config.algorithm,
+                algo,
+                learner,
+                config.steps,
+                retokenizer,
+                memory,
+                ledger,
+                seed=config.seed,
+                context=context_of(model),
+                bad_steps=BadSteps(Path(config.output, "dumps"), config.algorithm.max_bad_steps),
+                reference=learner.frozen.get("q"),
+                kl=kl,
+                value_clip=config.critic.clip,
             )
             collector = Collector(config, store, state.epoch, tasks, resample)
             await Loop(config, store, state, updater, server, collector, heldout).run()

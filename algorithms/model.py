@@ -19,12 +19,16 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def load_model(
-    path_or_name: str | Path, dtype: str = "float32", device: str = "auto"
+    path_or_name: str | Path,
+    dtype: str = "float32",
+    device: str = "auto",
+    *,
+    template: bool = True,
 ) -> tuple[Model, Tokenizer]:
     """A checkpoint directory or hub name as (model in eval mode, tokenizer).
 
-    `device` "auto" is the GPU if there is one. Raises PolicyError when the directory, its weights
-    or its chat template is missing or unreadable."""
+    `device` "auto" is the GPU if there is one. template: it must have a chat template. Raises
+    PolicyError when the directory, its weights or that is missing or unreadable."""
     name = str(path_or_name)
     _check_directory(name)
     try:
@@ -33,7 +37,7 @@ def load_model(
     except Exception as error:  # transformers and safetensors document no types
         reason = " ".join(str(error).split())[:300]
         raise PolicyError(f"model {name!r}: cannot be loaded: {reason}") from error
-    if not getattr(tokenizer, "chat_template", None):
+    if template and not getattr(tokenizer, "chat_template", None):
         raise PolicyError(
             f"model {name!r}: its tokenizer has no chat template; add chat_template.jinja to the "
             "directory or train an instruction-tuned model"
@@ -46,6 +50,13 @@ def load_model(
         raise PolicyError(f"policy.device = {device!r}: cannot be used: {reason}") from None
     # Dropout would make the sampler and the learner disagree; eval mode switches it off for both.
     return model.eval(), tokenizer
+
+
+def context_of(model: Model) -> int | None:
+    """Tokens that a model can read, where its configuration says."""
+    config: Any = model.config
+    tokens: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return tokens
 
 
 def _check_directory(name: str) -> None:

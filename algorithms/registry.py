@@ -126,8 +126,8 @@ def _checked(algo: Algo, streams: Collection[str]) -> Algo:
     if algo.critic and "v" not in streams:
         raise ConfigError(
             f"algorithm.preset = {algo.name!r} needs the values of a critic (stream v), which this "
-            "run does not have; choose another preset, or where there is an option `value`, name "
-            "a reward that holds them"
+            "run does not have; set critic.model, choose another preset, or where there is an "
+            "option `value`, name a reward that holds them"
         )
     for stream in sorted(algo.needs - set(streams)):
         raise ConfigError(

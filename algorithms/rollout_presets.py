@@ -48,6 +48,7 @@ from agentrl.algorithms.shaping import (
     Overlong,
     PassAtK,
     Sampled,
+    Toll,
 )
 from agentrl.algorithms.steps import Fade
 from agentrl.config import Count, Natural, Positive
@@ -68,6 +69,11 @@ def clipped(low: float, high: float, dual: float = inf) -> tuple[Gate, ...]:
 def penalty(beta: float) -> tuple[Reg, ...]:
     """The KL penalty to the reference, if any."""
     return (Reg("k3", beta),) if beta else ()
+
+
+def toll(beta: float) -> Toll | None:
+    """The same penalty as part of the rewards, if any."""
+    return Toll(beta) if beta else None
 
 
 @preset("reinforce")
@@ -116,10 +122,17 @@ def spiral(
 
 @preset("reinforce++")
 def reinforce_pp(
-    *, reward: str = "outcome", gamma: Num = 1.0, clip_low: Num = 0.2, clip_high: Num = 0.2
+    *,
+    reward: str = "outcome",
+    gamma: Num = 1.0,
+    clip_low: Num = 0.2,
+    clip_high: Num = 0.2,
+    kl_reward: Num = 0.0,
 ) -> Algo:
-    """Reward-to-go whitened over all tokens; needs no groups. arXiv 2501.03262."""
-    return Algo(Whiten(Togo(reward, gamma)), clipped(clip_low, clip_high), agg=TOKENS)
+    """Reward-to-go whitened over all tokens; needs no groups. `kl_reward`: what every token pays
+    for leaving the reference. arXiv 2501.03262."""
+    credit = Whiten(Togo(reward, gamma, toll(kl_reward)))
+    return Algo(credit, clipped(clip_low, clip_high), agg=TOKENS)
 
 
 @preset("reinforce++-baseline")
@@ -351,9 +364,11 @@ def ppo(
     clip_low: Num = 0.2,
     clip_high: Num = 0.2,
     kl: Num = 0.0,
+    kl_reward: Num = 0.0,
 ) -> Algo:
-    """GAE over tokens with a critic, whitened, PPO clip. arXiv 1707.06347."""
-    credit = Whiten(Gae(Critic(), reward, gamma, lam))
+    """GAE over tokens with a critic, whitened, PPO clip. The penalty on leaving the reference is
+    in the loss (`kl`) or in the rewards (`kl_reward`, arXiv 1909.08593). arXiv 1707.06347."""
+    credit = Whiten(Gae(Critic(), reward, gamma, lam, toll(kl_reward)))
     return Algo(credit, clipped(clip_low, clip_high), penalty(kl), TOKENS)
 
 

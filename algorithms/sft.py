@@ -6,6 +6,7 @@ It is the one loss with psi = 1/N on each of the N action tokens of a batch.
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 
 from agentrl.algorithms.batch import Row
 from agentrl.algorithms.model import Tokenizer
-from agentrl.algorithms.packing import forward_logprobs
+from agentrl.algorithms.packing import forward_logprobs, pack_rows
 from agentrl.errors import TrainingError
 from agentrl.types import Json
 
@@ -64,7 +65,8 @@ def imitate(
     losses = []
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = lr * min((step + 1) / warmup, 1 - step / steps)
-        loss = -forward_logprobs(model, dice.sample(rows, batch)).mean()
+        (pack,) = pack_rows(dice.sample(rows, batch), "trie", sys.maxsize)
+        loss = -forward_logprobs(model, pack).mean()
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         clip_grad_norm_(model.parameters(), 1.0)

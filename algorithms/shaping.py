@@ -1,6 +1,7 @@
 """Rewards of rollouts made from rewards: what is compared when it is not the reward itself.
 
-A column here gives one number per rollout, float64 [U]; NaN = missing.
+A column here gives one number per rollout, float64 [U]; NaN = missing. `Toll` is what rewards are
+reduced by, per token.
 """
 
 from __future__ import annotations
@@ -134,3 +135,20 @@ class Every:
 
     def __call__(self, batch: Batch) -> Tensor:
         return torch.stack([keep(batch) for keep in self.keep]).all(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Toll:
+    """[N] beta * (b - q): the price, in rewards, of leaving the reference. Its sum over a rollout
+    estimates beta times their KL without bias, because b is what was sampled from. arXiv
+    1909.08593."""
+
+    beta: float
+
+    def __call__(self, batch: Batch) -> Tensor:
+        if batch.reference.numel() != batch.n_tokens:
+            raise TrainingError(
+                f"step {batch.step}: the algorithm needs the log-probs of a reference model for "
+                f"{batch.n_tokens} tokens (stream q), and there are none; set its coefficient to 0"
+            )
+        return self.beta * (batch.behaviour.double() - batch.reference.double())

@@ -137,6 +137,12 @@ class StepGae:
         advantage = scan(delta, gamma * self.lam, torch.where(learned, following, -1))
         return torch.where(missing, torch.nan, advantage)
 
+    def returns(self, batch: Batch) -> Tensor:
+        """What `value` should have said at the first token of each call, float64 [N], NaN at the
+        others: a call is one decision, judged before it is made."""
+        returns, call = self(batch) + self.value(batch), batch.token_transition
+        return torch.where(first_of_call(batch), returns[call], torch.nan)
+
 
 @dataclass(frozen=True, slots=True)
 class Peers:
@@ -183,9 +189,7 @@ class FirstToken:
     level: ClassVar[Level] = "transition"
 
     def __call__(self, batch: Batch) -> Tensor:
-        call, x = batch.token_transition, self.value(batch)
-        starts = torch.ones_like(call, dtype=torch.bool)
-        starts[1:] = call[1:] != call[:-1]
+        call, x, starts = batch.token_transition, self.value(batch), first_of_call(batch)
         out = torch.zeros(len(batch.transitions), dtype=torch.float64)
         out[call[starts]] = x[starts].double()
         return out
@@ -205,6 +209,13 @@ class BiLevel:
     lam: float = 1.0
 
     def __call__(self, batch: Batch) -> Tensor:
+        return self._solved(batch)[0]
+
+    def returns(self, batch: Batch) -> Tensor:
+        """What `value` should have said, float64 [N], NaN = missing."""
+        return self._solved(batch)[1]
+
+    def _solved(self, batch: Batch) -> tuple[Tensor, Tensor]:
         v, call = self.value(batch).double(), batch.token_transition
         following = chain(call)
         last = following < 0
@@ -213,8 +224,9 @@ class BiLevel:
         steps = StepGae(lambda _: v_end, self.reward, self.gamma_high, self.lam)
         returns = steps(batch) + v_end
         r = torch.where(last, returns[call].nan_to_num(nan=0.0), 0.0)
-        advantage, _ = gae(r, v, following, self.gamma, self.lam)
-        return torch.where(returns[call].isnan(), torch.nan, advantage)
+        missing = returns[call].isnan()
+        advantage, targets = gae(r, v, following, self.gamma, self.lam)
+        return advantage.masked_fill(missing, torch.nan), targets.masked_fill(missing, torch.nan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,6 +380,14 @@ class Fade:
 
     def __call__(self, batch: Batch) -> Tensor:
         return self.credit(batch) * fading(batch, self.gamma)[batch.token_transition]
+
+
+def first_of_call(batch: Batch) -> Tensor:
+    """bool [N]: whether a token is the first of its call."""
+    call = batch.token_transition
+    starts = torch.ones_like(call, dtype=torch.bool)
+    starts[1:] = call[1:] != call[:-1]
+    return starts
 
 
 def fading(batch: Batch, gamma: float) -> Tensor:

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from statistics import fmean, pstdev
+import dataclasses
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import inf
 
+import torch
+from msgspec.structs import replace
 from torch import Tensor
 
-from agentrl.algorithms import branching, columns, objective
+from agentrl.algorithms import branching, columns, metrics, objective, targets
 from agentrl.algorithms.batch import Batch
-from agentrl.algorithms.learners.base import Learner, Psi
+from agentrl.algorithms.beside import scored
+from agentrl.algorithms.controller import KlController, divergence
+from agentrl.algorithms.dump import BadSteps, Dump
+from agentrl.algorithms.learners.base import Learner, Psi, StepReport, ValueTerms
 from agentrl.algorithms.ledger import Ledger
 from agentrl.algorithms.merge import build_batch
+from agentrl.algorithms.metrics import Metrics
 from agentrl.algorithms.objective import Algo, Terms
+from agentrl.algorithms.reference import Reference
 from agentrl.algorithms.retokenize import Retokenizer
+from agentrl.algorithms.schedule import learning_rate, minibatches, moved
 from agentrl.algorithms.state import State
 from agentrl.config import AlgorithmConfig
-from agentrl.types import POLICY, Group, RolloutState, Transition
-
-Metrics = dict[str, float]
+from agentrl.types import Group, Rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,67 +41,110 @@ class Updater:
     retokenizer: Retokenizer | None = None  # completes inexact calls; none: they are refused
     state: State = field(default_factory=State)  # what earlier steps are remembered for
     ledger: Ledger | None = None  # what the step made of each call; none: nobody asks
+    seed: int = 0  # of the order of minibatches
+    context: int | None = None  # tokens the model can read; longer calls are left out
+    bad_steps: BadSteps | None = None  # none: a step that cannot be made is skipped and counted
+    reference: Reference | None = None  # follows the policy, if it does
+    kl: KlController | None = None  # adapts the penalty on leaving the reference
+    value_clip: float = inf  # how far a step may move a value of the critic
 
     def update(self, step: int, groups: list[Group]) -> Metrics:
         """Learn from the groups of one step; returns its metrics.
 
         Where there is nothing to learn from (every reward equal or missing) no weight changes, and
         `update/skipped` counts it. Raises TrainingError for a reward that no rollout carries."""
+        tuned = (
+            self if self.kl is None else dataclasses.replace(self, algo=self.kl.tuned(self.algo))
+        )
+        found = tuned.learned(step, groups)
+        if self.kl is not None:
+            found["reference/beta"] = self.kl.beta
+            self.kl.observe(found["reference/drift"], int(found["rollouts"]))
+        if self.reference is not None:
+            self.reference.finish(step)
+        return found
+
+    def learned(self, step: int, groups: list[Group]) -> Metrics:
+        """`update` with the algorithm as it is."""
         columns.check(groups, [r for r in self.algo.rewards if r not in self.algo.optional])
-        inexact = float(sum(not call.exact for call in _ours(groups)))
+        inexact = sum(not call.exact for call in metrics.own_calls(groups))
         if self.retokenizer is not None:
             groups = self.retokenizer.complete(groups)
+        groups, too_long = fitting(groups, self.context)
         batch = self.batch(groups)
         recall = self.state.recall(batch, groups)
-        batch = replace(batch, memory=recall.columns)
+        batch = dataclasses.replace(batch, memory=recall.columns)
+        batch, streams = scored(self.algo, self.learner, batch)
         if self.ledger is not None:
             self.ledger.open(self.algo, batch)
-        metrics = describe(groups, batch) | {"calls/inexact": inexact}
-        metrics |= branching.measure(groups)
-        metrics |= {"lr": self.lr(step), "update/steps": 0.0, "update/skipped": 0.0}
-        for number, (part, terms) in enumerate(self.parts(groups, batch)):
-            metrics["update/steps"] += 1
+        lr = learning_rate(self.config, step, self.steps)
+        values = targets.learned(self.algo, batch, clip=self.value_clip)
+        sizes = metrics.call_tokens(groups)
+        planned: list[Terms] = []
+        measured: list[Metrics] = []
+        bad, early_stop = 0, False
+        for number, (part, terms, critic) in enumerate(self.parts(groups, batch, streams, values)):
+            planned.append(terms)
             if terms.skip:
-                metrics["update/skipped"] += 1
                 continue
-            report = self.learner.step(part, self.psi(terms), lr=self.lr(step))
-            metrics["update/skipped"] += not report.applied
+            report = self.learner.step(part, self.psi(terms), lr=lr, critic=critic)
+            if not self.made(step, number, part, terms, report):
+                bad += 1
+                continue
             if self.ledger is not None:
                 self.ledger.record(self.algo, part, terms, report.logprobs)
-            if number == 0:  # later optimizer steps have moved away from the sampler on purpose
-                metrics |= difference(report.logprobs, part.behaviour)
-            metrics |= objective.stats(self.algo, part, terms, report.logprobs)
-            metrics |= {"loss": report.loss, "grad_norm": report.grad_norm}
-            metrics["tokens/forwarded"] = metrics.get("tokens/forwarded", 0.0) + report.tokens
+            measured.append(metrics.optimizer_step(self.algo, part, terms, report, sizes))
+            if early_stop := self.far(terms, report):
+                break
         self.state.adopt(recall)
-        return metrics
+        return {
+            **metrics.collected(groups, batch),
+            **metrics.staleness(step, groups),
+            **branching.measure(groups),
+            **metrics.advantages(planned),
+            **(targets.describe(values) if values else {}),
+            **({"reference/drift": divergence(batch)} if "q" in streams else {}),
+            **metrics.merged(measured),
+            "calls/inexact": inexact,
+            "calls/too_long": too_long,
+            "lr": lr,
+            "update/steps": len(planned),
+            "update/skipped": len(planned) - len(measured),
+            "update/bad": bad,
+            "update/early_stop": float(early_stop),
+        }
 
     def batch(self, groups: list[Group]) -> Batch:
         """What may be learned from, with the rewards that the algorithm reads."""
         return build_batch(groups, reward_names=self.algo.rewards, min_group=self.config.min_group)
 
-    def parts(self, groups: list[Group], batch: Batch) -> Iterator[tuple[Batch, Terms]]:
-        """The optimizer steps of a batch: minibatches of whole groups, once per epoch. Credit is
-        computed on the whole batch, whichever way it is cut."""
+    def parts(
+        self,
+        groups: list[Group],
+        batch: Batch,
+        streams: Mapping[str, Tensor],
+        values: ValueTerms | None,
+    ) -> Iterator[tuple[Batch, Terms, ValueTerms | None]]:
+        """The optimizer steps of a batch: minibatches of whole groups, dealt anew in every epoch.
+        Credit is computed on the whole batch, whichever way it is cut, and so are the critic's
+        targets."""
         count = min(self.config.minibatches, len(groups))
         if count * self.config.epochs == 1 or not batch.n_tokens:
-            yield batch, objective.plan(self.algo, batch, {}, fresh=True)
+            yield batch, objective.plan(self.algo, batch, streams, fresh=True), values
             return
-        old = self.learner.logprobs(batch)
+        streams = {"o": self.learner.logprobs(batch), **streams}
         advantage = objective.credited(self.algo, batch)
-        for _ in range(self.config.epochs):
-            first = 0
-            for index in range(count):
-                share = groups[len(groups) * index // count : len(groups) * (index + 1) // count]
+        counts = batch.token_group.bincount(minlength=len(batch.groups)).tolist()
+        ranges = torch.split(torch.arange(batch.n_tokens), counts)
+        tokens_of = dict(zip(batch.groups, ranges, strict=True))
+        for epoch in range(self.config.epochs):
+            for share in minibatches(groups, count, f"{self.seed}/{batch.step}/{epoch}"):
                 part = self.batch(share)
-                tokens = slice(first, first + part.n_tokens)  # groups keep their order in a batch
-                first = tokens.stop
-                yield (
-                    part,
-                    objective.plan(
-                        self.algo, part, {"o": old[tokens]}, advantage=advantage[tokens]
-                    ),
-                )
+                # Within a group the tokens of the part are in the order of the whole.
+                tokens = torch.cat([tokens_of[id] for id in part.groups] or [ranges[0][:0]])
+                cut = {letter: column[tokens] for letter, column in streams.items()}
+                terms = objective.plan(self.algo, part, cut, advantage=advantage[tokens])
+                yield part, terms, values and targets.part_of(values, tokens)
 
     def psi(self, terms: Terms) -> Psi:
         def psi(logprobs: Tensor, index: Tensor) -> Tensor:
@@ -102,42 +152,44 @@ class Updater:
 
         return psi
 
-    def lr(self, step: int) -> float:
-        """Learning rate of a step: linear warm-up, then constant or linear to zero at the end."""
-        warm = min(1.0, (step + 1) / (self.config.warmup + 1))
-        left = 1 - step / self.steps if self.config.schedule == "linear" else 1.0
-        return self.config.lr * min(warm, left)
+    def made(self, step: int, number: int, part: Batch, terms: Terms, report: StepReport) -> bool:
+        """Whether an optimizer step changed the weights. Raises TrainingError if too many in a row
+        did not."""
+        if self.bad_steps is not None:
+            if report.applied:
+                self.bad_steps.good()
+            else:
+                dump = Dump(part, terms, report.logprobs, report.loss, report.grad_norm)
+                self.bad_steps.bad(step, number, dump)
+        return report.applied
+
+    def far(self, terms: Terms, report: StepReport) -> bool:
+        """Whether the policy has moved so far on its batch that the other steps are left out."""
+        target = self.config.target_kl
+        if target is None or "o" not in terms.streams:
+            return False
+        return moved(terms.streams["o"], report.logprobs, terms.weight) > target
 
 
-def describe(groups: list[Group], batch: Batch) -> Metrics:
-    """What was collected: counts of rollouts, groups and tokens, and the outcome rewards."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    rewards = [reward for row in rollouts if not math.isnan(reward := row.reward())]
-    calls = _ours(groups)
-    outcome = {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)} if rewards else {}
-    return outcome | {
-        "rollouts": len(rollouts),
-        "rollouts/failed": sum(row.state is not RolloutState.SUCCEEDED for row in rollouts),
-        "groups/dropped": len(groups) - len(batch.groups),
-        "calls": len(calls),
-        "calls/refused": sum(not call.exact for call in calls),
-        "tokens/completion": sum(len(call.completion) for call in calls),
-        "tokens/prompt": sum(len(call.prompt) for call in calls),
-        "rows": len(batch.rows),
-        "tokens/trained": batch.n_tokens,
+def fitting(groups: list[Group], context: int | None) -> tuple[list[Group], int]:
+    """Groups of which no call is longer than the model's context, and how many were: they are
+    refused like calls whose tokens are not known, their rollout's other calls and reward stay."""
+    long = {
+        call.id
+        for call in metrics.own_calls(groups)
+        if context is not None and call.exact and len(call.prompt) + len(call.completion) > context
     }
+    if not long:
+        return groups, 0
+    warnings.warn(
+        f"{len(long)} calls are longer than the {context} tokens that the model can read and are "
+        "left out; lower sampling.max_tokens or engine.max_context",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
+    def refused(rollout: Rollout) -> Rollout:
+        calls = [replace(c, exact=c.exact and c.id not in long) for c in rollout.transitions]
+        return replace(rollout, transitions=calls)
 
-def _ours(groups: list[Group]) -> list[Transition]:
-    """Calls of the trained policy, not those of frozen ones."""
-    calls = [call for group in groups for row in group.rollouts for call in row.transitions]
-    return [call for call in calls if call.policy == POLICY]
-
-
-def difference(learner: Tensor, sampler: Tensor) -> Metrics:
-    """|log-prob of the learner - log-prob of the sampler| over all tokens."""
-    gap = (learner.double().cpu() - sampler.double()).abs()
-    return {
-        "logprob_difference/max": float(gap.max()),
-        "logprob_difference/mean": float(gap.mean()),
-    }
+    return [replace(g, rollouts=[refused(row) for row in g.rollouts]) for g in groups], len(long)

@@ -4,8 +4,8 @@ A step feeds N tokens as one sequence [1, N] with no padding: first the chunks (
 the last one fed of a row), then the last token of each of the n rows, in row order. The last tokens
 attend as one batch, which is all there is when nobody is in its prompt; each chunk attends alone.
 
-The function is registered with transformers under `NAME` and reached through the model's own
-forward pass; a forward pass without a plan (the learner's) is ordinary SDPA.
+A step is one forward pass of the model itself with a `Plan` of this module (see
+`algorithms.attention`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from agentrl.algorithms import attention
 from agentrl.algorithms.model import Model
 from agentrl.errors import PolicyError
-
-NAME = "agentrl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +40,14 @@ class Plan:
     last: Tensor  # int64 [n], position of each row's last token
     context: int  # 1 + the largest of them
     masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
+        """`key` and `value` are a layer of the KVPool, [rows, key heads, capacity, dim]."""
+        outputs = [_chunk(self, chunk, query, key, value, scale, window) for chunk in self.chunks]
+        outputs.append(_last(self, query, key, value, scale, window))
+        return torch.cat(outputs, dim=1) if self.chunks else outputs[0]
 
     def last_mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """Additive [n, 1, 1, context]: a row sees its own past and nothing behind it."""
@@ -71,62 +75,17 @@ class Plan:
 
 
 def install(model: Model) -> None:
-    """Route the model's attention through `attention`.
+    """Route the model's attention through plans.
 
     Raises PolicyError for a model that this would change or that depends on its batch."""
     network: Any = model
-    reason = _obstacle(network)
+    reason = attention.obstacle(network)
     if reason:
         raise PolicyError(
             f"model type {network.config.model_type!r} {reason}, so the embedded policy server "
             "cannot batch it; choose a decoder with plain or sliding-window attention"
         )
-    if network.config._attn_implementation != NAME:
-        network.set_attn_implementation(NAME)
-
-
-def _obstacle(network: Any) -> str | None:
-    config = network.config.get_text_config()
-    if not (network._supports_attention_backend and network._supports_sdpa):
-        return "has an attention of its own"
-    layers = set(getattr(config, "layer_types", None) or ())
-    if layers - {"full_attention", "sliding_attention"}:
-        return f"has layers of type {min(layers - {'full_attention', 'sliding_attention'})!r}"
-    if getattr(config, "attn_logit_softcapping", None):
-        return "caps its attention scores"
-    rope = getattr(config, "rope_parameters", None) or {}
-    for each in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        # positions of every call would move with the longest one
-        if each.get("rope_type") in ("dynamic", "longrope"):
-            return f"has {each['rope_type']!r} rotary positions"
-    return None
-
-
-def attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    plan: Plan | None = None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Transformers' attention interface: [1, heads, N, dim] queries -> [1, N, heads, value dim].
-
-    With a plan, `key` and `value` are a layer of the KVPool, [rows, key heads, capacity, dim]."""
-    if plan is None:
-        output: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, **kwargs
-        )
-        return output
-    outputs = [
-        _chunk(plan, chunk, query, key, value, scaling, sliding_window) for chunk in plan.chunks
-    ]
-    outputs.append(_last(plan, query, key, value, scaling, sliding_window))
-    return torch.cat(outputs, dim=1) if plan.chunks else outputs[0], None
+    attention.install(network)
 
 
 def _chunk(
@@ -169,7 +128,3 @@ def _last(
     scores = scores + plan.last_mask(window, scores.dtype)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
     return torch.matmul(weights, value[:n, :, : plan.context]).view(1, n, heads, -1)
-
-
-AttentionInterface.register(NAME, attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)

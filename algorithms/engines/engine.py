@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from agentrl.algorithms.attention import UNUSED
 from agentrl.algorithms.engines import attention
 from agentrl.algorithms.engines.attention import Chunk, Plan
 from agentrl.algorithms.engines.cache import KVPool
@@ -177,7 +178,7 @@ class Engine:
         logits: Tensor = self.model(
             input_ids=ids_N[None],
             position_ids=positions_N[None],
-            attention_mask=_UNUSED,
+            attention_mask=UNUSED,
             past_key_values=pool,
             use_cache=True,
             logits_to_keep=n,
@@ -245,4 +246,3 @@ class Engine:
 
 
 CLOSED = "the policy server is shutting down"
-_UNUSED = torch.ones(1, 1, 1, 1, dtype=torch.bool)  # four axes: no mask is made; the plan is used

@@ -9,94 +9,137 @@ would make the sampler and the learner disagree; no graph and no gradient outliv
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from agentrl.algorithms.batch import Batch, Row
+from agentrl.algorithms.batch import Batch
+from agentrl.algorithms.critic import ValueModel
+from agentrl.algorithms.head import action_logprobs
+from agentrl.algorithms.learners import memory
 from agentrl.algorithms.learners.base import Psi, Scored, StepReport, ValueTerms
+from agentrl.algorithms.learners.optimizer import Kind, Optimizer
 from agentrl.algorithms.model import Tokenizer, load_model
-from agentrl.algorithms.packing import check_model, forward_logprobs, micro_batches
-from agentrl.errors import PolicyError
+from agentrl.algorithms.packing import Pack, Packing, check_model, hidden_states, packs, usable
+from agentrl.algorithms.reference import Reference
+from agentrl.errors import PolicyError, TrainingError
 
-OPTIMIZER = "optimizer.safetensors"  # tensors "<parameter>/<moment>"
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+T = TypeVar("T")
 
 
 class TorchLearner:
     """AdamW on one model, which the embedded policy server may share.
 
-    token_budget: tokens of one micro-batch, padding included. threads: what a call computes with,
-    default what its thread already has. Raises PolicyError for a model it cannot train."""
+    packing: see `packing`. token_budget: tokens of one micro-batch; it is halved, and stays so,
+    when memory runs out. gradient_checkpointing: keep what enters a layer and recompute the rest.
+    fp32_head: see `head`. threads: what a call computes with, default what its thread already has.
+    critic: gives and learns values; frozen: the reference (q) and the teacher (t).
+    Raises PolicyError for a model it cannot train."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         tokenizer: Tokenizer,
         *,
+        optimizer: Kind = "adamw",
         weight_decay: float = 0.0,
         max_grad_norm: float = 1.0,
+        packing: Packing = "trie",
         token_budget: int = 4096,
+        gradient_checkpointing: bool = False,
+        fp32_head: bool = False,
         threads: int | None = None,
         betas: tuple[float, float] = (0.9, 0.95),
+        critic: ValueModel | None = None,
+        frozen: Mapping[Literal["q", "t"], Reference] | None = None,
     ) -> None:
         check_model(model)
         self.model = model.eval()
-        self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self.optimizer = torch.optim.AdamW(
-            list(self.parameters.values()), betas=betas, weight_decay=weight_decay, fused=True
+        learned = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.optimizer = Optimizer(learned, kind=optimizer, betas=betas, weight_decay=weight_decay)
+        self.critic = critic
+        self.frozen = dict(frozen or {})
+        values: tuple[Literal["v"], ...] = () if critic is None else ("v",)
+        self.supplies = frozenset[Literal["o", "b", "q", "t", "v"]](
+            {"o", "b", *self.frozen, *values}
         )
-        self.supplies: frozenset[Literal["o", "b", "q", "t", "v"]] = frozenset({"o", "b"})
         self.max_grad_norm = max_grad_norm
+        self.packing = usable(model, packing)
         self.token_budget = token_budget
+        decoders = [model, critic.decoder] if critic and critic.decoder else [model]
+        self.recomputed = [
+            layer for each in decoders if gradient_checkpointing for layer in memory.layers_of(each)
+        ]
+        self.fp32_head = fp32_head
         self.threads = threads or torch.get_num_threads()
         self.tokenizer_files = _files_of(tokenizer)
 
     def logprobs(self, batch: Batch, of: Scored = "o") -> Tensor:
         """Log-probs of every action token at its sampling temperature, float32 [N], no graph."""
-        if of != "o":
+        if of != "o" and of not in self.frozen:
             raise PolicyError(f"the learner has no model for stream {of}")
-        logprobs_N = torch.empty(batch.n_tokens)
+        model = self.model if of == "o" else self.frozen[of].model
         with _threads(self.threads), torch.no_grad():
-            for rows, tokens in self._micro_batches(batch):
-                logprobs_N[tokens] = forward_logprobs(self.model, rows).float().cpu()
-        return logprobs_N
+            return self._within_memory(lambda: self._logprobs(batch, model))
 
     def values(self, batch: Batch) -> Tensor:
         """The critic's value of the state before every action token, float64 [N], no graph."""
-        raise PolicyError("the learner has no critic (stream v)")
+        critic = self._critic()
+        with _threads(self.threads), torch.no_grad():
+            return self._within_memory(lambda: self._values(batch, critic))
 
     def step(
         self, batch: Batch, psi: Psi, *, lr: float, critic: ValueTerms | None = None
     ) -> StepReport:
-        """One forward, backward and update on psi. A non-finite gradient changes nothing."""
+        """One forward, backward and update on psi, and of the critic on its terms. A log-prob,
+        value, loss or gradient that is not finite changes nothing.
+
+        metrics: policy/entropy, nats, the mean over action tokens; memory/retries, 1 if memory ran
+        out once; memory/*peak_mb (see `memory.peak`); critic/loss, before its coefficient,
+        critic/clip_fraction, of the tokens it learns from, and critic/grad_norm, of what is the
+        critic's alone.
+        Raises TrainingError when memory runs out twice."""
+        learning = None if critic is None else self._critic()
+        device, budget = self.model.device, self.token_budget
+        memory.start_measuring(device)
         with _threads(self.threads):
             try:
-                loss, logprobs_N = self._backward(batch, psi)
-                norm = float(clip_grad_norm_(self.parameters.values(), self.max_grad_norm))
-                applied = math.isfinite(norm) and batch.n_tokens > 0
+                sums = self._within_memory(lambda: self._backward(batch, psi, critic))
+                norm = self.optimizer.clip(self.max_grad_norm)
+                pull = learning.optimizer.clip(learning.max_grad_norm) if learning else 0.0
+                finite = math.isfinite(norm + sums.loss + pull + sums.value_loss)
+                applied = finite and batch.n_tokens > 0
                 if applied:
-                    for group in self.optimizer.param_groups:
-                        group["lr"] = lr
-                    self.optimizer.step()
+                    self.optimizer.step(lr)
+                    if learning:
+                        learning.optimizer.step(learning.lr)
             finally:
-                self.optimizer.zero_grad(set_to_none=True)
+                self._zero_grad()
+        metrics = memory.peak(device)
+        metrics["memory/retries"] = float(self.token_budget < budget)
+        if math.isfinite(sums.entropy) and batch.n_tokens:
+            metrics["policy/entropy"] = sums.entropy / batch.n_tokens
+        if critic is not None:
+            live = max(1, int((critic.weight > 0).sum()))
+            metrics["critic/loss"] = sums.value_loss
+            metrics["critic/clip_fraction"] = sums.values_clipped / live
+            metrics["critic/grad_norm"] = pull
         return StepReport(
-            loss=loss,
+            loss=sums.loss,
             grad_norm=norm,
-            logprobs=logprobs_N,
-            tokens=sum(row.tokens.numel() for row in batch.rows),
+            logprobs=sums.logprobs,
+            tokens=sums.tokens,
             applied=applied,
+            metrics=metrics,
         )
 
     def save(self, directory: Path) -> None:
@@ -108,7 +151,9 @@ class TorchLearner:
             self.model.save_pretrained(directory)
         for name, content in self.tokenizer_files.items():
             (directory / name).write_bytes(content)
-        save_file(self._moments(), directory / OPTIMIZER)
+        self.optimizer.save(directory)
+        for part in self._beside():
+            part.save(directory)
 
     def load(self, directory: Path) -> None:
         """Restore what `save` wrote. Raises PolicyError, with nothing changed, for a checkpoint of
@@ -117,51 +162,134 @@ class TorchLearner:
             saved, _ = load_model(directory, device="cpu")
         weights, own = saved.state_dict(), self.model.state_dict()
         _check_shapes(directory, weights, own)
-        moments = _read(directory / OPTIMIZER)
-        names = list(self.parameters) if moments else []  # none before the first step
-        _check_shapes(directory, moments, self._moment_shapes(names))
+        moments = self.optimizer.read(directory)
+        critic = self.critic and self.critic.read(directory)
+        frozen = {letter: scorer.read(directory) for letter, scorer in self.frozen.items()}
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(weights[name])
-        state = {i: {m: moments[f"{n}/{m}"] for m in MOMENTS} for i, n in enumerate(names)}
-        groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+        self.optimizer.restore(moments)
+        if self.critic and critic:
+            self.critic.restore(critic)
+        for letter, scorer in self.frozen.items():
+            scorer.restore(frozen[letter])
 
-    def _backward(self, batch: Batch, psi: Psi) -> tuple[float, Tensor]:
-        """Accumulate the gradient; returns the loss and the log-probs [N] it was computed at."""
-        logprobs_N, loss = torch.empty(batch.n_tokens), 0.0
-        for rows, tokens in self._micro_batches(batch):
-            p = forward_logprobs(self.model, rows)
+    def _logprobs(self, batch: Batch, model: PreTrainedModel) -> Tensor:
+        logprobs_N = torch.empty(batch.n_tokens)
+        for pack in packs(batch, self.packing, self.token_budget):
+            logprobs_N[pack.index] = self._forward(pack, model)[0].float().cpu()
+        return logprobs_N
+
+    def _values(self, batch: Batch, critic: ValueModel) -> Tensor:
+        values_N = torch.empty(batch.n_tokens, dtype=torch.float64)
+        for pack in packs(batch, self.packing, self.token_budget):
+            hidden = hidden_states(self.model, pack) if critic.decoder is None else None
+            values_N[pack.index] = critic.values(pack, hidden).double().cpu()
+        return values_N
+
+    def _backward(self, batch: Batch, psi: Psi, terms: ValueTerms | None) -> _Sums:
+        """Accumulate the gradient, until a log-prob is not finite."""
+        sums = _Sums(torch.full((batch.n_tokens,), math.nan))
+        for pack in packs(batch, self.packing, self.token_budget):
+            with memory.recomputing(self.recomputed):
+                p, entropy, hidden = self._forward(pack, self.model)
             current = p.detach().cpu()
-            psi_n = psi(current, tokens)
-            torch.autograd.backward(p, -psi_n.to(p))
-            loss -= float(psi_n.double() @ current.double())
-            logprobs_N[tokens] = current.float()
-        return loss, logprobs_N
+            sums.logprobs[pack.index] = current.float()
+            sums.entropy += float(entropy.double().sum())
+            sums.tokens += len(pack.tokens)
+            if not current.isfinite().all():
+                sums.loss = math.nan
+                break
+            psi_n = psi(current, pack.index)
+            sums.loss -= float(psi_n.double() @ current.double())
+            roots, gradients = [p], [-psi_n.to(p)]
+            if self.critic and terms is not None:
+                if self.critic.decoder is not None:
+                    # Its graph shares nothing with that of the policy, which is freed before it.
+                    torch.autograd.backward(roots, gradients)
+                    roots, gradients = [], []
+                with memory.recomputing(self.recomputed):
+                    pull = self.critic.pull(pack, hidden, terms)
+                roots.append(pull.values)
+                gradients.append(pull.gradient)
+                sums.value_loss += pull.loss
+                sums.values_clipped += pull.clipped
+            torch.autograd.backward(roots, gradients)
+        return sums
 
-    def _micro_batches(self, batch: Batch) -> Iterator[tuple[list[Row], Tensor]]:
-        """Whole rows under the token budget, and where their actions are in the token level."""
-        offsets = batch.row_offsets
-        for micro in micro_batches(batch.rows, self.token_budget):
-            ranges = [torch.arange(int(offsets[i]), int(offsets[i + 1])) for i in micro]
-            yield [batch.rows[i] for i in micro], torch.cat(ranges)
+    def _critic(self) -> ValueModel:
+        if self.critic is None:
+            raise PolicyError("the learner has no critic (stream v)")
+        return self.critic
 
-    def _moments(self) -> dict[str, Tensor]:
-        state = self.optimizer.state
-        return {
-            f"{name}/{moment}": state[parameter][moment]
-            for name, parameter in self.parameters.items()
-            if parameter in state
-            for moment in MOMENTS
-        }
+    def _beside(self) -> Iterator[ValueModel | Reference]:
+        """What is saved with the policy."""
+        if self.critic:
+            yield self.critic
+        yield from self.frozen.values()
 
-    def _moment_shapes(self, names: list[str]) -> dict[str, Tensor]:
-        scalar = torch.empty(())
-        return {
-            f"{name}/{moment}": scalar if moment == "step" else self.parameters[name]
-            for name in names
-            for moment in MOMENTS
-        }
+    def _zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+        if self.critic:
+            self.critic.optimizer.zero_grad()
+
+    def _forward(self, pack: Pack, model: PreTrainedModel) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-prob and entropy [n] of the actions of a pack, and the hidden states [n, H] before
+        them."""
+        hidden_NH, device = hidden_states(model, pack), model.device
+        logprobs_N, entropy_N = action_logprobs(
+            model.get_output_embeddings(),
+            hidden_NH,
+            pack.actions.to(device),
+            pack.temperature.to(device),
+            fp32=self.fp32_head,
+        )
+        return logprobs_N, entropy_N, hidden_NH
+
+    def _within_memory(self, compute: Callable[[], T]) -> T:
+        """What `compute` returns; if memory runs out, after one more try with half the budget. Only
+        gradients may have changed until then."""
+        try:
+            return compute()
+        except RuntimeError as error:
+            if not memory.is_out_of_memory(error):
+                raise
+        # Outside the handler: its traceback would keep the tensors of the failed try alive.
+        self._halve_token_budget()
+        try:
+            return compute()
+        except RuntimeError as error:
+            if not memory.is_out_of_memory(error):
+                raise
+            raise TrainingError(
+                "the update ran out of memory, with learner.token_budget halved to "
+                f"{self.token_budget} as well ({str(error).splitlines()[0]}); set a smaller one, "
+                "learner.gradient_checkpointing = true, or train a smaller model"
+            ) from None
+
+    def _halve_token_budget(self) -> None:
+        self._zero_grad()
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.token_budget = max(1, self.token_budget // 2)
+        warnings.warn(
+            "the update ran out of memory and is computed again with half the micro-batch: set "
+            f"learner.token_budget = {self.token_budget}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+@dataclass(slots=True)
+class _Sums:
+    """What one backward pass over a batch adds up."""
+
+    logprobs: Tensor  # float32 [N], NaN where the pass did not come
+    loss: float = 0.0
+    entropy: float = 0.0  # nats, of all action tokens
+    value_loss: float = 0.0
+    values_clipped: int = 0
+    tokens: int = 0  # forwarded, context included
 
 
 def _check_shapes(directory: Path, saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
@@ -172,17 +300,6 @@ def _check_shapes(directory: Path, saved: Mapping[str, Tensor], own: Mapping[str
                 f"checkpoint {directory}: it is of another model ({name} is {shapes[0]} there, "
                 f"{shapes[1]} in the policy); resume with the model it was made from"
             )
-
-
-def _read(file: Path) -> dict[str, Tensor]:
-    try:
-        tensors: dict[str, Tensor] = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise PolicyError(
-            f"checkpoint {file.parent}: {file.name} is missing or incomplete ({error}); "
-            "resume from another checkpoint"
-        ) from None
-    return tensors
 
 
 def _files_of(tokenizer: Tokenizer) -> dict[str, bytes]:

@@ -81,3 +81,23 @@ def test_upstreams_and_roles_survive_the_dry_run(tmp_path: Path) -> None:
     assert config.upstreams["judge"].key_env == "K"
     assert config.roles == {"the critic": "judge"}
     assert load(run_file(tmp_path, to_toml(config))) == config
+
+
+SCHEDULES = {
+    "a constant rate has no floor": (["algorithm.min_lr=1e-7"], "algorithm.min_lr: a constant"),
+    "a floor above the rate": (
+        ["algorithm.schedule=cosine", "algorithm.min_lr=1"],
+        r"algorithm.min_lr: it is above algorithm.lr = 1e-06",
+    ),
+    "one step cannot stop early": (["algorithm.target_kl=0.1"], "algorithm.target_kl: a batch is"),
+}
+
+
+@pytest.mark.parametrize("case", SCHEDULES)
+def test_settings_of_a_schedule_that_mean_nothing_are_refused(case: str, tmp_path: Path) -> None:
+    overrides, message = SCHEDULES[case]
+    (tmp_path / "run.toml").write_text("")
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path / "run.toml", overrides)
+    fine = ["algorithm.schedule=linear", "algorithm.min_lr=1e-7", "algorithm.epochs=2"]
+    load(tmp_path / "run.toml", [*fine, "algorithm.target_kl=0.1"])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -8,15 +9,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.learners.base import Learner, Psi
-from agentrl.algorithms.learners.torch import OPTIMIZER, TorchLearner
+from agentrl.algorithms.learners.memory import layers_of
+from agentrl.algorithms.learners.optimizer import FILE as OPTIMIZER
+from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.merge import build_batch
 from agentrl.algorithms.model import load_model
-from agentrl.algorithms.packing import forward_logprobs
-from agentrl.errors import PolicyError
+from agentrl.algorithms.packing import Pack, forward_logprobs, pack_rows, packs
+from agentrl.errors import PolicyError, TrainingError
 from agentrl.types import Group, Purpose, Rollout, RolloutState, Transition, float32, int32
 
 VOCABULARY = 512
@@ -61,6 +64,13 @@ def psi_for(batch: Batch) -> Psi:
     return psi
 
 
+def alone(model: PreTrainedModel, batch: Batch) -> Tensor:
+    """Log-probs of every row by itself, in token order."""
+    return torch.cat(
+        [forward_logprobs(model, pack_rows([row], "rows", 1)[0]) for row in batch.rows]
+    )
+
+
 MakeLearner = Callable[..., TorchLearner]
 
 
@@ -89,7 +99,7 @@ def test_the_gradient_does_not_depend_on_the_token_budget(make_learner: MakeLear
         assert report.applied
         norms.append(report.grad_norm)
         # The first moment after one step is (1 - beta) times the clipped gradient.
-        updated.append([state["exp_avg"] for state in learner.optimizer.state.values()])
+        updated.append([state["exp_avg"] for state in learner.optimizer.inner.state.values()])
     assert norms == pytest.approx([norms[0]] * 3, rel=1e-10)
     for other in updated[1:]:
         for first, second in zip(updated[0], other, strict=True):
@@ -99,14 +109,14 @@ def test_the_gradient_does_not_depend_on_the_token_budget(make_learner: MakeLear
 def test_the_gradient_is_that_of_the_one_loss(make_learner: MakeLearner) -> None:
     batch, psi = make_batch(), psi_for(make_batch())
     learner = make_learner(torch.float64, max_grad_norm=1e9, token_budget=64)
-    logprobs = forward_logprobs(learner.model, batch.rows)
+    logprobs = alone(learner.model, batch)
     loss = -(psi(logprobs.detach(), torch.arange(batch.n_tokens)) * logprobs).sum()
-    expected = torch.autograd.grad(loss, list(learner.parameters.values()))
+    expected = torch.autograd.grad(loss, list(learner.optimizer.parameters.values()))
     report = learner.step(batch, psi, lr=1e-3)
     assert report.loss == pytest.approx(loss.item(), rel=1e-10)
-    assert report.tokens == sum(len(row.tokens) for row in batch.rows)
+    assert report.tokens == sum(len(pack.tokens) for pack in packs(batch, "trie", 64))
     torch.testing.assert_close(report.logprobs, logprobs.detach().float())
-    states = learner.optimizer.state.values()
+    states = learner.optimizer.inner.state.values()
     for gradient, state in zip(expected, states, strict=True):
         torch.testing.assert_close(state["exp_avg"], gradient * (1 - 0.9), atol=1e-12, rtol=1e-9)
 
@@ -133,7 +143,9 @@ def test_the_gradient_norm_is_reported_before_clipping(make_learner: MakeLearner
     free = make_learner(max_grad_norm=1e9).step(batch, psi_for(batch), lr=1e-3)
     learner = make_learner(max_grad_norm=free.grad_norm / 10)
     assert learner.step(batch, psi_for(batch), lr=1e-3).grad_norm == pytest.approx(free.grad_norm)
-    first_moments = [state["exp_avg"].norm() / 0.1 for state in learner.optimizer.state.values()]
+    first_moments = [
+        state["exp_avg"].norm() / 0.1 for state in learner.optimizer.inner.state.values()
+    ]
     assert torch.stack(first_moments).norm().item() == pytest.approx(free.grad_norm / 10, rel=1e-4)
 
 
@@ -213,7 +225,7 @@ def test_a_checkpoint_is_an_ordinary_hugging_face_directory(
     learner.save(tmp_path)
     assert capfd.readouterr() == ("", "")  # no progress bar in the middle of the live view
     model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    torch.testing.assert_close(forward_logprobs(model, batch.rows), learner.logprobs(batch))
+    torch.testing.assert_close(alone(model, batch), learner.logprobs(batch))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     chat = [{"role": "user", "content": "Oslo"}]
     assert "user\nOslo" in tokenizer.apply_chat_template(chat, tokenize=False)
@@ -228,7 +240,7 @@ def test_a_checkpoint_from_before_the_first_step_loads(
     batch = make_batch()
     used.step(batch, psi_for(batch), lr=1e-2)
     used.load(tmp_path)
-    assert not used.optimizer.state
+    assert not used.optimizer.inner.state
     assert all(torch.equal(weights(fresh)[name], t) for name, t in weights(used).items())
 
 
@@ -268,6 +280,117 @@ def test_an_optimizer_of_other_parameters_is_refused(tiny_model_dir: Path, tmp_p
     learner.step(batch, psi_for(batch), lr=1e-2)
     learner.save(tmp_path)
     name = sorted(load_file(tmp_path / OPTIMIZER))[0]
-    learner.parameters = {k: p for k, p in learner.parameters.items() if not name.startswith(k)}
+    del learner.optimizer.parameters[name.rpartition("/")[0]]
     with pytest.raises(PolicyError, match="another model"):
         learner.load(tmp_path)
+
+
+@pytest.mark.parametrize("settings", [{}, {"token_budget": 60}])
+def test_recomputing_activations_changes_no_gradient(
+    make_learner: MakeLearner, settings: dict[str, int]
+) -> None:
+    batch = make_batch()
+    kept = make_learner(torch.float64, **settings)
+    recomputing = make_learner(torch.float64, gradient_checkpointing=True, **settings)
+    seen: dict[str, int] = {}
+    for learner in (kept, recomputing):
+        calls: list[object] = []
+        layer = learner.model.base_model.layers[0].mlp
+        hook = layer.register_forward_pre_hook(lambda *given, calls=calls: calls.append(given[0]))
+        report = learner.step(batch, psi_for(batch), lr=1e-2)
+        hook.remove()
+        seen[str(learner is kept)] = len(calls)
+        assert report.applied
+        assert not learner.model.training
+        learner.logprobs(batch)  # nothing of the switch is left
+    assert seen["False"] == 2 * seen["True"]
+    for name, tensor in weights(kept).items():
+        torch.testing.assert_close(weights(recomputing)[name], tensor, atol=1e-12, rtol=0)
+
+
+def test_a_model_without_such_layers_is_refused() -> None:
+    with pytest.raises(PolicyError, match=r"learner\.gradient_checkpointing: Linear has no layers"):
+        layers_of(torch.nn.Linear(1, 1))
+
+
+def short_of_memory(learner: TorchLearner, failures: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last pack of a pass does not fit, so often."""
+    compute, left = learner._forward, [failures]
+
+    def forward(pack: Pack, model: PreTrainedModel) -> tuple[Tensor, Tensor, Tensor]:
+        result = compute(pack, model)
+        if left[0] and 0 in pack.index:
+            left[0] -= 1
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2 GiB.\nsecond line"
+            )
+        return result
+
+    monkeypatch.setattr(learner, "_forward", forward)
+
+
+def test_out_of_memory_is_tried_again_with_half_the_budget(
+    make_learner: MakeLearner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = make_batch()
+    plain, struck = (make_learner(torch.float64, token_budget=64) for _ in range(2))
+    expected = plain.step(batch, psi_for(batch), lr=1e-2)
+    short_of_memory(struck, 1, monkeypatch)
+    with pytest.warns(RuntimeWarning, match=r"set learner\.token_budget = 32"):
+        report = struck.step(batch, psi_for(batch), lr=1e-2)
+    assert (struck.token_budget, report.metrics["memory/retries"]) == (32, 1)
+    assert expected.metrics["memory/retries"] == 0
+    assert report.loss == pytest.approx(expected.loss, rel=1e-10)
+    for name, tensor in weights(plain).items():  # the first try's gradient is not counted twice
+        torch.testing.assert_close(weights(struck)[name], tensor, atol=1e-9, rtol=0)
+
+
+def test_out_of_memory_twice_is_a_sentence_and_changes_nothing(
+    make_learner: MakeLearner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, learner = make_batch(), make_learner(token_budget=64)
+    before = weights(learner)
+    short_of_memory(learner, 2, monkeypatch)
+    with (
+        pytest.warns(RuntimeWarning, match="ran out of memory"),
+        pytest.raises(TrainingError, match=r"halved to 32 as well \(CUDA out of memory\. Tried"),
+    ):
+        learner.step(batch, psi_for(batch), lr=1e-2)
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights(learner).items())
+    assert all(parameter.grad is None for parameter in learner.model.parameters())
+
+
+def test_an_error_that_is_not_about_memory_passes(
+    make_learner: MakeLearner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = make_learner()
+    monkeypatch.setattr(learner, "_forward", lambda *_: torch.ones(2) @ torch.ones(3))
+    with pytest.raises(RuntimeError, match="inconsistent tensor size"):
+        learner.logprobs(make_batch())
+
+
+def test_log_probs_that_are_not_finite_change_nothing_and_ask_for_no_psi(
+    make_learner: MakeLearner,
+) -> None:
+    batch, learner = make_batch(), make_learner()
+    with torch.no_grad():
+        learner.model.get_output_embeddings().weight[7, 0] = math.inf
+    before = weights(learner)
+
+    def psi(logprobs: Tensor, tokens: Tensor) -> Tensor:
+        raise AssertionError("psi of NaN")
+
+    report = learner.step(batch, psi, lr=1e-2)
+    assert (report.applied, math.isnan(report.loss)) == (False, True)
+    assert report.logprobs.isnan().any()
+    assert "policy/entropy" not in report.metrics
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights(learner).items())
+
+
+def test_a_report_says_entropy_and_memory(make_learner: MakeLearner) -> None:
+    batch, learner = make_batch(), make_learner()
+    with torch.no_grad():
+        learner.model.get_output_embeddings().weight.zero_()
+    metrics = learner.step(batch, psi_for(batch), lr=1e-2).metrics
+    assert metrics["policy/entropy"] == pytest.approx(math.log(VOCABULARY), rel=1e-5)
+    assert 50 < metrics["memory/process_peak_mb"] < 100_000

@@ -4,14 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
 from agentrl.algorithms import packing
 from agentrl.algorithms.batch import Row
-from agentrl.algorithms.packing import check_model, forward_logprobs, micro_batches
+from agentrl.algorithms.packing import check_model, forward_logprobs, pack_rows
 from agentrl.errors import PolicyError
 
 VOCABULARY = 512
@@ -44,6 +42,11 @@ def gradients(model: PreTrainedModel, loss: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(loss, list(model.parameters())))
 
 
+def logprobs_of(model: PreTrainedModel, rows: list[Row]) -> Tensor:
+    (pack,) = pack_rows(rows, "trie", 10_000)
+    return forward_logprobs(model, pack)[pack.index.argsort()]
+
+
 def reference(model: PreTrainedModel, row: Row) -> Tensor:
     """What the model itself says, from all its logits."""
     logits = model(input_ids=row.tokens[None], use_cache=False).logits[0]
@@ -54,7 +57,7 @@ def reference(model: PreTrainedModel, row: Row) -> Tensor:
 def test_logprobs_and_gradients_are_those_of_the_model_alone(model: PreTrainedModel) -> None:
     rows = make_rows([40, 3, 17, 2, 33])
     expected = torch.cat([reference(model, row) for row in rows])
-    logprobs = forward_logprobs(model, rows)
+    logprobs = logprobs_of(model, rows)
     assert logprobs.dtype is torch.float32
     torch.testing.assert_close(logprobs.double(), expected, atol=1e-5, rtol=0)
     weights = torch.linspace(-1, 1, len(logprobs))
@@ -69,7 +72,7 @@ def test_logprobs_and_gradients_are_those_of_the_model_alone(model: PreTrainedMo
 
 def test_a_row_does_not_notice_its_batch_mates(model: PreTrainedModel) -> None:
     row, *others = make_rows([20, 60, 5, 19, 90])
-    alone, together = forward_logprobs(model, [row]), forward_logprobs(model, [row, *others])
+    alone, together = logprobs_of(model, [row]), logprobs_of(model, [row, *others])
     own = slice(0, len(row.actions))
     torch.testing.assert_close(alone, together[own], atol=1e-5, rtol=0)
     for first, second in zip(
@@ -82,14 +85,14 @@ def test_the_head_sees_action_positions_only_and_in_chunks(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = make_rows([30, 12, 25])
-    whole = forward_logprobs(model, rows)
+    whole = logprobs_of(model, rows)
     expected = gradients(model, whole.sum())
     sizes: list[int] = []
     model.get_output_embeddings().register_forward_hook(
         lambda head, inputs, output: sizes.append(output.shape[0])
     )
     monkeypatch.setattr(packing, "MAX_LOGITS", 4 * VOCABULARY)
-    chunked = forward_logprobs(model, rows)
+    chunked = logprobs_of(model, rows)
     assert sum(sizes) == len(whole) == sum(len(row.actions) for row in rows)
     torch.testing.assert_close(whole, chunked)
     for first, second in zip(expected, gradients(model, chunked.sum()), strict=True):
@@ -100,19 +103,8 @@ def test_the_head_sees_action_positions_only_and_in_chunks(
 
 def test_float64_models_stay_float64(model: PreTrainedModel) -> None:
     (row,) = make_rows([20])
-    logprobs = forward_logprobs(model.double(), [row])
+    logprobs = logprobs_of(model.double(), [row])
     torch.testing.assert_close(logprobs, reference(model, row), atol=1e-12, rtol=0)
-
-
-@given(st.lists(st.integers(2, 40), max_size=30), st.integers(1, 120))
-def test_micro_batches_hold_every_row_once_under_the_budget(
-    lengths: list[int], budget: int
-) -> None:
-    rows = make_rows(lengths)
-    batches = list(micro_batches(rows, budget))
-    assert sorted(index for batch in batches for index in batch) == list(range(len(rows)))
-    for batch in batches:
-        assert len(batch) == 1 or len(batch) * max(lengths[i] for i in batch) <= budget
 
 
 def test_a_model_that_transforms_its_logits_is_refused(model: PreTrainedModel) -> None:

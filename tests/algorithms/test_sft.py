@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from agentrl.algorithms.model import load_model
-from agentrl.algorithms.packing import forward_logprobs
+from agentrl.algorithms.packing import forward_logprobs, pack_rows
 from agentrl.algorithms.sft import imitate, rows_of
 from agentrl.errors import TrainingError
 
@@ -51,9 +51,10 @@ def test_imitation_makes_the_conversations_likely_and_repeats_itself(tiny_model_
         model, tokenizer = load_model(tiny_model_dir)
         tokenizer.chat_template = TEMPLATE
         rows = rows_of(tokenizer, CONVERSATIONS)
-        before = -forward_logprobs(model, rows).mean()
+        (pack,) = pack_rows(rows, "rows", 10_000)
+        before = -forward_logprobs(model, pack).mean()
         losses.append(imitate(model, rows, steps=30, batch=4, lr=1e-2, warmup=5, seed=1))
         with torch.no_grad():
-            after = -forward_logprobs(model, rows).mean()
+            after = -forward_logprobs(model, pack).mean()
         assert after < 0.2 * before
     assert losses[0] == losses[1]

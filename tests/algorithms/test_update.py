@@ -13,7 +13,8 @@ from torch import Tensor
 
 from agentrl.algorithms import presets
 from agentrl.algorithms.batch import Batch
-from agentrl.algorithms.learners.base import Psi, StepReport
+from agentrl.algorithms.dump import BadSteps, load_dump
+from agentrl.algorithms.learners.base import Psi, StepReport, ValueTerms
 from agentrl.algorithms.update import Updater
 from agentrl.config import AlgorithmConfig
 from agentrl.errors import TrainingError
@@ -37,16 +38,24 @@ class Recorder:
     batches: list[Batch] = dataclasses.field(default_factory=list)
     coefficients: list[Tensor] = dataclasses.field(default_factory=list)
     rates: list[float] = dataclasses.field(default_factory=list)
+    broken: set[int] = dataclasses.field(default_factory=set)  # optimizer steps that change nothing
 
     def logprobs(self, batch: Batch) -> Tensor:
         return batch.behaviour + self.shift * len(self.batches)
 
-    def step(self, batch: Batch, psi: Psi, *, lr: float) -> StepReport:
+    def step(
+        self, batch: Batch, psi: Psi, *, lr: float, critic: ValueTerms | None = None
+    ) -> StepReport:
         logprobs = self.logprobs(batch)
         self.coefficients.append(psi(logprobs, torch.arange(batch.n_tokens)))
         self.batches.append(batch)
         self.rates.append(lr)
-        return StepReport(loss=0.0, grad_norm=1.0, logprobs=logprobs, tokens=9, applied=True)
+        if len(self.batches) - 1 in self.broken:
+            lost = torch.full_like(logprobs, math.nan)
+            return StepReport(loss=math.nan, grad_norm=0, logprobs=lost, tokens=9, applied=False)
+        return StepReport(
+            loss=0.0, grad_norm=1.0, logprobs=logprobs, tokens=9, applied=True, metrics={"own": 3.0}
+        )
 
     def save(self, directory: Path) -> None: ...
     def load(self, directory: Path) -> None: ...
@@ -155,27 +164,103 @@ def test_minibatches_and_epochs_take_the_old_policy_from_before_the_first() -> N
     whole, cut = Recorder(), Recorder()
     updater(whole).update(0, groups)
     metrics = updater(cut, minibatches=2, epochs=2).update(0, groups)
-    assert [batch.groups for batch in cut.batches] == [["a", "b"], ["c", "d"]] * 2
+    epochs = [[*one.groups, *two.groups] for one, two in (cut.batches[:2], cut.batches[2:])]
+    assert [sorted(epoch) for epoch in epochs] == [list("abcd")] * 2
+    assert epochs[0] != epochs[1]
     assert metrics["update/steps"] == 4
-    halves = torch.cat(cut.coefficients[:2])
-    # Each half averages over half the rows, and its credit is that of the whole batch.
-    assert torch.allclose(halves, 2 * whole.coefficients[0], rtol=1e-6)
+    for batch, coefficients in zip(cut.batches, cut.coefficients, strict=True):
+        for position, name in enumerate(batch.groups):
+            own, first = slice(6 * position, 6 * position + 6), 6 * "abcd".index(name)
+            # Each half averages over half the rows, and its credit is that of the whole batch.
+            expected = 2 * whole.coefficients[0][first : first + 6]
+            assert torch.allclose(coefficients[own], expected, rtol=1e-6)
 
 
-def test_learning_rate_warms_up() -> None:
+def test_minibatches_are_dealt_the_same_way_again() -> None:
+    groups = [group(name, 1.0, 0.0) for name in "abcdefgh"]
+    dealt = []
+    for seed in (0, 0, 1):
+        learner = Recorder()
+        step = dataclasses.replace(updater(learner, minibatches=3, epochs=2), seed=seed)
+        step.update(0, groups)
+        dealt.append([batch.groups for batch in learner.batches])
+    assert dealt[0] == dealt[1] != dealt[2]
+    assert [len(names) for names in dealt[0]] == [2, 3, 3] * 2
+
+
+def test_a_group_that_is_left_out_shifts_no_tokens() -> None:
+    groups = [group(name, 1.0, 0.0, 0.0) for name in "abcd"]
+    groups[1] = group("b", 1.0, None)  # one rollout with a reward is no group
     learner = Recorder()
-    step = updater(learner, warmup=3)
-    for number in range(5):
-        step.update(number, [group("a", 1.0, 0.0)])
-    assert learner.rates == [0.25, 0.5, 0.75, 1.0, 1.0]
+    updater(learner, minibatches=4).update(0, groups)
+    for batch, coefficients in zip(learner.batches, learner.coefficients, strict=True):
+        assert batch.groups != ["b"]
+        assert coefficients.sign().tolist() == [1, 1, -1, -1, -1, -1]
 
 
-def test_learning_rate_falls_to_zero() -> None:
+def test_a_batch_is_left_when_the_policy_has_moved_too_far() -> None:
+    """The second step sees log-probs 0.5 above the old ones, the k3 of which is e^0.5 - 1.5."""
+    learner = Recorder()
+    k3 = math.exp(0.5) - 1.5
+    groups = [group(name, 1.0, 0.0) for name in "ab"]
+    for target, steps in ((k3 * 1.01, 3), (k3 * 0.99, 2)):
+        learner = Recorder(shift=0.5)
+        metrics = updater(learner, minibatches=2, epochs=2, target_kl=target).update(0, groups)
+        assert metrics["update/steps"] == len(learner.batches) == steps
+        assert metrics["update/early_stop"] == 1
+
+
+def test_what_the_learner_measures_is_kept() -> None:
+    metrics = updater(Recorder()).update(0, [group("a", 1.0, 0.0)])
+    assert metrics["own"] == 3.0
+    assert metrics["update/early_stop"] == metrics["update/bad"] == 0
+
+
+def test_a_step_that_is_not_finite_is_dumped_and_the_run_goes_on(tmp_path: Path) -> None:
+    groups = [group(name, 1.0, 0.0) for name in "ab"]
+    learner = Recorder(broken={1, 3, 4})
+    bad = BadSteps(tmp_path / "dumps", limit=2)
+    step = dataclasses.replace(updater(learner, minibatches=2), bad_steps=bad)
+    with pytest.warns(RuntimeWarning, match=r"4 of 4 log-probs .*000000\.1\.safetensors") as said:
+        metrics = step.update(0, groups)
+    assert len(said) == 1
+    assert (metrics["update/bad"], metrics["update/skipped"], metrics["loss"]) == (1, 1, 0)
+    assert not any(math.isnan(value) for value in metrics.values())
+    with pytest.warns(RuntimeWarning, match="skipped"):
+        step.update(1, groups)  # a good step came between
+    with pytest.raises(
+        TrainingError, match=r"2\. optimizer step in a row.*000002\.0.*algorithm\.lr"
+    ):
+        step.update(2, groups)
+    names = [f"{name}.safetensors" for name in ("000000.1", "000001.1", "000002.0")]
+    assert sorted(path.name for path in (tmp_path / "dumps").iterdir()) == names
+    dump = load_dump(tmp_path / "dumps" / names[0])
+    assert dump.batch.groups == learner.batches[1].groups
+    assert math.isnan(dump.loss)
+
+
+def test_calls_longer_than_the_context_are_left_out_and_counted() -> None:
+    ours = group("a", 1.0, 0.0)
+    (call,) = ours.rollouts[0].transitions
+    long = replace(call, id="long", prompt=int32(range(9)))
+    rollouts = [replace(ours.rollouts[0], transitions=[call, long]), ours.rollouts[1]]
+    groups = [replace(ours, rollouts=rollouts)]
+    learner = Recorder()
+    step = updater(learner)
+    assert dataclasses.replace(step, context=11).update(0, groups)["calls/too_long"] == 0
+    with pytest.warns(RuntimeWarning, match="1 calls are longer than the 10 tokens"):
+        metrics = dataclasses.replace(step, context=10).update(0, groups)
+    assert (metrics["calls/too_long"], metrics["calls/refused"]) == (1, 1)
+    assert [len(batch.transitions) for batch in learner.batches] == [3, 2]
+    assert learner.batches[1].rollouts == ["a/0", "a/1"]
+
+
+def test_the_learning_rate_is_that_of_the_step() -> None:
     learner = Recorder()
     step = updater(learner, warmup=1, schedule="linear")
-    for number in range(5):
-        step.update(number, [group("a", 1.0, 0.0)])
+    metrics = [step.update(number, [group("a", 1.0, 0.0)]) for number in range(5)]
     assert learner.rates == pytest.approx([0.5, 0.8, 0.6, 0.4, 0.2])
+    assert [row["lr"] for row in metrics] == learner.rates
 
 
 def test_a_reward_that_no_rollout_carries_stops_the_run() -> None:

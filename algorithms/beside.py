@@ -1,0 +1,135 @@
+"""The models beside the policy, as the run file asks for them: critic, reference, teacher.
+
+What an algorithm does not read is not loaded, and what is configured for nothing is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final, Literal
+
+import msgspec
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from agentrl.algorithms.batch import Batch
+from agentrl.algorithms.controller import KlController, controller
+from agentrl.algorithms.critic import ValueModel
+from agentrl.algorithms.learners.base import Learner
+from agentrl.algorithms.model import Tokenizer
+from agentrl.algorithms.objective import Algo
+from agentrl.algorithms.reference import Reference, load_beside
+from agentrl.algorithms.registry import Supply
+from agentrl.config import CriticConfig, ReferenceConfig, RunConfig, Section
+from agentrl.errors import ConfigError
+
+FROZEN: Final[tuple[Literal["q", "t"], ...]] = ("q", "t")  # streams of models that do not learn
+Frozen = dict[Literal["q", "t"], Reference]
+
+
+def supplied(config: RunConfig) -> frozenset[Supply]:
+    """The streams that a run can give its algorithm. A reference is always to be had: what the
+    policy began as."""
+    streams: set[Supply] = {"o", "b", "q"}
+    if config.critic.model:
+        streams.add("v")
+    if config.teacher.model:
+        streams.add("t")
+    return frozenset(streams)
+
+
+def check_used(config: RunConfig, algo: Algo) -> None:
+    """Raises ConfigError for a setting that could not matter."""
+    for key, why in _idle(config, algo):
+        raise ConfigError(f"{key} is set, {why}; leave it out")
+
+
+def make_critic(
+    config: RunConfig, policy: PreTrainedModel, tokenizer: Tokenizer, start: str
+) -> ValueModel | None:
+    """The critic of a run, if it has one. start: what the policy began as.
+
+    Raises PolicyError for a model that cannot be loaded or reads other tokens."""
+    settings = config.critic
+    if not settings.model:
+        return None
+    decoder = None
+    if settings.model != "shared":
+        name = start if settings.model == "copy" else located(config, settings.model)
+        decoder = load_beside("critic.model", name, policy, tokenizer).base_model
+    return ValueModel(
+        policy,
+        decoder,
+        lr=settings.lr,
+        coefficient=settings.coefficient if decoder is None else 1.0,
+        weight_decay=settings.weight_decay,
+        max_grad_norm=config.algorithm.max_grad_norm,
+    )
+
+
+def make_frozen(
+    config: RunConfig, algo: Algo, policy: PreTrainedModel, tokenizer: Tokenizer, start: str
+) -> Frozen:
+    """The frozen models that the algorithm reads."""
+    frozen: Frozen = {}
+    if "q" in algo.needs:
+        settings = config.reference
+        name = located(config, settings.model) if settings.model else start
+        model = load_beside("reference.model", name, policy, tokenizer)
+        frozen["q"] = Reference(model, policy, settings.every)
+    if "t" in algo.needs:
+        name = located(config, config.teacher.model)
+        frozen["t"] = Reference(load_beside("teacher.model", name, policy, tokenizer), policy)
+    return frozen
+
+
+def make_controller(config: RunConfig, algo: Algo) -> KlController | None:
+    """What adapts the penalty on leaving the reference, if anything does."""
+    settings = config.reference
+    return controller(algo, settings.target, settings.horizon) if settings.target else None
+
+
+def scored(algo: Algo, learner: Learner, batch: Batch) -> tuple[Batch, dict[str, Tensor]]:
+    """The batch with the critic's values and the reference's log-probs, where the algorithm reads
+    them, and the log-probs [N] of each frozen model by stream."""
+    streams: dict[str, Tensor] = {
+        letter: learner.logprobs(batch, letter).double()
+        for letter in FROZEN
+        if letter in algo.needs
+    }
+    values = learner.values(batch) if algo.critic else batch.values
+    return replace(batch, values=values, reference=streams.get("q", batch.reference)), streams
+
+
+def located(config: RunConfig, name: str) -> str:
+    """A model's directory, relative to the run file, or a hub name."""
+    directory = config.path(name)
+    return str(directory) if directory.is_dir() else name
+
+
+def _idle(config: RunConfig, algo: Algo) -> list[tuple[str, str]]:
+    """Settings that could not matter, and why."""
+    none = f"and algorithm.preset = {algo.name!r}"
+    idle = []
+    if config.critic.model and not algo.critic:
+        idle.append(("critic.model", f"{none} reads no values of a critic"))
+    if not config.critic.model:
+        idle += [(f"critic.{key}", "and there is no critic.model") for key in _set(config.critic)]
+    elif config.critic.model != "shared" and "coefficient" in _set(config.critic):
+        # AdamW divides a loss of its own by its size again.
+        idle.append(("critic.coefficient", "and weighs nothing in a model of the critic's own"))
+    if "q" not in algo.needs:
+        why = f"{none} penalises no leaving of a reference; set the coefficient of its penalty"
+        idle += [(f"reference.{key}", why) for key in _set(config.reference)]
+    if not config.reference.target and "horizon" in _set(config.reference):
+        idle.append(("reference.horizon", "and there is no reference.target"))
+    if config.teacher.model and "t" not in algo.needs:
+        idle.append(("teacher.model", f"{none} imitates none"))
+    return idle
+
+
+def _set(section: CriticConfig | ReferenceConfig) -> list[str]:
+    """Keys that are not as they would be without the section."""
+    default: Section = type(section)()
+    names = (field.name for field in msgspec.structs.fields(section))
+    return [name for name in names if getattr(section, name) != getattr(default, name)]

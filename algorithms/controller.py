@@ -1,0 +1,69 @@
+"""How strong the penalty on leaving the reference is: adapted so that their KL stays at a target.
+
+beta <- beta * (1 + clip(KL / target - 1, -0.2, 0.2) * rollouts / horizon), arXiv 1909.08593. The KL
+is the mean of b - q per token, which estimates it without bias for the policy that was sampled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from agentrl.algorithms.batch import Batch
+from agentrl.algorithms.credit import rewritten, walk
+from agentrl.algorithms.objective import Algo
+from agentrl.algorithms.shaping import Toll
+from agentrl.errors import ConfigError
+from agentrl.types import Json
+
+LARGEST = 0.2  # relative error beyond which the step of beta does not grow
+
+
+@dataclass(slots=True)
+class KlController:
+    """beta is what it owns; target in nats per token, horizon in rollouts."""
+
+    beta: float
+    target: float
+    horizon: int
+
+    def observe(self, kl: float, rollouts: int) -> None:
+        """After a step on so many rollouts whose KL to the reference was that."""
+        error = min(max(kl / self.target - 1, -LARGEST), LARGEST)
+        self.beta *= 1 + error * rollouts / self.horizon
+
+    def tuned(self, algo: Algo) -> Algo:
+        """The algorithm with the present beta in its penalty."""
+
+        def change(part: Any) -> Any:
+            return Toll(self.beta) if isinstance(part, Toll) else part
+
+        regs = tuple(replace(reg, beta=self.beta) if reg.den == "q" else reg for reg in algo.regs)
+        return replace(algo, credit=rewritten(algo.credit, change), regs=regs)
+
+    def dump(self) -> Json:
+        return self.beta
+
+    def restore(self, data: Json) -> None:
+        """Take over what `dump` wrote. Raises msgspec.ValidationError for what it cannot have."""
+        self.beta = msgspec.convert(data, float)
+
+
+def controller(algo: Algo, target: float, horizon: int) -> KlController:
+    """Begins with the beta of the algorithm. Raises ConfigError if it has none, or two."""
+    betas = [reg.beta for reg in algo.regs if reg.den == "q"]
+    betas += [part.beta for part in walk(algo.credit) if isinstance(part, Toll)]
+    if len(betas) != 1:
+        raise ConfigError(
+            f"reference.target: algorithm.preset = {algo.name!r} has {len(betas)} penalties on "
+            "leaving the reference, and one is adapted; set one of its coefficients"
+        )
+    return KlController(betas[0], target, horizon)
+
+
+def divergence(batch: Batch) -> float:
+    """Mean of b - q over the tokens of the batch, nats."""
+    gap = batch.behaviour.double() - batch.reference.double()
+    return float(gap.mean()) if gap.numel() else 0.0

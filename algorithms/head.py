@@ -1,0 +1,165 @@
+"""The language-model head on action positions: log-probs without a [T, V] tensor of logits.
+
+Always true: no more than two tensors of MAX_LOGITS elements exist at a time, forward or backward,
+whatever the batch. The backward pass recomputes a chunk's logits from the hidden states and the
+log-normaliser that the forward pass kept, and forms the gradients of hidden states and weight
+directly; a frozen weight (LoRA, a shared base) costs nothing. Cut Cross-Entropy, arXiv 2411.09009,
+does the same in one kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.func import functional_call
+from torch.nn import Linear, Module
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
+
+MAX_LOGITS = 2**24  # elements of one chunk of logits: 64 MiB in float32
+
+
+def action_logprobs(
+    head: Module, hidden_NH: Tensor, tokens_N: Tensor, temperature_N: Tensor, *, fp32: bool = False
+) -> tuple[Tensor, Tensor]:
+    """log softmax(head(hidden) / temperature)[token] [N], differentiable in hidden states and head,
+    and the entropy of that distribution in nats [N], detached. float32; float64 from float64.
+
+    fp32: also multiply in float32 where hidden states and head are bfloat16, which keeps learner
+    and sampler closer. ScaleRL, arXiv 2510.13786."""
+    if type(head) is Linear:
+        given = (hidden_NH, head.weight, head.bias, tokens_N, temperature_N, fp32)
+        logprobs_N, entropy_N = _Head.apply(*given)  # type: ignore[no-untyped-call]
+        return logprobs_N, entropy_N
+    # Something wraps the head, such as an adapter: only calling it gives its logits.
+    chunk = max(1, MAX_LOGITS // _vocabulary(head))
+    parts = _chunks(chunk, hidden_NH, tokens_N, temperature_N)
+    scored = [checkpoint(_call, head, *part, fp32, use_reentrant=False) for part in parts]
+    logprobs, entropies = zip(*scored, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+class _Head(torch.autograd.Function):
+    """`action_logprobs` of a plain linear head."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        tokens_N: Tensor,
+        temperature_N: Tensor,
+        fp32: bool,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.chunk = max(1, MAX_LOGITS // len(weight_VH))
+        ctx.fp32 = fp32
+        ctx.set_materialize_grads(False)
+        weight, bias = _operands(weight_VH, bias_V, fp32)
+        scores = [
+            _score(_logits(hidden_CH, weight, bias, temperature_C), tokens_C)
+            for hidden_CH, tokens_C, temperature_C in _chunks(
+                ctx.chunk, hidden_NH, tokens_N, temperature_N
+            )
+        ]
+        logprobs_N, entropy_N, normaliser_N = map(torch.cat, zip(*scores, strict=True))
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, tokens_N, temperature_N, normaliser_N)
+        ctx.mark_non_differentiable(entropy_N)
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_N: Tensor | None, _: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+        if grad_N is None:
+            return None, None, None, None, None, None
+        hidden_NH, weight_VH, bias_V, tokens_N, temperature_N, normaliser_N = ctx.saved_tensors
+        weight, bias = _operands(weight_VH, bias_V, ctx.fp32)
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        # The weight's gradient is summed over chunks in the dtype of the logits.
+        grad_weight = torch.zeros_like(weight_VH, dtype=grad_N.dtype) if wants_weight else None
+        grad_bias = torch.zeros_like(bias_V, dtype=grad_N.dtype) if wants_bias else None
+        grad_hidden = torch.empty_like(hidden_NH) if wants_hidden else None
+        for start in range(0, len(tokens_N), ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            logits_CV = _logits(hidden_NH[part], weight, bias, temperature_N[part])
+            scale_C1 = (grad_N[part] / temperature_N[part].to(grad_N))[:, None]
+            # d log softmax(z)[token] / d z = one-hot(token) - softmax(z)
+            grad_CV = logits_CV.sub_(normaliser_N[part, None]).exp_().mul_(-scale_C1)
+            grad_CV.scatter_add_(1, tokens_N[part, None], scale_C1)
+            narrow_CV = grad_CV.to(weight.dtype)
+            if grad_hidden is not None:
+                grad_hidden[part] = narrow_CV @ weight
+            if grad_weight is not None:
+                _add_product(grad_weight, narrow_CV, hidden_NH[part].to(weight.dtype))
+            if grad_bias is not None:
+                grad_bias += grad_CV.sum(0)
+        return grad_hidden, grad_weight, grad_bias, None, None, None
+
+
+def _chunks(size: int, *columns: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    return zip(*(torch.split(column, size) for column in columns), strict=True)
+
+
+def _operands(weight: Tensor, bias: Tensor | None, fp32: bool) -> tuple[Tensor, Tensor | None]:
+    """What logits are multiplied with. Widened once, not once per chunk."""
+    if not fp32 or weight.dtype == torch.float64:
+        return weight, bias
+    return weight.float(), None if bias is None else bias.float()
+
+
+def _logits(
+    hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature_C: Tensor
+) -> Tensor:
+    """Divided by temperature [C, V]: a tensor of its own, float32 or float64."""
+    return _divided(linear(hidden_CH.to(weight_VH.dtype), weight_VH, bias_V), temperature_C)
+
+
+def _divided(logits_CV: Tensor, temperature_C: Tensor) -> Tensor:
+    wide = logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
+    # In place: neither the head nor the division needs the undivided logits again.
+    return wide.div_(temperature_C.to(wide.dtype)[:, None])
+
+
+def _score(logits_CV: Tensor, tokens_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-prob of each token, entropy and log-normaliser [C], with one exponential per logit."""
+    peak_C1 = logits_CV.amax(-1, keepdim=True)
+    exp_CV = (logits_CV - peak_C1).exp_()
+    total_C = exp_CV.sum(-1)
+    normaliser_C = total_C.log() + peak_C1[:, 0]
+    logprobs_C = logits_CV.gather(1, tokens_C[:, None])[:, 0] - normaliser_C
+    # In place: a third tensor of this size is not needed for sum(exp * logit).
+    entropy_C = normaliser_C - exp_CV.mul_(logits_CV).sum(-1) / total_C
+    return logprobs_C, entropy_C, normaliser_C
+
+
+def _call(
+    head: Module, hidden_CH: Tensor, tokens_C: Tensor, temperature_C: Tensor, fp32: bool
+) -> tuple[Tensor, Tensor]:
+    """`action_logprobs` of one chunk by calling the head."""
+    if fp32 and hidden_CH.dtype != torch.float64:
+        wide = {name: parameter.float() for name, parameter in head.named_parameters()}
+        logits_CV = functional_call(head, wide, hidden_CH.float())
+    else:
+        logits_CV = head(hidden_CH)
+    logprobs_CV = _divided(logits_CV, temperature_C).log_softmax(-1)
+    detached = logprobs_CV.detach()
+    entropy_C = -(detached.exp() * detached).sum(-1)
+    return logprobs_CV.gather(1, tokens_C[:, None])[:, 0], entropy_C
+
+
+def _add_product(total_VH: Tensor, grad_CV: Tensor, hidden_CH: Tensor) -> None:
+    if total_VH.dtype == grad_CV.dtype:
+        total_VH.addmm_(grad_CV.T, hidden_CH)
+    else:
+        total_VH += grad_CV.T @ hidden_CH
+
+
+def _vocabulary(head: Module) -> int:
+    """Rows of the head's output: those of its widest parameter, whatever wraps it."""
+    return max(parameter.shape[0] for parameter in head.parameters())

@@ -1,0 +1,67 @@
+"""What an update takes of memory: recomputing instead of keeping, the peak, and running out."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from agentrl.errors import PolicyError
+
+MB = 10**6
+
+
+def layers_of(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
+    """The layers whose activations can be recomputed. Raises PolicyError if there are none."""
+    layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
+    if not layers:
+        raise PolicyError(
+            f"learner.gradient_checkpointing: {type(model).__name__} has no layers that "
+            "transformers can checkpoint; set it to false"
+        )
+    return layers
+
+
+@contextmanager
+def recomputing(layers: list[GradientCheckpointingLayer]) -> Iterator[None]:
+    """Forward passes within keep the input of each layer alone; backward recomputes the rest.
+
+    Transformers' own switch works in training mode only, which would turn dropout on, and would
+    take the cache from a policy server that shares the model."""
+    for layer in layers:
+        # Nothing is drawn in eval mode, so there is no random state to carry over.
+        layer.forward = partial(
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+        )
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def start_measuring(device: torch.device) -> None:
+    """Forget earlier peaks, where the device can."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak(device: torch.device) -> dict[str, float]:
+    """memory/peak_mb: most that torch allocated on the CUDA device since `start_measuring`.
+    memory/process_peak_mb, elsewhere: largest resident set of this process since its start."""
+    if device.type == "cuda":
+        return {"memory/peak_mb": torch.cuda.max_memory_allocated(device) / MB}
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"memory/process_peak_mb": largest * (1 if sys.platform == "darwin" else 1024) / MB}
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """torch has a class of its own for devices, and a message for the CPU."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)

@@ -1,0 +1,183 @@
+"""AdamW on named parameters, with float32 master weights where the model's own are narrower.
+
+Owns the master weights and the moments; the gradients while a step lasts. Always true: what is
+updated is float32 or wider, gradients of bfloat16 weights are summed over micro-batches in float32,
+and the model's weight is its master rounded once.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.utils import clip_grad_norm_
+
+from agentrl.errors import PolicyError
+
+FILE = "optimizer.safetensors"  # tensors "<parameter>/<moment>", and "<parameter>/master"
+MASTER = "master"
+Kind = Literal["adamw", "adamw8bit", "paged_adamw8bit"]
+NARROW = (torch.bfloat16, torch.float16)
+SHAPED = ("exp_avg", "exp_avg_sq", "state1", "state2", MASTER)  # one element for each weight
+_EIGHT_BIT = {"adamw8bit": "AdamW8bit", "paged_adamw8bit": "PagedAdamW8bit"}
+
+
+class Optimizer:
+    """Raises PolicyError for a kind that this machine cannot compute."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Parameter],
+        *,
+        kind: Kind = "adamw",
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.0,
+    ) -> None:
+        self.kind = kind
+        self.parameters = dict(parameters)
+        self.masters = {
+            name: Parameter(p.detach().float()) if p.dtype in NARROW else p
+            for name, p in parameters.items()
+        }
+        for name, parameter in self._narrow():
+            hook = _into(self.masters[name])
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        self.inner = _make(kind, list(self.masters.values()), betas, weight_decay)
+
+    def clip(self, limit: float) -> float:
+        """Scale the gradients down to this norm; returns the norm they had."""
+        return float(clip_grad_norm_(self.masters.values(), limit))
+
+    def step(self, lr: float) -> None:
+        """Update weights and moments from the gradients."""
+        for group in self.inner.param_groups:
+            group["lr"] = lr
+        self.inner.step()
+        self._round()
+
+    def zero_grad(self) -> None:
+        """Free the gradients, those of an interrupted backward pass as well."""
+        self.inner.zero_grad(set_to_none=True)
+        for _, parameter in self._narrow():
+            parameter.grad = None
+
+    def save(self, directory: Path) -> None:
+        """Write FILE."""
+        tensors = {f"{n}/{MASTER}": self.masters[n].detach() for n, _ in self._narrow()}
+        state = self.inner.state_dict()["state"]
+        for index, name in enumerate(self.parameters):
+            for moment, value in state.get(index, {}).items():
+                # bitsandbytes counts its steps in a Python int.
+                tensors[f"{name}/{moment}"] = torch.as_tensor(value).contiguous()
+        save_file(tensors, directory / FILE, metadata={"optimizer": self.kind})
+
+    def read(self, directory: Path) -> dict[str, Tensor]:
+        """What `save` wrote, for `restore`. Raises PolicyError if it does not fit."""
+        try:
+            with safe_open(directory / FILE, framework="pt") as file:
+                kind = (file.metadata() or {}).get("optimizer")
+                saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise PolicyError(
+                f"checkpoint {directory}: {FILE} is missing or incomplete ({error}); "
+                "resume from another checkpoint"
+            ) from None
+        if kind != self.kind:
+            raise PolicyError(
+                f"checkpoint {directory}: its optimizer is {kind!r}, not {self.kind!r}; set "
+                f"learner.optimizer = {kind!r}, or start a new run from these weights"
+            )
+        self._check(directory, saved)
+        return saved
+
+    def restore(self, saved: Mapping[str, Tensor]) -> None:
+        """Take over what `read` returned: master weights, the model's weights, moments."""
+        with torch.no_grad():
+            for name, _ in self._narrow():
+                self.masters[name].copy_(saved[f"{name}/{MASTER}"])
+        self._round()
+        state: dict[int, dict[str, Any]] = {}
+        numbers = {name: index for index, name in enumerate(self.parameters)}
+        for key, tensor in saved.items():
+            name, _, moment = key.rpartition("/")
+            if moment != MASTER:
+                counts = not tensor.is_floating_point() and not tensor.ndim
+                value = int(tensor) if counts else tensor
+                state.setdefault(numbers[name], {})[moment] = value
+        groups = self.inner.state_dict()["param_groups"]
+        self.inner.load_state_dict({"state": state, "param_groups": groups})
+
+    def _narrow(self) -> list[tuple[str, Parameter]]:
+        """Parameters that have a master."""
+        return [(n, p) for n, p in self.parameters.items() if self.masters[n] is not p]
+
+    def _round(self) -> None:
+        with torch.no_grad():
+            for name, parameter in self._narrow():
+                parameter.copy_(self.masters[name])
+
+    def _check(self, directory: Path, saved: Mapping[str, Tensor]) -> None:
+        """Moments are there for every parameter, or for none: before the first step."""
+        moments = {key.rpartition("/")[0] for key in saved if not key.endswith(f"/{MASTER}")}
+        masters = {key.rpartition("/")[0] for key in saved if key.endswith(f"/{MASTER}")}
+        expected = [(moments, set(self.parameters) if moments else set())]
+        expected.append((masters, {name for name, _ in self._narrow()}))
+        for found, wanted in expected:
+            for name in sorted(found ^ wanted):
+                where = "there, not in the policy" if name in found else "in the policy, not there"
+                raise PolicyError(
+                    f"checkpoint {directory}: {FILE} is of another model ({name} is {where}); "
+                    "resume with the model and policy.dtype it was made with"
+                )
+        for key, tensor in saved.items():
+            name, _, moment = key.rpartition("/")
+            shapes = list(tensor.shape), list(self.parameters[name].shape)
+            if moment in SHAPED and shapes[0] != shapes[1]:
+                raise PolicyError(
+                    f"checkpoint {directory}: {FILE} is of another model ({key} is {shapes[0]}, "
+                    f"{shapes[1]} in the policy); resume with the model it was made from"
+                )
+
+
+def _into(master: Parameter) -> Callable[[Tensor], None]:
+    """Moves each new gradient of a narrow weight to its master's."""
+
+    def move(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        if master.grad is None:
+            master.grad = parameter.grad.float()
+        else:
+            master.grad += parameter.grad
+        parameter.grad = None
+
+    return move
+
+
+def _make(
+    kind: Kind, weights: list[Parameter], betas: tuple[float, float], weight_decay: float
+) -> torch.optim.Optimizer:
+    if kind == "adamw":
+        return torch.optim.AdamW(weights, betas=betas, weight_decay=weight_decay, fused=True)
+    if any(weight.device.type != "cuda" for weight in weights):
+        raise PolicyError(
+            f"learner.optimizer = {kind!r}: it needs a CUDA device, and the policy is on "
+            f"{weights[0].device.type}; use 'adamw'"
+        )
+    try:
+        library = importlib.import_module("bitsandbytes.optim")
+    except ImportError as error:
+        raise PolicyError(
+            f"learner.optimizer = {kind!r}: bitsandbytes cannot be imported ({error}); "
+            "pip install bitsandbytes, or use 'adamw'"
+        ) from None
+    made: torch.optim.Optimizer = getattr(library, _EIGHT_BIT[kind])(
+        weights, betas=betas, weight_decay=weight_decay
+    )
+    return made

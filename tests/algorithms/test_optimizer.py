@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import Parameter
+
+from agentrl.algorithms.learners import optimizer
+from agentrl.algorithms.learners.optimizer import FILE, Optimizer
+from agentrl.errors import PolicyError
+
+
+def make(dtype: torch.dtype = torch.bfloat16, **settings: object) -> Optimizer:
+    weights = torch.linspace(1, 2, 12, dtype=torch.float32).view(3, 4).to(dtype)
+    named = {"layer.weight": Parameter(weights), "bias": Parameter(torch.ones(3, dtype=dtype))}
+    return Optimizer(named, **settings)  # type: ignore[arg-type]
+
+
+def backward(made: Optimizer, scale: float = 1.0) -> None:
+    sum(scale * parameter.sum() for parameter in made.parameters.values()).backward()
+
+
+def train(made: Optimizer, steps: int = 3, lr: float = 1e-2) -> list[Tensor]:
+    for number in range(steps):
+        backward(made, scale=1.0 + number)
+        made.clip(1.0)
+        made.step(lr)
+        made.zero_grad()
+    return [parameter.detach().clone() for parameter in made.parameters.values()]
+
+
+def same(first: list[Tensor], second: list[Tensor]) -> bool:
+    return all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+
+
+def test_small_updates_of_narrow_weights_are_not_lost() -> None:
+    narrow, wide = make(torch.bfloat16), make(torch.float32)
+    for made in (narrow, wide):
+        train(made, steps=50, lr=1e-4)  # each far less than bfloat16 resolves at 1
+    for name, parameter in narrow.parameters.items():
+        assert parameter.dtype is torch.bfloat16
+        assert parameter.grad is None
+        assert torch.equal(parameter, narrow.masters[name].bfloat16())
+        torch.testing.assert_close(narrow.masters[name], wide.masters[name], rtol=0, atol=5e-3)
+    assert not torch.equal(narrow.parameters["bias"], torch.ones(3, dtype=torch.bfloat16))
+
+
+def test_gradients_of_micro_batches_are_summed_in_float32() -> None:
+    made = make()
+    backward(made, 256.0)
+    for _ in range(8):
+        backward(made, 0.5)  # 256.5 is 256 in bfloat16
+    assert made.masters["bias"].grad is not None
+    assert made.masters["bias"].grad.tolist() == [260.0] * 3
+    assert made.parameters["bias"].grad is None
+    assert made.clip(1.0) == pytest.approx(260.0 * 15**0.5)
+
+
+def test_wide_weights_are_their_own_masters(tmp_path: Path) -> None:
+    made = make(torch.float64)
+    train(made)
+    assert all(made.masters[name] is p for name, p in made.parameters.items())
+    made.save(tmp_path)
+    assert not any("master" in name for name in load_file(tmp_path / FILE))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_was_saved_continues_bitwise(dtype: torch.dtype, tmp_path: Path) -> None:
+    made, resumed = make(dtype), make(dtype)
+    train(made)
+    made.save(tmp_path)
+    if dtype is torch.float32:  # the model's own file holds these
+        with torch.no_grad():
+            for name, parameter in resumed.parameters.items():
+                parameter.copy_(made.parameters[name])
+    resumed.restore(resumed.read(tmp_path))
+    assert same(train(made), train(resumed))
+
+
+class Eight(torch.optim.Optimizer):
+    """Keeps its state as bitsandbytes does: bytes and scales, and the step as a Python int."""
+
+    def __init__(self, weights: Iterable[Parameter]) -> None:
+        super().__init__(weights, {"lr": 0.0})
+
+    def step(self) -> None:  # type: ignore[override]
+        for weight in self.param_groups[0]["params"]:
+            state = self.state[weight]
+            state.setdefault("step", 0)
+            state.setdefault("state1", torch.zeros(weight.shape, dtype=torch.uint8))
+            state.setdefault("absmax1", torch.ones(1))
+            state["step"] += 1
+            state["state1"] += 3
+            weight.data -= self.param_groups[0]["lr"] * state["step"] * state["state1"]
+
+
+def test_states_of_other_optimizers_are_kept_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizer, "_make", lambda kind, weights, *_: Eight(weights))
+    made, resumed = (make(kind="adamw8bit") for _ in range(2))
+    train(made)
+    made.save(tmp_path)
+    resumed.restore(resumed.read(tmp_path))
+    assert resumed.inner.state[resumed.masters["bias"]]["step"] == 3
+    assert same(train(made), train(resumed))
+
+
+def test_a_file_of_another_optimizer_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make().save(tmp_path)
+    monkeypatch.setattr(optimizer, "_make", lambda kind, weights, *_: Eight(weights))
+    with pytest.raises(
+        PolicyError, match=r"its optimizer is 'adamw', not 'adamw8bit'; set learner"
+    ):
+        make(kind="adamw8bit").read(tmp_path)
+
+
+def test_a_file_of_another_dtype_or_shape_is_refused(tmp_path: Path) -> None:
+    made = make()
+    train(made)
+    made.save(tmp_path)
+    with pytest.raises(PolicyError, match=r"bias is there, not in the policy.*policy\.dtype"):
+        make(torch.float32).read(tmp_path)
+    tensors = load_file(tmp_path / FILE)
+    tensors["bias/exp_avg"] = torch.zeros(4)
+    save_file(tensors, tmp_path / FILE, metadata={"optimizer": "adamw"})
+    with pytest.raises(PolicyError, match=r"bias/exp_avg is \[4\], \[3\] in the policy"):
+        make().read(tmp_path)
+    del tensors["bias/exp_avg"], tensors["bias/exp_avg_sq"], tensors["bias/step"]
+    save_file(tensors, tmp_path / FILE, metadata={"optimizer": "adamw"})
+    with pytest.raises(PolicyError, match="bias is in the policy, not there"):
+        make().read(tmp_path)
+
+
+def test_eight_bit_optimizers_say_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PolicyError, match=r"'paged_adamw8bit': it needs a CUDA device.*on cpu"):
+        make(kind="paged_adamw8bit")
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
+    with pytest.raises(PolicyError, match="pip install bitsandbytes"):
+        optimizer._make("adamw8bit", [], (0.9, 0.95), 0.0)

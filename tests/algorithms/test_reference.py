@@ -1,0 +1,214 @@
+"""Frozen models beside the policy, and what keeps the policy near one."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from agentrl.algorithms import beside, presets
+from agentrl.algorithms.controller import KlController, controller, divergence
+from agentrl.algorithms.learners.torch import TorchLearner
+from agentrl.algorithms.model import load_model
+from agentrl.algorithms.objective import Reg
+from agentrl.algorithms.reference import WEIGHTS, Reference, load_beside
+from agentrl.algorithms.registry import Supply
+from agentrl.config import RunConfig, resolve
+from agentrl.errors import ConfigError, PolicyError
+from tests.algorithms.test_learner import make_batch, psi_for
+
+EVERY: tuple[Supply, ...] = ("o", "b", "q", "t", "v")
+
+
+def config(**sections: object) -> RunConfig:
+    return resolve(sections, source="run.toml")
+
+
+def learner_with(directory: Path, every: int = 0) -> TorchLearner:
+    model, tokenizer = load_model(directory, device="cpu")
+    frozen = load_beside("reference.model", str(directory), model, tokenizer)
+    return TorchLearner(model, tokenizer, threads=1, frozen={"q": Reference(frozen, model, every)})
+
+
+def test_the_reference_stays_where_the_policy_began(tiny_model_dir: Path) -> None:
+    learner, batch = learner_with(tiny_model_dir), make_batch()
+    start = learner.logprobs(batch)
+    assert learner.supplies == {"o", "b", "q"}
+    torch.testing.assert_close(learner.logprobs(batch, "q"), start)
+    learner.step(batch, psi_for(batch), lr=1e-2)
+    learner.frozen["q"].finish(0)
+    assert torch.equal(learner.logprobs(batch, "q"), start)
+    assert not torch.equal(learner.logprobs(batch), start)
+    with pytest.raises(PolicyError, match="no model for stream t"):
+        learner.logprobs(batch, "t")
+
+
+def test_a_reference_follows_the_policy_every_so_many_steps(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    learner, batch = learner_with(tiny_model_dir, every=2), make_batch()
+    start = learner.logprobs(batch, "q")
+    for step in range(3):
+        learner.step(batch, psi_for(batch), lr=1e-2)
+        learner.frozen["q"].finish(step)
+        if step == 0:
+            assert torch.equal(learner.logprobs(batch, "q"), start)
+        if step == 1:
+            followed = learner.logprobs(batch, "q")
+            assert torch.equal(followed, learner.logprobs(batch))
+    learner.save(tmp_path)
+    resumed = learner_with(tiny_model_dir, every=2)
+    resumed.load(tmp_path)
+    assert torch.equal(resumed.logprobs(batch, "q"), followed)
+    assert torch.equal(resumed.logprobs(batch), learner.logprobs(batch))
+    (tmp_path / WEIGHTS).write_bytes(b"half")
+    with pytest.raises(PolicyError, match=r"reference\.safetensors is missing or incomplete"):
+        resumed.load(tmp_path)
+
+
+def test_a_reference_that_stays_is_not_in_the_checkpoint(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    learner_with(tiny_model_dir).save(tmp_path)
+    assert not (tmp_path / WEIGHTS).exists()
+
+
+def test_a_model_with_another_vocabulary_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
+    model, tokenizer = load_model(tiny_model_dir, device="cpu")
+    other = tmp_path / "other"
+    shutil.copytree(tiny_model_dir, other)
+    changed = AutoTokenizer.from_pretrained(other)
+    changed.add_tokens(["<new>"])
+    changed.save_pretrained(other)
+    with pytest.raises(PolicyError, match=r"teacher\.model = .*vocabulary"):
+        load_beside("teacher.model", str(other), model, tokenizer)
+    with pytest.raises(PolicyError, match=r"^teacher\.model: model .*no such directory"):
+        load_beside("teacher.model", str(tmp_path / "no/such/one"), model, tokenizer)
+
+
+def test_a_frozen_model_needs_no_chat_template(tiny_model_dir: Path, tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    shutil.copytree(tiny_model_dir, plain)
+    (plain / "chat_template.jinja").unlink()
+    model, tokenizer = load_model(tiny_model_dir, device="cpu")
+    load_beside("reference.model", str(plain), model, tokenizer)
+
+
+def test_what_an_algorithm_does_not_read_is_not_loaded(tiny_model_dir: Path) -> None:
+    model, tokenizer = load_model(tiny_model_dir, device="cpu")
+    start = str(tiny_model_dir)
+    settings = config(critic={"model": "copy"}, teacher={"model": start})
+    grpo, ppo = presets.make("grpo", {}), presets.make("ppo", {"kl": 0.1}, streams=EVERY)
+    assert beside.make_frozen(settings, grpo, model, tokenizer, start) == {}
+    frozen = beside.make_frozen(settings, ppo, model, tokenizer, start)
+    assert set(frozen) == {"q"}
+    assert not any(each.requires_grad for each in frozen["q"].model.parameters())
+    critic = beside.make_critic(settings, model, tokenizer, start)
+    assert critic is not None
+    assert critic.decoder is not None
+    assert critic.decoder is not model.base_model
+    assert beside.make_critic(config(), model, tokenizer, start) is None
+    distill = presets.make("distill", {}, streams=EVERY)
+    assert set(beside.make_frozen(settings, distill, model, tokenizer, start)) == {"t"}
+
+
+def test_streams_are_those_that_the_run_file_configures() -> None:
+    assert beside.supplied(config()) == {"o", "b", "q"}
+    everything = config(critic={"model": "shared"}, teacher={"model": "x"})
+    assert beside.supplied(everything) == {"o", "b", "q", "t", "v"}
+    with pytest.raises(ConfigError, match=r"set critic\.model"):
+        presets.make("ppo", {}, streams=beside.supplied(config()))
+
+
+@pytest.mark.parametrize(
+    ("preset", "sections", "message"),
+    [
+        ("grpo", {"critic": {"model": "shared"}}, "critic.model is set, .* reads no values"),
+        ("grpo", {"critic": {"lr": 0.1}}, "critic.lr is set, and there is no critic.model"),
+        (
+            "ppo",
+            {"critic": {"model": "copy", "coefficient": 1.0}},
+            "critic.coefficient is set, and weighs nothing",
+        ),
+        ("grpo", {"reference": {"every": 3}}, "reference.every is set, .* no leaving of a ref"),
+        (
+            "ppo+kl",
+            {"critic": {"model": "shared"}, "reference": {"horizon": 5}},
+            "reference.horizon is set, and there is no reference.target",
+        ),
+        ("grpo", {"teacher": {"model": "x"}}, "teacher.model is set, .* imitates none"),
+    ],
+)
+def test_what_could_not_matter_is_refused(
+    preset: str, sections: dict[str, object], message: str
+) -> None:
+    options = {"kl": 0.1} if preset == "ppo+kl" else {}
+    algo = presets.make(preset.removesuffix("+kl"), options, streams=EVERY)
+    with pytest.raises(ConfigError, match=message):
+        beside.check_used(config(**sections), algo)
+
+
+def test_settings_that_matter_pass() -> None:
+    algo = presets.make("ppo", {"kl": 0.1}, streams=EVERY)
+    sections = {
+        "critic": {"model": "shared", "coefficient": 1.0, "lr": 0.1},
+        "reference": {"every": 3, "target": 0.1, "horizon": 5},
+    }
+    beside.check_used(config(**sections), algo)
+    beside.check_used(config(), presets.make("grpo", {}))
+
+
+def test_an_unknown_key_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"'critic\.modle'.*did you mean 'model'"):
+        config(critic={"modle": "shared"})
+
+
+def test_the_penalty_adapts_in_proportion_to_the_rollouts() -> None:
+    # beta *= 1 + clip(KL / target - 1, -.2, .2) * n / horizon
+    kl = KlController(beta=0.1, target=0.05, horizon=100)
+    kl.observe(0.055, rollouts=50)
+    assert kl.beta == pytest.approx(0.1 * (1 + 0.1 * 0.5))
+    kl = KlController(beta=0.1, target=0.05, horizon=100)
+    kl.observe(10.0, rollouts=50)
+    assert kl.beta == pytest.approx(0.1 * 1.1)
+    kl.observe(-1.0, rollouts=100)
+    assert kl.beta == pytest.approx(0.1 * 1.1 * 0.8)
+    again = KlController(beta=1.0, target=0.05, horizon=100)
+    again.restore(msgspec.json.decode(msgspec.json.encode(kl.dump())))
+    assert again.beta == kl.beta
+    with pytest.raises(msgspec.ValidationError):
+        again.restore("much")
+
+
+@pytest.mark.parametrize("option", ["kl", "kl_reward"])
+def test_the_penalty_is_in_the_loss_or_in_the_reward(option: str) -> None:
+    algo = presets.make("ppo", {option: 0.1}, streams=EVERY)
+    kl = controller(algo, target=0.05, horizon=100)
+    assert kl.beta == 0.1
+    kl.beta = 0.3
+    assert kl.tuned(algo) == presets.make("ppo", {option: 0.3}, streams=EVERY)
+    # A penalty that is about something else stays.
+    other = presets.make("kimi", {})
+    assert kl.tuned(other) == other
+
+
+def test_one_penalty_is_adapted() -> None:
+    for options, number in (({}, 0), ({"kl": 0.1, "kl_reward": 0.1}, 2)):
+        algo = presets.make("ppo", options, streams=EVERY)
+        with pytest.raises(ConfigError, match=rf"reference\.target: .* has {number} penalties"):
+            controller(algo, target=0.05, horizon=100)
+    algo = presets.make("ppo", {"kl": 0.1}, streams=EVERY)
+    assert algo.regs == (Reg("k3", 0.1),)
+
+
+def test_the_divergence_is_the_mean_of_sampler_minus_reference() -> None:
+    import dataclasses
+
+    batch = make_batch()
+    reference = batch.behaviour.double() - torch.linspace(0, 1, batch.n_tokens).double()
+    batch = dataclasses.replace(batch, reference=reference)
+    assert divergence(batch) == pytest.approx(0.5)

@@ -1,0 +1,146 @@
+"""A run without chance: the same tokens come back for the same rollout. It may be struck anywhere.
+
+python -m tests.system.steady FOLDER MODEL [POINT:NUMBER]
+
+Only the agents' side and the policy server are replaced; store, loop, learner and checkpoints are
+those of every run. At the NUMBER-th time it passes POINT the process kills itself."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agentrl.algorithms import loop, main
+from agentrl.config import RunConfig, resolve
+from agentrl.store import open_store
+from agentrl.types import Attempt, Outcome, Reward, Transition, float32, int32
+
+STEPS = 6
+# Before the update, in the middle of it, with the checkpoint on disk, after the commit.
+POINTS = ("update", "optimizer", "checkpoint", "commit")
+Strike = Callable[[str], None]  # called with the point that is passed
+
+
+def config(folder: Path, model: Path, dtype: str = "float32") -> RunConfig:
+    """Two groups of four; each batch is four optimizer steps, under a falling learning rate."""
+    (folder / "tasks.jsonl").write_text('{"input": 1}\n{"input": 2}\n{"input": 3}\n')
+    algorithm = {
+        "groups": 2, "group_size": 4, "minibatches": 2, "epochs": 2, "lr": 1e-2,
+        "schedule": "cosine", "min_lr": 1e-3, "warmup": 1, "weight_decay": 0.1,
+    }  # fmt: skip
+    settings = {
+        "name": "steady", "root": str(folder), "output": str(folder / "out"), "steps": STEPS,
+        "agent": {"path": "agent.py:agent"}, "tasks": {"train": "tasks.jsonl"},
+        "policy": {"model": str(model), "dtype": dtype, "device": "cpu"},
+        "algorithm": algorithm, "learner": {"threads": 1, "token_budget": 60},
+    }  # fmt: skip
+    return resolve(settings, source="test")
+
+
+async def run(settings: RunConfig, strike: Strike) -> None:
+    """Until the run is complete, or `strike` raises."""
+    with replaced(strike):
+        training = asyncio.create_task(main.run(settings))
+        agents = asyncio.create_task(answer(settings))
+        try:
+            await asyncio.wait([training, agents], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            agents.cancel()
+        await training
+
+
+async def answer(settings: RunConfig) -> None:
+    async with open_store(settings.store) as store:
+        while True:
+            for attempt in await store.claim(8, runner="r", lease=1.0, timeout=5.0):
+                calls, outcome = played(attempt)
+                await store.add_transitions(calls)
+                await store.finish([outcome])
+
+
+def played(attempt: Attempt) -> tuple[list[Transition], Outcome]:
+    """Two calls, the second extending the first; tokens and reward drawn from the rollout's id."""
+    dice = random.Random(attempt.rollout.id)
+    calls: list[Transition] = []
+    tokens = [dice.randrange(512) for _ in range(6)]
+    for index in range(2):
+        action = [dice.randrange(512) for _ in range(dice.randint(1, 6))]
+        calls.append(
+            Transition(
+                id=f"{attempt.id}/{index}", attempt=attempt.id, index=index, prompt=int32(tokens),
+                completion=int32(action), logprobs=float32([-6.0] * len(action)),
+            )
+        )  # fmt: skip
+        tokens = [*tokens, *action, dice.randrange(512)]
+    reward = Reward(value=dice.random())
+    return calls, Outcome(attempt=attempt.id, fence=attempt.fence, rewards=[reward])
+
+
+class Silent:
+    """A policy server that nobody calls."""
+
+    base_url, model = "http://127.0.0.1:1/v1", "policy"
+    strike: Strike
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+    async def start(self) -> None: ...
+    async def publish(self, version: int) -> None: ...
+    async def close(self) -> None: ...
+
+    @asynccontextmanager
+    async def updating(self) -> AsyncIterator[None]:
+        Silent.strike("update")
+        yield
+        Silent.strike("commit")
+
+
+@contextmanager
+def replaced(strike: Strike) -> Iterator[None]:
+    """The policy server, and functions that strike once they are done."""
+
+    def striking(function: Any, point: str) -> Any:
+        def call(*given: Any, **named: Any) -> Any:
+            result = function(*given, **named)
+            strike(point)
+            return result
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Silent, "strike", staticmethod(strike), raising=False)
+        patch.setattr(main, "EmbeddedServer", Silent)
+        step = striking(main.TorchLearner.step, "optimizer")
+        patch.setattr(main.TorchLearner, "step", step)
+        patch.setattr(loop, "save_checkpoint", striking(loop.save_checkpoint, "checkpoint"))
+        yield
+
+
+def strike_at(point: str, number: int, act: Callable[[], None]) -> Strike:
+    """Acts when `point` is passed for the `number`-th time."""
+    passed: list[str] = []
+
+    def strike(here: str) -> None:
+        passed.append(here)
+        if here == point and passed.count(point) == number:
+            act()
+
+    return strike
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    strike: Strike = lambda point: None  # noqa: E731
+    for where in sys.argv[3:]:
+        point, _, number = where.partition(":")
+        strike = strike_at(point, int(number), lambda: os.kill(os.getpid(), signal.SIGKILL))
+    asyncio.run(run(config(Path(sys.argv[1]), Path(sys.argv[2])), strike))

@@ -1,0 +1,92 @@
+"""A run that is interrupted and started again has bitwise the losses and weights of one that was
+not."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from agentrl.store import open_store
+from tests.system.steady import POINTS, STEPS, config, run, strike_at
+
+SHOWN = ("loss", "grad_norm", "lr", "old/kl", "policy/entropy", "logprob_difference/mean")
+
+
+def outcome(folder: Path) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
+    """Metrics of every step, and all tensors of the last checkpoint."""
+
+    async def read() -> tuple[list[list[float]], str]:
+        async with open_store(f"sqlite:///{folder / 'out' / 'store.db'}") as store:
+            rows = [row for row in await store.steps("steady") if row.committed]
+            state = await store.run("steady")
+        assert state is not None
+        assert state.checkpoint is not None
+        return [[row.metrics[name] for name in SHOWN] for row in rows], state.checkpoint
+
+    losses, checkpoint = asyncio.run(read())
+    tensors = {
+        f"{file.name}/{name}": tensor
+        for file in Path(checkpoint).glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+    return losses, tensors
+
+
+def assert_same(folder: Path, other: Path) -> None:
+    (losses, tensors), (expected, weights) = outcome(folder), outcome(other)
+    assert len(losses) == STEPS
+    assert losses == expected
+    assert tensors.keys() == weights.keys()
+    assert not [name for name, tensor in tensors.items() if not torch.equal(tensor, weights[name])]
+
+
+class Interrupted(Exception):
+    """Stands for anything that ends the process."""
+
+
+def interrupt() -> None:
+    raise Interrupted
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    pair = tmp_path / "whole", tmp_path / "broken"
+    for folder in pair:
+        folder.mkdir()
+    return pair
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_interrupted_at_every_step_a_run_ends_bitwise_the_same(
+    folders: tuple[Path, Path], tiny_model_dir: Path, dtype: str
+) -> None:
+    whole, broken = folders
+    asyncio.run(run(config(whole, tiny_model_dir, dtype), lambda point: None))
+    settings = config(broken, tiny_model_dir, dtype)
+    for point in POINTS:  # each start gets one step further than its last commit
+        with pytest.raises(Interrupted):
+            asyncio.run(
+                run(settings, strike_at(point, 6 if point == "optimizer" else 2, interrupt))
+            )
+    asyncio.run(run(settings, lambda point: None))
+    assert_same(broken, whole)
+
+
+def test_killed_in_an_update_and_before_a_commit_a_run_ends_bitwise_the_same(
+    folders: tuple[Path, Path], tiny_model_dir: Path
+) -> None:
+    whole, broken = folders
+    asyncio.run(run(config(whole, tiny_model_dir), lambda point: None))
+    command = [sys.executable, "-m", "tests.system.steady", str(broken), str(tiny_model_dir)]
+    for where in ("optimizer:6", "checkpoint:2"):
+        killed = subprocess.run([*command, where], check=False, timeout=100)
+        assert killed.returncode == -signal.SIGKILL
+    asyncio.run(run(config(broken, tiny_model_dir), lambda point: None))
+    assert_same(broken, whole)
