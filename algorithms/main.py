@@ -27,7 +27,7 @@ from agentrl.algorithms.loop import Loop
 from agentrl.algorithms.model import context_of, load_model
 from agentrl.algorithms.requests import TaskStream
 from agentrl.algorithms.retokenize import Retokenizer
-from agentrl.algorithms.state import Part, State
+from agentrl.algorithms.state import State
 from agentrl.algorithms.steps import HINDSIGHT
 from agentrl.algorithms.update import Completer, Updater
 from agentrl.config import RunConfig
@@ -76,15 +76,11 @@ async def run(config: RunConfig) -> None:
             threads=config.learner.threads or os.cpu_count() or 1,
             adapters=adapters,
         )
-        kl = beside.make_controller(config, algo)
-        difficulty = Difficulty() if config.tasks.order == "difficulty" else None
-        parts: dict[str, Part | None] = {
-            "kl": kl,
-            PART: None if difficulty is None else difficulty.means,
-        }
-        memory = State(
-            algo.memories, {name: part for name, part in parts.items() if part is not None}
-        )
+        memory = State(algo.memories)
+        if kl := beside.make_controller(config, algo):
+            memory.parts["kl"] = kl
+        if difficulty := Difficulty() if config.tasks.order == "difficulty" else None:
+            memory.parts[PART] = difficulty.means
         if state.checkpoint:
             memory.restore(load_checkpoint(Path(state.checkpoint), learner))
         server = policy_server(config, model, tokenizer, adapters)
