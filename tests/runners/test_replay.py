@@ -277,3 +277,23 @@ async def test_log_probs_that_the_agent_asks_for_are_repeated(bench: Any) -> Non
 
     await branched(bench, curious, 1)
     assert found[0] == found[1] == [-0.5] * len("answer 0")
+
+
+async def test_ids_that_the_agent_gives_to_tool_calls_do_not_matter(bench: Any) -> None:
+    numbered(bench)
+    ids = count()
+
+    async def renumbering(task: Any) -> str:
+        function = {"name": "look", "arguments": "{}"}
+        call = {"id": f"mine-{next(ids)}", "type": "function", "function": function}
+        said: list[Any] = [
+            {"role": "user", "content": "look"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": call["id"], "content": "seen"},
+        ]
+        async with openai.AsyncOpenAI() as client:
+            answer = await client.chat.completions.create(model="m", messages=said)
+        return str(answer.choices[0].message.content)
+
+    source, branch = await branched(bench, renumbering, 1)
+    assert branch.result == source.result

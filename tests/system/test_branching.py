@@ -13,7 +13,8 @@ from typing import Any
 import openai
 import pytest
 
-from agentrl.algorithms.branching import grow, measure
+from agentrl.algorithms.branching import measure
+from agentrl.algorithms.collect import Collector
 from agentrl.algorithms.engines.embedded import EmbeddedServer
 from agentrl.algorithms.merge import build_batch
 from agentrl.algorithms.model import load_model
@@ -101,14 +102,13 @@ async def sampled(store: Store, server: EmbeddedServer, config: RunConfig) -> Gr
     for killed in (True, False):
         state = await store.open_run("run", {})
         async with working(store, server):
-            await store.enqueue(tasks.rollouts(0))
-            growing = asyncio.create_task(grow(store, config, tasks.rollouts(0)))
+            collector = Collector(config, store, state.epoch, tasks)
+            collecting = asyncio.create_task(collector.collect(0))
             if killed:
                 await until(store, SIZE + 2)
-                growing.cancel()
-            await asyncio.wait((growing,))
-    growing.result()
-    (group,) = await store.claim_groups("run", state.epoch, 1, timeout=0)
+                collecting.cancel()
+            await asyncio.wait((collecting,))
+    (group,) = collecting.result().groups
     return group
 
 
