@@ -1,6 +1,6 @@
 """How long a publish takes and how many calls are answered, by the policy servers side by side.
 
-python -m tests.benchmarks.engines --model DIRECTORY --kinds embedded vllm --json
+python tests/benchmarks/engines.py --model DIRECTORY --kinds embedded vllm --json
 
 The model must be one that both serve: vLLM's attention on a CPU takes heads of 32 and larger. Calls
 are 32 at a time, of 16 tokens; a publish is `updating` and `publish` while nobody calls, and the
