@@ -103,9 +103,12 @@ class VllmServer:
             await self._reach(self._open)
 
     async def publish(self, version: int, policy: str | None = None) -> None:
-        """From now on serve the learner's current weights as `version`; there is one policy.
+        """From now on serve the learner's current weights as `version`.
 
-        Raises PolicyError where vLLM's log-probs differ from the learner's afterwards."""
+        Raises PolicyError where vLLM's log-probs differ from the learner's afterwards, and for
+        another policy than the one it serves."""
+        if policy not in (None, self.model):
+            raise PolicyError(f"vLLM serves the policy {self.model!r}, and not {policy!r}")
         if not self._held:
             async with self.updating():
                 await self.publish(version)
