@@ -337,7 +337,7 @@ def resolve(data: Mapping[str, Any], *, source: str) -> RunConfig:
     _check_lora(config.policy.lora, source)
     _check_schedule(config.algorithm, source)
     _check_sinks(config.metrics.sinks, source)
-    _check_engine(config, source)
+    _check_engine(config.engine, source)
     output = Path(config.output or Path("runs", config.name)).resolve()
     return msgspec.structs.replace(
         config,
@@ -432,19 +432,13 @@ def _check_roles(config: RunConfig, source: str) -> None:
         raise ConfigError(f"{source}: [upstreams.policy]: that is the trained policy's name")
 
 
-def _check_engine(config: RunConfig, source: str) -> None:
-    engine = config.engine
+def _check_engine(engine: EngineConfig, source: str) -> None:
     for name, default in msgspec.to_builtins(VllmConfig()).items():
         if engine.kind != "vllm" and getattr(engine.vllm, name) != default:
             raise ConfigError(
                 f"{source}: engine.vllm.{name} is for engine.kind = 'vllm', and it is "
                 f"{engine.kind!r}"
             )
-    if engine.kind == "vllm" and config.policy.lora.rank:
-        raise ConfigError(
-            f"{source}: engine.kind = 'vllm' serves full weights only; leave policy.lora out or "
-            "choose engine.kind = 'embedded'"
-        )
 
 
 def _check_lora(settings: LoraConfig, source: str) -> None:
