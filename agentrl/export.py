@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 from gzip import compress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -45,6 +46,37 @@ def otlp(
     Of each rollout its last attempt is sent; sending it again changes nothing, as ids stay."""
     sent = asyncio.run(send(store, run, rollouts, url, _headers(headers)))
     click.echo(f"sent {sent[0]} attempts as {sent[1]} spans")
+
+
+@export.command()
+@click.argument("checkpoint", required=False, type=click.Path(path_type=Path))
+@click.option("--run", help="Name of a run, for its last committed checkpoint.")
+@click.option("--store", help="Store URL; default: the one in runs/<run>.")
+@click.option("--to", "directory", required=True, type=click.Path(path_type=Path))
+def model(checkpoint: Path | None, run: str | None, store: str | None, directory: Path) -> None:
+    """Copy the policy of CHECKPOINT, or of a run, to a Hugging Face directory for any tool."""
+    from agentrl.algorithms.checkpoint import export_checkpoint
+
+    if (checkpoint is None) == (run is None):
+        raise click.UsageError("give a checkpoint directory or --run")
+    if run is not None:
+        url = store or f"sqlite:///{Path('runs', run, 'store.db').resolve()}"
+        checkpoint = asyncio.run(_last_checkpoint(url, run))
+    assert checkpoint is not None
+    export_checkpoint(checkpoint, directory)
+    click.echo(f"wrote {directory} from {checkpoint}")
+
+
+async def _last_checkpoint(store_url: str, run: str) -> Path:
+    from agentrl.store import open_store
+
+    async with open_store(store_url, create=False) as store:
+        state = await store.run(run)
+        if state is None or state.checkpoint is None:
+            raise NotFound(
+                f"run {run!r} has no checkpoint in {store.url}, which has runs {await store.runs()}"
+            )
+        return Path(state.checkpoint)
 
 
 async def send(
