@@ -91,6 +91,24 @@ def explain(rollout: str, tokens: bool, store: str | None) -> None:
     echo(asyncio.run(explained(store or _store_of(rollout), rollout, tokens=tokens)))
 
 
+@cli.command()
+@click.argument("run")
+@click.option("--csv", "form", flag_value="csv", help="A line for each step.")
+@click.option("--json", "form", flag_value="json", help="A JSON object for each step.")
+@click.option("--store", help="Store URL; default: the one that `agentrl train` makes for RUN.")
+def metrics(run: str, form: str | None, store: str | None) -> None:
+    """Print what the steps of RUN measured: the first and last of each, or all."""
+    from rich.console import Console
+
+    from agentrl import metrics_commands as commands
+
+    rows = asyncio.run(commands.read(store or _store_of(run), run))
+    if form is None:
+        Console().print(commands.table(rows))
+    else:
+        click.echo((commands.as_csv if form == "csv" else commands.as_json)(rows), nl=False)
+
+
 @cli.group(invoke_without_command=True)
 @click.pass_context
 def algorithms(context: click.Context) -> None:
@@ -141,6 +159,23 @@ def start_algorithm(config_file: Path) -> None:
     from agentrl.algorithms.main import main as run_algorithm
 
     run_algorithm(msgspec.json.decode(config_file.read_bytes(), type=RunConfig))
+
+
+@cli.group(hidden=True)
+def sink() -> None:
+    """Metrics sinks; `agentrl train` starts them."""
+
+
+@sink.command("start")
+@click.argument("name")
+@click.argument("config_file", type=click.Path(path_type=Path))
+def start_sink(name: str, config_file: Path) -> None:
+    """Write metrics until standard input ends."""
+    import msgspec
+
+    from agentrl.sinks.follow import main as export_metrics
+
+    export_metrics(msgspec.json.decode(config_file.read_bytes(), type=RunConfig), name)
 
 
 cli.add_command(store_group)

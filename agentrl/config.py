@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 
 from agentrl.errors import ConfigError
+from agentrl.sinks import SINKS, missing
 from agentrl.store.urls import concealed
 from agentrl.types import Sampling
 
@@ -221,6 +222,13 @@ class EvalConfig(Section, frozen=True):
     temperature: NonNegative = 0.0  # everything else is sampled as in training
 
 
+class MetricsConfig(Section, frozen=True):
+    """Where metrics go besides the store. Each sink is an extra: `pip install 'agentrl[wandb]'`."""
+
+    sinks: list[str] = []  # tensorboard, wandb, mlflow, trackio
+    project: Annotated[str, msgspec.Meta(min_length=1)] = "agentrl"  # there; MLflow's experiment
+
+
 class RunConfig(Section, frozen=True):
     """One training job. Files are looked up in `root`, the run file's folder; what the run writes
     goes to `output`, relative to the working directory."""
@@ -246,6 +254,7 @@ class RunConfig(Section, frozen=True):
     engine: EngineConfig = EngineConfig()
     runner: RunnerConfig = RunnerConfig()
     eval: EvalConfig = EvalConfig()
+    metrics: MetricsConfig = MetricsConfig()
     upstreams: dict[Name, UpstreamConfig] = {}  # by name, which is a model name for the agent too
     roles: dict[str, str] = {}  # role -> the upstream that answers it, or "policy"
 
@@ -281,6 +290,7 @@ def resolve(data: Mapping[str, Any], *, source: str) -> RunConfig:
         raise ConfigError(f"{source}: {message}") from None
     _check_roles(config, source)
     _check_schedule(config.algorithm, source)
+    _check_sinks(config.metrics.sinks, source)
     output = Path(config.output or Path("runs", config.name)).resolve()
     return msgspec.structs.replace(
         config,
@@ -311,7 +321,8 @@ def to_toml(config: RunConfig) -> str:
 def differences(old: RunConfig, new: RunConfig) -> list[str]:
     """Settings that would change what a run learns, as "key: old -> new"."""
     ignored = {"root", "output", "store", "steps", "keep_checkpoints", "eval", "runner", "engine"}
-    before, after = (_flatten(msgspec.to_builtins(config)) for config in (old, new))
+    ignored |= {"metrics"}
+    before, after = (flatten(msgspec.to_builtins(config)) for config in (old, new))
     return [
         f"{key}: {before.get(key)!r} -> {after.get(key)!r}"
         for key in sorted(before.keys() | after.keys())
@@ -389,11 +400,24 @@ def _check_schedule(algorithm: AlgorithmConfig, source: str) -> None:
         )
 
 
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _check_sinks(names: list[str], source: str) -> None:
+    for name in names:
+        if name not in SINKS:
+            raise ConfigError(f"{source}: metrics.sinks: {name!r}; {nearest(name, SINKS)}")
+        if names.count(name) > 1:
+            raise ConfigError(f"{source}: metrics.sinks names {name!r} twice")
+    for name in missing(names):
+        raise ConfigError(
+            f"{source}: metrics.sinks: {name!r} is not installed: pip install 'agentrl[{name}]'"
+        )
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as one, with dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):
-            flat |= _flatten(value, f"{prefix}{key}.")
+            flat |= flatten(value, f"{prefix}{key}.")
         else:
             flat[prefix + key] = value
     return flat

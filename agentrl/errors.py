@@ -45,5 +45,9 @@ class PolicyError(AgentRLError):
     """A model directory, tokenizer, chat template or policy server is unusable."""
 
 
+class SinkError(AgentRLError):
+    """A metrics sink cannot be reached or refuses what it is given."""
+
+
 class TrainingError(AgentRLError):
     """An update cannot be computed from the data at hand."""

@@ -42,6 +42,7 @@ class Child:
     name: str
     arguments: list[str]
     log: Path
+    piped: bool = False  # it works until its standard input ends, not until SIGTERM
     process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
@@ -51,7 +52,7 @@ class Child:
                 "-m",
                 "agentrl",
                 *self.arguments,
-                stdin=asyncio.subprocess.DEVNULL,
+                stdin=asyncio.subprocess.PIPE if self.piped else asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env=os.environ | {PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"},
@@ -64,10 +65,13 @@ class Child:
         return await self.process.wait()
 
     async def stop(self, grace: float = 10.0) -> None:
-        """SIGTERM, and after `grace` seconds SIGKILL."""
+        """SIGTERM or the end of its input, and after `grace` seconds SIGKILL."""
         if self.process is None or self.process.returncode is not None:
             return
-        self.process.terminate()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        else:
+            self.process.terminate()
         try:
             async with asyncio.timeout(grace):
                 await self.process.wait()

@@ -21,20 +21,23 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+from rich.console import Console
 
 from agentrl import report, view
 from agentrl.config import RunConfig, differences, resolve
 from agentrl.errors import AgentRLError, ConfigError, TrainingError
 from agentrl.loading import check_tasks, load_tasks
 from agentrl.processes import USER_ERROR, Child
+from agentrl.sinks.exporter import Exporter, exporters
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.store.urls import concealed
 from agentrl.types import Json
 
 WRITTEN = (
-    *("store.db*", "run.json", "logs", "checkpoints", "curve.png"),
+    *("store.db*", "run.json", "logs", "checkpoints", "dumps", "curve.png"),
     *("policy", "policy.tmp-*", "train.jsonl", "heldout.jsonl"),
+    *("metrics", "tensorboard", "wandb", "mlruns"),
 )  # by a run, in its output folder
 T = TypeVar("T")
 RESTARTS = 20  # of one runner in a row; more means that it cannot work
@@ -206,21 +209,25 @@ async def _front(
         workers = [
             Child(f"runner-{i}", arguments, logs / f"runner-{i}.log") for i in range(runners)
         ]
+        console = Console()
+        sinks = exporters(config, run_file, console)
         started = time.monotonic()
         async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(_stop_sinks, sinks)  # last: they wait for the last evaluation
             stack.push_async_callback(algorithm.stop)  # after the runners: they still need a model
             stack.push_async_callback(_stop_runners, workers, config.runner.drain)
             watchers = [asyncio.create_task(_algorithm(algorithm))]
             watchers += [asyncio.create_task(_keep_alive(child)) for child in workers]
             if local:
                 watchers.append(asyncio.create_task(_local_runner(config, *local)))
-            following = asyncio.create_task(view.follow(store, config))
+            following = [asyncio.create_task(view.follow(store, config, console))]
+            following += [asyncio.create_task(sink.keep()) for sink in sinks]
             try:
                 done, _ = await asyncio.wait(watchers, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                for task in (*watchers, following):
+                for task in (*watchers, *following):
                     task.cancel()
-                await asyncio.gather(*watchers, following, return_exceptions=True)
+                await asyncio.gather(*watchers, *following, return_exceptions=True)
             for task in done:
                 task.result()
         return await _finish(store, config, time.monotonic() - started)
@@ -282,6 +289,10 @@ async def _keep_alive(child: Child) -> None:
 async def _stop_runners(children: list[Child], drain: float) -> None:
     """All at once; each has its `drain` seconds, and a few to give back what is left."""
     await asyncio.gather(*(child.stop(drain + 10.0) for child in children))
+
+
+async def _stop_sinks(sinks: list[Exporter]) -> None:
+    await asyncio.gather(*(sink.stop() for sink in sinks))
 
 
 async def _local_runner(config: RunConfig, agent: Any, verifier: Any) -> None:

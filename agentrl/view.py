@@ -120,6 +120,8 @@ class Progress:
                 f"{_rate(last, 'rollouts')} rollouts/s",
                 f"{_rate(last, 'tokens/completion')} tokens/s",
             )
+            if health := _health(last):
+                grid.add_row(*health)
         if self.counts.failed:
             grid.add_row(f"{self.counts.failed} rollouts failed")
         return grid
@@ -148,6 +150,19 @@ def _seconds(metrics: dict[str, float]) -> float:
 def _number(metrics: dict[str, float], key: str) -> str:
     value = metrics.get(key, math.nan)
     return "-" if math.isnan(value) else f"{value:.3f}"
+
+
+def _health(metrics: dict[str, float]) -> list[str]:
+    """What tells first that training goes wrong, as far as the step measured it."""
+    return [
+        f"{word} {_number(metrics, key)}"
+        for word, key in (
+            ("entropy", "policy/entropy"),
+            ("KL", "old/kl"),
+            ("clipped", "policy/clip_fraction"),
+        )
+        if key in metrics
+    ]
 
 
 def _rate(metrics: dict[str, float], key: str) -> str:

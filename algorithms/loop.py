@@ -14,6 +14,7 @@ from agentrl.algorithms.checkpoint import checkpoint_name, prune, save_checkpoin
 from agentrl.algorithms.collect import Collected, Collector
 from agentrl.algorithms.engines.base import PolicyServer
 from agentrl.algorithms.evaluate import score
+from agentrl.algorithms.metrics import throughput
 from agentrl.algorithms.update import Updater
 from agentrl.config import RunConfig
 from agentrl.store.base import Store
@@ -44,6 +45,7 @@ class Loop:
                 metrics = self.updater.update(step, collected.groups) | collected.metrics
                 metrics["time/rollouts"] = sampled - started
                 metrics["time/update"] = time.monotonic() - sampled
+                metrics |= throughput(metrics)
                 await self.commit(step, collected, metrics)
                 await self.server.publish(step + 1)
             await self.publish(step + 1)

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.batch import Batch
-from agentrl.algorithms.credit import Column, Credit, Critic, level_of, spread, walk
-from agentrl.algorithms.gates import LOG_LIMIT, GateFn, ratio
+from agentrl.algorithms.credit import Column, Credit, Critic, walk
+from agentrl.algorithms.gates import LOG_LIMIT, GateFn
 from agentrl.algorithms.ids import How, Unit, seg, units
 from agentrl.algorithms.memory import Ema, Tabular
 from agentrl.algorithms.shaping import Greedy, Toll
@@ -179,9 +179,9 @@ def psi(algo: Algo, terms: Terms, p: Tensor, index: Tensor) -> Tensor:
     now = p.detach().double().cpu()
     _check_finite(now, "p", algo)
     index = index.cpu()
-    streams = _streams(terms, now, index)
+    streams = streams_at(terms, now, index)
     total = terms.advantage[index]
-    for _, factor in _gated(algo, terms, streams, index):
+    for _, _, factor in gated(algo, terms, streams, index):
         total = total * factor
     for reg in algo.regs:
         total = total - reg.beta * kappa(now - streams[reg.den], reg.kind)
@@ -191,8 +191,8 @@ def psi(algo: Algo, terms: Terms, p: Tensor, index: Tensor) -> Tensor:
 def trust(algo: Algo, terms: Terms, p: Tensor) -> Tensor:
     """c [N]: the product of all gates at log-probs p [N] of the whole step, float64."""
     now, index = p.detach().double().cpu(), torch.arange(p.numel())
-    gated = _gated(algo, terms, _streams(terms, now, index), index)
-    return math.prod((factor for _, factor in gated), start=torch.ones_like(now))
+    gates = gated(algo, terms, streams_at(terms, now, index), index)
+    return math.prod((factor for _, _, factor in gates), start=torch.ones_like(now))
 
 
 def psi_of(loss: Callable[[Tensor], Tensor], p: Tensor) -> Tensor:
@@ -232,56 +232,25 @@ def kl_value(d: Tensor, kind: Penalty) -> Tensor:
     return {"k1": d, "k2": d.square() / 2, "k3": (-d).expm1() + d, "abs": d.abs()}[kind]
 
 
-def stats(algo: Algo, batch: Batch, terms: Terms, p: Tensor) -> dict[str, float]:
-    """Metrics of one step from the log-probs p [N] before its update.
-
-    reward/<name>/*: shares of groups with one known value, of groups whose values do not differ and
-    of rollouts without one. policy/clip_fraction: share of the tokens in the loss that have an
-    advantage and a gate that is neither 1 nor the plain ratio. old/*, sampler/*, reference/*: mean
-    and maximum of p / stream over the tokens in the loss and the k3 estimate of their KL."""
-    metrics: dict[str, float] = {}
-    for name, x in batch.rewards.items():
-        group = units(batch, level_of(name), "group")
-        known = seg(~x.isnan(), group, len(batch.groups))
-        alike = seg(spread(batch, name), group, len(batch.groups)) == 0
-        metrics[f"reward/{name}/frac_solo"] = _mean(known == 1)
-        metrics[f"reward/{name}/frac_zero_std"] = _mean(alike & (known > 1))
-        metrics[f"reward/{name}/frac_missing"] = _mean(x.isnan())
-    now, live = p.detach().double().cpu(), terms.weight > 0
-    streams = _streams(terms, now, torch.arange(now.numel()))
-    clipped = torch.zeros_like(live)
-    for lr, factor in _gated(algo, terms, streams, torch.arange(now.numel())):
-        plain = torch.isclose(factor, ratio(lr), rtol=1e-9, atol=0.0)
-        clipped |= (factor != 1) & ~plain & (terms.advantage != 0)
-    metrics["policy/clip_fraction"] = _mean(clipped[live])
-    for letter, word in (("o", "old"), ("b", "sampler"), ("q", "reference")):
-        d = (now - streams.get(letter, now))[live]
-        if letter in terms.streams and d.numel() and d.isfinite().all():
-            metrics[f"{word}/ratio_mean"] = _mean(ratio(d))
-            metrics[f"{word}/ratio_max"] = float(ratio(d).max())
-            # k3 of the distribution that was sampled from: the stream itself, except a reference.
-            metrics[f"{word}/kl"] = _mean(kl_value(d if letter == "q" else -d, "k3"))
-    return metrics
-
-
-def _streams(terms: Terms, now: Tensor, index: Tensor) -> dict[str, Tensor]:
+def streams_at(terms: Terms, now: Tensor, index: Tensor) -> dict[str, Tensor]:
+    """Streams [n] of the tokens `index` [n] by letter, where their current log-probs are `now`."""
     # A plan without o is that of the first step on its batch: o is p.
     return {"p": now, "o": now} | {name: x[index] for name, x in terms.streams.items()}
 
 
-def _gated(
+def gated(
     algo: Algo, terms: Terms, streams: Mapping[str, Tensor], index: Tensor
-) -> list[tuple[Tensor, Tensor]]:
-    """(pooled log-ratio [n], factor [n]) of each gate."""
+) -> list[tuple[Gate, Tensor, Tensor]]:
+    """Each gate with its pooled log-ratios [n] and factors [n]."""
     advantage = terms.advantage[index]
-    gated = []
+    found = []
     for gate in algo.gates:
         ids = terms.ids[gate.by][index] if gate.by else None
         raw = streams[gate.num] - streams[gate.den]
         kept = raw if gate.pre is None else gate.pre(raw, advantage, streams)
         lr = pool(kept, ids, gate.how)
-        gated.append((lr, gate.fn(lr, advantage, streams) * (kept == raw)))
-    return gated
+        found.append((gate, lr, gate.fn(lr, advantage, streams) * (kept == raw)))
+    return found
 
 
 def _check_finite(x: Tensor, stream: str, algo: Algo) -> None:
@@ -300,7 +269,3 @@ def _skip(algo: Algo, batch: Batch, live: Tensor, credit: Tensor) -> str | None:
     if not algo.regs and not credit.any():
         return f"no rollout of {len(batch.groups)} groups did better or worse than the others"
     return None
-
-
-def _mean(x: Tensor) -> float:
-    return float(x.double().mean()) if x.numel() else 0.0

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
-from statistics import fmean, pstdev
 
 import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from agentrl.algorithms import columns, objective, targets
+from agentrl.algorithms import columns, metrics, objective, targets
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.beside import scored
 from agentrl.algorithms.controller import KlController, divergence
@@ -22,6 +20,7 @@ from agentrl.algorithms.dump import BadSteps, Dump
 from agentrl.algorithms.learners.base import Learner, Psi, StepReport, ValueTerms
 from agentrl.algorithms.ledger import Ledger
 from agentrl.algorithms.merge import build_batch
+from agentrl.algorithms.metrics import Metrics
 from agentrl.algorithms.objective import Algo, Terms
 from agentrl.algorithms.reference import Reference
 from agentrl.algorithms.retokenize import Retokenizer
@@ -29,9 +28,7 @@ from agentrl.algorithms.reward_models import RewardModel
 from agentrl.algorithms.schedule import learning_rate, minibatches, moved
 from agentrl.algorithms.state import State
 from agentrl.config import AlgorithmConfig
-from agentrl.types import POLICY, Group, Rollout, RolloutState, Transition
-
-Metrics = dict[str, float]
+from agentrl.types import Group, Rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +58,17 @@ class Updater:
         tuned = (
             self if self.kl is None else dataclasses.replace(self, algo=self.kl.tuned(self.algo))
         )
-        metrics = tuned.learned(step, groups)
+        found = tuned.learned(step, groups)
         if self.kl is not None:
-            metrics["reference/beta"] = self.kl.beta
-            self.kl.observe(metrics["reference/drift"], int(metrics["rollouts"]))
+            found["reference/beta"] = self.kl.beta
+            self.kl.observe(found["reference/drift"], int(found["rollouts"]))
         if self.reference is not None:
             self.reference.finish(step)
-        return metrics
+        return found
 
     def learned(self, step: int, groups: list[Group]) -> Metrics:
         """`update` with the algorithm as it is."""
-        inexact = float(sum(not call.exact for call in _ours(groups)))
+        inexact = sum(not call.exact for call in metrics.own_calls(groups))
         if self.retokenizer is not None:
             groups = self.retokenizer.complete(groups)
         for model in self.reward_models:
@@ -84,37 +81,41 @@ class Updater:
         batch, streams = scored(self.algo, self.learner, batch)
         if self.ledger is not None:
             self.ledger.open(self.algo, batch)
-        metrics = describe(groups, batch) | {"calls/inexact": inexact, "calls/too_long": too_long}
         lr = learning_rate(self.config, step, self.steps)
-        metrics |= {"lr": lr, "update/steps": 0.0, "update/skipped": 0.0}
-        metrics |= {"update/bad": 0.0, "update/early_stop": 0.0}
         values = targets.learned(self.algo, batch, clip=self.value_clip)
-        metrics |= targets.describe(values) if values else {}
-        if "q" in streams:
-            metrics["reference/drift"] = divergence(batch)
+        sizes = metrics.call_tokens(groups)
+        planned: list[Terms] = []
+        measured: list[Metrics] = []
+        bad, early_stop = 0, False
         for number, (part, terms, critic) in enumerate(self.parts(groups, batch, streams, values)):
-            metrics["update/steps"] += 1
+            planned.append(terms)
             if terms.skip:
-                metrics["update/skipped"] += 1
                 continue
             report = self.learner.step(part, self.psi(terms), lr=lr, critic=critic)
             if not self.made(step, number, part, terms, report):
-                metrics["update/skipped"] += 1
-                metrics["update/bad"] += 1
+                bad += 1
                 continue
             if self.ledger is not None:
                 self.ledger.record(self.algo, part, terms, report.logprobs)
-            if number == 0:  # later optimizer steps have moved away from the sampler on purpose
-                metrics |= difference(report.logprobs, part.behaviour)
-            metrics |= objective.stats(self.algo, part, terms, report.logprobs)
-            metrics |= {"loss": report.loss, "grad_norm": report.grad_norm}
-            metrics["tokens/forwarded"] = metrics.get("tokens/forwarded", 0.0) + report.tokens
-            metrics |= report.metrics
-            if self.far(terms, report):
-                metrics["update/early_stop"] = 1.0
+            measured.append(metrics.optimizer_step(self.algo, part, terms, report, sizes))
+            if early_stop := self.far(terms, report):
                 break
         self.state.adopt(recall)
-        return metrics
+        return {
+            **metrics.collected(groups, batch),
+            **metrics.staleness(step, groups),
+            **metrics.advantages(planned),
+            **(targets.describe(values) if values else {}),
+            **({"reference/drift": divergence(batch)} if "q" in streams else {}),
+            **metrics.merged(measured),
+            "calls/inexact": inexact,
+            "calls/too_long": too_long,
+            "lr": lr,
+            "update/steps": len(planned),
+            "update/skipped": len(planned) - len(measured),
+            "update/bad": bad,
+            "update/early_stop": float(early_stop),
+        }
 
     def batch(self, groups: list[Group]) -> Batch:
         """What may be learned from, with the rewards that the algorithm reads."""
@@ -178,7 +179,7 @@ def fitting(groups: list[Group], context: int | None) -> tuple[list[Group], int]
     refused like calls whose tokens are not known, their rollout's other calls and reward stay."""
     long = {
         call.id
-        for call in _ours(groups)
+        for call in metrics.own_calls(groups)
         if context is not None and call.exact and len(call.prompt) + len(call.completion) > context
     }
     if not long:
@@ -195,37 +196,3 @@ def fitting(groups: list[Group], context: int | None) -> tuple[list[Group], int]
         return replace(rollout, transitions=calls)
 
     return [replace(g, rollouts=[refused(row) for row in g.rollouts]) for g in groups], len(long)
-
-
-def describe(groups: list[Group], batch: Batch) -> Metrics:
-    """What was collected: counts of rollouts, groups and tokens, and the outcome rewards."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    rewards = [reward for row in rollouts if not math.isnan(reward := row.reward())]
-    calls = _ours(groups)
-    outcome = {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)} if rewards else {}
-    return outcome | {
-        "rollouts": len(rollouts),
-        "rollouts/failed": sum(row.state is not RolloutState.SUCCEEDED for row in rollouts),
-        "groups/dropped": len(groups) - len(batch.groups),
-        "calls": len(calls),
-        "calls/refused": sum(not call.exact for call in calls),
-        "tokens/completion": sum(len(call.completion) for call in calls),
-        "tokens/prompt": sum(len(call.prompt) for call in calls),
-        "rows": len(batch.rows),
-        "tokens/trained": batch.n_tokens,
-    }
-
-
-def _ours(groups: list[Group]) -> list[Transition]:
-    """Calls of the trained policy, not those of frozen ones."""
-    calls = [call for group in groups for row in group.rollouts for call in row.transitions]
-    return [call for call in calls if call.policy == POLICY]
-
-
-def difference(learner: Tensor, sampler: Tensor) -> Metrics:
-    """|log-prob of the learner - log-prob of the sampler| over all tokens."""
-    gap = (learner.double().cpu() - sampler.double()).abs()
-    return {
-        "logprob_difference/max": float(gap.max()),
-        "logprob_difference/mean": float(gap.mean()),
-    }

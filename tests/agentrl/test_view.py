@@ -30,6 +30,8 @@ METRICS = {
     "time/rollouts": 2.0,
     "time/update": 1.0,
     "calls/refused": 3.0,
+    "policy/entropy": 1.5,
+    "policy/clip_fraction": 0.125,
 }
 
 
@@ -98,6 +100,9 @@ async def test_progress_of_a_run(config: RunConfig) -> None:
     assert "30 rollouts/s" in text
     assert "600 tokens/s" in text
     assert "1 rollouts failed" in text
+    assert "entropy 1.500" in text
+    assert "clipped 0.125" in text
+    assert "KL" not in text  # one optimizer step: nothing moved
 
 
 async def test_lines_where_there_is_no_terminal(config: RunConfig) -> None:

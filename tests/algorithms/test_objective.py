@@ -25,7 +25,6 @@ from agentrl.algorithms.objective import (
     pool,
     psi,
     psi_of,
-    stats,
     weights,
 )
 from agentrl.errors import TrainingError
@@ -282,7 +281,6 @@ def test_everything_filtered_out_is_skipped() -> None:
     terms = plan(nothing, batch, {})
     assert "filtered out" in str(terms.skip)
     assert not terms.weight.any()
-    assert stats(nothing, batch, terms, batch.behaviour)["policy/clip_fraction"] == 0
 
 
 def test_a_batch_without_tokens_is_skipped() -> None:
@@ -296,48 +294,3 @@ def test_missing_rewards_leave_the_denominators() -> None:
     batch = three_rows([1, math.nan])
     terms = plan(Algo(Rel(base="none"), agg=Average(("all",))), batch, {})
     assert near(terms.weight, [0.25] * 4 + [0, 0])
-
-
-# -- metrics ---------------------------------------------------------------------------------------
-
-
-def test_stats_of_credit_count_groups() -> None:
-    batch = replace(three_rows(groups=(0, 1)), row_rollout=torch.tensor([0, 0, 1]))
-    algo = Algo(Rel())
-    metrics = stats(algo, batch, plan(algo, batch, {}), batch.behaviour)
-    assert metrics["reward/outcome/frac_solo"] == 1.0
-    assert metrics["reward/outcome/frac_zero_std"] == 0.0
-    batch = three_rows([0.7, 0.7])
-    metrics = stats(algo, batch, plan(algo, batch, {}), batch.behaviour)
-    assert metrics["reward/outcome/frac_zero_std"] == 1.0
-    assert metrics["reward/outcome/frac_missing"] == 0.0
-    batch = three_rows([0.7, math.nan])
-    metrics = stats(algo, batch, plan(algo, batch, {}), batch.behaviour)
-    assert metrics["reward/outcome/frac_missing"] == 0.5
-
-
-def test_stats_of_trust() -> None:
-    batch = three_rows()
-    algo = Algo(Rel(), (Gate(Clip()), Gate(Trunc(0, 1.5), "o", "b")))
-    old = batch.behaviour.double() + torch.tensor([0.0, 0, 0.5, 0, 0, 0])  # one token is capped
-    p = old + torch.tensor([0.4, 0, 0, 0, -0.4, 0.1])  # two are clipped
-    terms = plan(algo, batch, {"o": old})
-    metrics = stats(algo, batch, terms, p)
-    assert metrics["policy/clip_fraction"] == pytest.approx(3 / 6)
-    assert metrics["old/ratio_max"] == pytest.approx(math.exp(0.4))
-    lr = [0.4, 0, 0, 0, -0.4, 0.1]
-    assert metrics["old/ratio_mean"] == pytest.approx(sum(map(math.exp, lr)) / 6)
-    assert metrics["old/kl"] == pytest.approx(sum(math.exp(x) - 1 - x for x in lr) / 6)
-    assert metrics["sampler/ratio_max"] == pytest.approx(math.exp(0.5))
-    assert "reference/kl" not in metrics
-
-
-def test_stats_on_the_sampled_policy_are_all_quiet() -> None:
-    batch = three_rows()
-    algo = Algo(Rel(), (Gate(Clip(0, 0)), Gate(Trunc(1, 1), "o", "b")))
-    terms = plan(algo, batch, {}, fresh=True)
-    metrics = stats(algo, batch, terms, batch.behaviour)
-    assert metrics["policy/clip_fraction"] == 0
-    assert metrics["sampler/ratio_mean"] == metrics["sampler/ratio_max"] == 1
-    assert metrics["sampler/kl"] == 0
-    assert "old/kl" not in metrics

@@ -1,0 +1,58 @@
+"""`agentrl metrics`: what the steps of a run measured."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+
+import msgspec
+from rich.console import RenderableType
+from rich.table import Table
+
+from agentrl.errors import NotFound
+from agentrl.store import open_store
+from agentrl.types import StepRow
+
+
+async def read(url: str, run: str) -> list[StepRow]:
+    """The steps of a run. Raises NotFound if the store does not have it."""
+    async with open_store(url, create=False) as store:
+        if await store.run(run) is None:
+            raise NotFound(f"there is no run {run!r} in {store.url}; it has {await store.runs()}")
+        return await store.steps(run)
+
+
+def names(rows: list[StepRow]) -> list[str]:
+    return sorted({name for row in rows for name in row.metrics})
+
+
+def table(rows: list[StepRow]) -> RenderableType:
+    """Every metric with its first and last value, and the steps these are of."""
+    found = Table("metric", title=f"{sum(row.committed for row in rows)} steps")
+    found.title_justify = "left"
+    for column in ("first", "step", "last", "step"):
+        found.add_column(column, justify="right")
+    for name in names(rows):
+        known = [(row.metrics[name], row.step) for row in rows if name in row.metrics]
+        (first, began), (last, ended) = known[0], known[-1]
+        found.add_row(name, f"{first:.6g}", str(began), f"{last:.6g}", str(ended))
+    return found
+
+
+def as_csv(rows: list[StepRow]) -> str:
+    """A line for each step and a column for each metric, empty where it is not known."""
+    columns = names(rows)
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["step", "committed", "at", *columns])
+    for row in rows:
+        values = [row.metrics.get(name, math.nan) for name in columns]
+        known = ["" if math.isnan(value) else value for value in values]
+        writer.writerow([row.step, int(row.committed), row.at, *known])
+    return out.getvalue()
+
+
+def as_json(rows: list[StepRow]) -> str:
+    """A JSON object for each step, one to a line."""
+    return "".join(msgspec.json.encode(row).decode() + "\n" for row in rows)
