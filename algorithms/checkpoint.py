@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from agentrl.algorithms.learners.base import Learner
 from agentrl.errors import PolicyError, TrainingError
@@ -68,6 +68,32 @@ def load_checkpoint(directory: Path, learner: Learner) -> dict[str, Json]:
     learner.load(directory)
     set_random_state(generators)
     return state
+
+
+def export_checkpoint(source: Path, target: Path) -> None:
+    """Copy the policy of a checkpoint, without what only a run needs to continue, into a new
+    directory: an ordinary Hugging Face one, or of an adapter that of peft.
+
+    Raises PolicyError, with nothing written, if `target` exists or `source` is no whole one."""
+    if target.exists():
+        raise PolicyError(f"{target}: it is there already; give a directory to be made")
+    files = [file for file in sorted(source.glob("*")) if file.is_file() and _of_the_policy(file)]
+    if not (source / STATE).is_file() or not any(map(_weights, files)):
+        raise PolicyError(f"{source}: it is no checkpoint of a run; give <output>/checkpoints/...")
+    for file in filter(_weights, files):
+        try:
+            with safe_open(file, framework="pt"):
+                pass  # its header names every tensor and the file's length
+        except (OSError, SafetensorError) as error:
+            raise PolicyError(
+                f"{source}: {file.name} is incomplete ({error}); export another checkpoint"
+            ) from None
+    try:
+        with atomic_directory(target) as partial:
+            for file in files:
+                shutil.copyfile(file, partial / file.name)
+    except OSError as error:
+        raise PolicyError(f"{target}: it cannot be written ({error})") from None
 
 
 def prune(folder: Path, *, keep: int, protect: Iterable[Path] = ()) -> None:
@@ -120,6 +146,16 @@ def set_random_state(state: Mapping[str, Json]) -> None:
     random.setstate((version, tuple(words), gauss))
     torch_bytes = bytearray(base64.b64decode(state["torch"]))
     torch.set_rng_state(torch.frombuffer(torch_bytes, dtype=torch.uint8))
+
+
+def _of_the_policy(file: Path) -> bool:
+    """Not the optimizer's, the algorithm's or another model's."""
+    return _weights(file) if file.suffix == ".safetensors" else file.name != STATE
+
+
+def _weights(file: Path) -> bool:
+    """Under the names that transformers and peft look for."""
+    return file.suffix == ".safetensors" and file.name.startswith(("model", "adapter_model"))
 
 
 def _partial(path: Path) -> Path:

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.checkpoint import (
     STATE,
     atomic_directory,
     checkpoint_name,
+    export_checkpoint,
     load_checkpoint,
     prune,
     random_state,
@@ -137,3 +139,42 @@ def test_prune_keeps_the_newest_the_protected_and_what_is_not_a_checkpoint(tmp_p
     (tmp_path / "000003").write_text("a file")
     prune(tmp_path, keep=2, protect=[tmp_path / "x" / ".." / "000001"])
     assert names(tmp_path) == ["000001", "000003", "000010", "000010.2", "best"]
+
+
+def make_checkpoint(folder: Path) -> Path:
+    """With what a run keeps beside the policy."""
+    files = ("config.json", "tokenizer.json", "chat_template.jinja", STATE)
+    for name in files:
+        (folder / "critic").mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("{}")
+    for name in ("model-00001-of-00002", "model-00002-of-00002", "optimizer", "critic/head"):
+        save_file({"w": torch.arange(3)}, folder / f"{name}.safetensors")
+    return folder
+
+
+def test_an_export_holds_the_policy_alone(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "000001")
+    export_checkpoint(source, tmp_path / "exported" / "policy")
+    assert names(tmp_path / "exported") == ["policy"]
+    assert names(tmp_path / "exported" / "policy") == [
+        "chat_template.jinja", "config.json", "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors", "tokenizer.json",
+    ]  # fmt: skip
+
+
+def test_what_is_no_whole_checkpoint_is_not_exported(tmp_path: Path) -> None:
+    source, target = make_checkpoint(tmp_path / "000001"), tmp_path / "policy"
+    weights = source / "model-00002-of-00002.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-4])
+    with pytest.raises(PolicyError, match=r"000001: model-00002.*is incomplete.*another"):
+        export_checkpoint(source, target)
+    weights.write_bytes(content)
+    (source / STATE).unlink()
+    with pytest.raises(PolicyError, match="no checkpoint of a run"):
+        export_checkpoint(source, target)
+    with pytest.raises(PolicyError, match="no checkpoint of a run"):
+        export_checkpoint(tmp_path / "none", target)
+    assert not target.exists()
+    with pytest.raises(PolicyError, match="it is there already"):
+        export_checkpoint(source, tmp_path)

@@ -11,8 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+from agentrl.errors import NotFound
+from agentrl.export import export
 from agentrl.store import open_store
 from tests.system.steady import POINTS, STEPS, config, run, strike_at
 
@@ -77,6 +81,24 @@ def test_interrupted_at_every_step_a_run_ends_bitwise_the_same(
             )
     asyncio.run(run(settings, lambda point: None))
     assert_same(broken, whole)
+    check_export(broken)
+
+
+def check_export(folder: Path) -> None:
+    """`agentrl export model` gives what transformers loads, with the last weights."""
+    url, target = f"sqlite:///{folder / 'out' / 'store.db'}", folder / "exported"
+    arguments = ["model", "--run", "steady", "--store", url, "--to", str(target)]
+    result = CliRunner().invoke(export, arguments, catch_exceptions=False)
+    assert result.exit_code == 0
+    model = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
+    _, tensors = outcome(folder)
+    names = {name: name.removeprefix("model.safetensors/") for name in tensors if "model.s" in name}
+    assert names
+    assert all(torch.equal(model.state_dict()[own], tensors[n]) for n, own in names.items())
+    assert not (target / "optimizer.safetensors").exists()
+    unknown = CliRunner().invoke(export, ["model", "--run", "x", "--store", url, "--to", "y"])
+    assert isinstance(unknown.exception, NotFound)
+    assert CliRunner().invoke(export, ["model", "--to", "y"]).exit_code == 2
 
 
 def test_killed_in_an_update_and_before_a_commit_a_run_ends_bitwise_the_same(

@@ -243,7 +243,9 @@ def test_an_adapter_is_trained_evaluated_continued_and_merged(
     assert (policy["model"], policy["lora"]["rank"]) == (str(tiny_model_dir), 4)
     assert policy["lora"]["adapter"] == read(run_folder, lambda s: s.run("tiny")).checkpoint
 
-    merged = agentrl(run_folder, "export", "merged", policy["lora"]["adapter"], "--to", "merged")
+    merged = agentrl(
+        run_folder, "export", "model", policy["lora"]["adapter"], "--to", "merged", "--merge"
+    )
     assert merged.returncode == 0, merged.stderr
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
         file.name for file in (run_folder / "merged").iterdir()
