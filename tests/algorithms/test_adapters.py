@@ -171,6 +171,15 @@ def test_learners_that_share_a_base_learn_as_if_each_were_alone(base: Path) -> N
         assert torch.equal(learner.logprobs(batch), learners[name].logprobs(batch))
 
 
+def test_an_adapter_learns_what_it_is_rewarded_for(base: Path) -> None:
+    learner = learner_of(make(base, trained=False), "solver", base)
+    batch = make_batch(0, rollouts=2)
+    before = learner.logprobs(batch)
+    for _ in range(8):
+        learner.step(batch, lambda logprobs, _: torch.full_like(logprobs, 0.1), lr=0.02)
+    assert learner.logprobs(batch).mean() > before.mean() + 1.0
+
+
 def test_the_gradient_is_that_of_peft(base: Path, tmp_path: Path) -> None:
     adapters = make(base)
     adapters.save("planner", tmp_path)
