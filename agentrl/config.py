@@ -65,6 +65,16 @@ class VerifierConfig(Section, frozen=True):
     path: str = ""  # "file.py:name"
 
 
+class LoraConfig(Section, frozen=True):
+    """A low-rank adapter is trained, the model stays as it is. The default scale is that of
+    thinkingmachines.ai/blog/lora, which leaves the best learning rate independent of the rank."""
+
+    rank: Natural = 0  # 0: no adapter, all weights are trained
+    alpha: Positive = 32.0  # what the adapter adds is scaled by alpha / rank
+    targets: list[str] = []  # names of linear layers, such as "q_proj"; default: all but the head
+    adapter: str = ""  # directory of an adapter to start from; default: one that changes nothing
+
+
 class PolicyConfig(Section, frozen=True):
     """The model to train: a Hugging Face checkpoint directory or hub name."""
 
@@ -72,6 +82,7 @@ class PolicyConfig(Section, frozen=True):
     build: str = ""  # "file.py:name": called as (directory, seed) to make `model` if it is absent
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "auto"
+    lora: LoraConfig = LoraConfig()
 
 
 class AlgorithmConfig(Section, frozen=True):
@@ -114,7 +125,9 @@ class CriticConfig(Section, frozen=True):
 class ReferenceConfig(Section, frozen=True):
     """What a penalty on leaving the reference is about."""
 
-    model: str = ""  # a checkpoint directory or hub name; empty: what the policy begins as
+    # A checkpoint directory or hub name; empty: what the policy begins as, or for an adapter the
+    # model without it.
+    model: str = ""
     every: Natural = 0  # steps after which the policy as it is becomes the reference; 0: never
     target: NonNegative = 0.0  # nats per token: adapts the penalty to keep their KL there; 0: fixed
     horizon: Count = 10_000  # rollouts over which it adapts
@@ -289,6 +302,7 @@ def resolve(data: Mapping[str, Any], *, source: str) -> RunConfig:
         message = str(error).replace("`$.", "`").replace("`$`", "the top level")
         raise ConfigError(f"{source}: {message}") from None
     _check_roles(config, source)
+    _check_lora(config.policy.lora, source)
     _check_schedule(config.algorithm, source)
     _check_sinks(config.metrics.sinks, source)
     output = Path(config.output or Path("runs", config.name)).resolve()
@@ -383,6 +397,14 @@ def _check_roles(config: RunConfig, source: str) -> None:
             raise ConfigError(f"{source}: roles.{role} = {target!r}; {nearest(target, known)}")
     if "policy" in config.upstreams:
         raise ConfigError(f"{source}: [upstreams.policy]: that is the trained policy's name")
+
+
+def _check_lora(settings: LoraConfig, source: str) -> None:
+    for key, default in msgspec.structs.asdict(LoraConfig()).items():
+        if not settings.rank and getattr(settings, key) != default:
+            raise ConfigError(
+                f"{source}: policy.lora.{key} has no effect while policy.lora.rank is 0; set both"
+            )
 
 
 def _check_schedule(algorithm: AlgorithmConfig, source: str) -> None:

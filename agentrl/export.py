@@ -1,4 +1,4 @@
-"""`agentrl export`: what the store holds, for other people's tools."""
+"""`agentrl export`: what the store holds and what a run has made, for other people's tools."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TIMEOUT = 30.0  # seconds of one request
 
 @click.group()
 def export() -> None:
-    """Hand what a store holds to other tools."""
+    """Hand traces and models to other tools."""
 
 
 @export.command()
@@ -53,17 +53,32 @@ def otlp(
 @click.option("--run", help="Name of a run, for its last committed checkpoint.")
 @click.option("--store", help="Store URL; default: the one in runs/<run>.")
 @click.option("--to", "directory", required=True, type=click.Path(path_type=Path))
-def model(checkpoint: Path | None, run: str | None, store: str | None, directory: Path) -> None:
+@click.option("--merge", is_flag=True, help="Add an adapter to its base: a model of its own.")
+@click.option("--base", default="", help="With --merge: where the base is now, if it has moved.")
+def model(
+    checkpoint: Path | None,
+    run: str | None,
+    store: str | None,
+    directory: Path,
+    merge: bool,
+    base: str,
+) -> None:
     """Copy the policy of CHECKPOINT, or of a run, to a Hugging Face directory for any tool."""
+    from agentrl.algorithms.adapters import export_merged
     from agentrl.algorithms.checkpoint import export_checkpoint
 
+    if base and not merge:
+        raise click.UsageError("--base belongs to --merge")
     if (checkpoint is None) == (run is None):
         raise click.UsageError("give a checkpoint directory or --run")
     if run is not None:
         url = store or f"sqlite:///{Path('runs', run, 'store.db').resolve()}"
         checkpoint = asyncio.run(_last_checkpoint(url, run))
     assert checkpoint is not None
-    export_checkpoint(checkpoint, directory)
+    if merge:
+        export_merged(checkpoint, directory, base=base)
+    else:
+        export_checkpoint(checkpoint, directory)
     click.echo(f"wrote {directory} from {checkpoint}")
 
 

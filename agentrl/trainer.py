@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import shutil
 import time
@@ -24,7 +25,7 @@ import msgspec
 from rich.console import Console
 
 from agentrl import report, view
-from agentrl.config import RunConfig, differences, resolve
+from agentrl.config import PolicyConfig, RunConfig, differences, resolve
 from agentrl.errors import AgentRLError, ConfigError, TrainingError
 from agentrl.loading import check_tasks, load_tasks
 from agentrl.processes import USER_ERROR, Child
@@ -82,12 +83,22 @@ def run_evaluation(config: RunConfig, checkpoint: Path | None, tasks: str | None
         output=str(output),
         store=f"sqlite:///{output / 'store.db'}",
         steps=0,
-        policy=replace(config.policy, model=str(checkpoint.resolve()), build=""),
+        policy=_policy_at(config.policy, checkpoint.resolve()),
         tasks=replace(config.tasks, heldout=heldout or config.tasks.heldout),
         eval=replace(config.eval, tasks=0) if tasks else config.eval,
     )
     check(config)
     return _blocking(_front(config, runners=config.runner.processes))
+
+
+def _policy_at(policy: PolicyConfig, checkpoint: Path) -> PolicyConfig:
+    """Settings that load a checkpoint: a model, or an adapter, which says on what."""
+    replace, file = msgspec.structs.replace, checkpoint / "adapter_config.json"
+    if not file.is_file():
+        return replace(policy, model=str(checkpoint), build="")
+    base = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    lora = replace(policy.lora, adapter=str(checkpoint))
+    return replace(policy, model=base, build="", lora=lora)
 
 
 class Trainer:

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import msgspec
 import torch
+from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from agentrl.algorithms import beside, presets
+from agentrl.algorithms.adapters import Adapters
 from agentrl.algorithms.checkpoint import atomic_directory, load_checkpoint
 from agentrl.algorithms.collect import Collector, rule
 from agentrl.algorithms.dump import BadSteps
@@ -29,7 +31,7 @@ from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.loading import load_attribute, load_tasks
 from agentrl.store import open_store
-from agentrl.types import Json
+from agentrl.types import POLICY, Json
 
 
 def main(config: RunConfig) -> None:
@@ -55,6 +57,7 @@ async def run(config: RunConfig) -> None:
         if config.policy.build and state.step == 0:
             await store.log(config.name, 0, {"time/build": time.monotonic() - started})
         model, tokenizer = load_model(source, config.policy.dtype, config.policy.device)
+        adapters = lora_adapters(model, config)
         learner = TorchLearner(
             model,
             tokenizer,
@@ -68,6 +71,7 @@ async def run(config: RunConfig) -> None:
             fp32_head=config.learner.fp32_head,
             optimizer=config.learner.optimizer,
             threads=config.learner.threads or os.cpu_count() or 1,
+            adapters=adapters,
         )
         kl = beside.make_controller(config, algo)
         memory = State(algo.memories, {} if kl is None else {"kl": kl})
@@ -81,6 +85,7 @@ async def run(config: RunConfig) -> None:
             max_batch=config.engine.max_batch,
             max_context=config.engine.max_context,
             threads=config.engine.threads,
+            adapters=adapters,
         )
         await server.start()
         try:
@@ -109,6 +114,24 @@ async def run(config: RunConfig) -> None:
             await Loop(config, store, state, updater, server, collector, heldout).run()
         finally:
             await server.close()
+
+
+def lora_adapters(model: PreTrainedModel, config: RunConfig) -> Adapters | None:
+    """The adapter that the run file asks for, on a model; none: all weights are trained."""
+    settings = config.policy.lora
+    if not settings.rank:
+        return None
+    adapters = Adapters(model)
+    adapters.add(
+        POLICY,
+        rank=settings.rank,
+        alpha=settings.alpha,
+        targets=settings.targets,
+        seed=config.seed,
+    )
+    if settings.adapter:
+        adapters.restore(POLICY, adapters.read(POLICY, config.path(settings.adapter)))
+    return adapters
 
 
 def policy_directory(config: RunConfig) -> str:

@@ -14,10 +14,10 @@ from typing import Protocol
 
 
 class PolicyServer(Protocol):
-    """Owns the serving of one policy. Every answer names the version that produced it."""
+    """Owns the serving of policies, by their names. Every answer carries the version of its own."""
 
     base_url: str  # ends in /v1
-    model: str  # the name it answers to
+    model: str  # the policy that requests without a name get
 
     async def start(self) -> None:
         """Listen. Raises PolicyError when the port is taken."""
@@ -27,8 +27,9 @@ class PolicyServer(Protocol):
         """While inside, weights may change: calls in flight have finished, new ones are held."""
         ...
 
-    async def publish(self, version: int) -> None:
-        """From now on serve the learner's current weights as `version`. Call inside `updating`."""
+    async def publish(self, version: int, policy: str | None = None) -> None:
+        """From now on serve a policy's current weights, default those of `model`, as `version`;
+        other policies keep theirs. Call inside `updating`."""
         ...
 
     async def close(self) -> None: ...

@@ -1,20 +1,21 @@
 """The calls in flight: what lies between HTTP handlers and the engine.
 
-Owns the version that is served and the count of unfinished calls. Always true: a call starts and
-ends under one version, because the version changes only while none is in flight. Everything here
-runs on the server's event loop.
+Owns the version of each policy that is served and the count of unfinished calls. Always true: a
+call starts and ends under one version, because versions change only while none is in flight.
+Everything here runs on the server's event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from agentrl.algorithms.adapters import Adapters
 from agentrl.algorithms.engines.engine import CLOSED, Engine, Updates
 from agentrl.algorithms.engines.rows import Call, Update
 from agentrl.algorithms.engines.text import Codec, TextStream
@@ -56,8 +57,12 @@ class Calls:
         max_batch: int,
         max_context: int,
         threads: int,
+        adapters: Adapters | None,
+        policies: Mapping[str, str | None],
     ) -> None:
-        self.version = 0
+        """policies: by name, the adapter that each applies to the model."""
+        self.versions = dict.fromkeys(policies, 0)
+        self._numbers = {name: number for number, name in enumerate(policies)}
         self.max_context = max_context
         self.engine = Engine(
             model,
@@ -66,6 +71,8 @@ class Calls:
             max_context=max_context,
             threads=threads,
             deliver=self._deliver,
+            adapters=adapters,
+            policies=list(policies.values()),
         )
         self._codec = codec
         self._seeds = random.Random()  # its own: the run's random state belongs to the algorithm
@@ -99,16 +106,17 @@ class Calls:
     def held(self) -> bool:
         return self._updating.locked()
 
-    def publish(self, version: int) -> None:
-        """The weights are those of `version` now. Only while held."""
-        self.version = version
-        self.engine.forget()
+    def publish(self, version: int, policy: str) -> None:
+        """The weights of a policy are those of `version` now. Only while held."""
+        self.versions[policy] = version
+        self.engine.forget(self._numbers[policy])
 
     @asynccontextmanager
     async def fly(
         self,
         prompt: Sequence[int],
         sampling: Sampling,
+        policy: str,
         *,
         n: int = 1,
         stop: Sequence[str] = (),
@@ -120,7 +128,7 @@ class Calls:
         self._check(prompt)
         while not self._open.is_set():  # another update may have begun before this task woke up
             await self._open.wait()
-        flight = Flight(self.version)
+        flight = Flight(self.versions[policy])
         tokens = np.asarray(prompt, np.int32)
         seed = self._seeds.getrandbits(64) if sampling.seed is None else sampling.seed
         for index in range(n):
@@ -130,6 +138,7 @@ class Calls:
                 seed=(seed + index) % 2**64,
                 receive=self._receiver(flight, index),
                 stream=stream,
+                policy=self._numbers[policy],
                 stop=_stopper(self._codec, stop) if stop else None,
             )
             flight.calls.append(call)

@@ -15,20 +15,22 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
+from agentrl.algorithms.adapters import Adapters
 from agentrl.algorithms.engines.calls import Calls
 from agentrl.algorithms.engines.chat import Chat
 from agentrl.algorithms.engines.routes import Routes
 from agentrl.algorithms.engines.text import Codec
 from agentrl.algorithms.model import Model, Tokenizer
 from agentrl.errors import PolicyError
-from agentrl.types import Sampling
+from agentrl.types import POLICY, Sampling
 
 T = TypeVar("T")
 NO_DEFAULTS = Sampling()
 
 
 class EmbeddedServer:
-    """A PolicyServer on a model object. Its methods may be awaited from any event loop."""
+    """A PolicyServer on a model object and its adapters. Its methods may be awaited from any event
+    loop."""
 
     def __init__(
         self,
@@ -37,7 +39,8 @@ class EmbeddedServer:
         *,
         host: str = "127.0.0.1",
         port: int = 0,
-        name: str = "policy",
+        name: str = POLICY,
+        adapters: Adapters | None = None,
         max_batch: int = 64,
         max_context: int = 2048,
         threads: int = 1,
@@ -45,6 +48,9 @@ class EmbeddedServer:
     ) -> None:
         """`port` 0 takes any free one. `max_context` tokens of prompt and completion are cut to
         what the model's positions allow. `defaults` are for requests that say nothing.
+
+        Serves every adapter there is now under its name, and under `name` the model alone, if no
+        adapter has that name. Requests that name no model get `name`.
 
         Raises PolicyError for a model whose attention cannot be batched."""
         config: Any = model.config
@@ -60,6 +66,8 @@ class EmbeddedServer:
             max_batch=max_batch,
             max_context=min(max_context, positions),
             threads=threads,
+            adapters=adapters,
+            policies={name: None} | {each: each for each in (adapters.names if adapters else ())},
         )
         self._routes = Routes(self._calls, Chat(tokenizer, codec), codec, name, defaults)
         self._runner: web.AppRunner | None = None
@@ -92,13 +100,15 @@ class EmbeddedServer:
         finally:
             await self._on_loop(self._resume())
 
-    async def publish(self, version: int) -> None:
-        """From now on serve the learner's current weights as `version`."""
+    async def publish(self, version: int, policy: str | None = None) -> None:
+        """From now on serve the current weights of a policy, default the server's own `model`, as
+        `version`."""
+        policy = policy or self.model
         if self._calls.held:
-            await self._on_loop(self._publish(version))
+            await self._on_loop(self._publish(version, policy))
         else:
             async with self.updating():
-                await self._on_loop(self._publish(version))
+                await self._on_loop(self._publish(version, policy))
 
     async def close(self) -> None:
         """Refuse what is in flight and stop. A second time does nothing."""
@@ -121,8 +131,8 @@ class EmbeddedServer:
         self._calls.start()
         self.base_url = f"http://{host}:{port}/v1"
 
-    async def _publish(self, version: int) -> None:
-        self._calls.publish(version)
+    async def _publish(self, version: int, policy: str) -> None:
+        self._calls.publish(version, policy)
 
     async def _resume(self) -> None:
         self._calls.resume()

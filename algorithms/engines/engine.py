@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from agentrl.algorithms.adapters import Adapters
 from agentrl.algorithms.attention import UNUSED
 from agentrl.algorithms.engines import attention
 from agentrl.algorithms.engines.attention import Chunk, Plan
@@ -44,11 +46,15 @@ class Engine:
         max_context: int,
         threads: int,
         deliver: Callable[[Updates], None],
+        adapters: Adapters | None = None,
+        policies: Sequence[str | None] = (None,),
     ) -> None:
-        """`deliver` gets, on the engine's thread, everything that one step has to tell."""
+        """`deliver` gets, on the engine's thread, everything that one step has to tell. `policies`:
+        the adapter of each policy that calls may name by number, None: the model alone."""
         attention.install(model)
         config: Any = model.config
         self.model, self.deliver, self.threads = model, deliver, threads
+        self.adapters, self.policies = adapters, policies
         self.device = next(model.parameters()).device
         self.rows = Rows(max_batch, idle=2 * max_batch, context=max_context)
         self.pool = KVPool(config.get_text_config().num_hidden_layers, 3 * max_batch)
@@ -72,9 +78,9 @@ class Engine:
         """Finish a call whose answer nobody waits for, unless it has finished."""
         self._order(lambda: self._cancel(call))
 
-    def forget(self) -> None:
-        """The weights have changed: drop the prefix cache."""
-        self._order(self.rows.forget)
+    def forget(self, policy: int = 0) -> None:
+        """The weights of a policy have changed: drop its prefix cache."""
+        self._order(lambda: self.rows.forget(policy))
 
     def close(self) -> None:
         """Fail what is unfinished and end the thread."""
@@ -124,7 +130,7 @@ class Engine:
         later: deque[Call] = deque()
         while self.waiting and self.rows.n < self.rows.limit:
             call = self.waiting.popleft()
-            source, shared, soon = self.rows.source(call.prompt)
+            source, shared, soon = self.rows.source(call.prompt, call.policy)
             if soon - shared >= WORTH_WAITING:
                 later.append(call)
             else:
@@ -175,17 +181,33 @@ class Engine:
             for values in (rows.tokens[at, positions].astype(np.int64), at, positions)
         )
         pool.aim(at_N, positions_N)
-        logits: Tensor = self.model(
-            input_ids=ids_N[None],
-            position_ids=positions_N[None],
-            attention_mask=UNUSED,
-            past_key_values=pool,
-            use_cache=True,
-            logits_to_keep=n,
-            plan=Plan(chunks, positions_N[-n:], int(last.max()) + 1),
-        ).logits[0]
+        with self._adapted(rows.policy[at]):
+            logits: Tensor = self.model(
+                input_ids=ids_N[None],
+                position_ids=positions_N[None],
+                attention_mask=UNUSED,
+                past_key_values=pool,
+                use_cache=True,
+                logits_to_keep=n,
+                plan=Plan(chunks, positions_N[-n:], int(last.max()) + 1),
+            ).logits[0]
         rows.length[:n] = last + 1
         return logits
+
+    def _adapted(self, policies: Ints) -> AbstractContextManager[None]:
+        """While inside, each token fed is computed by its policy: numbers, int64 [N]."""
+        if self.adapters is None:
+            return nullcontext()
+        present = np.unique(policies).tolist()
+        if len(present) == 1:
+            return self.adapters.using(self.policies[present[0]])
+        return self.adapters.routed(
+            [
+                (adapter, torch.from_numpy(np.flatnonzero(policies == number)).to(self.device))
+                for number in present
+                if (adapter := self.policies[number]) is not None
+            ]
+        )
 
     def _record(self, tokens: Ints, logprobs: NDArray[np.float32]) -> None:
         """Add the sampled tokens to rows that are through their prompt; tell and end calls."""

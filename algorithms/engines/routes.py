@@ -14,6 +14,7 @@ from agentrl.algorithms.engines.chat import Chat
 from agentrl.algorithms.engines.replies import Format, StreamedChoice
 from agentrl.algorithms.engines.text import Codec
 from agentrl.algorithms.engines.wire import ChatRequest, RequestError, TextRequest
+from agentrl.config import nearest
 from agentrl.types import Sampling
 
 VERSION = "x-policy-version"
@@ -68,17 +69,17 @@ class Routes:
 
     async def models(self, request: web.Request) -> web.Response:
         card = {
-            "id": self._name,
             "object": "model",
             "owned_by": "agentrl",
             "max_model_len": self._calls.max_context,
         }
-        return _json({"object": "list", "data": [card]})
+        cards = [{"id": name} | card for name in self._calls.versions]
+        return _json({"object": "list", "data": cards})
 
     async def health(self, request: web.Request) -> web.Response:
         if not self._calls.engine.alive:
             raise RequestError("the engine has stopped; restart the algorithm process", status=503)
-        return _json({"status": "ok", "version": self._calls.version})
+        return _json({"status": "ok", "version": self._calls.versions[self._name]})
 
     def _format(
         self,
@@ -105,10 +106,10 @@ class Routes:
     async def _answer(
         self, request: web.Request, body: ChatRequest | TextRequest, form: Format
     ) -> web.StreamResponse:
-        sampling, n = self._sampling(body), body.n or 1
+        policy, sampling, n = self._policy(body.model), self._sampling(body), body.n or 1
         stream = bool(body.stream)
         async with self._calls.fly(
-            form.prompt, sampling, n=n, stop=form.stop, stream=stream
+            form.prompt, sampling, policy, n=n, stop=form.stop, stream=stream
         ) as flight:
             if stream:
                 usage = bool(body.stream_options and body.stream_options.include_usage)
@@ -116,6 +117,21 @@ class Routes:
             updates = {index: update async for index, update in flight}
         whole = form.whole([updates[index] for index in range(n)])
         return _json(whole, headers={VERSION: str(flight.version)})
+
+    def _policy(self, model: str | None) -> str:
+        """The policy that a request names. Where there is one, every name is it: agents keep their
+        own. Raises RequestError for a name that is none of several."""
+        served = self._calls.versions
+        if model in served:
+            return str(model)
+        if model and len(served) > 1:
+            raise RequestError(
+                f"no model {model!r} is served here; {nearest(model, served)}",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+        return self._name
 
     def _sampling(self, body: ChatRequest | TextRequest) -> Sampling:
         default = self._defaults
@@ -156,8 +172,9 @@ class Routes:
         return response
 
     async def _stamp(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Answers that no version made, such as errors, carry the one that is served now."""
-        response.headers.setdefault(VERSION, str(self._calls.version))
+        """Answers that no version made, such as errors, carry the one that is served now by the
+        policy that requests without a model name get."""
+        response.headers.setdefault(VERSION, str(self._calls.versions[self._name]))
 
 
 @web.middleware

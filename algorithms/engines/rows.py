@@ -40,6 +40,7 @@ class Call:
     seed: int  # 0 <= seed < 2**64
     receive: Callable[[Update], None]  # called where the engine's `deliver` says
     stream: bool = False  # an update per token instead of one at the end
+    policy: int = 0  # number of the one that answers
     stop: Callable[[int], bool] | None = None  # told every token; true ends the call
 
 
@@ -54,6 +55,7 @@ class Rows:
         self.tokens = np.zeros((size, context), np.int32)
         self.length = np.zeros(size, np.int64)  # tokens whose keys are in the pool
         self.known = np.zeros(size, np.int64)  # tokens of prompt and completion
+        self.policy = np.zeros(size, np.int64)  # number of the one the keys were computed with
         self.used = np.zeros(size, np.int64)  # clock of the last use of an idle row
         self.clock = 0
         self.prompt = np.zeros(limit, np.int64)  # tokens of the prompt
@@ -65,24 +67,26 @@ class Rows:
         self.top_k = np.zeros(limit, np.int64)
         self.logprobs = np.zeros((limit, context), np.float32)
         self._columns = (
-            self.length, self.known, self.prompt, self.end, self.watched,
+            self.length, self.known, self.policy, self.prompt, self.end, self.watched,
             self.seed, self.temperature, self.top_p, self.top_k,
         )  # fmt: skip
 
-    def shared(self, tokens: NDArray[np.int32]) -> NDArray[np.int64]:
-        """Length of the common prefix of `tokens` with what every row knows, int64 [rows]."""
+    def shared(self, tokens: NDArray[np.int32], policy: int) -> NDArray[np.int64]:
+        """Length of the common prefix of `tokens` with what every row knows, int64 [rows]; 0 for
+        rows of another policy."""
         different = self.tokens[:, : len(tokens)] != tokens
         first = different.argmax(axis=1)
         first[~different[np.arange(len(first)), first]] = len(tokens)
-        shared: NDArray[np.int64] = np.minimum(first, self.known)
+        shared: NDArray[np.int64] = np.minimum(first, self.known) * (self.policy == policy)
         return shared
 
-    def source(self, prompt: NDArray[np.int32]) -> tuple[int, int, int]:
-        """Row that holds the longest prefix of a prompt, how long it is, and how long one will be
-        once the running rows are through their prompts. Its last token must always be fed."""
+    def source(self, prompt: NDArray[np.int32], policy: int) -> tuple[int, int, int]:
+        """Row of the policy that holds the longest prefix of a prompt, how long it is, and how long
+        one will be once the running rows are through their prompts. Its last token must always be
+        fed."""
         if len(prompt) == 1:
             return 0, 0, 0
-        shared = self.shared(prompt[:-1])
+        shared = self.shared(prompt[:-1], policy)
         ready = np.minimum(shared, self.length)
         row = int(ready.argmax())
         return row, int(ready[row]), int(shared.max())
@@ -96,6 +100,7 @@ class Rows:
             pool.copy(source, row, shared)
         self.tokens[row, :size] = call.prompt
         self.length[row], self.known[row], self.prompt[row] = shared, size, size
+        self.policy[row] = call.policy
         context = self.tokens.shape[1]
         room = context - size
         self.end[row] = size + min(room, sampling.max_tokens or room)
@@ -128,18 +133,22 @@ class Rows:
         self.calls.pop()
         self.length[last] = self.known[last] = 0
 
-    def forget(self) -> None:
-        """Drop what idle rows hold: it was computed with other weights."""
-        self.length[self.limit :] = self.known[self.limit :] = self.used[self.limit :] = 0
+    def forget(self, policy: int | None = None) -> None:
+        """Drop what idle rows hold, of one policy or all: it was computed with other weights."""
+        gone = np.arange(len(self.policy)) >= self.limit
+        if policy is not None:
+            gone &= self.policy == policy
+        self.length[gone] = self.known[gone] = self.used[gone] = 0
 
     def _remember(self, row: int, pool: KVPool) -> None:
-        length = int(self.length[row])
+        length, policy = int(self.length[row]), int(self.policy[row])
         idle = slice(self.limit, None)
         # A row that says no more than the new one goes first, else the one unused for longest.
-        within = self.shared(self.tokens[row, :length])[idle] >= self.known[idle]
+        within = self.shared(self.tokens[row, :length], policy)[idle] >= self.known[idle]
         target = self.limit + int(np.where(within, -1, self.used[idle]).argmin())
         pool.copy(row, target, length)
         self.tokens[target, :length] = self.tokens[row, :length]
         self.length[target] = self.known[target] = length
+        self.policy[target] = policy
         self.clock += 1
         self.used[target] = self.clock

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from agentrl.algorithms.adapters import Adapters
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.critic import ValueModel
 from agentrl.algorithms.head import action_logprobs
@@ -32,6 +33,7 @@ from agentrl.algorithms.model import Tokenizer, load_model
 from agentrl.algorithms.packing import Pack, Packing, check_model, hidden_states, packs, usable
 from agentrl.algorithms.reference import Reference
 from agentrl.errors import PolicyError, TrainingError
+from agentrl.types import POLICY
 
 T = TypeVar("T")
 
@@ -41,9 +43,11 @@ class TorchLearner:
 
     packing: see `packing`. token_budget: tokens of one micro-batch; it is halved, and stays so,
     when memory runs out. gradient_checkpointing: keep what enters a layer and recompute the rest.
-    fp32_head: see `head`. threads: what a call computes with, default what its thread already has.
-    critic: gives and learns values; frozen: the reference (q) and the teacher (t).
-    Raises PolicyError for a model it cannot train."""
+    fp32_head: see `head`. adapters: learn the one named `policy`, and nothing else; other learners
+    may learn others of the same model. threads: what a call computes with, default what its thread
+    already has. critic: gives and learns values; frozen: the reference (q), by default the model
+    without its adapters if it has any, and the teacher (t). Raises PolicyError for a model it
+    cannot train."""
 
     def __init__(
         self,
@@ -57,6 +61,8 @@ class TorchLearner:
         token_budget: int = 4096,
         gradient_checkpointing: bool = False,
         fp32_head: bool = False,
+        adapters: Adapters | None = None,
+        policy: str = POLICY,
         threads: int | None = None,
         betas: tuple[float, float] = (0.9, 0.95),
         critic: ValueModel | None = None,
@@ -64,13 +70,17 @@ class TorchLearner:
     ) -> None:
         check_model(model)
         self.model = model.eval()
-        learned = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.adapters, self.policy = adapters, policy
+        if adapters is None:
+            learned = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        else:
+            learned = adapters.parameters(policy)
         self.optimizer = Optimizer(learned, kind=optimizer, betas=betas, weight_decay=weight_decay)
         self.critic = critic
         self.frozen = dict(frozen or {})
         values: tuple[Literal["v"], ...] = () if critic is None else ("v",)
         self.supplies = frozenset[Literal["o", "b", "q", "t", "v"]](
-            {"o", "b", *self.frozen, *values}
+            {"o", "b", *self.frozen, *values, *(("q",) if adapters is not None else ())}
         )
         self.max_grad_norm = max_grad_norm
         self.packing = usable(model, packing)
@@ -85,16 +95,17 @@ class TorchLearner:
 
     def logprobs(self, batch: Batch, of: Scored = "o") -> Tensor:
         """Log-probs of every action token at its sampling temperature, float32 [N], no graph."""
-        if of != "o" and of not in self.frozen:
+        if of not in self.supplies:
             raise PolicyError(f"the learner has no model for stream {of}")
-        model = self.model if of == "o" else self.frozen[of].model
-        with _threads(self.threads), torch.no_grad():
+        model = self.frozen[of].model if of in self.frozen else self.model
+        alone = of == "q" and of not in self.frozen  # the base of the adapters
+        with _threads(self.threads), self._adapted(alone), torch.no_grad():
             return self._within_memory(lambda: self._logprobs(batch, model))
 
     def values(self, batch: Batch) -> Tensor:
         """The critic's value of the state before every action token, float64 [N], no graph."""
         critic = self._critic()
-        with _threads(self.threads), torch.no_grad():
+        with _threads(self.threads), self._adapted(), torch.no_grad():
             return self._within_memory(lambda: self._values(batch, critic))
 
     def step(
@@ -111,7 +122,7 @@ class TorchLearner:
         learning = None if critic is None else self._critic()
         device, budget = self.model.device, self.token_budget
         memory.start_measuring(device)
-        with _threads(self.threads):
+        with _threads(self.threads), self._adapted():
             try:
                 sums = self._within_memory(lambda: self._backward(batch, psi, critic))
                 norm = self.optimizer.clip(self.max_grad_norm)
@@ -143,12 +154,16 @@ class TorchLearner:
         )
 
     def save(self, directory: Path) -> None:
-        """Write weights, tokenizer and optimizer into a directory: an ordinary Hugging Face one.
+        """Write weights, tokenizer and optimizer into a directory: an ordinary Hugging Face one, or
+        with an adapter, that of peft.
 
         Not atomic by itself; `checkpoint.save_checkpoint` makes it so."""
         directory.mkdir(parents=True, exist_ok=True)
-        with _no_progress_bars():
-            self.model.save_pretrained(directory)
+        if self.adapters is None:
+            with _no_progress_bars():
+                self.model.save_pretrained(directory)
+        else:
+            self.adapters.save(self.policy, directory)
         for name, content in self.tokenizer_files.items():
             (directory / name).write_bytes(content)
         self.optimizer.save(directory)
@@ -158,21 +173,37 @@ class TorchLearner:
     def load(self, directory: Path) -> None:
         """Restore what `save` wrote. Raises PolicyError, with nothing changed, for a checkpoint of
         another model or a half-written one."""
-        with _no_progress_bars():
-            saved, _ = load_model(directory, device="cpu")
-        weights, own = saved.state_dict(), self.model.state_dict()
-        _check_shapes(directory, weights, own)
+        weights = self._read(directory)
         moments = self.optimizer.read(directory)
         critic = self.critic and self.critic.read(directory)
         frozen = {letter: scorer.read(directory) for letter, scorer in self.frozen.items()}
-        with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(weights[name])
+        if self.adapters is None:
+            with torch.no_grad():
+                for name, tensor in self.model.state_dict().items():
+                    tensor.copy_(weights[name])
+        else:
+            self.adapters.restore(self.policy, weights)
         self.optimizer.restore(moments)
         if self.critic and critic:
             self.critic.restore(critic)
         for letter, scorer in self.frozen.items():
             scorer.restore(frozen[letter])
+
+    def _read(self, directory: Path) -> Mapping[str, Tensor]:
+        """The weights of a checkpoint, which are found to fit."""
+        if self.adapters is not None:
+            return self.adapters.read(self.policy, directory)
+        with _no_progress_bars():
+            saved, _ = load_model(directory, device="cpu")
+        weights: dict[str, Tensor] = saved.state_dict()
+        _check_shapes(directory, weights, self.model.state_dict())
+        return weights
+
+    def _adapted(self, alone: bool = False) -> AbstractContextManager[None]:
+        """While inside, the model is the policy that this learner learns, or its base alone."""
+        if self.adapters is None:
+            return nullcontext()
+        return self.adapters.using(None if alone else self.policy)
 
     def _logprobs(self, batch: Batch, model: PreTrainedModel) -> Tensor:
         logprobs_N = torch.empty(batch.n_tokens)

@@ -20,6 +20,7 @@ from agentrl.errors import PolicyError
 from agentrl.types import Sampling
 
 EOS = 2
+OPTIONS = ("stream", "stop", "policy")  # of a call, beside those of sampling
 
 
 class Desk:
@@ -36,7 +37,7 @@ class Desk:
         self.engine.start()
 
     def submit(self, prompt: list[int], *, seed: int = 0, **settings: Any) -> Call:
-        options = {name: settings.pop(name) for name in ("stream", "stop") if name in settings}
+        options = {name: settings.pop(name) for name in OPTIONS if name in settings}
         call = Call(
             np.array(prompt, np.int32), Sampling(**settings), seed, lambda update: None, **options
         )
