@@ -59,6 +59,9 @@ class TasksConfig(Section, frozen=True):
 
     train: str = ""
     heldout: str = ""
+    # Of training: every task once an epoch, or drawn by how often it was solved, most often those
+    # that are solved half of the time. Outcomes are taken to be from 0 to 1.
+    order: Literal["shuffle", "difficulty"] = "shuffle"
 
 
 class VerifierConfig(Section, frozen=True):
@@ -85,6 +88,24 @@ class PolicyConfig(Section, frozen=True):
     lora: LoraConfig = LoraConfig()
 
 
+class BranchingConfig(Section, frozen=True):
+    """Rollouts that repeat the first calls of those of a group and are sampled from there, asked
+    for when these have ended.
+
+    mc: from the state before each call of every rollout. tree: from the calls of the group where
+    the policy is least certain."""
+
+    kind: Literal["none", "mc", "tree"] = "none"
+    width: Count = 1  # branches from each of them
+    calls: Natural = 0  # at most so many, the least certain: of each rollout (mc), of the group
+
+    def __post_init__(self) -> None:
+        if self.kind == "none" and (self.width, self.calls) != (1, 0):
+            raise ValueError("width and calls mean nothing without kind = 'mc' or 'tree'")
+        if self.kind == "tree" and not self.calls:
+            raise ValueError("kind = 'tree' needs to know from how many `calls` of a group")
+
+
 class AlgorithmConfig(Section, frozen=True):
     """What is learned from a batch. `options` are the preset's own arguments."""
 
@@ -108,6 +129,7 @@ class AlgorithmConfig(Section, frozen=True):
     max_bad_steps: Count = 3  # optimizer steps in a row that are not finite, until the run ends
     weight_decay: NonNegative = 0.0
     max_grad_norm: Positive = 1.0
+    branching: BranchingConfig = BranchingConfig()
 
 
 class CriticConfig(Section, frozen=True):

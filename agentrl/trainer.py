@@ -135,7 +135,9 @@ class Trainer:
             "train": _task_file(self.tasks, output / "train.jsonl"),
             "heldout": _task_file(self.heldout, output / "heldout.jsonl"),
         }
-        config = msgspec.structs.replace(config, tasks=msgspec.convert(names, type(config.tasks)))
+        config = msgspec.structs.replace(
+            config, tasks=msgspec.structs.replace(config.tasks, **names)
+        )
         if isinstance(self.agent, str) and isinstance(self.verifier, str):
             return run_training(config)
         check(config)

@@ -105,6 +105,14 @@ class Sampling(Record, frozen=True):
     seed: int | None = None
 
 
+class Branch(Record, frozen=True):
+    """A rollout that repeats the first `calls` model calls of another, which has ended, and goes
+    its own way from there. `calls` counts transitions in order of their index."""
+
+    rollout: str
+    calls: int
+
+
 class NewRollout(Record, frozen=True):
     """A request for one execution of the agent. The caller chooses `id`; a repeat is a no-op."""
 
@@ -119,6 +127,7 @@ class NewRollout(Record, frozen=True):
     max_attempts: int = 3
     timeout: float = 60.0  # seconds for one attempt
     priority: int = 0  # larger is claimed first
+    branch: Branch | None = None
 
 
 class Attempt(Record, frozen=True):
@@ -135,7 +144,8 @@ class Transition(Record, frozen=True):
 
     `prompt` [P] and `completion` [C] are int32 token ids, `logprobs` [C] the sampler's own float32
     log-probs at `sampling.temperature`. `exact` is false when the upstream gave no token ids.
-    `messages` and `tools` are what the agent sent, `answer` what it received (chat message).
+    `messages` and `tools` are what the agent sent, `answer` what it received (chat message). A call
+    that `repeats` another was answered from the record, not by the policy: it is context only.
     """
 
     id: str
@@ -156,6 +166,7 @@ class Transition(Record, frozen=True):
     span: str | None = None  # parent span id of the request, 16 hex digits
     started: float = 0.0  # unix seconds
     seconds: float = 0.0
+    repeats: str | None = None  # the call of another rollout that it is a replay of
 
 
 class Reward(Record, frozen=True):
@@ -219,6 +230,7 @@ class Rollout(Record, frozen=True):
     transitions: list[Transition] = []
     seconds: float = 0.0  # of the last attempt
     trained: int | None = None  # the step that trained its group
+    branch: Branch | None = None
 
     def reward(self, name: str = "outcome") -> float:
         """Rollout-scope reward of that name; NaN when missing."""

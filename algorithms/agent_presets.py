@@ -26,7 +26,7 @@ from agentrl.algorithms.gates import Clip
 from agentrl.algorithms.memory import Tabular
 from agentrl.algorithms.objective import Algo, Gate
 from agentrl.algorithms.registry import Cap, Discount, Num, Share, modifier, preset
-from agentrl.algorithms.rollout_presets import ROW_SUMS, TOKENS, clipped, penalty
+from agentrl.algorithms.rollout_presets import TOKENS, clipped, penalty
 from agentrl.algorithms.shaping import Every
 from agentrl.algorithms.steps import (
     BiLevel,
@@ -35,18 +35,15 @@ from agentrl.algorithms.steps import (
     FirstToken,
     Hiper,
     Histories,
+    Peers,
     Received,
     StepGae,
-    Tree,
     Values,
 )
-from agentrl.algorithms.streams import Stream, Way, added, advantage, mixed, optional
 from agentrl.config import Natural
 from agentrl.errors import ConfigError
-from agentrl.types import Scope
 
 Names = Annotated[list[str], msgspec.Meta(min_length=1)]
-Streams = Annotated[dict[str, Stream], msgspec.Meta(min_length=1)]
 Scale = Literal["none", "std"]
 
 
@@ -63,6 +60,12 @@ def value_of(name: str) -> Column:
 def step_gae(value: str, reward: str, gamma: float, lam: float) -> Credit:
     """GAE over calls, whitened over calls."""
     return Rel(StepGae(value_of(value), reward, gamma, lam), by=("all",), norm="std")
+
+
+def peers_gae(reward: str, gamma: float, lam: float) -> Credit:
+    """GAE over calls, from what other rollouts came to in the same state."""
+    turns = Peers(reward, gamma, by=("group", "turn"))
+    return Rel(StepGae(Peers(reward, gamma), reward, gamma, lam, turns), base="none")
 
 
 def hiper(high: str, low: str, reward: str, gamma: float, lam: float) -> Credit:
@@ -135,6 +138,28 @@ def with_hgpo(
     return replace(algo, credit=credit)
 
 
+@preset("peers")
+def peers(
+    *,
+    reward: str = "outcome",
+    gamma: Discount = 0.95,
+    lam: Discount = 0.5,
+    clip_low: Num = 0.2,
+    clip_high: Num = 0.2,
+    kl: Num = 0.0,
+) -> Algo:
+    """GAE over calls without a critic: the value of a state is what the group's other rollouts came
+    to from there. States as in arXiv 2505.10978, GAE as in 2511.14460."""
+    return Algo(peers_gae(reward, gamma, lam), clipped(clip_low, clip_high), penalty(kl))
+
+
+@modifier("peers")
+def with_peers(algo: Algo, *, peers_gamma: Discount = 0.95, peers_lam: Discount = 0.5) -> Algo:
+    """Puts GAE over calls, with values from the group's other rollouts, in the place of the host's
+    credit. States as in arXiv 2505.10978, GAE as in 2511.14460."""
+    return replace(algo, credit=peers_gae(outcome_of(algo), peers_gamma, peers_lam))
+
+
 @preset("mt-grpo")
 def mt_grpo(
     *,
@@ -163,34 +188,6 @@ def at_grpo(*, reward: str = "outcome", clip_low: Num = 0.2, clip_high: Num = 0.
     """Calls compared with those of the same role and turn. arXiv 2510.11062."""
     credit = Rel(reward, at="transition", by=("group", "role", "turn"), norm="std")
     return Algo(credit, clipped(clip_low, clip_high))
-
-
-@preset("tree-grpo")
-def tree_grpo(*, reward: str = "outcome", clip_low: Num = 0.2, clip_high: Num = 0.2) -> Algo:
-    """Branches compared within the task and within their tree; rollouts with the same first call
-    are of one tree. arXiv 2509.21240."""
-    trees = Rel(reward, by=("group", "tree"), norm="std")
-    return Algo(plus((Rel(reward, norm="std"), 1.0), (trees, 1.0)), clipped(clip_low, clip_high))
-
-
-@modifier("tree")
-def with_tree(algo: Algo, *, tree_weight: Share = 1.0) -> Algo:
-    """Adds the comparison with rollouts of the same tree. arXiv 2509.21240."""
-    trees = Rel(outcome_of(algo), by=("group", "tree"), norm="std")
-    return replace(algo, credit=plus((algo.credit, 1.0), (trees, tree_weight)))
-
-
-@preset("treerl")
-def treerl(
-    *,
-    reward: str = "outcome",
-    how: Literal["both", "parent"] = "both",
-    clip_low: Num = 0.2,
-    clip_high: Num = 0.2,
-) -> Algo:
-    """Calls by what the branches that share them come to; how = "parent" is VinePPO on branches.
-    arXiv 2506.11902."""
-    return Algo(Rel(Tree(reward, how), base="none"), clipped(clip_low, clip_high))
 
 
 @preset("agent-r1")
@@ -302,71 +299,6 @@ def with_hiper(
     """Puts HiPER's credit in the place of the host's. arXiv 2602.16165."""
     credit = hiper(hiper_high, hiper_low, outcome_of(algo), hiper_gamma, hiper_lam)
     return replace(algo, credit=credit)
-
-
-@preset("archer")
-def archer(*, advantage: str = "transition:advantage") -> Algo:
-    """REINFORCE with the advantage of each call that an utterance critic gave, as a reward. arXiv
-    2402.19446."""
-    return Algo(Rel(advantage, base="none"), agg=ROW_SUMS)
-
-
-@preset("prime")
-def prime(
-    *,
-    reward: str = "outcome",
-    process: str = "process",
-    weight: Share = 1.0,
-    scaled: bool = False,
-    clip_low: Num = 0.2,
-    clip_high: Num = 0.2,
-) -> Algo:
-    """Outcome and returns of a reward of calls, each against the other rollouts, whitened; `scaled`
-    divides the process rewards by their largest return. arXiv 2502.01456."""
-    stream = Stream(scope=Scope.TRANSITION, base="prime", norm="prime" if scaled else "none")
-    steps = advantage(process, {process: stream})
-    credit = Whiten(plus((Rel(reward, base="loo"), 1.0), (steps, weight)))
-    return Algo(credit, clipped(clip_low, clip_high), agg=TOKENS)
-
-
-@preset("istar")
-def istar(
-    *,
-    reward: str = "outcome",
-    process: str = "transition:process",
-    weight: Share = 1.0,
-    clip_low: Num = 0.2,
-    clip_high: Num = 0.2,
-) -> Algo:
-    """Outcome over rollouts plus a reward of calls over all calls of the task, each scaled. arXiv
-    2509.19199."""
-    credit = plus((Rel(reward, norm="std"), 1.0), (Rel(process, norm="std"), weight))
-    return Algo(credit, clipped(clip_low, clip_high))
-
-
-@preset("streams")
-def streams(
-    *,
-    streams: Streams,
-    mix: Way = "advantages",
-    gamma: Discount = 1.0,
-    norm: Scale = "none",
-    clip_low: Num = 0.2,
-    clip_high: Num = 0.2,
-    kl: Num = 0.0,
-) -> Algo:
-    """Any number of process and result rewards, each with answers of its own, and where they are
-    mixed. arXiv 2509.19199; see CREDIT.md."""
-    credit = mixed(streams, mix, gamma=gamma, norm=norm)
-    algo = Algo(credit, clipped(clip_low, clip_high), penalty(kl))
-    return replace(algo, optional=optional(streams))
-
-
-@modifier("process")
-def with_process(algo: Algo, *, process_streams: Streams) -> Algo:
-    """Adds the advantages of more rewards to the host's. arXiv 2509.19199; see CREDIT.md."""
-    credit = added(algo.credit, process_streams)
-    return replace(algo, credit=credit, optional=algo.optional + optional(process_streams))
 
 
 @modifier("fade")

@@ -56,8 +56,11 @@ class Batch:
     transitions: list[str]  # ids [S]
     step: int = 0  # the training step that asked for the groups
     transition_state: Tensor = field(default_factory=_unknown)  # int64 [S], equal: the same state
+    transition_prompt: Tensor = field(default_factory=_unknown)  # int64 [S], equal: the same tokens
     # int64 [S], equal: the same tokens in and out, which makes branches of one tree of rollouts.
     transition_node: Tensor = field(default_factory=_unknown)
+    # bool [S], from the record of another rollout: without tokens here, as it is trained there.
+    transition_repeats: Tensor = field(default_factory=_unknown)
     transition_truncated: Tensor = field(default_factory=_unknown)  # bool [S], by a token limit
     rollout_greedy: Tensor = field(default_factory=_unknown)  # bool [U], all at temperature 0
     values: Tensor = field(default_factory=_unknown)  # float64 [N], a critic's, before each token

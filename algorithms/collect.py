@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import isnan
 from statistics import fmean
 
+from agentrl.algorithms.branching import grow
 from agentrl.algorithms.columns import reference
 from agentrl.algorithms.credit import SPREAD
 from agentrl.algorithms.merge import valid
@@ -50,29 +51,40 @@ class Collector:
 
         With `resample` each that teaches nothing is discarded and another one asked for, up to
         `algorithm.max_rounds` times; then the step does with what there is."""
-        size = self.config.algorithm.groups
+        claimed, asked = await self.rounds(step)
+        if self.tasks.difficulty is not None:
+            self.tasks.difficulty.learn(claimed)
+        if self.resample is None:
+            return Collected(claimed, [], {})
+        kept = [group for group in claimed if self.teaches(group)]
+        discarded = [group for group in claimed if not self.teaches(group)]
+        return Collected(kept, discarded, measured(claimed, discarded, asked))
+
+    async def rounds(self, step: int) -> tuple[list[Group], int]:
+        """All that was claimed, and how many groups were asked for in the place of others."""
+        size, asked = self.config.algorithm.groups, 0
         await self.ask(step)
         claimed = await self.claim(size)
         if self.resample is None:
-            return Collected(claimed, [], {})
-        asked = 0
+            return claimed, asked
         for number in range(self.config.algorithm.max_rounds or ROUNDS):
             lacking = size - sum(map(self.teaches, claimed))
             if not lacking:
                 break
             asked += lacking
-            await self.store.enqueue(self.tasks.replacements(step, number, lacking))
+            others = self.tasks.replacements(step, number, lacking)
+            await self.store.enqueue(others)
+            await grow(self.store, self.config, others)
             claimed = await self.claim(len(claimed) + lacking)
-        kept = [group for group in claimed if self.teaches(group)]
-        discarded = [group for group in claimed if not self.teaches(group)]
-        return Collected(kept, discarded, measured(claimed, discarded, asked))
+        return claimed, asked
 
     async def ask(self, step: int) -> None:
-        """For this step's groups, and those that may be sampled ahead of the update."""
+        """For this step's groups, and those that may be sampled ahead of the update. What branches
+        off their rollouts joins a group before it is claimed."""
         last = min(step + self.config.algorithm.max_staleness, self.config.steps - 1)
         for ahead in range(step, last + 1):
             await self.store.enqueue(self.tasks.rollouts(ahead))
-        # Rollouts that branch off those of a group join it here: until it is claimed it may grow.
+        await grow(self.store, self.config, self.tasks.rollouts(step))
 
     async def claim(self, n: int) -> list[Group]:
         """Waits for the oldest `n` groups, those claimed for this step before included."""

@@ -111,6 +111,11 @@ def observation(call: Transition) -> Hashable:
     return msgspec.json.encode(seen) if seen else call.prompt.tobytes()
 
 
+def prompted(call: Transition) -> Hashable:
+    """The tokens that a call was sampled after: the place in a tree of rollouts where it was."""
+    return hashlib.blake2b(call.prompt.tobytes(), digest_size=16).digest()
+
+
 def content(call: Transition) -> Hashable:
     """A call by its tokens: the same for the calls that branches of one tree of rollouts share."""
     digest = hashlib.blake2b(call.prompt.tobytes(), digest_size=16)

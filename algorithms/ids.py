@@ -16,10 +16,11 @@ from agentrl.errors import TrainingError
 Level = Literal["token", "transition", "role", "rollout"]
 """What has a number: a token, a call, a role of a rollout [U * K], a rollout."""
 Unit = Literal[
-    "all", "transition", "row", "role", "turn", "state", "node", "tree", "rollout", "group"
-]
-"""What has an id. turn: number of calls before; state, node: see Batch; tree: the rollouts that
-share their first call."""
+    "all", "transition", "row", "role", "turn", "state", "prompt", "node", "tree", "rollout",
+    "group",
+]  # fmt: skip
+"""What has an id. turn: number of calls before; state, prompt, node: see Batch; tree: the rollouts
+that share their first call."""
 How = Literal["sum", "mean", "amax", "amin"]
 
 
@@ -111,11 +112,19 @@ def chain(ids: Tensor, order: Tensor | None = None) -> Tensor:
     return following
 
 
+def reverse(following: Tensor) -> Tensor:
+    """int64 [U]: the unit before along links, -1 at the start."""
+    before = torch.full_like(following, -1)
+    linked = following >= 0
+    before[following[linked]] = linked.nonzero().squeeze(1)
+    return before
+
+
 def _column(batch: Batch, at: Level, name: Unit) -> Tensor:
     if at == "token" and name == "row":
         return batch.token_row
-    if name in ("transition", "turn", "state", "node") and at in ("token", "transition"):
-        ids = _of_calls(batch, name)
+    if name in ("transition", "turn", "state", "prompt", "node") and at in ("token", "transition"):
+        ids = of_calls(batch, name)
         return ids if at == "transition" else ids[batch.token_transition]
     if name == "role":
         if at == "role":
@@ -143,12 +152,11 @@ def rollout_of(batch: Batch, at: Level) -> Tensor:
     return rollout if at == "rollout" else rollout.repeat_interleave(len(batch.roles))
 
 
-def _of_calls(batch: Batch, name: Unit) -> Tensor:
+def of_calls(batch: Batch, name: str) -> Tensor:
+    """A column of calls [S] by its name. Raises TrainingError where the batch does not know it."""
     if name == "transition":
         return torch.arange(len(batch.transitions))
-    if name == "turn":
-        return batch.transition_turn
-    ids = batch.transition_state if name == "state" else batch.transition_node
+    ids: Tensor = getattr(batch, f"transition_{name}")
     if ids.numel() != len(batch.transitions):
         raise TrainingError(
             f"step {batch.step}: the {len(batch.transitions)} calls of this batch carry no {name}; "
@@ -159,7 +167,7 @@ def _of_calls(batch: Batch, name: Unit) -> Tensor:
 
 def _trees(batch: Batch) -> Tensor:
     """int64 [U]: the node of the first call; a rollout without calls is a tree of its own."""
-    nodes, first = _of_calls(batch, "node"), batch.transition_turn == 0
+    nodes, first = of_calls(batch, "node"), batch.transition_turn == 0
     trees = len(batch.transitions) + torch.arange(len(batch.rollouts))
     trees[batch.transition_rollout[first]] = nodes[first]
     return trees

@@ -110,8 +110,8 @@ def spans(batch: Batch, columns: Sequence[Tensor]) -> Iterator[array[float]]:
     whole = [array("f", x.numpy().tobytes()) for x in flat]  # slices of it are cheap
     for first, stop in zip((ends - sizes).tolist(), stops.tolist(), strict=True):
         made = array("f")
-        for numbers in whole:
-            made += numbers[first:stop]
+        for values in whole:
+            made += values[first:stop]
         yield made
 
 

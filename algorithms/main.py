@@ -17,6 +17,7 @@ from agentrl.algorithms import beside, presets
 from agentrl.algorithms.adapters import Adapters
 from agentrl.algorithms.checkpoint import atomic_directory, load_checkpoint
 from agentrl.algorithms.collect import Collector, rule
+from agentrl.algorithms.difficulty import PART, Difficulty
 from agentrl.algorithms.dump import BadSteps
 from agentrl.algorithms.engines.embedded import EmbeddedServer
 from agentrl.algorithms.learners.torch import TorchLearner
@@ -73,8 +74,10 @@ async def run(config: RunConfig) -> None:
             threads=config.learner.threads or os.cpu_count() or 1,
             adapters=adapters,
         )
-        kl = beside.make_controller(config, algo)
-        memory = State(algo.memories, {} if kl is None else {"kl": kl})
+        difficulty = Difficulty() if config.tasks.order == "difficulty" else None
+        memory = State(algo.memories, {PART: difficulty.means} if difficulty else {})
+        if (kl := beside.make_controller(config, algo)) is not None:
+            memory.parts["kl"] = kl
         if state.checkpoint:
             memory.restore(load_checkpoint(Path(state.checkpoint), learner))
         server = EmbeddedServer(
@@ -90,7 +93,7 @@ async def run(config: RunConfig) -> None:
         await server.start()
         try:
             await server.publish(state.step)
-            tasks = TaskStream(config, train, algo.greedy)
+            tasks = TaskStream(config, train, algo.greedy, difficulty)
             again = config.algorithm.inexact == "retokenize"
             retokenizer = Retokenizer(tokenizer, learner) if again else None
             ledger = Ledger() if config.algorithm.store_credit else None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.batch import Batch, Row
-from agentrl.algorithms.columns import column, content, dense, observation, scored
+from agentrl.algorithms.columns import column, content, dense, observation, prompted, scored
 from agentrl.types import POLICY, Group, Purpose, Rollout, RolloutState, Transition
 
 
@@ -50,11 +50,12 @@ def merge(transitions: Sequence[Transition]) -> list[Row]:
     Calls are taken by length of prompt and each continues the longest row that is a prefix of it,
     which forwards the fewest tokens: the rows a call can continue are prefixes of one another, so
     taking the longest leaves the others to every call that could have used them. A call without
-    sampled tokens is in no row. Rows come in the order of their first call."""
+    sampled tokens is in no row, nor is one that repeats another's: it was trained there, and what
+    it led to has it in its prompt. Rows come in the order of their first call."""
     branches: list[_Branch] = []
     by_length = sorted(range(len(transitions)), key=lambda i: (len(transitions[i].prompt), i))
     for index in by_length:
-        if len(transitions[index].completion) == 0:
+        if len(transitions[index].completion) == 0 or transitions[index].repeats is not None:
             continue
         prompt = transitions[index].prompt.tobytes()
         open_branches = (branch for branch in branches if prompt.startswith(branch.tokens))
@@ -172,7 +173,9 @@ class _Tables:
             transitions=[call.id for call in calls],
             step=step,
             transition_state=dense(map(state, calls)),
+            transition_prompt=dense(map(prompted, calls)),
             transition_node=dense(map(content, calls)),
+            transition_repeats=torch.tensor([call.repeats is not None for call in calls]).bool(),
             transition_truncated=torch.tensor([call.finish == "length" for call in calls]).bool(),
             rollout_greedy=self._greedy(),
         )

@@ -7,7 +7,13 @@ with the keyword options of all of them.
 from __future__ import annotations
 
 # Importing them registers what they define.
-from agentrl.algorithms import agent_presets, corrections, rollout_presets  # noqa: F401
+from agentrl.algorithms import (  # noqa: F401
+    agent_presets,
+    corrections,
+    process_presets,
+    rollout_presets,
+    tree_presets,
+)
 from agentrl.algorithms.registry import make, modifiers, presets
 
 __all__ = ["make", "modifiers", "presets"]

@@ -1,4 +1,5 @@
-"""Which rollouts to ask for: a pure function of seed and step, so a restart asks for the same."""
+"""Which rollouts to ask for: a pure function of seed, step and what the checkpoint remembers, so a
+restart asks for the same. What was asked for ahead of its step stays what it was."""
 
 from __future__ import annotations
 
@@ -8,21 +9,24 @@ from functools import lru_cache
 
 from msgspec.structs import replace
 
+from agentrl.algorithms.difficulty import Difficulty
 from agentrl.config import RunConfig
-from agentrl.types import Json, NewRollout, Purpose, Sampling
+from agentrl.types import Branch, Json, NewRollout, Purpose, Rollout, Sampling
 
-EVAL_PRIORITY = 1  # an evaluation holds up the loop: it goes before rollouts asked for ahead
+URGENT = 1  # what holds up the loop goes before rollouts asked for ahead
 
 
 @dataclass(frozen=True, slots=True)
 class TaskStream:
-    """Training tasks in a shuffled order that changes every epoch.
+    """Training tasks in a shuffled order that changes every epoch or, with `difficulty`, drawn by
+    how often they were solved so far.
 
     greedy: whether the first rollout of each group is asked for at temperature 0, as a baseline."""
 
     config: RunConfig
     tasks: list[dict[str, Json]]
     greedy: bool = False
+    difficulty: Difficulty | None = None
 
     def task(self, index: int) -> dict[str, Json]:
         """The `index`-th task of the run, counted over all epochs."""
@@ -32,25 +36,35 @@ class TaskStream:
     def rollouts(self, step: int) -> list[NewRollout]:
         """`groups` x `group_size` rollouts that training step `step` compares."""
         size = self.config.algorithm.groups
+        numbers = range(step * size, (step + 1) * size)
+        tasks = [self.task(number) for number in numbers]
+        if self.difficulty is not None:
+            tasks = self.difficulty.draw(self.tasks, f"{self.config.seed}/{step}", size)
         return [
             rollout
-            for number in range(step * size, (step + 1) * size)
-            for rollout in self._group(f"{number:07d}", self.task(number), step)
+            for number, task in zip(numbers, tasks, strict=True)
+            for rollout in self._group(f"{number:07d}", task, step)
         ]
 
     def replacements(self, step: int, round: int, n: int) -> list[NewRollout]:
         """The first `n` groups that a step may ask for in a round of replacements, of tasks in an
         order of its own. By name they come after the groups of the step and before the next's."""
         last = (step + 1) * self.config.algorithm.groups - 1
-        order = _order(f"{self.config.seed}/{step}/{round}", len(self.tasks))
+        seed = f"{self.config.seed}/{step}/{round}"
+        if self.difficulty is not None:
+            tasks = self.difficulty.draw(self.tasks, seed, n)
+        else:
+            order = _order(seed, len(self.tasks))
+            tasks = [self.tasks[order[number % len(order)]] for number in range(n)]
         return [
             rollout
-            for number in range(n)
-            for task in [self.tasks[order[number % len(order)]]]
-            for rollout in self._group(f"{last:07d}.{round:02d}.{number:03d}", task, step)
+            for number, task in enumerate(tasks)
+            for rollout in self._group(f"{last:07d}.{round:02d}.{number:03d}", task, step, URGENT)
         ]
 
-    def _group(self, name: str, task: dict[str, Json], step: int) -> list[NewRollout]:
+    def _group(
+        self, name: str, task: dict[str, Json], step: int, priority: int = 0
+    ) -> list[NewRollout]:
         sampling = self.config.sampling
         cold = replace(sampling, temperature=0.0)
         return [
@@ -62,6 +76,7 @@ class TaskStream:
                 purpose=Purpose.TRAIN,
                 sampling=cold if self.greedy and index == 0 else sampling,
                 step=step,
+                priority=priority,
             )
             for index in range(self.config.algorithm.group_size)
         ]
@@ -87,10 +102,25 @@ def evaluation(
             purpose=Purpose.EVAL,
             sampling=sampling,
             step=step,
-            priority=EVAL_PRIORITY,
+            priority=URGENT,
         )
         for index, task in enumerate(tasks)
     ]
+
+
+def branch_of(config: RunConfig, source: Rollout, calls: int, number: int) -> NewRollout:
+    """The `number`-th branch of the group of `source`, with so many of its calls repeated."""
+    rollout = _rollout(
+        config,
+        group=source.group,
+        index=config.algorithm.group_size + number,
+        task=source.task,
+        purpose=source.purpose,
+        sampling=config.sampling,
+        step=source.step,
+        priority=URGENT,
+    )
+    return replace(rollout, branch=Branch(rollout=source.id, calls=calls))
 
 
 def _rollout(

@@ -24,7 +24,18 @@ from agentrl.algorithms.credit import (
     standardise,
     truncated,
 )
-from agentrl.algorithms.ids import Level, chain, key, lift, scan, seg, units
+from agentrl.algorithms.ids import (
+    Level,
+    Unit,
+    chain,
+    key,
+    lift,
+    of_calls,
+    reverse,
+    scan,
+    seg,
+    units,
+)
 from agentrl.config import nearest
 from agentrl.errors import TrainingError
 
@@ -97,20 +108,54 @@ class StepGae:
     (2512.17008), PSPO (2601.10029). `lam` = 0 with values from fresh continuations is VinePPO
     (2410.01679).
 
-    value: what gives V of the state before each call, a reward or a function."""
+    value: what gives V of the state before each call. Where it is missing, what was received counts
+    for the call before, as if both were one, and the call itself is compared with `base`, which
+    only has to be a value that does not depend on it; without either, nothing is learned."""
 
     value: Column
     reward: str | Column = "outcome"
     gamma: float = 1.0
     lam: float = 1.0
+    base: Column | None = None
     level: ClassVar[Level] = "transition"
 
     def __call__(self, batch: Batch) -> Tensor:
-        following = chain(batch.transition_rollout)
-        r, v = received(batch, self.reward), self.value(batch)
-        boot = torch.where(truncated(batch)[batch.transition_rollout], v, 0.0)
-        advantage, _ = gae(r.nan_to_num(nan=0.0), v, following, self.gamma, self.lam, boot)
-        return torch.where(ahead(r, 1.0, following).isnan(), torch.nan, advantage)
+        rollout, r, v = batch.transition_rollout, received(batch, self.reward), self.value(batch)
+        valued, following = ~v.isnan(), chain(rollout)
+        missing = ahead(r, 1.0, following).isnan()
+        # Rewards and calls up to the next call that has a value, and which one that is.
+        inside = torch.where(valued[following], -1, following)
+        r = scan(r.nan_to_num(nan=0.0), self.gamma, inside)
+        gamma = self.gamma ** scan(torch.ones_like(r), 1.0, inside)
+        number = torch.where(valued[following], following + 1, 0)
+        following = scan(number, 1.0, inside).long() - 1
+        v = v if self.base is None else torch.where(valued, v, self.base(batch))
+        after = torch.where(truncated(batch)[rollout], v, 0.0)
+        after = torch.where(following >= 0, v[following], after)
+        learned = ~v.isnan()
+        delta = torch.where(learned, r + gamma * after - v, 0.0)
+        advantage = scan(delta, gamma * self.lam, torch.where(learned, following, -1))
+        return torch.where(missing, torch.nan, advantage)
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """[S] value of the state before each call: the mean return of the calls that other rollouts of
+    the group made in the same state; missing where none did. With `StepGae` a critic without
+    parameters, unbiased where equal states are equal."""
+
+    reward: str | Column = "outcome"
+    gamma: float = 1.0
+    by: tuple[Unit, ...] = ("group", "state")
+    level: ClassVar[Level] = "transition"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        x = Returns(self.reward, self.gamma)(batch)
+        ids = units(batch, "transition", *self.by)
+        own = key(ids, batch.transition_rollout)
+        known, x = ~x.isnan(), x.nan_to_num(nan=0.0)
+        total, count = (seg(y, ids)[ids] - seg(y, own)[own] for y in (x, known))
+        return torch.where(count > 0, total / count, torch.nan)
 
     def returns(self, batch: Batch) -> Tensor:
         """What `value` should have said at the first token of each call, float64 [N], NaN at the
@@ -198,9 +243,7 @@ class Histories:
 
     def __call__(self, batch: Batch) -> Tensor:
         x = Returns(self.reward, self.gamma)(batch)
-        following = chain(batch.transition_rollout)
-        before = torch.full_like(following, -1)
-        before[following[following >= 0]] = (following >= 0).nonzero().squeeze(1)
+        before = reverse(chain(batch.transition_rollout))
         state = units(batch, "transition", "state")
         ids, back = units(batch, "transition", "group", "state"), before
         total, share = torch.zeros_like(x), torch.zeros_like(x)
@@ -218,31 +261,73 @@ class Histories:
 class Tree:
     """[S] how much better the rollouts that share a call end than those of the branch it left.
 
-    V of a call is the mean reward of the rollouts that made it. "parent": V - V of the call before
-    (the group's mean at the root), which is VinePPO's advantage on branched rollouts (arXiv
-    2410.01679). "both": (V - V of the root + V - V of the parent) / sqrt(rollouts that made it),
-    TreeRL, arXiv 2506.11902."""
+    V of a call is the mean reward of the rollouts that made it. "siblings": V minus the mean over
+    the other samples of the same prompt: the advantage of Monte-Carlo step values,
+    VinePPO (arXiv 2410.01679) and C3 (2603.06859), unbiased; 0 where there is no other. "parent":
+    V - V of the call before (the group's mean at the root). "both": (V - V of the root + V - V of
+    the parent) / sqrt(rollouts that made it), TreeRL, arXiv 2506.11902."""
 
     reward: str = "outcome"
-    how: Literal["both", "parent"] = "both"
+    how: Literal["both", "parent", "siblings"] = "both"
     level: ClassVar[Level] = "transition"
 
     def __call__(self, batch: Batch) -> Tensor:
         x, rollout = rewards(batch, self.reward), batch.transition_rollout
-        known = ~x.isnan()
-        value = x.nan_to_num(nan=0.0)
-        group, n = batch.rollout_group, len(batch.groups)
-        root = seg(value, group, n)[group] / seg(known, group, n)[group]
+        known, value = ~x.isnan(), x.nan_to_num(nan=0.0)
         node = units(batch, "transition", "group", "node")
-        leaves = seg(known[rollout], node)[node]
-        v = seg(value[rollout], node)[node] / leaves
-        following = chain(rollout)
-        parent = root[rollout].clone()
-        parent[following[following >= 0]] = v[following >= 0]
-        step = v - parent
-        if self.how == "both":
-            step = (step + v - root[rollout]) / leaves.sqrt()
+        leaves = seg(known[rollout], node)
+        v = seg(value[rollout], node) / leaves
+        if self.how == "siblings":
+            step = _siblings(batch, v, node)[node]
+        else:
+            before, group, n = reverse(chain(rollout)), batch.rollout_group, len(batch.groups)
+            root = (seg(value, group, n) / seg(known, group, n))[group[rollout]]
+            step = v[node] - torch.where(before >= 0, v[node[before]], root)
+            if self.how == "both":
+                step = (step + v[node] - root) / leaves[node].sqrt()
         return torch.where(known[rollout], step, torch.nan)
+
+
+def _siblings(batch: Batch, v: Tensor, node: Tensor) -> Tensor:
+    """Per node, v minus the mean over the other samples of its prompt. A node counts as often as it
+    was drawn, which repeats of it are not."""
+    prompt = torch.zeros_like(v, dtype=torch.int64)
+    prompt[node] = units(batch, "transition", "group", "prompt")
+    drawn = seg(~of_calls(batch, "repeats"), node, v.numel())
+    return standardise(v, prompt, base="loo", w=drawn).advantage
+
+
+@dataclass(frozen=True, slots=True)
+class Hindsight:
+    """[S] HCAPO, arXiv 2603.08754: returns of calls, times how much more probable than the others
+    of its rollout a call is once the outcome is known, within [low, high].
+
+    hindsight: per call, the mean log-prob of its tokens where the prompt tells the outcome; a call
+    without one keeps its return. temperature divides it."""
+
+    hindsight: Column
+    reward: str | Column = "outcome"
+    gamma: float = 0.95
+    temperature: float = 5.0
+    low: float = 0.8
+    high: float = 1.2
+    level: ClassVar[Level] = "transition"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        rollout, p = batch.transition_rollout, self.hindsight(batch) / self.temperature
+        known, p = ~p.isnan(), p.exp().nan_to_num(nan=0.0)
+        mean = (seg(p, rollout) / seg(known, rollout))[rollout]
+        ratio = torch.where(known, (p / mean).clamp(self.low, self.high), 1.0)
+        return ratio * Returns(self.reward, self.gamma)(batch)
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """bool [N]: tokens of rollouts that repeat no other's calls."""
+
+    def __call__(self, batch: Batch) -> Tensor:
+        repeats = seg(of_calls(batch, "repeats"), batch.transition_rollout, len(batch.rollouts))
+        return (repeats == 0)[batch.token_rollout]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from agentrl.algorithms import columns, metrics, objective, targets
+from agentrl.algorithms import branching, columns, metrics, objective, targets
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.beside import scored
 from agentrl.algorithms.controller import KlController, divergence
@@ -104,6 +104,7 @@ class Updater:
         return {
             **metrics.collected(groups, batch),
             **metrics.staleness(step, groups),
+            **branching.measure(groups),
             **metrics.advantages(planned),
             **(targets.describe(values) if values else {}),
             **({"reference/drift": divergence(batch)} if "q" in streams else {}),

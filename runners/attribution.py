@@ -20,6 +20,7 @@ from typing import NamedTuple
 from urllib.parse import unquote_plus
 
 from agentrl.runners.dialects.base import Memory
+from agentrl.runners.replay import Recording
 from agentrl.runners.roles import NAMES, ROLE, read_names, resolve, role_of_model
 from agentrl.types import Attempt
 
@@ -51,6 +52,7 @@ class Live:
     tasks: set[asyncio.Task[object]] = field(default_factory=set)  # calls in flight
     memory: Memory = field(default_factory=Memory)  # conversations that later calls may continue
     roles: Collection[str] = ()  # those that the run file names
+    recording: Recording | None = None  # what it repeats of another rollout
 
     @property
     def id(self) -> str:

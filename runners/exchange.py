@@ -1,6 +1,7 @@
 """One model call from request to answer: forward, capture, store, then let the last byte go.
 
-Always true: nothing is repeated once the agent has a byte of the answer; an answer that breaks
+Always true: the answer to a call that a branch repeats comes from the record and is treated as any
+other; nothing is asked again once the agent has a byte of the answer; an answer that breaks
 after that cuts the agent's connection, because any other end would look complete. What an agent
 had read of an answer when it left is kept as a call that was cut: it acted on those tokens.
 """
@@ -10,17 +11,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from functools import partial
 
-import aiohttp
 import msgspec
 from aiohttp import web
 
 from agentrl.errors import StoreError
+from agentrl.runners import replay
 from agentrl.runners.attribution import Caller, RefusedError
 from agentrl.runners.capture import Answer, Part, read_call, read_part, transition
 from agentrl.runners.dialects import Dialect
+from agentrl.runners.replay import CUT, RECORD
 from agentrl.runners.routing import Route
 from agentrl.runners.upstream import Upstream, UpstreamError, events, forwarded
 from agentrl.store.base import Store
@@ -39,7 +41,6 @@ ODD = (
 REFUSES = (400, 422)  # what servers answer to fields they do not know
 SILENCE = 0.5  # share of an attempt's time after which an unanswered call is the server's fault
 NEAR = 0.1  # seconds to the deadline, of which an executor may fall short by its clock
-CUT = "cut"  # the `finish` of a choice whose end the agent did not wait for
 
 
 class DisconnectedError(Exception):
@@ -81,13 +82,10 @@ class Exchange:
             live.done(self._asked)
 
     async def _until_deadline(self) -> web.StreamResponse:
-        live, call = self._caller.live, self._call
+        live = self._caller.live
         try:
             async with asyncio.timeout(live.left):
-                role = self._caller.role_of(call.model)
-                return await self._upstream.retry(
-                    live, call.model, role, self._asked, self._forward
-                )
+                return await self._answer()
         except asyncio.CancelledError:  # by the server, as the agent left, or the attempt is over
             self._blame_silence()
             await _to_the_end(self._keep_shown())
@@ -108,6 +106,31 @@ class Exchange:
                 raise RefusedError(504, "attempt_timeout", message) from None
             await _to_the_end(self._keep_shown())
             return self._cut()
+
+    async def _answer(self) -> web.StreamResponse:
+        """The policy's, or of a call that a branch repeats the recorded one."""
+        live, call = self._caller.live, self._call
+        role = self._caller.role_of(call.model)
+        rows = live.recording.take(call, role) if live.recording else []
+        if not rows:
+            return await self._upstream.retry(live, call.model, role, self._asked, self._forward)
+        answer = await self._replay(rows)
+        live.answered(self._asked)
+        return answer
+
+    async def _replay(self, recorded: list[Transition]) -> web.StreamResponse:
+        live, call, rows = self._caller.live, self._call, []
+        for row in recorded:
+            index, live.stored = live.stored, live.stored + 1
+            own = {"id": f"{live.id}-{index}", "attempt": live.id, "index": index}
+            own |= {"span": self._caller.span, "started": time.time(), "seconds": 0.0}
+            rows.append(replay.repeated(row, call, **own))
+        self._rows = rows
+        if call.stream:
+            headers = {"content-type": "text/event-stream; charset=utf-8"}
+            return await self._stream(RECORD, replay.stream(recorded, call), headers)
+        headers = {"content-type": "application/json"}
+        return await self._whole(RECORD, replay.whole(recorded, call), headers)
 
     def _blame_silence(self) -> None:
         """A model that says nothing for most of an attempt's time is what it failed of. This call
@@ -154,12 +177,14 @@ class Exchange:
                 asked = "a stream" if call.stream else "an answer in one piece"
                 raise self._bad(route, f"{reply.content_type} when it was asked for {asked}")
             if call.stream:
-                return await self._stream(route, reply)
-            return await self._whole(route, reply)
+                return await self._stream(route, events(reply.content.iter_any()), reply.headers)
+            return await self._whole(route, await reply.read(), reply.headers)
 
-    async def _whole(self, route: Route, reply: aiohttp.ClientResponse) -> web.StreamResponse:
+    async def _whole(
+        self, route: Route, raw: bytes, headers: Mapping[str, str]
+    ) -> web.StreamResponse:
         answer = Answer()
-        part, _ = self._read(await reply.read(), answer, route)
+        part, _ = self._read(raw, answer, route)
         if not answer.choices:
             raise self._bad(route, "an answer without choices")
         body = self._call.tidy(part)
@@ -169,31 +194,33 @@ class Exchange:
                 body = self._call.translation.whole(whole, len(answer.prompt))
             except ODD as error:
                 raise self._bad(route, f"what is not a completion ({error})") from None
-        await self._keep(answer, route, reply.headers.get("x-policy-version", ""))
-        return web.Response(body=body, headers=forwarded(reply.headers))
+        await self._keep(answer, route, headers.get("x-policy-version", ""))
+        return web.Response(body=body, headers=forwarded(headers))
 
-    async def _stream(self, route: Route, reply: aiohttp.ClientResponse) -> web.StreamResponse:
+    async def _stream(
+        self, route: Route, parts: AsyncIterator[bytes], headers: Mapping[str, str]
+    ) -> web.StreamResponse:
         answer, held = Answer(), []  # held: what an agent may take for the end
-        self._shown = answer, route, reply.headers.get("x-policy-version", "")
-        async for event in events(reply.content.iter_any()):
+        self._shown = answer, route, headers.get("x-policy-version", "")
+        async for event in parts:
             data = event.removeprefix(b"data:").strip()
             if data == b"[DONE]":
                 held.append(b"" if self._call.translation else event)
             elif not event.startswith(b"data:"):  # a comment that keeps the connection alive
-                await self._send(event, reply)
+                await self._send(event, headers)
             else:
                 part, final = self._read(data, answer, route)
                 shown = self._show(part, answer, route)
                 if final:
                     held.append(shown)
                 elif shown:
-                    await self._send(shown, reply)
+                    await self._send(shown, headers)
         if not answer.complete:
             raise self._bad(route, "half a stream")
         if self._call.translation is not None:
             held.append(self._call.translation.end())
         await self._keep(*self._shown)
-        return await self._send(b"".join(held), reply)
+        return await self._send(b"".join(held), headers)
 
     def _show(self, part: Part, answer: Answer, route: Route) -> bytes:
         """A chunk as the events of the agent's API."""
@@ -205,10 +232,10 @@ class Exchange:
         except ODD as error:
             raise self._bad(route, f"what is not part of a completion ({error})") from None
 
-    async def _send(self, data: bytes, reply: aiohttp.ClientResponse) -> web.StreamResponse:
+    async def _send(self, data: bytes, headers: Mapping[str, str]) -> web.StreamResponse:
         try:
             if self._sent is None:
-                self._sent = web.StreamResponse(headers=forwarded(reply.headers))
+                self._sent = web.StreamResponse(headers=forwarded(headers))
                 await self._sent.prepare(self._request)
             await self._sent.write(data)
         except ConnectionError as error:
@@ -232,9 +259,10 @@ class Exchange:
         live = self._caller.live
         if live.scoring:
             return
-        if any(choice.known for choice in answer.choices.values()):
-            self._upstream.learn(route, tells=True)
-        self._rows = self._rows or self._transitions(answer, route, version)
+        if self._rows is None:
+            if any(choice.known for choice in answer.choices.values()):
+                self._upstream.learn(route, tells=True)
+            self._rows = self._transitions(answer, route, version)
         try:
             kept = await self._store.add_transitions(self._rows)
         except StoreError as error:

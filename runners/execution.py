@@ -19,6 +19,7 @@ from agentrl.runners import tracing
 from agentrl.runners.attribution import Live
 from agentrl.runners.executors import Executor, Ran
 from agentrl.runners.gateway import Gateway
+from agentrl.runners.replay import recording
 from agentrl.runners.results import as_json, failure_of
 from agentrl.runners.rewards import settle, unsettled
 from agentrl.runners.verifiers import Verifier, VerifierError
@@ -61,6 +62,8 @@ class Execution:
     async def _run_agent(self, live: Live) -> Ran:
         rollout = live.attempt.rollout
         if "input" in rollout.task:
+            if rollout.branch is not None:
+                live.recording = await recording(self.store, rollout.branch)
             return await self.executor.run(live)
         message = f"the task of rollout {rollout.id} has no 'input' to give to the agent"
         return Ran(failure=Failure(kind=ErrorKind.AGENT, message=message))

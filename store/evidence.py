@@ -78,7 +78,8 @@ def add_transitions(tx: Transaction, calls: Sequence[Call]) -> list[bool]:
         if _add_call(tx.conn, call, late=late):
             changed.add(call.attempt)
             if not late:
-                tokens = len(call.columns["completion"]) // 4
+                sampled = call.columns["repeats"] is None
+                tokens = sampled * len(call.columns["completion"]) // 4
                 tx.count(run, transitions=1, inexact=not call.columns["exact"], tokens=tokens)
         else:
             late = _known_late(tx.conn, call)

@@ -13,6 +13,7 @@ import msgspec
 from agentrl.errors import Invalid
 from agentrl.types import (
     Attempt,
+    Branch,
     Credit,
     ErrorKind,
     Failure,
@@ -92,6 +93,11 @@ def check_rollout(rollout: NewRollout) -> None:
             f"Rollout {rollout.id}: max_attempts must be at least 1 and timeout a positive "
             "number of seconds."
         )
+    if rollout.branch is not None and rollout.branch.calls < 1:
+        raise Invalid(
+            f"Rollout {rollout.id}: a branch repeats at least one call; leave `branch` out for a "
+            "rollout that starts afresh."
+        )
     _check_sampling(f"Rollout {rollout.id}", rollout.sampling)
 
 
@@ -113,6 +119,8 @@ def new_rollout_columns(rollout: NewRollout) -> dict[str, Any]:
         "timeout": rollout.timeout,
         "sampling": dump(rollout.sampling, "sampling"),
         "task": dump(rollout.task, f"The task of rollout {rollout.id}"),
+        "branch_of": None if rollout.branch is None else rollout.branch.rollout,
+        "branch_calls": None if rollout.branch is None else rollout.branch.calls,
     }
 
 
@@ -130,6 +138,7 @@ def attempt(row: Row, id: str, fence: int, lease_until: float) -> Attempt:
         max_attempts=row["max_attempts"],
         timeout=row["timeout"],
         priority=row["priority"],
+        branch=_branch(row),
     )
     return Attempt(id=id, rollout=rollout, fence=fence, lease_until=lease_until)
 
@@ -152,7 +161,13 @@ def rollout(row: Row, rewards: list[Reward], transitions: list[Transition]) -> R
         transitions=transitions,
         seconds=row["seconds"],
         trained=row["trained_step"],
+        branch=_branch(row),
     )
+
+
+def _branch(row: Row) -> Branch | None:
+    of = row["branch_of"]
+    return None if of is None else Branch(rollout=of, calls=row["branch_calls"])
 
 
 def failure(row: Row) -> Failure | None:
@@ -218,6 +233,7 @@ def transition_columns(t: Transition) -> dict[str, Any]:
         "span": t.span,
         "started": t.started,
         "seconds": t.seconds,
+        "repeats": t.repeats,
         "sampling": dump(t.sampling, "sampling"),
         "completion": blob(t.completion),
         "logprobs": blob(t.logprobs),
@@ -267,6 +283,7 @@ def _transition(
         span=row["span_id"],
         started=row["started_at"],
         seconds=row["seconds"],
+        repeats=row["repeats"],
     )
 
 

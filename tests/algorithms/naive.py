@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from statistics import fmean, stdev
 
-from .worlds import NAN, Play
+from .worlds import NAN, Call, Play
 
 Plays = list[Play]
 
@@ -77,6 +78,55 @@ def naive_gae(plays: Plays, name: str, gamma: float, lam: float) -> list[float]:
     return out
 
 
+def naive_peers(plays: Plays, name: str, gamma: float, lam: float) -> list[float]:
+    """GAE over calls from the mean returns of other rollouts in the same state; where there is
+    none, compared with those of the same turn."""
+    x = [returns(rewards_of(play, name), gamma) for play in plays]
+
+    def mean(u: int, i: int, by: Callable[[Call, int], object]) -> float:
+        same = by(plays[u].calls[i], i)
+        known = [
+            x[w][j]
+            for w, other in enumerate(plays)
+            for j, call in enumerate(other.calls)
+            if w != u and other.group == plays[u].group and by(call, j) == same
+        ]
+        return fmean([g for g in known if g == g] or [NAN])
+
+    out = []
+    for u, play in enumerate(plays):
+        r = [0.0 if value != value else value for value in rewards_of(play, name)]
+        n = len(r)
+        v = [mean(u, i, lambda call, _: call.state) for i in range(n)]
+        base = [mean(u, i, lambda _, j: j) for i in range(n)]
+        base = [b if value != value else value for b, value in zip(base, v, strict=True)]
+        advantage = [0.0] * n
+        for i in reversed(range(n)):
+            if base[i] != base[i]:
+                continue
+            later = [j for j in range(i + 1, n) if v[j] == v[j]]
+            j = later[0] if later else n
+            received = sum(gamma ** (k - i) * r[k] for k in range(i, j))
+            end = base[n - 1] if play.calls[-1].truncated else 0.0
+            step = gamma ** (j - i)
+            advantage[i] = received + step * (v[j] if later else end) - base[i]
+            advantage[i] += step * lam * (advantage[j] if later else 0.0)
+        out += [NAN if g != g else a for g, a in zip(x[u], advantage, strict=True)]
+    return out
+
+
+def naive_hindsight(plays: Plays, gamma: float) -> list[float]:
+    """Returns of calls in hindsight, before they are compared; log-probs in hindsight are `w`."""
+    out = []
+    for play in plays:
+        p = [math.exp(call.rewards["w"] / 5) for call in play.calls]
+        known = [x for x in p if x == x]
+        for x, g in zip(p, returns(rewards_of(play, "outcome"), gamma), strict=True):
+            ratio = 1.0 if x != x else min(max(x / fmean(known), 0.8), 1.2)
+            out.append(ratio * g)
+    return out
+
+
 def naive_tree(plays: Plays, both: bool) -> list[float]:
     def node(g: int, u: int, i: int) -> object:
         call = plays[u].calls[i]
@@ -103,6 +153,41 @@ def naive_tree(plays: Plays, both: bool) -> list[float]:
                 step = (step + value - root) / math.sqrt(leaves)
             out.append(step if play.outcome == play.outcome else NAN)
             parent = value
+    return out
+
+
+def naive_siblings(plays: Plays) -> list[float]:
+    def node(u: int, i: int) -> object:
+        call = plays[u].calls[i]
+        return (u, i) if call.node is None else call.node
+
+    def place(u: int, i: int) -> object:
+        return (plays[u].group, node(u, i - 1) if i else None)
+
+    def value(group: int, name: object) -> float:
+        ends = [
+            play.outcome
+            for u, play in enumerate(plays)
+            if play.group == group and name in [node(u, i) for i in range(len(play.calls))]
+        ]
+        known = [end for end in ends if end == end]
+        return fmean(known) if known else NAN
+
+    places = [(u, i) for u, play in enumerate(plays) for i in range(len(play.calls))]
+    drawn = defaultdict(list)  # the samples of a place
+    for u, i in places:
+        if not plays[u].calls[i].repeats and not math.isnan(value(plays[u].group, node(u, i))):
+            drawn[place(u, i)].append(node(u, i))
+    out = []
+    for u, i in places:
+        others, own = list(drawn[place(u, i)]), value(plays[u].group, node(u, i))
+        if node(u, i) in others:
+            others.remove(node(u, i))
+        alone = set(others) <= {node(u, i)}
+        baseline = own if alone else fmean(value(plays[u].group, name) for name in others)
+        centred = own - baseline
+        centred = 0.0 if abs(centred) < 1e-9 else centred
+        out.append(centred if plays[u].outcome == plays[u].outcome else NAN)
     return out
 
 

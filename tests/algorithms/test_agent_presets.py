@@ -19,8 +19,11 @@ from .naive import (
     compare,
     naive_bi_level,
     naive_gae,
+    naive_hindsight,
     naive_hiper,
     naive_histories,
+    naive_peers,
+    naive_siblings,
     naive_tree,
     returns,
     rewards_of,
@@ -164,6 +167,16 @@ def agreeing(plays: Plays) -> list[float]:
     return total((host, 1), (gated, 0.5))
 
 
+def hindsight(plays: Plays, gamma: float, weight: float) -> list[float]:
+    host, q = outcome(plays, True), naive_hindsight(plays, gamma)
+    corrections = calls(plays, q, lambda play, i: play.group)
+    masked = [
+        NAN if a != a or h != h else a if a >= 0 or h < 0 else 0.0
+        for a, h in zip(corrections, host, strict=True)
+    ]
+    return total((host, 1), (masked, weight))
+
+
 def gae(plays: Plays) -> list[float]:
     return white(naive_gae(plays, "outcome", 0.9, 0.8))
 
@@ -228,8 +241,25 @@ CASES: dict[str, Case] = {
         tokens(lambda plays: total((outcome(plays, True), 1), (outcome(plays, True, tree), 0.5))),
         "row", "rows", {"tree_weight": 0.5},
     ),
+    "peers": (
+        tokens(lambda plays: naive_peers(plays, "p", 0.9, 0.8)), "token", "rows",
+        {"reward": "transition:p", "gamma": 0.9, "lam": 0.8},
+    ),
+    "gspo+peers": (
+        tokens(lambda plays: naive_peers(plays, "outcome", 0.95, 0.5)), "row", "rows", {}
+    ),
+    "hcapo": (
+        tokens(lambda plays: hindsight(plays, 0.95, 1.0)), "token", "rows",
+        {"hindsight_reward": "transition:w"},
+    ),
+    "gspo+hcapo": (
+        tokens(lambda plays: hindsight(plays, 0.9, 0.5)), "row", "rows",
+        {"hcapo_reward": "transition:w", "hcapo_gamma": 0.9, "hcapo_weight": 0.5},
+    ),
     "treerl": (tokens(lambda plays: naive_tree(plays, True)), "token", "rows", {}),
-    "treerl vine": (
+    "vineppo": (tokens(naive_siblings), "token", "rows", {}),
+    "c3": (tokens(naive_siblings), "token", "rows", {}),
+    "treerl parent": (
         tokens(lambda plays: naive_tree(plays, False)), "token", "rows", {"how": "parent"}
     ),
     "agent-r1": (tokens(gae), "token", "rows", GAE),

@@ -101,7 +101,9 @@ def random_batch(seed: int, *, missing: float = 0.2) -> Batch:
         rollouts=[str(u) for u in range(n_rollouts)],
         transitions=[str(s) for s in range(n_calls)],
         transition_state=torch.randint(0, 2, (n_calls,), generator=draw),
-        transition_node=torch.randint(0, 3, (n_calls,), generator=draw),
+        transition_node=(node := torch.randint(0, 3, (n_calls,), generator=draw)),
+        transition_prompt=node // 2,
+        transition_repeats=torch.zeros(n_calls, dtype=torch.bool),
     )
 
 

@@ -76,6 +76,18 @@ def test_gates_are_those_of_the_first_optimizer_step_of_a_token() -> None:
     assert torch.equal(psi, learner.coefficients[0][[0, 4]].float())
 
 
+def test_what_a_later_step_makes_of_a_call_is_not_stored() -> None:
+    """Also where it has calls that no earlier one had."""
+    algo = make("grpo", {})
+    part, whole = (build_batch([group(g, 1.0, 0.0) for g in names]) for names in ("a", "ab"))
+    ledger = Ledger()
+    ledger.open(algo, whole)
+    for batch, moved in ((part, 0.0), (whole, 0.5)):
+        terms = objective.plan(algo, batch, {"o": batch.behaviour})
+        ledger.record(algo, batch, terms, batch.behaviour + moved)
+    assert [credit.gate[0] for credit in ledger.take()][::2] == [1.0, 0.0]
+
+
 def test_a_token_outside_of_the_loss_has_no_advantage() -> None:
     credits = stored(updater(Recorder(), "dapo"), [group("a", 1.0, 0.0), group("b", 1.0, 1.0)])
     left_out = credits["b/0"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -15,6 +17,7 @@ from agentrl.algorithms.steps import (
     Chosen,
     Fade,
     FirstToken,
+    Hindsight,
     Hiper,
     Histories,
     Received,
@@ -32,6 +35,7 @@ from .naive import (
     naive_gae,
     naive_hiper,
     naive_histories,
+    naive_siblings,
     naive_tree,
     returns,
     rewards_of,
@@ -177,6 +181,40 @@ def test_tree_rl() -> None:
     near(Tree(how="parent")(world(*plays))[:2], [0.25, 0.5])
 
 
+def test_c3() -> None:
+    """D15: three samples of one call, of which two rollouts repeat the call before."""
+    first = Call(node="a", prompt="p")
+    again = Call(node="a", prompt="p", tokens=0, repeats=True)
+    ends = [Call(node=f"a{i}", prompt="q") for i in range(3)]
+    plays = [
+        Play([first if i == 0 else again, end], outcome=outcome)
+        for i, (end, outcome) in enumerate(zip(ends, (1.0, 0.0, 0.5), strict=True))
+    ]
+    credit = Rel(Tree(how="siblings"), base="none")(world(*plays))
+    near(credit, [0, 0.75, -0.75, 0])
+
+
+def test_monte_carlo_step_values() -> None:
+    """D16: A = V(s') - V(s) where V(s) is the mean of two fresh continuations, .25, and V(s') that
+    of the rollout and its own continuation, .75."""
+
+    def again(*nodes: str) -> list[Call]:
+        return [Call(node=node, prompt=node[:-1], tokens=0, repeats=True) for node in nodes]
+
+    def calls(*nodes: str) -> list[Call]:
+        return [Call(node=node, prompt=node[:-1]) for node in nodes]
+
+    plays = [
+        Play(calls("a", "aa", "aaa"), outcome=1.0),
+        Play(again("a") + calls("ab"), outcome=0.5),
+        Play(again("a") + calls("ac"), outcome=0.0),
+        Play(again("a", "aa") + calls("aab"), outcome=0.5),
+    ]
+    batch = world(*plays)
+    credit = Tree(how="siblings")(batch)
+    near(credit, [0, 0.5, 0.5, 0, 0.125, 0, -0.625, 0, 0.5, -0.5])
+
+
 def test_hiper() -> None:
     """D20."""
     high, low = [0.5, NAN, 0.6], [0.4, 0.5, 0.7]
@@ -265,6 +303,25 @@ def test_against_loops(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_siblings_against_loops(seed: int) -> None:
+    draw, plays = random.Random(seed), random_plays(seed, size=8)
+    for play in plays:
+        path = ""
+        for call in play.calls:
+            path += draw.choice("ab")
+            call.node, call.prompt = path, path[:-1]
+    for g in range(3):
+        known = set[str]()
+        for play in (play for play in plays if play.group == g):
+            for call in play.calls:
+                call.repeats = call.node in known and draw.random() < 0.7
+                call.tokens = 0 if call.repeats else call.tokens
+                known.add(str(call.node))
+    siblings = Tree(how="siblings")(world(*plays)).tolist()
+    agree("siblings", siblings, naive_siblings(plays))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_two_time_scales_against_loops(seed: int) -> None:
     plays = random_plays(seed)
     for play in plays:
@@ -326,3 +383,13 @@ def test_empty_batches_have_no_credit() -> None:
     empty = world(Play([], outcome=1.0), Play([Call(tokens=0)], outcome=0.0))
     for credit in (Histories(depth=2), Rel(Returns()), Rel(Tree()), Fade(Rel(), 0.5)):
         assert credit(empty).shape == (0,)
+
+
+def test_hindsight() -> None:
+    """D14: the second call looks less probable in hindsight, .7 of the mean, which counts .8."""
+    looks = [math.log(1.3) * 5, math.log(0.7) * 5]
+    calls = [Call(rewards={"h": look}) for look in looks]
+    batch = world(Play(calls, outcome=1.0))
+    near(Hindsight(Received("transition:h"), gamma=0.5)(batch), [0.5 * 1.2, 0.8])
+    lost = world(Play([*calls, Call()], outcome=1.0))
+    near(Hindsight(Received("transition:h"), gamma=1.0)(lost), [1.2, 0.8, 1.0])

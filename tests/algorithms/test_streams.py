@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from agentrl.algorithms.credit import Rel, Whiten, plus
-from agentrl.algorithms.streams import Stream, Way, advantage, mixed
+from agentrl.algorithms.mixing import Stream, Way, advantage, mixed
 
 from .worlds import NAN, Call, Play, world
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,6 +24,8 @@ class Call:
     role: str = "agent"
     rewards: Mapping[str, float] = field(default_factory=dict)
     node: object = None  # None: a branch of its own
+    prompt: object = None  # None: what the call before was answered
+    repeats: bool = False
     truncated: bool = False
 
 
@@ -73,6 +75,8 @@ def world(*plays: Play, values: Sequence[float] = ()) -> Batch:
         rollouts=[f"r{u}" for u in range(len(plays))],
         transitions=[f"t{s}" for s in range(len(calls))],
         transition_state=dense([call.state for _, call in calls]),
+        transition_repeats=torch.tensor([call.repeats for _, call in calls]).bool(),
+        transition_prompt=dense(_prompts(plays)),
         transition_node=dense(
             [s if call.node is None else str(call.node) for s, (_, call) in enumerate(calls)]
         ),
@@ -82,6 +86,14 @@ def world(*plays: Play, values: Sequence[float] = ()) -> Batch:
     )
 
 
+def _prompts(plays: Sequence[Play]) -> Iterator[Hashable]:
+    for u, play in enumerate(plays):
+        before: Hashable = ()
+        for i, call in enumerate(play.calls):
+            yield str(before if call.prompt is None else call.prompt)
+            before = (u, i) if call.node is None else str(call.node)
+
+
 def random_plays(seed: int, *, groups: int = 3, size: int = 4, missing: float = 0.15) -> list[Play]:
     """Rollouts of calls in few states, with rewards of every scope, some of them missing."""
     draw = random.Random(seed)
@@ -89,19 +101,25 @@ def random_plays(seed: int, *, groups: int = 3, size: int = 4, missing: float = 
     def value() -> float:
         return NAN if draw.random() < missing else draw.randint(0, 8) / 8
 
-    def call(number: int) -> Call:
+    def call(number: int, before: object = None) -> Call:
         return Call(
             state=draw.randint(0, 2),
             tokens=draw.randint(1, 3),
             role=draw.choice(["actor", "critic"]),
             rewards={"p": value(), "v": draw.random(), "w": draw.random()},
-            node=f"{number}-{draw.randint(0, 1)}" if number < 2 else None,
+            node=f"{before}-{draw.randint(0, 1)}" if number < 2 else None,
             truncated=draw.random() < 0.2,
         )
 
+    def calls(n: int) -> list[Call]:
+        made: list[Call] = []
+        for number in range(n):
+            made.append(call(number, made[-1].node if made else None))
+        return made
+
     return [
         Play(
-            [call(number) for number in range(draw.randint(1, 5))],
+            calls(draw.randint(1, 5)),
             outcome=value(),
             group=g,
             tact={"actor": value(), "critic": value()},

@@ -17,9 +17,9 @@ import torch
 
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.credit import Credit, Rel
-from agentrl.algorithms.objective import plan, psi
+from agentrl.algorithms.objective import credited, plan, psi
 from agentrl.algorithms.presets import make
-from agentrl.algorithms.steps import Returns, StepGae, Values
+from agentrl.algorithms.steps import Peers, Returns, StepGae, Values
 
 ROLLOUTS, CALLS, TOKENS = 20_000, 5, 10  # 1 M action tokens
 GROUP = 8
@@ -104,46 +104,69 @@ def best(measure: Callable[[], float], repeats: int) -> float:
 
 # -- variance --------------------------------------------------------------------------------------
 
-STEPS, GROUPS = 8, 4000
+STEPS, GROUPS, SOURCES = 8, 4000, 2
 PROCESS, TURN = "transition:process", ("group", "turn")
 SCHEMES: dict[str, Credit] = {
     "broadcast": Rel("total", base="loo"),
     "returns": Rel(Returns(PROCESS), by=TURN, base="loo"),
     "states": Rel(Returns(PROCESS), by=("group", "state"), base="loo"),
+    "peers": Rel(
+        StepGae(Peers(PROCESS), PROCESS, 1.0, 0.5, Peers(PROCESS, by=("group", "turn"))),
+        base="none",
+    ),
     "values": Rel(StepGae(Values("transition:v"), PROCESS, 1.0, 0.5), base="none"),
 }
 
 
-def walks(draw: torch.Generator) -> tuple[Batch, torch.Tensor]:
-    """Rollouts of 8 calls with one binary action each, and the actions [S]. The state is the step
-    and the action before; a step pays 1 for another action than the one before, with noise."""
-    rollouts = GROUPS * GROUP
-    actions = torch.randint(0, 2, (rollouts, STEPS), generator=draw)
-    before = torch.cat([torch.zeros(rollouts, 1, dtype=torch.int64), actions[:, :-1]], 1)
+def walks(actions: torch.Tensor, repeated: torch.Tensor, draw: torch.Generator) -> Batch:
+    """Groups of rollouts of 8 calls with one binary action each, actions [M, G, 8]. The state is
+    the step and the action before; a step pays 1 for another action than the one before, with
+    noise. Of the calls that are `repeated` [M, G, 8] there are no tokens."""
+    count, size, _ = actions.shape
+    before = torch.nn.functional.pad(actions, (1, 0))[..., :-1]
     paid = (actions != before).double() + 0.1 * torch.randn(actions.shape, generator=draw)
-    calls = torch.arange(rollouts * STEPS)
-    rollout = calls // STEPS
-    data = Batch(
+    place = 2 ** torch.arange(STEPS)  # of the action before, in binary behind a leading 1
+    history = (before * place).cumsum(-1) + 2 * place
+    prompt = history + 2**STEPS * 2 * torch.arange(count)[:, None, None]
+    rollouts = count * size
+    rollout = torch.arange(rollouts * STEPS) // STEPS
+    tokens = (~repeated).flatten().nonzero().squeeze(1)
+    return Batch(
         rows=[],
-        token_row=calls,
-        token_transition=calls,
-        behaviour=torch.full((calls.numel(),), 0.5).log(),
+        token_row=torch.arange(tokens.numel()),
+        token_transition=tokens,
+        behaviour=torch.full((tokens.numel(),), 0.5).log(),
         transition_rollout=rollout,
-        transition_role=torch.zeros_like(calls),
-        row_rollout=rollout,
-        rollout_group=torch.arange(rollouts) // GROUP,
+        transition_role=torch.zeros_like(rollout),
+        row_rollout=rollout[tokens],
+        rollout_group=torch.arange(rollouts) // size,
         rewards={
-            "total": paid.sum(1),
+            "total": paid.sum(-1).flatten(),
             PROCESS: paid.flatten(),
             "transition:v": ((STEPS - torch.arange(STEPS)) / 2).repeat(rollouts).double(),
         },
         roles=["agent"],
-        groups=[str(g) for g in range(GROUPS)],
+        groups=[str(g) for g in range(count)],
         rollouts=[str(u) for u in range(rollouts)],
-        transitions=[str(s) for s in range(calls.numel())],
+        transitions=[str(s) for s in range(rollouts * STEPS)],
         transition_state=(2 * torch.arange(STEPS) + before).flatten(),
+        transition_prompt=prompt.flatten(),
+        transition_node=(2 * prompt + actions).flatten(),
+        transition_repeats=repeated.flatten(),
     )
-    return data, actions.flatten()
+
+
+def branched(draw: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Actions and which of them are repeated: of each of a group's two rollouts a branch before
+    every call but the first, which is 72 calls where the other groups have 64."""
+    sources = torch.randint(0, 2, (GROUPS, SOURCES, 1, STEPS), generator=draw)
+    anew = torch.randint(0, 2, (GROUPS, SOURCES, STEPS, STEPS), generator=draw)
+    step = torch.arange(STEPS)
+    repeated = (step < step[:, None]).expand(anew.shape)
+    anew[:, :, 0] = sources[:, :, 0]  # the first of the eight is the rollout itself
+    actions = torch.where(repeated, sources, anew)
+    shape = (GROUPS, SOURCES * STEPS, STEPS)
+    return actions.reshape(shape), repeated.reshape(shape)
 
 
 def exact() -> torch.Tensor:
@@ -159,22 +182,43 @@ def exact() -> torch.Tensor:
     return torch.autograd.grad(value[0], logits)[0].flatten()
 
 
+def gradients(credit: Credit, data: Batch, actions: torch.Tensor) -> torch.Tensor:
+    """Estimates of d (expected total) / d logits by group [M, STEPS * 2]: the mean over rollouts
+    that have credit."""
+    token = data.token_transition
+    advantage = credit(data)
+    score = (actions.flatten()[token] - 0.5) * advantage.nan_to_num(nan=0.0)
+    cell = data.token_group * 2 * STEPS + data.transition_state[token]
+    total = torch.zeros(GROUPS * 2 * STEPS, dtype=torch.float64).index_add_(0, cell, score)
+    learned = data.token_rollout[~advantage.isnan()].unique().numel() / GROUPS
+    return total.view(GROUPS, 2 * STEPS) / learned
+
+
 def variance() -> dict[str, float]:
     """How much smaller the trace of the covariance of a group's gradient is than with broadcast
-    credit, and the largest bias of its 15 parameters in standard errors."""
-    data, actions = walks(torch.Generator().manual_seed(0))
-    truth, traces, result = exact(), {}, {}
-    for name, credit in SCHEMES.items():
-        score = (actions - 0.5) * credit(data) / GROUP
-        cell = data.rollout_group[data.token_rollout] * 2 * STEPS + data.transition_state
-        gradient = torch.zeros(GROUPS * 2 * STEPS, dtype=torch.float64).index_add_(0, cell, score)
-        gradient = gradient.view(GROUPS, 2 * STEPS)
-        traces[name] = float(gradient.var(0).sum())
+    credit, at equal numbers of sampled calls, and the largest bias of its 15 parameters in standard
+    errors."""
+    draw = torch.Generator().manual_seed(0)
+    actions = torch.randint(0, 2, (GROUPS, GROUP, STEPS), generator=draw)
+    plain = walks(actions, torch.zeros_like(actions).bool(), draw)
+    found = {name: gradients(credit, plain, actions) for name, credit in SCHEMES.items()}
+    calls = dict.fromkeys(found, plain.n_tokens)
+    actions, repeated = branched(draw)
+    trees = walks(actions, repeated, draw)
+    found["branches"] = gradients(vine, trees, actions)
+    calls["branches"] = trees.n_tokens
+    truth, cost, result = exact(), {}, {}
+    for name, gradient in found.items():
+        cost[name] = float(gradient.var(0).sum()) * calls[name]
         error = gradient.std(0) / GROUPS**0.5
         off = (gradient.mean(0) - truth).abs() / error.clamp(min=1e-12)
-        result[f"variance reduction {name}"] = traces["broadcast"] / traces[name]
+        result[f"variance reduction {name}"] = cost["broadcast"] / cost[name]
         result[f"bias {name}"] = float(off[error > 0].max())
     return result
+
+
+def vine(data: Batch) -> torch.Tensor:
+    return credited(make("vineppo", {"reward": "total"}), data)
 
 
 def peak() -> float:

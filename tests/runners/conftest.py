@@ -223,7 +223,11 @@ class Bench:
 
     async def run(self, agent: object, *tasks: Body, **settings: Any) -> list[Rollout]:
         """Run the agent on the tasks to the end; the rollouts in the order of the tasks."""
-        queue = {key: settings.pop(key) for key in ("timeout", "max_attempts") if key in settings}
+        queue = {
+            key: settings.pop(key)
+            for key in ("timeout", "max_attempts", "branch")
+            if key in settings
+        }
         names = await self.enqueue(*tasks, **queue)
         stop = asyncio.Event()
         running = asyncio.create_task(self.worker(agent, **settings).run(stop))

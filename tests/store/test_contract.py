@@ -10,6 +10,7 @@ from msgspec import structs
 
 from agentrl.errors import Conflict, Fenced, Invalid, NotFound, StoreError
 from agentrl.types import (
+    Branch,
     Counts,
     Credit,
     ErrorKind,
@@ -63,6 +64,7 @@ async def test_a_rollout_comes_out_as_it_went_in(store):
         max_attempts=2,
         timeout=2.5,
         priority=-1,
+        branch=Branch(rollout="other", calls=2),
     )
     await store.enqueue([rollout])
     (attempt,) = await claim(store)
@@ -70,6 +72,7 @@ async def test_a_rollout_comes_out_as_it_went_in(store):
     assert (attempt.fence, len(attempt.id)) == (1, 32)
     (row,) = await store.rollouts("run")
     assert (row.task, row.state, row.attempt) == (rollout.task, RolloutState.RUNNING, attempt.id)
+    assert row.branch == rollout.branch
 
 
 @pytest.mark.parametrize("value", [2**64, -(2**63) - 1, 10**30])
@@ -622,7 +625,16 @@ async def test_a_conversation_comes_back_exactly(store, kit):
         kit.call(attempt, [1, 2], [3, 4], messages=[user], answer=said, tools=tools, version=2),
         kit.call(attempt, [1, 2, 3, 4, 5], [6], messages=[user, said, result], tools=tools),
         kit.call(attempt, [9, 9], [6], messages=[user, resent, result], answer=said, role="critic"),
-        kit.call(attempt, [], [], exact=False, messages=[user], span="00ff", finish="length"),
+        kit.call(
+            attempt,
+            [],
+            [],
+            exact=False,
+            messages=[user],
+            span="00ff",
+            finish="length",
+            repeats="call-x",
+        ),
     ]
     assert await store.add_transitions(calls[:3]) == [True] * 3
     assert await store.add_transitions(calls[2:]) == [True] * 3
@@ -787,6 +799,7 @@ WRONG_ROLLOUTS = [
     {"task": {1: object()}},
     {"sampling": Sampling(top_p=math.inf)},
     {"priority": 2**70},
+    {"branch": Branch(rollout="other", calls=0)},
 ]
 
 

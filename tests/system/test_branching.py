@@ -1,0 +1,171 @@
+"""Branches end to end: a real client, the gateway, the embedded server, the store, the credit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Hashable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import openai
+import pytest
+
+from agentrl.algorithms.branching import grow, measure
+from agentrl.algorithms.engines.embedded import EmbeddedServer
+from agentrl.algorithms.merge import build_batch
+from agentrl.algorithms.model import load_model
+from agentrl.algorithms.objective import credited
+from agentrl.algorithms.presets import make
+from agentrl.algorithms.requests import TaskStream
+from agentrl.config import RunConfig, RunnerConfig, resolve
+from agentrl.runners.agents import as_agent
+from agentrl.runners.environment import environment
+from agentrl.runners.execution import Execution
+from agentrl.runners.executors.inprocess import InProcess
+from agentrl.runners.gateway import Gateway
+from agentrl.runners.verifiers import Verifier
+from agentrl.runners.worker import Worker
+from agentrl.store import open_store
+from agentrl.store.base import Store
+from agentrl.types import Group, PolicyVersion, RolloutState, Transition
+
+TURNS, SIZE, WIDTH = 3, 3, 2
+SETTINGS = {
+    "name": "run",
+    "sampling": {"max_tokens": 5},
+    "algorithm": {
+        "groups": 1,
+        "group_size": SIZE,
+        "branching": {"kind": "mc", "width": WIDTH},
+    },
+}
+
+
+async def agent(task: Any) -> list[str]:
+    messages: list[Any] = [{"role": "user", "content": str(task)}]
+    async with openai.AsyncOpenAI() as client:
+        for turn in range(TURNS):
+            answer = await client.chat.completions.create(model="policy", messages=messages)
+            said = answer.choices[0].message.content
+            messages += [{"role": "assistant", "content": said}]
+            messages += [{"role": "user", "content": f"turn {turn}"}]
+    return [message["content"] for message in messages]
+
+
+def verify(task: Any, result: list[str]) -> float:
+    return sum("".join(result).encode()) % 17 / 16
+
+
+@pytest.fixture
+async def server(tiny_model_dir: Path) -> AsyncIterator[EmbeddedServer]:
+    model, tokenizer = load_model(str(tiny_model_dir), device="cpu")
+    server = EmbeddedServer(model, tokenizer, max_batch=16)
+    await server.start()
+    yield server
+    await server.close()
+
+
+@asynccontextmanager
+async def working(store: Store, server: EmbeddedServer) -> AsyncIterator[None]:
+    """A runner at work, which stops where it is at the end."""
+    await store.publish(
+        PolicyVersion(
+            run="run", policy="policy", version=0, base_url=server.base_url, model=server.model
+        )
+    )
+    gateway, stop = Gateway(store, "run"), asyncio.Event()
+    gateway.start()
+    with environment(gateway.base_url):
+        execution = Execution(store, gateway, InProcess(as_agent(agent)), Verifier(verify))
+        worker = Worker("run", execution, RunnerConfig(concurrency=2, drain=0.0), name="test")
+        running = asyncio.create_task(worker.run(stop))
+        try:
+            yield
+        finally:
+            stop.set()
+            await running
+    await asyncio.to_thread(gateway.close)
+
+
+async def until(store: Store, succeeded: int) -> None:
+    while (await store.counts("run")).succeeded < succeeded:
+        await store.wait(await store.cursor(), timeout=1.0)
+
+
+async def sampled(store: Store, server: EmbeddedServer, config: RunConfig) -> Group:
+    """The group of step 0 with its branches; everything is killed while these are made."""
+    tasks = TaskStream(config, [{"input": "2 + 2"}])
+    for killed in (True, False):
+        state = await store.open_run("run", {})
+        async with working(store, server):
+            await store.enqueue(tasks.rollouts(0))
+            growing = asyncio.create_task(grow(store, config, tasks.rollouts(0)))
+            if killed:
+                await until(store, SIZE + 2)
+                growing.cancel()
+            await asyncio.wait((growing,))
+    growing.result()
+    (group,) = await store.claim_groups("run", state.epoch, 1, timeout=0)
+    return group
+
+
+def content(call: Transition) -> Hashable:
+    return call.prompt.tobytes(), call.completion.tobytes()
+
+
+async def test_branches_are_made_once_and_credited(server: EmbeddedServer, tmp_path: Path) -> None:
+    config = resolve(SETTINGS, source="test")
+    async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
+        group = await sampled(store, server, config)
+    rollouts = {rollout.id: rollout for rollout in group.rollouts}
+    assert {rollout.state for rollout in group.rollouts} == {RolloutState.SUCCEEDED}
+    branches = [rollout for rollout in group.rollouts if rollout.branch]
+    asked = [(branch.branch.rollout, branch.branch.calls) for branch in branches if branch.branch]
+    sources = [rollout.id for rollout in group.rollouts if not rollout.branch]
+    assert asked == [(u, i) for u in sources for i in range(1, TURNS) for _ in range(WIDTH)]
+    for branch, (source, calls) in zip(branches, asked, strict=True):
+        old, new = rollouts[source].transitions, branch.transitions
+        assert len(new) == TURNS
+        assert [call.repeats for call in new[:calls]] == [call.id for call in old[:calls]]
+        assert list(map(content, new[:calls])) == list(map(content, old[:calls]))
+        assert [call.repeats for call in new[calls:]] == [None] * (TURNS - calls)
+        assert new[calls].prompt == old[calls].prompt
+    assert measure([group]) == {
+        "branches": SIZE * 2 * WIDTH,
+        "branches/diverged": 0,
+        "calls/repeated": SIZE * (1 + 2) * WIDTH,
+    }
+
+    # Each sampled token is trained once, and its advantage is that of Monte-Carlo values by hand.
+    batch = build_batch([group])
+    fresh = [call for row in group.rollouts for call in row.transitions if call.repeats is None]
+    assert batch.n_tokens == sum(len(call.completion) for call in fresh)
+    credit = credited(make("c3", {}), batch)
+    ends, drawn = defaultdict(list), defaultdict(list)
+    for rollout in group.rollouts:
+        for call in rollout.transitions:
+            ends[content(call)].append(rollout.reward())
+    for call in fresh:
+        drawn[call.prompt.tobytes()].append(content(call))
+    for index, name in enumerate(batch.transitions):
+        of_call = credit[batch.token_transition == index].tolist()
+        call = next((call for call in fresh if call.id == name), None)
+        if call is None:
+            assert of_call == []
+            continue
+        others = list(drawn[call.prompt.tobytes()])
+        others.remove(content(call))
+        value = fmean(ends[content(call)])
+        expected = value - fmean([fmean(ends[other]) for other in others] or [value])
+        assert of_call == pytest.approx([expected] * len(call.completion), abs=1e-12)
+    assert credit.abs().max() > 0.01
+
+    trained = {batch.rollouts[u] for u in batch.token_rollout[~_vine(batch).isnan()].tolist()}
+    assert trained == set(sources)
+
+
+def _vine(batch: Any) -> Any:
+    return credited(make("vineppo", {}), batch)
