@@ -137,6 +137,12 @@ class StepGae:
         advantage = scan(delta, gamma * self.lam, torch.where(learned, following, -1))
         return torch.where(missing, torch.nan, advantage)
 
+    def returns(self, batch: Batch) -> Tensor:
+        """What `value` should have said at the first token of each call, float64 [N], NaN at the
+        others: a call is one decision, judged before it is made."""
+        returns, call = self(batch) + self.value(batch), batch.token_transition
+        return torch.where(first_of_call(batch), returns[call], torch.nan)
+
 
 @dataclass(frozen=True, slots=True)
 class Peers:
@@ -156,12 +162,6 @@ class Peers:
         known, x = ~x.isnan(), x.nan_to_num(nan=0.0)
         total, count = (seg(y, ids)[ids] - seg(y, own)[own] for y in (x, known))
         return torch.where(count > 0, total / count, torch.nan)
-
-    def returns(self, batch: Batch) -> Tensor:
-        """What `value` should have said at the first token of each call, float64 [N], NaN at the
-        others: a call is one decision, judged before it is made."""
-        returns, call = self(batch) + self.value(batch), batch.token_transition
-        return torch.where(first_of_call(batch), returns[call], torch.nan)
 
 
 @dataclass(frozen=True, slots=True)
