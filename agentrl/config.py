@@ -147,7 +147,9 @@ class CriticConfig(Section, frozen=True):
 class ReferenceConfig(Section, frozen=True):
     """What a penalty on leaving the reference is about."""
 
-    model: str = ""  # a checkpoint directory or hub name; empty: what the policy begins as
+    # A checkpoint directory or hub name; empty: what the policy begins as, or for an adapter the
+    # model without it.
+    model: str = ""
     every: Natural = 0  # steps after which the policy as it is becomes the reference; 0: never
     target: NonNegative = 0.0  # nats per token: adapts the penalty to keep their KL there; 0: fixed
     horizon: Count = 10_000  # rollouts over which it adapts

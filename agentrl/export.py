@@ -53,17 +53,32 @@ def otlp(
 @click.option("--run", help="Name of a run, for its last committed checkpoint.")
 @click.option("--store", help="Store URL; default: the one in runs/<run>.")
 @click.option("--to", "directory", required=True, type=click.Path(path_type=Path))
-def model(checkpoint: Path | None, run: str | None, store: str | None, directory: Path) -> None:
+@click.option("--merge", is_flag=True, help="Add an adapter to its base: a model of its own.")
+@click.option("--base", default="", help="With --merge: where the base is now, if it has moved.")
+def model(
+    checkpoint: Path | None,
+    run: str | None,
+    store: str | None,
+    directory: Path,
+    merge: bool,
+    base: str,
+) -> None:
     """Copy the policy of CHECKPOINT, or of a run, to a Hugging Face directory for any tool."""
+    from agentrl.algorithms.adapters import export_merged
     from agentrl.algorithms.checkpoint import export_checkpoint
 
+    if base and not merge:
+        raise click.UsageError("--base belongs to --merge")
     if (checkpoint is None) == (run is None):
         raise click.UsageError("give a checkpoint directory or --run")
     if run is not None:
         url = store or f"sqlite:///{Path('runs', run, 'store.db').resolve()}"
         checkpoint = asyncio.run(_last_checkpoint(url, run))
     assert checkpoint is not None
-    export_checkpoint(checkpoint, directory)
+    if merge:
+        export_merged(checkpoint, directory, base=base)
+    else:
+        export_checkpoint(checkpoint, directory)
     click.echo(f"wrote {directory} from {checkpoint}")
 
 
@@ -77,19 +92,6 @@ async def _last_checkpoint(store_url: str, run: str) -> Path:
                 f"run {run!r} has no checkpoint in {store.url}, which has runs {await store.runs()}"
             )
         return Path(state.checkpoint)
-
-
-@export.command()
-@click.argument("adapter", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--to", "directory", required=True, type=click.Path(path_type=Path))
-@click.option("--base", default="", help="Model to add it to, if not the one it was trained on.")
-@click.option("--dtype", default="float32", type=click.Choice(["float32", "bfloat16"]))
-def merged(adapter: Path, directory: Path, base: str, dtype: str) -> None:
-    """Add a LoRA ADAPTER directory to its base: a Hugging Face directory for any tool."""
-    from agentrl.algorithms.adapters import write_merged
-
-    write_merged(adapter, directory, base=base, dtype=dtype)
-    click.echo(f"wrote {directory}")
 
 
 async def send(

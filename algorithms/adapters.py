@@ -296,13 +296,15 @@ def _peft() -> Any:
     return peft
 
 
-def write_merged(adapter: Path, directory: Path, *, base: str = "", dtype: str = "float32") -> None:
-    """An adapter directory and its base as one Hugging Face directory, tokenizer included.
+def export_merged(adapter: Path, directory: Path, *, base: str = "") -> None:
+    """An adapter and its base as one new Hugging Face directory, float32, tokenizer included.
 
-    base: model to use in place of the one the adapter names. Raises PolicyError if they do not
-    belong together."""
+    base: model to use in place of the one the adapter names. Raises PolicyError, with nothing
+    written, if they do not belong together or `directory` exists."""
+    if directory.exists():
+        raise PolicyError(f"{directory}: it is there already; give a directory to be made")
     settings = _settings(adapter)
-    model, tokenizer = load_model(base or settings.base_model_name_or_path, dtype, "cpu")
+    model, tokenizer = load_model(base or settings.base_model_name_or_path, device="cpu")
     adapters = Adapters(model)
     adapters.open("merged", adapter)
     with atomic_directory(directory) as partial:

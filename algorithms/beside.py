@@ -73,10 +73,11 @@ def make_critic(
 def make_frozen(
     config: RunConfig, algo: Algo, policy: PreTrainedModel, tokenizer: Tokenizer, start: str
 ) -> Frozen:
-    """The frozen models that the algorithm reads."""
+    """The frozen models that the algorithm reads. The reference of an adapter is the model without
+    it, which the learner has, unless the run file names another."""
     frozen: Frozen = {}
-    if "q" in algo.needs:
-        settings = config.reference
+    settings = config.reference
+    if "q" in algo.needs and (settings.model or not config.policy.lora.rank):
         name = located(config, settings.model) if settings.model else start
         model = load_beside("reference.model", name, policy, tokenizer)
         frozen["q"] = Reference(model, policy, settings.every)
@@ -147,6 +148,9 @@ def _idle(config: RunConfig, algo: Algo) -> list[tuple[str, str]]:
     if "q" not in algo.needs:
         why = f"{none} penalises no leaving of a reference; set the coefficient of its penalty"
         idle += [(f"reference.{key}", why) for key in _set(config.reference)]
+    if config.policy.lora.rank and config.reference.every:
+        why = "and the reference of an adapter is the model without it, which does not change"
+        idle.append(("reference.every", why))
     if not config.reference.target and "horizon" in _set(config.reference):
         idle.append(("reference.horizon", "and there is no reference.target"))
     for name, model in config.reward_models.items():

@@ -45,8 +45,9 @@ class TorchLearner:
     when memory runs out. gradient_checkpointing: keep what enters a layer and recompute the rest.
     fp32_head: see `head`. adapters: learn the one named `policy`, and nothing else; other learners
     may learn others of the same model. threads: what a call computes with, default what its thread
-    already has. critic: gives and learns values; frozen: the reference (q) and the teacher (t).
-    Raises PolicyError for a model it cannot train."""
+    already has. critic: gives and learns values; frozen: the reference (q), by default the model
+    without its adapters if it has any, and the teacher (t). Raises PolicyError for a model it
+    cannot train."""
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class TorchLearner:
         self.frozen = dict(frozen or {})
         values: tuple[Literal["v"], ...] = () if critic is None else ("v",)
         self.supplies = frozenset[Literal["o", "b", "q", "t", "v"]](
-            {"o", "b", *self.frozen, *values}
+            {"o", "b", *self.frozen, *values, *(("q",) if adapters is not None else ())}
         )
         self.max_grad_norm = max_grad_norm
         self.packing = usable(model, packing)
@@ -94,10 +95,11 @@ class TorchLearner:
 
     def logprobs(self, batch: Batch, of: Scored = "o") -> Tensor:
         """Log-probs of every action token at its sampling temperature, float32 [N], no graph."""
-        if of != "o" and of not in self.frozen:
+        if of not in self.supplies:
             raise PolicyError(f"the learner has no model for stream {of}")
-        model = self.model if of == "o" else self.frozen[of].model
-        with _threads(self.threads), self._adapted(), torch.no_grad():
+        model = self.frozen[of].model if of in self.frozen else self.model
+        alone = of == "q" and of not in self.frozen  # the base of the adapters
+        with _threads(self.threads), self._adapted(alone), torch.no_grad():
             return self._within_memory(lambda: self._logprobs(batch, model))
 
     def values(self, batch: Batch) -> Tensor:
@@ -197,9 +199,11 @@ class TorchLearner:
         _check_shapes(directory, weights, self.model.state_dict())
         return weights
 
-    def _adapted(self) -> AbstractContextManager[None]:
-        """While inside, the model is the policy that this learner learns."""
-        return self.adapters.using(self.policy) if self.adapters is not None else nullcontext()
+    def _adapted(self, alone: bool = False) -> AbstractContextManager[None]:
+        """While inside, the model is the policy that this learner learns, or its base alone."""
+        if self.adapters is None:
+            return nullcontext()
+        return self.adapters.using(None if alone else self.policy)
 
     def _logprobs(self, batch: Batch, model: PreTrainedModel) -> Tensor:
         logprobs_N = torch.empty(batch.n_tokens)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from agentrl.algorithms.adapters import WEIGHTS, Adapters, fingerprint, write_merged
+from agentrl.algorithms.adapters import WEIGHTS, Adapters, export_merged, fingerprint
 from agentrl.algorithms.checkpoint import load_checkpoint, save_checkpoint
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.main import lora_adapters
@@ -171,6 +171,15 @@ def test_learners_that_share_a_base_learn_as_if_each_were_alone(base: Path) -> N
         assert torch.equal(learner.logprobs(batch), learners[name].logprobs(batch))
 
 
+def test_an_adapter_learns_what_it_is_rewarded_for(base: Path) -> None:
+    learner = learner_of(make(base, trained=False), "solver", base)
+    batch = make_batch(0, rollouts=2)
+    before = learner.logprobs(batch)
+    for _ in range(8):
+        learner.step(batch, lambda logprobs, _: torch.full_like(logprobs, 0.1), lr=0.02)
+    assert learner.logprobs(batch).mean() > before.mean() + 1.0
+
+
 def test_the_gradient_is_that_of_peft(base: Path, tmp_path: Path) -> None:
     adapters = make(base)
     adapters.save("planner", tmp_path)
@@ -219,14 +228,24 @@ def load_adapter(directory: Path) -> dict[str, Tensor]:
     }
 
 
-def test_write_merged_makes_a_directory_that_loads_without_peft(base: Path, tmp_path: Path) -> None:
+def test_export_merged_makes_a_directory_that_loads_without_peft(
+    base: Path, tmp_path: Path
+) -> None:
     adapters = make(base)
     adapters.save("solver", tmp_path / "adapter")
-    write_merged(tmp_path / "adapter", tmp_path / "merged")
+    export_merged(tmp_path / "adapter", tmp_path / "merged")
     model, tokenizer = load_model(tmp_path / "merged", device="cpu")
     torch.testing.assert_close(logits(model), adapted(adapters, "solver"), rtol=0, atol=1e-5)
     assert tokenizer.chat_template
     assert fingerprint(model) != adapters.fingerprint
+    with pytest.raises(PolicyError, match="there already"):
+        export_merged(tmp_path / "adapter", tmp_path / "merged")
+    moved = base.rename(tmp_path / "moved")
+    try:
+        export_merged(tmp_path / "adapter", tmp_path / "again", base=str(moved))
+    finally:
+        moved.rename(base)
+    assert fingerprint(load_model(tmp_path / "again", device="cpu")[0]) == fingerprint(model)
 
 
 def test_the_fingerprint_is_of_weights_not_of_their_precision(base: Path) -> None:

@@ -11,14 +11,18 @@ import torch
 from transformers import AutoTokenizer
 
 from agentrl.algorithms import beside, presets
+from agentrl.algorithms.adapters import Adapters
 from agentrl.algorithms.controller import KlController, controller, divergence
+from agentrl.algorithms.critic import ValueModel
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model import load_model
 from agentrl.algorithms.objective import Reg
 from agentrl.algorithms.reference import WEIGHTS, Reference, load_beside
 from agentrl.algorithms.registry import Supply
+from agentrl.algorithms.targets import value_terms
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError, PolicyError
+from agentrl.types import POLICY
 from tests.algorithms.test_learner import make_batch, psi_for
 
 EVERY: tuple[Supply, ...] = ("o", "b", "q", "t", "v")
@@ -150,6 +154,29 @@ def test_what_could_not_matter_is_refused(
     algo = presets.make(preset.removesuffix("+kl"), options, streams=EVERY)
     with pytest.raises(ConfigError, match=message):
         beside.check_used(config(**sections), algo)
+
+
+def test_the_reference_of_an_adapter_is_the_model_without_it(tiny_model_dir: Path) -> None:
+    model, tokenizer = load_model(tiny_model_dir, device="cpu")
+    batch = make_batch()
+    start = TorchLearner(model, tokenizer, threads=1).logprobs(batch)
+    adapters = Adapters(model)
+    adapters.add(POLICY, rank=4, alpha=32.0)
+    settings = config(policy={"lora": {"rank": 4}})
+    algo = presets.make("ppo", {"kl": 0.1}, streams=EVERY)
+    assert beside.make_frozen(settings, algo, model, tokenizer, str(tiny_model_dir)) == {}
+    critic = ValueModel(model, lr=1e-2)
+    learner = TorchLearner(model, tokenizer, adapters=adapters, critic=critic, threads=1)
+    assert learner.supplies == {"o", "b", "q", "v"}
+    for _ in range(2):
+        terms = value_terms(start.double(), learner.values(batch), clip=0.2)
+        learner.step(batch, psi_for(batch), lr=1e-2, critic=terms)
+    assert learner.values(batch).any()
+    assert not torch.allclose(learner.logprobs(batch), start)
+    torch.testing.assert_close(learner.logprobs(batch, "q"), start)
+    follows = config(policy={"lora": {"rank": 4}}, reference={"every": 2})
+    with pytest.raises(ConfigError, match=r"reference\.every is set, and the reference of an adap"):
+        beside.check_used(follows, algo)
 
 
 def test_settings_that_matter_pass() -> None:
