@@ -29,8 +29,7 @@ class Forest:
 def depth_first(sequences: Sequence[Ids]) -> tuple[list[int], Ids]:
     """An order in which sequences with a common prefix are neighbours, and int64 [n]: how many
     tokens each shares with the one before it in that order (the first: 0)."""
-    # Big-endian bytes compare as the numbers do.
-    keys = [sequence.astype(">i8").tobytes() for sequence in sequences]
+    keys = [sequence.tobytes() for sequence in sequences]  # any order of tokens will do
     order = sorted(range(len(keys)), key=keys.__getitem__)
     shared = np.zeros(len(order), np.int64)
     for k in range(1, len(order)):

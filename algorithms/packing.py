@@ -6,8 +6,7 @@ what rows have in common one path, computed once, forward and backward. Whole ro
 row's result does not depend on the rows beside it. What comes after a row's last action, and that
 action itself, predict nothing and are left out.
 
-Hidden states are reduced to action positions before the language-model head, and the head runs in
-chunks: no [T, V] logits exist.
+Hidden states are reduced to action positions before the language-model head (see `head`).
 """
 
 from __future__ import annotations
@@ -20,21 +19,17 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import Linear
-from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.checkpoint import checkpoint
 
 from agentrl.algorithms import attention
 from agentrl.algorithms.batch import Batch, Row
 from agentrl.algorithms.forest import Forest, Ids, cut, depth_first, grow
+from agentrl.algorithms.head import action_logprobs
 from agentrl.algorithms.tree_attention import TreePlan
 from agentrl.errors import PolicyError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-MAX_LOGITS = 2**25  # elements of one chunk of logits: 128 MiB in float32
 
 Packing = Literal["rows", "trie"]
 
@@ -99,8 +94,16 @@ def _pack(forest: Forest, rows: list[Row], offsets: Ids) -> Pack:
 def hidden_states(model: PreTrainedModel, pack: Pack) -> Tensor:
     """[n, H]: the last hidden state before each action, on the device of the model and
     differentiable in its weights. The model's attention is replaced by that of `attention`, which
-    without a pack is SDPA; a model of which that is not possible computes every branch alone."""
-    if attention.obstacle(model):
+    without a pack is SDPA; a model of which that is not possible computes every branch alone.
+    Raises PolicyError for a row that is longer than the model's context."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = int(pack.positions.max()) + 2  # the last action is not forwarded
+    if limit and longest > limit:
+        raise PolicyError(
+            f"a row of {longest} tokens is longer than the context of model type "
+            f"{model.config.model_type!r}, {limit} tokens: serve it with that as limit"
+        )
+    if _obstacle(model):
         return _padded(model, pack)
     attention.install(model)
     device = model.device
@@ -119,12 +122,19 @@ def forward_logprobs(model: PreTrainedModel, pack: Pack) -> Tensor:
 
     [n] as in the pack, float32 (float64 for a float64 model), on the device of the model and
     differentiable in its weights."""
-    return _action_logprobs(
+    logprobs_n, _ = action_logprobs(
         model.get_output_embeddings(),
         hidden_states(model, pack),
         pack.actions.to(model.device),
         pack.temperature.to(model.device),
     )
+    return logprobs_n
+
+
+def _obstacle(model: PreTrainedModel) -> str | None:
+    if model.device.type not in ("cpu", "cuda"):
+        return f"is on device {model.device.type!r}, for which there is no tree attention"
+    return attention.obstacle(model)
 
 
 def _padded(model: PreTrainedModel, pack: Pack) -> Tensor:
@@ -179,7 +189,7 @@ def check_model(model: PreTrainedModel) -> None:
 
 def usable(model: PreTrainedModel, packing: Packing) -> Packing:
     """The packing a model can compute, with a warning if it is not the one asked for."""
-    reason = attention.obstacle(model)
+    reason = _obstacle(model)
     if reason and packing != "rows":
         warnings.warn(
             f"learner.packing = {packing!r}: model type {model.config.model_type!r} {reason}, so "
@@ -188,26 +198,3 @@ def usable(model: PreTrainedModel, packing: Packing) -> Packing:
         )
         return "rows"
     return packing
-
-
-def _action_logprobs(
-    head: Linear, hidden_NH: Tensor, tokens_N: Tensor, temperature_N: Tensor
-) -> Tensor:
-    chunk = max(1, MAX_LOGITS // head.weight.shape[0])
-    if len(tokens_N) <= chunk:
-        return _score(head, hidden_NH, tokens_N, temperature_N)
-    parts = zip(
-        *(torch.split(column, chunk) for column in (hidden_NH, tokens_N, temperature_N)),
-        strict=True,
-    )
-    # Recomputed in the backward pass, so that one chunk of logits is alive at a time.
-    return torch.cat([checkpoint(_score, head, *part, use_reentrant=False) for part in parts])
-
-
-def _score(head: Linear, hidden_NH: Tensor, tokens_N: Tensor, temperature_N: Tensor) -> Tensor:
-    logits_NV = head(hidden_NH)
-    if logits_NV.dtype != torch.float64:
-        logits_NV = logits_NV.float()
-    # In place: neither the head nor the division needs the undivided logits again.
-    logits_NV = logits_NV.div_(temperature_N.to(logits_NV.dtype)[:, None])
-    return -cross_entropy(logits_NV, tokens_N, reduction="none")

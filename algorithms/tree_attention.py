@@ -12,14 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.functional import pad
 
 # Neighbouring branches of at most so many tokens together are one product under a mask: it computes
 # pairs that nobody sees, but fewer products start. Also the side of tiles under a sliding window.
-BLOCK = 256
+BLOCK = 128
 HIDDEN = torch.finfo(torch.float32).min / 2  # exp(HIDDEN + score) is 0; -inf would make 0 / 0
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -43,22 +46,51 @@ class TreePlan:
     end: Tensor  # int64 [T], past the last node of the subtree
     depth: Tensor  # int64 [T]
     tiles: dict[tuple[int | None, torch.dtype], list[Tile]] = field(default_factory=dict)
+    masks: dict[tuple[int | None, torch.device], BlockMask] = field(default_factory=dict)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
         """See `attention.Plan`; [1, key heads, T, dim] keys and values."""
-        # The kernel takes any strides but reads the last axis as if it were dense.
+        if window is not None and window > int(self.depth.max()):
+            window = None
+        if query.is_cuda:
+            return self.flex(query, key, value, scale, window)
+        dim = value.shape[-1]
+        # The kernel wants one size of head, and reads the last axis as if it were dense.
+        value = pad(value, (0, query.shape[-1] - dim))
         query, key, value = (
             x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)
         )
-        if window is not None and window > int(self.depth.max()):
-            window = None
         dtype = torch.promote_types(query.dtype, torch.float32)
         if (window, dtype) not in self.tiles:
             self.tiles[window, dtype] = tiles(self.end, self.depth, window, dtype)
         output: Tensor = _TreeAttention.apply(query, key, value, self.tiles[window, dtype], scale)  # type: ignore[no-untyped-call]
-        return output
+        return output[..., :dim]
+
+    def flex(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
+        """`attend` as one kernel. Not yet run on a GPU; the tests run it uncompiled."""
+        device, size = query.device, len(self.end)
+        if (window, device) not in self.masks:
+            end, depth = self.end.to(device), self.depth.to(device)
+
+            def seen(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+                near = (k <= q) & (q < end[k])
+                return near if window is None else near & (depth[q] - depth[k] < window)
+
+            self.masks[window, device] = create_block_mask(seen, None, None, size, size, device)
+        output: Tensor = _compiled_flex()(
+            query, key, value, block_mask=self.masks[window, device], scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )  # fmt: skip
+        return output.transpose(1, 2)
+
+
+@cache
+def _compiled_flex() -> Any:
+    return torch.compile(flex_attention)
 
 
 def tiles(end: Tensor, depth: Tensor, window: int | None, dtype: torch.dtype) -> list[Tile]:

@@ -39,6 +39,7 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
         ("[sampling]\ntemp = 1", [], r"'sampling\.temp' in \[sampling\]; valid: .*temperature"),
         ("[algorithm]\nlr = 'x'", [], r"algorithm\.lr"),
         ("[algorithm]\nlr = -1.0", [], r"algorithm\.lr"),
+        ("[learner]\npacking = 'tree'", [], r"learner\.packing"),
         ("steps = 1.5", [], r"steps"),
         ("name = 'a/b'", [], r"name"),
         ("steps = ", [], r"not a readable TOML file"),

@@ -12,10 +12,12 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from agentrl.algorithms.batch import Row
 from agentrl.algorithms.engines import engine as engine_module
 from agentrl.algorithms.engines.engine import Engine, Updates
 from agentrl.algorithms.engines.rows import Call, Update
 from agentrl.algorithms.model import load_model
+from agentrl.algorithms.packing import forward_logprobs, pack_rows
 from agentrl.errors import PolicyError
 from agentrl.types import Sampling
 
@@ -322,3 +324,17 @@ def test_serving_does_not_change_what_is_trained_or_saved(
     losses[1].backward()
     served.model.save_pretrained(tmp_path)
     assert "agentrl" not in (tmp_path / "config.json").read_text()
+
+
+def test_one_model_is_served_and_trained_in_turns(desk: Callable[..., Desk]) -> None:
+    served, prompt = desk(), [5, 6, 7]
+    before = served.run(prompt, max_tokens=8, temperature=0.7)
+    tokens = torch.tensor([*prompt, *before.tokens])
+    actions = torch.arange(len(prompt), len(tokens))
+    temperature = torch.full((len(actions),), 0.7)
+    row = Row(tokens, actions, torch.tensor(before.logprobs), temperature, 0 * actions)
+    (pack,) = pack_rows([row, row], "trie", 100)
+    logprobs = forward_logprobs(served.model, pack)
+    torch.autograd.backward(logprobs.sum())
+    torch.testing.assert_close(logprobs.detach(), row.logprobs.repeat(2), atol=1e-4, rtol=0)
+    assert served.run(prompt, max_tokens=8, temperature=0.7).tokens == before.tokens
