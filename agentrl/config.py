@@ -175,7 +175,7 @@ class RewardModelConfig(Section, frozen=True):
 
 class LearnerConfig(Section, frozen=True):
     token_budget: Count = 4096  # tokens forwarded at once; gradients of all are summed
-    gradient_checkpointing: bool = False  # recompute activations: less memory, a third slower
+    gradient_checkpointing: bool = False  # recompute activations: less memory, more time
     fp32_head: bool = False  # logits of a bfloat16 policy in float32
     optimizer: Literal["adamw", "adamw8bit", "paged_adamw8bit"] = "adamw"
     packing: Literal["rows", "trie"] = "trie"  # what branches have in common: again, or once

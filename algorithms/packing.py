@@ -6,8 +6,7 @@ what rows have in common one path, computed once, forward and backward. Whole ro
 row's result does not depend on the rows beside it. What comes after a row's last action, and that
 action itself, predict nothing and are left out.
 
-Hidden states are reduced to action positions before the language-model head, and the head runs in
-chunks: no [T, V] logits exist.
+Hidden states are reduced to action positions before the language-model head (see `head`).
 """
 
 from __future__ import annotations
@@ -20,21 +19,17 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import Linear
-from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.checkpoint import checkpoint
 
 from agentrl.algorithms import attention
 from agentrl.algorithms.batch import Batch, Row
 from agentrl.algorithms.forest import Forest, Ids, cut, depth_first, grow
+from agentrl.algorithms.head import action_logprobs
 from agentrl.algorithms.tree_attention import TreePlan
 from agentrl.errors import PolicyError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-MAX_LOGITS = 2**25  # elements of one chunk of logits: 128 MiB in float32
 
 Packing = Literal["rows", "trie"]
 
@@ -127,12 +122,13 @@ def forward_logprobs(model: PreTrainedModel, pack: Pack) -> Tensor:
 
     [n] as in the pack, float32 (float64 for a float64 model), on the device of the model and
     differentiable in its weights."""
-    return _action_logprobs(
+    logprobs_n, _ = action_logprobs(
         model.get_output_embeddings(),
         hidden_states(model, pack),
         pack.actions.to(model.device),
         pack.temperature.to(model.device),
     )
+    return logprobs_n
 
 
 def _obstacle(model: PreTrainedModel) -> str | None:
@@ -202,26 +198,3 @@ def usable(model: PreTrainedModel, packing: Packing) -> Packing:
         )
         return "rows"
     return packing
-
-
-def _action_logprobs(
-    head: Linear, hidden_NH: Tensor, tokens_N: Tensor, temperature_N: Tensor
-) -> Tensor:
-    chunk = max(1, MAX_LOGITS // head.weight.shape[0])
-    if len(tokens_N) <= chunk:
-        return _score(head, hidden_NH, tokens_N, temperature_N)
-    parts = zip(
-        *(torch.split(column, chunk) for column in (hidden_NH, tokens_N, temperature_N)),
-        strict=True,
-    )
-    # Recomputed in the backward pass, so that one chunk of logits is alive at a time.
-    return torch.cat([checkpoint(_score, head, *part, use_reentrant=False) for part in parts])
-
-
-def _score(head: Linear, hidden_NH: Tensor, tokens_N: Tensor, temperature_N: Tensor) -> Tensor:
-    logits_NV = head(hidden_NH)
-    if logits_NV.dtype != torch.float64:
-        logits_NV = logits_NV.float()
-    # In place: neither the head nor the division needs the undivided logits again.
-    logits_NV = logits_NV.div_(temperature_N.to(logits_NV.dtype)[:, None])
-    return -cross_entropy(logits_NV, tokens_N, reduction="none")

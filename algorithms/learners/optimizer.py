@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_
 
-from agentrl.errors import PolicyError
+from agentrl.algorithms.learners.memory import is_out_of_memory
+from agentrl.errors import PolicyError, TrainingError
 
 FILE = "optimizer.safetensors"  # tensors "<parameter>/<moment>", and "<parameter>/master"
 MASTER = "master"
@@ -56,10 +57,19 @@ class Optimizer:
         return float(clip_grad_norm_(self.masters.values(), limit))
 
     def step(self, lr: float) -> None:
-        """Update weights and moments from the gradients."""
+        """Update weights and moments from the gradients. Raises TrainingError, with the weights as
+        they were, when there is no memory for the moments, which the first step makes."""
         for group in self.inner.param_groups:
             group["lr"] = lr
-        self.inner.step()
+        try:
+            self.inner.step()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise TrainingError(
+                f"there is no memory for the optimizer ({str(error).splitlines()[0]}); set "
+                "learner.optimizer = 'paged_adamw8bit', or train a smaller model"
+            ) from None
         self._round()
 
     def zero_grad(self) -> None:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.learners.base import Learner, Psi
-from agentrl.algorithms.learners.memory import layers_of
+from agentrl.algorithms.learners.memory import is_out_of_memory, layers_of
 from agentrl.algorithms.learners.optimizer import FILE as OPTIMIZER
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.merge import build_batch
@@ -358,6 +358,13 @@ def test_out_of_memory_twice_is_a_sentence_and_changes_nothing(
         learner.step(batch, psi_for(batch), lr=1e-2)
     assert all(torch.equal(before[name], tensor) for name, tensor in weights(learner).items())
     assert all(parameter.grad is None for parameter in learner.model.parameters())
+
+
+def test_the_cpu_says_that_memory_ran_out_in_words() -> None:
+    with pytest.raises(RuntimeError) as said:
+        torch.empty(10**15)
+    assert is_out_of_memory(said.value)
+    assert not is_out_of_memory(RuntimeError("inconsistent tensor size"))
 
 
 def test_an_error_that_is_not_about_memory_passes(

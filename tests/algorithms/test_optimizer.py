@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from agentrl.algorithms.learners import optimizer
 from agentrl.algorithms.learners.optimizer import FILE, Optimizer
-from agentrl.errors import PolicyError
+from agentrl.errors import PolicyError, TrainingError
 
 
 def make(dtype: torch.dtype = torch.bfloat16, **settings: object) -> Optimizer:
@@ -145,3 +145,18 @@ def test_eight_bit_optimizers_say_what_they_need(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
     with pytest.raises(PolicyError, match="pip install bitsandbytes"):
         optimizer._make("adamw8bit", [], (0.9, 0.95), 0.0)
+
+
+def test_no_memory_for_moments_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make()
+    backward(made)
+
+    def full() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
+
+    monkeypatch.setattr(made.inner, "step", full)
+    with pytest.raises(
+        TrainingError, match=r"optimizer \(CUDA out of memory\.\); set learner\.opt"
+    ):
+        made.step(1e-2)
+    assert made.parameters["bias"].tolist() == [1.0] * 3

@@ -28,7 +28,6 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from agentrl.algorithms import packing
 from agentrl.algorithms.batch import Row
 from agentrl.algorithms.merge import merge
 from agentrl.algorithms.packing import (
@@ -325,25 +324,6 @@ def test_the_packing_a_model_can_compute_is_said_once() -> None:
     with pytest.warns(UserWarning, match="packing = 'trie': model type 'gemma2' caps its") as said:
         assert usable(model_of("capped scores"), "trie") == "rows"
     assert len(said) == 1
-
-
-def test_the_head_sees_action_positions_only_and_in_chunks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model, rows = MODELS["llama"](), rows_of([calls_of(s, 4) for s in range(3)])
-    whole = packed(model, rows, "trie")
-    expected = gradients(model, whole)
-    sizes: list[int] = []
-    model.get_output_embeddings().register_forward_hook(
-        lambda head, inputs, output: sizes.append(output.shape[0])
-    )
-    monkeypatch.setattr(packing, "MAX_LOGITS", 4 * VOCABULARY)
-    chunked = packed(model, rows, "trie")
-    assert sum(sizes) == len(whole) == sum(len(row.actions) for row in rows)
-    torch.testing.assert_close(whole, chunked)
-    assert_same(gradients(model, chunked), expected, 1e-6)
-    assert max(sizes) == 4
-    assert sum(sizes) == 2 * len(whole)  # recomputed in the backward pass instead of kept
 
 
 def test_states_are_those_before_each_action() -> None:

@@ -34,6 +34,7 @@ from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.merge import build_batch
 from agentrl.algorithms.objective import plan, psi
+from agentrl.algorithms.packing import packs
 from agentrl.algorithms.presets import make
 from agentrl.types import (
     Group,
@@ -49,7 +50,8 @@ from agentrl.types import (
 GROUP = 8
 TARGETS = {"memory ratio": 0.35, "one turn / TRL": 0.5, "ten turns / TRL": 0.5}
 # Tokens of prompt, action and observation, and turns: real sizes divided by 10.
-SHAPES = {"one turn": (150, 15, 0, 1), "ten turns": (150, 15, 25, 10)}
+Shape = tuple[int, int, int, int]
+SHAPES: dict[str, Shape] = {"one turn": (150, 15, 0, 1), "ten turns": (150, 15, 25, 10)}
 
 
 def network(vocabulary: int, hidden: int, layers: int, dtype: torch.dtype) -> PreTrainedModel:
@@ -74,11 +76,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
 # -- data ------------------------------------------------------------------------------------------
 
 
-def rows(shape: str, groups: int, vocabulary: int) -> list[dict[str, Any]]:
+def rows(shape: Shape, groups: int, vocabulary: int) -> list[dict[str, Any]]:
     """Rollouts as prompt, completion and which of its tokens were sampled; lengths of actions vary
     by half around their mean."""
     dice = random.Random(0)
-    prompt_size, action, observation, turns = SHAPES[shape]
+    prompt_size, action, observation, turns = shape
 
     def tokens(n: int) -> list[int]:
         return [dice.randrange(vocabulary) for _ in range(n)]
@@ -156,7 +158,7 @@ def seconds(shape: str, groups: int, repeats: int, threads: int) -> dict[str, fl
     learner = TorchLearner(
         network(8192, 512, 6, torch.float32), tokenizer(), threads=threads, token_budget=8192
     )
-    batch = batch_of(rows(shape, groups, 8192))
+    batch = batch_of(rows(SHAPES[shape], groups, 8192))
     return {"seconds": min(update(learner, batch) for _ in range(repeats))}
 
 
@@ -168,9 +170,9 @@ def memory(implementation: str, length: int, hidden: int) -> dict[str, float]:
     tokens = [dice.randrange(vocabulary) for _ in range(length)]
     if implementation == "ours":
         row = {"prompt": tokens[:1], "completion": tokens[1:], "sampled": [1] * (length - 1)}
-        made = [{**row, "advantage": value, "group": 0} for value in (1.0,)]
+        batch = batch_of([{**row, "advantage": 1.0, "group": 0}])
         learner = TorchLearner(model, tokenizer(), token_budget=length)
-        learner.step(batch_of(made), lambda p, index: torch.ones_like(p) / len(p), lr=1e-5)
+        learner.step(batch, lambda p, index: torch.ones_like(p) / len(p), lr=1e-5)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
         ids = torch.tensor([tokens])
@@ -185,25 +187,23 @@ def memory(implementation: str, length: int, hidden: int) -> dict[str, float]:
 
 
 def utilisation(tflops: float) -> dict[str, float]:
-    """Model FLOPs per second of an update on a GPU as a share of its peak: 6 for each weight of the
-    layers and distinct token, 6 for each weight of the head and action, 12 * hidden / 2 for each
-    layer and pair that attends (causal: half of them)."""
+    """Model FLOPs per second of an update on a GPU as a share of its peak, counted on distinct
+    tokens: 6 for each weight of the layers and token, 6 for each weight of the head and action, 12
+    for each layer, hidden unit and pair of a token and one it sees. Recomputed logits are not
+    counted."""
     model = network(151_936, 896, 24, torch.bfloat16).cuda()
     learner = TorchLearner(model, tokenizer(), token_budget=16_384)
-    prompt, action, observation, turns = (10 * n for n in SHAPES["ten turns"])
-    SHAPES["real"] = (prompt, action, observation, turns // 10)
-    batch = batch_of(rows("real", 4, 151_936))
+    batch = batch_of(rows((1500, 150, 250, 10), 4, 151_936))
     best = min(update(learner, batch) for _ in range(5))
-    tokens = learner.step(batch, lambda p, index: torch.zeros_like(p), lr=0.0).tokens
+    depths = torch.cat([pack.positions for pack in packs(batch, learner.packing, 16_384)])
     layers = sum(p.numel() for p in model.model.layers.parameters())
     head = model.get_output_embeddings().weight.numel()
-    config = model.config
-    pairs = sum(len(row.tokens) ** 2 for row in batch.rows) / 2
-    flops = 6 * layers * tokens + 6 * head * batch.n_tokens
-    flops += 12 * config.num_hidden_layers * config.hidden_size * pairs
+    pairs = int((depths + 1).sum())
+    flops = 6 * layers * len(depths) + 6 * head * batch.n_tokens
+    flops += 12 * model.config.num_hidden_layers * model.config.hidden_size * pairs
     return {
         "update seconds": best,
-        "distinct tokens": tokens,
+        "distinct tokens": len(depths),
         "actions": batch.n_tokens,
         "model TFLOP/s": flops / best / 1e12,
         "utilisation": flops / best / 1e12 / tflops,
@@ -242,7 +242,7 @@ def compare_trl(python: str, groups: int, rounds: int, threads: int) -> dict[str
         script = str(Path(__file__).with_name("trl_update.py"))
         for shape in SHAPES:
             file = Path(folder, "batch.json")
-            made = rows(shape, groups, 8192)
+            made = rows(SHAPES[shape], groups, 8192)
             file.write_text(json.dumps({"rows": made, "group": GROUP, "tokenizer": words}))
             ours, theirs = [], []
             for _ in range(rounds):
