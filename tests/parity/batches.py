@@ -12,6 +12,9 @@ from agentrl.algorithms.batch import Batch
 GROUPS = (0, 0, 0, 0, 1, 1, 1, 2, 2, 2)
 WIDTH = 9
 
+# verl whitens by sqrt(variance + 1e-8) and adds 1e-8 to counts; we do neither.
+WHITE = 1e-6
+
 
 @dataclass(frozen=True)
 class Rollouts:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from agentrl.algorithms.presets import make, presets
 
-from .batches import Rollouts, rollouts
+from .batches import WHITE, Rollouts, rollouts
 
 REASON = "verl is not installed: run `make test-engines`"
 verl = pytest.importorskip("verl.trainer.ppo.core_algos", reason=REASON)
@@ -20,8 +20,6 @@ AlgoConfig = pytest.importorskip("verl.trainer.config", reason=REASON).AlgoConfi
 
 SEEDS = range(4)
 GREEDY = (1, 4, 9)  # one rollout of each group
-# verl whitens by sqrt(variance + 1e-8) and adds 1e-8 to counts; we do neither.
-WHITE = 1e-6
 
 # verl's estimator -> our presets and options, what verl is given besides, and the tolerance.
 Case = tuple[str, dict[str, Any], str, dict[str, Any], float]

@@ -15,8 +15,7 @@ from agentrl.algorithms.controller import KlController
 from agentrl.algorithms.presets import make
 from agentrl.algorithms.targets import returns, value_loss, value_terms
 
-from .batches import Rollouts, rollouts
-from .test_verl_credit import WHITE
+from .batches import WHITE, Rollouts, rollouts
 
 REASON = "verl is not installed: run `make test-engines`"
 verl = pytest.importorskip("verl.trainer.ppo.core_algos", reason=REASON)
