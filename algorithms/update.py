@@ -58,15 +58,17 @@ class Updater:
     def update(self, step: int, groups: list[Group]) -> Metrics:
         """Learn from the groups of one step; returns its metrics.
 
-        Where there is nothing to learn from (every reward equal or missing) no weight changes, and
-        `update/skipped` counts it. Raises TrainingError for a reward that no rollout carries."""
+        Where there is nothing to learn from (every reward missing, or all equal and no critic that
+        could learn that) no weight changes, and `update/skipped` counts it. Raises
+        TrainingError for a reward that no rollout carries."""
         tuned = (
             self if self.kl is None else dataclasses.replace(self, algo=self.kl.tuned(self.algo))
         )
         found = tuned.learned(step, groups)
         if self.kl is not None:
             found["reference/beta"] = self.kl.beta
-            self.kl.observe(found["reference/drift"], int(found["rollouts"]))
+            if "reference/drift" in found:
+                self.kl.observe(found["reference/drift"], int(found["rollouts"]))
         if self.reference is not None:
             self.reference.finish(step)
         return found
@@ -110,7 +112,7 @@ class Updater:
             **branching.measure(groups),
             **metrics.advantages(planned),
             **(targets.describe(values) if values else {}),
-            **({"reference/drift": divergence(batch)} if "q" in streams else {}),
+            **({"reference/drift": divergence(batch)} if "q" in streams and batch.n_tokens else {}),
             **metrics.merged(measured),
             "calls/inexact": inexact,
             "calls/too_long": too_long,

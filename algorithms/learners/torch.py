@@ -130,7 +130,9 @@ class TorchLearner:
                 finite = math.isfinite(norm + sums.loss + pull + sums.value_loss)
                 applied = finite and batch.n_tokens > 0
                 if applied:
-                    self.optimizer.step(lr)
+                    # Where psi is 0 and only a critic learns, momentum would still move the policy.
+                    if norm > 0 or not learning:
+                        self.optimizer.step(lr)
                     if learning:
                         learning.optimizer.step(learning.lr)
             finally:
