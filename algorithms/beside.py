@@ -16,7 +16,7 @@ from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.controller import KlController, controller
 from agentrl.algorithms.critic import ValueModel
 from agentrl.algorithms.learners.base import Learner
-from agentrl.algorithms.model import Tokenizer
+from agentrl.algorithms.model import Tokenizer, context_of
 from agentrl.algorithms.objective import Algo
 from agentrl.algorithms.packing import check_model, usable
 from agentrl.algorithms.reference import Reference, load_beside
@@ -59,7 +59,8 @@ def make_critic(
     decoder = None
     if settings.model != "shared":
         name = start if settings.model == "copy" else located(config, settings.model)
-        decoder = load_beside("critic.model", name, policy, tokenizer).base_model
+        whole = load_beside("critic.model", name, policy, tokenizer, head=False)
+        decoder = whole.base_model
     return ValueModel(
         policy,
         decoder,
@@ -105,14 +106,16 @@ def make_reward_models(
         scorer: Scorer
         if settings.kind == "scalar":
             model = load_scalar(f"{key}.model", source, policy, tokenizer)
-            scorer = Scalar(model, usable(model, packing), budget)
+            scorer, limits = Scalar(model, usable(model, packing), budget), [context_of(model)]
         else:
             other = located(config, settings.reference) if settings.reference else start
             model = _still(load_beside(f"{key}.model", source, policy, tokenizer))
             against = _still(load_beside(f"{key}.reference", other, policy, tokenizer))
             scorer = Implicit(model, against, settings.beta, usable(model, packing), budget)
+            limits = [context_of(model), context_of(against)]
+        context = min((limit for limit in limits if limit is not None), default=None)
         whole = settings.kind == "implicit"
-        made.append(RewardModel(name, scorer, Scope(settings.scope), sums=whole))
+        made.append(RewardModel(name, scorer, Scope(settings.scope), whole, context))
     return tuple(made)
 
 

@@ -5,7 +5,7 @@ the last token of a call; a Bradley-Terry model, arXiv 2203.02155. implicit: the
 tokens of beta * (log pi - log pi of a reference), which a model trained on outcomes alone gives;
 PRIME, arXiv 2502.01456, iStar, 2509.19199. Always true: a score depends on the call alone, not on
 what is scored beside it; only training rollouts that succeeded are scored, by their calls of which
-the policy sampled every token.
+the policy sampled every token. What its model cannot read to the end has no score: it is missing.
 """
 
 from __future__ import annotations
@@ -98,6 +98,7 @@ class RewardModel:
     scorer: Scorer
     scope: Scope = Scope.ROLLOUT
     sums: bool = False  # whether that of a rollout is the sum over its calls, or that of the last
+    context: int | None = None  # tokens that the scorer can read
 
     def complete(self, groups: Sequence[Group]) -> list[Group]:
         """The groups with its rewards in their rollouts. Raises TrainingError where a verifier gave
@@ -128,7 +129,13 @@ class RewardModel:
         if rollout.state is not RolloutState.SUCCEEDED or not valid(rollout):
             return []
         calls = [call for call in rollout.transitions if trainable(call) and len(call.completion)]
-        return calls if self.sums or self.scope is Scope.TRANSITION else calls[-1:]
+        if self.scope is Scope.TRANSITION:
+            return list(filter(self._fits, calls))
+        judged = calls if self.sums else calls[-1:]
+        return judged if all(map(self._fits, judged)) else []
+
+    def _fits(self, call: Transition) -> bool:
+        return self.context is None or len(call.prompt) + len(call.completion) <= self.context
 
     def _rewards(self, calls: Sequence[Transition], of_call: dict[str, float]) -> list[Reward]:
         scored = [(call.id, of_call[call.id]) for call in calls]
