@@ -89,9 +89,14 @@ async def run(config: RunConfig) -> None:
             await server.publish(state.step)
             tasks = TaskStream(config, train, algo.greedy, difficulty)
             again = config.algorithm.inexact == "retokenize"
-            completers: list[Completer] = [Retokenizer(tokenizer, learner)] if again else []
+            context = context_of(model)
+            completers: list[Completer] = (
+                [Retokenizer(tokenizer, learner, context, algo.rewards)] if again else []
+            )
             completers += beside.make_reward_models(config, model, tokenizer, source)
-            completers += [Hindsight(tokenizer, learner)] if HINDSIGHT in algo.rewards else []
+            completers += (
+                [Hindsight(tokenizer, learner, context)] if HINDSIGHT in algo.rewards else []
+            )
             ledger = Ledger() if config.algorithm.store_credit else None
             updater = Updater(
                 config.algorithm,
@@ -101,7 +106,7 @@ async def run(config: RunConfig) -> None:
                 memory,
                 ledger,
                 seed=config.seed,
-                context=context_of(model),
+                context=context,
                 bad_steps=BadSteps(Path(config.output, "dumps"), config.algorithm.max_bad_steps),
                 reference=learner.frozen.get("q"),
                 kl=kl,

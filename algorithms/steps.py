@@ -112,7 +112,8 @@ class StepGae:
 
     value: what gives V of the state before each call. Where it is missing, what was received counts
     for the call before, as if both were one, and the call itself is compared with `base`, which
-    only has to be a value that does not depend on it; without either, nothing is learned, and if it has no tokens it is missing."""
+    only has to be a value that does not depend on it; without either, nothing is learned from it,
+    and if it has no tokens, it is missing itself."""
 
     value: Column
     reward: str | Column = "outcome"

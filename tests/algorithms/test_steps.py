@@ -376,7 +376,11 @@ def test_the_value_of_a_call_is_that_before_its_first_token() -> None:
 
 def test_calls_without_tokens_are_no_decisions_of_a_critic() -> None:
     """What such a call received counts for the one before, and it is in no statistic."""
-    bare = [Call(rewards={"p": 1.0}, tokens=2), Call(rewards={"p": 2.0}, tokens=0), Call(rewards={"p": 4.0})]
+    bare = [
+        Call(rewards={"p": 1.0}, tokens=2),
+        Call(rewards={"p": 2.0}, tokens=0),
+        Call(rewards={"p": 4.0}),
+    ]
     joined = [Call(rewards={"p": 3.0}, tokens=2), Call(rewards={"p": 4.0})]
     other = Play([Call(rewards={"p": -1.0})])
     values = [0.3, 0.9, 0.5, 0.1]
