@@ -114,8 +114,7 @@ class TorchLearner:
         """One forward, backward and update on psi, and of the critic on its terms. A log-prob,
         value, loss or gradient that is not finite changes nothing.
 
-        metrics: policy/entropy, nats, the mean over action tokens; memory/retries, 1 if memory ran
-        out once; memory/*peak_mb (see `memory.peak`); critic/loss, before its coefficient,
+        metrics: memory/retries, 1 if memory ran out once; memory/*peak_mb (see `memory.peak`); critic/loss, before its coefficient,
         critic/clip_fraction, of the tokens it learns from, and critic/grad_norm, of what is the
         critic's alone.
         Raises TrainingError when memory runs out twice."""
@@ -139,8 +138,6 @@ class TorchLearner:
                 self._zero_grad()
         metrics = memory.peak(device)
         metrics["memory/retries"] = float(self.token_budget < budget)
-        if math.isfinite(sums.entropy) and batch.n_tokens:
-            metrics["policy/entropy"] = sums.entropy / batch.n_tokens
         if critic is not None:
             live = max(1, int((critic.weight > 0).sum()))
             metrics["critic/loss"] = sums.value_loss
@@ -152,6 +149,7 @@ class TorchLearner:
             logprobs=sums.logprobs,
             tokens=sums.tokens,
             applied=applied,
+            entropy=sums.entropy,
             metrics=metrics,
         )
 
@@ -222,13 +220,13 @@ class TorchLearner:
 
     def _backward(self, batch: Batch, psi: Psi, terms: ValueTerms | None) -> _Sums:
         """Accumulate the gradient, until a log-prob is not finite."""
-        sums = _Sums(torch.full((batch.n_tokens,), math.nan))
+        sums = _Sums(*torch.full((2, batch.n_tokens), math.nan))
         for pack in packs(batch, self.packing, self.token_budget):
             with memory.recomputing(self.recomputed):
                 p, entropy, hidden = self._forward(pack, self.model)
             current = p.detach().cpu()
             sums.logprobs[pack.index] = current.float()
-            sums.entropy += float(entropy.double().sum())
+            sums.entropy[pack.index] = entropy.float().cpu()
             sums.tokens += len(pack.tokens)
             if not current.isfinite().all():
                 sums.loss = math.nan
@@ -318,8 +316,8 @@ class _Sums:
     """What one backward pass over a batch adds up."""
 
     logprobs: Tensor  # float32 [N], NaN where the pass did not come
+    entropy: Tensor  # float32 [N], nats, likewise
     loss: float = 0.0
-    entropy: float = 0.0  # nats, of all action tokens
     value_loss: float = 0.0
     values_clipped: int = 0
     tokens: int = 0  # forwarded, context included
