@@ -162,7 +162,7 @@ class TeacherConfig(Section, frozen=True):
 
 
 class RewardModelConfig(Section, frozen=True):
-    """A frozen model whose scores are rewards, under its name."""
+    """A model whose scores are rewards, under its name."""
 
     model: str  # a checkpoint directory or hub name with the policy's vocabulary
     # scalar: a decoder with a head of one label; implicit: a decoder, of which it is beta * (log
@@ -171,6 +171,10 @@ class RewardModelConfig(Section, frozen=True):
     scope: Literal["rollout", "transition"] = "rollout"  # a reward of the rollout, or of each call
     beta: Positive = 0.05  # of an implicit one
     reference: str = ""  # of an implicit one; empty: what the policy begins as
+    # an implicit one learns from the outcomes of every step, numbers from 0 to 1, once it has
+    # scored them (PRIME)
+    train: bool = False
+    lr: Positive = 1e-6  # constant, where it learns
 
 
 class LearnerConfig(Section, frozen=True):

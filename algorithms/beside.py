@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.controller import KlController, controller
 from agentrl.algorithms.critic import ValueModel
+from agentrl.algorithms.implicit import ImplicitTrainer
 from agentrl.algorithms.learners.base import Learner
 from agentrl.algorithms.model import Tokenizer, context_of
 from agentrl.algorithms.objective import Algo
@@ -96,10 +97,12 @@ def make_controller(config: RunConfig, algo: Algo) -> KlController | None:
 
 def make_reward_models(
     config: RunConfig, policy: PreTrainedModel, tokenizer: Tokenizer, start: str
-) -> tuple[RewardModel, ...]:
-    """Raises PolicyError for a model that cannot be loaded, reads other tokens, or is of another
-    kind."""
-    made = []
+) -> tuple[tuple[RewardModel, ...], tuple[ImplicitTrainer, ...]]:
+    """The models that give rewards, and what trains those of them that learn.
+
+    Raises PolicyError for a model that cannot be loaded, reads other tokens, or is of another kind.
+    """
+    made, trainers = [], []
     packing, budget = config.learner.packing, config.learner.token_budget
     for name, settings in config.reward_models.items():
         key, source = f"reward_models.{name}", located(config, settings.model)
@@ -116,7 +119,10 @@ def make_reward_models(
         context = min((limit for limit in limits if limit is not None), default=None)
         whole = settings.kind == "implicit"
         made.append(RewardModel(name, scorer, Scope(settings.scope), whole, context))
-    return tuple(made)
+        if settings.train and isinstance(scorer, Implicit):
+            limit, kind = config.algorithm.max_grad_norm, config.learner.optimizer
+            trainers.append(ImplicitTrainer(made[-1], scorer, settings.lr, limit, kind))
+    return tuple(made), tuple(trainers)
 
 
 def scored(algo: Algo, learner: Learner, batch: Batch) -> tuple[Batch, dict[str, Tensor]]:
@@ -164,8 +170,10 @@ def _idle(config: RunConfig, algo: Algo) -> list[tuple[str, str]]:
         if model.kind == "scalar":
             idle += [
                 (f"reward_models.{name}.{key}", "and means something for kind = 'implicit' alone")
-                for key in set(_set(model)) & {"beta", "reference"}
+                for key in sorted(set(_set(model)) & {"beta", "reference", "train"})
             ]
+        if "lr" in _set(model) and not model.train:
+            idle.append((f"reward_models.{name}.lr", "and it does not learn without train"))
     if config.teacher.model and "t" not in algo.needs:
         idle.append(("teacher.model", f"{none} imitates none"))
     return idle

@@ -61,6 +61,7 @@ async def run(config: RunConfig) -> None:
             await store.log(config.name, 0, {"time/build": time.monotonic() - started})
         model, tokenizer = load_model(source, config.policy.dtype, config.policy.device)
         adapters = lora_adapters(model, config)
+        scorers, trainers = beside.make_reward_models(config, model, tokenizer, source)
         learner = TorchLearner(
             model,
             tokenizer,
@@ -75,6 +76,7 @@ async def run(config: RunConfig) -> None:
             optimizer=config.learner.optimizer,
             threads=config.learner.threads or os.cpu_count() or 1,
             adapters=adapters,
+            trainers=trainers,
         )
         memory = State(algo.memories)
         if kl := beside.make_controller(config, algo):
@@ -93,7 +95,7 @@ async def run(config: RunConfig) -> None:
             completers: list[Completer] = (
                 [Retokenizer(tokenizer, learner, context, algo.rewards)] if again else []
             )
-            completers += beside.make_reward_models(config, model, tokenizer, source)
+            completers += scorers
             completers += (
                 [Hindsight(tokenizer, learner, context)] if HINDSIGHT in algo.rewards else []
             )
@@ -111,6 +113,7 @@ async def run(config: RunConfig) -> None:
                 reference=learner.frozen.get("q"),
                 kl=kl,
                 completers=tuple(completers),
+                trainers=trainers,
                 value_clip=config.critic.clip,
             )
             collector = Collector(config, store, state.epoch, tasks, resample)

@@ -1,4 +1,4 @@
-"""Reward models: rewards that a frozen model gives, read by name like those of a verifier.
+"""Reward models: rewards that a model gives, read by name like those of a verifier.
 
 scalar: a checkpoint with one score (`AutoModelForSequenceClassification`), that of the state after
 the last token of a call; a Bradley-Terry model, arXiv 2203.02155. implicit: the sum over a call's
@@ -73,7 +73,7 @@ class Implicit:
     token_budget: int = 4096
 
     def __call__(self, calls: Sequence[Transition]) -> Tensor:
-        rows = [_row([*call.prompt, *call.completion], len(call.completion)) for call in calls]
+        rows = list(map(row_of, calls))
         counts = torch.tensor([len(call.completion) for call in calls])
         of_call = torch.arange(len(calls)).repeat_interleave(counts)
         gap = self._logprobs(self.model, rows) - self._logprobs(self.reference, rows)
@@ -107,7 +107,7 @@ class RewardModel:
             (rollout, calls)
             for group in groups
             for rollout in group.rollouts
-            if (calls := self._judged(rollout))
+            if (calls := self.judged(rollout))
         ]
         calls = [call for _, each in scored for call in each]
         scores = self.scorer(calls).tolist() if calls else []
@@ -125,7 +125,8 @@ class RewardModel:
             for group in groups
         ]
 
-    def _judged(self, rollout: Rollout) -> list[Transition]:
+    def judged(self, rollout: Rollout) -> list[Transition]:
+        """The calls whose scores its rewards are made of."""
         if rollout.state is not RolloutState.SUCCEEDED or not valid(rollout):
             return []
         calls = [call for call in rollout.transitions if trainable(call) and len(call.completion)]
@@ -191,6 +192,11 @@ def _fault(model: PreTrainedModel, missing: list[str]) -> str | None:
     if model.config.num_labels != 1:
         return f"it has {model.config.num_labels} labels"
     return f"it has no weights for {', '.join(missing)}" if missing else None
+
+
+def row_of(call: Transition) -> Row:
+    """A call whose sampled tokens are asked about, at temperature 1."""
+    return _row([*call.prompt, *call.completion], len(call.completion))
 
 
 def _row(tokens: list[int], actions: int) -> Row:

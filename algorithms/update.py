@@ -18,6 +18,7 @@ from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.beside import scored
 from agentrl.algorithms.controller import KlController, divergence
 from agentrl.algorithms.dump import BadSteps, Dump
+from agentrl.algorithms.implicit import ImplicitTrainer
 from agentrl.algorithms.learners.base import Learner, Psi, StepReport, ValueTerms
 from agentrl.algorithms.ledger import Ledger
 from agentrl.algorithms.merge import build_batch
@@ -53,6 +54,7 @@ class Updater:
     reference: Reference | None = None  # follows the policy, if it does
     kl: KlController | None = None  # adapts the penalty on leaving the reference
     completers: tuple[Completer, ...] = ()  # in this order
+    trainers: tuple[ImplicitTrainer, ...] = ()  # of reward models that learn what they have scored
     value_clip: float = inf  # how far a step may move a value of the critic
 
     def update(self, step: int, groups: list[Group]) -> Metrics:
@@ -78,6 +80,7 @@ class Updater:
         inexact = sum(not call.exact for call in metrics.own_calls(groups))
         for completer in self.completers:
             groups = completer.complete(groups)
+        learned = {k: v for trainer in self.trainers for k, v in trainer.learn(groups).items()}
         columns.check(groups, [r for r in self.algo.rewards if r not in self.algo.optional])
         groups, too_long = fitting(groups, self.context)
         batch = self.batch(groups)
@@ -114,6 +117,7 @@ class Updater:
             **(targets.describe(values) if values else {}),
             **({"reference/drift": divergence(batch)} if "q" in streams and batch.n_tokens else {}),
             **metrics.merged(measured),
+            **learned,
             "calls/inexact": inexact,
             "calls/too_long": too_long,
             "lr": lr,

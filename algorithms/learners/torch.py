@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from agentrl.algorithms.adapters import Adapters
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.critic import ValueModel
 from agentrl.algorithms.head import action_logprobs
+from agentrl.algorithms.implicit import ImplicitTrainer
 from agentrl.algorithms.learners import memory
 from agentrl.algorithms.learners.base import Psi, Scored, StepReport, ValueTerms
 from agentrl.algorithms.learners.optimizer import Kind, Optimizer
@@ -46,8 +47,8 @@ class TorchLearner:
     fp32_head: see `head`. adapters: learn the one named `policy`, and nothing else; other learners
     may learn others of the same model. threads: what a call computes with, default what its thread
     already has. critic: gives and learns values; frozen: the reference (q), by default the model
-    without its adapters if it has any, and the teacher (t). Raises PolicyError for a model it
-    cannot train."""
+    without its adapters if it has any, and the teacher (t); trainers: reward models that learn
+    and are saved with it. Raises PolicyError for a model it cannot train."""
 
     def __init__(
         self,
@@ -67,6 +68,7 @@ class TorchLearner:
         betas: tuple[float, float] = (0.9, 0.95),
         critic: ValueModel | None = None,
         frozen: Mapping[Literal["q", "t"], Reference] | None = None,
+        trainers: Sequence[ImplicitTrainer] = (),
     ) -> None:
         check_model(model)
         self.model = model.eval()
@@ -78,6 +80,7 @@ class TorchLearner:
         self.optimizer = Optimizer(learned, kind=optimizer, betas=betas, weight_decay=weight_decay)
         self.critic = critic
         self.frozen = dict(frozen or {})
+        self.trainers = tuple(trainers)
         values: tuple[Literal["v"], ...] = () if critic is None else ("v",)
         self.supplies = frozenset[Literal["o", "b", "q", "t", "v"]](
             {"o", "b", *self.frozen, *values, *(("q",) if adapters is not None else ())}
@@ -114,9 +117,9 @@ class TorchLearner:
         """One forward, backward and update on psi, and of the critic on its terms. A log-prob,
         value, loss or gradient that is not finite changes nothing.
 
-        metrics: memory/retries, 1 if memory ran out once; memory/*peak_mb (see `memory.peak`); critic/loss, before its coefficient,
-        critic/clip_fraction, of the tokens it learns from, and critic/grad_norm, of what is the
-        critic's alone.
+        metrics: memory/retries, 1 if memory ran out once; memory/*peak_mb (see `memory.peak`);
+        critic/loss, before its coefficient, critic/clip_fraction, of the tokens it learns from, and
+        critic/grad_norm, of what is the critic's alone.
         Raises TrainingError when memory runs out twice."""
         learning = None if critic is None else self._critic()
         device, budget = self.model.device, self.token_budget
@@ -177,6 +180,7 @@ class TorchLearner:
         moments = self.optimizer.read(directory)
         critic = self.critic and self.critic.read(directory)
         frozen = {letter: scorer.read(directory) for letter, scorer in self.frozen.items()}
+        trained = [trainer.read(directory) for trainer in self.trainers]
         if self.adapters is None:
             with torch.no_grad():
                 for name, tensor in self.model.state_dict().items():
@@ -188,6 +192,8 @@ class TorchLearner:
             self.critic.restore(critic)
         for letter, scorer in self.frozen.items():
             scorer.restore(frozen[letter])
+        for trainer, saved in zip(self.trainers, trained, strict=True):
+            trainer.restore(saved)
 
     def _read(self, directory: Path) -> Mapping[str, Tensor]:
         """The weights of a checkpoint, which are found to fit."""
@@ -253,11 +259,12 @@ class TorchLearner:
             raise PolicyError("the learner has no critic (stream v)")
         return self.critic
 
-    def _beside(self) -> Iterator[ValueModel | Reference]:
+    def _beside(self) -> Iterator[ValueModel | Reference | ImplicitTrainer]:
         """What is saved with the policy."""
         if self.critic:
             yield self.critic
         yield from self.frozen.values()
+        yield from self.trainers
 
     def _zero_grad(self) -> None:
         self.optimizer.zero_grad()

@@ -188,7 +188,7 @@ def test_the_run_file_names_them(tiny_model_dir: Path, score_dir: Path) -> None:
         "hunch": {"model": str(tiny_model_dir), "kind": "implicit", "scope": "transition"},
     }
     config = resolve({"reward_models": table}, source="run.toml")
-    models = beside.make_reward_models(config, policy, tokenizer, str(tiny_model_dir))
+    models, _ = beside.make_reward_models(config, policy, tokenizer, str(tiny_model_dir))
     made = groups()
     for model in models:
         made = model.complete(made)
@@ -220,7 +220,7 @@ def test_what_the_model_cannot_read_has_no_score(
     for scope in ("rollout", "transition"):
         table = {"rm": {"model": source, "kind": kind, "scope": scope}}
         config = resolve({"reward_models": table}, source="run.toml")
-        (model,) = beside.make_reward_models(config, policy, tokenizer, str(tiny_model_dir))
+        (model,), _ = beside.make_reward_models(config, policy, tokenizer, str(tiny_model_dir))
         full = [call("a0", [1] * 510, [4, 5])]
         long = [call("b0", [1], [2]), call("b1", [1] * 511, [4, 5])]
         rows = [rollout("a", full), rollout("b", long)]
