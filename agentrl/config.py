@@ -171,9 +171,9 @@ class RewardModelConfig(Section, frozen=True):
     scope: Literal["rollout", "transition"] = "rollout"  # a reward of the rollout, or of each call
     beta: Positive = 0.05  # of an implicit one
     reference: str = ""  # of an implicit one; empty: what the policy begins as
-    # an implicit one learns from the outcomes of every step, numbers from 0 to 1, once it has
-    # scored them (PRIME)
-    train: bool = False
+    train: bool = False  # an implicit one learns from every step, once it has scored it
+    # from outcomes from 0 to 1 (PRIME), or from pairs of rollouts of a group (iStar)
+    loss: Literal["outcome", "pairs"] = "outcome"
     lr: Positive = 1e-6  # constant, where it learns
 
 

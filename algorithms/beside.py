@@ -121,7 +121,9 @@ def make_reward_models(
         made.append(RewardModel(name, scorer, Scope(settings.scope), whole, context))
         if settings.train and isinstance(scorer, Implicit):
             limit, kind = config.algorithm.max_grad_norm, config.learner.optimizer
-            trainers.append(ImplicitTrainer(made[-1], scorer, settings.lr, limit, kind))
+            trainers.append(
+                ImplicitTrainer(made[-1], scorer, settings.lr, limit, kind, settings.loss)
+            )
     return tuple(made), tuple(trainers)
 
 
@@ -172,8 +174,11 @@ def _idle(config: RunConfig, algo: Algo) -> list[tuple[str, str]]:
                 (f"reward_models.{name}.{key}", "and means something for kind = 'implicit' alone")
                 for key in sorted(set(_set(model)) & {"beta", "reference", "train"})
             ]
-        if "lr" in _set(model) and not model.train:
-            idle.append((f"reward_models.{name}.lr", "and it does not learn without train"))
+        if not model.train:
+            idle += [
+                (f"reward_models.{name}.{key}", "and it does not learn without train")
+                for key in sorted(set(_set(model)) & {"lr", "loss"})
+            ]
     if config.teacher.model and "t" not in algo.needs:
         idle.append(("teacher.model", f"{none} imitates none"))
     return idle

@@ -1,8 +1,11 @@
-"""An implicit reward model that learns while the policy does: PRIME, arXiv 2502.01456.
+"""An implicit reward model that learns while the policy does.
 
-Its score s of a rollout is the sum over calls of beta * (log pi - log pi of the reference), and it
-learns with the cross-entropy of sigmoid(s) to the outcome, a number from 0 to 1. In log-probs that
-is one gradient per rollout, beta * (sigmoid(s) - outcome) / rollouts for each of its tokens.
+Its score s of a rollout is the sum over calls of beta * (log pi - log pi of the reference). It
+learns from outcomes, numbers from 0 to 1, by the cross-entropy of sigmoid(s) to them: PRIME, arXiv
+2502.01456. Or from pairs of rollouts of one group, the better of which is to have the larger s, by
+-log sigmoid(s_better - s_worse): DPO of whole rollouts, as in iStar, arXiv 2509.19199, whose
+reference is the policy of the step before, not a fixed one. Either loss reaches the log-probs as
+one number per rollout, beta * d loss / d s.
 
 Owns the model's weights and their optimizer. Always true: a batch is scored before it is learned
 from, so no reward has seen its own outcome; a gradient that is not finite changes nothing.
@@ -14,6 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -39,6 +43,7 @@ class ImplicitTrainer:
     lr: float
     max_grad_norm: float = 1.0
     kind: Kind = "adamw"
+    loss: Literal["outcome", "pairs"] = "outcome"
     optimizer: Optimizer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -50,18 +55,26 @@ class ImplicitTrainer:
         """One optimizer step on the rollouts that the source has scored and whose outcome is known.
 
         Returns reward_models/<name>/loss, nats; accuracy, the share of rollouts that it put on the
-        right side of 1/2; grad_norm. Nothing where there is no such rollout. Raises TrainingError
-        for an outcome that is no number from 0 to 1."""
-        rollouts = [row for group in groups for row in group.rollouts]
-        judged = [(row, calls) for row in rollouts if (calls := self._judged(row))]
-        if not judged:
+        right side of 1/2, or of pairs in the right order; grad_norm. Nothing where there is no such
+        rollout or pair. Raises TrainingError for an outcome to learn from that is no number from 0
+        to 1."""
+        rollouts = [(group.id, row) for group in groups for row in group.rollouts]
+        judged = [(id, row, calls) for id, row in rollouts if (calls := self._judged(row))]
+        y = torch.tensor([row.reward() for _, row, _ in judged], dtype=torch.float64)
+        s = torch.tensor([self._score(row) for _, row, _ in judged], dtype=torch.float64)
+        # margin: how sure it is of each of its judgements, and target: how much it should be
+        margin, target = s.requires_grad_(), y
+        if self.loss == "pairs":
+            better, worse = _pairs([id for id, _, _ in judged], y)
+            margin = s[better] - s[worse]
+            target = torch.ones_like(margin)
+        if not margin.numel():
             return {}
-        y = torch.tensor([row.reward() for row, _ in judged], dtype=torch.float64)
-        self._check(y)
-        s = torch.tensor([self._score(row) for row, _ in judged], dtype=torch.float64)
-        pull = self.scorer.beta * (s.sigmoid() - y) / len(judged)
+        self._check(target)
+        loss = binary_cross_entropy_with_logits(margin, target)
+        pull = self.scorer.beta * torch.autograd.grad(loss, s)[0]
         try:
-            self._backward([calls for _, calls in judged], pull)
+            self._backward([calls for _, _, calls in judged], pull)
             norm = self.optimizer.clip(self.max_grad_norm)
             if math.isfinite(norm):
                 self.optimizer.step(self.lr)
@@ -69,8 +82,8 @@ class ImplicitTrainer:
             self.optimizer.zero_grad()
         name = f"reward_models/{self.source.name}"
         return {
-            f"{name}/loss": float(binary_cross_entropy_with_logits(s, y)),
-            f"{name}/accuracy": float(((s > 0) == (y > 0.5)).double().mean()),
+            f"{name}/loss": loss.item(),
+            f"{name}/accuracy": ((margin > 0) == (target > 0.5)).double().mean().item(),
             f"{name}/grad_norm": norm,
         }
 
@@ -119,3 +132,11 @@ class ImplicitTrainer:
                 "not between 0 and 1, so they are no probability of success; let the verifier "
                 "give such a number, or leave train out"
             )
+
+
+def _pairs(groups: Sequence[str], y: Tensor) -> tuple[Tensor, Tensor]:
+    """int64 [P] each: every two rollouts of one group, the first of which ended better."""
+    numbers = {id: number for number, id in enumerate(groups)}
+    of = torch.tensor([numbers[id] for id in groups], dtype=torch.int64)
+    better, worse = ((of[:, None] == of) & (y[:, None] > y)).nonzero(as_tuple=True)
+    return better, worse

@@ -58,10 +58,11 @@ def stirred(model: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("scope", ["rollout", "transition"])
 @pytest.mark.parametrize("budget", [1, 4096])
+@pytest.mark.parametrize("kind", ["outcome", "pairs"])
 def test_the_gradient_is_that_of_the_cross_entropy(
-    tiny_model_dir: Path, scope: str, budget: int, monkeypatch: pytest.MonkeyPatch
+    tiny_model_dir: Path, scope: str, budget: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, trainer = make(tiny_model_dir, scope)
+    model, trainer = make(tiny_model_dir, scope, loss=kind)
     object.__setattr__(trainer.scorer, "token_budget", budget)
     stirred(trainer.scorer.model)
     naive, reference = (load_model(tiny_model_dir, device="cpu")[0] for _ in range(2))
@@ -74,6 +75,8 @@ def test_the_gradient_is_that_of_the_cross_entropy(
             gaps = [logprob(naive, *p) - logprob(reference, *p).detach() for p in parts]
             scores.append(0.5 * (gaps[0] + gaps[1]))
     s, y = torch.stack(scores), torch.tensor([1.0, 0.0, 0.25], dtype=torch.float64)
+    if kind == "pairs":  # of four rollouts three are comparable
+        s, y = torch.stack([s[0] - s[1], s[0] - s[2], s[2] - s[1]]), torch.ones(3).double()
     loss = binary_cross_entropy_with_logits(s, y)
     expected = torch.autograd.grad(loss, list(naive.parameters()))
     seen: list[torch.Tensor] = []
@@ -139,6 +142,10 @@ def test_outcomes_that_are_no_probability_are_refused(tiny_model_dir: Path) -> N
     with pytest.raises(TrainingError, match=r"reward_models\.prm\.train: 1 of 2 outcomes are not"):
         trainer.learn(model.complete(groups(-1.0, 1.0)))
     assert trainer.learn(model.complete(groups(None))) == {}
+    trainer.loss = "pairs"  # any scale will do, and groups are not compared with each other
+    assert trainer.learn(model.complete(groups(-1.0, 1.0)))["reward_models/prm/accuracy"] == 0.0
+    (one,), (other,) = groups(1.0), groups(0.0)
+    assert trainer.learn(model.complete([one, replace(other, id="h")])) == {}
 
 
 def test_a_scalar_model_does_not_learn() -> None:
