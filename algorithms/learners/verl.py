@@ -17,6 +17,7 @@ import importlib.metadata
 import math
 import os
 import re
+import time
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -68,6 +69,7 @@ class VerlLearner:
         self.timeout: float = placed["timeout"]
         self.token_budget: int = settings["engine"]["max_token_len_per_gpu"]
         self.group: Any = None
+        self.pool: Any = None
         self.started_ray = False
         try:
             self._start(placed, {str(letter): name for letter, name in names.items()})
@@ -102,7 +104,7 @@ class VerlLearner:
             )
         shards = self._shards(batch)
         every = self.ranks
-        reports = self._call("step", shards, [psi] * every, [lr] * every)
+        reports = self._call("step", shards, [self._sent(psi)] * every, [lr] * every)
         loss = sum(report.loss for report in reports) / every
         norm = reports[0].grad_norm
         applied = math.isfinite(norm + loss)
@@ -149,7 +151,10 @@ class VerlLearner:
         masters = {key: value for key, value in read.items() if key.endswith(f"/{MASTER}")}
         moments = {key: value for key, value in read.items() if key not in masters}
         weights |= {key.rpartition("/")[0]: value for key, value in masters.items()}
-        weights = {name: tensor.float() for name, tensor in weights.items()}
+        # Tied weights are one parameter under two names, of which masters have the first alone.
+        first = {p.data_ptr(): name for name, p in self.model.named_parameters()}
+        names = {name: first.get(tensor.data_ptr(), name) for name, tensor in own.items()}
+        weights = {name: weights[names[name]].float() for name in own}
         nothing: list[dict[str, Tensor]] = [{}] * (self.ranks - 1)
         begun = [bool(moments)] * self.ranks
         self._call("restore", [weights, *nothing], [moments, *nothing], begun)
@@ -159,9 +164,12 @@ class VerlLearner:
         """Stop the workers, and Ray if it was started here. May be called again."""
         import ray
 
-        workers, self.group = (self.group.workers if self.group else []), None
-        for worker in workers:
+        group, self.group = self.group, None
+        for worker in group.workers if group else []:
             ray.kill(worker)
+        pool, self.pool = self.pool, None
+        for reserved in (pool.pgs if pool else None) or []:
+            ray.util.remove_placement_group(reserved)
         if self.started_ray:
             self.started_ray = False
             ray.shutdown()
@@ -187,26 +195,37 @@ class VerlLearner:
                     f"({str(error).splitlines()[0]}); give the address that `ray start` printed"
                 ) from None
             self.started_ray = True
-        found = int(ray.cluster_resources().get("GPU", 0))
-        if found < self.ranks:
-            raise ConfigError(
-                f"learner.verl: {placed['nodes']} nodes with {placed['gpus_per_node']} GPUs are "
-                f"asked for, and Ray has {found} GPUs in all; lower them or add nodes to the "
-                "cluster"
-            )
-        pool = RayResourcePool(
+        self._find_room(placed)
+        self.pool = RayResourcePool(
             [placed["gpus_per_node"]] * placed["nodes"], use_gpu=True, max_colocate_count=1
         )
         start = RayClassWithInitArgs(
             cls=ray.remote(PolicyWorker), settings=self.settings, frozen=frozen
         )
         self.group = RayWorkerGroup(
-            resource_pool=pool,
+            resource_pool=self.pool,
             ray_cls_with_init=start,
             device_name=get_device_name(),
             ray_wait_register_center_timeout=math.ceil(self.timeout),
         )
         self._call("open")
+
+    def _find_room(self, placed: Mapping[str, Any]) -> None:
+        """Wait for the GPUs of a run that has just ended; verl itself would wait without end."""
+        import ray
+
+        each = placed["gpus_per_node"]
+        alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        asked = f"learner.verl: {placed['nodes']} nodes with {each} GPUs are asked for, and "
+        if sum(int(node.get("GPU", 0)) // each for node in alive) < placed["nodes"]:
+            has = ", ".join(str(int(node.get("GPU", 0))) for node in alive)
+            raise ConfigError(f"{asked}Ray's nodes have {has}; lower them or add nodes to it")
+        until = time.monotonic() + min(self.timeout, 60.0)
+        while ray.available_resources().get("GPU", 0) < self.ranks:
+            if time.monotonic() > until:
+                free = int(ray.available_resources().get("GPU", 0))
+                raise ConfigError(f"{asked}Ray has {free} that are free; wait for the others' end")
+            time.sleep(0.2)
 
     def _call(self, verb: str, *arguments: list[Any]) -> list[Any]:
         """What every rank answers to a verb; arguments: a list of one for each rank."""
@@ -230,6 +249,18 @@ class VerlLearner:
             kind = PolicyError if verb == "open" else TrainingError
             raise kind(f"a worker of verl failed in {verb!r}: {reason[-1][:300]}") from None
         return answers
+
+    def _sent(self, psi: Psi) -> Any:
+        """Where the workers of a node find psi, which is sent to it once."""
+        import ray
+
+        try:
+            return ray.put(psi)
+        except TypeError as error:
+            raise TrainingError(
+                "the algorithm cannot be sent to verl's workers, because something in it cannot be "
+                f"pickled ({str(error).strip().splitlines()[0]}); take that out of its functions"
+            ) from None
 
     def _follow(self) -> None:
         """Bring the copy up to date."""

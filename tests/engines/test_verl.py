@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,22 +19,23 @@ from agentrl.algorithms import objective
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.credit import Rel
 from agentrl.algorithms.gates import Clip
-from agentrl.algorithms.learners.base import Psi
+from agentrl.algorithms.learners.base import Psi, StepReport
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model import load_model
 from agentrl.algorithms.objective import Algo, Gate, Reg
 from agentrl.config import resolve
 from tests.algorithms.test_learner import make_batch
 
+RANKS = (2, 1)
+LIMIT = 210  # seconds for the program; 40 on two idle cores
 pytestmark = [
     pytest.mark.skipif(
         find_spec("verl") is None or find_spec("ray") is None,
         reason="verl is not installed: run `make test-engines`",
     ),
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(LIMIT + 30),
 ]
 HERE = Path(__file__).parent
-LIMIT = 110  # seconds for one program
 CLOSE = 1e-5
 LRS = [1e-3, 5e-3, 1e-3]
 RUN = {
@@ -74,7 +74,7 @@ def same(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None
         torch.testing.assert_close(theirs[name], weight, rtol=0, atol=CLOSE, msg=name)
 
 
-def run_steps(case: Path, out: Path, ranks: int) -> dict[str, Any]:
+def run_steps(case: Path, out: Path) -> dict[int, dict[str, Any]]:
     """What the program found; with a time-out for it and everything that it started."""
     env = os.environ | {
         "VERL_PLATFORM": "cpu",
@@ -84,7 +84,8 @@ def run_steps(case: Path, out: Path, ranks: int) -> dict[str, Any]:
         "OMP_NUM_THREADS": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
     }
-    command = [sys.executable, str(HERE / "verl_steps.py"), str(case), str(out), str(ranks)]
+    command = [sys.executable, str(HERE / "verl_steps.py"), str(case), str(out)]
+    command += map(str, RANKS)
     process = subprocess.Popen(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     )
@@ -95,13 +96,25 @@ def run_steps(case: Path, out: Path, ranks: int) -> dict[str, Any]:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
     assert process.returncode == 0, said.decode()[-4000:]
-    found: dict[str, Any] = torch.load(out, weights_only=False)
+    found: dict[int, dict[str, Any]] = torch.load(out, weights_only=False)
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_numbers_of_the_torch_learner(ranks: int, tiny_model_dir: Path, tmp_path: Path) -> None:
-    batch = odd_batch()
+@dataclass(frozen=True)
+class Case:
+    """One batch, and what both learners made of it."""
+
+    folder: Path
+    batch: Batch
+    psi: Psi
+    second: StepReport  # of the torch learner, one step after its checkpoint
+    weights: dict[str, torch.Tensor]  # after that
+    verl: dict[int, dict[str, Any]]  # by ranks
+
+
+@pytest.fixture(scope="module")
+def case(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    folder, batch = tmp_path_factory.mktemp("verl"), odd_batch()
     learner = torch_learner(tiny_model_dir)
     o = learner.logprobs(batch).double()
     noise = torch.linspace(-0.05, 0.05, batch.n_tokens, dtype=torch.float64)
@@ -110,23 +123,25 @@ def test_the_numbers_of_the_torch_learner(ranks: int, tiny_model_dir: Path, tmp_
     )
     psi: Psi = partial(objective.psi, ALGO, terms)
     learner.step(batch, psi, lr=1e-3)
-    learner.save(tmp_path / "torch")
-    after_load = learner.step(batch, psi, lr=1e-3)
-    loaded_weights = weights_of(learner)
-
-    case, out = tmp_path / "case.pt", tmp_path / "out.pt"
+    learner.save(folder / "torch")
+    second = learner.step(batch, psi, lr=1e-3)
     given = {
         "batch": batch,
         "algo": ALGO,
         "terms": terms,
-        "run": copy.deepcopy(RUN),
+        "run": RUN,
         "model": str(tiny_model_dir),
         "lrs": LRS,
-        "torch_checkpoint": tmp_path / "torch",
+        "torch_checkpoint": folder / "torch",
     }
-    torch.save(given, case)
-    found = run_steps(case, out, ranks)
+    torch.save(given, folder / "case.pt")
+    found = run_steps(folder / "case.pt", folder / "out.pt")
+    return Case(folder, batch, psi, second, weights_of(learner), found)
 
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_the_numbers_of_the_torch_learner(ranks: int, case: Case, tiny_model_dir: Path) -> None:
+    batch, psi, found = case.batch, case.psi, case.verl[ranks]
     learner = torch_learner(tiny_model_dir)
     for letter in "oq":
         torch.testing.assert_close(found[letter], learner.logprobs(batch), rtol=0, atol=CLOSE)
@@ -140,15 +155,26 @@ def test_the_numbers_of_the_torch_learner(ranks: int, tiny_model_dir: Path, tmp_
         same(weights_of(learner), theirs["weights"])
     torch.testing.assert_close(found["moved_q"], found["q"], rtol=0, atol=0)
 
-    # A checkpoint brings back weights and moments, in either learner and from either.
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_checkpoint_goes_on_in_either_learner(
+    ranks: int, case: Case, tiny_model_dir: Path
+) -> None:
+    found = case.verl[ranks]
     same(found["next"]["weights"], found["again"]["weights"])
     resumed = torch_learner(tiny_model_dir)
-    resumed.load(tmp_path / f"checkpoint-{ranks}")
-    resumed.step(batch, psi, lr=1e-3)
+    resumed.load(case.folder / f"checkpoint-{ranks}")
+    resumed.step(case.batch, case.psi, lr=1e-3)
     same(weights_of(resumed), found["next"]["weights"])
-    assert found["from_torch"]["loss"] == pytest.approx(after_load.loss, abs=CLOSE)
-    same(loaded_weights, found["from_torch"]["weights"])
+    assert found["from_torch"]["loss"] == pytest.approx(case.second.loss, abs=CLOSE)
+    same(case.weights, found["from_torch"]["weights"])
 
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_bad_step_changes_nothing_and_a_broken_one_is_one_sentence(
+    ranks: int, case: Case
+) -> None:
+    found = case.verl[ranks]
     assert not found["bad"]["applied"]
     same(found["again"]["weights"], found["bad"]["weights"])
     assert found["error"] == (

@@ -1,7 +1,8 @@
 """Run as a program, because verl reads its platform once per process: three updates of one batch by
-`VerlLearner`, then a save, a load and one more. Prints nothing; writes what it found.
+`VerlLearner`, then a save, a load and one more. Prints nothing; writes what it found by the number
+of ranks.
 
-verl_steps.py CASE OUT RANKS"""
+verl_steps.py CASE OUT RANKS..."""
 
 from __future__ import annotations
 
@@ -9,11 +10,13 @@ import sys
 import warnings
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import ray
 import torch
 
 from agentrl.algorithms import objective
+from agentrl.algorithms.learners.base import Psi
 from agentrl.algorithms.learners.verl import VerlLearner
 from agentrl.algorithms.learners.verl_settings import settings
 from agentrl.algorithms.model import load_model
@@ -21,7 +24,7 @@ from agentrl.config import resolve
 from agentrl.errors import AgentRLError
 
 
-def main(case: Path, out: Path, ranks: int) -> None:
+def main(case: Path, out: Path, numbers: list[int]) -> None:
     # Logical GPUs: Ray counts what it is told, and the platform of the workers is the CPU.
     ray.init(
         num_cpus=8,
@@ -31,18 +34,26 @@ def main(case: Path, out: Path, ranks: int) -> None:
         logging_level="ERROR",
     )
     given = torch.load(case, weights_only=False)
+    torch.save({ranks: steps(given, ranks, out.parent) for ranks in numbers}, out)
+    ray.shutdown()
+
+
+def steps(given: dict[str, Any], ranks: int, folder: Path) -> dict[str, Any]:
     batch, algo, terms = given["batch"], given["algo"], given["terms"]
     run = given["run"]
-    run["learner"]["verl"] |= {"gpus_per_node": ranks}
+    run["learner"]["verl"]["gpus_per_node"] = ranks
     config = resolve(run, source="test")
-    folder = given["model"]
-    model, tokenizer = load_model(folder, device="cpu")
-    placed = settings(config, folder)
-    learner = VerlLearner(model, tokenizer, placed, frozen={"q": folder})
-    found = {"o": learner.logprobs(batch), "q": learner.logprobs(batch, "q"), "steps": []}
-    psi = partial(objective.psi, algo, terms)
+    start = given["model"]
+    model, tokenizer = load_model(start, device="cpu")
+    learner = VerlLearner(model, tokenizer, settings(config, start), frozen={"q": start})
+    found: dict[str, Any] = {
+        "o": learner.logprobs(batch),
+        "q": learner.logprobs(batch, "q"),
+        "steps": [],
+    }
+    psi: Psi = partial(objective.psi, algo, terms)
 
-    def step(lr: float, psi: object = psi) -> dict[str, object]:
+    def step(lr: float, psi: Psi = psi) -> dict[str, Any]:
         report = learner.step(batch, psi, lr=lr)
         weights = {name: p.detach().clone() for name, p in model.named_parameters()}
         return {
@@ -54,10 +65,10 @@ def main(case: Path, out: Path, ranks: int) -> None:
         }
 
     found["steps"] = [step(lr) for lr in given["lrs"]]
-    learner.save(out.parent / f"checkpoint-{ranks}")
+    learner.save(folder / f"checkpoint-{ranks}")
     found["moved_q"] = learner.logprobs(batch, "q")
     found["next"] = step(1e-3)
-    learner.load(out.parent / f"checkpoint-{ranks}")
+    learner.load(folder / f"checkpoint-{ranks}")
     found["again"] = step(1e-3)
     found["bad"] = step(1e-3, lambda p, index: torch.full_like(p, torch.nan))
     learner.load(given["torch_checkpoint"])
@@ -71,10 +82,9 @@ def main(case: Path, out: Path, ranks: int) -> None:
     except AgentRLError as error:
         found["error"] = f"{type(error).__name__}: {error}"
     learner.close()
-    torch.save(found, out)
-    ray.shutdown()
+    return found
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), list(map(int, sys.argv[3:])))
