@@ -386,11 +386,15 @@ def differences(old: RunConfig, new: RunConfig) -> list[str]:
     """Settings that would change what a run learns, as "key: old -> new"."""
     ignored = {"root", "output", "store", "steps", "keep_checkpoints", "eval", "runner", "engine"}
     ignored |= {"metrics"}
+    # Either learner goes on from the other's checkpoint, on any number of GPUs.
+    placement = ("learner.kind", "learner.verl.")
     before, after = (flatten(msgspec.to_builtins(config)) for config in (old, new))
     return [
         f"{key}: {before.get(key)!r} -> {after.get(key)!r}"
         for key in sorted(before.keys() | after.keys())
-        if key.split(".")[0] not in ignored and before.get(key) != after.get(key)
+        if key.split(".")[0] not in ignored
+        and not key.startswith(placement)
+        and before.get(key) != after.get(key)
     ]
 
 
