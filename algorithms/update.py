@@ -6,6 +6,7 @@ import dataclasses
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from typing import Protocol
 
@@ -160,10 +161,8 @@ class Updater:
                 yield part, terms, values and targets.part_of(values, tokens)
 
     def psi(self, terms: Terms) -> Psi:
-        def psi(logprobs: Tensor, index: Tensor) -> Tensor:
-            return objective.psi(self.algo, terms, logprobs, index)
-
-        return psi
+        """Bound to what it reads alone, for it may be sent to other processes."""
+        return partial(objective.psi, self.algo, terms)
 
     def made(self, step: int, number: int, part: Batch, terms: Terms, report: StepReport) -> bool:
         """Whether an optimizer step changed the weights. Raises TrainingError if too many in a row
