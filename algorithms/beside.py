@@ -33,7 +33,7 @@ Frozen = dict[Literal["q", "t"], Reference]
 def supplied(config: RunConfig) -> frozenset[Supply]:
     """The streams that a run can give its algorithm. A reference is always to be had: what the
     policy began as."""
-    streams: set[Supply] = {"o", "b", "q"}
+    streams: set[Supply] = {"o", "b", "q", "k"}
     if config.critic.model:
         streams.add("v")
     if config.teacher.model:

@@ -20,6 +20,7 @@ from torch.nn import Linear, Module
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
+LEAST = -100.0  # nats, for what has no probability
 MAX_LOGITS = 2**24  # elements of one chunk of logits: 64 MiB in float32
 
 
@@ -41,6 +42,43 @@ def action_logprobs(
     scored = [checkpoint(_call, head, *part, fp32, use_reentrant=False) for part in parts]
     logprobs, entropies = zip(*scored, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
+
+
+@torch.no_grad()
+def top_tokens(
+    head: Module, hidden_NH: Tensor, tokens_N: Tensor, k: int, *, fp32: bool = False
+) -> Tensor:
+    """The given token and the k - 1 most probable others, int64 [N, k]; all of a smaller
+    vocabulary."""
+    chunk, found = max(1, MAX_LOGITS // _vocabulary(head)), []
+    for hidden_CH, tokens_C in _chunks(chunk, hidden_NH, tokens_N):
+        logits_CV = _called(head, hidden_CH, fp32).scatter(1, tokens_C[:, None], torch.inf)
+        found.append(logits_CV.topk(min(k, logits_CV.shape[1])).indices)
+    return torch.cat(found)
+
+
+@torch.no_grad()
+def other_logprobs(
+    head: Module, hidden_NH: Tensor, ids_NK: Tensor, logprobs_N: Tensor, temperature_N: Tensor
+) -> Tensor:
+    """Log-probs [N, K] of several tokens at each position, detached, from that of the first of
+    them: differences of logits are enough, and a plain head computes these alone. Finite: at least
+    LEAST."""
+    plain = type(head) is Linear
+    width = ids_NK.shape[1] * hidden_NH.shape[1] if plain else _vocabulary(head)
+    found = []
+    for hidden_CH, ids_CK in _chunks(max(1, MAX_LOGITS // width), hidden_NH, ids_NK):
+        if plain:
+            wide = torch.promote_types(hidden_CH.dtype, torch.float32)
+            weight_CKH = head.weight[ids_CK].to(wide)  # type: ignore[index]
+            logits_CK = (weight_CKH @ hidden_CH.to(wide)[:, :, None])[:, :, 0]
+            if head.bias is not None:
+                logits_CK += head.bias[ids_CK]  # type: ignore[index]
+        else:
+            logits_CK = _called(head, hidden_CH, fp32=True).gather(1, ids_CK)
+        found.append(logits_CK - logits_CK[:, :1])
+    logits_NK = torch.cat(found) / temperature_N.to(found[0])[:, None]
+    return (logits_NK + logprobs_N.to(logits_NK)[:, None]).clamp(min=LEAST)
 
 
 class _Head(torch.autograd.Function):
@@ -142,15 +180,20 @@ def _call(
     head: Module, hidden_CH: Tensor, tokens_C: Tensor, temperature_C: Tensor, fp32: bool
 ) -> tuple[Tensor, Tensor]:
     """`action_logprobs` of one chunk by calling the head."""
-    if fp32 and hidden_CH.dtype != torch.float64:
-        wide = {name: parameter.float() for name, parameter in head.named_parameters()}
-        logits_CV = functional_call(head, wide, hidden_CH.float())
-    else:
-        logits_CV = head(hidden_CH)
-    logprobs_CV = _divided(logits_CV, temperature_C).log_softmax(-1)
+    logprobs_CV = _divided(_called(head, hidden_CH, fp32), temperature_C).log_softmax(-1)
     detached = logprobs_CV.detach()
     entropy_C = -(detached.exp() * detached).sum(-1)
     return logprobs_CV.gather(1, tokens_C[:, None])[:, 0], entropy_C
+
+
+def _called(head: Module, hidden_CH: Tensor, fp32: bool) -> Tensor:
+    """The head's logits [C, V]."""
+    if fp32 and hidden_CH.dtype != torch.float64:
+        wide = {name: parameter.float() for name, parameter in head.named_parameters()}
+        logits_CV: Tensor = functional_call(head, wide, hidden_CH.float())
+    else:
+        logits_CV = head(hidden_CH)
+    return logits_CV
 
 
 def _add_product(total_VH: Tensor, grad_CV: Tensor, hidden_CH: Tensor) -> None:

@@ -24,6 +24,7 @@ from agentrl.algorithms.merge import build_batch
 from agentrl.algorithms.metrics import Metrics
 from agentrl.algorithms.objective import Algo, Terms
 from agentrl.algorithms.reference import Reference
+from agentrl.algorithms.registry import check_symbols
 from agentrl.algorithms.schedule import learning_rate, minibatches, moved
 from agentrl.algorithms.state import State
 from agentrl.config import AlgorithmConfig
@@ -54,6 +55,10 @@ class Updater:
     kl: KlController | None = None  # adapts the penalty on leaving the reference
     completers: tuple[Completer, ...] = ()  # in this order
     value_clip: float = inf  # how far a step may move a value of the critic
+
+    def __post_init__(self) -> None:
+        if self.algo.symbols:
+            check_symbols(self.algo, self.learner.supplies)
 
     def update(self, step: int, groups: list[Group]) -> Metrics:
         """Learn from the groups of one step; returns its metrics.
@@ -99,7 +104,7 @@ class Updater:
                 bad += 1
                 continue
             if self.ledger is not None:
-                self.ledger.record(self.algo, part, terms, report.logprobs)
+                self.ledger.record(self.algo, part, terms, report.current)
             measured.append(metrics.optimizer_step(self.algo, part, terms, report, sizes))
             if early_stop := self.far(terms, report):
                 break
@@ -139,7 +144,11 @@ class Updater:
         if count * self.config.epochs == 1 or not batch.n_tokens:
             yield batch, objective.plan(self.algo, batch, streams, fresh=True), values
             return
-        streams = {"o": self.learner.logprobs(batch), **streams}
+        if self.algo.symbols:
+            symbols, o_NK = self.learner.top(batch, self.algo.symbols)
+            streams = {"o": o_NK[:, 0], "o_K": o_NK, **streams}
+        else:
+            symbols, streams = None, {"o": self.learner.logprobs(batch), **streams}
         advantage = objective.credited(self.algo, batch)
         counts = batch.token_group.bincount(minlength=len(batch.groups)).tolist()
         ranges = torch.split(torch.arange(batch.n_tokens), counts)
@@ -149,6 +158,8 @@ class Updater:
                 part = self.batch(share)
                 # Within a group the tokens of the part are in the order of the whole.
                 tokens = torch.cat([tokens_of[id] for id in part.groups] or [ranges[0][:0]])
+                if symbols is not None:
+                    part = dataclasses.replace(part, symbols=symbols[tokens])
                 cut = {letter: column[tokens] for letter, column in streams.items()}
                 terms = objective.plan(self.algo, part, cut, advantage=advantage[tokens])
                 yield part, terms, values and targets.part_of(values, tokens)
