@@ -146,14 +146,16 @@ def plan(
     Raises TrainingError for a missing stream, log-probs that are not finite, infinite credit."""
     given = {"b": batch.behaviour, **streams}
     columns = {name: column.detach().double().cpu() for name, column in given.items()}
+    where = f"algorithm {algo.name!r}, step {batch.step},"
     read: set[str] = {*algo.needs, *(("o_K",) if algo.symbols else ())}
     for name in sorted(read - ({"o", "o_K"} if fresh else set())):
-        if name not in columns:
+        known = len(columns.get(name, ()))
+        if name not in columns or known != batch.n_tokens:
             raise TrainingError(
-                f"algorithm {algo.name!r} needs the log-probs of the {STREAMS[name]} (stream "
-                f"{name}), and there are none; choose a preset or options that do without"
+                f"{where} needs {batch.n_tokens} log-probs of the {STREAMS[name]} (stream {name}), "
+                f"and there are {known or 'none'}; choose a preset or options that do without"
             )
-        _check_finite(columns[name], name, algo)
+        _check_finite(columns[name], name, where)
     credit = credited(algo, batch) if advantage is None else advantage
     live = ~credit.isnan()
     credit = torch.where(live, credit, 0.0)
@@ -186,7 +188,7 @@ def psi(algo: Algo, terms: Terms, p: Tensor, index: Tensor) -> Tensor:
 
     Detached, of the dtype and device of p. Raises TrainingError if p is not finite."""
     now = p.detach().double().cpu()
-    _check_finite(now, "p", algo)
+    _check_finite(now, "p", f"algorithm {algo.name!r}")
     index = index.cpu()
     streams = streams_at(terms, now, index)
     total = terms.advantage[index]
@@ -269,11 +271,11 @@ def gated(
     return found
 
 
-def _check_finite(x: Tensor, stream: str, algo: Algo) -> None:
+def _check_finite(x: Tensor, stream: str, where: str) -> None:
     if bad := int((~x.isfinite()).sum()):
         raise TrainingError(
-            f"{bad} of {x.numel()} log-probs of the {STREAMS[stream]} (stream {stream}) are NaN or "
-            f"infinite; algorithm {algo.name!r} cannot weigh these tokens"
+            f"{where} cannot weigh its tokens: {bad} of {x.numel()} log-probs of the "
+            f"{STREAMS[stream]} (stream {stream}) are NaN or infinite"
         )
 
 

@@ -292,7 +292,7 @@ def dppo_tv(
 
 
 @preset("dppo-kl")
-def dppopenalty(
+def dppo_kl(
     *,
     reward: str = "outcome",
     low: Num = 0.05,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ from agentrl.algorithms.schedule import learning_rate, minibatches, moved
 from agentrl.algorithms.state import State
 from agentrl.config import AlgorithmConfig
 from agentrl.types import Group, Rollout
+
+log = logging.getLogger(__name__)
 
 
 class Completer(Protocol):
@@ -64,7 +67,8 @@ class Updater:
         """Learn from the groups of one step; returns its metrics.
 
         Where there is nothing to learn from (every reward equal or missing) no weight changes, and
-        `update/skipped` counts it. Raises TrainingError for a reward that no rollout carries."""
+        `update/skipped` counts it and the log says why. Raises TrainingError for a reward that no
+        rollout carries."""
         tuned = (
             self if self.kl is None else dataclasses.replace(self, algo=self.kl.tuned(self.algo))
         )
@@ -98,6 +102,7 @@ class Updater:
         for number, (part, terms, critic) in enumerate(self.parts(groups, batch, streams, values)):
             planned.append(terms)
             if terms.skip:
+                log.warning("step %d changes no weight: %s", step, terms.skip)
                 continue
             report = self.learner.step(part, self.psi(terms), lr=lr, critic=critic)
             if not self.made(step, number, part, terms, report):

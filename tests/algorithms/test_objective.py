@@ -231,17 +231,27 @@ def test_credit_of_a_larger_batch_may_be_given() -> None:
 
 def test_a_missing_stream_is_refused_by_name() -> None:
     algo = Algo(Rel(), (Gate(Clip()),), (Reg("k3", 0.1),), name="mine")
-    with pytest.raises(TrainingError, match=r"'mine' needs .* old policy \(stream o\)"):
+    with pytest.raises(TrainingError, match=r"'mine', step 0, needs .* old policy \(stream o\)"):
         plan(algo, three_rows(), {"q": torch.zeros(6)})
-    with pytest.raises(TrainingError, match=r"'mine' needs .* reference model \(stream q\)"):
+    with pytest.raises(TrainingError, match=r"needs 6 .* reference model \(stream q\).* none"):
         plan(algo, three_rows(), {}, fresh=True)
+
+
+def test_a_stream_of_other_tokens_is_refused_with_both_counts() -> None:
+    algo = Algo(Rel(), (Gate(Trunc(), "p", "b"),), name="mine")
+    for behaviour, known in ((torch.zeros(0), "none"), (torch.zeros(4), "4")):
+        batch = replace(three_rows(), behaviour=behaviour, step=3)
+        with pytest.raises(
+            TrainingError, match=rf"step 3, needs 6 log-probs of the sampler .*there are {known};"
+        ):
+            plan(algo, batch, {})
 
 
 def test_log_probs_that_are_not_finite_are_refused_with_their_count() -> None:
     batch = three_rows()
     broken = replace(batch, behaviour=torch.tensor([0.0, math.nan, -math.inf, 0, 0, 0]))
     corrected = Algo(Rel(), (Gate(Trunc(), "p", "b"),), name="mine")
-    with pytest.raises(TrainingError, match=r"2 of 6 log-probs of the sampler .*'mine'"):
+    with pytest.raises(TrainingError, match=r"'mine', step 0, .*2 of 6 log-probs of the sampler"):
         plan(corrected, broken, {})
     algo = Algo(Rel(), name="mine")
     terms = plan(algo, broken, {})  # does not read them
