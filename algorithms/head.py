@@ -59,26 +59,38 @@ def top_tokens(
 
 @torch.no_grad()
 def other_logprobs(
-    head: Module, hidden_NH: Tensor, ids_NK: Tensor, logprobs_N: Tensor, temperature_N: Tensor
+    head: Module,
+    hidden_NH: Tensor,
+    ids_NK: Tensor,
+    logprobs_N: Tensor,
+    temperature_N: Tensor,
+    *,
+    fp32: bool = False,
 ) -> Tensor:
     """Log-probs [N, K] of several tokens at each position, detached, from that of the first of
     them: differences of logits are enough, and a plain head computes these alone. Finite: at least
     LEAST."""
-    plain = type(head) is Linear
+    plain = type(head) is Linear  # not something that wraps one
     width = ids_NK.shape[1] * hidden_NH.shape[1] if plain else _vocabulary(head)
-    found = []
+    logits = []
     for hidden_CH, ids_CK in _chunks(max(1, MAX_LOGITS // width), hidden_NH, ids_NK):
-        if plain:
-            wide = torch.promote_types(hidden_CH.dtype, torch.float32)
-            weight_CKH = head.weight[ids_CK].to(wide)  # type: ignore[index]
-            logits_CK = (weight_CKH @ hidden_CH.to(wide)[:, :, None])[:, :, 0]
-            if head.bias is not None:
-                logits_CK += head.bias[ids_CK]  # type: ignore[index]
+        if isinstance(head, Linear) and plain:
+            logits.append(_some_logits(head, hidden_CH, ids_CK, fp32))
         else:
-            logits_CK = _called(head, hidden_CH, fp32=True).gather(1, ids_CK)
-        found.append(logits_CK - logits_CK[:, :1])
-    logits_NK = torch.cat(found) / temperature_N.to(found[0])[:, None]
-    return (logits_NK + logprobs_N.to(logits_NK)[:, None]).clamp(min=LEAST)
+            logits.append(_called(head, hidden_CH, fp32).gather(1, ids_CK))
+    logits_NK = _divided(torch.cat(logits), temperature_N)
+    others_NK = logits_NK - logits_NK[:, :1] + logprobs_N.to(logits_NK)[:, None]
+    return others_NK.clamp(min=LEAST)
+
+
+def _some_logits(head: Linear, hidden_CH: Tensor, ids_CK: Tensor, fp32: bool) -> Tensor:
+    """[C, K], in the dtype that all of them are computed in, so that they are rounded alike."""
+    bias = None if head.bias is None else head.bias[ids_CK]
+    weight_CKH, bias_CK = _operands(head.weight[ids_CK], bias, fp32)
+    hidden_CH1 = hidden_CH.to(weight_CKH.dtype)[:, :, None]
+    if bias_CK is None:
+        return (weight_CKH @ hidden_CH1)[:, :, 0]
+    return torch.baddbmm(bias_CK[:, :, None], weight_CKH, hidden_CH1)[:, :, 0]
 
 
 class _Head(torch.autograd.Function):

@@ -234,7 +234,7 @@ class TorchLearner:
         """Log-probs [n, K] of these tokens, the first of which are the actions, off the graph."""
         head, device = self.model.get_output_embeddings(), hidden.device
         given = (hidden, ids.to(device), logprobs, pack.temperature.to(device))
-        return other_logprobs(head, *given).cpu()
+        return other_logprobs(head, *given, fp32=self.fp32_head).cpu()
 
     def _values(self, batch: Batch, critic: ValueModel) -> Tensor:
         values_N = torch.empty(batch.n_tokens, dtype=torch.float64)

@@ -140,6 +140,20 @@ def test_log_probs_of_tokens_are_those_of_all_logits(name: str) -> None:
     torch.testing.assert_close(found, whole.gather(1, ids), atol=1e-12, rtol=0)
 
 
+@pytest.mark.parametrize("fp32", [False, True])
+@pytest.mark.parametrize("name", HEADS)
+def test_log_probs_of_tokens_are_rounded_like_all_logits(name: str, fp32: bool) -> None:
+    module, (hidden, tokens, temperature) = HEADS[name]().bfloat16(), make_inputs(torch.bfloat16)
+    every = torch.arange(40).expand(len(tokens), -1)
+    ids = torch.cat((tokens[:, None], every), 1)
+    logprobs, _ = action_logprobs(module, hidden, tokens, temperature, fp32=fp32)
+    found = other_logprobs(module, hidden, ids, logprobs, temperature, fp32=fp32)
+    for t in range(len(tokens)):
+        one = hidden[t : t + 1].expand(40, -1), every[t], temperature[t : t + 1].expand(40)
+        expected, _ = action_logprobs(module, *one, fp32=fp32)
+        torch.testing.assert_close(found[t, 1:], expected.detach(), atol=1e-5, rtol=0)
+
+
 def test_a_small_vocabulary_is_all_symbols() -> None:
     module, (hidden, tokens, _) = HEADS["plain"](), make_inputs()
     ids = top_tokens(module, hidden, tokens, 99)
