@@ -321,7 +321,7 @@ def dppo_topk(
     minibatches or epochs nothing has moved. arXiv 2602.04879."""
     bound = 0.15 if kind == "tv" else 0.05
     down, up = (bound if given is None else given for given in (low, high))
-    gate = Gate(TopDiv(k, kind, down, up, cap))
+    gate = Gate(TopDiv(kind, down, up, cap, k))
     return Algo(Rel(reward), (gate,), agg=Average(("row",), "const", length))
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from agentrl.algorithms.batch import Batch
+from agentrl.algorithms.dump import Dump, load_dump, save_dump
 from agentrl.algorithms.head import action_logprobs, other_logprobs, top_tokens
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.ledger import Ledger
@@ -223,6 +224,34 @@ def test_minibatches_and_epochs_carry_their_symbols(tmp_path: Path) -> None:
     o_NK = learner.top(batch, 2)[1]
     terms = plan(algo, batch, {"o": o_NK[:, 0], "o_K": o_NK})
     assert trust(algo, terms, o_NK)["policy/clip_fraction"] == 0
+
+
+def test_steps_of_a_real_learner_are_held_and_can_be_dumped(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    model, _ = load_model(tiny_model_dir, device="cpu")
+    learner = TorchLearner(model, AutoTokenizer.from_pretrained(tiny_model_dir))
+    algo = make("dppo-topk", {"k": 5, "low": 0.01, "high": 0.01}, streams=learner.supplies)
+    seen: list[Batch] = []
+
+    class Watched(TorchLearner):
+        def step(self, batch: Batch, psi: Any, **rest: Any) -> Any:
+            seen.append(batch)
+            return super().step(batch, psi, **rest)
+
+    learner.__class__ = Watched
+    config = AlgorithmConfig(lr=1e-2, epochs=2, minibatches=2)
+    found = Updater(config, algo, learner, steps=5).update(
+        0, [group("a", 1.0, 0.0, 0.5), group("b", 0.0, 1.0, 0.2)]
+    )
+    assert (found["update/steps"], found["update/skipped"]) == (4, 0)
+    assert 0 < found["policy/clip_fraction"] < 1
+    o_NK = learner.top(seen[0], 5)[1]
+    terms = plan(algo, seen[0], {"o": o_NK[:, 0], "o_K": o_NK})
+    save_dump(tmp_path / "dump", Dump(seen[0], terms, o_NK[:, 0], 1.0, 1.0))
+    read = load_dump(tmp_path / "dump")
+    assert torch.equal(read.batch.symbols, seen[0].symbols)
+    assert torch.equal(read.terms.streams["o_K"], terms.streams["o_K"])
 
 
 def test_one_optimizer_step_asks_for_no_symbols() -> None:
