@@ -35,6 +35,8 @@ def supplied(config: RunConfig) -> frozenset[Supply]:
     """The streams that a run can give its algorithm. A reference is always to be had: what the
     policy began as."""
     streams: set[Supply] = {"o", "b", "q"}
+    if config.learner.kind == "torch":
+        streams.add("k")
     if config.critic.model:
         streams.add("v")
     if config.teacher.model:

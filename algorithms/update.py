@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -26,10 +27,13 @@ from agentrl.algorithms.merge import build_batch
 from agentrl.algorithms.metrics import Metrics
 from agentrl.algorithms.objective import Algo, Terms
 from agentrl.algorithms.reference import Reference
+from agentrl.algorithms.registry import check_symbols
 from agentrl.algorithms.schedule import learning_rate, minibatches, moved
 from agentrl.algorithms.state import State
 from agentrl.config import AlgorithmConfig
 from agentrl.types import Group, Rollout
+
+log = logging.getLogger(__name__)
 
 
 class Completer(Protocol):
@@ -58,12 +62,16 @@ class Updater:
     trainers: tuple[ImplicitTrainer, ...] = ()  # of reward models that learn what they have scored
     value_clip: float = inf  # how far a step may move a value of the critic
 
+    def __post_init__(self) -> None:
+        if self.algo.symbols:
+            check_symbols(self.algo, self.learner.supplies)
+
     def update(self, step: int, groups: list[Group]) -> Metrics:
         """Learn from the groups of one step; returns its metrics.
 
         Where there is nothing to learn from (every reward missing, or all equal and no critic that
-        could learn that) no weight changes, and `update/skipped` counts it. Raises
-        TrainingError for a reward that no rollout carries."""
+        could learn that) no weight changes, `update/skipped` counts it and the log says why.
+        Raises TrainingError for a reward that no rollout carries."""
         tuned = (
             self if self.kl is None else dataclasses.replace(self, algo=self.kl.tuned(self.algo))
         )
@@ -99,13 +107,14 @@ class Updater:
         for number, (part, terms, critic) in enumerate(self.parts(groups, batch, streams, values)):
             planned.append(terms)
             if terms.skip:
+                log.warning("step %d changes no weight: %s", step, terms.skip)
                 continue
             report = self.learner.step(part, self.psi(terms), lr=lr, critic=critic)
             if not self.made(step, number, part, terms, report):
                 bad += 1
                 continue
             if self.ledger is not None:
-                self.ledger.record(self.algo, part, terms, report.logprobs)
+                self.ledger.record(self.algo, part, terms, report.current)
             measured.append(metrics.optimizer_step(self.algo, part, terms, report, sizes))
             if early_stop := self.far(terms, report):
                 break
@@ -146,7 +155,11 @@ class Updater:
         if count * self.config.epochs == 1 or not batch.n_tokens:
             yield batch, objective.plan(self.algo, batch, streams, fresh=True), values
             return
-        streams = {"o": self.learner.logprobs(batch), **streams}
+        if self.algo.symbols:
+            symbols, o_NK = self.learner.top(batch, self.algo.symbols)
+            streams = {"o": o_NK[:, 0], "o_K": o_NK, **streams}
+        else:
+            symbols, streams = None, {"o": self.learner.logprobs(batch), **streams}
         advantage = objective.credited(self.algo, batch)
         counts = batch.token_group.bincount(minlength=len(batch.groups)).tolist()
         ranges = torch.split(torch.arange(batch.n_tokens), counts)
@@ -156,6 +169,8 @@ class Updater:
                 part = self.batch(share)
                 # Within a group the tokens of the part are in the order of the whole.
                 tokens = torch.cat([tokens_of[id] for id in part.groups] or [ranges[0][:0]])
+                if symbols is not None:
+                    part = dataclasses.replace(part, symbols=symbols[tokens])
                 cut = {letter: column[tokens] for letter, column in streams.items()}
                 terms = objective.plan(self.algo, part, cut, advantage=advantage[tokens])
                 yield part, terms, values and targets.part_of(values, tokens)

@@ -25,10 +25,10 @@ from transformers.utils import logging
 from agentrl.algorithms.adapters import Adapters
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.critic import ValueModel
-from agentrl.algorithms.head import action_logprobs
+from agentrl.algorithms.head import action_logprobs, other_logprobs, top_tokens
 from agentrl.algorithms.implicit import ImplicitTrainer
 from agentrl.algorithms.learners import memory
-from agentrl.algorithms.learners.base import Psi, Scored, StepReport, ValueTerms
+from agentrl.algorithms.learners.base import Psi, Scored, StepReport, Supply, ValueTerms
 from agentrl.algorithms.learners.optimizer import Kind, Optimizer
 from agentrl.algorithms.model import Tokenizer, load_model
 from agentrl.algorithms.packing import Pack, Packing, check_model, hidden_states, packs, usable
@@ -82,8 +82,8 @@ class TorchLearner:
         self.frozen = dict(frozen or {})
         self.trainers = tuple(trainers)
         values: tuple[Literal["v"], ...] = () if critic is None else ("v",)
-        self.supplies = frozenset[Literal["o", "b", "q", "t", "v"]](
-            {"o", "b", *self.frozen, *values, *(("q",) if adapters is not None else ())}
+        self.supplies = frozenset[Supply](
+            {"o", "b", "k", *self.frozen, *values, *(("q",) if adapters is not None else ())}
         )
         self.max_grad_norm = max_grad_norm
         self.packing = usable(model, packing)
@@ -110,6 +110,12 @@ class TorchLearner:
         critic = self._critic()
         with _threads(self.threads), self._adapted(), torch.no_grad():
             return self._within_memory(lambda: self._values(batch, critic))
+
+    def top(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
+        """Every action token and the k - 1 most probable others in its place, int64 [N, K], and
+        their log-probs, float32 [N, K], at its temperature, no graph."""
+        with _threads(self.threads), self._adapted(), torch.no_grad():
+            return self._within_memory(lambda: self._top(batch, k))
 
     def step(
         self, batch: Batch, psi: Psi, *, lr: float, critic: ValueTerms | None = None
@@ -150,6 +156,7 @@ class TorchLearner:
             loss=sums.loss,
             grad_norm=norm,
             logprobs=sums.logprobs,
+            symbols=sums.symbols,
             tokens=sums.tokens,
             applied=applied,
             entropy=sums.entropy,
@@ -217,6 +224,24 @@ class TorchLearner:
             logprobs_N[pack.index] = self._forward(pack, model)[0].float().cpu()
         return logprobs_N
 
+    def _top(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
+        places, ids, logprobs = [], [], []
+        for pack in packs(batch, self.packing, self.token_budget):
+            p, _, hidden = self._forward(pack, self.model)
+            head, actions = self.model.get_output_embeddings(), pack.actions.to(hidden.device)
+            top = top_tokens(head, hidden, actions, k, fp32=self.fp32_head)
+            places.append(pack.index)
+            ids.append(top.cpu())
+            logprobs.append(self._others(pack, hidden, p, top).float())
+        order = torch.cat(places).argsort()
+        return torch.cat(ids)[order], torch.cat(logprobs)[order]
+
+    def _others(self, pack: Pack, hidden: Tensor, logprobs: Tensor, ids: Tensor) -> Tensor:
+        """Log-probs [n, K] of these tokens, the first of which are the actions, off the graph."""
+        head, device = self.model.get_output_embeddings(), hidden.device
+        given = (hidden, ids.to(device), logprobs, pack.temperature.to(device))
+        return other_logprobs(head, *given, fp32=self.fp32_head).cpu()
+
     def _values(self, batch: Batch, critic: ValueModel) -> Tensor:
         values_N = torch.empty(batch.n_tokens, dtype=torch.float64)
         for pack in packs(batch, self.packing, self.token_budget):
@@ -227,6 +252,8 @@ class TorchLearner:
     def _backward(self, batch: Batch, psi: Psi, terms: ValueTerms | None) -> _Sums:
         """Accumulate the gradient, until a log-prob is not finite."""
         sums = _Sums(*torch.full((2, batch.n_tokens), math.nan))
+        if batch.symbols.numel():
+            sums.symbols = torch.full(batch.symbols.shape, math.nan)
         for pack in packs(batch, self.packing, self.token_budget):
             with memory.recomputing(self.recomputed):
                 p, entropy, hidden = self._forward(pack, self.model)
@@ -237,7 +264,11 @@ class TorchLearner:
             if not current.isfinite().all():
                 sums.loss = math.nan
                 break
-            psi_n = psi(current, pack.index)
+            shown = current
+            if sums.symbols is not None:
+                shown = self._others(pack, hidden, p, batch.symbols[pack.index])
+                sums.symbols[pack.index] = shown.float()
+            psi_n = psi(shown, pack.index)
             sums.loss -= float(psi_n.double() @ current.double())
             roots, gradients = [p], [-psi_n.to(p)]
             if self.critic and terms is not None:
@@ -327,6 +358,7 @@ class _Sums:
     loss: float = 0.0
     value_loss: float = 0.0
     values_clipped: int = 0
+    symbols: Tensor | None = None  # float32 [N, K], the same of the batch's symbols
     tokens: int = 0  # forwarded, context included
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agentrl.algorithms.batch import Batch, Row
-from agentrl.algorithms.learners.base import Psi, Scored, StepReport, ValueTerms
+from agentrl.algorithms.learners.base import Psi, Scored, StepReport, Supply, ValueTerms
 from agentrl.algorithms.learners.optimizer import FILE, MASTER, NARROW, Optimizer
 from agentrl.algorithms.learners.verl_settings import VERL, Settings
 from agentrl.algorithms.model import Tokenizer, load_model
@@ -63,7 +63,7 @@ class VerlLearner:
         check_installed()
         self.model, self.tokenizer, self.settings = model.eval(), tokenizer, settings
         names = dict(frozen or {})
-        self.supplies = frozenset[Literal["o", "b", "q", "t", "v"]]({"o", "b", *names})
+        self.supplies = frozenset[Supply]({"o", "b", *names})
         placed = settings["ray"]
         self.ranks: int = placed["nodes"] * placed["gpus_per_node"]
         self.timeout: float = placed["timeout"]
@@ -83,6 +83,10 @@ class VerlLearner:
             raise PolicyError(f"the learner has no model for stream {of}")
         shards = self._shards(batch)
         return _gathered(batch, shards, self._call("logprobs", shards, [of] * self.ranks))
+
+    def top(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
+        """None: raises PolicyError."""
+        raise PolicyError("the verl learner gives log-probs of sampled tokens only (supply k)")
 
     def values(self, batch: Batch) -> Tensor:
         """There is no critic."""

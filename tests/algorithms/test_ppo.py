@@ -37,7 +37,7 @@ from agentrl.types import (
     int32,
 )
 
-EVERY: tuple[Supply, ...] = ("o", "b", "q", "t", "v")
+EVERY: tuple[Supply, ...] = ("o", "b", "q", "t", "v", "k")
 
 
 @dataclasses.dataclass

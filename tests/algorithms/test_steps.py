@@ -12,6 +12,7 @@ from torch import Tensor
 
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.credit import Critic, Rel, Whiten, plus
+from agentrl.algorithms.presets import make
 from agentrl.algorithms.steps import (
     BiLevel,
     Chosen,
@@ -125,6 +126,18 @@ def test_mt_grpo() -> None:
     advantage = plus((Rel(norm="std", eps=0), 1.0), (turn, 1.0))(batch)
     near(advantage[1::2], [0.866025, 0.866025, -0.866025, -0.866025])
     near(advantage[2::2], [0.366025, -1.366025, -1.366025])
+
+
+def test_mt_grpo_compares_a_rollout_without_a_tool_call_by_the_sum_of_both() -> None:
+    plays = [
+        Play([Call(rewards={"turn": 1.0}), Call()], outcome=1.0),
+        Play([Call(rewards={"turn": 0.0}), Call()], outcome=0.0),
+        Play([Call()], outcome=1.0),
+    ]
+    advantage = make("mt-grpo", {}).credit(world(*plays))
+    # Outcomes 1, 0, 1; turns 1, 0; sums 2, 0, 1.
+    expected = [0.57735 + 0.707107, 0.57735, -1.154701 - 0.707107, -1.154701, 0.0]
+    near(advantage, expected, within=5e-6)
 
 
 def test_bi_level_gae() -> None:
