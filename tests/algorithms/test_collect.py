@@ -184,7 +184,8 @@ async def test_killed_between_rounds_a_step_ends_with_the_same_groups(
 
 
 class Mortal:
-    """A store whose process is killed at the `at`-th of its verbs, before or after it took place."""
+    """A store whose process is killed at the `at`-th of its verbs, before or after that took
+    place."""
 
     def __init__(self, store: Store, at: int, *, after: bool) -> None:
         self._store, self._left, self._after = store, at, after
