@@ -28,8 +28,8 @@ class Difficulty:
     means: Means = field(default_factory=Means)
 
     def learn(self, groups: Sequence[Group]) -> None:
-        """Remember what was sampled, whether it is trained or not; a missing reward is none. A branch
-        is no try at the task: it begins where another rollout got to."""
+        """Remember what was sampled, whether it is trained or not; a missing reward is none, and a
+        branch, which begins where another rollout got to, is no try at the task."""
         every = (rollout for group in groups for rollout in group.rollouts)
         rollouts = [rollout for rollout in every if rollout.branch is None]
         outcomes = torch.tensor([row.reward() for row in rollouts], dtype=torch.float64)
