@@ -47,7 +47,7 @@ class Retokenizer:
         batch = build_batch(groups)
         logprobs = self.learner.logprobs(batch).cpu()
         for index, id in enumerate(batch.transitions):
-            if id in made:
+            if id in made and made[id].repeats is None:  # what repeats another is not asked about
                 mine = logprobs[batch.token_transition == index]
                 made[id] = replace(made[id], logprobs=float32(mine.tolist()))
         return [_with(group, made) for group in groups]
