@@ -68,7 +68,8 @@ class Updater:
         found = tuned.learned(step, groups)
         if self.kl is not None:
             found["reference/beta"] = self.kl.beta
-            self.kl.observe(found["reference/drift"], int(found["rollouts"]))
+            if "reference/drift" in found:
+                self.kl.observe(found["reference/drift"], int(found["rollouts"]))
         if self.reference is not None:
             self.reference.finish(step)
         return found
@@ -114,7 +115,7 @@ class Updater:
             **branching.measure(groups),
             **metrics.advantages(planned),
             **(targets.describe(values) if values else {}),
-            **({"reference/drift": divergence(batch)} if "q" in streams else {}),
+            **({"reference/drift": divergence(batch)} if "q" in streams and batch.n_tokens else {}),
             **metrics.merged(measured),
             "calls/inexact": inexact,
             "calls/too_long": too_long,
