@@ -48,6 +48,10 @@ def train(
     config = load(run_file, [*overrides, *extra])
     if dry_run:
         click.echo(to_toml(config), nl=False)
+        if config.learner.kind == "verl":
+            from agentrl.algorithms.learners.verl_settings import described
+
+            click.echo(described(config), nl=False)
         return
     from agentrl.trainer import run_training
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import msgspec
@@ -21,7 +21,8 @@ from agentrl.algorithms.difficulty import PART, Difficulty
 from agentrl.algorithms.dump import BadSteps
 from agentrl.algorithms.engines.choice import policy_server
 from agentrl.algorithms.hindsight import Hindsight
-from agentrl.algorithms.learners.torch import TorchLearner
+from agentrl.algorithms.learners.choice import make_learner
+from agentrl.algorithms.learners.verl import VerlLearner
 from agentrl.algorithms.ledger import Ledger
 from agentrl.algorithms.loop import Loop
 from agentrl.algorithms.model import context_of, load_model
@@ -52,7 +53,7 @@ async def run(config: RunConfig) -> None:
     disable_progress_bar()  # the view is the only one
     random.seed(config.seed)
     torch.manual_seed(config.seed)
-    async with open_store(config.store) as store:
+    async with open_store(config.store) as store, AsyncExitStack() as stack:
         # Opened before the policy is built, so that runners load their agents in the meantime.
         state = await store.open_run(config.name, msgspec.to_builtins(config))
         started = time.monotonic()
@@ -61,21 +62,13 @@ async def run(config: RunConfig) -> None:
             await store.log(config.name, 0, {"time/build": time.monotonic() - started})
         model, tokenizer = load_model(source, config.policy.dtype, config.policy.device)
         adapters = lora_adapters(model, config)
-        learner = TorchLearner(
-            model,
-            tokenizer,
-            critic=beside.make_critic(config, model, tokenizer, source),
-            frozen=beside.make_frozen(config, algo, model, tokenizer, source),
-            weight_decay=config.algorithm.weight_decay,
-            max_grad_norm=config.algorithm.max_grad_norm,
-            token_budget=config.learner.token_budget,
-            packing=config.learner.packing,
-            gradient_checkpointing=config.learner.gradient_checkpointing,
-            fp32_head=config.learner.fp32_head,
-            optimizer=config.learner.optimizer,
-            threads=config.learner.threads or os.cpu_count() or 1,
-            adapters=adapters,
-        )
+        scorers, trainers = beside.make_reward_models(config, model, tokenizer, source)
+        learner = make_learner(config, algo, model, tokenizer, source, adapters, trainers)
+        reference = None
+        if isinstance(learner, VerlLearner):
+            stack.callback(learner.close)
+        else:
+            reference = learner.frozen.get("q")
         memory = State(algo.memories)
         if kl := beside.make_controller(config, algo):
             memory.parts["kl"] = kl
@@ -89,9 +82,14 @@ async def run(config: RunConfig) -> None:
             await server.publish(state.step)
             tasks = TaskStream(config, train, algo.greedy, difficulty)
             again = config.algorithm.inexact == "retokenize"
-            completers: list[Completer] = [Retokenizer(tokenizer, learner)] if again else []
-            completers += beside.make_reward_models(config, model, tokenizer, source)
-            completers += [Hindsight(tokenizer, learner)] if HINDSIGHT in algo.rewards else []
+            context = context_of(model)
+            completers: list[Completer] = (
+                [Retokenizer(tokenizer, learner, context, algo.rewards)] if again else []
+            )
+            completers += scorers
+            completers += (
+                [Hindsight(tokenizer, learner, context)] if HINDSIGHT in algo.rewards else []
+            )
             ledger = Ledger() if config.algorithm.store_credit else None
             updater = Updater(
                 config.algorithm,
@@ -101,11 +99,12 @@ async def run(config: RunConfig) -> None:
                 memory,
                 ledger,
                 seed=config.seed,
-                context=context_of(model),
+                context=context,
                 bad_steps=BadSteps(Path(config.output, "dumps"), config.algorithm.max_bad_steps),
-                reference=learner.frozen.get("q"),
+                reference=reference,
                 kl=kl,
                 completers=tuple(completers),
+                trainers=trainers,
                 value_clip=config.critic.clip,
             )
             collector = Collector(config, store, state.epoch, tasks, resample)

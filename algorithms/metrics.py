@@ -155,7 +155,8 @@ def call_tokens(groups: Iterable[Group]) -> dict[str, int]:
 def optimizer_step(
     algo: Algo, batch: Batch, terms: Terms, report: StepReport, sizes: Mapping[str, int]
 ) -> Metrics:
-    """Metrics of one optimizer step; `sizes` is what `call_tokens` gave."""
+    """Metrics of one optimizer step; `sizes` is what `call_tokens` gave. policy/entropy is the mean
+    over the tokens in the loss."""
     metrics = {
         "loss": report.loss,
         "grad_norm": report.grad_norm,
@@ -163,6 +164,9 @@ def optimizer_step(
         **trust(algo, terms, report.logprobs),
         **report.metrics,
     }
+    live = terms.weight > 0
+    if report.entropy is not None and live.any():
+        metrics["policy/entropy"] = _mean(report.entropy[live])
     if per_call := sum(sizes.get(call, 0) for call in batch.transitions):
         metrics["tokens/unique_fraction"] = report.tokens / per_call
     return metrics

@@ -266,6 +266,7 @@ def _skip(algo: Algo, batch: Batch, live: Tensor, credit: Tensor) -> str | None:
         return "the batch has no sampled tokens"
     if not live.any():
         return f"every token of {len(batch.groups)} groups is missing its reward or filtered out"
-    if not algo.regs and not credit.any():
+    # A critic learns from every known return, also where it was right or no rollout was better.
+    if not algo.regs and not algo.critic and not credit.any():
         return f"no rollout of {len(batch.groups)} groups did better or worse than the others"
     return None

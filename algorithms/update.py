@@ -6,6 +6,7 @@ import dataclasses
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from typing import Protocol
 
@@ -18,6 +19,7 @@ from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.beside import scored
 from agentrl.algorithms.controller import KlController, divergence
 from agentrl.algorithms.dump import BadSteps, Dump
+from agentrl.algorithms.implicit import ImplicitTrainer
 from agentrl.algorithms.learners.base import Learner, Psi, StepReport, ValueTerms
 from agentrl.algorithms.ledger import Ledger
 from agentrl.algorithms.merge import build_batch
@@ -53,6 +55,7 @@ class Updater:
     reference: Reference | None = None  # follows the policy, if it does
     kl: KlController | None = None  # adapts the penalty on leaving the reference
     completers: tuple[Completer, ...] = ()  # in this order
+    trainers: tuple[ImplicitTrainer, ...] = ()  # of reward models that learn what they have scored
     value_clip: float = inf  # how far a step may move a value of the critic
     # Rewards that completers gave in the last step, for its commit.
     judgements: list[Judgement] = field(default_factory=list)
@@ -60,8 +63,9 @@ class Updater:
     def update(self, step: int, groups: list[Group]) -> Metrics:
         """Learn from the groups of one step; returns its metrics.
 
-        Where there is nothing to learn from (every reward equal or missing) no weight changes, and
-        `update/skipped` counts it. Raises TrainingError for a reward that no rollout carries."""
+        Where there is nothing to learn from (every reward missing, or all equal and no critic that
+        could learn that) no weight changes, and `update/skipped` counts it. Raises
+        TrainingError for a reward that no rollout carries."""
         tuned = (
             self if self.kl is None else dataclasses.replace(self, algo=self.kl.tuned(self.algo))
         )
@@ -81,6 +85,7 @@ class Updater:
         for completer in self.completers:
             groups = completer.complete(groups)
         self.judgements[:] = judged(collected, groups)
+        learned = {k: v for trainer in self.trainers for k, v in trainer.learn(groups).items()}
         columns.check(groups, [r for r in self.algo.rewards if r not in self.algo.optional])
         groups, too_long = fitting(groups, self.context)
         batch = self.batch(groups)
@@ -117,6 +122,7 @@ class Updater:
             **(targets.describe(values) if values else {}),
             **({"reference/drift": divergence(batch)} if "q" in streams and batch.n_tokens else {}),
             **metrics.merged(measured),
+            **learned,
             "calls/inexact": inexact,
             "calls/too_long": too_long,
             "lr": lr,
@@ -159,10 +165,8 @@ class Updater:
                 yield part, terms, values and targets.part_of(values, tokens)
 
     def psi(self, terms: Terms) -> Psi:
-        def psi(logprobs: Tensor, index: Tensor) -> Tensor:
-            return objective.psi(self.algo, terms, logprobs, index)
-
-        return psi
+        """Bound to what it reads alone, for it may be sent to other processes."""
+        return partial(objective.psi, self.algo, terms)
 
     def made(self, step: int, number: int, part: Batch, terms: Terms, report: StepReport) -> bool:
         """Whether an optimizer step changed the weights. Raises TrainingError if too many in a row

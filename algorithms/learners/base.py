@@ -45,6 +45,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: Tensor  # float32 [N]: log-probs before the update, in token order
     tokens: int  # tokens forwarded, context included
     applied: bool  # false when the gradient was not finite and the update was skipped
+    entropy: Tensor | None = None  # float32 [N], nats: before each token, where the learner says it
     metrics: dict[str, float] = {}  # more of this learner's own, by their full names
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from agentrl.algorithms.adapters import Adapters
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.critic import ValueModel
 from agentrl.algorithms.head import action_logprobs
+from agentrl.algorithms.implicit import ImplicitTrainer
 from agentrl.algorithms.learners import memory
 from agentrl.algorithms.learners.base import Psi, Scored, StepReport, ValueTerms
 from agentrl.algorithms.learners.optimizer import Kind, Optimizer
@@ -46,8 +47,8 @@ class TorchLearner:
     fp32_head: see `head`. adapters: learn the one named `policy`, and nothing else; other learners
     may learn others of the same model. threads: what a call computes with, default what its thread
     already has. critic: gives and learns values; frozen: the reference (q), by default the model
-    without its adapters if it has any, and the teacher (t). Raises PolicyError for a model it
-    cannot train."""
+    without its adapters if it has any, and the teacher (t); trainers: reward models that learn
+    and are saved with it. Raises PolicyError for a model it cannot train."""
 
     def __init__(
         self,
@@ -67,6 +68,7 @@ class TorchLearner:
         betas: tuple[float, float] = (0.9, 0.95),
         critic: ValueModel | None = None,
         frozen: Mapping[Literal["q", "t"], Reference] | None = None,
+        trainers: Sequence[ImplicitTrainer] = (),
     ) -> None:
         check_model(model)
         self.model = model.eval()
@@ -78,6 +80,7 @@ class TorchLearner:
         self.optimizer = Optimizer(learned, kind=optimizer, betas=betas, weight_decay=weight_decay)
         self.critic = critic
         self.frozen = dict(frozen or {})
+        self.trainers = tuple(trainers)
         values: tuple[Literal["v"], ...] = () if critic is None else ("v",)
         self.supplies = frozenset[Literal["o", "b", "q", "t", "v"]](
             {"o", "b", *self.frozen, *values, *(("q",) if adapters is not None else ())}
@@ -114,10 +117,9 @@ class TorchLearner:
         """One forward, backward and update on psi, and of the critic on its terms. A log-prob,
         value, loss or gradient that is not finite changes nothing.
 
-        metrics: policy/entropy, nats, the mean over action tokens; memory/retries, 1 if memory ran
-        out once; memory/*peak_mb (see `memory.peak`); critic/loss, before its coefficient,
-        critic/clip_fraction, of the tokens it learns from, and critic/grad_norm, of what is the
-        critic's alone.
+        metrics: memory/retries, 1 if memory ran out once; memory/*peak_mb (see `memory.peak`);
+        critic/loss, before its coefficient, critic/clip_fraction, of the tokens it learns from, and
+        critic/grad_norm, of what is the critic's alone.
         Raises TrainingError when memory runs out twice."""
         learning = None if critic is None else self._critic()
         device, budget = self.model.device, self.token_budget
@@ -130,15 +132,15 @@ class TorchLearner:
                 finite = math.isfinite(norm + sums.loss + pull + sums.value_loss)
                 applied = finite and batch.n_tokens > 0
                 if applied:
-                    self.optimizer.step(lr)
+                    # Where psi is 0 and only a critic learns, momentum would still move the policy.
+                    if norm > 0 or not learning:
+                        self.optimizer.step(lr)
                     if learning:
                         learning.optimizer.step(learning.lr)
             finally:
                 self._zero_grad()
         metrics = memory.peak(device)
         metrics["memory/retries"] = float(self.token_budget < budget)
-        if math.isfinite(sums.entropy) and batch.n_tokens:
-            metrics["policy/entropy"] = sums.entropy / batch.n_tokens
         if critic is not None:
             live = max(1, int((critic.weight > 0).sum()))
             metrics["critic/loss"] = sums.value_loss
@@ -150,6 +152,7 @@ class TorchLearner:
             logprobs=sums.logprobs,
             tokens=sums.tokens,
             applied=applied,
+            entropy=sums.entropy,
             metrics=metrics,
         )
 
@@ -177,6 +180,7 @@ class TorchLearner:
         moments = self.optimizer.read(directory)
         critic = self.critic and self.critic.read(directory)
         frozen = {letter: scorer.read(directory) for letter, scorer in self.frozen.items()}
+        trained = [trainer.read(directory) for trainer in self.trainers]
         if self.adapters is None:
             with torch.no_grad():
                 for name, tensor in self.model.state_dict().items():
@@ -188,6 +192,8 @@ class TorchLearner:
             self.critic.restore(critic)
         for letter, scorer in self.frozen.items():
             scorer.restore(frozen[letter])
+        for trainer, saved in zip(self.trainers, trained, strict=True):
+            trainer.restore(saved)
 
     def _read(self, directory: Path) -> Mapping[str, Tensor]:
         """The weights of a checkpoint, which are found to fit."""
@@ -220,13 +226,13 @@ class TorchLearner:
 
     def _backward(self, batch: Batch, psi: Psi, terms: ValueTerms | None) -> _Sums:
         """Accumulate the gradient, until a log-prob is not finite."""
-        sums = _Sums(torch.full((batch.n_tokens,), math.nan))
+        sums = _Sums(*torch.full((2, batch.n_tokens), math.nan))
         for pack in packs(batch, self.packing, self.token_budget):
             with memory.recomputing(self.recomputed):
                 p, entropy, hidden = self._forward(pack, self.model)
             current = p.detach().cpu()
             sums.logprobs[pack.index] = current.float()
-            sums.entropy += float(entropy.double().sum())
+            sums.entropy[pack.index] = entropy.float().cpu()
             sums.tokens += len(pack.tokens)
             if not current.isfinite().all():
                 sums.loss = math.nan
@@ -253,11 +259,12 @@ class TorchLearner:
             raise PolicyError("the learner has no critic (stream v)")
         return self.critic
 
-    def _beside(self) -> Iterator[ValueModel | Reference]:
+    def _beside(self) -> Iterator[ValueModel | Reference | ImplicitTrainer]:
         """What is saved with the policy."""
         if self.critic:
             yield self.critic
         yield from self.frozen.values()
+        yield from self.trainers
 
     def _zero_grad(self) -> None:
         self.optimizer.zero_grad()
@@ -316,8 +323,8 @@ class _Sums:
     """What one backward pass over a batch adds up."""
 
     logprobs: Tensor  # float32 [N], NaN where the pass did not come
+    entropy: Tensor  # float32 [N], nats, likewise
     loss: float = 0.0
-    entropy: float = 0.0  # nats, of all action tokens
     value_loss: float = 0.0
     values_clipped: int = 0
     tokens: int = 0  # forwarded, context included

@@ -204,6 +204,9 @@ def test_the_penalty_adapts_in_proportion_to_the_rollouts() -> None:
     assert kl.beta == pytest.approx(0.1 * 1.1)
     kl.observe(-1.0, rollouts=100)
     assert kl.beta == pytest.approx(0.1 * 1.1 * 0.8)
+    # More rollouts than the horizon would make it negative.
+    kl.observe(-1.0, rollouts=1000)
+    assert kl.beta == pytest.approx(0.1 * 1.1 * 0.8 * 0.8)
     again = KlController(beta=1.0, target=0.05, horizon=100)
     again.restore(msgspec.json.decode(msgspec.json.encode(kl.dump())))
     assert again.beta == kl.beta

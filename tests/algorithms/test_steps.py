@@ -371,7 +371,27 @@ def test_what_the_data_does_not_have_is_refused() -> None:
 
 def test_the_value_of_a_call_is_that_before_its_first_token() -> None:
     batch = world(Play([Call(tokens=2), Call(tokens=0), Call()]), values=[0.3, 0.9, 0.5])
-    near(FirstToken(Critic())(batch), [0.3, 0, 0.5])
+    near(FirstToken(Critic())(batch), [0.3, NAN, 0.5])
+
+
+def test_calls_without_tokens_are_no_decisions_of_a_critic() -> None:
+    """What such a call received counts for the one before, and it is in no statistic."""
+    bare = [
+        Call(rewards={"p": 1.0}, tokens=2),
+        Call(rewards={"p": 2.0}, tokens=0),
+        Call(rewards={"p": 4.0}),
+    ]
+    joined = [Call(rewards={"p": 3.0}, tokens=2), Call(rewards={"p": 4.0})]
+    other = Play([Call(rewards={"p": -1.0})])
+    values = [0.3, 0.9, 0.5, 0.1]
+    worlds = world(Play(bare), other, values=values), world(Play(joined), other, values=values)
+    for lam in (0.0, 0.8):
+        steps = StepGae(FirstToken(Critic()), "transition:p", 1.0, lam)
+        near(steps(worlds[0])[[0, 2, 3]], steps(worlds[1]).tolist())
+        assert steps(worlds[0])[1].isnan()
+        for credit in (Rel(steps, by=("all",), norm="std"), BiLevel(Critic(), "transition:p", 1.0)):
+            near(credit(worlds[0]), credit(worlds[1]).tolist())
+        near(steps.returns(worlds[0]), steps.returns(worlds[1]).tolist())
 
 
 def test_only_chosen_roles_are_trained() -> None:
