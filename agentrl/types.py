@@ -271,11 +271,19 @@ class Credit(Record, frozen=True):
     transition: str
     policy: str
     advantage: Float32  # NaN: not in the loss
-    # What the reward was compared with, of every comparison of the algorithm after the other.
+    # What the reward was compared with, or lowered by: of every record of the algorithm that does,
+    # one after the other.
     baseline: Float32
     gate: Float32  # product of the gates' factors
     weight: Float32  # share of the loss
     psi: Float32  # coefficient of the log-prob's gradient
+
+
+class Judgement(Record, frozen=True):
+    """A reward that a training step gave one of its rollouts, or a call or role of it."""
+
+    rollout: str
+    reward: Reward
 
 
 class StepCommit(Record, frozen=True):
@@ -290,6 +298,7 @@ class StepCommit(Record, frozen=True):
     metrics: dict[str, float]
     discarded: list[str] = []  # groups that are settled by this step without being trained
     credits: list[Credit] = []  # of calls of `groups`
+    judgements: list[Judgement] = []  # of rollouts of `groups`
 
 
 class RunState(Record, frozen=True):

@@ -13,6 +13,7 @@ nothing twice.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import NamedTuple
@@ -22,8 +23,11 @@ from msgspec.structs import replace
 from agentrl.algorithms.merge import trainable, valid
 from agentrl.algorithms.requests import branch_of
 from agentrl.config import BranchingConfig, RunConfig
+from agentrl.errors import Conflict
 from agentrl.store.base import Store
 from agentrl.types import Group, NewRollout, Rollout
+
+log = logging.getLogger(__name__)
 
 
 class Fork(NamedTuple):
@@ -51,7 +55,11 @@ async def _grow(store: Store, config: RunConfig, group: str) -> None:
     traces = [await store.trace(row.id) for row in found if row.branch is None]
     known = [trace for trace in traces if trace is not None]
     rollouts = [replace(trace.rollout, transitions=trace.transitions) for trace in known]
-    await store.enqueue(branches(config, rollouts))
+    try:
+        await store.enqueue(branches(config, rollouts))
+    except Conflict:  # an earlier step took it, before the run file asked for branches
+        log.warning("Group %s grows no branches: it was trained before its step.", group)
+        return
     await store.settled(group)
 
 

@@ -2,7 +2,8 @@
 
 Always true: what is asked for is a function of seed, step and round, so a process that was killed
 asks for the same again, and the store ignores what is there already. What is claimed and not
-committed comes back. So a step ends with the same groups however often it was begun.
+committed comes back. So a step ends with the same groups however often it was begun, unless
+`algorithm.max_staleness` lets it take what has ended first of those of later steps.
 """
 
 from __future__ import annotations

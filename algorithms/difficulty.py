@@ -28,8 +28,10 @@ class Difficulty:
     means: Means = field(default_factory=Means)
 
     def learn(self, groups: Sequence[Group]) -> None:
-        """Remember what was sampled, whether it is trained or not; a missing reward is none."""
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        """Remember what was sampled, whether it is trained or not; a missing reward is none, and a
+        branch, which begins where another rollout got to, is no try at the task."""
+        every = (rollout for group in groups for rollout in group.rollouts)
+        rollouts = [rollout for rollout in every if rollout.branch is None]
         outcomes = torch.tensor([row.reward() for row in rollouts], dtype=torch.float64)
         _, self.means.values = self.means.read([name(row.task) for row in rollouts], outcomes)
 

@@ -1,16 +1,16 @@
 """How a trained token's number came about: reward rows -> stream -> baseline -> advantage -> psi.
 
 The step stored what it made of each call, with the gates that applied. The chain that led there is
-computed anew from the groups it trained, with what it stored of baselines and values that are not
-to be had again, those of earlier steps and of a critic; where the two disagree, that is said.
-Without what was stored, gates and penalties are shown as they are where the policy still is the
-sampler's, which is where the first optimizer step begins.
+computed anew from the groups it trained, with what it stored of what is not to be had again:
+baselines of earlier steps, values of a critic, prices of leaving a reference. Where the two
+disagree, that is said. Without what was stored, gates and penalties are shown as they are where the
+policy still is the sampler's, which is where the first optimizer step begins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from math import inf
 from types import MappingProxyType
 
@@ -64,10 +64,8 @@ def explain(
     columns.check(groups, [name for name in algo.rewards if name not in algo.optional])
     batch = build_batch(groups, reward_names=algo.rewards, min_group=min_group)
     stored = read(algo, batch, credits)
-    memory, values = replayed(algo, batch, stored)
-    batch = replace(batch, memory=memory, values=values)
+    batch = replayed(algo, batch, stored)
     same = batch.behaviour.double()
-    batch = replace(batch, reference=same)
     terms = objective.plan(algo, batch, dict.fromkeys(algo.needs, same), fresh=True)
     index = torch.arange(batch.n_tokens)
     return Explanation(

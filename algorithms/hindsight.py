@@ -1,8 +1,8 @@
 """How probable each call looks once its outcome is known: the reward of calls that HCAPO reads.
 
 The conversation of a call is rendered again with the outcome told at its end, and the learner says
-how probable the sampled tokens are there. Nothing is sampled and nothing of it is stored: it is a
-reading of the policy of the moment. arXiv 2603.08754.
+how probable the sampled tokens are there. Nothing is sampled: it is a reading of the policy of the
+moment, and the rewards are stored with the step that read it. arXiv 2603.08754.
 """
 
 from __future__ import annotations

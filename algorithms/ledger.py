@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from agentrl.algorithms.credit import Critic, Rel, walk
 from agentrl.algorithms.ids import owner, seg, units
 from agentrl.algorithms.memory import Ema, Tabular
 from agentrl.algorithms.objective import Algo, Terms
+from agentrl.algorithms.shaping import Toll
 from agentrl.types import POLICY, Credit
 
 COLUMNS = ("advantage", "gate", "weight", "psi")
@@ -75,20 +76,22 @@ def calls(batch: Batch) -> list[str]:
 
 
 def compares(part: object) -> bool:
-    """Whether a record of a credit compares with something, or says what to compare with."""
-    return isinstance(part, Critic | Ema | Tabular) or (
+    """Whether a record of a credit compares with something, says what to compare with, or takes
+    something off."""
+    return isinstance(part, Critic | Ema | Tabular | Toll) or (
         isinstance(part, Rel) and part.base != "none"
     )
 
 
 def baselines(algo: Algo, batch: Batch) -> list[Tensor]:
     """What rewards are compared with, float64 [N] each: of every comparison of the credit, of every
-    value that is remembered, and of the critic, in the order in which the record names them."""
+    value that is remembered, of the critic, and the price of leaving the reference, in the order in
+    which the record names them."""
     found = []
     for part in walk(algo.credit):
         if isinstance(part, Rel) and compares(part):
             found.append(part.standard(batch)[1].baseline[owner(batch, part.level)])
-        elif isinstance(part, Critic):
+        elif isinstance(part, Critic | Toll):
             found.append(part(batch))
         elif isinstance(part, Ema | Tabular):
             found.append(part(batch)[owner(batch, part.level)])
@@ -148,17 +151,20 @@ def read(algo: Algo, batch: Batch, credits: Mapping[str, Credit]) -> Stored:
     return Stored(known, columns, compared)
 
 
-def replayed(algo: Algo, batch: Batch, stored: Stored) -> tuple[dict[str, Tensor], Tensor]:
-    """What `Batch.memory` and `Batch.values` were, at the units that have tokens; NaN elsewhere."""
+def replayed(algo: Algo, batch: Batch, stored: Stored) -> Batch:
+    """The batch with `memory`, `values` and `reference` as they were, at the units that have
+    tokens; NaN elsewhere. Of a step that stored nothing, the reference is the sampler."""
     memory: dict[str, Tensor] = {}
-    values = batch.values
+    values, reference = batch.values, batch.behaviour.double()
     parts = filter(compares, walk(algo.credit))
     for part, x in zip(parts, stored.compared, strict=True):
         if isinstance(part, Critic):
             values = x
+        elif isinstance(part, Toll) and stored.known.any():
+            reference = batch.behaviour.double() - x / part.beta
         elif isinstance(part, Ema | Tabular):
             at = owner(batch, part.level)
             size = units(batch, part.level, "all").numel()
             memory[part.name] = torch.full((size,), torch.nan, dtype=x.dtype)
             memory[part.name][at] = x
-    return memory, values
+    return replace(batch, memory=memory, values=values, reference=reference)

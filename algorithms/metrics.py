@@ -62,9 +62,10 @@ def collected(groups: Sequence[Group], batch: Batch) -> Metrics:
 
 
 def own_calls(groups: Iterable[Group]) -> list[Transition]:
-    """Calls of the trained policy, not those of frozen ones."""
+    """Calls that the trained policy answered: not those of frozen ones, nor those that a branch
+    repeats, which were counted where they were sampled."""
     calls = [call for group in groups for row in group.rollouts for call in row.transitions]
-    return [call for call in calls if call.policy == POLICY]
+    return [call for call in calls if call.policy == POLICY and call.repeats is None]
 
 
 def rewards(rollouts: Sequence[Rollout]) -> Metrics:
@@ -166,7 +167,7 @@ def optimizer_step(
     live = terms.weight > 0
     if report.entropy is not None and live.any():
         metrics["policy/entropy"] = _mean(report.entropy[live])
-    if per_call := sum(sizes[call] for call in batch.transitions):
+    if per_call := sum(sizes.get(call, 0) for call in batch.transitions):
         metrics["tokens/unique_fraction"] = report.tokens / per_call
     return metrics
 

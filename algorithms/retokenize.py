@@ -52,7 +52,7 @@ class Retokenizer:
         logprobs = self.learner.logprobs(batch).cpu()
         ready = {}
         for index, id in enumerate(batch.transitions):
-            if id in made:
+            if id in made and made[id].repeats is None:  # what repeats another is not asked about
                 mine = logprobs[batch.token_transition == index]
                 ready[id] = replace(made[id], logprobs=float32(mine.tolist()))
         return [_with(group, ready) for group in groups]

@@ -32,7 +32,7 @@ from agentrl.algorithms.reference import check_vocabulary
 from agentrl.errors import PolicyError, TrainingError
 from agentrl.types import Group, Reward, Rollout, RolloutState, Scope, Transition
 
-SOURCE = "model"  # of the rewards
+SOURCE = "model:{}"  # of the rewards, with the name of the model
 
 
 class Scorer(Protocol):
@@ -140,11 +140,12 @@ class RewardModel:
 
     def _rewards(self, calls: Sequence[Transition], of_call: dict[str, float]) -> list[Reward]:
         scored = [(call.id, of_call[call.id]) for call in calls]
+        source = SOURCE.format(self.name)
         if self.scope is Scope.ROLLOUT:
             total = sum(score for _, score in scored)
-            return [Reward(value=total, name=self.name, source=SOURCE)]
+            return [Reward(value=total, name=self.name, source=source)]
         return [
-            Reward(value=score, name=self.name, scope=self.scope, target=id, source=SOURCE)
+            Reward(value=score, name=self.name, scope=self.scope, target=id, source=source)
             for id, score in scored
         ]
 

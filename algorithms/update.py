@@ -31,14 +31,14 @@ from agentrl.algorithms.registry import check_symbols
 from agentrl.algorithms.schedule import learning_rate, minibatches, moved
 from agentrl.algorithms.state import State
 from agentrl.config import AlgorithmConfig
-from agentrl.types import Group, Rollout
+from agentrl.types import Group, Judgement, Rollout
 
 log = logging.getLogger(__name__)
 
 
 class Completer(Protocol):
     """Adds to what was collected what only the learning side can know: token ids of inexact calls,
-    rewards of reward models."""
+    rewards of reward models, after those that are there."""
 
     def complete(self, groups: list[Group]) -> list[Group]: ...
 
@@ -61,6 +61,8 @@ class Updater:
     completers: tuple[Completer, ...] = ()  # in this order
     trainers: tuple[ImplicitTrainer, ...] = ()  # of reward models that learn what they have scored
     value_clip: float = inf  # how far a step may move a value of the critic
+    # Rewards that completers gave in the last step, for its commit.
+    judgements: list[Judgement] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.algo.symbols:
@@ -87,8 +89,10 @@ class Updater:
     def learned(self, step: int, groups: list[Group]) -> Metrics:
         """`update` with the algorithm as it is."""
         inexact = sum(not call.exact for call in metrics.own_calls(groups))
+        collected = groups
         for completer in self.completers:
             groups = completer.complete(groups)
+        self.judgements[:] = judged(collected, groups)
         learned = {k: v for trainer in self.trainers for k, v in trainer.learn(groups).items()}
         columns.check(groups, [r for r in self.algo.rewards if r not in self.algo.optional])
         groups, too_long = fitting(groups, self.context)
@@ -196,6 +200,14 @@ class Updater:
         if target is None or "o" not in terms.streams:
             return False
         return moved(terms.streams["o"], report.logprobs, terms.weight) > target
+
+
+def judged(collected: list[Group], completed: list[Group]) -> Iterator[Judgement]:
+    """The rewards that were added to what was collected."""
+    before = {row.id: len(row.rewards) for group in collected for row in group.rollouts}
+    for rollout in (row for group in completed for row in group.rollouts):
+        for reward in rollout.rewards[before[rollout.id] :]:
+            yield Judgement(rollout=rollout.id, reward=reward)
 
 
 def fitting(groups: list[Group], context: int | None) -> tuple[list[Group], int]:

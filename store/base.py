@@ -86,7 +86,8 @@ class Store(Protocol):
         commit does nothing, also after a prune. Raises Fenced if `commit.epoch` is old; Conflict if
         the step is not the next one, or a group was not claimed by this epoch or is already
         trained or discarded; NotFound for a run or group unknown here, and for credit of what is
-        no call of `groups`."""
+        no call and judgements of what is no rollout of `groups`. The rewards of judgements join
+        those of the rollout."""
         ...
 
     async def claim_groups(

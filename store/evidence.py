@@ -107,8 +107,8 @@ def add_outcome(tx: Transaction, outcome: Outcome, *, late: bool) -> None:
     tx.conn.executemany(
         SQL["add_reward"],
         [
-            (outcome.attempt, late, i, r.scope.value, r.target, r.name, r.value, r.source)
-            for i, r in enumerate(outcome.rewards)
+            rows.reward_columns(outcome.attempt, i, reward, late=late)
+            for i, reward in enumerate(outcome.rewards)
         ],
     )
 

@@ -321,18 +321,22 @@ def check_outcome(outcome: Outcome) -> None:
     if outcome.retry and outcome.failure is None:
         raise Invalid(f"Attempt {outcome.attempt} succeeded: only a failure can be retried.")
     for reward in outcome.rewards:
-        where = f"Reward {reward.name!r} of attempt {outcome.attempt}"
-        if not math.isfinite(reward.value):
-            raise Invalid(
-                f"{where} is {reward.value}: a reward must be finite; leave a missing one out."
-            )
-        if (reward.target is None) is not (reward.scope is Scope.ROLLOUT):
-            raise Invalid(f"{where}: name a target for scope transition or role, none for rollout.")
+        _check_reward(reward, f"attempt {outcome.attempt}")
     for span in outcome.spans:
         if span.attempt != outcome.attempt:
             raise Invalid(
                 f"Span {span.id} of attempt {span.attempt} came with attempt {outcome.attempt}."
             )
+
+
+def _check_reward(reward: Reward, owner: str) -> None:
+    where = f"Reward {reward.name!r} of {owner}"
+    if not math.isfinite(reward.value):
+        raise Invalid(
+            f"{where} is {reward.value}: a reward must be finite; leave a missing one out."
+        )
+    if (reward.target is None) is not (reward.scope is Scope.ROLLOUT):
+        raise Invalid(f"{where}: name a target for scope transition or role, none for rollout.")
 
 
 def clean_outcome(outcome: Outcome) -> Outcome:
@@ -343,6 +347,21 @@ def clean_outcome(outcome: Outcome) -> Outcome:
         failure = replace(failure, message=message, traceback=traceback)
     spans = [replace(span, name=clean(span.name)) for span in outcome.spans]
     return replace(outcome, failure=failure, spans=spans)
+
+
+def reward_columns(
+    attempt: str, position: int, reward: Reward, *, late: bool = False
+) -> dict[str, Any]:
+    return {
+        "attempt": attempt,
+        "late": late,
+        "position": position,
+        "scope": reward.scope.value,
+        "target": reward.target,
+        "name": reward.name,
+        "value": reward.value,
+        "source": reward.source,
+    }
 
 
 def reward(row: Row) -> Reward:
@@ -361,7 +380,9 @@ CREDIT = ("advantage", "baseline", "gate", "weight", "psi")
 
 
 def check_commit(commit: StepCommit) -> None:
-    """Refuses credit that could not be read again."""
+    """Refuses credit and rewards that could not be read again."""
+    for judgement in commit.judgements:
+        _check_reward(judgement.reward, f"rollout {judgement.rollout}")
     for credit in commit.credits:
         for name in CREDIT:
             values = getattr(credit, name)

@@ -8,7 +8,7 @@ had nothing been pruned.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,7 +20,16 @@ from agentrl.store.database import Connection
 from agentrl.store.feed import GROUPS
 from agentrl.store.tree import digest
 from agentrl.store.writer import Transaction
-from agentrl.types import Counts, Json, PolicyVersion, RunState, StepCommit, StepRow
+from agentrl.types import (
+    Counts,
+    Json,
+    PolicyVersion,
+    Reward,
+    RunState,
+    Scope,
+    StepCommit,
+    StepRow,
+)
 
 SQL = queries.load("runs")
 
@@ -45,7 +54,7 @@ class Step:
 
 
 def prepare(commit: StepCommit) -> Step:
-    """Raises Invalid for credit that could not be read again."""
+    """Raises Invalid for credit and rewards that could not be read again."""
     rows.check_commit(commit)
     credits = [rows.credit_columns(credit) for credit in commit.credits]
     return Step(commit, _record(commit, credits), credits)
@@ -66,7 +75,11 @@ def commit_step(tx: Transaction, step: Step) -> None:
         _take(tx, group, commit, "trained")
     for group in commit.discarded:
         _take(tx, group, commit, "discarded")
-    _add_credits(tx.conn, step)
+    if step.credits or commit.judgements:
+        groups = {"run": commit.run, "groups": rows.dump(commit.groups, "Groups")}
+        calls = {row["id"]: row for row in tx.conn.execute(SQL["calls"], groups)}
+        _add_credits(tx.conn, step, calls)
+        _add_judgements(tx.conn, commit, calls, groups)
     columns = {"run": commit.run, "step": commit.step, "now": tx.now, "record": record}
     tx.conn.execute(SQL["commit_step"], columns)
     advance = {"run": commit.run, "checkpoint": commit.checkpoint}
@@ -192,30 +205,50 @@ def _state(row: Any) -> RunState:
 
 
 def _record(commit: StepCommit, credits: Sequence[dict[str, Any]]) -> str:
-    """All of a commit in one canonical text, by which a repeat is recognised: credit, which has a
-    table of its own, by its digest. What there is none of is left out."""
+    """All of a commit in one canonical text, by which a repeat is recognised: credit and
+    judgements, which have tables of their own, by their digests. What there is none of is left
+    out."""
     said = {name: value for name, value in msgspec.structs.asdict(commit).items() if value != []}
     said["groups"] = commit.groups
     if credits:
         said["credits"] = digest(msgspec.msgpack.encode(credits)).hex()
+    if commit.judgements:
+        said["judgements"] = digest(msgspec.msgpack.encode(commit.judgements)).hex()
     return msgspec.json.encode(said, order="sorted").decode()
 
 
-def _add_credits(conn: Connection, step: Step) -> None:
+def _add_credits(conn: Connection, step: Step, calls: Mapping[str, Any]) -> None:
     commit = step.commit
-    if not step.credits:
-        return
-    groups = {"run": commit.run, "groups": rows.dump(commit.groups, "Groups")}
-    calls = {row["id"]: row["seq"] for row in conn.execute(SQL["calls"], groups)}
     if lost := next((row["id"] for row in step.credits if row["id"] not in calls), None):
         raise NotFound(
             f"Step {commit.step} of run {commit.run!r} has credit for transition {lost!r}, which "
             "is no call of its groups."
         )
-    conn.executemany(
-        SQL["add_credit"],
-        ({**row, "transition": calls[row["id"]], "step": commit.step} for row in step.credits),
+    columns = (
+        {**row, "transition": calls[row["id"]]["seq"], "step": commit.step} for row in step.credits
     )
+    conn.executemany(SQL["add_credit"], columns)
+
+
+def _add_judgements(
+    conn: Connection, commit: StepCommit, calls: Mapping[str, Any], groups: Mapping[str, str]
+) -> None:
+    """After the rewards that the attempt of each rollout brought with it."""
+    given: dict[str, list[Reward]] = {}
+    for judgement in commit.judgements:
+        given.setdefault(judgement.rollout, []).append(judgement.reward)
+    members = {row["id"]: row for row in conn.execute(SQL["members"], groups)}
+    owners = {call: row["rollout_id"] for call, row in calls.items()}
+    for rollout, rewards in given.items():
+        where = f"Step {commit.step} of run {commit.run!r} has a reward for"
+        if rollout not in members:
+            raise NotFound(f"{where} {rollout!r}, which none of its groups has.")
+        about = (r.target for r in rewards if r.scope is Scope.TRANSITION)
+        if lost := next((call for call in about if owners.get(str(call)) != rollout), None):
+            raise NotFound(f"{where} transition {lost!r}, which is no call of {rollout!r}.")
+        attempt, first = members[rollout]["attempt_id"], members[rollout]["rewards"]
+        columns = (rows.reward_columns(attempt, first + i, r) for i, r in enumerate(rewards))
+        conn.executemany(SQL["add_judgement"], columns)
 
 
 def _take(

@@ -3,12 +3,14 @@
 A verb is one line of `SCOPES`; its arguments and result are those of the method of the same name in
 `agentrl.store.base.Store`, and from them follow the route, the client's method and the OpenAPI
 document. JSON carries token arrays as lists of numbers, msgpack as little-endian bytes (int32,
-float32). JSON has no NaN: a metric that is none comes out as null, so programs use msgpack.
+float32). JSON has no NaN: a number that is none comes out as null, which is read as NaN in token
+arrays and refused elsewhere, so programs use msgpack.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 import typing
 from array import array
@@ -143,7 +145,8 @@ def decoders(type_: Any) -> dict[str, Decode]:
 def _from_list(type_: Any, value: Any) -> Any:
     if type_ is Int32:
         return type_("i", msgspec.convert(value, list[Int]))
-    return type_("f", msgspec.convert(value, list[float]))
+    numbers = msgspec.convert(value, list[float | None])
+    return type_("f", (math.nan if x is None else x for x in numbers))
 
 
 def _from_bytes(type_: Any, value: Any) -> Any:

@@ -46,7 +46,7 @@ on conflict (attempt_id, id) do nothing;
 
 -- name: add_reward
 insert into rewards (attempt_id, late, position, scope, target, name, value, source)
-values (?, ?, ?, ?, ?, ?, ?, ?)
+values (:attempt, :late, :position, :scope, :target, :name, :value, :source)
 on conflict (attempt_id, late, position) do nothing;
 
 -- name: rollout

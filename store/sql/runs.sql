@@ -39,9 +39,24 @@ select run_id, purpose, state, claimed_epoch, trained_step from groups where id 
 update groups set state = :state, trained_step = :step where id = :group;
 
 -- name: calls
-select t.id, t.seq
+select t.id, t.seq, r.id as rollout_id
 from rollouts r join transitions t on t.attempt_id = r.attempt_id
 where r.run_id = :run and r.group_id in (select value from json_each(:groups)) and t.late = 0;
+
+-- name: members
+select
+    r.id, r.attempt_id,
+    (
+        select coalesce(max(w.position) + 1, 0) from rewards w
+        where w.attempt_id = r.attempt_id and w.late = 0
+    ) as rewards
+from rollouts r
+where r.run_id = :run and r.group_id in (select value from json_each(:groups))
+  and r.attempt_id is not null;
+
+-- name: add_judgement
+insert into rewards (attempt_id, late, position, scope, target, name, value, source)
+values (:attempt, :late, :position, :scope, :target, :name, :value, :source);
 
 -- name: add_credit
 insert into credits (transition, policy, step, advantage, baseline, gate, weight, psi)

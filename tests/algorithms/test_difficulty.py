@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from agentrl.algorithms.collect import Collector
 from agentrl.algorithms.difficulty import PART, Difficulty, name
@@ -15,7 +16,7 @@ from agentrl.algorithms.requests import TaskStream
 from agentrl.algorithms.state import Means, State
 from agentrl.config import resolve
 from agentrl.store import open_store
-from agentrl.types import StepCommit
+from agentrl.types import Branch, StepCommit
 
 from .test_collect import asked, ids, running
 from .test_update import group
@@ -35,6 +36,13 @@ def test_a_history_is_the_mean_outcome_of_what_is_known() -> None:
     difficulty.learn([group("a", 1.0, 0.0, None), group("b", 1.0)])  # all of the task {}
     assert difficulty.means.values == {name({}): (pytest.approx(2 / 3), 3)}
     assert difficulty.weight({}) == pytest.approx(3 / 5 * 2 / 5)
+
+
+def test_a_branch_is_no_try_at_the_task() -> None:
+    difficulty, tried = Difficulty(), group("a", 1.0, 0.0)
+    branch = replace(tried.rollouts[0], branch=Branch(rollout="a/1", calls=1))
+    difficulty.learn([replace(tried, rollouts=[*tried.rollouts, branch])])
+    assert difficulty.means.values == {name({}): (0.5, 2)}
 
 
 @pytest.mark.parametrize("outcome", [0.0, 1.0, -7.0, 7.0])

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+import dataclasses
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 from click.testing import CliRunner
+from torch import Tensor
 
 from agentrl.algorithms import objective
+from agentrl.algorithms.batch import Batch
+from agentrl.algorithms.controller import KlController
 from agentrl.algorithms.explain import brief, explain, links, report
 from agentrl.algorithms.ledger import Ledger
 from agentrl.algorithms.merge import build_batch
 from agentrl.algorithms.presets import make, modifiers, presets
+from agentrl.algorithms.reward_models import RewardModel
 from agentrl.algorithms.state import State
-from agentrl.algorithms.update import Updater
+from agentrl.algorithms.update import Completer, Updater
 from agentrl.cli import cli
 from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.errors import ConfigError, StoreError, TrainingError
@@ -207,13 +213,22 @@ async def test_a_trained_rollout_is_explained_from_the_store(tmp_path: Path) -> 
 class Run:
     """A run whose steps are trained by a learner that records, on a store."""
 
-    def __init__(self, store: Store, preset: str, **settings: object) -> None:
+    def __init__(
+        self,
+        store: Store,
+        preset: str,
+        *,
+        learner: Recorder | None = None,
+        completers: tuple[Completer, ...] = (),
+        **settings: object,
+    ) -> None:
         algorithm = AlgorithmConfig(preset=preset, **settings)  # type: ignore[arg-type]
         self.config = msgspec.structs.replace(RunConfig(name="r"), algorithm=algorithm)
-        self.store, self.learner = store, Recorder(shift=0.5)
-        algo = make(preset, {})
-        state = State(algo.memories)
-        self.updater = Updater(algorithm, algo, self.learner, 9, state=state, ledger=Ledger())
+        self.store, self.learner = store, learner or Recorder(shift=0.5)
+        algo = make(preset, algorithm.options, streams=("o", "b", "q"))
+        self.updater = Updater(
+            algorithm, algo, self.learner, 9, State(algo.memories), Ledger(), completers=completers
+        )
 
     async def ask(self, group: str, step: int, scores: tuple[float, ...]) -> None:
         """A group of which every rollout is done, with a reward of its role as well."""
@@ -239,12 +254,13 @@ class Run:
             StepCommit(
                 run="r", epoch=1, step=step, groups=[group.id for group in groups], versions={},
                 checkpoint="c", metrics=metrics, credits=ledger.take() if ledger else [],
+                judgements=self.updater.judgements,
             )
         )  # fmt: skip
 
 
 @contextlib.asynccontextmanager
-async def run_of(url: str, preset: str, **settings: object) -> AsyncIterator[Run]:
+async def run_of(url: str, preset: str, **settings: Any) -> AsyncIterator[Run]:
     async with open_store(url) as store:
         run = Run(store, preset, **settings)
         await store.open_run("r", msgspec.to_builtins(run.config))
@@ -315,6 +331,48 @@ async def test_a_chain_that_does_not_lead_to_what_was_used_says_so(tmp_path: Pat
     text = "\n".join(await lines_of(url, "a/0"))
     assert "the step used advantage 0.7071" in text
     assert "and the chain above comes to 1" in text
+
+
+class Lengths:
+    """Scores a call by the length of its prompt."""
+
+    def __call__(self, calls: Sequence[Transition]) -> Tensor:
+        return torch.tensor([float(len(call.prompt)) for call in calls], dtype=torch.float64)
+
+
+async def test_rewards_that_the_step_gave_are_explained_like_others(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'store.db'}"
+    judge = RewardModel("judge", Lengths(), Scope.TRANSITION)
+    options = {"streams": {"outcome": {}, "judge": {"scope": "transition"}}}
+    async with run_of(url, "streams", options=options, completers=(judge,)) as run:
+        await run.ask("a", 0, (1.0, 0.0))
+        await run.train(0)
+        (first, _) = await run.store.rollouts("r")
+        assert [row.source for row in first.rewards][2:] == ["model:judge"] * 2
+    lines = await lines_of(url, "a/0")
+    assert any(line.startswith("  transition:judge of ") for line in lines)
+    assert not any("the step used advantage" in line for line in lines)
+
+
+class Referred(Recorder):
+    """With a reference whose log-probs are 1 below the sampler's."""
+
+    def logprobs(self, batch: Batch, letter: str = "p") -> Tensor:
+        return batch.behaviour - 1.0 if letter == "q" else super().logprobs(batch)
+
+
+async def test_the_price_of_leaving_the_reference_is_that_of_the_time(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'store.db'}"
+    kl = KlController(beta=0.25, target=1.0, horizon=10)  # where the run file begins with 0.01
+    async with run_of(
+        url, "reinforce++", options={"kl_reward": 0.01}, learner=Referred(shift=0.5)
+    ) as run:
+        run.updater = dataclasses.replace(run.updater, kl=kl)
+        await run.ask("a", 0, (1.0, 0.0))
+        await run.train(0)
+    lines = await lines_of(url, "a/0")
+    assert not any("the step used advantage" in line for line in lines)
+    assert "    Togo('outcome', toll=Toll(0.01)): advantage 0 .. 0.25" in lines
 
 
 async def test_what_is_not_trained_yet_is_explained_as_it_would_be(tmp_path: Path) -> None:

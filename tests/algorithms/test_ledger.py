@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from agentrl.algorithms import objective
-from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.ledger import Ledger, baselines, read, replayed, spans
 from agentrl.algorithms.merge import build_batch
 from agentrl.algorithms.presets import make
@@ -102,26 +101,39 @@ def test_a_step_without_a_lesson_stores_nothing_and_the_next_begins_anew() -> No
     assert stored(step, [group("b", 1.0, 1.0)]) == {}
 
 
-@pytest.mark.parametrize("name", ["spiral", "agent-r1+table", "grpo", "ragen"])
-def test_what_is_stored_brings_back_what_is_not_to_be_had_again(name: str) -> None:
-    algo = make(name, {}, streams=("o", "b", "v"))
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("spiral", {}),
+        ("agent-r1+table", {}),
+        ("grpo", {}),
+        ("ragen", {}),
+        ("reinforce++", {"kl_reward": 0.01}),
+        ("ppo", {"kl_reward": 0.01}),
+    ],
+)
+def test_what_is_stored_brings_back_what_is_not_to_be_had_again(
+    name: str, options: dict[str, object]
+) -> None:
+    algo = make(name, options, streams=("o", "b", "v", "q"))
     state = State(algo.memories)
     for number in range(3):
         batch = recalled(algo, state, step_of(7, number))
-    batch = replace(batch, values=torch.randn(batch.n_tokens, dtype=torch.float64))
+    values, drift = torch.randn(2, batch.n_tokens, dtype=torch.float64)
+    batch = replace(batch, values=values, reference=batch.behaviour.double() + drift)
     ledger = Ledger()
     ledger.open(algo, batch)
-    terms = objective.plan(algo, batch, {}, fresh=True)
+    streams = dict.fromkeys(algo.needs, batch.behaviour.double())
+    terms = objective.plan(algo, batch, streams, fresh=True)
     ledger.record(algo, batch, terms, batch.behaviour)
     credits = {credit.transition: credit for credit in ledger.take()}
-    bare = replace(batch, memory={}, values=Batch.__dataclass_fields__["values"].default_factory())
+    bare = replace(batch, memory={}, values=torch.empty(0), reference=torch.empty(0))
     back = read(algo, bare, credits)
     assert back.known.all()
     for was, now in zip(baselines(algo, batch), back.compared, strict=True):
         assert torch.equal(was.float(), now.float())
     assert torch.equal(back.columns["weight"].float(), terms.weight.float())
-    memory, values = replayed(algo, bare, back)
-    again = replace(bare, memory=memory, values=values)
+    again = replayed(algo, bare, back)
     assert torch.allclose(
         objective.credited(algo, again), objective.credited(algo, batch), atol=1e-6, equal_nan=True
     )

@@ -147,6 +147,20 @@ def test_counts_of_what_was_collected() -> None:
     assert metrics == expected
 
 
+def test_a_call_that_a_branch_repeats_is_counted_where_it_was_sampled() -> None:
+    first, second = call("a", 2, version=1), call("b", 4, version=2)
+    again = call("c", 2, version=1, repeats="a")
+    rollouts = [rollout("a", [outcome(1)], first, second), rollout("b", [outcome(0)], again)]
+    own = Group(id="g", run="r", step=2, rollouts=rollouts[:1])
+    both = Group(id="g", run="r", step=2, rollouts=rollouts)
+    alone, together = (
+        {**collected([g], build_batch([g])), **staleness(2, [g])} for g in (own, both)
+    )
+    same = ("calls", "tokens/completion", "tokens/prompt", "completion/length_mean")
+    assert all(alone[name] == together[name] for name in (*same, "staleness/version_mean"))
+    assert (together["rollouts"], together["calls"]) == (2, 2)
+
+
 def test_rewards_by_reference_and_by_role() -> None:
     def about(scope: Scope, target: str, value: float, name: str) -> Reward:
         return Reward(value=value, name=name, scope=scope, target=target)
@@ -301,6 +315,7 @@ def test_without_a_correction_the_weights_are_the_plain_ratios() -> None:
 
 def test_call_tokens_are_those_of_training_per_call() -> None:
     calls = [call("a", 2), call("b", 4), call("judged", 9, policy="judge")]
+    calls.append(call("c", 2, repeats="a"))
     group = Group(id="g", run="r", step=0, rollouts=[rollout("a", [], *calls)])
     assert call_tokens([group]) == {"a": 5, "b": 7}
 

@@ -205,6 +205,16 @@ def test_the_penalty_of_the_next_step_is_the_adapted_one() -> None:
     assert other.beta == kl.beta
 
 
+def test_a_step_without_tokens_says_nothing_of_the_drift() -> None:
+    algo = presets.make("grpo", {"kl": 0.1}, streams=EVERY)
+    kl = controller(algo, target=0.1, horizon=40)
+    steps = updater(Recorder(VALUES), "grpo", kl=0.1, kl_adapts=kl)
+    lost = [replace(row, state=RolloutState.FAILED, rewards=[]) for row in example()[0].rollouts]
+    for groups in ([], [group(*lost)]):
+        assert "reference/drift" not in steps.update(0, groups)
+    assert kl.beta == 0.1
+
+
 def test_a_reward_model_s_rewards_are_credited() -> None:
     def count(calls: object) -> Tensor:
         return torch.tensor([float(len(call.completion)) for call in calls])  # type: ignore[attr-defined]

@@ -88,6 +88,17 @@ def test_logprobs_are_the_learner_s_at_the_sampling_temperature(retokenizer: Ret
     assert float(expected.max()) < 0.0
 
 
+def test_a_call_that_repeats_another_stays_in_the_batch(retokenizer: Retokenizer) -> None:
+    """It has no tokens to train, but trees of rollouts are told by it."""
+    later = inexact("2", messages=[{"role": "user", "content": "And of Bo Dahl?"}])
+    first, again, other = completed(retokenizer, inexact("0"), inexact("1", repeats="x"), later)
+    assert (again.prompt, again.completion) == (first.prompt, first.completion)
+    batch = build_batch([group(again, other)])
+    assert batch.transitions == ["1", "2"]
+    assert batch.transition_repeats.tolist() == [True, False]
+    assert batch.n_tokens == len(other.completion)
+
+
 def test_tool_calls_are_rendered(retokenizer: Retokenizer) -> None:
     function = {"name": "query", "arguments": '{"sql": "team"}'}
     answer = {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}

@@ -74,7 +74,7 @@ def given(made: list[Group], name: str) -> dict[tuple[str, str | None], float]:
         for group in made
         for row in group.rollouts
         for reward in row.rewards
-        if reward.name == name and reward.source == "model"
+        if reward.name == name and reward.source == "model:" + name
     }
 
 

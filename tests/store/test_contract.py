@@ -15,6 +15,7 @@ from agentrl.types import (
     Credit,
     ErrorKind,
     Failure,
+    Judgement,
     NewRollout,
     Outcome,
     PolicyVersion,
@@ -463,6 +464,54 @@ async def test_credit_is_about_the_calls_of_the_groups_that_are_trained(store, k
         await store.commit_step(kit.step(0, ["b"], credits=[malformed]))
     assert (await store.run("run")).step == 0
     assert await store.credits(attempt.rollout.id) == []
+
+
+async def test_rewards_that_a_step_gave_are_stored_with_it(store, kit):
+    await store.enqueue(kit.group("a", 2))
+    one, two = sorted(await claim(store, 2), key=lambda attempt: attempt.rollout.id)
+    call = kit.call(one, [1], [2])
+    await store.add_transitions([call])
+    await store.finish([kit.good(one), kit.good(two, rewards=[])])
+    await store.claim_groups("run", 1, 1)
+    whole = Reward(value=0.5, name="judge", source="model:judge")
+    of_call = Reward(
+        value=-0.5, name="judge", scope=Scope.TRANSITION, target=call.id, source="model:judge"
+    )
+    given = [("a/0", whole), ("a/1", whole), ("a/0", of_call)]
+    judgements = [Judgement(rollout=rollout, reward=reward) for rollout, reward in given]
+    commit = kit.step(0, ["a"], judgements=judgements)
+    await store.commit_step(commit)
+    await store.commit_step(commit)
+    first, second = await store.rollouts("run")
+    assert first.rewards == [Reward(value=1.0), whole, of_call]
+    assert second.rewards == [whole]
+    assert (await store.trace("a/0")).rollout.rewards == first.rewards
+    assert (await store.stats()).rows["rewards"] == 4
+    with pytest.raises(Conflict, match="next one is 1"):
+        await store.commit_step(kit.step(0, ["a"], judgements=judgements[:1]))
+    await store.prune(keep_last=0)
+    assert (await store.stats()).rows["rewards"] == 0
+
+
+async def test_a_step_gives_rewards_to_rollouts_that_it_trains(store, kit):
+    (attempt,) = await settle_with_call(store, kit, "a")
+    (other,) = await settle_with_call(store, kit, "b")
+    await store.claim_groups("run", 1, 2)
+    (call,) = (await store.trace(other.rollout.id)).transitions
+    reward = Reward(value=1.0, name="judge")
+    about = structs.replace(reward, scope=Scope.TRANSITION, target=call.id)
+    for rollout, given, error, message in (
+        (other.rollout.id, reward, NotFound, "none of its groups has"),
+        ("unknown", reward, NotFound, "none of its groups has"),
+        (attempt.rollout.id, about, NotFound, f"'{call.id}', which is no call of"),
+        (attempt.rollout.id, structs.replace(reward, value=math.nan), Invalid, "must be finite"),
+        (attempt.rollout.id, structs.replace(about, target=None), Invalid, "name a target"),
+    ):
+        judgement = Judgement(rollout=rollout, reward=given)
+        with pytest.raises(error, match=message):
+            await store.commit_step(kit.step(0, ["a"], judgements=[judgement]))
+    assert (await store.run("run")).step == 0
+    assert [row.rewards for row in await store.rollouts("run")] == [[Reward(value=1.0)]] * 2
 
 
 async def settle_with_call(store, kit, group):

@@ -31,6 +31,7 @@ from agentrl.types import (
     Counts,
     ErrorKind,
     Failure,
+    Judgement,
     NewRollout,
     Outcome,
     Reward,
@@ -41,6 +42,7 @@ from agentrl.types import (
 )
 
 LEASE = 10.0
+JUDGED = Reward(value=0.5, name="judge", source="model:judge")
 HOUR = 3600.0
 BROKEN = Failure(kind=ErrorKind.AGENT, message="boom")
 STOPPED = Failure(kind=ErrorKind.LOST_RUNNER, message="The runner was told to stop.")
@@ -335,6 +337,12 @@ class Machine(RuleBasedStateMachine):
                 versions={},
                 checkpoint=str(self.step),
                 metrics={},
+                judgements=[
+                    Judgement(rollout=rollout.id, reward=JUDGED)
+                    for group in groups
+                    for rollout in group.rollouts
+                    if rollout.attempt is not None
+                ],
             )
         )
 
@@ -358,6 +366,11 @@ class Machine(RuleBasedStateMachine):
             self.claimed -= set(commit.groups)
             self.trained |= dict.fromkeys(commit.groups, commit.step)
             self.step += 1
+            judged = {judgement.rollout for judgement in commit.judgements}
+            for row in self.do(self.store.rollouts(self.run, trained=commit.step)):
+                last = self.rows[row.id].tries[-1] if row.id in judged else None
+                accepted = last.accepted.rewards if last and last.accepted else []
+                assert row.rewards == [*accepted, *([JUDGED] if last else [])]
             steps = self.do(self.store.steps(self.run))
             assert [step.step for step in steps if step.committed] == sorted(self.committed)
 

@@ -170,9 +170,14 @@ async def test_credit_goes_with_its_call_and_discarded_groups_go_too(store, kit)
     call = groups[0].rollouts[0].transitions[0].id
     numbers = dict.fromkeys(("advantage", "baseline", "gate", "weight", "psi"), float32([1.0]))
     credits = [Credit(transition=call, policy="policy", **numbers)]
-    await store.commit_step(kit.step(0, ["train/0"], discarded=["train/1"], credits=credits))
+    await store.commit_step(kit.step(0, ["train/0"], credits=credits))
+    await store.commit_step(kit.step(1, [], discarded=["train/1"]))
     assert (await store.stats()).rows["credits"] == 1
-    assert (await store.prune(keep_last=0)).rollouts == 2
+    first = await store.prune(keep_last=1, dry_run=True)
+    assert first.rollouts == 1
+    both = await store.prune(keep_last=0)
+    assert both.rollouts == 2
+    assert first.bytes == both.bytes - first.bytes + len(numbers) * 4
     assert (await store.stats()).rows["credits"] == 0
     assert await store.credits("train/0/0") == []
 

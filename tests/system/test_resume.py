@@ -12,9 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from msgspec.structs import replace
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from agentrl.algorithms_commands import explained
+from agentrl.config import RewardModelConfig, RunConfig
 from agentrl.errors import NotFound
 from agentrl.export import export
 from agentrl.store import open_store
@@ -112,3 +115,38 @@ def test_killed_in_an_update_and_before_a_commit_a_run_ends_bitwise_the_same(
         assert killed.returncode == -signal.SIGKILL
     asyncio.run(run(config(broken, tiny_model_dir), lambda point: None))
     assert_same(broken, whole)
+
+
+def judging(folder: Path, model: Path) -> RunConfig:
+    """Calls are rewarded by a model of the run file, which refers to the policy of the start."""
+    settings = config(folder, model)
+    streams = {"outcome": {}, "hunch": {"scope": "transition"}}
+    algorithm = replace(settings.algorithm, preset="streams", options={"streams": streams})
+    hunch = RewardModelConfig(model=str(model), kind="implicit", scope="transition")
+    return replace(settings, algorithm=algorithm, reward_models={"hunch": hunch}, steps=3)
+
+
+def test_rewards_of_a_model_are_in_the_store_once_and_explained(
+    folders: tuple[Path, Path], tiny_model_dir: Path
+) -> None:
+    whole, broken = folders
+    asyncio.run(run(judging(whole, tiny_model_dir), lambda point: None))
+    settings = judging(broken, tiny_model_dir)
+    for point in ("optimizer", "checkpoint", "commit"):
+        with pytest.raises(Interrupted):
+            asyncio.run(run(settings, strike_at(point, 1, interrupt)))
+    asyncio.run(run(settings, lambda point: None))
+    for folder in folders:
+        asyncio.run(check_rewards(f"sqlite:///{folder / 'out' / 'store.db'}"))
+
+
+async def check_rewards(url: str) -> None:
+    async with open_store(url) as store:
+        rollouts = await store.rollouts("steady")
+    assert len(rollouts) == 3 * 2 * 4
+    for rollout in rollouts:
+        made = [(row.name, row.source) for row in rollout.rewards]
+        assert made == [("outcome", "verifier"), *[("hunch", "model:hunch")] * 2]
+        lines = await explained(url, rollout.id, tokens=False)
+        assert sum(line.startswith("  transition:hunch of ") for line in lines) == 2
+        assert not any("the step used advantage" in line for line in lines)

@@ -23,7 +23,7 @@ select
         select count(*) from rewards w join attempts a on a.id = w.attempt_id
         where a.rollout_id = r.id
     ) as rewards,
-    coalesce(t.bytes, 0) + coalesce(s.bytes, 0) as bytes
+    coalesce(t.bytes, 0) + coalesce(s.bytes, 0) + coalesce(k.bytes, 0) as bytes
 from rollouts r
 join groups g on g.id = r.group_id
 left join (
@@ -45,6 +45,19 @@ left join (
     where a.rollout_id = any (array(select json_array_elements_text(:rollouts::json)))
     group by a.rollout_id
 ) s on s.rollout_id = r.id
+left join (
+    select
+        a.rollout_id,
+        sum(
+            octet_length(d.advantage) + octet_length(d.baseline) + octet_length(d.gate)
+            + octet_length(d.weight) + octet_length(d.psi)
+        ) as bytes
+    from credits d
+    join transitions c on c.seq = d.transition
+    join attempts a on a.id = c.attempt_id
+    where a.rollout_id = any (array(select json_array_elements_text(:rollouts::json)))
+    group by a.rollout_id
+) k on k.rollout_id = r.id
 where r.id = any (array(select json_array_elements_text(:rollouts::json)));
 
 -- name: tools

@@ -189,6 +189,25 @@ def test_an_impossible_reward(admin, value):
     assert admin.post("/v1/counts", json={"run": "run"}).json()["running"] == 1
 
 
+def test_a_missing_number_of_credit_is_null(admin):
+    attempt = claimed(admin)
+    admin.post("/v1/add_transitions", json=transition(attempt["id"]))
+    outcome = {"attempt": attempt["id"], "fence": 1}
+    admin.post("/v1/finish", json={"outcomes": [outcome]})
+    admin.post("/v1/claim_groups", json={"run": "run", "epoch": 1, "n": 1, "timeout": 0})
+    numbers = {name: [0.5] for name in ("baseline", "gate", "weight", "psi")}
+    credit = {"transition": "t", "policy": "policy", "advantage": [None, 1.0], **numbers}
+    commit = {
+        "run": "run", "epoch": 1, "step": 0, "groups": [ROLLOUT["group"]], "versions": {},
+        "checkpoint": "", "metrics": {}, "credits": [credit],
+    }  # fmt: skip
+    answer = admin.post("/v1/commit_step", json={"commit": commit})
+    assert answer.status_code == 200, answer.text
+    assert admin.post("/v1/credits", json={"rollout": ROLLOUT["id"]}).json() == [credit]
+    lost = transition(attempt["id"], id="u", logprobs=[None])
+    assert refused(admin.post("/v1/add_transitions", json=lost)) == (422, "invalid")
+
+
 def test_states_and_names(admin):
     stranger = transition("f" * 32)
     assert refused(admin.post("/v1/add_transitions", json=stranger)) == (404, "not_found")
