@@ -39,7 +39,7 @@ class _Request(msgspec.Struct):
 
 class Gate:
     """Lets calls in, or holds them. Versions are a query, `policy=3&other=0`; the empty name is
-    what a call without one gets."""
+    what calls with any other name get."""
 
     def __init__(self, versions: str) -> None:
         self.versions = dict(parse_qsl(versions, keep_blank_values=True))
@@ -112,11 +112,9 @@ class Door:
 
     async def _serve(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         async with self._gate.enter() as versions:
-            name = ""
-            if scope["method"] == "POST":
-                receive, body = await _read(receive)
-                name = model_of(body)
-            version = versions.get(name)
+            receive, body = await _read(receive)
+            name = model_of(body)
+            version = versions.get(name, versions.get(""))
 
             async def stamped(message: Message) -> None:
                 if message["type"] == "http.response.start" and version is not None:

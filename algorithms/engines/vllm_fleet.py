@@ -261,7 +261,7 @@ class VllmFleet:
             return web.Response(status=404)
         async with self._gate.enter() as versions:
             body = await request.read()
-            version = versions.get(model_of(body) if body else "")
+            version = versions.get(model_of(body), versions.get(""))
             url = min(self._busy, key=self._busy.__getitem__)
             self._busy[url] += 1
             try:

@@ -92,7 +92,7 @@ class Served:
     @torch.no_grad()
     def disturb(self) -> None:
         for weight in self.trained:
-            # The product of an adapter's two sides would grow with every publish, and errors with it.
+            # The product of an adapter's two sides would grow, and numerical errors with it.
             weight.mul_(0.8 if self.adapters else 1.0).add_(0.05 * torch.randn_like(weight))
 
     @torch.no_grad()

@@ -194,8 +194,7 @@ class Client:
             sent.append(message)
 
         headers = [(b"x-agentrl-key", key)] if key else []
-        scope = {"type": "http", "method": "POST", "path": path}
-        scope |= {"query_string": query, "headers": headers}
+        scope = {"type": "http", "path": path, "query_string": query, "headers": headers}
         await self.app(scope, receive, send)
         return sent[0]["status"], dict(sent[0]["headers"]).get(b"x-policy-version", b"")
 
@@ -283,6 +282,8 @@ async def test_every_policy_has_its_own_version(
         (b"\xff", b""),
     ]:
         assert await client.get("/v1/chat/completions", body=body) == (200, version)
+    await client.get(OPEN, query=b"policy=3&=3", key=b"secret")
+    assert await client.get("/v1/completions", body=b'{"model": "alias"}') == (200, b"3")
 
 
 async def test_a_websocket_does_not_pass_by_the_gate(

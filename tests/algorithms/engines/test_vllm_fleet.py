@@ -38,7 +38,7 @@ class FakeVllm:
     async def start(self) -> None:
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self.handle)
-        self.runner = web.AppRunner(app, shutdown_timeout=0.0)
+        self.runner = web.AppRunner(app, shutdown_timeout=0.01)
         await self.runner.setup()
         await web.TCPSite(self.runner, "127.0.0.1", self.port).start()
         self.port = self.runner.addresses[0][1]
