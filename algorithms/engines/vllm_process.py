@@ -197,7 +197,12 @@ class VllmProcess:
         """The line of the log that says most about why it ended."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         plain = [text for line in lines if (text := NOISE.sub("", NOISE.sub("", line)).strip())]
-        causes = [line for line in plain if ERROR.match(line) and "root cause" not in line]
+        causes = [
+            # pydantic tells what is wrong in the line that follows, before its own notes.
+            after.partition(" [type=")[0] if " validation error" in line else line
+            for line, after in zip(plain, [*plain[1:], ""], strict=False)
+            if ERROR.match(line) and "root cause" not in line
+        ]
         return f"it said: {(causes or plain or ['nothing'])[-1][:300]} ({self.log})"
 
 

@@ -39,6 +39,11 @@ print("(Worker pid=7) ERROR 11-21 14:03:08 [core.py:1] RuntimeError: no such ker
 print("(APIServer pid=6) RuntimeError: Engine core initialization failed. See root cause above.")
 sys.exit(3)
 """
+REFUSES = """
+print("(APIServer pid=6) pydantic_core.ValidationError: 1 validation error for VllmConfig")
+print("(APIServer pid=6)   Value error, heads (2) must be divisible by 3 [type=value_error, ...]")
+print("(APIServer pid=6)     For further information visit https://errors.pydantic.dev")
+"""
 SILENT = "import signal; signal.pause()"
 
 
@@ -91,6 +96,15 @@ async def test_a_child_that_ends_at_start_is_a_sentence_with_the_cause(
 ) -> None:
     with pytest.raises(PolicyError, match=r"exit code 3; it said: RuntimeError: no such kernel"):
         await process(DIES).start(SERVING)
+
+
+async def test_a_setting_that_vllm_refuses_is_told_with_its_reason(
+    process: Callable[..., VllmProcess],
+) -> None:
+    with pytest.raises(
+        PolicyError, match=r"it said: Value error, heads \(2\) must be div.* by 3 \("
+    ):
+        await process(REFUSES).start(SERVING)
 
 
 async def test_a_child_that_says_nothing_is_ended(
