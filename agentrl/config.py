@@ -201,8 +201,10 @@ class LearnerConfig(Section, frozen=True):
 
 
 class VllmConfig(Section, frozen=True):
-    """A vLLM child process, for `engine.kind = "vllm"`."""
+    """A vLLM child process, or servers that run already, for `engine.kind = "vllm"`."""
 
+    urls: list[str] = []  # http://host:port of servers that run already; none: a child process
+    key_env: str = ""  # environment variable with the API key of those servers, if they have one
     start_timeout: Seconds = 300.0  # until it must answer
     timeout: Seconds = 60.0  # for calls in flight to end before an update, and for the update
     tolerance: NonNegative = 0.0  # of log-probs after an update; 0: 1e-3, in bfloat16 0.1
@@ -464,6 +466,16 @@ def _check_engine(engine: EngineConfig, source: str) -> None:
                 f"{source}: engine.vllm.{name} is for engine.kind = 'vllm', and it is "
                 f"{engine.kind!r}"
             )
+    for url in engine.vllm.urls:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"{source}: engine.vllm.urls = {url!r}: give it as http://HOST:PORT")
+    if engine.vllm.urls:
+        for name in ("arguments", "tool_parser"):
+            if getattr(engine.vllm, name) != getattr(VllmConfig(), name):
+                raise ConfigError(
+                    f"{source}: engine.vllm.{name} is for a vLLM child, and engine.vllm.urls are "
+                    "servers that run already; start those with it"
+                )
 
 
 def _check_learner(learner: LearnerConfig, source: str) -> None:

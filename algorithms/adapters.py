@@ -187,17 +187,28 @@ class Adapters:
     def merge(self, name: str, directory: Path) -> None:
         """Write base + adapter as an ordinary Hugging Face directory; in memory nothing changes."""
         self._check_name(name)
-        weights = {
-            key.replace(".base_layer.", "."): tensor
-            for key, tensor in self.model.state_dict().items()
-            if ".lora_" not in key
-        }
+        weights = self._base()
         for path, layer in self._layers().items():
             if name in layer.lora_A:
                 weight = layer.base_layer.weight.detach()
                 delta = layer.get_delta_weight(name).detach()
                 weights[f"{path}.weight"] = (weight.to(delta.dtype) + delta).to(weight.dtype)
         self.model.save_pretrained(directory, state_dict=weights)
+
+    def save_base(self, directory: Path) -> None:
+        """Write the base alone as an ordinary Hugging Face directory."""
+        self.model.save_pretrained(directory, state_dict=self._base())
+
+    def rank(self, name: str) -> int:
+        self._check_name(name)
+        return int(self._peft.peft_config[name].r)
+
+    def _base(self) -> dict[str, Tensor]:
+        return {
+            key.replace(".base_layer.", "."): tensor
+            for key, tensor in self.model.state_dict().items()
+            if ".lora_" not in key
+        }
 
     def _apply(self, layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         """Forward hook of every adapted layer: [..., N, in] -> [..., N, out], in place."""

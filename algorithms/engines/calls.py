@@ -21,6 +21,7 @@ from agentrl.algorithms.engines.rows import Call, Update
 from agentrl.algorithms.engines.text import Codec, TextStream
 from agentrl.algorithms.engines.wire import RequestError
 from agentrl.algorithms.model import Model
+from agentrl.errors import PolicyError
 from agentrl.types import Sampling
 
 
@@ -108,6 +109,9 @@ class Calls:
 
     def publish(self, version: int, policy: str) -> None:
         """The weights of a policy are those of `version` now. Only while held."""
+        if policy not in self._numbers:
+            served = ", ".join(map(repr, self._numbers))
+            raise PolicyError(f"the policies served are {served}, and not {policy!r}")
         self.versions[policy] = version
         self.engine.forget(self._numbers[policy])
 

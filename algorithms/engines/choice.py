@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,9 +15,12 @@ from agentrl.algorithms.adapters import Adapters
 from agentrl.algorithms.engines.base import PolicyServer
 from agentrl.algorithms.engines.embedded import EmbeddedServer
 from agentrl.algorithms.engines.vllm import VllmServer
-from agentrl.algorithms.engines.vllm_process import Settings
+from agentrl.algorithms.engines.vllm_fleet import VllmFleet
+from agentrl.algorithms.engines.vllm_process import Settings, VllmProcess
+from agentrl.algorithms.engines.vllm_serving import Host, Learned
 from agentrl.algorithms.model import Model, Tokenizer
 from agentrl.config import RunConfig
+from agentrl.errors import ConfigError
 from agentrl.types import POLICY
 
 PROBE = "The quick brown fox jumps over the lazy dog."
@@ -47,45 +52,84 @@ def policy_server(
 def vllm_server(
     config: RunConfig, model: Any, tokenizer: Tokenizer, adapters: Adapters | None = None
 ) -> VllmServer:
-    """A vLLM child that starts from, and is brought up to date with, the weights of `model`, with
-    the adapter that is trained merged into them."""
+    """vLLM, as a child or where it runs already, brought up to date with the weights of `model`, or
+    with its adapters."""
     engine, dtype = config.engine, config.policy.dtype
-    text = model.config.get_text_config()
-    positions = getattr(text, "max_position_embeddings", engine.max_context)
-
-    def export(directory: Path) -> None:
-        if adapters is None:
-            model.save_pretrained(directory)
-        else:
-            adapters.merge(POLICY, directory)
-        tokenizer.save_pretrained(directory)
-
-    @torch.no_grad()
-    def score(tokens: Sequence[int]) -> list[float]:
-        row = torch.tensor(tokens, device=model.device)
-        with nullcontext() if adapters is None else adapters.using(POLICY):
-            logprobs = model(row[None]).logits[0, :-1].float().log_softmax(-1)
-        found: list[float] = logprobs.gather(1, row[1:, None])[:, 0].tolist()
-        return found
-
-    settings = Settings(
-        host=engine.host,
-        port=engine.port,
-        dtype=dtype,
-        max_batch=engine.max_batch,
-        max_context=min(engine.max_context, positions),
-        threads=engine.threads,
-        tool_parser=engine.vllm.tool_parser,
-        arguments=tuple(engine.vllm.arguments),
-        start_timeout=engine.vllm.start_timeout,
-        gpu=model.device.type == "cuda",
-    )
+    learned = _learned(model, tokenizer, adapters, engine.threads)
+    folder = Path(config.output, "vllm").absolute()
+    host: Host
+    if engine.vllm.urls:
+        host = VllmFleet(
+            engine.vllm.urls,
+            host=engine.host,
+            port=engine.port,
+            api_key=_secret(engine.vllm.key_env),
+            start_timeout=engine.vllm.start_timeout,
+            adapters=bool(learned.adapters),
+        )
+    else:
+        text = model.config.get_text_config()
+        positions = getattr(text, "max_position_embeddings", engine.max_context)
+        settings = Settings(
+            host=engine.host,
+            port=engine.port,
+            dtype=dtype,
+            max_batch=engine.max_batch,
+            max_context=min(engine.max_context, positions),
+            threads=engine.threads,
+            tool_parser=engine.vllm.tool_parser,
+            arguments=tuple(engine.vllm.arguments),
+            start_timeout=engine.vllm.start_timeout,
+            gpu=model.device.type == "cuda",
+            adapters=len(learned.adapters),
+            rank=learned.rank,
+        )
+        host = VllmProcess(settings, folder / "vllm.log", secrets.token_hex(16))
     return VllmServer(
-        export,
-        score,
-        tokenizer(PROBE)["input_ids"],
-        settings,
-        folder=Path(config.output, "vllm"),
+        learned,
+        host,
+        folder=folder,
         timeout=engine.vllm.timeout,
         tolerance=engine.vllm.tolerance or TOLERANCE[dtype],
     )
+
+
+def _learned(model: Any, tokenizer: Tokenizer, adapters: Adapters | None, threads: int) -> Learned:
+    @torch.no_grad()
+    def score(policy: str, tokens: Sequence[int]) -> list[float]:
+        row = torch.tensor(tokens, device=model.device)
+        before = torch.get_num_threads()
+        # vLLM computes beside this: more threads than cores take a hundred times as long.
+        torch.set_num_threads(threads)
+        try:
+            with nullcontext() if adapters is None else adapters.using(policy):
+                logprobs = model(row[None]).logits[0, :-1].float().log_softmax(-1)
+        finally:
+            torch.set_num_threads(before)
+        found: list[float] = logprobs.gather(1, row[1:, None])[:, 0].tolist()
+        return found
+
+    def save_tokenizer(directory: Path) -> None:
+        tokenizer.save_pretrained(directory)
+
+    probe: list[int] = tokenizer(PROBE)["input_ids"]
+    if adapters is None:
+        return Learned(model.save_pretrained, save_tokenizer, score, probe)
+    return Learned(
+        lambda directory: adapters.merge(POLICY, directory),
+        save_tokenizer,
+        score,
+        probe,
+        adapters=adapters.names,
+        save_base=adapters.save_base,
+        save_adapter=adapters.save,
+        rank=max(map(adapters.rank, adapters.names)),
+    )
+
+
+def _secret(name: str) -> str:
+    if name and not os.environ.get(name):
+        raise ConfigError(
+            f"engine.vllm.key_env: the environment has no {name}; set it to the servers' API key"
+        )
+    return os.environ[name] if name else ""

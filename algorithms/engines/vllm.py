@@ -1,17 +1,19 @@
-"""The policy server of one vLLM child process on this machine.
+"""The policy server of vLLM, in a child process or on servers that somebody else started.
 
-Owns the process, its port and a folder with the weights it serves, which are written there at every
-publish. Always true: weights change only while the child's door is held (see `vllm_child`), so
-every answer comes from the one version it names; a child that dies is started again with the newest
-published weights on the same port, and calls that were in flight fail as on a lost connection.
+Owns a folder with the weights that are served, which are written there at every publish; adapters
+are written alone and loaded by name where that is possible. Always true: weights change only while
+the gate before vLLM is held (see `vllm_child`), so every answer comes from the one version it names
+and no version changes within a call; after a publish that failed the gate stays held. A server that
+ends is brought up again with the newest published weights under the same URL, and calls that were
+in flight fail as on a lost connection.
 """
 
 from __future__ import annotations
 
 import asyncio
-import secrets
+import logging
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from math import inf, isnan
 from pathlib import Path
@@ -20,21 +22,18 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from agentrl.algorithms.engines.vllm_child import CONTROL, HOLD, OPEN
-from agentrl.algorithms.engines.vllm_process import Settings, VllmProcess
+from agentrl.algorithms.engines.vllm_child import CONTROL
+from agentrl.algorithms.engines.vllm_serving import HOLD, OPEN, Host, Learned, Serving
 from agentrl.errors import PolicyError
+from agentrl.types import POLICY
 
-Export = Callable[[Path], None]
-"""Writes the learner's current weights into a new directory, as a Hugging Face checkpoint."""
-Score = Callable[[Sequence[int]], list[float]]
-"""Token ids -> the learner's log-prob of each but the first, at temperature 1."""
-
-RESTARTS = 3  # between two publishes, before the child is given up
-GRACE = 15.0  # seconds after a failed request until a child that died of it must have ended
+log = logging.getLogger(__name__)
+RESTARTS = 3  # between two publishes, before the server is given up
+GRACE = 15.0  # seconds after a failed request until a server that died of it must have ended
 
 
 class _LostError(Exception):
-    """A request failed as it does on a child that is dying."""
+    """A request failed as it does on a server that is dying."""
 
 
 class VllmServer:
@@ -42,29 +41,23 @@ class VllmServer:
 
     def __init__(
         self,
-        export: Export,
-        score: Score,
-        probe: Sequence[int],
-        settings: Settings,
+        learned: Learned,
+        host: Host,
         *,
         folder: Path,
         timeout: float = 60.0,
         tolerance: float = 1e-3,
     ) -> None:
-        """probe: token ids whose log-probs are compared after each publish, and the difference that
-        is tolerated. timeout: seconds that calls in flight have to end before an update, and that
-        vLLM has to take it.
-
-        Raises PolicyError where vLLM is missing or too old."""
-        self.model = settings.name
+        """timeout: seconds that calls in flight have to end before an update, and that vLLM has to
+        take it. tolerance: of the log-probs that are compared after each publish. Servers that
+        somebody else started must find `folder` under the same path."""
+        self.model = POLICY
         self.base_url = ""
-        self._export, self._score, self._probe = export, score, list(probe)
+        self._learned, self._host = learned, host
         self._folder, self._timeout, self._tolerance = folder, timeout, tolerance
-        self._process = VllmProcess(settings, folder / "vllm.log", secrets.token_hex(16))
-        self._published = 0  # directories of weights so far
-        self._weights = folder / "weights-0"
-        self._version = 0
-        self._held = False
+        self._serving = Serving(folder / "weights-0", folder / "tokenizer")
+        self._written = 0  # directories of weights so far
+        self._held = self._wrong = self._hot = False
         self._up, self._death = asyncio.Event(), asyncio.Event()
         self._failed: PolicyError | None = None
         self._restarts = 0
@@ -72,22 +65,22 @@ class VllmServer:
 
     async def start(self) -> None:
         """Serve the learner's current weights as version 0. Raises PolicyError when vLLM does not
-        come up."""
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder.mkdir(parents=True)
-        self._export(self._weights)
+        come up, or serves something else."""
         try:
-            await self._process.start(self._weights, self._version)
-            await self._check()
+            await self._host.probe()
+            self._write_first()
+            log.info("vLLM gets new weights by %s.", self._serving.mechanism)
+            await self._host.start(self._serving)
+            for policy in self._serving.versions:
+                await self._check(policy)
+            await self._check_temperature(self.model)
         except _LostError:
             await self.close()
-            raise PolicyError(
-                f"vLLM failed at its first call; {self._process.last_words()}"
-            ) from None
+            raise PolicyError(f"vLLM failed at its first call; {self._host.last_words()}") from None
         except BaseException:
             await self.close()
             raise
-        self.base_url = f"{self._process.url}/v1"
+        self.base_url = f"{self._host.url}/v1"
         self._up.set()
         self._keeper = asyncio.create_task(self._keep(), name="vllm-keeper")
 
@@ -100,72 +93,128 @@ class VllmServer:
             yield
         finally:
             self._held = False
-            await self._reach(self._open)
+            if not self._wrong:  # else the calls that wait would be answered with those weights
+                await self._reach(self._open)
 
     async def publish(self, version: int, policy: str | None = None) -> None:
         """From now on serve the learner's current weights as `version`.
 
         Raises PolicyError where vLLM's log-probs differ from the learner's afterwards, and for
-        another policy than the one it serves."""
-        if policy not in (None, self.model):
-            raise PolicyError(f"vLLM serves the policy {self.model!r}, and not {policy!r}")
+        a policy that it does not serve. No call is answered then until a publish succeeds."""
+        policy = policy or self.model
+        if policy not in self._serving.versions:
+            served = ", ".join(map(repr, self._serving.versions))
+            raise PolicyError(f"vLLM serves the policy {served}, and not {policy!r}")
         if not self._held:
             async with self.updating():
-                await self.publish(version)
+                await self.publish(version, policy)
             return
-        self._published += 1
-        weights = self._folder / f"weights-{self._published}"
-        self._export(weights)
-        # From here on a child that is started again comes up with the new weights.
-        old, self._weights, self._version = self._weights, weights, version
-        await self._reach(self._load)
+        self._wrong = True
+        # Once it is written, a server that is started again comes up with the new weights.
+        old = self._write(policy)
+        self._serving.versions[policy] = version
+        await self._reach(lambda: self._load(policy))
+        self._wrong = False
         self._restarts = 0
-        shutil.rmtree(old)
+        if old is not None:
+            shutil.rmtree(old)
 
     async def close(self) -> None:
-        """Stop the child. A second time does nothing."""
+        """Stop the child, or leave the servers alone. A second time does nothing."""
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
             self._keeper = None
-        await self._process.stop()
+        await self._host.stop()
         for weights in self._folder.glob("weights-*"):
             shutil.rmtree(weights)
+
+    def _write_first(self) -> None:
+        for weights in self._folder.glob("weights-*"):  # of a run that was killed
+            shutil.rmtree(weights)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._learned.save_tokenizer(self._serving.tokenizer)
+        self._hot = bool(self._learned.adapters) and self._host.hot
+        if not self._hot:
+            self.model = self._host.name
+            self._serving.versions = {self.model: 0}
+            self._learned.save(self._serving.weights)
+            return
+        assert self._learned.save_base is not None
+        self._learned.save_base(self._serving.weights)
+        self._serving.versions = dict.fromkeys(self._learned.adapters, 0)
+        for name in self._learned.adapters:
+            self._write(name)
+
+    def _write(self, policy: str) -> Path | None:
+        """The learner's weights of a policy into a new directory, which is served from now on;
+        what it replaces is returned."""
+        self._written += 1
+        path, serving = self._folder / f"weights-{self._written}", self._serving
+        if self._hot:
+            assert self._learned.save_adapter is not None
+            self._learned.save_adapter(policy, path)
+            old = serving.adapters.get(policy)
+            serving.adapters[policy] = path
+            return old
+        self._learned.save(path)
+        old, serving.weights = serving.weights, path
+        return old
 
     async def _hold(self) -> None:
         await self._post(HOLD)
 
     async def _open(self) -> None:
-        await self._post(f"{OPEN}?{self._version}")
+        await self._post(f"{OPEN}?{self._serving.query()}")
 
-    async def _load(self) -> None:
-        """The newest weights into a running child, behind its held door."""
-        await self._hold()  # a child that was just started again is open
-        path = {"weights_path": str(self._weights)}
-        await self._post("/collective_rpc", {"method": "reload_weights", "kwargs": path})
+    async def _load(self, policy: str) -> None:
+        """The newest weights of a policy into a running server, behind its held gate."""
+        await self._hold()  # a server that was just started again is open
+        for path, body in self._serving.loads(policy):
+            await self._post(path, body)
         # What was computed with the old weights must not answer for the new ones.
-        if not (await self._post("/reset_prefix_cache"))["success"]:
+        if not all(reset["success"] for reset in await self._post("/reset_prefix_cache")):
             raise PolicyError("vLLM did not give up its prefix cache after a weight update")
-        await self._check()
+        await self._check(policy)
 
-    async def _check(self) -> None:
+    async def _check(self, policy: str) -> None:
         """Raises PolicyError where vLLM's log-probs are not the learner's."""
-        body = {"model": self.model, "prompt": self._probe, "max_tokens": 1, "prompt_logprobs": 0}
-        answer = await self._post("/v1/completions", body | {"temperature": 1.0})
-        rows = answer["choices"][0]["prompt_logprobs"][1:]
+        probe = list(self._learned.probe)
+        body = {"model": policy, "prompt": probe, "max_tokens": 1, "prompt_logprobs": 0}
+        answers = await self._post("/v1/completions", body | {"temperature": 1.0})
+        learned = self._learned.score(policy if self._hot else POLICY, probe)
+        for answer in answers:
+            self._compare(policy, answer["choices"][0]["prompt_logprobs"][1:], learned)
+
+    async def _check_temperature(self, policy: str) -> None:
+        """Raises PolicyError where log-probs are not of what is sampled from."""
+        probe = list(self._learned.probe)
+        body = {"model": policy, "prompt": probe, "max_tokens": 8, "temperature": 2.0, "seed": 0}
+        body |= {"logprobs": 0, "return_token_ids": True, "ignore_eos": True}
+        for answer in await self._post("/v1/completions", body):
+            choice = answer["choices"][0]
+            tokens, served = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+            scored = self._learned.score(policy if self._hot else POLICY, probe + tokens)
+            colder = scored[-len(tokens) :]
+            if all(abs(a - b) <= self._tolerance for a, b in zip(served, colder, strict=True)):
+                raise PolicyError(
+                    "vLLM tells log-probs of another distribution than it samples from; start it "
+                    "with --logprobs-mode processed_logprobs"
+                )
+
+    def _compare(self, policy: str, rows: list[dict[str, Any]], learned: list[float]) -> None:
         served = [next(iter(row.values()))["logprob"] for row in rows]
-        learned = self._score(self._probe)
         gaps = [abs(a - b) for a, b in zip(served, learned, strict=True)]
         worst = max(range(len(gaps)), key=lambda i: inf if isnan(gaps[i]) else gaps[i])
         if not gaps[worst] <= self._tolerance:
             raise PolicyError(
                 f"vLLM serves other weights than the learner's after publishing version "
-                f"{self._version}: log-prob {served[worst]:.6f} against {learned[worst]:.6f}, "
-                f"tolerance {self._tolerance:g} (engine.vllm.tolerance)"
+                f"{self._serving.versions[policy]}: log-prob {served[worst]:.6f} against "
+                f"{learned[worst]:.6f}, tolerance {self._tolerance:g} (engine.vllm.tolerance)"
             )
 
     async def _reach(self, work: Callable[[], Awaitable[None]]) -> None:
-        """`work` on a child that is up, and again on the next one if it dies in the meantime."""
+        """`work` on a server that is up, and again on the next one if it dies in the meantime."""
         while True:
             death = self._death
             await self._up.wait()  # the keeper sets it within the start's time-out
@@ -178,15 +227,16 @@ class VllmServer:
                     async with asyncio.timeout(GRACE):
                         await death.wait()
                 except TimeoutError:
-                    raise PolicyError(f"vLLM: {error}; see {self._process.log}") from None
+                    raise PolicyError(f"vLLM: {error}; {self._host.last_words()}") from None
 
-    async def _post(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        headers = {CONTROL.decode(): self._process.key}
+    async def _post(self, path: str, body: Mapping[str, Any] | None = None) -> list[Any]:
+        """What each server answered."""
+        headers = {CONTROL.decode(): self._host.key}
         # A new connection each: updates block this loop for longer than vLLM keeps idle ones.
         timeout = aiohttp.ClientTimeout(total=self._timeout)
         async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
             try:
-                async with session.post(self._process.url + path, json=body) as reply:
+                async with session.post(self._host.url + path, json=body) as reply:
                     answer = await reply.read()
             except TimeoutError:
                 what = "calls in flight did not end" if path == HOLD else "no answer"
@@ -199,13 +249,14 @@ class VllmServer:
             words = f"{path}: {reply.status} {answer[:300].decode(errors='replace')}"
             if reply.status >= 500:  # of its own, or because its engine is dying
                 raise _LostError(words)
-            raise PolicyError(f"vLLM refused {words}; see {self._process.log}")
-        return msgspec.json.decode(answer) if answer else None
+            raise PolicyError(f"vLLM refused {words}; {self._host.last_words()}")
+        answers = msgspec.json.decode(answer) if answer[:1] in (b"{", b"[") else None
+        return answers if isinstance(answers, list) else [answers]
 
     async def _keep(self) -> None:
-        """Start the child again whenever it ends, and say when it is up or given up."""
+        """Start the server again whenever it ends, and say when it is up or given up."""
         while self._failed is None:
-            await self._process.ended()
+            await self._host.ended()
             self._up.clear()
             self._death.set()
             self._death = asyncio.Event()
@@ -213,11 +264,11 @@ class VllmServer:
             self._up.set()
 
     async def _restart(self) -> None:
-        words = self._process.last_words()
+        words = self._host.last_words()
         while self._restarts < RESTARTS:
             self._restarts += 1
             try:
-                await self._process.start(self._weights, self._version)
+                await self._host.start(self._serving)
                 return
             except PolicyError as error:
                 words = str(error)

@@ -11,16 +11,21 @@ from __future__ import annotations
 import asyncio
 import os
 import runpy
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from contextlib import asynccontextmanager
 from typing import Any
+from urllib.parse import parse_qsl
 
+import msgspec
+
+from agentrl.algorithms.engines.vllm_serving import HOLD, OPEN
 from agentrl.processes import die_with_parent
 
 KEY = "AGENTRL_VLLM_KEY"  # environment variable with what the parent proves itself with
-VERSION = "AGENTRL_VLLM_VERSION"  # and with the version that is served at first
+VERSIONS = "AGENTRL_VLLM_VERSIONS"  # and with the versions that are served at first
 CONTROL = b"x-agentrl-key"
-HOLD, OPEN = "/agentrl/hold", "/agentrl/open"
 POLICY_VERSION = b"x-policy-version"
+ADAPTERS = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"  # for who has the key
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -28,60 +33,122 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 
-class Door:
-    """ASGI middleware around vLLM's server. With the key: `POST /agentrl/hold` answers once no call
-    is in flight, `/agentrl/open?VERSION` lets calls in again, and every other path is vLLM's.
-    Without it there are /v1 and /health."""
+class _Request(msgspec.Struct):
+    model: str = ""
 
-    def __init__(self, app: App) -> None:
-        self._app = app
-        self._key = os.environ[KEY].encode()
-        self._version = os.environ[VERSION].encode()
+
+class Gate:
+    """Lets calls in, or holds them. Versions are a query, `policy=3&other=0`; the empty name is
+    what calls with any other name get."""
+
+    def __init__(self, versions: str) -> None:
+        self.versions = dict(parse_qsl(versions, keep_blank_values=True))
         self._inside = 0
         self._open, self._empty = asyncio.Event(), asyncio.Event()
         self._open.set()
         self._empty.set()
 
+    def close(self) -> None:
+        """Let no more calls in."""
+        self._open.clear()
+
+    async def hold(self) -> None:
+        """The same; returns once no call is inside."""
+        self.close()
+        await self._empty.wait()
+
+    def open(self, versions: str = "") -> None:
+        """Let calls in again, from now on with these versions; none: those before."""
+        if versions:
+            self.versions = dict(parse_qsl(versions, keep_blank_values=True))
+        self._open.set()
+
+    @asynccontextmanager
+    async def enter(self) -> AsyncIterator[Mapping[str, str]]:
+        """One call is inside; with the versions that serve it."""
+        while not self._open.is_set():
+            await self._open.wait()
+        self._inside += 1
+        self._empty.clear()
+        try:
+            yield self.versions
+        finally:
+            self._inside -= 1
+            if not self._inside:
+                self._empty.set()
+
+
+class Door:
+    """ASGI middleware around vLLM's server. With the key: `POST /agentrl/hold` answers once no call
+    is in flight, `/agentrl/open?VERSIONS` lets calls in again, and every other path is vLLM's.
+    Without it there are /health and what asks the models."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._key = os.environ[KEY].encode()
+        self._gate = Gate(os.environ[VERSIONS])
+
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
+        elif scope["type"] != "http":  # a websocket would pass by the gate
+            await send({"type": "websocket.close", "code": 1008})
         elif dict(scope["headers"]).get(CONTROL) == self._key:
             await self._obey(scope, receive, send)
-        elif scope["path"] == "/health" or scope["path"].startswith("/v1/"):
+        elif is_call(scope["path"]):
             await self._serve(scope, receive, send)
         else:
             await _answer(send, 404)
 
     async def _obey(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["path"] == HOLD:
-            self._open.clear()
-            await self._empty.wait()
+            await self._gate.hold()
             await _answer(send, 200)
         elif scope["path"] == OPEN:
-            self._version = scope["query_string"] or self._version
-            self._open.set()
+            self._gate.open(scope["query_string"].decode())
             await _answer(send, 200)
         else:
             await self._app(scope, receive, send)
 
     async def _serve(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        while not self._open.is_set():
-            await self._open.wait()
-        version = self._version
+        async with self._gate.enter() as versions:
+            receive, body = await _read(receive)
+            name = model_of(body)
+            version = versions.get(name, versions.get(""))
 
-        async def stamped(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (POLICY_VERSION, version)]
-            await send(message)
+            async def stamped(message: Message) -> None:
+                if message["type"] == "http.response.start" and version is not None:
+                    added = POLICY_VERSION, version.encode()
+                    message["headers"] = [*message.get("headers", ()), added]
+                await send(message)
 
-        self._inside += 1
-        self._empty.clear()
-        try:
             await self._app(scope, receive, stamped)
-        finally:
-            self._inside -= 1
-            if not self._inside:
-                self._empty.set()
+
+
+def is_call(path: str) -> bool:
+    """Whether anybody may ask for it."""
+    return path == "/health" or (path.startswith("/v1/") and path not in ADAPTERS)
+
+
+def model_of(body: bytes) -> str:
+    """The model that a request names; empty: none, or it cannot be read."""
+    try:
+        return msgspec.json.decode(body, type=_Request).model
+    except msgspec.DecodeError:
+        return ""
+
+
+async def _read(receive: Receive) -> tuple[Receive, bytes]:
+    """A request's body, and a `receive` that tells it again."""
+    messages: list[Message] = []
+    while not messages or messages[-1].get("more_body"):
+        messages.append(await receive())
+    body = b"".join(message.get("body", b"") for message in messages)
+
+    async def again() -> Message:
+        return messages.pop(0) if messages else await receive()
+
+    return again, body
 
 
 async def _answer(send: Send, status: int) -> None:

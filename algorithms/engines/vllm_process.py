@@ -15,14 +15,18 @@ from pathlib import Path
 
 import aiohttp
 
-from agentrl.algorithms.engines.vllm_child import KEY, VERSION
+from agentrl.algorithms.engines.vllm_child import KEY, VERSIONS
+from agentrl.algorithms.engines.vllm_serving import BASE, Serving
 from agentrl.errors import PolicyError
 from agentrl.processes import PARENT
+from agentrl.types import POLICY
 
 OLDEST = (0, 30)  # `reload_weights` from a path, `return_token_ids` on every endpoint
+APPENDED = {"--enforce-eager", "--enable-auto-tool-choice", "--disable-uvicorn-access-log"}
 MODULE = "agentrl.algorithms.engines"
 POLL = 0.2  # seconds between looks at a child that is starting
 ERROR = re.compile(r"(\w+\.)*\w*(Error|Exception)\b.*:")
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for
 NOISE = re.compile(r"^\(\w+ pid=\d+\) |^(ERROR|INFO|WARNING) [\d-]+ [\d:]+ \[[^]]*\] ")
 
 
@@ -30,7 +34,6 @@ NOISE = re.compile(r"^\(\w+ pid=\d+\) |^(ERROR|INFO|WARNING) [\d-]+ [\d:]+ \[[^]
 class Settings:
     """How vLLM is started."""
 
-    name: str = "policy"  # the model's name on the wire
     host: str = "127.0.0.1"
     port: int = 0  # 0: any free one
     dtype: str = "float32"
@@ -41,6 +44,8 @@ class Settings:
     arguments: tuple[str, ...] = ()  # more of vllm serve's
     start_timeout: float = 300.0  # seconds until it must answer
     gpu: bool = False
+    adapters: int = 0  # of LoRA, loaded by name
+    rank: int = 0  # of the largest
 
 
 class VllmProcess:
@@ -50,11 +55,24 @@ class VllmProcess:
         """Raises PolicyError where vLLM is missing or too old."""
         check_installed()
         self.settings, self.log, self.key = settings, log, key
-        self.url = ""
+        self.url, self.name = "", POLICY
+        self.hot = bool(settings.adapters) and settings.rank <= RANKS[-1]
         self._child: asyncio.subprocess.Process | None = None
 
-    async def start(self, weights: Path, version: int) -> None:
-        """Serve a checkpoint directory as `version`; returns once it answers.
+    async def probe(self) -> None:
+        """Raises PolicyError for arguments that only this module may give."""
+        command = self._command(Serving(Path(), Path()), 0)
+        ours = command[: len(command) - len(self.settings.arguments)]
+        for word in self.settings.arguments:
+            name = word.partition("=")[0].replace("_", "-")
+            if name in ({*ours, "--lora-modules", "--api-key"} - APPENDED):
+                raise PolicyError(
+                    f"engine.vllm.arguments: {name} is set by agentrl; leave it out and use the "
+                    "settings of [engine] and [policy]"
+                )
+
+    async def start(self, serving: Serving) -> None:
+        """Serve a checkpoint, with adapters if it has any; returns once it answers.
 
         Raises PolicyError when the port is taken, and when vLLM ends or stays silent."""
         await self.stop()
@@ -63,11 +81,11 @@ class VllmProcess:
         self.url = f"http://{host}:{port}"
         with self.log.open("ab") as log:
             self._child = await asyncio.create_subprocess_exec(
-                *self._command(weights, port),
+                *self._command(serving, port),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=os.environ | self._environment(version),
+                env=os.environ | self._environment(serving),
                 start_new_session=True,  # a group of its own, which `stop` ends as a whole
             )
         try:
@@ -118,11 +136,12 @@ class VllmProcess:
                             return
                 await asyncio.sleep(POLL)
 
-    def _command(self, weights: Path, port: int) -> list[str]:
+    def _command(self, serving: Serving, port: int) -> list[str]:
         settings = self.settings
         return [
             *(sys.executable, "-m", f"{MODULE}.vllm_child"),
-            *("--model", str(weights), "--served-model-name", settings.name),
+            *("--model", str(serving.weights), "--tokenizer", str(serving.tokenizer)),
+            *("--served-model-name", BASE if serving.adapters else POLICY),
             *("--host", settings.host, "--port", str(port)),
             *("--dtype", settings.dtype, "--max-model-len", str(settings.max_context)),
             *("--max-num-seqs", str(settings.max_batch)),
@@ -133,15 +152,26 @@ class VllmProcess:
             *("--worker-extension-cls", f"{MODULE}.vllm_worker.Extension"),
             # Compiling takes half a minute, which pays on a GPU only.
             *(() if settings.gpu else ("--enforce-eager",)),
+            "--disable-uvicorn-access-log",
+            *(self._lora(serving.adapters) if serving.adapters else ()),
             *settings.arguments,
         ]
 
-    def _environment(self, version: int) -> dict[str, str]:
+    def _lora(self, adapters: dict[str, Path]) -> list[str]:
+        rank = next(rank for rank in RANKS if rank >= self.settings.rank)
+        return [
+            *("--enable-lora", "--max-lora-rank", str(rank)),
+            *("--max-loras", str(len(adapters)), "--lora-modules"),
+            *(f"{name}={path}" for name, path in adapters.items()),
+        ]
+
+    def _environment(self, serving: Serving) -> dict[str, str]:
         chosen = {
             KEY: self.key,
-            VERSION: str(version),
+            VERSIONS: serving.query(),
             PARENT: str(os.getpid()),
             "VLLM_SERVER_DEV_MODE": "1",  # weight updates; the door keeps them from strangers
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "VLLM_NO_USAGE_STATS": "1",
         }
         if not self.settings.gpu:
@@ -167,8 +197,19 @@ class VllmProcess:
         """The line of the log that says most about why it ended."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         plain = [text for line in lines if (text := NOISE.sub("", NOISE.sub("", line)).strip())]
-        causes = [line for line in plain if ERROR.match(line) and "root cause" not in line]
+        causes = [
+            # pydantic tells what is wrong in the line that follows, before its own notes.
+            after.partition(" [type=")[0] if " validation error" in line else line
+            for line, after in zip(plain, [*plain[1:], ""], strict=False)
+            if ERROR.match(line) and "root cause" not in line
+        ]
         return f"it said: {(causes or plain or ['nothing'])[-1][:300]} ({self.log})"
+
+
+def is_old(version: str) -> bool:
+    """Builds from source count as 0.1 or have no number: who makes them is taken to know."""
+    number = re.match(r"(\d+)\.(\d+)", version)
+    return number is not None and (0, 1) != (int(number[1]), int(number[2])) < OLDEST
 
 
 def check_installed() -> None:
@@ -178,7 +219,7 @@ def check_installed() -> None:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-        if tuple(map(int, version.split(".")[:2])) < OLDEST:
+        if is_old(version):
             oldest = ".".join(map(str, OLDEST))
             raise PolicyError(
                 f"engine.kind = 'vllm' needs {name} {oldest} or newer, and {version} is installed; "

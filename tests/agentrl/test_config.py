@@ -74,6 +74,18 @@ def test_settings_of_vllm_are_refused_without_it() -> None:
         resolve({"engine": tables | {"kind": "embedded"}}, source="test")
 
 
+def test_settings_of_a_vllm_child_are_refused_for_servers_that_run_already() -> None:
+    vllm = {"urls": ["http://127.0.0.1:8000"], "start_timeout": 5.0}
+    resolve({"engine": {"kind": "vllm", "vllm": vllm}}, source="test")
+    for name, value in {"arguments": ["--seed", "1"], "tool_parser": "llama3_json"}.items():
+        tables = {"kind": "vllm", "vllm": vllm | {name: value}}
+        with pytest.raises(ConfigError, match=rf"engine\.vllm\.{name} is for a vLLM child"):
+            resolve({"engine": tables}, source="test")
+    tables = {"kind": "vllm", "vllm": {"urls": ["localhost:8000"]}}
+    with pytest.raises(ConfigError, match=r"engine\.vllm\.urls = 'localhost:8000': .*http://"):
+        resolve({"engine": tables}, source="test")
+
+
 def test_differences_name_what_changes_learning_only() -> None:
     old = resolve({"seed": 0, "steps": 5}, source="test")
     new = resolve({"seed": 1, "steps": 9, "runner": {"concurrency": 2}}, source="test")

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import aiohttp
 import pytest
+import pytest_asyncio
 import torch
 
 from agentrl.algorithms.engines.choice import vllm_server
@@ -20,7 +26,9 @@ from agentrl.algorithms.engines.vllm import VllmServer
 from agentrl.algorithms.model import load_model
 from agentrl.config import resolve
 from agentrl.errors import PolicyError
+from agentrl.runners.gateway import Gateway
 from agentrl.store import open_store
+from agentrl.types import NewRollout, PolicyVersion, Sampling
 
 psutil = pytest.importorskip("psutil")
 pytestmark = [
@@ -28,12 +36,14 @@ pytestmark = [
         find_spec("vllm") is None, reason="vLLM is not installed: run `make test-engines`"
     ),
     pytest.mark.timeout(600),
+    pytest.mark.asyncio(loop_scope="module"),
 ]
-ENGINE = {"kind": "vllm", "max_context": 512}
+CALLERS = 16
 
 
-def server_of(model_dir: Path, output: Path) -> tuple[VllmServer, torch.nn.Module]:
-    config = resolve({"output": str(output), "engine": ENGINE}, source="test")
+def server_of(model_dir: Path, output: Path, **vllm: object) -> tuple[VllmServer, torch.nn.Module]:
+    engine = {"kind": "vllm", "max_context": 512, "vllm": vllm}
+    config = resolve({"output": str(output), "engine": engine}, source="test")
     model, tokenizer = load_model(model_dir, device="cpu")
     return vllm_server(config, model, tokenizer), model
 
@@ -42,17 +52,31 @@ def offspring() -> list[int]:
     return [process.pid for process in psutil.Process().children(recursive=True)]
 
 
-@pytest.fixture
+def workers() -> list[int]:
+    """The processes that compute."""
+    pids = [pid for pid in offspring() if "Worker" in psutil.Process(pid).name()]
+    assert pids
+    return pids
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def started(
-    wide_model_dir: Path, tmp_path: Path
+    wide_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[tuple[VllmServer, torch.nn.Module]]:
     before = set(offspring())
-    server, model = server_of(wide_model_dir, tmp_path)
+    output = tmp_path_factory.mktemp("run")
+    server, model = server_of(wide_model_dir, output)
     await server.start()
     yield server, model
     await server.close()
     assert set(offspring()) <= before
-    assert not list(tmp_path.glob("vllm/weights-*"))
+    assert not list(output.glob("vllm/weights-*"))
+
+
+@torch.no_grad()
+def disturb(model: torch.nn.Module) -> None:
+    for weight in model.parameters():
+        weight.add_(0.05 * torch.randn_like(weight))
 
 
 async def version(server: VllmServer) -> str:
@@ -63,41 +87,170 @@ async def version(server: VllmServer) -> str:
         return reply.headers["x-policy-version"]
 
 
-async def test_it_survives_its_death_and_tells_wrong_weights(
+async def test_calls_in_flight_when_it_dies_are_answered_after_all(
+    started: tuple[VllmServer, torch.nn.Module], tmp_path: Path
+) -> None:
+    """Through the gateway, which asks again until the attempt's time is over. What of a stream has
+    reached the agent cannot be taken back: its connection breaks, and the agent may ask again. The
+    answers are of the version that was published last."""
+    server, model = started
+    disturb(model)
+    await server.publish(1)
+    body = {
+        "model": "policy",
+        "messages": [{"role": "user", "content": "Hello"}],
+        "max_tokens": 400,
+        "ignore_eos": True,
+    }
+
+    async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
+        await store.open_run("crash", {})
+        await store.publish(
+            PolicyVersion("crash", "policy", 1, base_url=server.base_url, model=server.model)
+        )
+        sampling = Sampling(temperature=1.0, max_tokens=400)
+        await store.enqueue(
+            [
+                NewRollout(
+                    id=f"r{i}",
+                    run="crash",
+                    group=f"g{i}",
+                    index=0,
+                    task={"input": "x"},
+                    sampling=sampling,
+                    timeout=300.0,
+                )
+                for i in range(CALLERS)
+            ]
+        )
+        attempts = await store.claim(CALLERS, runner="test", lease=600.0, run="crash")
+        gateway = Gateway(store, "crash")
+        gateway.start()
+        lives = [gateway.register(attempt) for attempt in attempts]
+        async with aiohttp.ClientSession() as http:
+
+            async def call(number: int, stream: bool) -> int:
+                path = gateway.base_url.replace("/v1", f"/a/{attempts[number].id}/v1")
+                chosen = body | {"stream": stream}
+                async with http.post(f"{path}/chat/completions", json=chosen) as reply:
+                    await reply.read()
+                    return reply.status
+
+            calls = [asyncio.create_task(call(i, stream=i % 2 == 1)) for i in range(CALLERS)]
+            seen = 0
+            while seen < CALLERS:
+                seen = await in_flight(http, server)
+                assert not any(task.done() for task in calls), "a call was answered too early"
+            killed = workers()
+            for pid in killed:
+                os.kill(pid, signal.SIGKILL)
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+            assert answers[::2] == [200] * (CALLERS // 2)
+            for number in range(1, CALLERS, 2):
+                assert isinstance(answers[number], aiohttp.ClientPayloadError)
+                assert await call(number, stream=True) == 200
+        for live in lives:
+            await asyncio.wrap_future(gateway.unregister(live))
+        await asyncio.to_thread(gateway.close)
+        traces = [await store.trace(attempt.rollout.id) for attempt in attempts]
+        transitions = [each for trace in traces for each in trace.transitions]
+    assert not set(killed) & set(offspring())
+    whole = [transition for transition in transitions if transition.finish == "length"]
+    assert len(whole) == CALLERS
+    for transition in whole:
+        assert transition.version == 1
+        assert transition.exact
+        assert len(transition.completion) == len(transition.logprobs) == 400
+
+
+async def in_flight(http: aiohttp.ClientSession, server: VllmServer) -> int:
+    """Calls that vLLM computes."""
+    headers = {"x-agentrl-key": server._host.key}
+    async with http.get(f"{server._host.url}/metrics", headers=headers) as reply:
+        found = re.search(
+            r"^vllm:num_requests_running{.*} (\S+)$", await reply.text(), re.MULTILINE
+        )
+    return int(float(found[1])) if found else 0
+
+
+async def test_what_is_served_is_compared_and_what_is_wrong_answers_nobody(
     started: tuple[VllmServer, torch.nn.Module],
 ) -> None:
     server, model = started
-    await server.publish(1)
-    workers = [pid for pid in offspring() if "Worker" in psutil.Process(pid).name()]
-    for pid in workers:
-        os.kill(pid, signal.SIGKILL)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(0.05 * torch.randn_like(weight))
-    await server.publish(2)  # waits for the next child, and checks its log-probs
-    assert workers
-    assert not set(workers) & set(offspring())
-    assert await version(server) == "2"
-
-    learned = server._score
-    server._score = lambda tokens: [logprob - 0.5 for logprob in learned(tokens)]
+    learned = server._learned
+    server._learned = replace(
+        learned,
+        score=lambda policy, tokens: [x - 0.5 for x in learned.score(policy, tokens)],
+    )
     with pytest.raises(PolicyError, match=r"version 3: log-prob -.* against -.*tolerance 0\.001"):
         await server.publish(3)
-    server._score = learned
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(1.0):
+            await version(server)
+    server._learned = learned
+    await server.publish(4)
+    assert await version(server) == "4"
 
-    server._export = lambda directory: None  # nothing is written: what vLLM loads is not there
+    server._learned = replace(learned, save=Path.mkdir)  # what vLLM is to load is not there
     with pytest.raises(PolicyError, match=r"vLLM: /collective_rpc: 500 "):
-        await server.publish(4)
+        await server.publish(5)
+    server._learned = learned
+    disturb(model)
+    await server.publish(6)
+    assert await version(server) == "6"
 
 
-async def test_a_model_that_vllm_cannot_run_is_a_sentence(
-    tiny_model_dir: Path, tmp_path: Path
+async def test_an_update_that_hangs_is_a_sentence_in_time(
+    started: tuple[VllmServer, torch.nn.Module],
 ) -> None:
-    """Its attention has no kernel for heads of 16, which it notices at the first call only."""
+    server, _ = started
+    before, server._timeout = server._timeout, 1.0
+    stopped = workers()
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    began = time.monotonic()
+    try:
+        with pytest.raises(PolicyError, match=r"no answer within 1 s \(engine\.vllm\.timeout\)"):
+            await server.publish(7)
+        assert time.monotonic() - began < 10
+    finally:
+        for pid in stopped:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        server._timeout = before
+    await server.publish(8)
+    assert await version(server) == "8"
+
+
+async def test_what_vllm_cannot_run_is_a_sentence(
+    tiny_model_dir: Path, wide_model_dir: Path, tmp_path: Path
+) -> None:
+    """Heads of 16 have no kernel in its attention, which it notices at the first call only."""
     before = set(offspring())
-    server, _ = server_of(tiny_model_dir, tmp_path)
-    with pytest.raises(PolicyError, match=r"failed at its first call; it said: .*head_dim=16"):
-        await server.start()
+    narrow, _ = server_of(tiny_model_dir, tmp_path / "narrow")
+    three, _ = server_of(
+        wide_model_dir, tmp_path / "three", arguments=["--tensor-parallel-size", "3"]
+    )
+    unknown, _ = server_of(wide_model_dir, tmp_path / "unknown")
+    learned = unknown._learned
+
+    def save(directory: Path) -> None:
+        learned.save(directory)
+        file = directory / "config.json"
+        text = json.loads(file.read_text())
+        file.write_text(json.dumps(text | {"architectures": ["Nobody"], "model_type": "nobody"}))
+
+    unknown._learned = replace(learned, save=save)
+    told = await asyncio.gather(
+        *(server.start() for server in (narrow, three, unknown)), return_exceptions=True
+    )
+    assert all(isinstance(error, PolicyError) for error in told), told
+    sentences = [str(error) for error in told]
+    assert "failed at its first call; it said: " in sentences[0]
+    assert "head_dim=16" in sentences[0]
+    assert "divisible by tensor parallel size" in sentences[1]
+    assert "nobody" in sentences[2]
+    assert not any("\n" in sentence for sentence in sentences)
     assert set(offspring()) <= before
 
 

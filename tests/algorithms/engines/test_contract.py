@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
-from collections.abc import AsyncIterator
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,20 +21,22 @@ import pytest
 import pytest_asyncio
 import torch
 
+from agentrl.algorithms.adapters import Adapters
 from agentrl.algorithms.engines.base import PolicyServer
 from agentrl.algorithms.engines.choice import policy_server
 from agentrl.algorithms.model import load_model
 from agentrl.config import resolve
+from agentrl.errors import PolicyError
+from agentrl.types import POLICY
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 HELLO = [{"role": "user", "content": "Hello"}]
 TOOLS = [{"type": "function", "function": {"name": "query", "parameters": {"type": "object"}}}]
-VLLM = pytest.param(
-    "vllm",
-    marks=pytest.mark.skipif(
-        find_spec("vllm") is None, reason="vLLM is not installed: run `make test-engines`"
-    ),
+NEEDS_VLLM = pytest.mark.skipif(
+    find_spec("vllm") is None, reason="vLLM is not installed: run `make test-engines`"
 )
+KINDS = ["embedded", *(pytest.param(k, marks=NEEDS_VLLM) for k in ("vllm", "adapter", "url"))]
+PUBLISHES = 50
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,18 @@ class Served:
     model: Any
     tokenizer: Any
     http: aiohttp.ClientSession
+    adapters: Adapters | None = None
     version: int = 0
+
+    @property
+    def trained(self) -> list[torch.Tensor]:
+        if self.adapters is None:
+            return list(self.model.parameters())
+        return list(self.adapters.parameters(POLICY).values())
+
+    def using(self) -> AbstractContextManager[None]:
+        """Forward passes within are those of the policy."""
+        return nullcontext() if self.adapters is None else self.adapters.using(POLICY)
 
     def post(self, **body: Any) -> Any:
         chosen = {
@@ -71,46 +89,91 @@ class Served:
         logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         return Answer(version, answer["prompt_token_ids"], choice["token_ids"], logprobs)
 
+    @torch.no_grad()
+    def disturb(self) -> None:
+        for weight in self.trained:
+            # The product of an adapter's two sides would grow, and numerical errors with it.
+            weight.mul_(0.8 if self.adapters else 1.0).add_(0.05 * torch.randn_like(weight))
+
+    @torch.no_grad()
+    def logprobs(self, answer: Answer, temperature: float = 1.0) -> torch.Tensor:
+        """The model's own log-probs of an answer's tokens."""
+        with self.using():
+            logits = self.model(torch.tensor([answer.prompt + answer.tokens])).logits[0]
+        logprobs = (logits / temperature).log_softmax(-1)[len(answer.prompt) - 1 : -1]
+        return logprobs.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
+
+    def gap(self, answer: Answer, temperature: float = 1.0) -> float:
+        """Largest difference of the answer's log-probs from the model's."""
+        ours = self.logprobs(answer, temperature)
+        return float((ours - torch.tensor(answer.logprobs)).abs().max())
+
     async def change(self) -> None:
         """Other weights, as the next version."""
         async with self.server.updating():
-            with torch.no_grad():
-                for weight in self.model.parameters():
-                    weight.add_(0.05 * torch.randn_like(weight))
+            self.disturb()
             await self.server.publish(self.version + 1)
         self.version += 1
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["embedded", VLLM])
+@contextmanager
+def vllm_of_somebody_else(model_dir: Path, log: Path) -> Iterator[str]:
+    """The URL of `vllm serve`, as its documentation says to start it."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_dir)),
+        *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
+        *("--max-model-len", "512", "--served-model-name", "theirs", "--enforce-eager"),
+        *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
+        *("--worker-extension-cls", "agentrl.algorithms.engines.vllm_worker.Extension"),
+        *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+    ]
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    with log.open("wb") as output:
+        child = subprocess.Popen(
+            command,
+            env=os.environ | environment | {"OMP_NUM_THREADS": "1"},
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=KINDS)
 async def served(
     request: pytest.FixtureRequest, wide_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Served]:
-    config = resolve(
-        {
-            "output": str(tmp_path_factory.mktemp("run")),
-            "engine": {"kind": request.param, "max_context": 512},
-        },
-        source="test",
-    )
-    model, tokenizer = load_model(wide_model_dir, device="cpu")
-    server = policy_server(config, model, tokenizer)
-    await server.start()
-    async with aiohttp.ClientSession() as http:
-        yield Served(server, model, tokenizer, http)
-    await server.close()
-    with pytest.raises(aiohttp.ClientError):
+    output = tmp_path_factory.mktemp("run")
+    engine: dict[str, Any] = {"kind": "vllm", "max_context": 512}
+    with ExitStack() as stack:
+        if request.param == "embedded":
+            engine["kind"] = "embedded"
+        elif request.param == "url":
+            url = stack.enter_context(vllm_of_somebody_else(wide_model_dir, output / "theirs.log"))
+            engine["vllm"] = {"urls": [url]}
+        config = resolve({"output": str(output), "engine": engine}, source="test")
+        model, tokenizer = load_model(wide_model_dir, device="cpu")
+        adapters = None
+        if request.param == "adapter":
+            adapters = Adapters(model)
+            adapters.add(POLICY, rank=4, alpha=8.0)
+            adapters.add("other", rank=2, alpha=8.0)
+        server = policy_server(config, model, tokenizer, adapters)
+        await server.start()
         async with aiohttp.ClientSession() as http:
-            await http.get(f"{server.base_url}/models")
-    await server.close()
-
-
-@torch.no_grad()
-def gap(model: Any, answer: Answer, temperature: float = 1.0) -> float:
-    """Largest difference of the answer's log-probs from the model's."""
-    row = torch.tensor([answer.prompt + answer.tokens])
-    logprobs = (model(row).logits[0] / temperature).log_softmax(-1)
-    ours = logprobs[len(answer.prompt) - 1 : -1].gather(1, torch.tensor(answer.tokens)[:, None])
-    return float((ours[:, 0] - torch.tensor(answer.logprobs)).abs().max())
+            yield Served(server, model, tokenizer, http, adapters)
+        await server.close()
+        with pytest.raises(aiohttp.ClientError):
+            async with aiohttp.ClientSession() as http:
+                await http.get(f"{server.base_url}/models")
+        await server.close()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0, 1.5])
@@ -121,7 +184,7 @@ async def test_an_answer_has_its_tokens_and_the_log_probs_they_were_sampled_with
     prompt = served.tokenizer.apply_chat_template(HELLO, add_generation_prompt=True)["input_ids"]
     assert answer.prompt == prompt
     assert 1 <= len(answer.tokens) <= 6
-    assert gap(served.model, answer, temperature or 1.0) < 1e-4
+    assert served.gap(answer, temperature or 1.0) < 1e-4
 
 
 async def test_a_stream_has_the_same_fields(served: Served) -> None:
@@ -167,26 +230,26 @@ async def test_a_published_version_is_the_learners_weights(served: Served) -> No
     await served.change()
     after = await served.ask(temperature=0.0)
     assert (before.version, after.version) == (served.version - 1, served.version)
-    assert gap(served.model, after) < 1e-4
-    assert gap(served.model, before) > 1e-2
+    assert served.gap(after) < 1e-4
+    assert served.gap(before) > 1e-2
 
 
 async def test_calls_wait_while_weights_may_change(served: Served) -> None:
     async with served.server.updating():
         call = asyncio.create_task(served.ask())
-        with torch.no_grad():
-            served.model.model.norm.weight.mul_(1.5)
+        served.disturb()
         await served.server.publish(served.version + 1)
         served.version += 1
         assert not call.done()
     answer = await call
     assert answer.version == served.version
-    assert gap(served.model, answer) < 1e-4
+    assert served.gap(answer) < 1e-4
 
 
 async def test_publishes_under_load_lose_no_call_and_mix_no_versions(served: Served) -> None:
-    """32 callers at a time, while the weights change ten times."""
-    weights = {served.version: copy.deepcopy(served.model)}
+    """32 callers at a time. Calls are held while weights change, so that no version changes within
+    one: the log-probs of all its tokens are of the version that the answer names."""
+    weights = {served.version: [weight.detach().clone() for weight in served.trained]}
     answers: list[Answer] = []
     running = True
 
@@ -196,14 +259,43 @@ async def test_publishes_under_load_lose_no_call_and_mix_no_versions(served: Ser
             answers.append(await served.ask(messages=[content]))
 
     callers = [asyncio.create_task(caller(number)) for number in range(32)]
-    for _ in range(10):
+    for _ in range(PUBLISHES):
         seen = len(answers)
         while len(answers) < seen + 8:
             await asyncio.sleep(0)
             assert not any(task.done() for task in callers), "a caller failed"
         await served.change()
-        weights[served.version] = copy.deepcopy(served.model)
+        weights[served.version] = [weight.detach().clone() for weight in served.trained]
     running = False
     await asyncio.gather(*callers)
     assert {answer.version for answer in answers} == set(weights)
-    assert max(gap(weights[answer.version], answer) for answer in answers) < 1e-4
+    for answer in answers:
+        with torch.no_grad():
+            for weight, then in zip(served.trained, weights[answer.version], strict=True):
+                weight.copy_(then)
+        assert served.gap(answer) < 1e-4
+    await served.server.publish(served.version)  # what was served last is not in the model any more
+
+
+async def test_adapters_are_served_by_name_and_have_their_own_versions(served: Served) -> None:
+    if served.adapters is None:
+        pytest.skip("all weights are trained")
+    before = await served.ask(temperature=0.0)
+    for weight in served.adapters.parameters("other").values():
+        weight.data.add_(0.1 * torch.randn_like(weight))
+    await served.server.publish(served.version + 70, "other")
+    other, same = await asyncio.gather(
+        served.ask(model="other", temperature=0.0), served.ask(temperature=0.0)
+    )
+    assert (other.version, same.version) == (served.version + 70, served.version)
+    assert (same.tokens, same.logprobs) == (before.tokens, pytest.approx(before.logprobs, abs=1e-4))
+    assert served.gap(other) > 1e-2
+    with served.adapters.using("other"):
+        served.adapters, kept = None, served.adapters
+        assert served.gap(other) < 1e-4
+    served.adapters = kept
+
+
+async def test_a_policy_that_is_not_there_is_a_sentence(served: Served) -> None:
+    with pytest.raises(PolicyError, match="nobody"):
+        await served.server.publish(served.version, "nobody")

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from agentrl.algorithms.engines import vllm_process
-from agentrl.algorithms.engines.vllm_child import HOLD, KEY, OPEN, VERSION, Door
+from agentrl.algorithms.engines.vllm_child import ADAPTERS, KEY, VERSIONS, Door
 from agentrl.algorithms.engines.vllm_process import Settings, VllmProcess, check_installed
+from agentrl.algorithms.engines.vllm_serving import HOLD, OPEN, Serving
 from agentrl.errors import PolicyError
 
 # Answers /health on the port that follows --port, and starts a process that ignores SIGTERM.
@@ -38,6 +39,11 @@ print("(Worker pid=7) ERROR 11-21 14:03:08 [core.py:1] RuntimeError: no such ker
 print("(APIServer pid=6) RuntimeError: Engine core initialization failed. See root cause above.")
 sys.exit(3)
 """
+REFUSES = """
+print("(APIServer pid=6) pydantic_core.ValidationError: 1 validation error for VllmConfig")
+print("(APIServer pid=6)   Value error, heads (2) must be divisible by 3 [type=value_error, ...]")
+print("(APIServer pid=6)     For further information visit https://errors.pydantic.dev")
+"""
 SILENT = "import signal; signal.pause()"
 
 
@@ -50,13 +56,16 @@ def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Vl
         made = VllmProcess(Settings(**given), tmp_path / "log", "secret")
         command = made._command
 
-        def instead(weights: Path, port: int) -> list[str]:
-            return [sys.executable, "-c", code, *command(weights, port)[3:]]
+        def instead(serving: Serving, port: int) -> list[str]:
+            return [sys.executable, "-c", code, *command(serving, port)[3:]]
 
         monkeypatch.setattr(made, "_command", instead)
         return made
 
     return make
+
+
+SERVING = Serving(Path("weights"), Path("tokenizer"), versions={"policy": 5})
 
 
 def alive(pid: int) -> bool:
@@ -70,11 +79,11 @@ async def test_a_child_is_up_when_it_answers_and_leaves_nothing_behind(
     process: Callable[..., VllmProcess], tmp_path: Path
 ) -> None:
     running = process(SERVES)
-    await running.start(tmp_path, 3)
+    await running.start(SERVING)
     first = running.url
     offspring = int(running.log.read_text().split()[1])
     assert alive(offspring)
-    await running.start(tmp_path, 4)
+    await running.start(SERVING)
     assert running.url == first
     await running.stop(grace=0.0)
     await running.stop()
@@ -86,14 +95,23 @@ async def test_a_child_that_ends_at_start_is_a_sentence_with_the_cause(
     process: Callable[..., VllmProcess], tmp_path: Path
 ) -> None:
     with pytest.raises(PolicyError, match=r"exit code 3; it said: RuntimeError: no such kernel"):
-        await process(DIES).start(tmp_path, 0)
+        await process(DIES).start(SERVING)
+
+
+async def test_a_setting_that_vllm_refuses_is_told_with_its_reason(
+    process: Callable[..., VllmProcess],
+) -> None:
+    with pytest.raises(
+        PolicyError, match=r"it said: Value error, heads \(2\) must be div.* by 3 \("
+    ):
+        await process(REFUSES).start(SERVING)
 
 
 async def test_a_child_that_says_nothing_is_ended(
     process: Callable[..., VllmProcess], tmp_path: Path
 ) -> None:
     with pytest.raises(PolicyError, match=r"within 0\.2 s \(engine.vllm.start_timeout\)"):
-        await process(SILENT, start_timeout=0.2).start(tmp_path, 0)
+        await process(SILENT, start_timeout=0.2).start(SERVING)
 
 
 async def test_a_taken_port_is_a_sentence(
@@ -102,20 +120,45 @@ async def test_a_taken_port_is_a_sentence(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(PolicyError, match=rf"127\.0\.0\.1:{port}: .*set engine\.port"):
-            await process(SERVES, port=port).start(tmp_path, 0)
+            await process(SERVES, port=port).start(SERVING)
 
 
-def test_what_vllm_is_told(process: Callable[..., VllmProcess], tmp_path: Path) -> None:
+def test_what_vllm_is_told(process: Callable[..., VllmProcess]) -> None:
     made = process(SERVES, max_context=100, arguments=("--seed", "1"), threads=3)
-    command, environment = made._command(tmp_path, 7), made._environment(5)
+    command, environment = made._command(SERVING, 7), made._environment(SERVING)
     assert command[-2:] == ["--seed", "1"]
     assert command[command.index("--max-model-len") + 1] == "100"
-    assert (environment[KEY], environment[VERSION]) == ("secret", "5")
+    assert (environment[KEY], environment[VERSIONS]) == ("secret", "policy=5&=5")
     assert environment["OMP_NUM_THREADS"] == "3"
     on_gpu = process(SERVES, gpu=True)
     assert "--enforce-eager" in command
-    assert "--enforce-eager" not in on_gpu._command(tmp_path, 7)
-    assert "OMP_NUM_THREADS" not in on_gpu._environment(5)
+    assert "--enforce-eager" not in on_gpu._command(SERVING, 7)
+    assert "OMP_NUM_THREADS" not in on_gpu._environment(SERVING)
+
+
+def test_vllm_is_told_of_adapters_and_room_for_their_rank(
+    process: Callable[..., VllmProcess],
+) -> None:
+    adapters = {"policy": Path("a"), "other": Path("b")}
+    serving = Serving(Path("w"), Path("t"), adapters, {"policy": 3, "other": 0})
+    made = process(SERVES, adapters=2, rank=9)
+    command = made._command(serving, 7)
+    assert made.hot
+    assert command[command.index("--max-lora-rank") + 1] == "16"
+    assert command[command.index("--lora-modules") + 1 :] == ["policy=a", "other=b"]
+    assert command[command.index("--served-model-name") + 1] == "base"
+    assert made._environment(serving)[VERSIONS] == "policy=3&other=0"
+    assert not process(SERVES, adapters=1, rank=1024).hot
+
+
+@pytest.mark.parametrize("argument", ["--port", "--port=1", "--max_model_len=8", "--model"])
+async def test_an_argument_that_is_set_already_is_refused(
+    process: Callable[..., VllmProcess], argument: str
+) -> None:
+    name = argument.partition("=")[0].replace("_", "-")
+    with pytest.raises(PolicyError, match=rf"engine\.vllm\.arguments: {name} is set by agentrl"):
+        await process(SERVES, arguments=(argument,)).probe()
+    await process(SERVES, arguments=("--seed", "1", "--enforce-eager")).probe()
 
 
 @pytest.mark.parametrize(
@@ -137,8 +180,9 @@ def test_a_missing_or_old_vllm_is_a_sentence(
     monkeypatch.setattr(metadata, "version", version)
     with pytest.raises(PolicyError, match=message):
         check_installed()
-    versions["vllm"] = "0.31.0rc1"
-    check_installed()
+    for newer in ("0.31.0rc1", "0.31rc2", "1.0", "dev", "0.1.dev1+g4f2a"):
+        versions["vllm"] = newer
+        check_installed()
 
 
 class Client:
@@ -147,12 +191,18 @@ class Client:
     def __init__(self, app: Door) -> None:
         self.app = app
 
-    async def get(self, path: str, *, query: bytes = b"", key: bytes = b"") -> tuple[int, bytes]:
+    async def get(
+        self, path: str, *, query: bytes = b"", key: bytes = b"", body: bytes = b"{}"
+    ) -> tuple[int, bytes]:
         """Status and policy version."""
         sent: list[MutableMapping[str, Any]] = []
+        parts = [
+            {"type": "http.request", "body": body[:5], "more_body": True},
+            {"type": "http.request", "body": body[5:]},
+        ]
 
         async def receive() -> MutableMapping[str, Any]:
-            return {"type": "http.request"}
+            return parts.pop(0) if parts else {"type": "http.disconnect"}
 
         async def send(message: MutableMapping[str, Any]) -> None:
             sent.append(message)
@@ -167,11 +217,12 @@ class Client:
 def behind(monkeypatch: pytest.MonkeyPatch) -> tuple[Client, asyncio.Event, list[str]]:
     """A client of a door; behind it calls end when the event is set, and are listed."""
     monkeypatch.setitem(os.environ, KEY, "secret")
-    monkeypatch.setitem(os.environ, VERSION, "7")
+    monkeypatch.setitem(os.environ, VERSIONS, "policy=7&=7")
     finish, seen = asyncio.Event(), list[str]()
 
     async def vllm(scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
         seen.append(scope["path"])
+        assert [(await receive()).get("body") for _ in range(3)][2] is None  # as it was sent
         await finish.wait()
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
@@ -201,7 +252,7 @@ async def test_a_held_door_waits_for_those_inside_and_keeps_the_others_out(
     assert await hold == (200, b"")
     await settle()
     assert not outside.done()
-    await client.get(OPEN, query=b"8", key=b"secret")
+    await client.get(OPEN, query=b"policy=8&=8", key=b"secret")
     assert await outside == (200, b"8")
 
 
@@ -216,7 +267,7 @@ async def test_a_caller_that_goes_away_does_not_hold_the_door(
     assert await client.get(HOLD, key=b"secret") == (200, b"")
 
 
-@pytest.mark.parametrize("path", ["/collective_rpc", "/pause", HOLD, OPEN, "/"])
+@pytest.mark.parametrize("path", [*ADAPTERS, "/collective_rpc", "/pause", HOLD, OPEN, "/"])
 async def test_only_who_has_the_key_may_do_more_than_ask_the_model(
     behind: tuple[Client, asyncio.Event, list[str]], path: str
 ) -> None:
@@ -228,3 +279,39 @@ async def test_only_who_has_the_key_may_do_more_than_ask_the_model(
     assert (await client.get("/collective_rpc", key=b"secret"))[0] == 200
     assert (await client.get("/health"))[0] == 200
     assert seen == ["/collective_rpc", "/health"]
+
+
+async def test_every_policy_has_its_own_version(
+    behind: tuple[Client, asyncio.Event, list[str]],
+) -> None:
+    client, finish, _ = behind
+    finish.set()
+    await client.get(OPEN, query=b"policy=3&other=9", key=b"secret")
+    for body, version in [
+        (b'{"messages": [], "model": "other"}', b"9"),
+        (b'{"model": "policy"}', b"3"),
+        (b'{"model": "base"}', b""),
+        (b"{}", b""),
+        (b'{"model": 5}', b""),
+        (b"\xff", b""),
+    ]:
+        assert await client.get("/v1/chat/completions", body=body) == (200, version)
+    await client.get(OPEN, query=b"policy=3&=3", key=b"secret")
+    assert await client.get("/v1/completions", body=b'{"model": "alias"}') == (200, b"3")
+
+
+async def test_a_websocket_does_not_pass_by_the_gate(
+    behind: tuple[Client, asyncio.Event, list[str]],
+) -> None:
+    client, _, seen = behind
+    sent: list[MutableMapping[str, Any]] = []
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message)
+
+    async def receive() -> MutableMapping[str, Any]:
+        return {"type": "websocket.connect"}
+
+    await client.app({"type": "websocket", "path": "/v1/realtime", "headers": []}, receive, send)
+    assert sent == [{"type": "websocket.close", "code": 1008}]
+    assert seen == []
