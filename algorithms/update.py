@@ -2,118 +2,94 @@
 
 from __future__ import annotations
 
-import dataclasses
-import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from math import inf
-from typing import Protocol
+from dataclasses import dataclass, field, replace
 
 import torch
-from msgspec.structs import replace
 from torch import Tensor
 
 from agentrl.algorithms import branching, columns, metrics, objective, targets
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.beside import scored
-from agentrl.algorithms.controller import KlController, divergence
+from agentrl.algorithms.controller import Anchor
 from agentrl.algorithms.dump import BadSteps, Dump
+from agentrl.algorithms.intake import Intake
 from agentrl.algorithms.learners.base import Learner, Psi, StepReport, ValueTerms
 from agentrl.algorithms.ledger import Ledger
 from agentrl.algorithms.merge import build_batch
 from agentrl.algorithms.metrics import Metrics
 from agentrl.algorithms.objective import Algo, Terms
-from agentrl.algorithms.reference import Reference
 from agentrl.algorithms.schedule import learning_rate, minibatches, moved
 from agentrl.algorithms.state import State
-from agentrl.config import AlgorithmConfig
-from agentrl.types import Group, Rollout
-
-
-class Completer(Protocol):
-    """Adds to what was collected what only the learning side can know: token ids of inexact calls,
-    rewards of reward models."""
-
-    def complete(self, groups: list[Group]) -> list[Group]: ...
+from agentrl.config import RunConfig
+from agentrl.types import Group
 
 
 @dataclass(frozen=True, slots=True)
 class Updater:
     """Turns claimed groups into updates of the learner's weights."""
 
-    config: AlgorithmConfig
+    config: RunConfig
     algo: Algo
     learner: Learner
-    steps: int  # of the whole run
     state: State = field(default_factory=State)  # what earlier steps are remembered for
+    intake: Intake = field(default_factory=Intake)  # what of the groups is learned from
+    anchor: Anchor = field(default_factory=Anchor)  # how the policy is held to its reference
     ledger: Ledger | None = None  # what the step made of each call; none: nobody asks
-    seed: int = 0  # of the order of minibatches
-    context: int | None = None  # tokens the model can read; longer calls are left out
     bad_steps: BadSteps | None = None  # none: a step that cannot be made is skipped and counted
-    reference: Reference | None = None  # follows the policy, if it does
-    kl: KlController | None = None  # adapts the penalty on leaving the reference
-    completers: tuple[Completer, ...] = ()  # in this order
-    value_clip: float = inf  # how far a step may move a value of the critic
 
     def update(self, step: int, groups: list[Group]) -> Metrics:
         """Learn from the groups of one step; returns its metrics.
 
         Where there is nothing to learn from (every reward equal or missing) no weight changes, and
         `update/skipped` counts it. Raises TrainingError for a reward that no rollout carries."""
-        tuned = (
-            self if self.kl is None else dataclasses.replace(self, algo=self.kl.tuned(self.algo))
-        )
-        found = tuned.learned(step, groups)
-        if self.kl is not None:
-            found["reference/beta"] = self.kl.beta
-            self.kl.observe(found["reference/drift"], int(found["rollouts"]))
-        if self.reference is not None:
-            self.reference.finish(step)
-        return found
-
-    def learned(self, step: int, groups: list[Group]) -> Metrics:
-        """`update` with the algorithm as it is."""
-        inexact = sum(not call.exact for call in metrics.own_calls(groups))
-        for completer in self.completers:
-            groups = completer.complete(groups)
-        columns.check(groups, [r for r in self.algo.rewards if r not in self.algo.optional])
-        groups, too_long = fitting(groups, self.context)
+        algo = self.anchor.tuned(self.algo)
+        groups, taken = self.intake.take(groups)
+        columns.check(groups, [name for name in algo.rewards if name not in algo.optional])
         batch = self.batch(groups)
         recall = self.state.recall(batch, groups)
-        batch = dataclasses.replace(batch, memory=recall.columns)
-        batch, streams = scored(self.algo, self.learner, batch)
+        batch, streams = scored(algo, self.learner, replace(batch, memory=recall.columns))
+        values = targets.learned(algo, batch, clip=self.config.critic.clip)
+        measured = self.optimize(Step(step, algo, groups, batch, streams, values))
+        self.state.adopt(recall)
+        rollouts = sum(len(group.rollouts) for group in groups)
+        held = self.anchor.finish(step, batch if "q" in streams else None, rollouts)
+        return {
+            **taken,
+            **metrics.collected(groups, batch),
+            **metrics.staleness(step, groups),
+            **branching.measure(groups),
+            **(targets.describe(values) if values else {}),
+            **measured,
+            **held,
+        }
+
+    def optimize(self, step: Step) -> Metrics:
+        """The optimizer steps of a training step, until the policy has moved too far; what they
+        measured."""
         if self.ledger is not None:
-            self.ledger.open(self.algo, batch)
-        lr = learning_rate(self.config, step, self.steps)
-        values = targets.learned(self.algo, batch, clip=self.value_clip)
-        sizes = metrics.call_tokens(groups)
+            self.ledger.open(step.algo, step.batch)
+        lr = learning_rate(self.config.algorithm, step.number, self.config.steps)
+        sizes = metrics.call_tokens(step.groups)
         planned: list[Terms] = []
         measured: list[Metrics] = []
         bad, early_stop = 0, False
-        for number, (part, terms, critic) in enumerate(self.parts(groups, batch, streams, values)):
+        for number, (part, terms, critic) in enumerate(self.parts(step)):
             planned.append(terms)
             if terms.skip:
                 continue
-            report = self.learner.step(part, self.psi(terms), lr=lr, critic=critic)
+            report = self.learner.step(part, step.psi(terms), lr=lr, critic=critic)
             if not self.made(step, number, part, terms, report):
                 bad += 1
                 continue
             if self.ledger is not None:
-                self.ledger.record(self.algo, part, terms, report.logprobs)
-            measured.append(metrics.optimizer_step(self.algo, part, terms, report, sizes))
+                self.ledger.record(step.algo, part, terms, report.logprobs)
+            measured.append(metrics.optimizer_step(step.algo, part, terms, report, sizes))
             if early_stop := self.far(terms, report):
                 break
-        self.state.adopt(recall)
         return {
-            **metrics.collected(groups, batch),
-            **metrics.staleness(step, groups),
-            **branching.measure(groups),
             **metrics.advantages(planned),
-            **(targets.describe(values) if values else {}),
-            **({"reference/drift": divergence(batch)} if "q" in streams else {}),
             **metrics.merged(measured),
-            "calls/inexact": inexact,
-            "calls/too_long": too_long,
             "lr": lr,
             "update/steps": len(planned),
             "update/skipped": len(planned) - len(measured),
@@ -123,43 +99,34 @@ class Updater:
 
     def batch(self, groups: list[Group]) -> Batch:
         """What may be learned from, with the rewards that the algorithm reads."""
-        return build_batch(groups, reward_names=self.algo.rewards, min_group=self.config.min_group)
+        least = self.config.algorithm.min_group
+        return build_batch(groups, reward_names=self.algo.rewards, min_group=least)
 
-    def parts(
-        self,
-        groups: list[Group],
-        batch: Batch,
-        streams: Mapping[str, Tensor],
-        values: ValueTerms | None,
-    ) -> Iterator[tuple[Batch, Terms, ValueTerms | None]]:
+    def parts(self, step: Step) -> Iterator[tuple[Batch, Terms, ValueTerms | None]]:
         """The optimizer steps of a batch: minibatches of whole groups, dealt anew in every epoch.
         Credit is computed on the whole batch, whichever way it is cut, and so are the critic's
         targets."""
-        count = min(self.config.minibatches, len(groups))
-        if count * self.config.epochs == 1 or not batch.n_tokens:
-            yield batch, objective.plan(self.algo, batch, streams, fresh=True), values
+        settings, algo, batch, values = self.config.algorithm, step.algo, step.batch, step.values
+        count = min(settings.minibatches, len(step.groups))
+        if count * settings.epochs == 1 or not batch.n_tokens:
+            yield batch, objective.plan(algo, batch, step.streams, fresh=True), values
             return
-        streams = {"o": self.learner.logprobs(batch), **streams}
-        advantage = objective.credited(self.algo, batch)
+        streams = {"o": self.learner.logprobs(batch), **step.streams}
+        advantage = objective.credited(algo, batch)
         counts = batch.token_group.bincount(minlength=len(batch.groups)).tolist()
         ranges = torch.split(torch.arange(batch.n_tokens), counts)
         tokens_of = dict(zip(batch.groups, ranges, strict=True))
-        for epoch in range(self.config.epochs):
-            for share in minibatches(groups, count, f"{self.seed}/{batch.step}/{epoch}"):
+        for epoch in range(settings.epochs):
+            order = f"{self.config.seed}/{batch.step}/{epoch}"
+            for share in minibatches(step.groups, count, order):
                 part = self.batch(share)
                 # Within a group the tokens of the part are in the order of the whole.
                 tokens = torch.cat([tokens_of[id] for id in part.groups] or [ranges[0][:0]])
                 cut = {letter: column[tokens] for letter, column in streams.items()}
-                terms = objective.plan(self.algo, part, cut, advantage=advantage[tokens])
+                terms = objective.plan(algo, part, cut, advantage=advantage[tokens])
                 yield part, terms, values and targets.part_of(values, tokens)
 
-    def psi(self, terms: Terms) -> Psi:
-        def psi(logprobs: Tensor, index: Tensor) -> Tensor:
-            return objective.psi(self.algo, terms, logprobs, index)
-
-        return psi
-
-    def made(self, step: int, number: int, part: Batch, terms: Terms, report: StepReport) -> bool:
+    def made(self, step: Step, number: int, part: Batch, terms: Terms, report: StepReport) -> bool:
         """Whether an optimizer step changed the weights. Raises TrainingError if too many in a row
         did not."""
         if self.bad_steps is not None:
@@ -167,36 +134,30 @@ class Updater:
                 self.bad_steps.good()
             else:
                 dump = Dump(part, terms, report.logprobs, report.loss, report.grad_norm)
-                self.bad_steps.bad(step, number, dump)
+                self.bad_steps.bad(step.number, number, dump)
         return report.applied
 
     def far(self, terms: Terms, report: StepReport) -> bool:
         """Whether the policy has moved so far on its batch that the other steps are left out."""
-        target = self.config.target_kl
+        target = self.config.algorithm.target_kl
         if target is None or "o" not in terms.streams:
             return False
         return moved(terms.streams["o"], report.logprobs, terms.weight) > target
 
 
-def fitting(groups: list[Group], context: int | None) -> tuple[list[Group], int]:
-    """Groups of which no call is longer than the model's context, and how many were: they are
-    refused like calls whose tokens are not known, their rollout's other calls and reward stay."""
-    long = {
-        call.id
-        for call in metrics.own_calls(groups)
-        if context is not None and call.exact and len(call.prompt) + len(call.completion) > context
-    }
-    if not long:
-        return groups, 0
-    warnings.warn(
-        f"{len(long)} calls are longer than the {context} tokens that the model can read and are "
-        "left out; lower sampling.max_tokens or engine.max_context",
-        RuntimeWarning,
-        stacklevel=2,
-    )
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A training step before its first optimizer step."""
 
-    def refused(rollout: Rollout) -> Rollout:
-        calls = [replace(c, exact=c.exact and c.id not in long) for c in rollout.transitions]
-        return replace(rollout, transitions=calls)
+    number: int
+    algo: Algo
+    groups: list[Group]
+    batch: Batch  # the whole of them
+    streams: Mapping[str, Tensor]  # log-probs [N] of frozen models, by letter
+    values: ValueTerms | None  # what the critic learns, if there is one
 
-    return [replace(g, rollouts=[refused(row) for row in g.rollouts]) for g in groups], len(long)
+    def psi(self, terms: Terms) -> Psi:
+        def psi(logprobs: Tensor, index: Tensor) -> Tensor:
+            return objective.psi(self.algo, terms, logprobs, index)
+
+        return psi

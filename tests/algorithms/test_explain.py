@@ -164,7 +164,7 @@ def test_a_preset_prints_its_record() -> None:
 
 async def trained(url: str) -> None:
     """One committed step of two rollouts."""
-    config = RunConfig(name="r")
+    config = RunConfig(name="r", steps=9)
     algorithm = msgspec.structs.replace(config.algorithm, preset="streams", options=OPTIONS)
     config = msgspec.structs.replace(config, algorithm=algorithm)
     async with open_store(url) as store:
@@ -209,11 +209,11 @@ class Run:
 
     def __init__(self, store: Store, preset: str, **settings: object) -> None:
         algorithm = AlgorithmConfig(preset=preset, **settings)  # type: ignore[arg-type]
-        self.config = msgspec.structs.replace(RunConfig(name="r"), algorithm=algorithm)
+        self.config = msgspec.structs.replace(RunConfig(name="r", steps=9), algorithm=algorithm)
         self.store, self.learner = store, Recorder(shift=0.5)
         algo = make(preset, {})
         state = State(algo.memories)
-        self.updater = Updater(algorithm, algo, self.learner, 9, state=state, ledger=Ledger())
+        self.updater = Updater(self.config, algo, self.learner, state=state, ledger=Ledger())
 
     async def ask(self, group: str, step: int, scores: tuple[float, ...]) -> None:
         """A group of which every rollout is done, with a reward of its role as well."""

@@ -1,0 +1,59 @@
+"""What of the collected groups a step learns from: completed by what only the learning side can
+know, without the calls that the model cannot read."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from agentrl.algorithms.metrics import Metrics, own_calls
+from agentrl.types import Group, Rollout
+
+
+class Completer(Protocol):
+    """Adds to what was collected what only the learning side can know: token ids of inexact calls,
+    rewards of reward models."""
+
+    def complete(self, groups: list[Group]) -> list[Group]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Intake:
+    completers: tuple[Completer, ...] = ()  # in this order
+    context: int | None = None  # tokens the model can read; longer calls are left out
+
+    def take(self, groups: list[Group]) -> tuple[list[Group], Metrics]:
+        """The groups as they are learned from. Metrics: calls/inexact before they were completed,
+        calls/too_long."""
+        inexact = sum(not call.exact for call in own_calls(groups))
+        for completer in self.completers:
+            groups = completer.complete(groups)
+        groups, too_long = fitting(groups, self.context)
+        return groups, {"calls/inexact": inexact, "calls/too_long": too_long}
+
+
+def fitting(groups: list[Group], context: int | None) -> tuple[list[Group], int]:
+    """Groups of which no call is longer than the model's context, and how many were: they are
+    refused like calls whose tokens are not known, their rollout's other calls and reward stay."""
+    long = {
+        call.id
+        for call in own_calls(groups)
+        if context is not None and call.exact and len(call.prompt) + len(call.completion) > context
+    }
+    if not long:
+        return groups, 0
+    warnings.warn(
+        f"{len(long)} calls are longer than the {context} tokens that the model can read and are "
+        "left out; lower sampling.max_tokens or engine.max_context",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+    def refused(rollout: Rollout) -> Rollout:
+        calls = [replace(c, exact=c.exact and c.id not in long) for c in rollout.transitions]
+        return replace(rollout, transitions=calls)
+
+    return [replace(g, rollouts=[refused(row) for row in g.rollouts]) for g in groups], len(long)
