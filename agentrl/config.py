@@ -6,6 +6,7 @@ The settings themselves are in `sections`; everybody else has them from here.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -69,8 +70,8 @@ def resolve(data: Mapping[str, Any], *, source: str) -> RunConfig:
     try:
         config = msgspec.convert(data, RunConfig)
     except msgspec.ValidationError as error:
-        message = str(error).replace("`$.", "`").replace("`$`", "the top level")
-        raise ConfigError(f"{source}: {message}") from None
+        raise ConfigError(f"{source}: {_said(str(error))}") from None
+    _check_numbers(config, source)
     _check_roles(config, source)
     _check_lora(config.policy.lora, source)
     _check_schedule(config.algorithm, source)
@@ -159,6 +160,42 @@ def _check_keys(
                     if isinstance(table, dict):
                         where = f"{prefix}{key}.{name}."
                         _check_keys(inner, table, prefix=where, source=source)
+
+
+def _said(message: str) -> str:
+    """What msgspec says, with the key as it is in the run file and the words that it may be."""
+    wrong = re.fullmatch(r"Invalid enum value '(.*)' - at `\$\.(.*)`", message, re.DOTALL)
+    if wrong is None:
+        return message.replace("`$.", "`").replace("`$`", "the top level")
+    kind: Any = RunConfig
+    for name, inner in re.findall(r"(\w+)(\[\.\.\.\])?", wrong[2]):
+        kind = next(field.type for field in msgspec.structs.fields(kind) if field.name == name)
+        if inner:
+            kind = get_args(kind)[-1]
+    return f"{wrong[2]} = {wrong[1]!r}; {nearest(wrong[1], map(str, get_args(kind)))}"
+
+
+def _check_numbers(config: RunConfig, source: str) -> None:
+    """Numbers that their types let pass and that no run can be made with."""
+    for key, value in flatten(msgspec.to_builtins(config)).items():
+        free = key == "critic.clip" or key.startswith("algorithm.options.")
+        if isinstance(value, float) and not math.isfinite(value) and not free:
+            raise ConfigError(f"{source}: {key} = {value}; it must be finite")
+    sampling, algorithm = config.sampling, config.algorithm
+    for name, wrong, allowed in (
+        ("temperature", sampling.temperature < 0, "0 (greedy) or above"),
+        ("top_p", not 0 < sampling.top_p <= 1, "above 0 and at most 1"),
+        ("top_k", sampling.top_k < 0, "0 (no limit) or above"),
+        ("max_tokens", sampling.max_tokens is not None and sampling.max_tokens < 1, "1 or above"),
+    ):
+        if wrong:
+            found = getattr(sampling, name)
+            raise ConfigError(f"{source}: sampling.{name} = {found}; it must be {allowed}")
+    if algorithm.branching.kind == "none" and algorithm.min_group > algorithm.group_size:
+        raise ConfigError(
+            f"{source}: algorithm.min_group = {algorithm.min_group} drops every group of "
+            f"algorithm.group_size = {algorithm.group_size}; lower the one or raise the other"
+        )
 
 
 def _check_roles(config: RunConfig, source: str) -> None:
