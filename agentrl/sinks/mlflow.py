@@ -32,6 +32,7 @@ class Mlflow:
         experiment = found.experiment_id if found else self.client.create_experiment(project)
         runs = self.client.search_runs([experiment], f"tags.`{ID}` = '{mark.id}'")
         self.run = runs[0] if runs else self._create(experiment, config, mark)
+        self.client.update_run(self.run.info.run_id, status="RUNNING")  # again, if it had ended
 
     def write(self, row: StepRow) -> None:
         at = int(row.at * 1000)
