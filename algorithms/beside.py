@@ -27,6 +27,7 @@ from agentrl.errors import ConfigError
 from agentrl.types import Scope
 
 FROZEN: Final[tuple[Literal["q", "t"], ...]] = ("q", "t")  # streams of models that do not learn
+HEAD_LR, MODEL_LR = 1e-3, 1e-5  # of a critic: a linear layer that begins at 0, a whole model
 Frozen = dict[Literal["q", "t"], Reference]
 
 
@@ -63,7 +64,7 @@ def make_critic(
     return ValueModel(
         policy,
         decoder,
-        lr=settings.lr,
+        lr=settings.lr or (HEAD_LR if decoder is None else MODEL_LR),
         coefficient=settings.coefficient if decoder is None else 1.0,
         weight_decay=settings.weight_decay,
         max_grad_norm=config.algorithm.max_grad_norm,
