@@ -118,7 +118,7 @@ def replaced(strike: Strike) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Silent, "strike", staticmethod(strike), raising=False)
-        patch.setattr(main, "EmbeddedServer", Silent)
+        patch.setattr(main, "policy_server", Silent)
         step = striking(main.TorchLearner.step, "optimizer")
         patch.setattr(main.TorchLearner, "step", step)
         patch.setattr(loop, "save_checkpoint", striking(loop.save_checkpoint, "checkpoint"))
