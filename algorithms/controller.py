@@ -68,7 +68,7 @@ def controller(algo: Algo, target: float, horizon: int) -> KlController:
 class Anchor:
     """What the policy is held by: a reference that may follow it, and a penalty that may adapt."""
 
-    reference: Reference | None = None  # none, or none that could follow
+    reference: Reference | None = None  # none: not read, or the model without its adapter
     kl: KlController | None = None  # none: the penalty stays as it is
 
     def tuned(self, algo: Algo) -> Algo:
