@@ -135,8 +135,8 @@ class CriticConfig(Section, frozen=True):
     # "shared": a head on the policy's hidden states; "copy": a model of its own that begins as the
     # policy did; or a checkpoint directory or hub name of one with its vocabulary. Empty: none.
     model: str = ""
-    # Constant; of a shared critic that of its head, which begins at 0. None: 1e-3 for a head, 1e-5
-    # for a model of its own.
+    # Constant; of a shared critic that of its head, which begins at 0. None: 0.05 over its width
+    # for a head, so that a value moves as fast in any model, and 1e-5 for a model of its own.
     lr: Positive | None = None
     coefficient: Positive = 0.5  # of the value loss beside the policy's, for a shared one
     clip: Positive = 0.2  # how far a value may move in one step, value clipping; inf: any

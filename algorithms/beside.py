@@ -27,7 +27,8 @@ from agentrl.errors import ConfigError
 from agentrl.types import Scope
 
 FROZEN: Final[tuple[Literal["q", "t"], ...]] = ("q", "t")  # streams of models that do not learn
-HEAD_LR, MODEL_LR = 1e-3, 1e-5  # of a critic: a linear layer that begins at 0, a whole model
+MODEL_LR = 1e-5  # of a critic that is a model of its own
+HEAD_STEP = 0.05  # of a shared one, over its width: AdamW moves a value by the sum over all of it
 Frozen = dict[Literal["q", "t"], Reference]
 
 
@@ -57,14 +58,14 @@ def make_critic(
     settings = config.critic
     if not settings.model:
         return None
-    decoder = None
+    decoder, width = None, policy.config.get_text_config().hidden_size
     if settings.model != "shared":
         name = start if settings.model == "copy" else located(config, settings.model)
         decoder = load_beside("critic.model", name, policy, tokenizer).base_model
     return ValueModel(
         policy,
         decoder,
-        lr=settings.lr or (HEAD_LR if decoder is None else MODEL_LR),
+        lr=settings.lr or (HEAD_STEP / width if decoder is None else MODEL_LR),
         coefficient=settings.coefficient if decoder is None else 1.0,
         weight_decay=settings.weight_decay,
         max_grad_norm=config.algorithm.max_grad_norm,

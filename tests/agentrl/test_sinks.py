@@ -53,7 +53,13 @@ async def train(run: RunConfig, first: int, last: int, evaluation: float | None 
                 groups=[],
                 versions={},
                 checkpoint="",
-                metrics={"reward/mean": step / 10, "reward/role:tact/std": 1.0, "lost": NAN},
+                metrics={
+                    "calls": 8.0,
+                    "calls/refused": 2.0,
+                    "reward/mean": step / 10,
+                    "reward/role:tact/std": 1.0,
+                    "lost": NAN,
+                },
             )
             await store.commit_step(commit)
         if evaluation is not None:
@@ -267,7 +273,7 @@ client = MlflowClient(f"file://{output}/mlruns")
 assert run.info.run_name == "r" and run.data.params["algorithm.preset"] == "grpo"
 for name in run.data.metrics:
     for metric in client.get_metric_history(run.info.run_id, name):
-        show(name, metric.step, metric.value)
+        show(name.replace(".", "/"), metric.step, metric.value)
 """,
     "trackio": """
 from trackio.sqlite_storage import SQLiteStorage
@@ -360,6 +366,8 @@ async def test_a_backend_has_every_step_once(tmp_path: Path, name: str) -> None:
     await train(longer, 2, 3, evaluation=0.75)
     export(longer, name)
     assert shown(run, name) == {
+        "calls": [[0, 8.0], [1, 8.0], [2, 8.0]],
+        "calls/refused": [[0, 2.0], [1, 2.0], [2, 2.0]],
         "reward/mean": [[0, 0.0], [1, 0.1], [2, 0.2]],
         "reward/role:tact/std": [[0, 1.0], [1, 1.0], [2, 1.0]],
         "eval/score": [[2, 0.5], [3, 0.75]],
