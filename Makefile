@@ -41,7 +41,8 @@ $(STAMP): pyproject.toml constraints.txt
 		{ echo "Could not install agentrl: read pip's message above, then run make again"; exit 1; }
 	@touch $(STAMP)
 
-ENGINE_TESTS := tests/parity tests/algorithms/engines/test_contract.py tests/system/test_vllm.py
+ENGINE_TESTS := tests/parity tests/engines tests/algorithms/engines/test_contract.py \
+	tests/system/test_vllm.py
 
 # vLLM for the CPU asks for packages that exist as CUDA builds only and break its own imports.
 UNUSABLE := torchvision torchaudio torchcodec triton

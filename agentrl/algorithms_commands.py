@@ -18,7 +18,7 @@ from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.types import Group, Purpose, Rollout
 
-EVERYTHING: tuple[Supply, ...] = ("o", "b", "q", "t", "v")
+EVERYTHING: tuple[Supply, ...] = ("o", "b", "q", "t", "v", "k")
 
 
 def catalogue() -> list[str]:
@@ -44,7 +44,7 @@ def record(name: str) -> list[str]:
 def answers(algo: Algo) -> dict[str, str]:
     """What an algorithm says to each question."""
     remembered = ", ".join(memory.name for memory in algo.memories)
-    supply = sorted(algo.needs) + (["v"] if algo.critic else [])
+    supply = sorted(algo.needs) + (["v"] if algo.critic else []) + (["k"] if algo.symbols else [])
     return {
         "credit": brief(algo.credit),
         "gates": ", ".join(map(brief, algo.gates)) or "none",

@@ -53,6 +53,10 @@ def train(
 
             algorithm(config)
         click.echo(to_toml(config), nl=False)
+        if config.learner.kind == "verl":
+            from agentrl.algorithms.learners.verl_settings import described
+
+            click.echo(described(config), nl=False)
         return
     from agentrl.trainer import run_training
 

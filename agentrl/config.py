@@ -42,6 +42,7 @@ from agentrl.sections import TasksConfig as TasksConfig
 from agentrl.sections import TeacherConfig as TeacherConfig
 from agentrl.sections import UpstreamConfig as UpstreamConfig
 from agentrl.sections import VerifierConfig as VerifierConfig
+from agentrl.sections import VerlConfig as VerlConfig
 from agentrl.sections import VllmConfig as VllmConfig
 from agentrl.sinks import SINKS, missing
 from agentrl.store.urls import concealed
@@ -77,6 +78,7 @@ def resolve(data: Mapping[str, Any], *, source: str) -> RunConfig:
     _check_schedule(config.algorithm, source)
     _check_sinks(config.metrics.sinks, source)
     _check_engine(config.engine, source)
+    _check_learner(config.learner, source)
     output = Path(config.output or Path("runs", config.name)).resolve()
     return msgspec.structs.replace(
         config,
@@ -108,11 +110,15 @@ def differences(old: RunConfig, new: RunConfig) -> list[str]:
     """Settings that would change what a run learns, as "key: old -> new"."""
     ignored = {"root", "output", "store", "steps", "keep_checkpoints", "eval", "runner", "engine"}
     ignored |= {"metrics"}
+    # Either learner goes on from the other's checkpoint, on any number of GPUs.
+    placement = ("learner.kind", "learner.verl.")
     before, after = (flatten(msgspec.to_builtins(config)) for config in (old, new))
     return [
         f"{key}: {before.get(key)!r} -> {after.get(key)!r}"
         for key in sorted(before.keys() | after.keys())
-        if key.split(".")[0] not in ignored and before.get(key) != after.get(key)
+        if key.split(".")[0] not in ignored
+        and not key.startswith(placement)
+        and before.get(key) != after.get(key)
     ]
 
 
@@ -213,6 +219,15 @@ def _check_engine(engine: EngineConfig, source: str) -> None:
             raise ConfigError(
                 f"{source}: engine.vllm.{name} is for engine.kind = 'vllm', and it is "
                 f"{engine.kind!r}"
+            )
+
+
+def _check_learner(learner: LearnerConfig, source: str) -> None:
+    for name, default in msgspec.to_builtins(VerlConfig()).items():
+        if learner.kind != "verl" and getattr(learner.verl, name) != default:
+            raise ConfigError(
+                f"{source}: learner.verl.{name} is for learner.kind = 'verl', and it is "
+                f"{learner.kind!r}"
             )
 
 

@@ -161,7 +161,7 @@ class TeacherConfig(Section, frozen=True):
 
 
 class RewardModelConfig(Section, frozen=True):
-    """A frozen model whose scores are rewards, under its name."""
+    """A model whose scores are rewards, under its name."""
 
     model: str  # a checkpoint directory or hub name with the policy's vocabulary
     # scalar: a decoder with a head of one label; implicit: a decoder, of which it is beta * (log
@@ -170,15 +170,33 @@ class RewardModelConfig(Section, frozen=True):
     scope: Literal["rollout", "transition"] = "rollout"  # a reward of the rollout, or of each call
     beta: Positive = 0.05  # of an implicit one
     reference: str = ""  # of an implicit one; empty: what the policy begins as
+    train: bool = False  # an implicit one learns from every step, once it has scored it
+    # from outcomes from 0 to 1 (PRIME), or from pairs of rollouts of a group (iStar)
+    loss: Literal["outcome", "pairs"] = "outcome"
+    lr: Positive = 1e-6  # constant, where it learns
+
+
+class VerlConfig(Section, frozen=True):
+    """Where verl's workers run, for `learner.kind = "verl"`."""
+
+    address: str = ""  # of a Ray cluster; empty: one is started here
+    nodes: Count = 1
+    gpus_per_node: Count = 1  # one worker on each
+    attention: Literal["flash_attention_2", "sdpa"] = "flash_attention_2"  # sdpa: rows are padded
+    offload: bool = False  # weights and moments to the host between calls
+    timeout: Seconds = 1800.0  # of one call: an update, or loading the model
 
 
 class LearnerConfig(Section, frozen=True):
+    kind: Literal["torch", "verl"] = "torch"  # in one process, or verl's workers on many GPUs
     token_budget: Count = 4096  # tokens forwarded at once; gradients of all are summed
     gradient_checkpointing: bool = False  # recompute activations: less memory, more time
     fp32_head: bool = False  # logits of a bfloat16 policy in float32
     optimizer: Literal["adamw", "adamw8bit", "paged_adamw8bit"] = "adamw"
-    packing: Literal["rows", "trie"] = "trie"  # what branches have in common: again, or once
+    # What branches have in common: again, or once; verl has rows only.
+    packing: Literal["rows", "trie"] = "trie"
     threads: Natural = 0  # 0: all cores
+    verl: VerlConfig = VerlConfig()
 
 
 class VllmConfig(Section, frozen=True):

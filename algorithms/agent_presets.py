@@ -40,6 +40,7 @@ from agentrl.algorithms.steps import (
     StepGae,
     Values,
 )
+from agentrl.algorithms.streams import Combined, Where
 from agentrl.config import Natural
 from agentrl.errors import ConfigError
 
@@ -169,11 +170,13 @@ def mt_grpo(
     clip_low: Num = 0.2,
     clip_high: Num = 0.2,
 ) -> Algo:
-    """Outcome compared over rollouts plus a reward of calls compared within the same turn. arXiv
+    """Outcome compared over rollouts plus a reward of calls compared within the same turn; where no
+    call has one, as without a tool call, the sum of both compared over rollouts. arXiv
     2505.11821."""
     turns = Rel(turn_reward, by=("group", "turn"), norm="std")
     credit = plus((Rel(reward, norm="std"), 1.0), (turns, weight))
-    return Algo(credit, clipped(clip_low, clip_high))
+    combined = Rel(Combined(reward, turn_reward, weight), norm="std")
+    return Algo(Where(credit, combined, turn_reward), clipped(clip_low, clip_high))
 
 
 @preset("dr-mas")

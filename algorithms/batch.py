@@ -65,6 +65,8 @@ class Batch:
     rollout_greedy: Tensor = field(default_factory=_unknown)  # bool [U], all at temperature 0
     values: Tensor = field(default_factory=_unknown)  # float64 [N], a critic's, before each token
     reference: Tensor = field(default_factory=_unknown)  # float64 [N], log-probs of that model
+    # int64 [N, K], tokens whose log-probs psi is to be given, the sampled one first: see `Psi`.
+    symbols: Tensor = field(default_factory=_unknown)
     # What the state of the run says of each unit, by name of the memory: see `state`.
     memory: Mapping[str, Tensor] = field(default_factory=dict)
 

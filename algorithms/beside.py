@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.controller import KlController, controller
 from agentrl.algorithms.critic import ValueModel
+from agentrl.algorithms.implicit import ImplicitTrainer
 from agentrl.algorithms.learners.base import Learner
-from agentrl.algorithms.model import Tokenizer
+from agentrl.algorithms.model import Tokenizer, context_of
 from agentrl.algorithms.objective import Algo
 from agentrl.algorithms.packing import check_model, usable
 from agentrl.algorithms.reference import Reference, load_beside
@@ -36,6 +37,8 @@ def supplied(config: RunConfig) -> frozenset[Supply]:
     """The streams that a run can give its algorithm. A reference is always to be had: what the
     policy began as."""
     streams: set[Supply] = {"o", "b", "q"}
+    if config.learner.kind == "torch":
+        streams.add("k")
     if config.critic.model:
         streams.add("v")
     if config.teacher.model:
@@ -61,7 +64,8 @@ def make_critic(
     decoder, width = None, policy.config.get_text_config().hidden_size
     if settings.model != "shared":
         name = start if settings.model == "copy" else located(config, settings.model)
-        decoder = load_beside("critic.model", name, policy, tokenizer).base_model
+        whole = load_beside("critic.model", name, policy, tokenizer, head=False)
+        decoder = whole.base_model
     return ValueModel(
         policy,
         decoder,
@@ -97,25 +101,34 @@ def make_controller(config: RunConfig, algo: Algo) -> KlController | None:
 
 def make_reward_models(
     config: RunConfig, policy: PreTrainedModel, tokenizer: Tokenizer, start: str
-) -> tuple[RewardModel, ...]:
-    """Raises PolicyError for a model that cannot be loaded, reads other tokens, or is of another
-    kind."""
-    made = []
+) -> tuple[tuple[RewardModel, ...], tuple[ImplicitTrainer, ...]]:
+    """The models that give rewards, and what trains those of them that learn.
+
+    Raises PolicyError for a model that cannot be loaded, reads other tokens, or is of another kind.
+    """
+    made, trainers = [], []
     packing, budget = config.learner.packing, config.learner.token_budget
     for name, settings in config.reward_models.items():
         key, source = f"reward_models.{name}", located(config, settings.model)
         scorer: Scorer
         if settings.kind == "scalar":
             model = load_scalar(f"{key}.model", source, policy, tokenizer)
-            scorer = Scalar(model, usable(model, packing), budget)
+            scorer, limits = Scalar(model, usable(model, packing), budget), [context_of(model)]
         else:
             other = located(config, settings.reference) if settings.reference else start
             model = _still(load_beside(f"{key}.model", source, policy, tokenizer))
             against = _still(load_beside(f"{key}.reference", other, policy, tokenizer))
             scorer = Implicit(model, against, settings.beta, usable(model, packing), budget)
+            limits = [context_of(model), context_of(against)]
+        context = min((limit for limit in limits if limit is not None), default=None)
         whole = settings.kind == "implicit"
-        made.append(RewardModel(name, scorer, Scope(settings.scope), sums=whole))
-    return tuple(made)
+        made.append(RewardModel(name, scorer, Scope(settings.scope), whole, context))
+        if settings.train and isinstance(scorer, Implicit):
+            limit, kind = config.algorithm.max_grad_norm, config.learner.optimizer
+            trainers.append(
+                ImplicitTrainer(made[-1], scorer, settings.lr, limit, kind, settings.loss)
+            )
+    return tuple(made), tuple(trainers)
 
 
 def scored(algo: Algo, learner: Learner, batch: Batch) -> tuple[Batch, dict[str, Tensor]]:
@@ -163,7 +176,12 @@ def _idle(config: RunConfig, algo: Algo) -> list[tuple[str, str]]:
         if model.kind == "scalar":
             idle += [
                 (f"reward_models.{name}.{key}", "and means something for kind = 'implicit' alone")
-                for key in set(_set(model)) & {"beta", "reference"}
+                for key in sorted(set(_set(model)) & {"beta", "reference", "train"})
+            ]
+        if not model.train:
+            idle += [
+                (f"reward_models.{name}.{key}", "and it does not learn without train")
+                for key in sorted(set(_set(model)) & {"lr", "loss"})
             ]
     if config.teacher.model and "t" not in algo.needs:
         idle.append(("teacher.model", f"{none} imitates none"))

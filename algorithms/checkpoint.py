@@ -59,14 +59,18 @@ def load_checkpoint(directory: Path, learner: Learner) -> dict[str, Json]:
     try:
         content = json.loads((directory / STATE).read_text(encoding="utf-8"))
         state: dict[str, Json] = content["state"]
-        generators = content["random"]
-    except (OSError, ValueError, KeyError) as error:
+        before = random_state()
+        try:
+            set_random_state(content["random"])  # torch and random alone know what they accept
+        finally:
+            set_random_state(before)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise PolicyError(
             f"checkpoint {directory}: {STATE} is missing or incomplete; "
             "resume from another checkpoint"
         ) from error
     learner.load(directory)
-    set_random_state(generators)
+    set_random_state(content["random"])
     return state
 
 

@@ -1,7 +1,8 @@
 """How strong the penalty on leaving the reference is: adapted so that their KL stays at a target.
 
-beta <- beta * (1 + clip(KL / target - 1, -0.2, 0.2) * rollouts / horizon), arXiv 1909.08593. The KL
-is the mean of b - q per token, which estimates it without bias for the policy that was sampled.
+beta <- beta * (1 + clip(KL / target - 1, -0.2, 0.2) * rollouts / horizon), arXiv 1909.08593; more
+rollouts than the horizon count as that many. The KL is the mean of b - q per token, which estimates
+it without bias for the policy that was sampled.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class KlController:
     def observe(self, kl: float, rollouts: int) -> None:
         """After a step on so many rollouts whose KL to the reference was that."""
         error = min(max(kl / self.target - 1, -LARGEST), LARGEST)
-        self.beta *= 1 + error * rollouts / self.horizon
+        # A larger share could make beta negative, which would pay for leaving the reference.
+        self.beta *= 1 + error * min(1.0, rollouts / self.horizon)
 
     def tuned(self, algo: Algo) -> Algo:
         """The algorithm with the present beta in its penalty."""

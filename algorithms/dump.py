@@ -79,7 +79,8 @@ def save_dump(path: Path, dump: Dump) -> None:
     flat["row/length"] = torch.tensor([len(row.tokens) for row in batch.rows], dtype=torch.int64)
     flat |= {"logprobs": dump.logprobs, "advantage": terms.advantage, "weight": terms.weight}
     for prefix, columns in (
-        ("reward", batch.rewards), ("stream", terms.streams), ("ids", terms.ids)
+        ("reward", batch.rewards), ("memory", batch.memory),
+        ("stream", terms.streams), ("ids", terms.ids),
     ):  # fmt: skip
         flat |= {f"{prefix}/{name}": column for name, column in columns.items()}
     plain: dict[str, Any] = {"loss": repr(dump.loss), "grad_norm": repr(dump.grad_norm)}
@@ -112,17 +113,16 @@ def load_dump(path: Path) -> Dump:
         }
 
     columns = plain | table("batch")
-    batch = Batch(
-        rows=_rows(table("row"), columns["token_row"]), rewards=table("reward"), **columns
-    )
+    rows = _rows(table("row"), columns["token_row"])
+    batch = Batch(rows=rows, rewards=table("reward"), memory=table("memory"), **columns)
     terms = Terms(tensors["advantage"], tensors["weight"], table("stream"), table("ids"), skip=None)
     return Dump(batch, terms, tensors["logprobs"], loss, grad_norm)
 
 
 def _columns(batch: Batch) -> dict[str, Any]:
-    """Fields of a batch besides its rows and rewards."""
-    names = (field.name for field in dataclasses.fields(batch))
-    return {name: getattr(batch, name) for name in names if name not in ("rows", "rewards")}
+    """Fields of a batch besides its rows and tables."""
+    names = {field.name for field in dataclasses.fields(batch)} - {"rows", "rewards", "memory"}
+    return {name: getattr(batch, name) for name in sorted(names)}
 
 
 def _rows(flat: dict[str, Tensor], token_row: Tensor) -> list[Row]:

@@ -109,14 +109,41 @@ class Div:
 
     def __call__(self, lr: Tensor, advantage: Tensor, streams: Mapping[str, Tensor]) -> Tensor:
         mu, pi = streams["b"].exp(), streams["p"].exp()
-        if self.kind == "tv":
-            distance = (pi - mu).abs()
-        else:
+        distance = (pi - mu).abs()
+        if self.kind == "kl":
             rest_mu, rest_pi = (1 - mu).clamp(min=1e-8), (1 - pi).clamp(min=1e-8)
             distance = rest_mu * (rest_mu / rest_pi).log() - mu * lr
-        up = (advantage > 0) & (pi > mu) & (distance > self.hi)
-        down = (advantage < 0) & (pi < mu) & (distance > self.lo)
-        return ratio(lr).clamp(max=self.cap) * ~(up | down)
+        return self.held(lr, advantage * (pi - mu), distance)
+
+    def held(self, lr: Tensor, onward: Tensor, distance: Tensor) -> Tensor:
+        """Factors where a probability has moved so far; onward > 0: and is to move on that way."""
+        bound = torch.where(lr > 0, self.hi, self.lo)
+        return ratio(lr).clamp(max=self.cap) * ~((onward > 0) & (distance > bound))
+
+
+@dataclass(frozen=True, slots=True)
+class TopDiv(Div):
+    """As `Div`, but the distance is between the distributions over k symbols, the sampled token and
+    the most probable others before the first update, and one for all the rest. For num "p", den
+    "o", with the symbols' log-probs as p_K and o_K. In the first step o is p: 1. DPPO, arXiv
+    2602.04879."""
+
+    k: int = 20
+
+    def __call__(self, lr: Tensor, advantage: Tensor, streams: Mapping[str, Tensor]) -> Tensor:
+        if "o_K" not in streams:
+            return ratio(lr).clamp(max=self.cap)
+        mu_K, pi_K = (_with_rest(streams[name].exp()) for name in ("o_K", "p_K"))
+        distance = (mu_K - pi_K).abs().sum(-1) / 2
+        if self.kind == "kl":
+            distance = (mu_K * (mu_K / pi_K).log()).sum(-1)
+        return self.held(lr, advantage * lr, distance)
+
+
+def _with_rest(p_K: Tensor) -> Tensor:
+    """[n, K + 1] probabilities, with that of all other symbols."""
+    rest = (1 - p_K.sum(-1, keepdim=True)).clamp(min=1e-8)
+    return torch.cat((p_K, rest), -1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from torch.nn import Linear, Module
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
+LEAST = -100.0  # nats, for what has no probability
 MAX_LOGITS = 2**24  # elements of one chunk of logits: 64 MiB in float32
 
 
@@ -41,6 +42,55 @@ def action_logprobs(
     scored = [checkpoint(_call, head, *part, fp32, use_reentrant=False) for part in parts]
     logprobs, entropies = zip(*scored, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
+
+
+@torch.no_grad()
+def top_tokens(
+    head: Module, hidden_NH: Tensor, tokens_N: Tensor, k: int, *, fp32: bool = False
+) -> Tensor:
+    """The given token and the k - 1 most probable others, int64 [N, k]; all of a smaller
+    vocabulary."""
+    chunk, found = max(1, MAX_LOGITS // _vocabulary(head)), []
+    for hidden_CH, tokens_C in _chunks(chunk, hidden_NH, tokens_N):
+        logits_CV = _called(head, hidden_CH, fp32).scatter(1, tokens_C[:, None], torch.inf)
+        found.append(logits_CV.topk(min(k, logits_CV.shape[1])).indices)
+    return torch.cat(found)
+
+
+@torch.no_grad()
+def other_logprobs(
+    head: Module,
+    hidden_NH: Tensor,
+    ids_NK: Tensor,
+    logprobs_N: Tensor,
+    temperature_N: Tensor,
+    *,
+    fp32: bool = False,
+) -> Tensor:
+    """Log-probs [N, K] of several tokens at each position, detached, from that of the first of
+    them: differences of logits are enough, and a plain head computes these alone. Finite: at least
+    LEAST."""
+    plain = type(head) is Linear  # not something that wraps one
+    width = ids_NK.shape[1] * hidden_NH.shape[1] if plain else _vocabulary(head)
+    logits = []
+    for hidden_CH, ids_CK in _chunks(max(1, MAX_LOGITS // width), hidden_NH, ids_NK):
+        if isinstance(head, Linear) and plain:
+            logits.append(_some_logits(head, hidden_CH, ids_CK, fp32))
+        else:
+            logits.append(_called(head, hidden_CH, fp32).gather(1, ids_CK))
+    logits_NK = _divided(torch.cat(logits), temperature_N)
+    others_NK = logits_NK - logits_NK[:, :1] + logprobs_N.to(logits_NK)[:, None]
+    return others_NK.clamp(min=LEAST)
+
+
+def _some_logits(head: Linear, hidden_CH: Tensor, ids_CK: Tensor, fp32: bool) -> Tensor:
+    """[C, K], in the dtype that all of them are computed in, so that they are rounded alike."""
+    bias = None if head.bias is None else head.bias[ids_CK]
+    weight_CKH, bias_CK = _operands(head.weight[ids_CK], bias, fp32)
+    hidden_CH1 = hidden_CH.to(weight_CKH.dtype)[:, :, None]
+    if bias_CK is None:
+        return (weight_CKH @ hidden_CH1)[:, :, 0]
+    return torch.baddbmm(bias_CK[:, :, None], weight_CKH, hidden_CH1)[:, :, 0]
 
 
 class _Head(torch.autograd.Function):
@@ -142,15 +192,20 @@ def _call(
     head: Module, hidden_CH: Tensor, tokens_C: Tensor, temperature_C: Tensor, fp32: bool
 ) -> tuple[Tensor, Tensor]:
     """`action_logprobs` of one chunk by calling the head."""
-    if fp32 and hidden_CH.dtype != torch.float64:
-        wide = {name: parameter.float() for name, parameter in head.named_parameters()}
-        logits_CV = functional_call(head, wide, hidden_CH.float())
-    else:
-        logits_CV = head(hidden_CH)
-    logprobs_CV = _divided(logits_CV, temperature_C).log_softmax(-1)
+    logprobs_CV = _divided(_called(head, hidden_CH, fp32), temperature_C).log_softmax(-1)
     detached = logprobs_CV.detach()
     entropy_C = -(detached.exp() * detached).sum(-1)
     return logprobs_CV.gather(1, tokens_C[:, None])[:, 0], entropy_C
+
+
+def _called(head: Module, hidden_CH: Tensor, fp32: bool) -> Tensor:
+    """The head's logits [C, V]."""
+    if fp32 and hidden_CH.dtype != torch.float64:
+        wide = {name: parameter.float() for name, parameter in head.named_parameters()}
+        logits_CV: Tensor = functional_call(head, wide, hidden_CH.float())
+    else:
+        logits_CV = head(hidden_CH)
+    return logits_CV
 
 
 def _add_product(total_VH: Tensor, grad_CV: Tensor, hidden_CH: Tensor) -> None:

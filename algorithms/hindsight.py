@@ -31,10 +31,11 @@ TOLD = "\n\n(In the end, this attempt was rewarded with {outcome:g}.)"
 
 @dataclass(slots=True)
 class Hindsight:
-    """Scores calls of the trained policy by the learner."""
+    """Scores calls of the trained policy by the learner. context: tokens that it can read."""
 
     tokenizer: Tokenizer
     learner: Learner
+    context: int | None = None
     _chat: Chat = field(init=False)
 
     def __post_init__(self) -> None:
@@ -43,7 +44,7 @@ class Hindsight:
     def complete(self, groups: list[Group]) -> list[Group]:
         """`groups` with a reward `hindsight` for every call: the mean log-prob of its tokens where
         the prompt tells the outcome. Calls of rollouts without an outcome, and those whose last
-        message is no text, get none."""
+        message is no text or which do not fit the context then, get none."""
         asked = [
             replace(group, rollouts=[self._told(rollout) for rollout in group.rollouts])
             for group in groups
@@ -77,7 +78,8 @@ class Hindsight:
                 prompt = self._chat.prompt(messages, encode(call.tools or None), encode({}))
             except RequestError:
                 continue
-            yield replace(call, prompt=int32(prompt))
+            if self.context is None or len(prompt) + len(call.completion) <= self.context:
+                yield replace(call, prompt=int32(prompt))
 
 
 def _scored(rollout: Rollout, scores: dict[str, float]) -> Rollout:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
+from agentrl.algorithms.implicit import ImplicitTrainer
 from agentrl.algorithms.metrics import Metrics, own_calls
 from agentrl.types import Group, Rollout
 
@@ -23,6 +24,7 @@ class Completer(Protocol):
 @dataclass(frozen=True, slots=True)
 class Intake:
     completers: tuple[Completer, ...] = ()  # in this order
+    trainers: tuple[ImplicitTrainer, ...] = ()  # of reward models that learn what they have scored
     context: int | None = None  # tokens the model can read; longer calls are left out
 
     def take(self, groups: list[Group]) -> tuple[list[Group], Metrics]:
@@ -31,8 +33,9 @@ class Intake:
         inexact = sum(not call.exact for call in own_calls(groups))
         for completer in self.completers:
             groups = completer.complete(groups)
+        learned = {k: v for trainer in self.trainers for k, v in trainer.learn(groups).items()}
         groups, too_long = fitting(groups, self.context)
-        return groups, {"calls/inexact": inexact, "calls/too_long": too_long}
+        return groups, {**learned, "calls/inexact": inexact, "calls/too_long": too_long}
 
 
 def fitting(groups: list[Group], context: int | None) -> tuple[list[Group], int]:

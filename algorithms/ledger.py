@@ -38,7 +38,8 @@ class Ledger:
         self.credits = {}
 
     def record(self, algo: Algo, part: Batch, terms: Terms, logprobs: Tensor) -> None:
-        """One optimizer step, on the whole or a part. logprobs [N]: of the policy before it."""
+        """One optimizer step, on the whole or a part. logprobs: of the policy before it, [N] or of
+        the symbols [N, K]."""
         made = calls(part)
         if all(call in self.credits for call in made):
             return  # in an epoch after the first

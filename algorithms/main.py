@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,12 +24,16 @@ from agentrl.algorithms.difficulty import PART, Difficulty
 from agentrl.algorithms.dump import BadSteps
 from agentrl.algorithms.engines.choice import policy_server
 from agentrl.algorithms.hindsight import Hindsight
+from agentrl.algorithms.implicit import ImplicitTrainer
 from agentrl.algorithms.intake import Completer, Intake
-from agentrl.algorithms.learners.torch import TorchLearner
+from agentrl.algorithms.learners.base import Learner
+from agentrl.algorithms.learners.choice import make_learner
+from agentrl.algorithms.learners.verl import VerlLearner
 from agentrl.algorithms.ledger import Ledger
 from agentrl.algorithms.loop import Loop
 from agentrl.algorithms.model import Tokenizer, context_of, load_model
 from agentrl.algorithms.objective import Algo
+from agentrl.algorithms.reference import Reference
 from agentrl.algorithms.requests import TaskStream
 from agentrl.algorithms.retokenize import Retokenizer
 from agentrl.algorithms.state import State
@@ -54,15 +59,22 @@ async def run(config: RunConfig) -> None:
     disable_progress_bar()  # the view is the only one
     random.seed(config.seed)
     torch.manual_seed(config.seed)
-    async with open_store(config.store) as store:
+    async with open_store(config.store) as store, AsyncExitStack() as stack:
         # Opened before the policy is built, so that runners load their agents in the meantime.
         state = await store.open_run(config.name, msgspec.to_builtins(config))
         started = time.monotonic()
         policy = load_policy(config)
         if policy.built:
             await store.log(config.name, 0, {"time/build": time.monotonic() - started})
-        learner = make_learner(config, algo, policy)
-        memory, difficulty, anchor = remembered(config, algo, learner)
+        model, tokenizer, source = policy.model, policy.tokenizer, policy.source
+        scorers, trainers = beside.make_reward_models(config, model, tokenizer, source)
+        learner = make_learner(config, algo, model, tokenizer, source, policy.adapters, trainers)
+        reference = None
+        if isinstance(learner, VerlLearner):
+            stack.callback(learner.close)
+        else:
+            reference = learner.frozen.get("q")
+        memory, difficulty, anchor = remembered(config, algo, reference)
         if state.checkpoint:
             memory.restore(load_checkpoint(Path(state.checkpoint), learner))
         updater = Updater(
@@ -70,7 +82,7 @@ async def run(config: RunConfig) -> None:
             algo,
             learner,
             state=memory,
-            intake=make_intake(config, algo, policy, learner),
+            intake=make_intake(config, algo, policy, learner, scorers, trainers),
             anchor=anchor,
             ledger=Ledger() if config.algorithm.store_credit else None,
             bad_steps=BadSteps(Path(config.output, "dumps"), config.algorithm.max_bad_steps),
@@ -111,32 +123,12 @@ def load_policy(config: RunConfig) -> Policy:
     return Policy(model, tokenizer, lora_adapters(model, config), source, built)
 
 
-def make_learner(config: RunConfig, algo: Algo, policy: Policy) -> TorchLearner:
-    """The policy's learner, with the models beside it that the algorithm reads."""
-    settings, model, tokenizer = config.learner, policy.model, policy.tokenizer
-    return TorchLearner(
-        model,
-        tokenizer,
-        critic=beside.make_critic(config, model, tokenizer, policy.source),
-        frozen=beside.make_frozen(config, algo, model, tokenizer, policy.source),
-        weight_decay=config.algorithm.weight_decay,
-        max_grad_norm=config.algorithm.max_grad_norm,
-        token_budget=settings.token_budget,
-        packing=settings.packing,
-        gradient_checkpointing=settings.gradient_checkpointing,
-        fp32_head=settings.fp32_head,
-        optimizer=settings.optimizer,
-        threads=settings.threads or os.cpu_count() or 1,
-        adapters=policy.adapters,
-    )
-
-
 def remembered(
-    config: RunConfig, algo: Algo, learner: TorchLearner
+    config: RunConfig, algo: Algo, reference: Reference | None
 ) -> tuple[State, Difficulty | None, Anchor]:
     """All that is remembered from step to step, and those parts of it that others ask."""
     memory = State(algo.memories)
-    anchor = Anchor(learner.frozen.get("q"), beside.make_controller(config, algo))
+    anchor = Anchor(reference, beside.make_controller(config, algo))
     if anchor.kl is not None:
         memory.parts["kl"] = anchor.kl
     difficulty = Difficulty() if config.tasks.order == "difficulty" else None
@@ -145,16 +137,23 @@ def remembered(
     return memory, difficulty, anchor
 
 
-def make_intake(config: RunConfig, algo: Algo, policy: Policy, learner: TorchLearner) -> Intake:
+def make_intake(
+    config: RunConfig,
+    algo: Algo,
+    policy: Policy,
+    learner: Learner,
+    scorers: Sequence[Completer],
+    trainers: Sequence[ImplicitTrainer],
+) -> Intake:
     """What completes the groups before they are learned from: ids first, then rewards."""
-    model, tokenizer = policy.model, policy.tokenizer
+    tokenizer, context = policy.tokenizer, context_of(policy.model)
     completers: list[Completer] = []
     if config.algorithm.inexact == "retokenize":
-        completers.append(Retokenizer(tokenizer, learner))
-    completers += beside.make_reward_models(config, model, tokenizer, policy.source)
+        completers.append(Retokenizer(tokenizer, learner, context, algo.rewards))
+    completers += scorers
     if HINDSIGHT in algo.rewards:
-        completers.append(Hindsight(tokenizer, learner))
-    return Intake(tuple(completers), context_of(model))
+        completers.append(Hindsight(tokenizer, learner, context))
+    return Intake(tuple(completers), tuple(trainers), context)
 
 
 def lora_adapters(model: PreTrainedModel, config: RunConfig) -> Adapters | None:

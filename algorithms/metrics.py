@@ -154,21 +154,25 @@ def call_tokens(groups: Iterable[Group]) -> dict[str, int]:
 def optimizer_step(
     algo: Algo, batch: Batch, terms: Terms, report: StepReport, sizes: Mapping[str, int]
 ) -> Metrics:
-    """Metrics of one optimizer step; `sizes` is what `call_tokens` gave."""
+    """Metrics of one optimizer step; `sizes` is what `call_tokens` gave. policy/entropy is the mean
+    over the tokens in the loss."""
     metrics = {
         "loss": report.loss,
         "grad_norm": report.grad_norm,
         "tokens/forwarded": float(report.tokens),
-        **trust(algo, terms, report.logprobs),
+        **trust(algo, terms, report.current),
         **report.metrics,
     }
+    live = terms.weight > 0
+    if report.entropy is not None and live.any():
+        metrics["policy/entropy"] = _mean(report.entropy[live])
     if per_call := sum(sizes[call] for call in batch.transitions):
         metrics["tokens/unique_fraction"] = report.tokens / per_call
     return metrics
 
 
 def trust(algo: Algo, terms: Terms, p: Tensor) -> Metrics:
-    """How far the streams of log-probs are apart, from p [N] before the update.
+    """How far the streams of log-probs are apart, from p, [N] or [N, K], before the update.
 
     policy/clip_fraction: share of the tokens in the loss that have an advantage and a gate that is
     neither 1 nor the plain ratio; _low, _high: of those, the ones whose ratio is below or above 1.
@@ -178,9 +182,9 @@ def trust(algo: Algo, terms: Terms, p: Tensor) -> Metrics:
     (joschu.net/blog/kl-approx.html). sampler/ess: effective sample size, as a share, of the weights
     that correct for the sampler, which are the plain ratios where the algorithm corrects nothing.
     logprob_difference/*: |trainer - sampler| over all tokens, before the first update."""
-    now, live = p.detach().double().cpu(), terms.weight > 0
-    every = torch.arange(now.numel())
-    streams = streams_at(terms, now, every)
+    live, every = terms.weight > 0, torch.arange(len(p))
+    streams = streams_at(terms, p.detach().double().cpu(), every)
+    now = streams["p"]
     metrics: Metrics = {}
     low, high = torch.zeros_like(live), torch.zeros_like(live)
     correction = ratio(streams["o"] - streams["b"])

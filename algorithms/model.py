@@ -24,19 +24,24 @@ def load_model(
     device: str = "auto",
     *,
     template: bool = True,
+    head: bool = True,
 ) -> tuple[Model, Tokenizer]:
     """A checkpoint directory or hub name as (model in eval mode, tokenizer).
 
-    `device` "auto" is the GPU if there is one. template: it must have a chat template. Raises
-    PolicyError when the directory, its weights or that is missing or unreadable."""
+    `device` "auto" is the GPU if there is one. template, head: it must have a chat template, and
+    weights of the language-model head. Raises PolicyError when the directory, one of its weights or
+    what it must have is missing or unreadable."""
     name = str(path_or_name)
     _check_directory(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[dtype])
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            name, dtype=DTYPES[dtype], output_loading_info=True
+        )
     except Exception as error:  # transformers and safetensors document no types
         reason = " ".join(str(error).split())[:300]
         raise PolicyError(f"model {name!r}: cannot be loaded: {reason}") from error
+    _check_weights(name, model, loading["missing_keys"], head)
     if template and not getattr(tokenizer, "chat_template", None):
         raise PolicyError(
             f"model {name!r}: its tokenizer has no chat template; add chat_template.jinja to the "
@@ -70,4 +75,16 @@ def _check_directory(name: str) -> None:
     elif not _HUB_NAME.fullmatch(name):
         raise PolicyError(
             f"model {name!r}: no such directory; give a checkpoint directory or a hub name"
+        )
+
+
+def _check_weights(name: str, model: Model, missing: set[str], head: bool) -> None:
+    """transformers draws what a checkpoint lacks at random, and goes on."""
+    network: Any = model
+    spared = set() if head else set(network.get_output_embeddings().parameters())
+    lost = sorted(key for key in missing if network.get_parameter_or_buffer(key) not in spared)
+    if lost:
+        raise PolicyError(
+            f"model {name!r}: {len(lost)} of its weights are missing, such as {lost[0]}; give a "
+            "complete checkpoint of a decoder with a language-model head"
         )

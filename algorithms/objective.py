@@ -22,7 +22,7 @@ from torch import Tensor
 
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.credit import Column, Credit, Critic, walk
-from agentrl.algorithms.gates import LOG_LIMIT, GateFn
+from agentrl.algorithms.gates import LOG_LIMIT, GateFn, TopDiv
 from agentrl.algorithms.ids import How, Unit, seg, units
 from agentrl.algorithms.memory import Ema, Tabular
 from agentrl.algorithms.shaping import Greedy, Toll
@@ -31,7 +31,8 @@ from agentrl.errors import TrainingError
 
 Stream = Literal["p", "o", "b", "q", "t"]
 STREAMS: dict[str, str] = {
-    "p": "current policy", "o": "old policy", "b": "sampler", "q": "reference model", "t": "teacher"
+    "p": "current policy", "o": "old policy", "b": "sampler", "q": "reference model",
+    "t": "teacher", "o_K": "old policy's most probable tokens",
 }  # fmt: skip
 Inner = Literal["mean", "sum", "const"]
 Penalty = Literal["k1", "k2", "k3", "abs"]
@@ -95,6 +96,11 @@ class Algo:
         return frozenset(read) - {"p"}
 
     @property
+    def symbols(self) -> int:
+        """Of how many tokens it reads the log-probs at every place, besides p; 0: of none."""
+        return max((gate.fn.k for gate in self.gates if isinstance(gate.fn, TopDiv)), default=0)
+
+    @property
     def critic(self) -> bool:
         """Whether it reads the values of a critic."""
         return any(isinstance(part, Critic) for part in walk(self.credit))
@@ -117,7 +123,7 @@ class Terms:
 
     advantage: Tensor  # float64 [N]
     weight: Tensor  # float64 [N], 0: not in the loss
-    streams: dict[str, Tensor]  # float64 [N] each
+    streams: dict[str, Tensor]  # float64 [N] each, o_K [N, K]
     ids: dict[str, Tensor]  # int64 [N], units that gates pool over
     skip: str | None  # why there is nothing to learn from this batch, if so
 
@@ -132,20 +138,24 @@ def plan(
 ) -> Terms:
     """Terms of one optimizer step on the whole of `batch`.
 
-    streams: log-probs [N] by letter, besides b which the batch carries. fresh: this is the only
-    step on the batch, so o is p and need not be computed. advantage: what `credited` gave for a
-    larger batch that this one was cut from; default: computed here.
+    streams: log-probs [N] by letter, besides b which the batch carries, and as o_K [N, K] those of
+    the batch's symbols before the first update, for an algorithm that has `symbols`. fresh: this is
+    the only step on the batch, so o is p and need not be computed. advantage: what `credited` gave
+    for a larger batch that this one was cut from; default: computed here.
 
     Raises TrainingError for a missing stream, log-probs that are not finite, infinite credit."""
     given = {"b": batch.behaviour, **streams}
     columns = {name: column.detach().double().cpu() for name, column in given.items()}
-    for name in sorted(algo.needs - ({"o"} if fresh else set())):
-        if name not in columns:
+    where = f"algorithm {algo.name!r}, step {batch.step},"
+    read: set[str] = {*algo.needs, *(("o_K",) if algo.symbols else ())}
+    for name in sorted(read - ({"o", "o_K"} if fresh else set())):
+        known = len(columns.get(name, ()))
+        if name not in columns or known != batch.n_tokens:
             raise TrainingError(
-                f"algorithm {algo.name!r} needs the log-probs of the {STREAMS[name]} (stream "
-                f"{name}), and there are none; choose a preset or options that do without"
+                f"{where} needs {batch.n_tokens} log-probs of the {STREAMS[name]} (stream {name}), "
+                f"and there are {known or 'none'}; choose a preset or options that do without"
             )
-        _check_finite(columns[name], name, algo)
+        _check_finite(columns[name], name, where)
     credit = credited(algo, batch) if advantage is None else advantage
     live = ~credit.isnan()
     credit = torch.where(live, credit, 0.0)
@@ -173,26 +183,28 @@ def credited(algo: Algo, batch: Batch) -> Tensor:
 
 
 def psi(algo: Algo, terms: Terms, p: Tensor, index: Tensor) -> Tensor:
-    """psi [n] of a micro-batch of whole rows: p [n] are the current log-probs of tokens index [n].
+    """psi [n] of a micro-batch of whole rows: p [n] are the current log-probs of tokens index [n],
+    or p [n, K] those of their symbols.
 
     Detached, of the dtype and device of p. Raises TrainingError if p is not finite."""
     now = p.detach().double().cpu()
-    _check_finite(now, "p", algo)
+    _check_finite(now, "p", f"algorithm {algo.name!r}")
     index = index.cpu()
     streams = streams_at(terms, now, index)
     total = terms.advantage[index]
     for _, _, factor in gated(algo, terms, streams, index):
         total = total * factor
     for reg in algo.regs:
-        total = total - reg.beta * kappa(now - streams[reg.den], reg.kind)
+        total = total - reg.beta * kappa(streams["p"] - streams[reg.den], reg.kind)
     return (terms.weight[index] * total).to(p)
 
 
 def trust(algo: Algo, terms: Terms, p: Tensor) -> Tensor:
-    """c [N]: the product of all gates at log-probs p [N] of the whole step, float64."""
-    now, index = p.detach().double().cpu(), torch.arange(p.numel())
+    """c [N]: the product of all gates at log-probs p, [N] or [N, K], of the whole step, float64."""
+    now, index = p.detach().double().cpu(), torch.arange(len(p))
     gates = gated(algo, terms, streams_at(terms, now, index), index)
-    return math.prod((factor for _, _, factor in gates), start=torch.ones_like(now))
+    start = torch.ones(len(p), dtype=torch.float64)
+    return math.prod((factor for _, _, factor in gates), start=start)
 
 
 def psi_of(loss: Callable[[Tensor], Tensor], p: Tensor) -> Tensor:
@@ -233,9 +245,15 @@ def kl_value(d: Tensor, kind: Penalty) -> Tensor:
 
 
 def streams_at(terms: Terms, now: Tensor, index: Tensor) -> dict[str, Tensor]:
-    """Streams [n] of the tokens `index` [n] by letter, where their current log-probs are `now`."""
+    """Streams [n] of the tokens `index` [n] by letter, where their current log-probs are `now`, [n]
+    or those of their symbols [n, K]."""
+    p, symbols = (now, {}) if now.dim() == 1 else (now[:, 0], {"p_K": now})
+    if "o_K" in terms.streams and not symbols:
+        raise TrainingError(
+            "the learner gave the current log-probs of the sampled tokens alone, not of the symbols"
+        )
     # A plan without o is that of the first step on its batch: o is p.
-    return {"p": now, "o": now} | {name: x[index] for name, x in terms.streams.items()}
+    return {"p": p, "o": p} | symbols | {name: x[index] for name, x in terms.streams.items()}
 
 
 def gated(
@@ -253,11 +271,11 @@ def gated(
     return found
 
 
-def _check_finite(x: Tensor, stream: str, algo: Algo) -> None:
+def _check_finite(x: Tensor, stream: str, where: str) -> None:
     if bad := int((~x.isfinite()).sum()):
         raise TrainingError(
-            f"{bad} of {x.numel()} log-probs of the {STREAMS[stream]} (stream {stream}) are NaN or "
-            f"infinite; algorithm {algo.name!r} cannot weigh these tokens"
+            f"{where} cannot weigh its tokens: {bad} of {x.numel()} log-probs of the "
+            f"{STREAMS[stream]} (stream {stream}) are NaN or infinite"
         )
 
 
@@ -266,6 +284,7 @@ def _skip(algo: Algo, batch: Batch, live: Tensor, credit: Tensor) -> str | None:
         return "the batch has no sampled tokens"
     if not live.any():
         return f"every token of {len(batch.groups)} groups is missing its reward or filtered out"
-    if not algo.regs and not credit.any():
+    # A critic learns from every known return, also where it was right or no rollout was better.
+    if not algo.regs and not algo.critic and not credit.any():
         return f"no rollout of {len(batch.groups)} groups did better or worse than the others"
     return None

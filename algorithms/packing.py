@@ -97,11 +97,11 @@ def hidden_states(model: PreTrainedModel, pack: Pack) -> Tensor:
     without a pack is SDPA; a model of which that is not possible computes every branch alone.
     Raises PolicyError for a row that is longer than the model's context."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    longest = int(pack.positions.max()) + 2  # the last action is not forwarded
+    longest = int(pack.positions.max()) + 1
     if limit and longest > limit:
         raise PolicyError(
-            f"a row of {longest} tokens is longer than the context of model type "
-            f"{model.config.model_type!r}, {limit} tokens: serve it with that as limit"
+            f"a row of {longest} tokens before its last action is longer than the context of model "
+            f"type {model.config.model_type!r}, {limit} tokens: serve it with that as limit"
         )
     if _obstacle(model):
         return _padded(model, pack)

@@ -54,12 +54,13 @@ class Reference:
 
 
 def load_beside(
-    key: str, name: str, policy: PreTrainedModel, tokenizer: Tokenizer
+    key: str, name: str, policy: PreTrainedModel, tokenizer: Tokenizer, *, head: bool = True
 ) -> PreTrainedModel:
     """A decoder that reads the token ids of the policy, on its device and in its dtype. key: the
-    setting that names it. Raises PolicyError if it cannot be loaded or has another vocabulary."""
+    setting that names it. head: see `load_model`. Raises PolicyError if it cannot be loaded or has
+    another vocabulary."""
     try:
-        model, own = load_model(name, device="cpu", template=False)
+        model, own = load_model(name, device="cpu", template=False, head=head)
     except PolicyError as error:
         raise PolicyError(f"{key}: {error}") from None
     check_vocabulary(key, name, own, tokenizer)

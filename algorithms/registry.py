@@ -24,7 +24,7 @@ Discount = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Cap = Annotated[float, msgspec.Meta(gt=0)]  # inf: none
 Share = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
 Mix = Annotated[dict[str, Share], msgspec.Meta(min_length=1)]  # reward name to weight
-Supply = Stream | Literal["v"]
+Supply = Stream | Literal["v", "k"]
 Preset = Callable[..., Algo]
 EMPTY = inspect.Parameter.empty
 presets: dict[str, Preset] = {}
@@ -47,9 +47,9 @@ def make(
     """The algorithm that a run file names as `algorithm.preset` with `algorithm.options`.
 
     streams: what the learner can supply besides the log-probs of the current policy: other
-    log-probs, and values ("v") if it has a critic. Raises ConfigError for an unknown preset,
-    modifier or option, a missing one, an option of the wrong type or out of range, a stream that is
-    not to be had, and two corrections of one mismatch."""
+    log-probs, values ("v") if it has a critic, and the most probable tokens ("k"). Raises
+    ConfigError for an unknown preset, modifier or option, a missing one, an option of the wrong
+    type or out of range, a stream that is not to be had, and two corrections of one mismatch."""
     host, *added = _split(name)
     accepted = [_keywords(part) for part in (host, *added)]
     valid = {option: kind for keywords in accepted for option, kind in keywords.items()}
@@ -122,6 +122,16 @@ def _check_tables(option: str, value: Any, kind: Any) -> None:
                 )
 
 
+def check_symbols(algo: Algo, supplies: Collection[str]) -> None:
+    """Raises ConfigError for an algorithm that reads symbols where none are to be had."""
+    if algo.symbols and "k" not in supplies:
+        raise ConfigError(
+            f"algorithm.preset = {algo.name!r} needs the most probable tokens at every place, "
+            "which the learner of this run does not give; choose dppo-tv or dppo-kl, which compare "
+            "the sampled token alone"
+        )
+
+
 def _checked(algo: Algo, streams: Collection[str]) -> Algo:
     if algo.critic and "v" not in streams:
         raise ConfigError(
@@ -129,6 +139,7 @@ def _checked(algo: Algo, streams: Collection[str]) -> Algo:
             "run does not have; set critic.model, choose another preset, or where there is an "
             "option `value`, name a reward that holds them"
         )
+    check_symbols(algo, streams)
     for stream in sorted(algo.needs - set(streams)):
         raise ConfigError(
             f"algorithm.preset = {algo.name!r} needs the log-probs of a {STREAMS[stream]}, which "

@@ -7,7 +7,7 @@ are approximations, which is why this happens only on `algorithm.inexact = "reto
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -24,10 +24,13 @@ from agentrl.types import POLICY, Group, Json, Transition, float32, int32
 
 @dataclass(slots=True)
 class Retokenizer:
-    """Completes the inexact calls of the trained policy."""
+    """Completes the inexact calls of the trained policy. context: tokens that it can read;
+    reward_names: rewards that make a failed rollout worth learning from."""
 
     tokenizer: Tokenizer
     learner: Learner
+    context: int | None = None
+    reward_names: Sequence[str] = ("outcome",)
     _chat: Chat = field(init=False)
 
     def __post_init__(self) -> None:
@@ -35,7 +38,7 @@ class Retokenizer:
 
     def complete(self, groups: list[Group]) -> list[Group]:
         """`groups`, with ids and the learner's log-probs for every inexact call that the template
-        can render. The others stay inexact."""
+        can render, fits the context and is of a rollout to learn from. The others stay inexact."""
         made = {
             call.id: call
             for old in _calls(groups)
@@ -43,14 +46,16 @@ class Retokenizer:
         }
         if not made:
             return groups
-        groups = [_with(group, made) for group in groups]
-        batch = build_batch(groups)
+        batch = build_batch(
+            [_only(group, made) for group in groups], reward_names=self.reward_names
+        )
         logprobs = self.learner.logprobs(batch).cpu()
+        ready = {}
         for index, id in enumerate(batch.transitions):
             if id in made:
                 mine = logprobs[batch.token_transition == index]
-                made[id] = replace(made[id], logprobs=float32(mine.tolist()))
-        return [_with(group, made) for group in groups]
+                ready[id] = replace(made[id], logprobs=float32(mine.tolist()))
+        return [_with(group, ready) for group in groups]
 
     def _tokenized(self, call: Transition) -> Transition | None:
         """With its token ids and log-probs of 0; None where the template tells no prefix."""
@@ -64,6 +69,8 @@ class Retokenizer:
         if whole[: len(prompt)] != prompt:
             return None
         completion = self._sampled(whole[len(prompt) :], call.finish)
+        if self.context is not None and len(prompt) + len(completion) > self.context:
+            return None
         return replace(
             call,
             prompt=int32(prompt),
@@ -91,6 +98,15 @@ def _calls(groups: list[Group]) -> Iterator[Transition]:
     for group in groups:
         for rollout in group.rollouts:
             yield from rollout.transitions
+
+
+def _only(group: Group, made: dict[str, Transition]) -> Group:
+    """Those calls and no others, which may be longer than the model can read."""
+    rollouts = [
+        replace(rollout, transitions=[made[c.id] for c in rollout.transitions if c.id in made])
+        for rollout in group.rollouts
+    ]
+    return replace(group, rollouts=rollouts)
 
 
 def _with(group: Group, made: dict[str, Transition]) -> Group:

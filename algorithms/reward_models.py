@@ -1,11 +1,11 @@
-"""Reward models: rewards that a frozen model gives, read by name like those of a verifier.
+"""Reward models: rewards that a model gives, read by name like those of a verifier.
 
 scalar: a checkpoint with one score (`AutoModelForSequenceClassification`), that of the state after
 the last token of a call; a Bradley-Terry model, arXiv 2203.02155. implicit: the sum over a call's
 tokens of beta * (log pi - log pi of a reference), which a model trained on outcomes alone gives;
 PRIME, arXiv 2502.01456, iStar, 2509.19199. Always true: a score depends on the call alone, not on
 what is scored beside it; only training rollouts that succeeded are scored, by their calls of which
-the policy sampled every token.
+the policy sampled every token. What its model cannot read to the end has no score: it is missing.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Implicit:
     token_budget: int = 4096
 
     def __call__(self, calls: Sequence[Transition]) -> Tensor:
-        rows = [_row([*call.prompt, *call.completion], len(call.completion)) for call in calls]
+        rows = list(map(row_of, calls))
         counts = torch.tensor([len(call.completion) for call in calls])
         of_call = torch.arange(len(calls)).repeat_interleave(counts)
         gap = self._logprobs(self.model, rows) - self._logprobs(self.reference, rows)
@@ -98,6 +98,7 @@ class RewardModel:
     scorer: Scorer
     scope: Scope = Scope.ROLLOUT
     sums: bool = False  # whether that of a rollout is the sum over its calls, or that of the last
+    context: int | None = None  # tokens that the scorer can read
 
     def complete(self, groups: Sequence[Group]) -> list[Group]:
         """The groups with its rewards in their rollouts. Raises TrainingError where a verifier gave
@@ -106,7 +107,7 @@ class RewardModel:
             (rollout, calls)
             for group in groups
             for rollout in group.rollouts
-            if (calls := self._judged(rollout))
+            if (calls := self.judged(rollout))
         ]
         calls = [call for _, each in scored for call in each]
         scores = self.scorer(calls).tolist() if calls else []
@@ -124,11 +125,18 @@ class RewardModel:
             for group in groups
         ]
 
-    def _judged(self, rollout: Rollout) -> list[Transition]:
+    def judged(self, rollout: Rollout) -> list[Transition]:
+        """The calls whose scores its rewards are made of."""
         if rollout.state is not RolloutState.SUCCEEDED or not valid(rollout):
             return []
         calls = [call for call in rollout.transitions if trainable(call) and len(call.completion)]
-        return calls if self.sums or self.scope is Scope.TRANSITION else calls[-1:]
+        if self.scope is Scope.TRANSITION:
+            return list(filter(self._fits, calls))
+        judged = calls if self.sums else calls[-1:]
+        return judged if all(map(self._fits, judged)) else []
+
+    def _fits(self, call: Transition) -> bool:
+        return self.context is None or len(call.prompt) + len(call.completion) <= self.context
 
     def _rewards(self, calls: Sequence[Transition], of_call: dict[str, float]) -> list[Reward]:
         scored = [(call.id, of_call[call.id]) for call in calls]
@@ -184,6 +192,11 @@ def _fault(model: PreTrainedModel, missing: list[str]) -> str | None:
     if model.config.num_labels != 1:
         return f"it has {model.config.num_labels} labels"
     return f"it has no weights for {', '.join(missing)}" if missing else None
+
+
+def row_of(call: Transition) -> Row:
+    """A call whose sampled tokens are asked about, at temperature 1."""
+    return _row([*call.prompt, *call.completion], len(call.completion))
 
 
 def _row(tokens: list[int], actions: int) -> Row:

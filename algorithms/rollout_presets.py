@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import inf
-from typing import Any
+from typing import Any, Literal
 
 from agentrl.algorithms.credit import (
     Alive,
@@ -26,6 +26,7 @@ from agentrl.algorithms.gates import (
     Div,
     Ratio,
     Soft,
+    TopDiv,
     Trunc,
     Trust,
     Vespo,
@@ -291,7 +292,7 @@ def dppo_tv(
 
 
 @preset("dppo-kl")
-def dppopenalty(
+def dppo_kl(
     *,
     reward: str = "outcome",
     low: Num = 0.05,
@@ -301,6 +302,26 @@ def dppopenalty(
 ) -> Algo:
     """Trust region on the KL divergence of a token's probability. arXiv 2602.04879."""
     gate = Gate(Div("kl", low, high, cap), den="b")
+    return Algo(Rel(reward), (gate,), agg=Average(("row",), "const", length))
+
+
+@preset("dppo-topk")
+def dppo_topk(
+    *,
+    reward: str = "outcome",
+    k: Count = 20,
+    kind: Literal["tv", "kl"] = "tv",
+    low: Num | None = None,
+    high: Num | None = None,
+    cap: Cap = 20.0,
+    length: Count = 1024,
+) -> Algo:
+    """Trust region on how far the probabilities of the sampled and the likeliest tokens, k in all,
+    and of the rest have moved from the old policy: total variation (0.15) or KL (0.05). Without
+    minibatches or epochs nothing has moved. arXiv 2602.04879."""
+    bound = 0.15 if kind == "tv" else 0.05
+    down, up = (bound if given is None else given for given in (low, high))
+    gate = Gate(TopDiv(kind, down, up, cap, k))
     return Algo(Rel(reward), (gate,), agg=Average(("row",), "const", length))
 
 

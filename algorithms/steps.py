@@ -112,7 +112,8 @@ class StepGae:
 
     value: what gives V of the state before each call. Where it is missing, what was received counts
     for the call before, as if both were one, and the call itself is compared with `base`, which
-    only has to be a value that does not depend on it; without either, nothing is learned."""
+    only has to be a value that does not depend on it; without either, nothing is learned from it,
+    and if it has no tokens, it is missing itself."""
 
     value: Column
     reward: str | Column = "outcome"
@@ -137,7 +138,9 @@ class StepGae:
         learned = ~v.isnan()
         delta = torch.where(learned, r + gamma * after - v, 0.0)
         advantage = scan(delta, gamma * self.lam, torch.where(learned, following, -1))
-        return torch.where(missing, torch.nan, advantage)
+        made = torch.zeros(len(rollout), dtype=torch.bool)
+        made[batch.token_transition] = True
+        return torch.where(missing | ~(learned | made), torch.nan, advantage)
 
     def returns(self, batch: Batch) -> Tensor:
         """What `value` should have said at the first token of each call, float64 [N], NaN at the
@@ -185,14 +188,15 @@ class Values:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """[S] what a function gives for the first token of each call; 0 for calls without tokens."""
+    """[S] what a function gives for the first token of each call; missing for calls without tokens,
+    before which there was no state to judge."""
 
     value: Column
     level: ClassVar[Level] = "transition"
 
     def __call__(self, batch: Batch) -> Tensor:
         call, x, starts = batch.token_transition, self.value(batch), first_of_call(batch)
-        out = torch.zeros(len(batch.transitions), dtype=torch.float64)
+        out = torch.full((len(batch.transitions),), torch.nan, dtype=torch.float64)
         out[call[starts]] = x[starts].double()
         return out
 
@@ -221,7 +225,7 @@ class BiLevel:
         v, call = self.value(batch).double(), batch.token_transition
         following = chain(call)
         last = following < 0
-        v_end = torch.zeros(len(batch.transitions), dtype=torch.float64)
+        v_end = torch.full((len(batch.transitions),), torch.nan, dtype=torch.float64)
         v_end[call[last]] = v[last]
         steps = StepGae(lambda _: v_end, self.reward, self.gamma_high, self.lam)
         returns = steps(batch) + v_end

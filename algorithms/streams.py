@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.batch import Batch
-from agentrl.algorithms.credit import Column, Credit, Plus, Rel, standardise
+from agentrl.algorithms.credit import Column, Credit, Plus, Rel, rewards, standardise
 from agentrl.algorithms.ids import Level, chain, lift, seg
 from agentrl.algorithms.steps import ahead, fading, received
 
@@ -68,6 +68,34 @@ class Others:
         base = standardise(mean, batch.rollout_group, base="loo").baseline
         others = seg(~mean.isnan(), batch.rollout_group, len(batch.groups))[batch.rollout_group] > 1
         return torch.where(others[rollout], x - base[rollout], 0.0 * x)
+
+
+@dataclass(frozen=True, slots=True)
+class Combined:
+    """[U] the reward of a rollout plus `weight` times what its calls received."""
+
+    reward: str | Column
+    calls: str
+    weight: float = 1.0
+
+    def __call__(self, batch: Batch) -> Tensor:
+        x = received(batch, self.calls).nan_to_num(nan=0.0)
+        total = seg(x, batch.transition_rollout, len(batch.rollouts))
+        return rewards(batch, self.reward) + self.weight * total
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """[N] a credit for rollouts of which a call received the reward, `outcome` for the others."""
+
+    credit: Credit
+    outcome: Credit
+    reward: str
+
+    def __call__(self, batch: Batch) -> Tensor:
+        known = ~received(batch, self.reward).isnan()
+        has = seg(known, batch.transition_rollout, len(batch.rollouts)) > 0
+        return torch.where(has[batch.token_rollout], self.credit(batch), self.outcome(batch))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -41,8 +42,9 @@ class Updater:
     def update(self, step: int, groups: list[Group]) -> Metrics:
         """Learn from the groups of one step; returns its metrics.
 
-        Where there is nothing to learn from (every reward equal or missing) no weight changes, and
-        `update/skipped` counts it. Raises TrainingError for a reward that no rollout carries."""
+        Where there is nothing to learn from (every reward missing, or all equal and no critic that
+        could learn that) no weight changes, and `update/skipped` counts it. Raises
+        TrainingError for a reward that no rollout carries."""
         algo = self.anchor.tuned(self.algo)
         groups, taken = self.intake.take(groups)
         columns.check(groups, [name for name in algo.rewards if name not in algo.optional])
@@ -157,7 +159,5 @@ class Step:
     values: ValueTerms | None  # what the critic learns, if there is one
 
     def psi(self, terms: Terms) -> Psi:
-        def psi(logprobs: Tensor, index: Tensor) -> Tensor:
-            return objective.psi(self.algo, terms, logprobs, index)
-
-        return psi
+        """Bound to what it reads alone, for it may be sent to other processes."""
+        return partial(objective.psi, self.algo, terms)

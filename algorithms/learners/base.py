@@ -20,8 +20,10 @@ from agentrl.algorithms.batch import Batch
 
 Psi = Callable[[Tensor, Tensor], Tensor]
 """(current log-probs [n], token indices int64 [n]) -> psi [n]. Called once per micro-batch with
-whole rows; detached input, detached output. Indices point into the batch's token level."""
+whole rows; detached input, detached output. Indices point into the batch's token level. Of a batch
+with `symbols` the log-probs are those of the symbols, [n, K], the sampled token's first."""
 
+Supply = Literal["o", "b", "q", "t", "v", "k"]
 Scored = Literal["o", "q", "t"]
 """Whose log-probs: of the weights as they are, of the reference model, of the teacher."""
 
@@ -45,14 +47,22 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: Tensor  # float32 [N]: log-probs before the update, in token order
     tokens: int  # tokens forwarded, context included
     applied: bool  # false when the gradient was not finite and the update was skipped
+    entropy: Tensor | None = None  # float32 [N], nats: before each token, where the learner says it
+    symbols: Tensor | None = None  # float32 [N, K]: also those of the batch's symbols, if any
     metrics: dict[str, float] = {}  # more of this learner's own, by their full names
+
+    @property
+    def current(self) -> Tensor:
+        """What psi was given, [N] or [N, K]."""
+        return self.logprobs if self.symbols is None else self.symbols
 
 
 class Learner(Protocol):
     """Owns weights, optimizer and their random state. One caller at a time."""
 
-    supplies: frozenset[Literal["o", "b", "q", "t", "v"]]
-    """What it can answer besides the current log-probs: streams, and values (v)."""
+    supplies: frozenset[Supply]
+    """What it can answer besides the current log-probs: streams, values (v) and the most probable
+    tokens (k)."""
 
     def logprobs(self, batch: Batch, of: Scored = "o") -> Tensor:
         """Log-probs of every action token at its sampling temperature, float32 [N], no graph."""
@@ -60,6 +70,11 @@ class Learner(Protocol):
 
     def values(self, batch: Batch) -> Tensor:
         """The critic's value of the state before every action token, float64 [N], no graph."""
+        ...
+
+    def top(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
+        """Every action token and the k - 1 most probable others in its place, int64 [N, K], and
+        their log-probs, float32 [N, K], at its temperature, no graph. K: k, or the vocabulary."""
         ...
 
     def step(

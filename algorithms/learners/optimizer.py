@@ -185,7 +185,7 @@ def _make(
     except ImportError as error:
         raise PolicyError(
             f"learner.optimizer = {kind!r}: bitsandbytes cannot be imported ({error}); "
-            "pip install bitsandbytes, or use 'adamw'"
+            "pip install 'agentrl[eight-bit]', or use 'adamw'"
         ) from None
     made: torch.optim.Optimizer = getattr(library, _EIGHT_BIT[kind])(
         weights, betas=betas, weight_decay=weight_decay

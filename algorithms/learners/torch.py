@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +25,10 @@ from transformers.utils import logging
 from agentrl.algorithms.adapters import Adapters
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.critic import ValueModel
-from agentrl.algorithms.head import action_logprobs
+from agentrl.algorithms.head import action_logprobs, other_logprobs, top_tokens
+from agentrl.algorithms.implicit import ImplicitTrainer
 from agentrl.algorithms.learners import memory
-from agentrl.algorithms.learners.base import Psi, Scored, StepReport, ValueTerms
+from agentrl.algorithms.learners.base import Psi, Scored, StepReport, Supply, ValueTerms
 from agentrl.algorithms.learners.optimizer import Kind, Optimizer
 from agentrl.algorithms.model import Tokenizer, load_model
 from agentrl.algorithms.packing import Pack, Packing, check_model, hidden_states, packs, usable
@@ -46,8 +47,8 @@ class TorchLearner:
     fp32_head: see `head`. adapters: learn the one named `policy`, and nothing else; other learners
     may learn others of the same model. threads: what a call computes with, default what its thread
     already has. critic: gives and learns values; frozen: the reference (q), by default the model
-    without its adapters if it has any, and the teacher (t). Raises PolicyError for a model it
-    cannot train."""
+    without its adapters if it has any, and the teacher (t); trainers: reward models that learn
+    and are saved with it. Raises PolicyError for a model it cannot train."""
 
     def __init__(
         self,
@@ -67,6 +68,7 @@ class TorchLearner:
         betas: tuple[float, float] = (0.9, 0.95),
         critic: ValueModel | None = None,
         frozen: Mapping[Literal["q", "t"], Reference] | None = None,
+        trainers: Sequence[ImplicitTrainer] = (),
     ) -> None:
         check_model(model)
         self.model = model.eval()
@@ -78,9 +80,10 @@ class TorchLearner:
         self.optimizer = Optimizer(learned, kind=optimizer, betas=betas, weight_decay=weight_decay)
         self.critic = critic
         self.frozen = dict(frozen or {})
+        self.trainers = tuple(trainers)
         values: tuple[Literal["v"], ...] = () if critic is None else ("v",)
-        self.supplies = frozenset[Literal["o", "b", "q", "t", "v"]](
-            {"o", "b", *self.frozen, *values, *(("q",) if adapters is not None else ())}
+        self.supplies = frozenset[Supply](
+            {"o", "b", "k", *self.frozen, *values, *(("q",) if adapters is not None else ())}
         )
         self.max_grad_norm = max_grad_norm
         self.packing = usable(model, packing)
@@ -108,16 +111,21 @@ class TorchLearner:
         with _threads(self.threads), self._adapted(), torch.no_grad():
             return self._within_memory(lambda: self._values(batch, critic))
 
+    def top(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
+        """Every action token and the k - 1 most probable others in its place, int64 [N, K], and
+        their log-probs, float32 [N, K], at its temperature, no graph."""
+        with _threads(self.threads), self._adapted(), torch.no_grad():
+            return self._within_memory(lambda: self._top(batch, k))
+
     def step(
         self, batch: Batch, psi: Psi, *, lr: float, critic: ValueTerms | None = None
     ) -> StepReport:
         """One forward, backward and update on psi, and of the critic on its terms. A log-prob,
         value, loss or gradient that is not finite changes nothing.
 
-        metrics: policy/entropy, nats, the mean over action tokens; memory/retries, 1 if memory ran
-        out once; memory/*peak_mb (see `memory.peak`); critic/loss, before its coefficient,
-        critic/clip_fraction, of the tokens it learns from, and critic/grad_norm, of what is the
-        critic's alone.
+        metrics: memory/retries, 1 if memory ran out once; memory/*peak_mb (see `memory.peak`);
+        critic/loss, before its coefficient, critic/clip_fraction, of the tokens it learns from, and
+        critic/grad_norm, of what is the critic's alone.
         Raises TrainingError when memory runs out twice."""
         learning = None if critic is None else self._critic()
         device, budget = self.model.device, self.token_budget
@@ -130,15 +138,15 @@ class TorchLearner:
                 finite = math.isfinite(norm + sums.loss + pull + sums.value_loss)
                 applied = finite and batch.n_tokens > 0
                 if applied:
-                    self.optimizer.step(lr)
+                    # Where psi is 0 and only a critic learns, momentum would still move the policy.
+                    if norm > 0 or not learning:
+                        self.optimizer.step(lr)
                     if learning:
                         learning.optimizer.step(learning.lr)
             finally:
                 self._zero_grad()
         metrics = memory.peak(device)
         metrics["memory/retries"] = float(self.token_budget < budget)
-        if math.isfinite(sums.entropy) and batch.n_tokens:
-            metrics["policy/entropy"] = sums.entropy / batch.n_tokens
         if critic is not None:
             live = max(1, int((critic.weight > 0).sum()))
             metrics["critic/loss"] = sums.value_loss
@@ -148,8 +156,10 @@ class TorchLearner:
             loss=sums.loss,
             grad_norm=norm,
             logprobs=sums.logprobs,
+            symbols=sums.symbols,
             tokens=sums.tokens,
             applied=applied,
+            entropy=sums.entropy,
             metrics=metrics,
         )
 
@@ -177,6 +187,7 @@ class TorchLearner:
         moments = self.optimizer.read(directory)
         critic = self.critic and self.critic.read(directory)
         frozen = {letter: scorer.read(directory) for letter, scorer in self.frozen.items()}
+        trained = [trainer.read(directory) for trainer in self.trainers]
         if self.adapters is None:
             with torch.no_grad():
                 for name, tensor in self.model.state_dict().items():
@@ -188,6 +199,8 @@ class TorchLearner:
             self.critic.restore(critic)
         for letter, scorer in self.frozen.items():
             scorer.restore(frozen[letter])
+        for trainer, saved in zip(self.trainers, trained, strict=True):
+            trainer.restore(saved)
 
     def _read(self, directory: Path) -> Mapping[str, Tensor]:
         """The weights of a checkpoint, which are found to fit."""
@@ -211,6 +224,24 @@ class TorchLearner:
             logprobs_N[pack.index] = self._forward(pack, model)[0].float().cpu()
         return logprobs_N
 
+    def _top(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
+        places, ids, logprobs = [], [], []
+        for pack in packs(batch, self.packing, self.token_budget):
+            p, _, hidden = self._forward(pack, self.model)
+            head, actions = self.model.get_output_embeddings(), pack.actions.to(hidden.device)
+            top = top_tokens(head, hidden, actions, k, fp32=self.fp32_head)
+            places.append(pack.index)
+            ids.append(top.cpu())
+            logprobs.append(self._others(pack, hidden, p, top).float())
+        order = torch.cat(places).argsort()
+        return torch.cat(ids)[order], torch.cat(logprobs)[order]
+
+    def _others(self, pack: Pack, hidden: Tensor, logprobs: Tensor, ids: Tensor) -> Tensor:
+        """Log-probs [n, K] of these tokens, the first of which are the actions, off the graph."""
+        head, device = self.model.get_output_embeddings(), hidden.device
+        given = (hidden, ids.to(device), logprobs, pack.temperature.to(device))
+        return other_logprobs(head, *given, fp32=self.fp32_head).cpu()
+
     def _values(self, batch: Batch, critic: ValueModel) -> Tensor:
         values_N = torch.empty(batch.n_tokens, dtype=torch.float64)
         for pack in packs(batch, self.packing, self.token_budget):
@@ -220,18 +251,24 @@ class TorchLearner:
 
     def _backward(self, batch: Batch, psi: Psi, terms: ValueTerms | None) -> _Sums:
         """Accumulate the gradient, until a log-prob is not finite."""
-        sums = _Sums(torch.full((batch.n_tokens,), math.nan))
+        sums = _Sums(*torch.full((2, batch.n_tokens), math.nan))
+        if batch.symbols.numel():
+            sums.symbols = torch.full(batch.symbols.shape, math.nan)
         for pack in packs(batch, self.packing, self.token_budget):
             with memory.recomputing(self.recomputed):
                 p, entropy, hidden = self._forward(pack, self.model)
             current = p.detach().cpu()
             sums.logprobs[pack.index] = current.float()
-            sums.entropy += float(entropy.double().sum())
+            sums.entropy[pack.index] = entropy.float().cpu()
             sums.tokens += len(pack.tokens)
             if not current.isfinite().all():
                 sums.loss = math.nan
                 break
-            psi_n = psi(current, pack.index)
+            shown = current
+            if sums.symbols is not None:
+                shown = self._others(pack, hidden, p, batch.symbols[pack.index])
+                sums.symbols[pack.index] = shown.float()
+            psi_n = psi(shown, pack.index)
             sums.loss -= float(psi_n.double() @ current.double())
             roots, gradients = [p], [-psi_n.to(p)]
             if self.critic and terms is not None:
@@ -253,11 +290,12 @@ class TorchLearner:
             raise PolicyError("the learner has no critic (stream v)")
         return self.critic
 
-    def _beside(self) -> Iterator[ValueModel | Reference]:
+    def _beside(self) -> Iterator[ValueModel | Reference | ImplicitTrainer]:
         """What is saved with the policy."""
         if self.critic:
             yield self.critic
         yield from self.frozen.values()
+        yield from self.trainers
 
     def _zero_grad(self) -> None:
         self.optimizer.zero_grad()
@@ -316,10 +354,11 @@ class _Sums:
     """What one backward pass over a batch adds up."""
 
     logprobs: Tensor  # float32 [N], NaN where the pass did not come
+    entropy: Tensor  # float32 [N], nats, likewise
     loss: float = 0.0
-    entropy: float = 0.0  # nats, of all action tokens
     value_loss: float = 0.0
     values_clipped: int = 0
+    symbols: Tensor | None = None  # float32 [N, K], the same of the batch's symbols
     tokens: int = 0  # forwarded, context included
 
 

@@ -96,6 +96,14 @@ def test_differences_name_what_changes_learning_only() -> None:
     new = resolve({"seed": 1, "steps": 9, "runner": {"concurrency": 2}}, source="test")
     assert differences(old, new) == ["seed: 0 -> 1"]
     assert differences(old, old) == []
+
+
+def test_a_run_may_go_on_with_another_learner() -> None:
+    learner = {"kind": "verl", "verl": {"nodes": 2}}
+    old, new = resolve({}, source="test"), resolve({"learner": learner}, source="test")
+    assert differences(old, new) == []
+    new = resolve({"learner": {"optimizer": "adamw8bit"}}, source="test")
+    assert differences(old, new) == ["learner.optimizer: 'adamw' -> 'adamw8bit'"]
     assert isinstance(old, RunConfig)
 
 

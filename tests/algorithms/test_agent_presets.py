@@ -198,6 +198,19 @@ def tree(play: Play, u: int) -> object:
     return u if first is None else (play.group, first)
 
 
+def mt_grpo(plays: Plays) -> list[float]:
+    """A rollout without a turn reward is compared by the sum of both."""
+    both = total((outcome(plays, True), 1), (calls(plays, process(plays), turn), 0.5))
+    x = [
+        play.outcome + 0.5 * sum(r for c in play.calls if (r := c.rewards["p"]) == r)
+        for play in plays
+    ]
+    summed = copied(missing(compare([play.group for play in plays], x, True), x), plays)
+    without = [all(c.rewards["p"] != c.rewards["p"] for c in play.calls) for play in plays]
+    mask = [none for play, none in zip(plays, without, strict=True) for _ in play.calls]
+    return [s if none else b for s, b, none in zip(summed, both, mask, strict=True)]
+
+
 def gigpo(plays: Plays) -> list[float]:
     return total((outcome(plays), 1), (naive_histories(plays, "outcome", 0.95, 0, False), 0.5))
 
@@ -224,10 +237,7 @@ CASES: dict[str, Case] = {
         {"hgpo_gamma": 0.9, "hgpo_depth": 1, "hgpo_norm": "std"},
     ),
     "mt-grpo": (
-        tokens(lambda plays: total(
-            (outcome(plays, True), 1), (calls(plays, process(plays), turn), 1)
-        )),
-        "token", "rows", {"turn_reward": "transition:p"},
+        tokens(mt_grpo), "token", "rows", {"turn_reward": "transition:p", "weight": 0.5},
     ),
     "dr-mas": (tokens(lambda plays: calls(plays, per_outcome(plays), role)), "token", "rows", {}),
     "at-grpo": (

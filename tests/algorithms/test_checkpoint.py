@@ -118,7 +118,14 @@ def test_an_error_inside_leaves_nothing(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("content", [None, "", '{"state": {}', '{"state": {}}'])
+DAMAGED = [
+    None, "", '{"state": {}', '{"state": {}}', "[]", "null", '{"state": {}, "random": {}}',
+    '{"state": {}, "random": {"python": [3, [1], null], "torch": "AA=="}}',
+    '{"state": {}, "random": {"python": [3, [], null], "torch": ""}}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", DAMAGED)
 def test_a_checkpoint_without_its_state_is_refused_before_anything_is_loaded(
     tmp_path: Path, content: str | None
 ) -> None:
@@ -126,10 +133,11 @@ def test_a_checkpoint_without_its_state_is_refused_before_anything_is_loaded(
     (tmp_path / "1" / STATE).unlink()
     if content is not None:
         (tmp_path / "1" / STATE).write_text(content)
-    learner = OneNumber(3)
+    learner, before = OneNumber(3), random_state()
     with pytest.raises(PolicyError, match="missing or incomplete; resume from another"):
         load_checkpoint(tmp_path / "1", learner)
     assert learner.weight == 3
+    assert random_state() == before
 
 
 def test_prune_keeps_the_newest_the_protected_and_what_is_not_a_checkpoint(tmp_path: Path) -> None:

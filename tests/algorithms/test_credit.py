@@ -27,6 +27,7 @@ from agentrl.algorithms.credit import (
     plus,
     standardise,
 )
+from agentrl.algorithms.shaping import Toll
 from agentrl.errors import TrainingError
 
 NAN = math.nan
@@ -97,6 +98,30 @@ def test_grpo(ddof: int, eps: float, first: float, other: float) -> None:
 def test_grpo_mean_only_and_rloo() -> None:
     assert near(advantages(F1, ONE), [0.75, -0.25, -0.25, -0.25])
     assert near(advantages(F1, ONE, base="loo"), [1, -1 / 3, -1 / 3, -1 / 3])
+
+
+def test_reward_to_go_pays_for_leaving_the_reference() -> None:
+    """A6."""
+    batch = flat([1], tokens=[3])
+    batch = replace(batch, reference=batch.behaviour - torch.tensor([0.2, -0.1, 0.3]))
+    assert near(Togo(toll=Toll(0.1))(batch), [0.96, 0.98, 0.97])
+
+
+def test_magrpo_compares_joint_rollouts() -> None:
+    """E7: every agent's calls get what the team's return says, scaled or not."""
+    batch = flat([1, 0, 0.5, 0.5], calls=[2] * 4, roles=[0, 1] * 4)
+    assert near(Rel()(batch), [0.5, 0.5, -0.5, -0.5, 0, 0, 0, 0])
+    scaled = Rel(norm="std", ddof=0, eps=0)(batch)
+    assert near(scaled, [1.414214, 1.414214, -1.414214, -1.414214, 0, 0, 0, 0])
+
+
+def test_weights_stand_for_copies_of_calls() -> None:
+    """E10: of d = 4 calls a rollout made d_k = 2, which count twice instead of being copied."""
+    rewards, weight = torch.tensor([1.0, 0, 0.5, 0, 0, 1]), torch.tensor([2.0, 2, 1, 1, 1, 1])
+    copies = torch.tensor([0, 0, 1, 1, 2, 3, 4, 5])
+    weighted = standardise(rewards, torch.zeros(6).long(), norm="std", w=weight).advantage
+    copied = standardise(rewards[copies], torch.zeros(8).long(), norm="std").advantage
+    assert near(weighted[copies], copied.tolist(), within=1e-12)
 
 
 def test_opo_weighs_the_baseline_by_length() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from agentrl.algorithms.adapters import Adapters
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.checkpoint import load_checkpoint, save_checkpoint
 from agentrl.algorithms.critic import FOLDER, WEIGHTS, ValueModel
@@ -220,3 +221,49 @@ def test_a_checkpoint_without_the_critic_is_refused_and_changes_nothing(
     with pytest.raises(PolicyError, match=r"critic\.safetensors is missing"):
         load_checkpoint(tmp_path / "here", learner)
     assert all(map(torch.equal, before, states(learner)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_of_it_at_once(tiny_model_dir: Path, kind: str, dtype: torch.dtype) -> None:
+    """Adapter, critic, recomputed layers and shared prefixes learn what each row by itself does,
+    also after memory ran out: two steps, the second of which sees what the first has changed."""
+    batch = make_batch()
+
+    def build(**settings: object) -> TorchLearner:
+        model, tokenizer = load_model(tiny_model_dir, device="cpu")
+        model = model.to(dtype)
+        adapters = Adapters(model)
+        adapters.add("policy", rank=4, alpha=8.0)
+        decoder = None
+        if kind == "copy":
+            decoder = load_beside("critic.model", str(tiny_model_dir), model, tokenizer).base_model
+        critic = ValueModel(model, decoder, lr=1e-3)
+        return TorchLearner(model, tokenizer, adapters=adapters, critic=critic, **settings)  # type: ignore[arg-type]
+
+    def train(learner: TorchLearner) -> list[float]:
+        found = []
+        for _ in range(3):
+            report = learner.step(batch, psi_for(batch), lr=1e-2, critic=terms_for(batch))
+            assert report.applied
+            values = report.loss, report.grad_norm, *map(report.metrics.get, KEYS)
+            found += [value for value in values if value is not None]
+        return found
+
+    alone = train(build(packing="rows", token_budget=1))
+    whole = build(packing="trie", token_budget=64, gradient_checkpointing=True)
+    failing, forward = [True], whole._forward
+
+    def once(*given: object) -> object:
+        if failing and failing.pop():
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(*given)  # type: ignore[arg-type]
+
+    whole._forward = once  # type: ignore[assignment, method-assign]
+    with pytest.warns(RuntimeWarning, match="ran out of memory"):
+        together = train(whole)
+    assert whole.token_budget == 32
+    close = 1e-3 if dtype is torch.float32 else 0.05
+    assert together == pytest.approx(alone, rel=close, abs=close / 100)
+
+
+KEYS = ("critic/loss", "critic/grad_norm")

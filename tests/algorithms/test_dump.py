@@ -19,7 +19,8 @@ def make_dump() -> Dump:
     batch = make_batch()
     outcome = torch.arange(len(batch.rollouts)).double()
     outcome[-1:] = math.nan
-    batch = dataclasses.replace(batch, rewards={"outcome": outcome})
+    memory = {"ema": torch.rand(len(batch.rollouts)).double()}
+    batch = dataclasses.replace(batch, rewards={"outcome": outcome}, memory=memory)
     terms = plan(presets.make("gspo+tis", {}), batch, {}, fresh=True)
     return Dump(batch, terms, batch.behaviour * math.inf, loss=math.nan, grad_norm=math.inf)
 

@@ -82,7 +82,7 @@ def test_every_preset_has_a_chain_that_ends_in_its_credit() -> None:
     names = [*presets, *(f"grpo+{name}" for name in modifiers)]
     for name in names:
         options = needed.get(name.split("+")[-1], {})
-        algo = make(name, options, streams=("o", "b", "q", "t", "v"))
+        algo = make(name, options, streams=("o", "b", "q", "t", "v", "k"))
         if algo.critic or algo.greedy or algo.memories:
             continue
         batch = build_batch([group()], reward_names=algo.rewards)

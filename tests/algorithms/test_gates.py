@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf, log
+from typing import Literal
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from agentrl.algorithms.gates import (
     Opsm,
     Ratio,
     Soft,
+    TopDiv,
     Trunc,
     Trust,
     Vespo,
@@ -113,3 +115,58 @@ def test_extreme_ratios_stay_finite() -> None:
 def test_gates_compare_and_print_by_their_settings() -> None:
     assert Clip(0.2, 0.28) == Clip(hi=0.28)
     assert "hi=0.28" in repr(Clip(0.2, 0.28))
+
+
+def top(mu: Sequence[float], pi: Sequence[float]) -> dict[str, Tensor]:
+    """Probabilities of the symbols, the sampled one first, before the first update and now."""
+    return {name: torch.tensor([x]).double().log() for name, x in (("o_K", mu), ("p_K", pi))}
+
+
+@pytest.mark.parametrize(("kind", "distance"), [("tv", 0.1), ("kl", 0.040078)])
+def test_top_k_divergence_counts_the_rest_as_one_symbol(
+    kind: Literal["tv", "kl"], distance: float
+) -> None:
+    # The rest has .1 and .2.
+    streams, up = top((0.6, 0.3), (0.5, 0.3)), torch.ones(1).double()
+    lr = (streams["p_K"] - streams["o_K"])[:, 0]
+    for bound, factor in ((distance + 1e-6, 0.5 / 0.6), (distance - 1e-6, 0.0)):
+        gate = TopDiv(kind, bound, bound, k=2)
+        assert near(gate(lr, -up, streams), [factor])
+        assert near(gate(lr, up, streams), [0.5 / 0.6])  # back to where it came from
+
+
+def test_top_k_divergence_sees_what_the_sampled_token_does_not() -> None:
+    # The sampled token gained little; the two likeliest have changed places.
+    streams, up = top((0.1, 0.6, 0.2), (0.11, 0.2, 0.6)), torch.ones(1).double()
+    lr = (streams["p_K"] - streams["o_K"])[:, 0]
+    assert near(TopDiv(k=3)(lr, up, streams), [0])
+    binary = {"b": streams["o_K"][:, 0], "p": streams["p_K"][:, 0]}
+    assert near(Div()(lr, up, binary), [1.1])
+
+
+def test_top_k_divergence_of_all_symbols_is_that_of_the_distributions() -> None:
+    draw = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 50, 7, generator=draw, dtype=torch.float64)
+    o_K, p_K = logits.log_softmax(-1)
+    lr, sign = (p_K - o_K)[:, 0], torch.randn(50, generator=draw).double()
+    tv, kl = (o_K.exp() - p_K.exp()).abs().sum(-1) / 2, (o_K.exp() * (o_K - p_K)).sum(-1)
+    kinds: list[tuple[Literal["tv", "kl"], Tensor]] = [("tv", tv), ("kl", kl)]
+    for kind, distance in kinds:
+        far = (distance > 0.3) & (sign * lr > 0)
+        gate = TopDiv(kind, 0.3, 0.3, inf, 7)
+        assert near(gate(lr, sign, {"o_K": o_K, "p_K": p_K}), (lr.exp() * ~far).tolist())
+
+
+def test_fewer_symbols_never_see_a_larger_divergence() -> None:
+    draw = torch.Generator().manual_seed(1)
+    logits = 2 * torch.randn(2, 200, 9, generator=draw, dtype=torch.float64)
+    o_K, p_K = logits.log_softmax(-1)
+    lr = (p_K - o_K)[:, 0]
+    kinds: tuple[Literal["tv", "kl"], ...] = ("tv", "kl")
+    for kind in kinds:
+        before = torch.zeros(200, dtype=torch.bool)
+        for k in range(1, 10):
+            gate = TopDiv(kind, 0.2, 0.2, k=k)
+            dropped = gate(lr, lr, {"o_K": o_K[:, :k], "p_K": p_K[:, :k]}) == 0
+            assert not (before & ~dropped).any()
+            before = dropped

@@ -104,3 +104,12 @@ def test_a_step_scores_what_its_algorithm_reads(hindsight: Hindsight) -> None:
     updater = Updater(config, algo, hindsight.learner, intake=Intake((hindsight,)))
     metrics = updater.update(0, [group(hindsight, rewards=[Reward(value=0.5)])])
     assert metrics["reward/transition:hindsight/frac_missing"] == 0.0
+
+
+def test_a_call_that_fills_the_context_has_no_room_for_the_outcome(hindsight: Hindsight) -> None:
+    made = group(hindsight, rewards=[Reward(value=0.5)])
+    first, _ = group(hindsight, told=TOLD, rewards=[]).rollouts[0].transitions
+    hindsight.context = len(first.prompt) + len(first.completion)
+    assert set(scores(hindsight.complete([made]))) == {"0"}
+    hindsight.context -= 1
+    assert scores(hindsight.complete([made])) == {}

@@ -48,7 +48,7 @@ GRPO: dict[str, Advantage] = {
     "batch": lambda x, by, **k: advantages(x, by, norm="std", norm_by=torch.zeros_like(by), **k),
     "maxrl": lambda x, by, **k: advantages(x, by, norm="mean", **k),
 }
-SUPPLY: tuple[Supply, ...] = ("o", "b", "q", "t", "v")
+SUPPLY: tuple[Supply, ...] = ("o", "b", "q", "t", "v", "k")
 # Those that read nothing but the outcome of rollouts.
 PRESETS = [
     name
@@ -113,6 +113,16 @@ def random_streams(batch: Batch, seed: int) -> tuple[dict[str, Tensor], Tensor]:
     b = batch.behaviour.double()
     o, q, p = (b + 0.5 * torch.randn(b.shape, generator=draw) for _ in range(3))
     return {"o": o, "q": q}, p
+
+
+def with_symbols(
+    algo: Algo, streams: dict[str, Tensor], p: Tensor
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The same for an algorithm that reads more tokens than the sampled ones."""
+    if not algo.symbols:
+        return streams, p
+    o_NK, p_NK = (torch.stack((x, -1 - x.exp()), 1) for x in (streams["o"], p))
+    return streams | {"o_K": o_NK}, p_NK
 
 
 # -- credit ----------------------------------------------------------------------------------------
@@ -313,7 +323,8 @@ def test_weights_of_an_average_sum_to_what_it_is(inner: Inner, unit: list[int], 
 def test_psi_does_not_depend_on_how_rows_are_cut(name: str, seed: int, parts: int) -> None:
     batch = random_batch(seed)
     streams, p = random_streams(batch, seed)
-    algo = make(f"{name}+opsm", {})
+    algo = make(f"{name}+opsm", {}, streams=SUPPLY)
+    streams, p = with_symbols(algo, streams, p)
     terms = plan(algo, batch, streams)
     whole = psi(algo, terms, p, torch.arange(batch.n_tokens))
     assert whole.isfinite().all()
@@ -332,7 +343,8 @@ def test_tokens_without_a_reward_are_as_if_they_were_not_there(name: str, seed: 
     """psi of the other tokens, denominators included, is that of the batch without them."""
     batch = random_batch(seed)
     streams, p = random_streams(batch, seed)
-    algo = make(name, {})
+    algo = make(name, {}, streams=SUPPLY)
+    streams, p = with_symbols(algo, streams, p)
     every = psi(algo, plan(algo, batch, streams), p, torch.arange(batch.n_tokens))
     present = ~batch.rewards["outcome"].isnan()[batch.token_rollout]
     less = replace(
@@ -368,7 +380,7 @@ def test_psi_is_the_gradient_of_the_surrogate(seed: int) -> None:
 @given(st.sampled_from(PRESETS), Seeds)
 def test_on_policy_all_policy_losses_are_the_same_up_to_the_average(name: str, seed: int) -> None:
     batch = random_batch(seed)
-    algo = make(name, {})
+    algo = make(name, {}, streams=SUPPLY)
     terms = plan(algo, batch, {}, fresh=True)
     at_b = psi(algo, terms, batch.behaviour.double(), torch.arange(batch.n_tokens))
     assert torch.equal(at_b, terms.weight * terms.advantage)

@@ -272,7 +272,7 @@ def test_only_tokens_in_the_loss_are_measured() -> None:
         logprobs=p.float(),
         tokens=9,
         applied=True,
-        metrics={"policy/entropy": 2.5},
+        entropy=torch.tensor([1.0, 2, 3, 4, math.nan, 90]),
     )
     metrics = optimizer_step(algo, batch, terms, report, {"0": 5, "1": 6, "2": 7, "other": 99})
     assert metrics["tokens/unique_fraction"] == 9 / 18

@@ -6,6 +6,7 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from agentrl.algorithms.model import load_model
 from agentrl.errors import PolicyError
@@ -58,3 +59,25 @@ def test_a_hub_name_that_cannot_be_had_is_one_sentence(monkeypatch: pytest.Monke
     with pytest.raises(PolicyError, match="cannot be loaded") as error:
         load_model("nobody/nothing")
     assert "\n" not in str(error.value)
+
+
+def test_a_checkpoint_without_some_of_its_weights_is_refused(
+    checkpoint: Path, tiny_llama_dir: Path, tmp_path: Path
+) -> None:
+    """transformers would draw them at random."""
+
+    def without(directory: Path, name: str) -> Path:
+        weights = load_file(directory / "model.safetensors")
+        del weights[name]
+        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+        return directory
+
+    norm = "model.layers.1.post_attention_layernorm.weight"
+    with pytest.raises(PolicyError, match=rf"1 of its weights are missing, such as {norm}"):
+        load_model(without(checkpoint, norm))
+    untied = Path(shutil.copytree(tiny_llama_dir, tmp_path / "untied"))
+    with pytest.raises(PolicyError, match=r"such as lm_head\.weight"):
+        load_model(without(untied, "lm_head.weight"))
+    load_model(untied, head=False)
+    with pytest.raises(PolicyError, match=r"such as model\.embed_tokens\.weight"):
+        load_model(without(untied, "model.embed_tokens.weight"), head=False)

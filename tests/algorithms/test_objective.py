@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.batch import Batch
-from agentrl.algorithms.credit import Rel
+from agentrl.algorithms.credit import Alive, Rel
 from agentrl.algorithms.gates import Band, Clip, Ratio, Trunc
 from agentrl.algorithms.ids import units
 from agentrl.algorithms.objective import (
@@ -96,6 +96,37 @@ def test_averages_over_units_of_a_batch(
     batch = three_rows(groups=groups)
     u = weights(units(batch, "token", *unit))
     assert (u * LOSS).sum().item() == pytest.approx(expected, abs=5e-7)
+
+
+def test_a_filter_takes_tokens_from_the_denominator_and_a_flat_group_does_not() -> None:
+    """A15 on two groups, of which the second is flat."""
+    batch = Batch(
+        rows=[], token_row=torch.arange(6), token_transition=torch.arange(6),
+        behaviour=torch.zeros(6), transition_rollout=torch.arange(6),
+        transition_role=torch.zeros(6).long(), row_rollout=torch.arange(6),
+        rollout_group=torch.tensor([0, 0, 0, 0, 1, 1]),
+        rewards={"outcome": torch.tensor([1.0, 0, 0, 0, 1, 1])}, roles=["a"],
+        groups=["g", "h"], rollouts=list("abcdef"), transitions=list("abcdef"),
+    )  # fmt: skip
+    kept, dropped = (
+        plan(Algo(Rel(), agg=Average(("all",)), keep=keep), batch, {}) for keep in (None, Alive())
+    )
+    assert near(kept.weight, [1 / 6] * 6)
+    assert near(dropped.weight, [0.25] * 4 + [0, 0])
+    assert near(dropped.advantage, [0.75, -0.25, -0.25, -0.25, 0, 0])
+
+
+def test_dro_is_the_gradient_of_its_published_value() -> None:
+    """B12."""
+    p, o, a, b = math.log(0.5), math.log(0.4), 1.0, 0.1
+
+    def loss(x: Tensor) -> Tensor:
+        return -(a * x - b / 2 * (x - o) ** 2).sum()
+
+    now = torch.tensor([p], dtype=torch.float64)
+    assert loss(now).item() == pytest.approx(0.695637, abs=5e-7)
+    penalised = a - b * kappa(now - o, "k2")
+    assert near(psi_of(loss, now), penalised.tolist(), within=1e-12)
 
 
 def test_units_without_a_kept_token_are_in_no_denominator() -> None:
@@ -231,17 +262,27 @@ def test_credit_of_a_larger_batch_may_be_given() -> None:
 
 def test_a_missing_stream_is_refused_by_name() -> None:
     algo = Algo(Rel(), (Gate(Clip()),), (Reg("k3", 0.1),), name="mine")
-    with pytest.raises(TrainingError, match=r"'mine' needs .* old policy \(stream o\)"):
+    with pytest.raises(TrainingError, match=r"'mine', step 0, needs .* old policy \(stream o\)"):
         plan(algo, three_rows(), {"q": torch.zeros(6)})
-    with pytest.raises(TrainingError, match=r"'mine' needs .* reference model \(stream q\)"):
+    with pytest.raises(TrainingError, match=r"needs 6 .* reference model \(stream q\).* none"):
         plan(algo, three_rows(), {}, fresh=True)
+
+
+def test_a_stream_of_other_tokens_is_refused_with_both_counts() -> None:
+    algo = Algo(Rel(), (Gate(Trunc(), "p", "b"),), name="mine")
+    for behaviour, known in ((torch.zeros(0), "none"), (torch.zeros(4), "4")):
+        batch = replace(three_rows(), behaviour=behaviour, step=3)
+        with pytest.raises(
+            TrainingError, match=rf"step 3, needs 6 log-probs of the sampler .*there are {known};"
+        ):
+            plan(algo, batch, {})
 
 
 def test_log_probs_that_are_not_finite_are_refused_with_their_count() -> None:
     batch = three_rows()
     broken = replace(batch, behaviour=torch.tensor([0.0, math.nan, -math.inf, 0, 0, 0]))
     corrected = Algo(Rel(), (Gate(Trunc(), "p", "b"),), name="mine")
-    with pytest.raises(TrainingError, match=r"2 of 6 log-probs of the sampler .*'mine'"):
+    with pytest.raises(TrainingError, match=r"'mine', step 0, .*2 of 6 log-probs of the sampler"):
         plan(corrected, broken, {})
     algo = Algo(Rel(), name="mine")
     terms = plan(algo, broken, {})  # does not read them

@@ -335,9 +335,9 @@ def test_states_are_those_before_each_action() -> None:
 
 def test_a_row_longer_than_the_context_is_refused() -> None:
     model = LlamaForCausalLM(LlamaConfig(**SHAPE, max_position_embeddings=6))
-    forward_logprobs(model, pack_rows([row([1] * 6, [5])], "trie", 100)[0])
+    forward_logprobs(model, pack_rows([row([1] * 7, [6])], "trie", 100)[0])
     with pytest.raises(PolicyError, match=r"row of 7 tokens .* 6 tokens: serve it with that"):
-        forward_logprobs(model, pack_rows([row([1] * 7, [6])], "trie", 100)[0])
+        forward_logprobs(model, pack_rows([row([1] * 8, [7])], "trie", 100)[0])
 
 
 def test_a_model_that_transforms_its_logits_is_refused(tiny_model_dir: Path) -> None:

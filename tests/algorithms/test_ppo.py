@@ -38,7 +38,7 @@ from agentrl.types import (
     int32,
 )
 
-EVERY: tuple[Supply, ...] = ("o", "b", "q", "t", "v")
+EVERY: tuple[Supply, ...] = ("o", "b", "q", "t", "v", "k")
 
 
 @dataclasses.dataclass
@@ -135,6 +135,37 @@ def test_minibatches_see_the_values_and_returns_of_the_whole_batch() -> None:
         assert torch.equal(critic.returns, one.returns[mine])
         assert torch.equal(critic.old, one.old[mine])
         assert float(critic.weight.sum()) == pytest.approx(1.0)
+
+
+def test_a_critic_learns_from_rewards_that_are_all_equal() -> None:
+    """One-token rollouts that all earn 1: the critic is wrong about every one of them."""
+    same = [group(*(play(f"a{n}", [([1], [5 + n])], 1.0) for n in range(3)))]
+    learner = Recorder({})
+    metrics = updater(learner).update(0, same)
+    assert metrics["update/skipped"] == 0
+    (critic,) = learner.critics
+    assert critic is not None
+    assert critic.returns.tolist() == [1.0] * 3
+    assert not learner.psis[0].any()
+    assert updater(learner, "grpo").update(2, same)["update/skipped"] == 1
+
+
+@pytest.mark.parametrize("critic", ["shared", "copy"])
+def test_momentum_does_not_move_a_policy_that_learns_nothing(
+    tiny_model_dir: Path, critic: str
+) -> None:
+    learner = make_learner(tiny_model_dir, critic)
+    steps = updater(learner)
+    steps.update(0, sampled(learner, 0))
+    before = [p.detach().clone() for p in learner.model.parameters()]
+    head = learner.critic.head.weight.detach().clone()  # type: ignore[union-attr]
+    batch = steps.batch(sampled(learner, 1))
+    terms = targets.value_terms(torch.ones(batch.n_tokens), learner.values(batch), clip=0.2)
+    report = learner.step(batch, lambda p, _: torch.zeros_like(p), lr=1e-2, critic=terms)
+    assert report.applied
+    assert not torch.equal(head, learner.critic.head.weight)  # type: ignore[union-attr]
+    still = all(map(torch.equal, before, learner.model.parameters()))
+    assert still == (critic == "copy")  # the values of a shared one are its own layers' as well
 
 
 def test_a_preset_without_a_critic_asks_for_no_values() -> None:

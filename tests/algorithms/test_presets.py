@@ -23,6 +23,7 @@ from agentrl.errors import ConfigError, TrainingError
 
 from .test_agent_presets import CASES as AGENT_CASES
 from .test_memory import CASES as MEMORY_CASES
+from .test_symbols import CASES as SYMBOL_CASES
 
 
 @dataclass(frozen=True)
@@ -500,7 +501,7 @@ def published(case: str, data: Padded) -> Tensor:
 
 
 def test_every_preset_and_modifier_has_a_case() -> None:
-    names = {case.split()[0] for case in [*CASES, *AGENT_CASES, *MEMORY_CASES]}
+    names = {case.split()[0] for case in [*CASES, *AGENT_CASES, *MEMORY_CASES, *SYMBOL_CASES]}
     assert presets.keys() == {name for name in names if name in presets}
     assert all(any(f"+{modifier}+" in f"{name}+" for name in names) for modifier in modifiers)
 
@@ -553,7 +554,7 @@ def test_hopeless_batches_give_no_nan(case: str) -> None:
 
 
 def test_every_preset_builds_with_its_defaults_and_says_where_it_is_from() -> None:
-    streams = ("o", "b", "q", "t", "v")
+    streams = ("o", "b", "q", "t", "v", "k")
     needed = {
         "streams": {"streams": {"outcome": {}}},
         "process": {"process_streams": {"p": {"scope": "transition"}}},
@@ -604,6 +605,9 @@ def test_options_reach_the_preset_and_its_modifiers() -> None:
         ("grpo", {"kl": nan}, r"algorithm\.options\.kl = nan"),
         ("dr-grpo", {"length": 0}, r"algorithm\.options\.length = 0"),
         ("grpo", {"kl": 0.04}, r"'grpo' needs the log-probs of a reference model"),
+        ("dppo-topk", {}, r"'dppo-topk' needs the most probable tokens .*choose dppo-tv"),
+        ("dppo-topk", {"kind": "js"}, r"options\.kind = 'js': "),
+        ("dppo-topk", {"k": 0}, r"options\.k = 0: "),
         ("scalerl+tis", {}, r"correct for the sampler twice, by Trunc\(lo=0\.0, hi=5\.0\) and"),
         ("grpo+tis+mis", {}, r"correct for the sampler twice"),
     ],

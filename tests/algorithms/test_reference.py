@@ -25,7 +25,7 @@ from agentrl.errors import ConfigError, PolicyError
 from agentrl.types import POLICY
 from tests.algorithms.test_learner import make_batch, psi_for
 
-EVERY: tuple[Supply, ...] = ("o", "b", "q", "t", "v")
+EVERY: tuple[Supply, ...] = ("o", "b", "q", "t", "v", "k")
 
 
 def config(**sections: object) -> RunConfig:
@@ -41,7 +41,7 @@ def learner_with(directory: Path, every: int = 0) -> TorchLearner:
 def test_the_reference_stays_where_the_policy_began(tiny_model_dir: Path) -> None:
     learner, batch = learner_with(tiny_model_dir), make_batch()
     start = learner.logprobs(batch)
-    assert learner.supplies == {"o", "b", "q"}
+    assert learner.supplies == {"o", "b", "q", "k"}
     torch.testing.assert_close(learner.logprobs(batch, "q"), start)
     learner.step(batch, psi_for(batch), lr=1e-2)
     learner.frozen["q"].finish(0)
@@ -124,9 +124,9 @@ def test_what_an_algorithm_does_not_read_is_not_loaded(tiny_model_dir: Path) -> 
 
 
 def test_streams_are_those_that_the_run_file_configures() -> None:
-    assert beside.supplied(config()) == {"o", "b", "q"}
+    assert beside.supplied(config()) == {"o", "b", "q", "k"}
     everything = config(critic={"model": "shared"}, teacher={"model": "x"})
-    assert beside.supplied(everything) == {"o", "b", "q", "t", "v"}
+    assert beside.supplied(everything) == {"o", "b", "q", "t", "v", "k"}
     with pytest.raises(ConfigError, match=r"set critic\.model"):
         presets.make("ppo", {}, streams=beside.supplied(config()))
 
@@ -170,7 +170,7 @@ def test_the_reference_of_an_adapter_is_the_model_without_it(tiny_model_dir: Pat
     assert beside.make_frozen(settings, algo, model, tokenizer, str(tiny_model_dir)) == {}
     critic = ValueModel(model, lr=1e-2)
     learner = TorchLearner(model, tokenizer, adapters=adapters, critic=critic, threads=1)
-    assert learner.supplies == {"o", "b", "q", "v"}
+    assert learner.supplies == {"o", "b", "q", "v", "k"}
     for _ in range(2):
         terms = value_terms(start.double(), learner.values(batch), clip=0.2)
         learner.step(batch, psi_for(batch), lr=1e-2, critic=terms)
@@ -207,6 +207,9 @@ def test_the_penalty_adapts_in_proportion_to_the_rollouts() -> None:
     assert kl.beta == pytest.approx(0.1 * 1.1)
     kl.observe(-1.0, rollouts=100)
     assert kl.beta == pytest.approx(0.1 * 1.1 * 0.8)
+    # More rollouts than the horizon would make it negative.
+    kl.observe(-1.0, rollouts=1000)
+    assert kl.beta == pytest.approx(0.1 * 1.1 * 0.8 * 0.8)
     again = KlController(beta=1.0, target=0.05, horizon=100)
     again.restore(msgspec.json.decode(msgspec.json.encode(kl.dump())))
     assert again.beta == kl.beta

@@ -105,3 +105,26 @@ def test_what_cannot_be_rendered_or_is_not_ours_stays_inexact(retokenizer: Retok
         inexact("silent", answer=None),
     ]
     assert completed(retokenizer, *calls) == calls
+
+
+def test_only_what_the_learner_can_read_and_judge_becomes_exact(
+    retokenizer: Retokenizer,
+) -> None:
+    """Log-probs that nobody computed would say that every token was certain."""
+    long = inexact("0", messages=[{"role": "user", "content": "a" * 3000}])
+    beyond = replace(
+        inexact("1"), exact=True, prompt=int32([1] * 600), completion=int32([1]),
+        logprobs=float32([-1.0]),
+    )  # fmt: skip
+    retokenizer.context = 512
+    calls = completed(retokenizer, long, beyond, inexact("2"))
+    assert [call.exact for call in calls] == [False, True, True]
+    assert all(p < 0 for p in calls[2].logprobs)
+    whole = group(inexact("3"))
+    failed = [replace(row, state=RolloutState.FAILED, rewards=[]) for row in whole.rollouts]
+    (made,) = retokenizer.complete([replace(whole, rollouts=failed)])
+    assert not made.rollouts[0].transitions[0].exact
+    rewarded = [replace(row, rewards=[Reward(value=1.0, name="other")]) for row in failed]
+    retokenizer.reward_names = ("other",)
+    (made,) = retokenizer.complete([replace(whole, rollouts=rewarded)])
+    assert all(p < 0 for p in made.rollouts[0].transitions[0].logprobs)

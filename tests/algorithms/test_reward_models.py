@@ -188,7 +188,7 @@ def test_the_run_file_names_them(tiny_model_dir: Path, score_dir: Path) -> None:
         "hunch": {"model": str(tiny_model_dir), "kind": "implicit", "scope": "transition"},
     }
     config = resolve({"reward_models": table}, source="run.toml")
-    models = beside.make_reward_models(config, policy, tokenizer, str(tiny_model_dir))
+    models, _ = beside.make_reward_models(config, policy, tokenizer, str(tiny_model_dir))
     made = groups()
     for model in models:
         made = model.complete(made)
@@ -207,3 +207,23 @@ def test_the_run_file_names_them(tiny_model_dir: Path, score_dir: Path) -> None:
 def test_an_unknown_key_of_one_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"'reward_models\.rm\.scop'.*did you mean 'scope'"):
         resolve({"reward_models": {"rm": {"model": "x", "scop": "rollout"}}}, source="run.toml")
+
+
+@pytest.mark.parametrize("kind", ["scalar", "implicit"])
+def test_what_the_model_cannot_read_has_no_score(
+    tiny_model_dir: Path, score_dir: Path, kind: str
+) -> None:
+    """512 tokens are its context: a call of so many has a score, a longer one takes that of its
+    rollout away and nobody else's."""
+    policy, tokenizer = load_model(tiny_model_dir, device="cpu")
+    source = str(score_dir if kind == "scalar" else tiny_model_dir)
+    for scope in ("rollout", "transition"):
+        table = {"rm": {"model": source, "kind": kind, "scope": scope}}
+        config = resolve({"reward_models": table}, source="run.toml")
+        (model,), _ = beside.make_reward_models(config, policy, tokenizer, str(tiny_model_dir))
+        full = [call("a0", [1] * 510, [4, 5])]
+        long = [call("b0", [1], [2]), call("b1", [1] * 511, [4, 5])]
+        rows = [rollout("a", full), rollout("b", long)]
+        made = model.complete([Group(id="g", run="r", step=0, rollouts=rows)])
+        whole, calls = {("a", None)}, {("a", "a0"), ("b", "b0")}
+        assert set(given(made, "rm")) == (whole if scope == "rollout" else calls)

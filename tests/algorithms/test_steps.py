@@ -12,6 +12,7 @@ from torch import Tensor
 
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.credit import Critic, Rel, Whiten, plus
+from agentrl.algorithms.presets import make
 from agentrl.algorithms.steps import (
     BiLevel,
     Chosen,
@@ -125,6 +126,18 @@ def test_mt_grpo() -> None:
     advantage = plus((Rel(norm="std", eps=0), 1.0), (turn, 1.0))(batch)
     near(advantage[1::2], [0.866025, 0.866025, -0.866025, -0.866025])
     near(advantage[2::2], [0.366025, -1.366025, -1.366025])
+
+
+def test_mt_grpo_compares_a_rollout_without_a_tool_call_by_the_sum_of_both() -> None:
+    plays = [
+        Play([Call(rewards={"turn": 1.0}), Call()], outcome=1.0),
+        Play([Call(rewards={"turn": 0.0}), Call()], outcome=0.0),
+        Play([Call()], outcome=1.0),
+    ]
+    advantage = make("mt-grpo", {}).credit(world(*plays))
+    # Outcomes 1, 0, 1; turns 1, 0; sums 2, 0, 1.
+    expected = [0.57735 + 0.707107, 0.57735, -1.154701 - 0.707107, -1.154701, 0.0]
+    near(advantage, expected, within=5e-6)
 
 
 def test_bi_level_gae() -> None:
@@ -371,7 +384,27 @@ def test_what_the_data_does_not_have_is_refused() -> None:
 
 def test_the_value_of_a_call_is_that_before_its_first_token() -> None:
     batch = world(Play([Call(tokens=2), Call(tokens=0), Call()]), values=[0.3, 0.9, 0.5])
-    near(FirstToken(Critic())(batch), [0.3, 0, 0.5])
+    near(FirstToken(Critic())(batch), [0.3, NAN, 0.5])
+
+
+def test_calls_without_tokens_are_no_decisions_of_a_critic() -> None:
+    """What such a call received counts for the one before, and it is in no statistic."""
+    bare = [
+        Call(rewards={"p": 1.0}, tokens=2),
+        Call(rewards={"p": 2.0}, tokens=0),
+        Call(rewards={"p": 4.0}),
+    ]
+    joined = [Call(rewards={"p": 3.0}, tokens=2), Call(rewards={"p": 4.0})]
+    other = Play([Call(rewards={"p": -1.0})])
+    values = [0.3, 0.9, 0.5, 0.1]
+    worlds = world(Play(bare), other, values=values), world(Play(joined), other, values=values)
+    for lam in (0.0, 0.8):
+        steps = StepGae(FirstToken(Critic()), "transition:p", 1.0, lam)
+        near(steps(worlds[0])[[0, 2, 3]], steps(worlds[1]).tolist())
+        assert steps(worlds[0])[1].isnan()
+        for credit in (Rel(steps, by=("all",), norm="std"), BiLevel(Critic(), "transition:p", 1.0)):
+            near(credit(worlds[0]), credit(worlds[1]).tolist())
+        near(steps.returns(worlds[0]), steps.returns(worlds[1]).tolist())
 
 
 def test_only_chosen_roles_are_trained() -> None:

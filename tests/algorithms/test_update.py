@@ -122,10 +122,11 @@ def test_difference_of_trainer_and_sampler_is_measured() -> None:
     assert metrics["logprob_difference/max"] == pytest.approx(0.25)
 
 
-def test_nothing_to_learn_changes_nothing_and_says_so() -> None:
+def test_nothing_to_learn_changes_nothing_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     learner = Recorder()
     metrics = updater(learner).update(0, [group("a", 1.0, 1.0), group("b", 0.0, 0.0)])
     assert learner.batches == []
+    assert "step 0 changes no weight: no rollout of 2 groups did better" in caplog.text
     assert metrics["update/skipped"] == 1
 
 

@@ -1,0 +1,74 @@
+"""The learner that a run file asks for."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+from transformers import AutoTokenizer, PreTrainedModel
+
+from agentrl.algorithms import beside
+from agentrl.algorithms.adapters import Adapters
+from agentrl.algorithms.implicit import ImplicitTrainer
+from agentrl.algorithms.learners.torch import TorchLearner
+from agentrl.algorithms.learners.verl import VerlLearner
+from agentrl.algorithms.learners.verl_settings import settings
+from agentrl.algorithms.model import Tokenizer
+from agentrl.algorithms.objective import Algo
+from agentrl.algorithms.reference import check_vocabulary
+from agentrl.config import RunConfig
+from agentrl.errors import PolicyError
+
+
+def make_learner(
+    config: RunConfig,
+    algo: Algo,
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    start: str,
+    adapters: Adapters | None = None,
+    trainers: tuple[ImplicitTrainer, ...] = (),
+) -> TorchLearner | VerlLearner:
+    """A learner of `model`, which is loaded from `start`; to be closed if it is verl's.
+
+    Raises PolicyError for models it cannot load, ConfigError for settings that it cannot follow and
+    where verl is asked for and missing."""
+    if config.learner.kind == "verl":
+        names = _frozen(config, algo, tokenizer, start)
+        return VerlLearner(model, tokenizer, settings(config, start), frozen=names)
+    return TorchLearner(
+        model,
+        tokenizer,
+        critic=beside.make_critic(config, model, tokenizer, start),
+        frozen=beside.make_frozen(config, algo, model, tokenizer, start),
+        weight_decay=config.algorithm.weight_decay,
+        max_grad_norm=config.algorithm.max_grad_norm,
+        token_budget=config.learner.token_budget,
+        packing=config.learner.packing,
+        gradient_checkpointing=config.learner.gradient_checkpointing,
+        fp32_head=config.learner.fp32_head,
+        optimizer=config.learner.optimizer,
+        threads=config.learner.threads or os.cpu_count() or 1,
+        adapters=adapters,
+        trainers=trainers,
+    )
+
+
+def _frozen(
+    config: RunConfig, algo: Algo, tokenizer: Tokenizer, start: str
+) -> dict[Literal["q", "t"], str]:
+    """The models behind the streams that the algorithm reads, for the workers to load."""
+    asked = {"q": ("reference", config.reference.model), "t": ("teacher", config.teacher.model)}
+    names: dict[Literal["q", "t"], str] = {}
+    for letter in beside.FROZEN:
+        if letter not in algo.needs:
+            continue
+        section, given = asked[letter]
+        names[letter] = name = beside.located(config, given) if given else start
+        try:
+            own = AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())[:300]
+            raise PolicyError(f"{section}.model = {name!r}: cannot be loaded: {reason}") from None
+        check_vocabulary(f"{section}.model", name, own, tokenizer)
+    return names
