@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,6 +26,8 @@ from agentrl.algorithms.state import State
 from agentrl.config import RunConfig
 from agentrl.types import Group
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Updater:
@@ -43,8 +46,8 @@ class Updater:
         """Learn from the groups of one step; returns its metrics.
 
         Where there is nothing to learn from (every reward missing, or all equal and no critic that
-        could learn that) no weight changes, and `update/skipped` counts it. Raises
-        TrainingError for a reward that no rollout carries."""
+        could learn that) no weight changes, `update/skipped` counts it and the log says why.
+        Raises TrainingError for a reward that no rollout carries."""
         algo = self.anchor.tuned(self.algo)
         groups, taken = self.intake.take(groups)
         columns.check(groups, [name for name in algo.rewards if name not in algo.optional])
@@ -79,13 +82,14 @@ class Updater:
         for number, (part, terms, critic) in enumerate(self.parts(step)):
             planned.append(terms)
             if terms.skip:
+                log.warning("step %d changes no weight: %s", step.number, terms.skip)
                 continue
             report = self.learner.step(part, step.psi(terms), lr=lr, critic=critic)
             if not self.made(step, number, part, terms, report):
                 bad += 1
                 continue
             if self.ledger is not None:
-                self.ledger.record(step.algo, part, terms, report.logprobs)
+                self.ledger.record(step.algo, part, terms, report.current)
             measured.append(metrics.optimizer_step(step.algo, part, terms, report, sizes))
             if early_stop := self.far(terms, report):
                 break
