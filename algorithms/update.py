@@ -50,6 +50,7 @@ class Updater:
         Raises TrainingError for a reward that no rollout carries."""
         algo = self.anchor.tuned(self.algo)
         groups, taken = self.intake.take(groups)
+        check_symbols(algo, groups)
         columns.check(groups, [name for name in algo.rewards if name not in algo.optional])
         batch = self.batch(groups)
         recall = self.state.recall(batch, groups)

@@ -18,7 +18,7 @@ from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model import load_model
 from agentrl.algorithms.reward_models import RewardModel
 from agentrl.algorithms.update import Updater
-from agentrl.config import AlgorithmConfig, RunConfig
+from agentrl.config import AlgorithmConfig, RunConfig, resolve
 from agentrl.errors import ConfigError, PolicyError, TrainingError
 from agentrl.types import Group, Reward
 from tests.algorithms.test_reward_models import call, rollout
