@@ -21,6 +21,7 @@ from agentrl.algorithms.ledger import Ledger
 from agentrl.algorithms.merge import build_batch
 from agentrl.algorithms.metrics import Metrics
 from agentrl.algorithms.objective import Algo, Terms
+from agentrl.algorithms.registry import check_symbols
 from agentrl.algorithms.schedule import learning_rate, minibatches, moved
 from agentrl.algorithms.state import State
 from agentrl.config import RunConfig
@@ -42,6 +43,10 @@ class Updater:
     ledger: Ledger | None = None  # what the step made of each call; none: nobody asks
     bad_steps: BadSteps | None = None  # none: a step that cannot be made is skipped and counted
 
+    def __post_init__(self) -> None:
+        if self.algo.symbols:
+            check_symbols(self.algo, self.learner.supplies)
+
     def update(self, step: int, groups: list[Group]) -> Metrics:
         """Learn from the groups of one step; returns its metrics.
 
@@ -50,7 +55,6 @@ class Updater:
         Raises TrainingError for a reward that no rollout carries."""
         algo = self.anchor.tuned(self.algo)
         groups, taken = self.intake.take(groups)
-        check_symbols(algo, groups)
         columns.check(groups, [name for name in algo.rewards if name not in algo.optional])
         batch = self.batch(groups)
         recall = self.state.recall(batch, groups)
