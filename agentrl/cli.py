@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -31,7 +32,7 @@ cli.add_command(export)
 @click.option("--seed", type=int, help="Seed of model building, task order and sampling.")
 @click.option("--steps", type=int, help="Training steps.")
 @click.option("--fresh", is_flag=True, help="Delete what an earlier run of this name left.")
-@click.option("--dry-run", is_flag=True, help="Print the resolved run file and stop.")
+@click.option("--dry-run", is_flag=True, help="Check and print every setting, and stop.")
 def train(
     run_file: Path,
     overrides: tuple[str, ...],
@@ -47,6 +48,10 @@ def train(
     extra = [f"{key}={value}" for key, value in named.items() if value is not None]
     config = load(run_file, [*overrides, *extra])
     if dry_run:
+        if find_spec("torch") and find_spec("transformers"):  # the extra `train`
+            from agentrl.algorithms.main import algorithm
+
+            algorithm(config)
         click.echo(to_toml(config), nl=False)
         if config.learner.kind == "verl":
             from agentrl.algorithms.learners.verl_settings import described

@@ -83,7 +83,8 @@ def check_tasks(items: list[Any], where: list[str], *, key: str) -> list[dict[st
 
 def _read_jsonl(file: Path, key: str) -> tuple[list[Any], list[str]]:
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        # Not `splitlines`: JSON strings may hold U+2028 and other ends of lines as they are.
+        lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{key} = {str(file)!r}: cannot read the task file: {error}") from None
     items, where = [], []

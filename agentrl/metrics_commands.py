@@ -9,6 +9,7 @@ import math
 import msgspec
 from rich.console import RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from agentrl.errors import NotFound
 from agentrl.store import open_store
@@ -36,7 +37,7 @@ def table(rows: list[StepRow]) -> RenderableType:
     for name in names(rows):
         known = [(row.metrics[name], row.step) for row in rows if name in row.metrics]
         (first, began), (last, ended) = known[0], known[-1]
-        found.add_row(name, f"{first:.6g}", str(began), f"{last:.6g}", str(ended))
+        found.add_row(Text(name), f"{first:.6g}", str(began), f"{last:.6g}", str(ended))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import Console
@@ -31,11 +32,11 @@ async def write(
             console.print(render(trace))
     for row in (_split(steps, seconds), await _failures(store, config), _refused(steps)):
         if row:
-            console.print(row, highlight=False)
+            console.print(row, highlight=False, markup=False)
     paths = {"store": config.store, "checkpoint": checkpoint, "curve": curve(config, steps)}
     for name, path in paths.items():
         if path:
-            console.print(f"{name:<11}{path}", highlight=False, soft_wrap=True)
+            console.print(f"{name:<11}{path}", highlight=False, markup=False, soft_wrap=True)
 
 
 def curve(config: RunConfig, steps: list[StepRow]) -> Path | None:
@@ -114,9 +115,19 @@ async def _failures(store: Store, config: RunConfig) -> str:
     return f"{len(failed)} rollouts failed ({counts}); the last one: {failed[-1].message}"
 
 
+def refused(steps: Iterable[StepRow]) -> tuple[int, int]:
+    """Calls that were not trained: those without token ids, those that the model cannot read."""
+    rows = [row.metrics for row in steps]
+    long = sum(int(row.get("calls/too_long", 0.0)) for row in rows)
+    return sum(int(row.get("calls/refused", 0.0)) for row in rows) - long, long
+
+
 def _refused(steps: list[StepRow]) -> str:
-    refused = sum(row.metrics.get("calls/refused", 0.0) for row in steps)
-    return f"{refused:.0f} model calls without token ids were not trained" if refused else ""
+    without, long = refused(steps)
+    parts = [f"{without} model calls without token ids were not trained"] if without else []
+    if long:
+        parts.append(f"{long} model calls longer than the model's context were not trained")
+    return "; ".join(parts)
 
 
 def _split(steps: list[StepRow], seconds: float) -> str:

@@ -41,7 +41,7 @@ def render(trace: Trace) -> RenderableType:
         parts.append(Text(f"{failure.kind}: {failure.message}", style="bold red"))
         if failure.traceback:
             parts.append(Text(failure.traceback.rstrip(), style="red dim"))
-    return Panel(Group(*parts), title=_title(trace.rollout), title_align="left")
+    return Panel(Group(*parts), title=Text(_title(trace.rollout)), title_align="left")
 
 
 def _title(rollout: Rollout) -> str:

@@ -25,7 +25,7 @@ import msgspec
 from rich.console import Console
 
 from agentrl import report, view
-from agentrl.config import PolicyConfig, RunConfig, differences, resolve
+from agentrl.config import LoraConfig, PolicyConfig, RunConfig, differences, resolve
 from agentrl.errors import AgentRLError, ConfigError, TrainingError
 from agentrl.loading import check_tasks, load_tasks
 from agentrl.processes import USER_ERROR, Child
@@ -38,7 +38,7 @@ from agentrl.types import Json
 WRITTEN = (
     *("store.db*", "run.json", "logs", "checkpoints", "dumps", "curve.png"),
     *("policy", "policy.tmp-*", "train.jsonl", "heldout.jsonl"),
-    *("metrics", "tensorboard", "wandb", "mlruns"),
+    *("metrics", "tensorboard", "wandb", "mlruns", "vllm"),
 )  # by a run, in its output folder
 T = TypeVar("T")
 RESTARTS = 20  # of one runner in a row; more means that it cannot work
@@ -96,9 +96,15 @@ def _policy_at(policy: PolicyConfig, checkpoint: Path) -> PolicyConfig:
     replace, file = msgspec.structs.replace, checkpoint / "adapter_config.json"
     if not file.is_file():
         return replace(policy, model=str(checkpoint), build="")
-    base = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
-    lora = replace(policy.lora, adapter=str(checkpoint))
-    return replace(policy, model=base, build="", lora=lora)
+    adapter = json.loads(file.read_text(encoding="utf-8"))
+    targets = adapter.get("target_modules")
+    lora = LoraConfig(
+        rank=adapter["r"],
+        alpha=adapter["lora_alpha"],
+        targets=sorted(targets) if isinstance(targets, list) else [],
+        adapter=str(checkpoint),
+    )
+    return replace(policy, model=adapter["base_model_name_or_path"], build="", lora=lora)
 
 
 class Trainer:

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from agentrl.config import RunConfig
+from agentrl.report import refused
 from agentrl.store.base import Store
 from agentrl.types import Counts, StepRow
 
@@ -23,7 +25,8 @@ async def follow(store: Store, config: RunConfig, console: Console | None = None
     """Show the run until cancelled: redrawn on a terminal, as lines elsewhere."""
     console = console or Console()
     model = Progress(config)
-    console.print(f"[bold]{config.name}[/]: {config.steps} steps, {config.output}", highlight=False)
+    where = escape(config.output)
+    console.print(f"[bold]{config.name}[/]: {config.steps} steps, {where}", highlight=False)
     if not console.is_terminal:
         return await _follow_plain(store, model, console)
     with Live(model.table(), console=console, refresh_per_second=4, transient=True) as live:
@@ -76,11 +79,11 @@ class Progress:
 
     def warn(self, console: Console) -> None:
         """Says once that there are calls which are not learned from, and how many."""
-        refused = sum(row.metrics.get("calls/refused", 0.0) for row in self.committed)
-        if refused and not self.warned:
+        without, _ = refused(self.committed)
+        if without > 0 and not self.warned:
             self.warned = True
             console.print(
-                f"[bold]{refused:.0f} model calls are not trained[/]: their upstream gave no token"
+                f"[bold]{without} model calls are not trained[/]: their upstream gave no token"
                 ' ids. Serve the policy with ids, or set algorithm.inexact = "retokenize".',
                 highlight=False,
             )

@@ -28,6 +28,8 @@ from agentrl.errors import ConfigError
 from agentrl.types import Scope
 
 FROZEN: Final[tuple[Literal["q", "t"], ...]] = ("q", "t")  # streams of models that do not learn
+MODEL_LR = 1e-5  # of a critic that is a model of its own
+HEAD_STEP = 0.05  # of a shared one, over its width: AdamW moves a value by the sum over all of it
 Frozen = dict[Literal["q", "t"], Reference]
 
 
@@ -59,7 +61,7 @@ def make_critic(
     settings = config.critic
     if not settings.model:
         return None
-    decoder = None
+    decoder, width = None, policy.config.get_text_config().hidden_size
     if settings.model != "shared":
         name = start if settings.model == "copy" else located(config, settings.model)
         whole = load_beside("critic.model", name, policy, tokenizer, head=False)
@@ -67,7 +69,7 @@ def make_critic(
     return ValueModel(
         policy,
         decoder,
-        lr=settings.lr,
+        lr=settings.lr or (HEAD_STEP / width if decoder is None else MODEL_LR),
         coefficient=settings.coefficient if decoder is None else 1.0,
         weight_decay=settings.weight_decay,
         max_grad_norm=config.algorithm.max_grad_norm,

@@ -15,6 +15,7 @@ import msgspec
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.credit import rewritten, walk
 from agentrl.algorithms.objective import Algo
+from agentrl.algorithms.reference import Reference
 from agentrl.algorithms.shaping import Toll
 from agentrl.errors import ConfigError
 from agentrl.types import Json
@@ -63,6 +64,33 @@ def controller(algo: Algo, target: float, horizon: int) -> KlController:
             "leaving the reference, and one is adapted; set one of its coefficients"
         )
     return KlController(betas[0], target, horizon)
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """What the policy is held by: a reference that may follow it, and a penalty that may adapt."""
+
+    reference: Reference | None = None  # none: not read, or the model without its adapter
+    kl: KlController | None = None  # none: the penalty stays as it is
+
+    def tuned(self, algo: Algo) -> Algo:
+        """The algorithm with the present strength of its penalty."""
+        return algo if self.kl is None else self.kl.tuned(algo)
+
+    def finish(self, step: int, batch: Batch | None, rollouts: int) -> dict[str, float]:
+        """Training step number `step` is done, on a batch with the reference's log-probs (None: the
+        algorithm reads none) of so many rollouts. reference/drift, where there are tokens, and
+        reference/beta, as it was in this step."""
+        metrics = {}
+        if batch is not None and batch.n_tokens:
+            metrics["reference/drift"] = divergence(batch)
+        if self.kl is not None:
+            metrics["reference/beta"] = self.kl.beta
+            if "reference/drift" in metrics:
+                self.kl.observe(metrics["reference/drift"], rollouts)
+        if self.reference is not None:
+            self.reference.finish(step)
+        return metrics
 
 
 def divergence(batch: Batch) -> float:

@@ -112,7 +112,7 @@ class ImplicitTrainer:
     def _score(self, rollout: Rollout) -> float:
         """Of all its calls, as the source has just given it."""
         mine = (row for row in rollout.rewards if row.name == self.source.name)
-        return sum(row.value for row in mine if row.source == SOURCE)
+        return sum(row.value for row in mine if row.source == SOURCE.format(row.name))
 
     def _backward(self, rollouts: Sequence[Sequence[Transition]], pull: Tensor) -> None:
         """Accumulate the gradient of the loss, whose derivative by every log-prob of a rollout is

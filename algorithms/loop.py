@@ -64,7 +64,7 @@ class Loop:
                 groups=[group.id for group in collected.groups],
                 discarded=[group.id for group in collected.discarded],
                 credits=self.updater.ledger.take() if self.updater.ledger else [],
-                judgements=list(self.updater.judgements),
+                judgements=list(self.updater.intake.judgements),
                 versions={POLICY: step + 1},
                 checkpoint=str(path),
                 metrics=metrics,

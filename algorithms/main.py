@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -17,20 +19,26 @@ from agentrl.algorithms import beside, presets
 from agentrl.algorithms.adapters import Adapters
 from agentrl.algorithms.checkpoint import atomic_directory, load_checkpoint
 from agentrl.algorithms.collect import Collector, rule
+from agentrl.algorithms.controller import Anchor
 from agentrl.algorithms.difficulty import PART, Difficulty
 from agentrl.algorithms.dump import BadSteps
 from agentrl.algorithms.engines.choice import policy_server
 from agentrl.algorithms.hindsight import Hindsight
+from agentrl.algorithms.implicit import ImplicitTrainer
+from agentrl.algorithms.intake import Completer, Intake
+from agentrl.algorithms.learners.base import Learner
 from agentrl.algorithms.learners.choice import make_learner
 from agentrl.algorithms.learners.verl import VerlLearner
 from agentrl.algorithms.ledger import Ledger
 from agentrl.algorithms.loop import Loop
-from agentrl.algorithms.model import context_of, load_model
+from agentrl.algorithms.model import Tokenizer, context_of, load_model
+from agentrl.algorithms.objective import Algo
+from agentrl.algorithms.reference import Reference
 from agentrl.algorithms.requests import TaskStream
 from agentrl.algorithms.retokenize import Retokenizer
 from agentrl.algorithms.state import State
 from agentrl.algorithms.steps import HINDSIGHT
-from agentrl.algorithms.update import Completer, Updater
+from agentrl.algorithms.update import Updater
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.loading import load_attribute, load_tasks
@@ -44,10 +52,8 @@ def main(config: RunConfig) -> None:
 
 
 async def run(config: RunConfig) -> None:
-    """Open the run, load the policy of its last committed step, and loop."""
-    streams = beside.supplied(config)
-    algo = presets.make(config.algorithm.preset, config.algorithm.options, streams=streams)
-    beside.check_used(config, algo)
+    """Open the run, load the policy of its last committed step, build what trains it, and loop."""
+    algo = algorithm(config)
     resample = rule(config.algorithm, algo)
     train, heldout = _tasks(config, "train"), _tasks(config, "heldout")
     disable_progress_bar()  # the view is the only one
@@ -57,60 +63,97 @@ async def run(config: RunConfig) -> None:
         # Opened before the policy is built, so that runners load their agents in the meantime.
         state = await store.open_run(config.name, msgspec.to_builtins(config))
         started = time.monotonic()
-        source = policy_directory(config)
-        if config.policy.build and state.step == 0:
+        policy = load_policy(config)
+        if policy.built:
             await store.log(config.name, 0, {"time/build": time.monotonic() - started})
-        model, tokenizer = load_model(source, config.policy.dtype, config.policy.device)
-        adapters = lora_adapters(model, config)
+        model, tokenizer, source = policy.model, policy.tokenizer, policy.source
         scorers, trainers = beside.make_reward_models(config, model, tokenizer, source)
-        learner = make_learner(config, algo, model, tokenizer, source, adapters, trainers)
+        learner = make_learner(config, algo, model, tokenizer, source, policy.adapters, trainers)
         reference = None
         if isinstance(learner, VerlLearner):
             stack.callback(learner.close)
         else:
             reference = learner.frozen.get("q")
-        memory = State(algo.memories)
-        if kl := beside.make_controller(config, algo):
-            memory.parts["kl"] = kl
-        if difficulty := Difficulty() if config.tasks.order == "difficulty" else None:
-            memory.parts[PART] = difficulty.means
+        memory, difficulty, anchor = remembered(config, algo, reference)
         if state.checkpoint:
             memory.restore(load_checkpoint(Path(state.checkpoint), learner))
-        server = policy_server(config, model, tokenizer, adapters)
+        updater = Updater(
+            config,
+            algo,
+            learner,
+            state=memory,
+            intake=make_intake(config, algo, policy, learner, scorers, trainers),
+            anchor=anchor,
+            ledger=Ledger() if config.algorithm.store_credit else None,
+            bad_steps=BadSteps(Path(config.output, "dumps"), config.algorithm.max_bad_steps),
+        )
+        tasks = TaskStream(config, train, algo.greedy, difficulty)
+        collector = Collector(config, store, state.epoch, tasks, resample)
+        server = policy_server(config, policy.model, policy.tokenizer, policy.adapters)
         await server.start()
         try:
             await server.publish(state.step)
-            tasks = TaskStream(config, train, algo.greedy, difficulty)
-            again = config.algorithm.inexact == "retokenize"
-            context = context_of(model)
-            completers: list[Completer] = (
-                [Retokenizer(tokenizer, learner, context, algo.rewards)] if again else []
-            )
-            completers += scorers
-            completers += (
-                [Hindsight(tokenizer, learner, context)] if HINDSIGHT in algo.rewards else []
-            )
-            ledger = Ledger() if config.algorithm.store_credit else None
-            updater = Updater(
-                config.algorithm,
-                algo,
-                learner,
-                config.steps,
-                memory,
-                ledger,
-                seed=config.seed,
-                context=context,
-                bad_steps=BadSteps(Path(config.output, "dumps"), config.algorithm.max_bad_steps),
-                reference=reference,
-                kl=kl,
-                completers=tuple(completers),
-                trainers=trainers,
-                value_clip=config.critic.clip,
-            )
-            collector = Collector(config, store, state.epoch, tasks, resample)
             await Loop(config, store, state, updater, server, collector, heldout).run()
         finally:
             await server.close()
+
+
+def algorithm(config: RunConfig) -> Algo:
+    """The record that the run file asks for. Raises ConfigError for what it could not use."""
+    streams = beside.supplied(config)
+    algo = presets.make(config.algorithm.preset, config.algorithm.options, streams=streams)
+    beside.check_used(config, algo)
+    return algo
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What is trained, as the run began with it."""
+
+    model: PreTrainedModel
+    tokenizer: Tokenizer
+    adapters: Adapters | None  # none: all weights are trained
+    source: str  # directory or hub name
+    built: bool  # just now, as the run file says
+
+
+def load_policy(config: RunConfig) -> Policy:
+    source, built = policy_directory(config)
+    model, tokenizer = load_model(source, config.policy.dtype, config.policy.device)
+    return Policy(model, tokenizer, lora_adapters(model, config), source, built)
+
+
+def remembered(
+    config: RunConfig, algo: Algo, reference: Reference | None
+) -> tuple[State, Difficulty | None, Anchor]:
+    """All that is remembered from step to step, and those parts of it that others ask."""
+    memory = State(algo.memories)
+    anchor = Anchor(reference, beside.make_controller(config, algo))
+    if anchor.kl is not None:
+        memory.parts["kl"] = anchor.kl
+    difficulty = Difficulty() if config.tasks.order == "difficulty" else None
+    if difficulty is not None:
+        memory.parts[PART] = difficulty.means
+    return memory, difficulty, anchor
+
+
+def make_intake(
+    config: RunConfig,
+    algo: Algo,
+    policy: Policy,
+    learner: Learner,
+    scorers: Sequence[Completer],
+    trainers: Sequence[ImplicitTrainer],
+) -> Intake:
+    """What completes the groups before they are learned from: ids first, then rewards."""
+    tokenizer, context = policy.tokenizer, context_of(policy.model)
+    completers: list[Completer] = []
+    if config.algorithm.inexact == "retokenize":
+        completers.append(Retokenizer(tokenizer, learner, context, algo.rewards))
+    completers += scorers
+    if HINDSIGHT in algo.rewards:
+        completers.append(Hindsight(tokenizer, learner, context))
+    return Intake(tuple(completers), tuple(trainers), context)
 
 
 def lora_adapters(model: PreTrainedModel, config: RunConfig) -> Adapters | None:
@@ -131,13 +174,13 @@ def lora_adapters(model: PreTrainedModel, config: RunConfig) -> Adapters | None:
     return adapters
 
 
-def policy_directory(config: RunConfig) -> str:
-    """The model to start from: a local directory, built first if the run file says how, or a hub
-    name."""
+def policy_directory(config: RunConfig) -> tuple[str, bool]:
+    """The model to start from, a local directory or a hub name, and whether it was built just now,
+    as the run file says it is to be where there is none."""
     settings = config.policy
     directory = config.path(settings.model) if settings.model else Path(config.output, "policy")
     if not settings.build or directory.is_dir():
-        return str(directory) if directory.is_dir() else settings.model
+        return (str(directory) if directory.is_dir() else settings.model), False
     build = load_attribute(settings.build, Path(config.root), key="policy.build")
     if not callable(build):
         raise ConfigError(f"policy.build = {settings.build!r}: it is not a function")
@@ -148,7 +191,7 @@ def policy_directory(config: RunConfig) -> str:
             raise ConfigError(
                 f"policy.build = {settings.build!r} raised {type(error).__name__}: {error}"
             ) from error
-    return str(directory)
+    return str(directory), True
 
 
 def _tasks(config: RunConfig, split: str) -> list[dict[str, Json]]:

@@ -50,9 +50,10 @@ class Retokenizer:
             [_only(group, made) for group in groups], reward_names=self.reward_names
         )
         logprobs = self.learner.logprobs(batch).cpu()
-        ready = {}
+        # What repeats another is trained there, so its log-probs are of no use to anybody.
+        ready = {id: call for id, call in made.items() if call.repeats is not None}
         for index, id in enumerate(batch.transitions):
-            if id in made and made[id].repeats is None:  # what repeats another is not asked about
+            if id in made and id not in ready:
                 mine = logprobs[batch.token_transition == index]
                 ready[id] = replace(made[id], logprobs=float32(mine.tolist()))
         return [_with(group, ready) for group in groups]

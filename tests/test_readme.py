@@ -1,9 +1,16 @@
 """The code of the README runs, with a tiny model in place of the one it names."""
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+
+import msgspec
+import pytest
+
+from agentrl.algorithms.main import algorithm
+from agentrl.config import RunConfig, load
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -28,3 +35,24 @@ def test_wrap_your_own_agent(tmp_path: Path, tiny_model_dir: Path) -> None:
     assert "Traceback" not in result.stderr
     assert "Result(" in result.stdout
     assert (tmp_path / "runs" / "run" / "curve.png").is_file()
+
+
+TRAIN = re.findall(r"^agentrl train (\S+)(.*?)(?: +#.*)?$", README.read_text(), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize(("run_file", "rest"), TRAIN)
+def test_every_way_to_train_is_one(run_file: str, rest: str) -> None:
+    pytest.importorskip("tensorboard")
+    overrides = [word for word in shlex.split(rest) if "=" in word]
+    algorithm(load(README.parent / run_file, overrides))
+
+
+def test_the_table_names_settings() -> None:
+    names = set(re.findall(r"`([a-z_]+(?:\.[a-z_]+)*)`", README.read_text()))
+    tables = {field.name: field.type for field in msgspec.structs.fields(RunConfig)}
+    found = {name for name in names if name.split(".")[0] in tables and not name.endswith(".py")}
+    assert {"policy.lora", "learner.packing", "metrics.sinks"} <= found
+    for name in found:
+        kind: type = RunConfig
+        for part in name.split("."):
+            kind = {field.name: field.type for field in msgspec.structs.fields(kind)}[part]

@@ -18,6 +18,7 @@ from typing import Protocol, cast
 import msgspec
 
 from agentrl.config import RunConfig, flatten
+from agentrl.errors import SinkError
 from agentrl.types import Json, StepRow
 
 SETTINGS = ("seed", "steps", "policy", "sampling", "algorithm", "learner", "eval")
@@ -71,9 +72,17 @@ def mark_file(config: RunConfig, sink: str) -> Path:
 
 def load_mark(file: Path) -> Mark:
     """What the file says; where there is none yet, one with a new id, which is kept at once, so
-    that the backend's run is found again whatever happens next."""
+    that the backend's run is found again whatever happens next.
+
+    Raises SinkError for a file that is damaged."""
     if file.exists():
-        return msgspec.json.decode(file.read_bytes(), type=Mark)
+        try:
+            return msgspec.json.decode(file.read_bytes(), type=Mark)
+        except msgspec.DecodeError as error:
+            raise SinkError(
+                f"{file} is damaged ({error}); delete it, and the sink begins a new run there with"
+                " every step"
+            ) from error
     mark = Mark(id=secrets.token_hex(4))
     save_mark(file, mark)
     return mark

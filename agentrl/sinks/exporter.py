@@ -10,9 +10,9 @@ from rich.console import Console
 
 from agentrl.config import RunConfig
 from agentrl.processes import USER_ERROR, Child
+from agentrl.sinks.follow import DRAIN
 
 PAUSE, LONGEST = 10.0, 600.0  # seconds until a sink that failed is tried again; doubles
-DRAIN = 30.0  # seconds that a sink has for what is left when a run ends
 
 
 @dataclass(slots=True)

@@ -33,6 +33,22 @@ def test_dry_run_prints_a_run_file(tmp_path: Path) -> None:
     assert (config.seed, config.steps, config.algorithm.lr) == (1, 3, 0.5)
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("algorithm.preset=grpoo", "did you mean 'grpo'"),
+        ("algorithm.preset=ppo", "set critic.model"),
+        ("algorithm.options.clipp=0.1", "did you mean 'clip_low'"),
+        ("critic.model=shared", "critic.model is set, and algorithm.preset = 'grpo' reads no"),
+    ],
+)
+def test_dry_run_refuses_what_training_would(tmp_path: Path, override: str, message: str) -> None:
+    (tmp_path / "run.toml").write_text("seed = 1\n")
+    result = CliRunner().invoke(cli, ["train", str(tmp_path / "run.toml"), override, "--dry-run"])
+    assert message in str(result.exception)
+    assert result.output == ""
+
+
 FILES = {
     "agent.py": "agent = lambda text: text\n",
     "verifier.py": "def verify(task, result): return 1.0\n",

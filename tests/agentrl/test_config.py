@@ -39,7 +39,19 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
         ("[sampling]\ntemp = 1", [], r"'sampling\.temp' in \[sampling\]; valid: .*temperature"),
         ("[algorithm]\nlr = 'x'", [], r"algorithm\.lr"),
         ("[algorithm]\nlr = -1.0", [], r"algorithm\.lr"),
-        ("[learner]\npacking = 'tree'", [], r"learner\.packing"),
+        ("[learner]\npacking = 'tree'", [], r"learner\.packing = 'tree'; did you mean 'trie'\?"),
+        ("[policy]\ndtype = 'half'", [], r"policy\.dtype = 'half'; valid: bfloat16, float32"),
+        (
+            "[reward_models.judge]\nmodel = 'x'\nkind = 'scalr'",
+            [],
+            r"reward_models\[\.\.\.\]\.kind = 'scalr'; did you mean 'scalar'\?",
+        ),
+        ("[algorithm]\nlr = inf", [], r"algorithm\.lr = inf; it must be finite"),
+        ("[sampling]\ntemperature = nan", [], r"sampling\.temperature = nan; it must be finite"),
+        ("[sampling]\ntemperature = -1.0", [], r"sampling\.temperature = -1\.0; .* 0 \(greedy\)"),
+        ("[sampling]\ntop_p = 2.0", [], r"sampling\.top_p = 2\.0; it must be above 0"),
+        ("[sampling]\nmax_tokens = 0", [], r"sampling\.max_tokens = 0; it must be 1 or above"),
+        ("[algorithm]\nmin_group = 9", [], r"min_group = 9 drops every group of .*group_size = 8"),
         ("steps = 1.5", [], r"steps"),
         ("name = 'a/b'", [], r"name"),
         ("steps = ", [], r"not a readable TOML file"),
@@ -54,6 +66,11 @@ def test_every_mistake_is_one_sentence(
     with pytest.raises(ConfigError, match=message) as caught:
         load(run_file(tmp_path, text), overrides)
     assert "\n" not in str(caught.value)
+
+
+def test_a_limit_may_be_infinite(tmp_path: Path) -> None:
+    text = "[critic]\nmodel = 'shared'\nclip = inf\n[algorithm.options]\ncap = inf\n"
+    assert load(run_file(tmp_path, text)).critic.clip == float("inf")
 
 
 def test_missing_file(tmp_path: Path) -> None:

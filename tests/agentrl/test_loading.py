@@ -37,9 +37,10 @@ def test_mistakes_name_key_and_place(tmp_path: Path, source: str, path: str, mes
 
 
 def test_tasks_of_a_jsonl_file(tmp_path: Path) -> None:
-    (tmp_path / "t.jsonl").write_text('{"input": "a", "answer": 1}\n\n{"input": "b"}\n')
+    text = '{"input": "a\u2028", "answer": 1}\n\n{"input": "b"}\n'
+    (tmp_path / "t.jsonl").write_text(text, encoding="utf-8")
     tasks = load_tasks("t.jsonl", tmp_path, key="tasks.train")
-    assert [task["input"] for task in tasks] == ["a", "b"]
+    assert [task["input"] for task in tasks] == ["a\u2028", "b"]
 
 
 def test_tasks_of_a_function(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def url(tmp_path: Path) -> str:
     async def fill() -> None:
         async with open_store(url) as store:
             state = await store.open_run("r", {})
-            for step, metrics in enumerate([{"a": 1.0}, {"a": 2.0, "b/c": float("nan")}]):
+            for step, metrics in enumerate([{"a": 1.0}, {"a": 2.0, "b/[/c]": float("nan")}]):
                 commit = StepCommit(
                     run="r",
                     epoch=state.epoch,
@@ -49,16 +49,16 @@ def metrics(url: str, *arguments: str) -> str:
 def test_csv_is_empty_where_nothing_is_known(url: str) -> None:
     rows = list(csv.DictReader(metrics(url, "--csv").splitlines()))
     assert [{key: row[key] for key in row if key != "at"} for row in rows] == [
-        {"step": "0", "committed": "1", "a": "1.0", "b/c": "", "eval/score": ""},
-        {"step": "1", "committed": "1", "a": "2.0", "b/c": "", "eval/score": ""},
-        {"step": "2", "committed": "0", "a": "", "b/c": "", "eval/score": "0.5"},
+        {"step": "0", "committed": "1", "a": "1.0", "b/[/c]": "", "eval/score": ""},
+        {"step": "1", "committed": "1", "a": "2.0", "b/[/c]": "", "eval/score": ""},
+        {"step": "2", "committed": "0", "a": "", "b/[/c]": "", "eval/score": "0.5"},
     ]
 
 
 def test_json_is_an_object_for_each_step(url: str) -> None:
     rows = [json.loads(line) for line in metrics(url, "--json").splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]
-    assert rows[1]["metrics"] == {"a": 2.0, "b/c": None}
+    assert rows[1]["metrics"] == {"a": 2.0, "b/[/c]": None}
 
 
 def test_the_table_has_first_and_last(url: str) -> None:

@@ -51,7 +51,7 @@ def printed(failure: Failure | None = None) -> str:
         attempt="a" * 32,
         result="1",
         failure=failure,
-        rewards=[] if failure else [Reward(value=1.0)],
+        rewards=[] if failure else [Reward(value=1.0), Reward(name="[/b]", value=0.5)],
         seconds=0.25,
     )
     transitions = [
@@ -78,7 +78,7 @@ def test_every_message_once_in_order() -> None:
     assert places == sorted(places)
     assert text.count("What is one?") == 1
     assert text.count("SELECT 1") == 1
-    assert "outcome 1, 0.25 s, attempt 2" in text
+    assert "outcome 1, [/b] 0.5, 0.25 s, attempt 2" in text
     assert "[agent v3, 3 + 2 tokens, stop]" in text
 
 

@@ -53,7 +53,13 @@ async def train(run: RunConfig, first: int, last: int, evaluation: float | None 
                 groups=[],
                 versions={},
                 checkpoint="",
-                metrics={"reward/mean": step / 10, "reward/role:tact/std": 1.0, "lost": NAN},
+                metrics={
+                    "calls": 8.0,
+                    "calls/refused": 2.0,
+                    "reward/mean": step / 10,
+                    "reward/role:tact/std": 1.0,
+                    "lost": NAN,
+                },
             )
             await store.commit_step(commit)
         if evaluation is not None:
@@ -87,6 +93,13 @@ def test_a_mark_keeps_its_id(tmp_path: Path) -> None:
     assert load_mark(file) == mark
     save_mark(file, mark.after(row(0, a=1)))
     assert load_mark(file) == Mark(id=mark.id, next=1)
+
+
+def test_a_damaged_mark_is_a_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "x.json"
+    file.write_bytes(b"")
+    with pytest.raises(SinkError, match=r"x\.json is damaged .*delete it"):
+        load_mark(file)
 
 
 def test_backends_are_not_told_of_the_agents_variables(tmp_path: Path) -> None:
@@ -167,6 +180,59 @@ async def test_steps_are_written_as_they_come(
     assert memory.rows[3].metrics == {"eval/score": 0.5}
 
 
+async def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, run = Memory(), config(tmp_path)
+    monkeypatch.setattr(follow, "open_sink", memory)
+    await train(run, 0, 1)
+    load_mark(mark_file(run, "memory"))
+
+    def full(file: Path, mark: Mark) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(follow, "save_mark", full)
+        with pytest.raises(SinkError, match=r"memory: .*No space left on device\. Training goes"):
+            await drain(run)
+    await drain(run)
+    assert [r.step for r in memory.rows] == [0, 0]  # what was not remembered is given again
+
+
+STUCK = """
+import sys, time
+from agentrl.sinks import follow
+class Stuck:
+    def write(self, row): print("writing", flush=True); time.sleep(600)
+    def close(self): ...
+follow.open_sink = lambda *_: Stuck()
+follow.DRAIN = follow.SLACK = 0.5
+import msgspec
+from agentrl.config import RunConfig
+follow.main(msgspec.json.decode(sys.argv[1], type=RunConfig), "memory")
+"""
+
+
+async def test_a_sink_that_a_killed_front_left_behind_ends_before_the_next_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, memory = config(tmp_path), Memory()
+    monkeypatch.setattr(follow, "open_sink", memory)
+    await train(run, 0, 1)
+    pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
+    left = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", STUCK, msgspec.json.encode(run).decode(), **pipes
+    )
+    assert left.stdout is not None
+    assert left.stdin is not None
+    assert await left.stdout.readline() == b"writing\n"
+    lock = mark_file(run, "memory").with_suffix(".lock")
+    waiting = asyncio.create_task(asyncio.to_thread(follow._locked, lock))
+    done, _ = await asyncio.wait([waiting], timeout=0.2)
+    assert not done
+    left.stdin.close()  # as when the front is killed
+    assert await left.wait() == 1
+    (await waiting).close()
+
+
 async def test_the_stores_failure_is_not_the_sinks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,7 +273,7 @@ client = MlflowClient(f"file://{output}/mlruns")
 assert run.info.run_name == "r" and run.data.params["algorithm.preset"] == "grpo"
 for name in run.data.metrics:
     for metric in client.get_metric_history(run.info.run_id, name):
-        show(name, metric.step, metric.value)
+        show(name.replace(".", "/"), metric.step, metric.value)
 """,
     "trackio": """
 from trackio.sqlite_storage import SQLiteStorage
@@ -300,6 +366,8 @@ async def test_a_backend_has_every_step_once(tmp_path: Path, name: str) -> None:
     await train(longer, 2, 3, evaluation=0.75)
     export(longer, name)
     assert shown(run, name) == {
+        "calls": [[0, 8.0], [1, 8.0], [2, 8.0]],
+        "calls/refused": [[0, 2.0], [1, 2.0], [2, 2.0]],
         "reward/mean": [[0, 0.0], [1, 0.1], [2, 0.2]],
         "reward/role:tact/std": [[0, 1.0], [1, 1.0], [2, 1.0]],
         "eval/score": [[2, 0.5], [3, 0.75]],

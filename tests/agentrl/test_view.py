@@ -30,6 +30,7 @@ METRICS = {
     "time/rollouts": 2.0,
     "time/update": 1.0,
     "calls/refused": 3.0,
+    "calls/too_long": 1.0,
     "policy/entropy": 1.5,
     "policy/clip_fraction": 0.125,
 }
@@ -43,7 +44,7 @@ def config(tmp_path: Path) -> RunConfig:
 async def finished(store: Store, rollouts: list[NewRollout], reward: float | None) -> None:
     await store.enqueue(rollouts)
     for attempt in await store.claim(len(rollouts), runner="test", lease=60):
-        failure = Failure(kind=ErrorKind.AGENT, message="it broke")
+        failure = Failure(kind=ErrorKind.AGENT, message="it broke at [/INST]")
         rewards = [Reward(value=reward)] if reward is not None else []
         outcome = Outcome(
             attempt=attempt.id,
@@ -115,7 +116,7 @@ async def test_lines_where_there_is_no_terminal(config: RunConfig) -> None:
         while "step 2/4" not in console.file.getvalue():
             cursor = await store.wait(cursor, timeout=0.05)
         following.cancel()
-    assert console.file.getvalue().count("6 model calls are not trained") == 1
+    assert console.file.getvalue().count("4 model calls are not trained") == 1
     assert "step 1/4  reward 0.500 ± 0.250  30 rollouts/s" in console.file.getvalue()
 
 
@@ -132,7 +133,7 @@ async def test_report(config: RunConfig) -> None:
     assert "75.0%" in row
     assert "r/eval/000000/0/0000: succeeded, outcome 1" in text
     assert "A failure, after 0 steps" in text
-    assert "1 rollouts failed (1 agent_error); the last one: it broke" in text
+    assert "1 rollouts failed (1 agent_error); the last one: it broke at [/INST]" in text
     assert "9 s in all: build 0, rollouts 4, update 2, eval 0" in text
-    assert "6 model calls without token ids were not trained" in text
+    assert "4 model calls without token ids were not trained; 2 model calls longer than" in text
     assert Path(config.output, "curve.png").stat().st_size > 1000

@@ -16,14 +16,15 @@ from torch import Tensor
 
 from agentrl.algorithms import objective
 from agentrl.algorithms.batch import Batch
-from agentrl.algorithms.controller import KlController
+from agentrl.algorithms.controller import Anchor, KlController
 from agentrl.algorithms.explain import brief, explain, links, report
+from agentrl.algorithms.intake import Completer, Intake
 from agentrl.algorithms.ledger import Ledger
 from agentrl.algorithms.merge import build_batch
 from agentrl.algorithms.presets import make, modifiers, presets
 from agentrl.algorithms.reward_models import RewardModel
 from agentrl.algorithms.state import State
-from agentrl.algorithms.update import Completer, Updater
+from agentrl.algorithms.update import Updater
 from agentrl.cli import cli
 from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.errors import ConfigError, StoreError, TrainingError
@@ -170,7 +171,7 @@ def test_a_preset_prints_its_record() -> None:
 
 async def trained(url: str) -> None:
     """One committed step of two rollouts."""
-    config = RunConfig(name="r")
+    config = RunConfig(name="r", steps=9)
     algorithm = msgspec.structs.replace(config.algorithm, preset="streams", options=OPTIONS)
     config = msgspec.structs.replace(config, algorithm=algorithm)
     async with open_store(url) as store:
@@ -223,11 +224,16 @@ class Run:
         **settings: object,
     ) -> None:
         algorithm = AlgorithmConfig(preset=preset, **settings)  # type: ignore[arg-type]
-        self.config = msgspec.structs.replace(RunConfig(name="r"), algorithm=algorithm)
+        self.config = msgspec.structs.replace(RunConfig(name="r", steps=9), algorithm=algorithm)
         self.store, self.learner = store, learner or Recorder(shift=0.5)
         algo = make(preset, algorithm.options, streams=("o", "b", "q"))
         self.updater = Updater(
-            algorithm, algo, self.learner, 9, State(algo.memories), Ledger(), completers=completers
+            self.config,
+            algo,
+            self.learner,
+            State(algo.memories),
+            Intake(completers),
+            ledger=Ledger(),
         )
 
     async def ask(self, group: str, step: int, scores: tuple[float, ...]) -> None:
@@ -254,7 +260,7 @@ class Run:
             StepCommit(
                 run="r", epoch=1, step=step, groups=[group.id for group in groups], versions={},
                 checkpoint="c", metrics=metrics, credits=ledger.take() if ledger else [],
-                judgements=self.updater.judgements,
+                judgements=self.updater.intake.judgements,
             )
         )  # fmt: skip
 
@@ -367,7 +373,7 @@ async def test_the_price_of_leaving_the_reference_is_that_of_the_time(tmp_path: 
     async with run_of(
         url, "reinforce++", options={"kl_reward": 0.01}, learner=Referred(shift=0.5)
     ) as run:
-        run.updater = dataclasses.replace(run.updater, kl=kl)
+        run.updater = dataclasses.replace(run.updater, anchor=Anchor(kl=kl))
         await run.ask("a", 0, (1.0, 0.0))
         await run.train(0)
     lines = await lines_of(url, "a/0")

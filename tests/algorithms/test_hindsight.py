@@ -9,13 +9,14 @@ import torch
 from msgspec.structs import replace
 
 from agentrl.algorithms.hindsight import Hindsight
+from agentrl.algorithms.intake import Intake
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.merge import build_batch
 from agentrl.algorithms.model import load_model
 from agentrl.algorithms.presets import make
 from agentrl.algorithms.steps import HINDSIGHT
 from agentrl.algorithms.update import Updater
-from agentrl.config import AlgorithmConfig
+from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.types import (
     Group,
     Purpose,
@@ -99,8 +100,8 @@ def test_hcapo_reads_it(hindsight: Hindsight) -> None:
 
 def test_a_step_scores_what_its_algorithm_reads(hindsight: Hindsight) -> None:
     algo = make("hcapo", {})
-    config = AlgorithmConfig(preset="hcapo", min_group=1)
-    updater = Updater(config, algo, hindsight.learner, 1, completers=(hindsight,))
+    config = RunConfig(algorithm=AlgorithmConfig(preset="hcapo", min_group=1))
+    updater = Updater(config, algo, hindsight.learner, intake=Intake((hindsight,)))
     metrics = updater.update(0, [group(hindsight, rewards=[Reward(value=0.5)])])
     assert metrics["reward/transition:hindsight/frac_missing"] == 0.0
 

@@ -13,11 +13,12 @@ from transformers import PreTrainedModel
 from agentrl.algorithms import beside, presets
 from agentrl.algorithms.checkpoint import load_checkpoint, save_checkpoint
 from agentrl.algorithms.implicit import ImplicitTrainer
+from agentrl.algorithms.intake import Intake
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model import load_model
 from agentrl.algorithms.reward_models import RewardModel
 from agentrl.algorithms.update import Updater
-from agentrl.config import AlgorithmConfig, resolve
+from agentrl.config import AlgorithmConfig, RunConfig, resolve
 from agentrl.errors import ConfigError, PolicyError, TrainingError
 from agentrl.types import Group, Reward
 from tests.algorithms.test_reward_models import call, rollout
@@ -99,9 +100,8 @@ def test_it_comes_to_know_the_outcome_and_its_rewards_are_older_than_that(
     model, trainer = make(tiny_model_dir, lr=1e-3)
     algo = presets.make("streams", {"streams": {"outcome": {}, "prm": {}}})
     learner = TorchLearner(*load_model(tiny_model_dir, device="cpu"), threads=1)
-    steps = Updater(
-        AlgorithmConfig(min_group=1), algo, learner, 20, completers=(model,), trainers=(trainer,)
-    )
+    config = RunConfig(steps=20, algorithm=AlgorithmConfig(min_group=1))
+    steps = Updater(config, algo, learner, intake=Intake((model,), (trainer,)))
     found = [steps.update(step, groups(1.0, 0.0)) for step in range(8)]
     assert found[0]["reward/prm/std"] == 0.0  # it begins as its reference
     assert found[-1]["reward_models/prm/accuracy"] == 1.0

@@ -14,7 +14,7 @@ from agentrl.algorithms.merge import build_batch
 from agentrl.algorithms.presets import make
 from agentrl.algorithms.state import State
 from agentrl.algorithms.update import Updater
-from agentrl.config import AlgorithmConfig
+from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.types import Credit, Group, float32
 
 from .test_memory import recalled, step_of
@@ -23,10 +23,10 @@ from .worlds import NAN
 
 
 def updater(learner: Recorder, name: str = "grpo", **settings: object) -> Updater:
-    config = AlgorithmConfig(lr=1.0, **settings)  # type: ignore[arg-type]
+    config = RunConfig(steps=5, algorithm=AlgorithmConfig(lr=1.0, **settings))  # type: ignore[arg-type]
     algo = make(name, {})
     state = State(algo.memories)
-    return Updater(config, algo, learner, 5, state=state, ledger=Ledger())
+    return Updater(config, algo, learner, state=state, ledger=Ledger())
 
 
 def stored(step: Updater, groups: list[Group]) -> dict[str, Credit]:

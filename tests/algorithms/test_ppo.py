@@ -14,8 +14,9 @@ from agentrl.algorithms import objective, presets, targets
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.beside import scored
 from agentrl.algorithms.checkpoint import load_checkpoint, save_checkpoint
-from agentrl.algorithms.controller import KlController, controller
+from agentrl.algorithms.controller import Anchor, KlController, controller
 from agentrl.algorithms.critic import ValueModel
+from agentrl.algorithms.intake import Intake
 from agentrl.algorithms.learners.base import Psi, Scored, StepReport, ValueTerms
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model import load_model
@@ -24,7 +25,7 @@ from agentrl.algorithms.registry import Supply
 from agentrl.algorithms.reward_models import RewardModel
 from agentrl.algorithms.state import State
 from agentrl.algorithms.update import Updater
-from agentrl.config import AlgorithmConfig
+from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.errors import TrainingError
 from agentrl.types import (
     Group,
@@ -97,10 +98,9 @@ def updater(learner: object, preset: str = "ppo", **settings: object) -> Updater
     algo = presets.make(preset, options, streams=EVERY)
     beside = {key: settings.pop(key) for key in ("kl_adapts", "scorers") if key in settings}
     config = replace(AlgorithmConfig(min_group=1, lr=1e-2), **settings)
-    return Updater(
-        config, algo, learner, 10, value_clip=0.2, kl=beside.get("kl_adapts"),
-        completers=beside.get("scorers", ()),
-    )  # type: ignore[arg-type]  # fmt: skip
+    anchor, intake = Anchor(kl=beside.get("kl_adapts")), Intake(beside.get("scorers", ()))
+    run = RunConfig(steps=10, algorithm=config)
+    return Updater(run, algo, learner, anchor=anchor, intake=intake)  # type: ignore[arg-type]
 
 
 VALUES = {5: 0.5, 6: 0.6, 7: 0.7}
@@ -215,16 +215,29 @@ def test_a_step_without_tokens_says_nothing_of_the_drift() -> None:
     assert kl.beta == 0.1
 
 
+def test_a_step_without_tokens_says_nothing_about_the_penalty() -> None:
+    kl = controller(presets.make("grpo", {"kl": 0.1}, streams=EVERY), target=0.1, horizon=40)
+    steps = updater(Recorder(VALUES), "grpo", kl=0.1, kl_adapts=kl)
+    lost = [
+        replace(group, rollouts=[replace(row, transitions=[]) for row in group.rollouts])
+        for group in example()
+    ]
+    metrics = steps.update(0, lost)
+    assert "reference/drift" not in metrics
+    assert metrics["reference/beta"] == kl.beta == 0.1
+
+
 def test_a_reward_model_s_rewards_are_credited() -> None:
     def count(calls: object) -> Tensor:
         return torch.tensor([float(len(call.completion)) for call in calls])  # type: ignore[attr-defined]
 
     algo = presets.make("grpo", {"reward": "length"})
     learner = Recorder({})
-    config = AlgorithmConfig(min_group=1)
+    config = RunConfig(algorithm=AlgorithmConfig(min_group=1))
     with pytest.raises(TrainingError, match="a reward 'length'"):
-        Updater(config, algo, learner, 10).update(0, example())  # type: ignore[arg-type]
-    steps = Updater(config, algo, learner, 10, completers=(RewardModel("length", count),))  # type: ignore[arg-type]
+        Updater(config, algo, learner).update(0, example())  # type: ignore[arg-type]
+    intake = Intake((RewardModel("length", count),))
+    steps = Updater(config, algo, learner, intake=intake)  # type: ignore[arg-type]
     steps.update(0, example())
     # Longer than the other of the group is better.
     assert learner.psis[0][0] > 0 > learner.psis[0][3]

@@ -115,6 +115,9 @@ def test_what_an_algorithm_does_not_read_is_not_loaded(tiny_model_dir: Path) -> 
     assert critic is not None
     assert critic.decoder is not None
     assert critic.decoder is not model.base_model
+    shared = beside.make_critic(config(critic={"model": "shared"}), model, tokenizer, start)
+    assert shared is not None
+    assert (critic.lr, shared.lr) == (1e-5, 0.05 / model.config.hidden_size)
     assert beside.make_critic(config(), model, tokenizer, start) is None
     distill = presets.make("distill", {}, streams=EVERY)
     assert set(beside.make_frozen(settings, distill, model, tokenizer, start)) == {"t"}

@@ -24,7 +24,7 @@ from agentrl.algorithms.objective import credited, plan, psi
 from agentrl.algorithms.packing import Packing
 from agentrl.algorithms.presets import make
 from agentrl.algorithms.update import Updater
-from agentrl.config import AlgorithmConfig
+from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.errors import ConfigError, TrainingError
 
 from .test_head import HEADS, make_inputs
@@ -210,7 +210,7 @@ def test_minibatches_and_epochs_carry_their_symbols(tmp_path: Path) -> None:
     learner, ledger = Symbolic(shift=0.05), Ledger("policy")
     algo = make("dppo-topk", {"k": 2, "high": 0.01}, streams=learner.supplies)
     config = AlgorithmConfig(lr=1.0, epochs=2, minibatches=2)
-    updater = Updater(config, algo, learner, steps=5, ledger=ledger)
+    updater = Updater(RunConfig(steps=5, algorithm=config), algo, learner, ledger=ledger)
     groups = [group("a", 1.0, 0.0), group("b", 0.0, 1.0)]
     found = updater.update(0, groups)
     assert [batch.symbols.tolist() for batch in learner.batches[:2]] in (
@@ -241,7 +241,7 @@ def test_steps_of_a_real_learner_are_held_and_can_be_dumped(
 
     learner.__class__ = Watched
     config = AlgorithmConfig(lr=1e-2, epochs=2, minibatches=2)
-    found = Updater(config, algo, learner, steps=5).update(
+    found = Updater(RunConfig(steps=5, algorithm=config), algo, learner).update(
         0, [group("a", 1.0, 0.0, 0.5), group("b", 0.0, 1.0, 0.2)]
     )
     assert (found["update/steps"], found["update/skipped"]) == (4, 0)
@@ -257,7 +257,9 @@ def test_steps_of_a_real_learner_are_held_and_can_be_dumped(
 def test_one_optimizer_step_asks_for_no_symbols() -> None:
     learner = Symbolic()
     algo = make("dppo-topk", {}, streams=learner.supplies)
-    Updater(AlgorithmConfig(lr=1.0), algo, learner, steps=5).update(0, [group("a", 1.0, 0.0)])
+    Updater(RunConfig(steps=5, algorithm=AlgorithmConfig(lr=1.0)), algo, learner).update(
+        0, [group("a", 1.0, 0.0)]
+    )
     assert not learner.batches[0].symbols.numel()
 
 
@@ -266,4 +268,4 @@ def test_a_learner_without_symbols_is_refused_before_the_run() -> None:
     learner.supplies = frozenset({"o", "b"})  # type: ignore[attr-defined]
     algo = make("dppo-topk", {}, streams=("o", "b", "k"))
     with pytest.raises(ConfigError, match="'dppo-topk' needs the most probable tokens"):
-        Updater(AlgorithmConfig(lr=1.0), algo, learner, steps=5)
+        Updater(RunConfig(steps=5, algorithm=AlgorithmConfig(lr=1.0)), algo, learner)

@@ -14,9 +14,10 @@ from torch import Tensor
 from agentrl.algorithms import presets
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.dump import BadSteps, load_dump
+from agentrl.algorithms.intake import Intake
 from agentrl.algorithms.learners.base import Psi, StepReport, ValueTerms
 from agentrl.algorithms.update import Updater
-from agentrl.config import AlgorithmConfig
+from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.errors import TrainingError
 from agentrl.types import (
     Group,
@@ -94,9 +95,10 @@ def group(name: str, *rewards: float | None) -> Group:
     return Group(id=name, run="r", step=0, rollouts=rollouts)
 
 
-def updater(learner: Recorder, **settings: object) -> Updater:
-    config = AlgorithmConfig(lr=1.0, **settings)  # type: ignore[arg-type]
-    return Updater(config, presets.make("grpo", {}), learner, steps=5)
+def updater(learner: Recorder, seed: int = 0, **settings: object) -> Updater:
+    algorithm = AlgorithmConfig(lr=1.0, **settings)  # type: ignore[arg-type]
+    config = RunConfig(steps=5, seed=seed, algorithm=algorithm)
+    return Updater(config, presets.make("grpo", {}), learner)
 
 
 def test_one_step_pushes_the_better_rollouts() -> None:
@@ -182,8 +184,7 @@ def test_minibatches_are_dealt_the_same_way_again() -> None:
     dealt = []
     for seed in (0, 0, 1):
         learner = Recorder()
-        step = dataclasses.replace(updater(learner, minibatches=3, epochs=2), seed=seed)
-        step.update(0, groups)
+        updater(learner, seed, minibatches=3, epochs=2).update(0, groups)
         dealt.append([batch.groups for batch in learner.batches])
     assert dealt[0] == dealt[1] != dealt[2]
     assert [len(names) for names in dealt[0]] == [2, 3, 3] * 2
@@ -248,9 +249,12 @@ def test_calls_longer_than_the_context_are_left_out_and_counted() -> None:
     groups = [replace(ours, rollouts=rollouts)]
     learner = Recorder()
     step = updater(learner)
-    assert dataclasses.replace(step, context=11).update(0, groups)["calls/too_long"] == 0
+    assert (
+        dataclasses.replace(step, intake=Intake(context=11)).update(0, groups)["calls/too_long"]
+        == 0
+    )
     with pytest.warns(RuntimeWarning, match="1 calls are longer than the 10 tokens"):
-        metrics = dataclasses.replace(step, context=10).update(0, groups)
+        metrics = dataclasses.replace(step, intake=Intake(context=10)).update(0, groups)
     assert (metrics["calls/too_long"], metrics["calls/refused"]) == (1, 1)
     assert [len(batch.transitions) for batch in learner.batches] == [3, 2]
     assert learner.batches[1].rollouts == ["a/0", "a/1"]

@@ -9,18 +9,22 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from agentrl.algorithms import objective
-from agentrl.algorithms.batch import Row
+from agentrl.algorithms.batch import Batch, Row
+from agentrl.algorithms.learners.base import Psi, StepReport
 from agentrl.algorithms.learners.verl import check_installed, dealt
 from agentrl.algorithms.learners.verl_settings import described, settings
 from agentrl.cli import cli
 from agentrl.config import RunConfig, load, resolve
 from agentrl.errors import ConfigError
-from tests.algorithms.test_learner import make_batch
-from tests.algorithms.test_update import Recorder, updater
+from tests.algorithms.test_update import Recorder, group, updater
 
 
-class Unsendable(Recorder):
+class Sending(Recorder):
+    """Sends psi to another process, itself cannot be sent."""
+
+    def step(self, batch: Batch, psi: Psi, **rest: Any) -> StepReport:
+        return super().step(batch, pickle.loads(pickle.dumps(psi)), **rest)
+
     def __reduce__(self) -> str:
         raise TypeError("a learner cannot be sent")
 
@@ -131,10 +135,10 @@ def test_only_known_releases_of_verl_are_used(
 
 def test_psi_can_be_sent_to_other_processes() -> None:
     """Without the learner, whose workers are not to be sent along."""
-    batch = make_batch()
-    updating = updater(Unsendable())
-    p = torch.linspace(-7, -5, batch.n_tokens)
-    terms = objective.plan(updating.algo, batch, {"o": p - 0.1}, advantage=torch.ones(p.shape))
-    index = torch.arange(batch.n_tokens)
-    psi = updating.psi(terms)
-    assert torch.equal(pickle.loads(pickle.dumps(psi))(p, index), psi(p, index))
+    groups = [group("a", 1.0, 0.0), group("b", 0.0, 1.0)]
+    here, there = Recorder(shift=0.1), Sending(shift=0.1)
+    for learner in (here, there):
+        updater(learner, epochs=2).update(0, groups)
+    assert len(there.coefficients) == 2
+    for mine, theirs in zip(here.coefficients, there.coefficients, strict=True):
+        assert torch.equal(mine, theirs)

@@ -232,7 +232,7 @@ def test_an_adapter_is_trained_evaluated_and_merged(run_folder: Path, tiny_model
     steps = [row for row in read(run_folder, lambda store: store.steps("tiny")) if row.committed]
     assert all(row.metrics["logprob_difference/max"] <= 1e-4 for row in steps)
 
-    scored = agentrl(run_folder, "eval", "run.toml", *lora)
+    scored = agentrl(run_folder, "eval", "run.toml")  # the checkpoint says what it is
     assert scored.returncode == 0, scored.stderr
     (settings,) = run_folder.glob("*-eval-*/run.json")
     policy = json.loads(settings.read_text())["policy"]

@@ -1,0 +1,329 @@
+"""The tables of the run file: every setting with its type, its default and what it means.
+
+Numbers that cannot be are refused by their types, tables that contradict themselves by
+`__post_init__`; what settings of several tables mean together is checked in `config`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from agentrl.types import Sampling
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Natural = Annotated[int, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+NonNegative = Annotated[float, msgspec.Meta(ge=0)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all tables of the run file."""
+
+
+class RetriesConfig(Section, frozen=True):
+    """After which failures a rollout is tried again: when fewer than so many attempts came before,
+    and never beyond `max_attempts`. None: as often as that allows."""
+
+    agent_error: Natural | None = 0
+    timeout: Natural | None = 0
+    model_error: Natural | None = None
+    verifier_error: Natural | None = 0
+    lost_runner: Natural = 2  # by the sandbox; a runner that dies is bounded by `max_attempts`
+
+
+class AgentConfig(Section, frozen=True):
+    """The unmodified agent and how it is run: a Python object by `path`, or a `command`."""
+
+    path: str = ""  # "file.py:name" or "package.module:name"
+    command: str | list[str] = []  # in any language; a string is split as a shell would
+    folder: str = ""  # where the command works; default: the run file's folder, or the image's
+    env: dict[str, str] = {}  # the command's own variables
+    pass_env: list[str] = []  # patterns of the runner's variables it sees, beside PATH and the like
+    timeout: Seconds = 60.0  # for one attempt
+    max_attempts: Count = 3  # tries at one rollout when the infrastructure fails
+    retries: RetriesConfig = RetriesConfig()
+    error_reward: float | None = None  # outcome when the agent itself raises; none: missing
+
+
+class TasksConfig(Section, frozen=True):
+    """Each a "file.jsonl", or a "file.py:name" that is an iterable of tasks or returns one."""
+
+    train: str = ""
+    heldout: str = ""
+    # Of training: every task once an epoch, or drawn by how often it was solved, most often those
+    # that are solved half of the time. Outcomes are taken to be from 0 to 1.
+    order: Literal["shuffle", "difficulty"] = "shuffle"
+
+
+class VerifierConfig(Section, frozen=True):
+    path: str = ""  # "file.py:name"
+
+
+class LoraConfig(Section, frozen=True):
+    """A low-rank adapter is trained, the model stays as it is. The default scale is that of
+    thinkingmachines.ai/blog/lora, which leaves the best learning rate independent of the rank."""
+
+    rank: Natural = 0  # 0: no adapter, all weights are trained
+    alpha: Positive = 32.0  # what the adapter adds is scaled by alpha / rank
+    targets: list[str] = []  # names of linear layers, such as "q_proj"; default: all but the head
+    adapter: str = ""  # directory of an adapter to start from; default: one that changes nothing
+
+
+class PolicyConfig(Section, frozen=True):
+    """The model to train: a Hugging Face checkpoint directory or hub name."""
+
+    model: str = ""  # default with `build`: <output>/policy
+    build: str = ""  # "file.py:name": called as (directory, seed) to make `model` if it is absent
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "auto"
+    lora: LoraConfig = LoraConfig()
+
+
+class BranchingConfig(Section, frozen=True):
+    """Rollouts that repeat the first calls of those of a group and are sampled from there, asked
+    for when these have ended.
+
+    mc: from the state before each call of every rollout. tree: from the calls of the group where
+    the policy is least certain."""
+
+    kind: Literal["none", "mc", "tree"] = "none"
+    width: Count = 1  # branches from each of them
+    calls: Natural = 0  # at most so many, the least certain: of each rollout (mc), of the group
+
+    def __post_init__(self) -> None:
+        if self.kind == "none" and (self.width, self.calls) != (1, 0):
+            raise ValueError("width and calls mean nothing without kind = 'mc' or 'tree'")
+        if self.kind == "tree" and not self.calls:
+            raise ValueError("kind = 'tree' needs to know from how many `calls` of a group")
+
+
+class AlgorithmConfig(Section, frozen=True):
+    """What is learned from a batch. `options` are the preset's own arguments."""
+
+    preset: str = "grpo"
+    options: dict[str, Any] = {}
+    groups: Count = 8  # per step
+    group_size: Count = 8
+    min_group: Count = 2  # valid rollouts below which a group is dropped
+    inexact: Literal["refuse", "retokenize"] = "refuse"  # calls whose token ids are unknown
+    max_staleness: Natural = 0  # steps that may be asked for ahead of the update
+    dynamic_sampling: bool | None = None  # replace groups that teach nothing; none: as the preset
+    max_rounds: Count | None = None  # in which they are; then the step does with fewer. Default 10
+    store_credit: bool = True  # advantages, baselines and gates with each step, for `explain`
+    minibatches: Count = 1  # optimizer steps a batch is split into
+    epochs: Count = 1  # passes over a batch
+    lr: Positive = 1e-6
+    warmup: Natural = 0  # steps of linear learning-rate warm-up
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after it
+    min_lr: NonNegative = 0.0  # at the end of a linear or cosine schedule
+    target_kl: Positive | None = None  # nats by which a batch moves the policy; then no more steps
+    max_bad_steps: Count = 3  # optimizer steps in a row that are not finite, until the run ends
+    weight_decay: NonNegative = 0.0
+    max_grad_norm: Positive = 1.0
+    branching: BranchingConfig = BranchingConfig()
+
+
+class CriticConfig(Section, frozen=True):
+    """What gives the values that a preset such as ppo reads."""
+
+    # "shared": a head on the policy's hidden states; "copy": a model of its own that begins as the
+    # policy did; or a checkpoint directory or hub name of one with its vocabulary. Empty: none.
+    model: str = ""
+    # Constant; of a shared critic that of its head, which begins at 0. None: 0.05 over its width
+    # for a head, so that a value moves as fast in any model, and 1e-5 for a model of its own.
+    lr: Positive | None = None
+    coefficient: Positive = 0.5  # of the value loss beside the policy's, for a shared one
+    clip: Positive = 0.2  # how far a value may move in one step, value clipping; inf: any
+    weight_decay: NonNegative = 0.0
+
+
+class ReferenceConfig(Section, frozen=True):
+    """What a penalty on leaving the reference is about."""
+
+    # A checkpoint directory or hub name; empty: what the policy begins as, or for an adapter the
+    # model without it.
+    model: str = ""
+    every: Natural = 0  # steps after which the policy as it is becomes the reference; 0: never
+    target: NonNegative = 0.0  # nats per token: adapts the penalty to keep their KL there; 0: fixed
+    horizon: Count = 10_000  # rollouts over which it adapts
+
+
+class TeacherConfig(Section, frozen=True):
+    """Whom the preset distill imitates."""
+
+    model: str = ""  # a checkpoint directory or hub name with the policy's vocabulary
+
+
+class RewardModelConfig(Section, frozen=True):
+    """A model whose scores are rewards, under its name."""
+
+    model: str  # a checkpoint directory or hub name with the policy's vocabulary
+    # scalar: a decoder with a head of one label; implicit: a decoder, of which it is beta * (log
+    # probability - that of the reference) that is the reward
+    kind: Literal["scalar", "implicit"] = "scalar"
+    scope: Literal["rollout", "transition"] = "rollout"  # a reward of the rollout, or of each call
+    beta: Positive = 0.05  # of an implicit one
+    reference: str = ""  # of an implicit one; empty: what the policy begins as
+    train: bool = False  # an implicit one learns from every step, once it has scored it
+    # from outcomes from 0 to 1 (PRIME), or from pairs of rollouts of a group (iStar)
+    loss: Literal["outcome", "pairs"] = "outcome"
+    lr: Positive = 1e-6  # constant, where it learns
+
+
+class VerlConfig(Section, frozen=True):
+    """Where verl's workers run, for `learner.kind = "verl"`."""
+
+    address: str = ""  # of a Ray cluster; empty: one is started here
+    nodes: Count = 1
+    gpus_per_node: Count = 1  # one worker on each
+    attention: Literal["flash_attention_2", "sdpa"] = "flash_attention_2"  # sdpa: rows are padded
+    offload: bool = False  # weights and moments to the host between calls
+    timeout: Seconds = 1800.0  # of one call: an update, or loading the model
+
+
+class LearnerConfig(Section, frozen=True):
+    kind: Literal["torch", "verl"] = "torch"  # in one process, or verl's workers on many GPUs
+    token_budget: Count = 4096  # tokens forwarded at once; gradients of all are summed
+    gradient_checkpointing: bool = False  # recompute activations: less memory, more time
+    fp32_head: bool = False  # logits of a bfloat16 policy in float32
+    optimizer: Literal["adamw", "adamw8bit", "paged_adamw8bit"] = "adamw"
+    # What branches have in common: again, or once; verl has rows only.
+    packing: Literal["rows", "trie"] = "trie"
+    threads: Natural = 0  # 0: all cores
+    verl: VerlConfig = VerlConfig()
+
+
+class VllmConfig(Section, frozen=True):
+    """A vLLM child process, or servers that run already, for `engine.kind = "vllm"`."""
+
+    urls: list[str] = []  # http://host:port of servers that run already; none: a child process
+    key_env: str = ""  # environment variable with the API key of those servers, if they have one
+    start_timeout: Seconds = 300.0  # until it must answer
+    timeout: Seconds = 60.0  # for calls in flight to end before an update, and for the update
+    tolerance: NonNegative = 0.0  # of log-probs after an update; 0: 1e-3, in bfloat16 0.1
+    tool_parser: str = "hermes"
+    arguments: list[str] = []  # more arguments of `vllm serve`
+
+
+class EngineConfig(Section, frozen=True):
+    """The policy server."""
+
+    kind: Literal["embedded", "vllm"] = "embedded"  # in the learner's process, or beside it
+    host: str = "127.0.0.1"
+    port: Port = 0  # 0: any free one
+    max_batch: Count = 64  # calls decoded together
+    max_context: Count = 2048  # tokens of prompt and completion
+    threads: Count = 1
+    vllm: VllmConfig = VllmConfig()
+
+
+class PoolConfig(Section, frozen=True):
+    """Warm processes, for `executor = "pool"`."""
+
+    processes: Natural = 0  # 0: one for each core
+    rollouts: Count = 1  # at a time in one process
+    recycle_after: Count = 1000  # rollouts of a process until it is replaced
+    recycle_mb: Natural = 0  # resident size after a rollout that ends a process; 0: any
+    start: Literal["fork", "spawn"] = "fork"  # fork: import once and for all; spawn: in each
+
+
+class ContainerConfig(Section, frozen=True):
+    """A container for each rollout, for `executor = "container"`."""
+
+    image: str = ""
+    network: str = ""  # of `docker run`; with "host" the gateway's loopback address is reached
+    options: list[str] = []  # more arguments of `docker run`
+    cli: str = "docker"  # or podman
+
+
+class KubernetesConfig(Section, frozen=True):
+    """A Job for each rollout, for `executor = "kubernetes"`."""
+
+    image: str = ""
+    namespace: str = "default"
+    context: str = ""  # of the kubeconfig; default: its current one, or that of the own pod
+    template: str = ""  # YAML or JSON file of a Job that is completed, relative to the run file
+    ttl: Natural = 300  # seconds a finished Job is kept
+
+
+class RunnerConfig(Section, frozen=True):
+    executor: Literal["auto", "async", "threads", "pool", "command", "container", "kubernetes"] = (
+        "auto"  # auto: command if the agent is one, else async
+    )
+    processes: Natural = 1  # 0: runners are started elsewhere
+    concurrency: Count = 64  # rollouts at a time in one process
+    lease: Seconds = 15.0  # without a heartbeat until a rollout is given to another runner
+    drain: NonNegative = 5.0  # seconds a runner told to stop lets its rollouts finish
+    memory_mb: Natural = 0  # of one process (pool, command) or of all of a rollout; 0: no limit
+    host: str = "127.0.0.1"  # where the gateway listens
+    port: Port = 0  # of the gateway; 0: any free one
+    advertise: str = ""  # how a container or a job calls the gateway's host
+    pool: PoolConfig = PoolConfig()
+    container: ContainerConfig = ContainerConfig()
+    kubernetes: KubernetesConfig = KubernetesConfig()
+    framework_spans: bool = False  # record steps by OpenInference, with inputs and outputs: slower
+
+
+class UpstreamConfig(Section, frozen=True):
+    """An endpoint that answers calls and is not trained: a judge, an opponent, a tool's model."""
+
+    base_url: Annotated[str, msgspec.Meta(pattern=r"^https?://")]  # ends in /v1
+    model: str = ""  # the name it answers to; empty: the one the agent asks for
+    key_env: str = ""  # environment variable of the runner that holds its API key
+
+
+class EvalConfig(Section, frozen=True):
+    """Held-out evaluations before and after training, and every so many steps between."""
+
+    every: Natural = 0  # steps; 0: only before and after
+    tasks: Natural = 0  # before and after; 0: all held-out tasks
+    curve_tasks: Natural = 64  # in the evaluations between; 0: all
+    sampled: bool = True  # before and after, also at temperature 1
+    temperature: NonNegative = 0.0  # everything else is sampled as in training
+
+
+class MetricsConfig(Section, frozen=True):
+    """Where metrics go besides the store. Each sink is an extra: `pip install 'agentrl[wandb]'`."""
+
+    sinks: list[str] = []  # tensorboard, wandb, mlflow, trackio
+    project: Annotated[str, msgspec.Meta(min_length=1)] = "agentrl"  # there; MLflow's experiment
+
+
+class RunConfig(Section, frozen=True):
+    """One training job. Files are looked up in `root`, the run file's folder; what the run writes
+    goes to `output`, relative to the working directory."""
+
+    name: Name = "run"
+    root: str = "."
+    output: str = ""  # folder of store, checkpoints and figures; default runs/<name>
+    store: str = ""  # store URL; default: SQLite in the output folder
+    seed: Natural = 0
+    steps: Natural = 100
+    keep_checkpoints: Count = 2
+    agent: AgentConfig = AgentConfig()
+    tasks: TasksConfig = TasksConfig()
+    verifier: VerifierConfig = VerifierConfig()
+    policy: PolicyConfig = PolicyConfig()
+    sampling: Sampling = Sampling()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+    teacher: TeacherConfig = TeacherConfig()
+    reward_models: dict[Name, RewardModelConfig] = {}  # by the name of their reward
+    learner: LearnerConfig = LearnerConfig()
+    engine: EngineConfig = EngineConfig()
+    runner: RunnerConfig = RunnerConfig()
+    eval: EvalConfig = EvalConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    upstreams: dict[Name, UpstreamConfig] = {}  # by name, which is a model name for the agent too
+    roles: dict[str, str] = {}  # role -> the upstream that answers it, or "policy"
+
+    def path(self, name: str) -> Path:
+        """A file named in the run file, relative to its folder."""
+        return Path(self.root, name)

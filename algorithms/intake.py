@@ -1,0 +1,76 @@
+"""What of the collected groups a step learns from: completed by what only the learning side can
+know, without the calls that the model cannot read."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from agentrl.algorithms.implicit import ImplicitTrainer
+from agentrl.algorithms.metrics import Metrics, own_calls
+from agentrl.types import Group, Judgement, Rollout
+
+
+class Completer(Protocol):
+    """Adds to what was collected what only the learning side can know: token ids of inexact calls,
+    rewards of reward models, after those that are there."""
+
+    def complete(self, groups: list[Group]) -> list[Group]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Intake:
+    """What is done to collected groups before credit. Owns what of it the step is to commit."""
+
+    completers: tuple[Completer, ...] = ()  # in this order
+    trainers: tuple[ImplicitTrainer, ...] = ()  # of reward models that learn what they have scored
+    context: int | None = None  # tokens the model can read; longer calls are left out
+    judgements: list[Judgement] = field(default_factory=list)  # rewards that completers gave
+
+    def take(self, groups: list[Group]) -> tuple[list[Group], Metrics]:
+        """The groups as they are learned from. Metrics: calls/inexact before they were completed,
+        calls/too_long."""
+        inexact = sum(not call.exact for call in own_calls(groups))
+        collected = groups
+        for completer in self.completers:
+            groups = completer.complete(groups)
+        self.judgements[:] = judged(collected, groups)
+        learned = {k: v for trainer in self.trainers for k, v in trainer.learn(groups).items()}
+        groups, too_long = fitting(groups, self.context)
+        return groups, {**learned, "calls/inexact": inexact, "calls/too_long": too_long}
+
+
+def judged(collected: list[Group], completed: list[Group]) -> Iterator[Judgement]:
+    """The rewards that were added to what was collected."""
+    before = {row.id: len(row.rewards) for group in collected for row in group.rollouts}
+    for rollout in (row for group in completed for row in group.rollouts):
+        for reward in rollout.rewards[before[rollout.id] :]:
+            yield Judgement(rollout=rollout.id, reward=reward)
+
+
+def fitting(groups: list[Group], context: int | None) -> tuple[list[Group], int]:
+    """Groups of which no call is longer than the model's context, and how many were: they are
+    refused like calls whose tokens are not known, their rollout's other calls and reward stay."""
+    long = {
+        call.id
+        for call in own_calls(groups)
+        if context is not None and call.exact and len(call.prompt) + len(call.completion) > context
+    }
+    if not long:
+        return groups, 0
+    warnings.warn(
+        f"{len(long)} calls are longer than the {context} tokens that the model can read and are "
+        "left out; lower sampling.max_tokens or engine.max_context",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+    def refused(rollout: Rollout) -> Rollout:
+        calls = [replace(c, exact=c.exact and c.id not in long) for c in rollout.transitions]
+        return replace(rollout, transitions=calls)
+
+    return [replace(g, rollouts=[refused(row) for row in g.rollouts]) for g in groups], len(long)
