@@ -30,7 +30,6 @@ from agentrl.algorithms.ids import (
     chain,
     key,
     lift,
-    of_calls,
     reverse,
     scan,
     seg,
@@ -264,46 +263,6 @@ class Histories:
 
 
 @dataclass(frozen=True, slots=True)
-class Tree:
-    """[S] how much better the rollouts that share a call end than those of the branch it left.
-
-    V of a call is the mean reward of the rollouts that made it. "siblings": V minus the mean over
-    the other samples of the same prompt: the advantage of Monte-Carlo step values,
-    VinePPO (arXiv 2410.01679) and C3 (2603.06859), unbiased; 0 where there is no other. "parent":
-    V - V of the call before (the group's mean at the root). "both": (V - V of the root + V - V of
-    the parent) / sqrt(rollouts that made it), TreeRL, arXiv 2506.11902."""
-
-    reward: str = "outcome"
-    how: Literal["both", "parent", "siblings"] = "both"
-    level: ClassVar[Level] = "transition"
-
-    def __call__(self, batch: Batch) -> Tensor:
-        x, rollout = rewards(batch, self.reward), batch.transition_rollout
-        known, value = ~x.isnan(), x.nan_to_num(nan=0.0)
-        node = units(batch, "transition", "group", "node")
-        leaves = seg(known[rollout], node)
-        v = seg(value[rollout], node) / leaves
-        if self.how == "siblings":
-            step = _siblings(batch, v, node)[node]
-        else:
-            before, group, n = reverse(chain(rollout)), batch.rollout_group, len(batch.groups)
-            root = (seg(value, group, n) / seg(known, group, n))[group[rollout]]
-            step = v[node] - torch.where(before >= 0, v[node[before]], root)
-            if self.how == "both":
-                step = (step + v[node] - root) / leaves[node].sqrt()
-        return torch.where(known[rollout], step, torch.nan)
-
-
-def _siblings(batch: Batch, v: Tensor, node: Tensor) -> Tensor:
-    """Per node, v minus the mean over the other samples of its prompt. A node counts as often as it
-    was drawn, which repeats of it are not."""
-    prompt = torch.zeros_like(v, dtype=torch.int64)
-    prompt[node] = units(batch, "transition", "group", "prompt")
-    drawn = seg(~of_calls(batch, "repeats"), node, v.numel())
-    return standardise(v, prompt, base="loo", w=drawn).advantage
-
-
-@dataclass(frozen=True, slots=True)
 class Hindsight:
     """[S] HCAPO, arXiv 2603.08754: returns of calls, times how much more probable than the others
     of its rollout a call is once the outcome is known, within [low, high].
@@ -325,15 +284,6 @@ class Hindsight:
         mean = (seg(p, rollout) / seg(known, rollout))[rollout]
         ratio = torch.where(known, (p / mean).clamp(self.low, self.high), 1.0)
         return ratio * Returns(self.reward, self.gamma)(batch)
-
-
-@dataclass(frozen=True, slots=True)
-class Sources:
-    """bool [N]: tokens of rollouts that repeat no other's calls."""
-
-    def __call__(self, batch: Batch) -> Tensor:
-        repeats = seg(of_calls(batch, "repeats"), batch.transition_rollout, len(batch.rollouts))
-        return (repeats == 0)[batch.token_rollout]
 
 
 @dataclass(frozen=True, slots=True)

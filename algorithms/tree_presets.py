@@ -10,7 +10,7 @@ from agentrl.algorithms.credit import Rel, plus
 from agentrl.algorithms.objective import Algo
 from agentrl.algorithms.registry import Num, Share, modifier, preset
 from agentrl.algorithms.rollout_presets import clipped
-from agentrl.algorithms.steps import Sources, Tree
+from agentrl.algorithms.trees import Sources, Tree
 
 
 @preset("tree-grpo")

@@ -25,10 +25,10 @@ from agentrl.algorithms.steps import (
     Returns,
     Shaped,
     StepGae,
-    Tree,
     Values,
     received,
 )
+from agentrl.algorithms.trees import Tree
 from agentrl.errors import TrainingError
 
 from .naive import (
