@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from agentrl.algorithms import loop, main
+from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.config import RunConfig, resolve
 from agentrl.store import open_store
 from agentrl.types import Attempt, Outcome, Reward, Transition, float32, int32
@@ -119,8 +120,7 @@ def replaced(strike: Strike) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Silent, "strike", staticmethod(strike), raising=False)
         patch.setattr(main, "policy_server", Silent)
-        step = striking(main.TorchLearner.step, "optimizer")
-        patch.setattr(main.TorchLearner, "step", step)
+        patch.setattr(TorchLearner, "step", striking(TorchLearner.step, "optimizer"))
         patch.setattr(loop, "save_checkpoint", striking(loop.save_checkpoint, "checkpoint"))
         yield
 
