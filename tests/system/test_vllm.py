@@ -36,7 +36,6 @@ pytestmark = [
         find_spec("vllm") is None, reason="vLLM is not installed: run `make test-engines`"
     ),
     pytest.mark.timeout(600),
-    pytest.mark.asyncio(loop_scope="module"),
 ]
 CALLERS = 16
 
@@ -87,6 +86,7 @@ async def version(server: VllmServer) -> str:
         return reply.headers["x-policy-version"]
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_calls_in_flight_when_it_dies_are_answered_after_all(
     started: tuple[VllmServer, torch.nn.Module], tmp_path: Path
 ) -> None:
@@ -173,6 +173,7 @@ async def in_flight(http: aiohttp.ClientSession, server: VllmServer) -> int:
     return int(float(found[1])) if found else 0
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_what_is_served_is_compared_and_what_is_wrong_answers_nobody(
     started: tuple[VllmServer, torch.nn.Module],
 ) -> None:
@@ -200,6 +201,7 @@ async def test_what_is_served_is_compared_and_what_is_wrong_answers_nobody(
     assert await version(server) == "6"
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_an_update_that_hangs_is_a_sentence_in_time(
     started: tuple[VllmServer, torch.nn.Module],
 ) -> None:
@@ -222,6 +224,7 @@ async def test_an_update_that_hangs_is_a_sentence_in_time(
     assert await version(server) == "8"
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_what_vllm_cannot_run_is_a_sentence(
     tiny_model_dir: Path, wide_model_dir: Path, tmp_path: Path
 ) -> None:

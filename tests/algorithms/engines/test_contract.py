@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,10 @@ class Served:
     http: aiohttp.ClientSession
     adapters: Adapters | None = None
     version: int = 0
+    first: list[torch.Tensor] = field(init=False)  # the weights it began with
+
+    def __post_init__(self) -> None:
+        self.first = [weight.detach().clone() for weight in self.trained]
 
     @property
     def trained(self) -> list[torch.Tensor]:
@@ -91,9 +95,10 @@ class Served:
 
     @torch.no_grad()
     def disturb(self) -> None:
-        for weight in self.trained:
-            # The product of an adapter's two sides would grow, and numerical errors with it.
-            weight.mul_(0.8 if self.adapters else 1.0).add_(0.05 * torch.randn_like(weight))
+        # Each time from the first ones: after many steps at random, weights and with them numerical
+        # errors would be as large as no training makes them.
+        for weight, first in zip(self.trained, self.first, strict=True):
+            weight.copy_(first + 0.05 * torch.randn_like(weight))
 
     @torch.no_grad()
     def logprobs(self, answer: Answer, temperature: float = 1.0) -> torch.Tensor:
