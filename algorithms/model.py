@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from agentrl.errors import PolicyError
 
@@ -55,6 +58,18 @@ def load_model(
         raise PolicyError(f"policy.device = {device!r}: cannot be used: {reason}") from None
     # Dropout would make the sampler and the learner disagree; eval mode switches it off for both.
     return model.eval(), tokenizer
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """transformers draws one per file, which would tear up the live view."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def context_of(model: Model) -> int | None:

@@ -1,5 +1,9 @@
-"""Weights of a module in one safetensors file, for models that are part of a run's state without
-being its policy: a critic, a reference that follows the policy, a reward model in training."""
+"""Weights read back from a checkpoint, which are found to fit before anything changes.
+
+The policy's are a Hugging Face directory. Those of models that are part of a run's state without
+being its policy (a critic, a reference that follows the policy, a reward model in training) are one
+safetensors file each.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import Module
 
+from agentrl.algorithms.model import load_model, no_progress_bars
 from agentrl.errors import PolicyError
 
 
@@ -32,15 +37,37 @@ def read_weights(module: Module, file: Path) -> dict[str, Tensor]:
             f"checkpoint {file.parent}: {file.name} is missing or incomplete ({error}); "
             "resume from another checkpoint"
         ) from None
-    own = dict(module.named_parameters())
-    for name in sorted(saved.keys() | own.keys()):
-        shapes = [str(list(of[name].shape)) if name in of else "none" for of in (saved, own)]
-        if shapes[0] != shapes[1]:
-            raise PolicyError(
-                f"checkpoint {file.parent}: {file.name} is of another model ({name} is "
-                f"{shapes[0]} there, {shapes[1]} here); resume with the model it was made with"
-            )
+    if found := misfit(saved, dict(module.named_parameters())):
+        name, there, here = found
+        raise PolicyError(
+            f"checkpoint {file.parent}: {file.name} is of another model ({name} is "
+            f"{there} there, {here} here); resume with the model it was made with"
+        )
     return saved
+
+
+def read_policy(policy: Module, directory: Path) -> dict[str, Tensor]:
+    """Weights and buffers of a checkpoint of this policy, by name. Raises PolicyError for one of
+    another model or a half-written one."""
+    with no_progress_bars():
+        model, _ = load_model(directory, device="cpu")
+    saved: dict[str, Tensor] = model.state_dict()
+    if found := misfit(saved, policy.state_dict()):
+        name, there, here = found
+        raise PolicyError(
+            f"checkpoint {directory}: it is of another model ({name} is {there} there, "
+            f"{here} in the policy); resume with the model it was made from"
+        )
+    return saved
+
+
+def misfit(saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tuple[str, str, str] | None:
+    """The first name whose tensors differ in shape, and their shapes; "none" where it is not."""
+    for name in sorted(saved.keys() | own.keys()):
+        there, here = (str(list(of[name].shape)) if name in of else "none" for of in (saved, own))
+        if there != here:
+            return name, there, here
+    return None
 
 
 def copy_weights(module: Module, saved: Mapping[str, Tensor]) -> None:

@@ -20,7 +20,6 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
 from agentrl.algorithms.adapters import Adapters
 from agentrl.algorithms.batch import Batch
@@ -30,9 +29,10 @@ from agentrl.algorithms.implicit import ImplicitTrainer
 from agentrl.algorithms.learners import memory
 from agentrl.algorithms.learners.base import Psi, Scored, StepReport, Supply, ValueTerms
 from agentrl.algorithms.learners.optimizer import Kind, Optimizer
-from agentrl.algorithms.model import Tokenizer, load_model
+from agentrl.algorithms.model import Tokenizer, no_progress_bars
 from agentrl.algorithms.packing import Pack, Packing, check_model, hidden_states, packs, usable
 from agentrl.algorithms.reference import Reference
+from agentrl.algorithms.weights import read_policy
 from agentrl.errors import PolicyError, TrainingError
 from agentrl.types import POLICY
 
@@ -170,7 +170,7 @@ class TorchLearner:
         Not atomic by itself; `checkpoint.save_checkpoint` makes it so."""
         directory.mkdir(parents=True, exist_ok=True)
         if self.adapters is None:
-            with _no_progress_bars():
+            with no_progress_bars():
                 self.model.save_pretrained(directory)
         else:
             self.adapters.save(self.policy, directory)
@@ -206,11 +206,7 @@ class TorchLearner:
         """The weights of a checkpoint, which are found to fit."""
         if self.adapters is not None:
             return self.adapters.read(self.policy, directory)
-        with _no_progress_bars():
-            saved, _ = load_model(directory, device="cpu")
-        weights: dict[str, Tensor] = saved.state_dict()
-        _check_shapes(directory, weights, self.model.state_dict())
-        return weights
+        return read_policy(self.model, directory)
 
     def _adapted(self, alone: bool = False) -> AbstractContextManager[None]:
         """While inside, the model is the policy that this learner learns, or its base alone."""
@@ -362,16 +358,6 @@ class _Sums:
     tokens: int = 0  # forwarded, context included
 
 
-def _check_shapes(directory: Path, saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-    for name in sorted(saved.keys() | own.keys()):
-        shapes = [str(list(of[name].shape)) if name in of else "none" for of in (saved, own)]
-        if shapes[0] != shapes[1]:
-            raise PolicyError(
-                f"checkpoint {directory}: it is of another model ({name} is {shapes[0]} there, "
-                f"{shapes[1]} in the policy); resume with the model it was made from"
-            )
-
-
 def _files_of(tokenizer: Tokenizer) -> dict[str, bytes]:
     """What `save_pretrained` writes, made once: a tokenizer does not change while a run lasts."""
     with TemporaryDirectory() as folder:
@@ -388,15 +374,3 @@ def _threads(number: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """transformers draws one per file, which would tear up the live view."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()

@@ -32,8 +32,8 @@ from agentrl.algorithms.batch import Batch, Row
 from agentrl.algorithms.learners.base import Psi, Scored, StepReport, Supply, ValueTerms
 from agentrl.algorithms.learners.optimizer import FILE, MASTER, NARROW, Optimizer
 from agentrl.algorithms.learners.verl_settings import VERL, Settings
-from agentrl.algorithms.model import Tokenizer, load_model
-from agentrl.algorithms.weights import copy_weights
+from agentrl.algorithms.model import Tokenizer
+from agentrl.algorithms.weights import copy_weights, read_policy
 from agentrl.errors import ConfigError, PolicyError, TrainingError
 
 FILLER = Row(
@@ -141,16 +141,7 @@ class VerlLearner:
     def load(self, directory: Path) -> None:
         """Restore what `save` wrote. Raises PolicyError, with nothing changed, for a checkpoint of
         another model or a half-written one."""
-        saved, _ = load_model(directory, device="cpu")
-        weights: dict[str, Tensor] = saved.state_dict()
-        own = self.model.state_dict()
-        for name in sorted(weights.keys() | own.keys()):
-            shapes = [str(list(of[name].shape)) if name in of else "none" for of in (weights, own)]
-            if shapes[0] != shapes[1]:
-                raise PolicyError(
-                    f"checkpoint {directory}: it is of another model ({name} is {shapes[0]} there, "
-                    f"{shapes[1]} in the policy); resume with the model it was made from"
-                )
+        weights, own = read_policy(self.model, directory), self.model.state_dict()
         read = Optimizer(dict(self.model.named_parameters())).read(directory)
         masters = {key: value for key, value in read.items() if key.endswith(f"/{MASTER}")}
         moments = {key: value for key, value in read.items() if key not in masters}

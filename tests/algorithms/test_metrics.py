@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.credit import Rel
 from agentrl.algorithms.gates import Clip, Ratio, Trunc
 from agentrl.algorithms.learners.base import StepReport
@@ -44,26 +43,7 @@ from agentrl.types import (
     int32,
 )
 
-ROW = torch.tensor([0, 1, 1, 1, 2, 2])
-
-
-def three_rows(rewards: Sequence[float] = (1, 0), groups: Sequence[int] = (0, 0)) -> Batch:
-    """Six tokens in three rows of one call each: rows 0, 1 of rollout 0, row 2 of rollout 1."""
-    return Batch(
-        rows=[],
-        token_row=ROW,
-        token_transition=ROW,
-        behaviour=torch.tensor([-0.5, -1.0, -0.1, -2.0, -0.7, -0.3]),
-        transition_rollout=torch.tensor([0, 0, 1]),
-        transition_role=torch.tensor([0, 1, 1]),
-        row_rollout=torch.tensor([0, 0, 1]),
-        rollout_group=torch.tensor(groups),
-        rewards={"outcome": torch.tensor(rewards, dtype=torch.float64)},
-        roles=["a", "b"],
-        groups=["g", "h"][: max(groups) + 1],
-        rollouts=["x", "y"],
-        transitions=["0", "1", "2"],
-    )
+from .test_objective import three_rows
 
 
 def call(name: str, tokens: int, **more: Any) -> Transition:
