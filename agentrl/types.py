@@ -128,6 +128,7 @@ class NewRollout(Record, frozen=True):
     timeout: float = 60.0  # seconds for one attempt
     priority: int = 0  # larger is claimed first
     branch: Branch | None = None
+    seats: dict[str, str] = {}  # role -> policy that plays it here, whatever the run file says
 
 
 class Attempt(Record, frozen=True):
@@ -231,6 +232,7 @@ class Rollout(Record, frozen=True):
     seconds: float = 0.0  # of the last attempt
     trained: int | None = None  # the step that trained its group
     branch: Branch | None = None
+    seats: dict[str, str] = {}  # role -> policy that played it here, whatever the run file says
 
     def reward(self, name: str = "outcome") -> float:
         """Rollout-scope reward of that name; NaN when missing."""
