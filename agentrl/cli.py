@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -145,10 +146,21 @@ def runner() -> None:
 @runner.command("start")
 @click.option("--store", required=True, help="Store URL.")
 @click.option("--run", "run", required=True, help="Name of the run.")
-@click.option("--root", type=click.Path(path_type=Path), help="Folder of the agent's files here.")
-def start_runner(store: str, run: str, root: Path | None) -> None:
-    """Run rollouts of a run until SIGTERM."""
+@click.option(
+    "--key",
+    help="Key of a store over HTTP, of scope runner; better in the variable AGENTRL_STORE_KEY, for "
+    "every user of a machine can read its command lines.",
+)
+@click.option(
+    "--root",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Folder of the agent's files here; default: where they are on the machine that trains.",
+)
+def start_runner(store: str, run: str, key: str | None, root: Path | None) -> None:
+    """Run rollouts of a run until SIGTERM, on any machine that reaches its store and policy."""
     die_with_parent()
+    if key is not None:
+        os.environ["AGENTRL_STORE_KEY"] = key
     from agentrl.runners.main import main as run_forever
 
     sys.exit(run_forever(store, run, root=root))

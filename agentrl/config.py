@@ -214,6 +214,11 @@ def _check_roles(config: RunConfig, source: str) -> None:
 
 
 def _check_engine(engine: EngineConfig, source: str) -> None:
+    if engine.host in ("0.0.0.0", "::") and not engine.advertise:
+        raise ConfigError(
+            f"{source}: engine.host = {engine.host!r} listens everywhere and is no address that a "
+            "runner could call; set engine.advertise to this machine's"
+        )
     for name, default in msgspec.to_builtins(VllmConfig()).items():
         if engine.kind != "vllm" and getattr(engine.vllm, name) != default:
             raise ConfigError(

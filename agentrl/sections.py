@@ -215,8 +215,9 @@ class EngineConfig(Section, frozen=True):
     """The policy server."""
 
     kind: Literal["embedded", "vllm"] = "embedded"  # in the learner's process, or beside it
-    host: str = "127.0.0.1"
+    host: str = "127.0.0.1"  # where it listens, and where runners call it
     port: Port = 0  # 0: any free one
+    advertise: str = ""  # the address by which runners elsewhere call it, where that is not `host`
     max_batch: Count = 64  # calls decoded together
     max_context: Count = 2048  # tokens of prompt and completion
     threads: Count = 1

@@ -229,6 +229,8 @@ async def _front(
             Child(f"runner-{i}", arguments, logs / f"runner-{i}.log") for i in range(runners)
         ]
         console = Console()
+        if not runners and not local:
+            console.print(_to_join(config), soft_wrap=True, highlight=False)
         sinks = exporters(config, run_file, console)
         started = time.monotonic()
         async with contextlib.AsyncExitStack() as stack:
@@ -250,6 +252,14 @@ async def _front(
             for task in done:
                 task.result()
         return await _finish(store, config, time.monotonic() - started)
+
+
+def _to_join(config: RunConfig) -> str:
+    key = " --key KEY" if config.store.startswith("http") else ""
+    return (
+        "No runners are started here (runner.processes = 0). On every machine that is to run agents"
+        f": agentrl runner start --store {config.store}{key} --run {config.name} --root FOLDER"
+    )
 
 
 async def _finish(store: Store, config: RunConfig, seconds: float) -> Result:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from agentrl.algorithms.checkpoint import checkpoint_name, prune, save_checkpoint
 from agentrl.algorithms.collect import Collected, Collector
-from agentrl.algorithms.engines.base import PolicyServer
+from agentrl.algorithms.engines.base import PolicyServer, advertised
 from agentrl.algorithms.evaluate import score
 from agentrl.algorithms.metrics import throughput
 from agentrl.algorithms.update import Updater
@@ -79,7 +79,7 @@ class Loop:
                 run=self.config.name,
                 policy=POLICY,
                 version=version,
-                base_url=self.server.base_url,
+                base_url=advertised(self.server.base_url, self.config.engine.advertise),
                 model=self.server.model,
             ),
             epoch=self.state.epoch,

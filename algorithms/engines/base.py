@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
+from urllib.parse import urlsplit
 
 
 class PolicyServer(Protocol):
@@ -33,3 +34,12 @@ class PolicyServer(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+def advertised(base_url: str, host: str) -> str:
+    """The URL by which others call a server that listens at `base_url`; no host: the same."""
+    if not host:
+        return base_url
+    parts = urlsplit(base_url)
+    name = f"[{host}]" if ":" in host else host
+    return parts._replace(netloc=f"{name}:{parts.port}").geturl()
