@@ -78,8 +78,10 @@ def learns(config: RunConfig, name: str, step: int) -> bool:
 
 
 def turns(config: RunConfig, name: str, step: int) -> int:
-    """In how many of the steps before `step` a policy learned."""
+    """In how many of the steps before `step` a policy learned; 0 for a frozen one."""
     names, every = trained(config), config.team.every
+    if name not in names:
+        return 0
     place, last = names.index(name), len(names) - 1
     if config.team.schedule == "together":
         return step
@@ -91,7 +93,9 @@ def turns(config: RunConfig, name: str, step: int) -> int:
 
 
 def _policy(base: PolicyConfig, member: MemberConfig) -> PolicyConfig:
-    lora = merged(msgspec.to_builtins(base.lora), member.lora)
+    # An adapter that is frozen says itself what it is.
+    inherited = {} if member.frozen else msgspec.to_builtins(base.lora)
+    lora = merged(inherited, member.lora)
     replace = msgspec.structs.replace
     policy = replace(base, lora=_typed(lora, LoraConfig, "policy.lora"))
     return replace(policy, model=member.model, build="") if member.model else policy
