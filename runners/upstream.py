@@ -105,13 +105,14 @@ class Upstream:
         RefusedError for a verifier's call to anything but a frozen endpoint."""
         if live.scoring:
             self._refuse_policies(model, role)
+        seats = live.seats
         wait, tries = BACKOFF, 0
         while True:
             tries += 1
-            if self.router.find(model, role) is None:
-                live.failures[asked.number] = "no policy server was ready for this call"
+            if self.router.find(model, role, seats) is None:
+                live.failures[asked.number] = self.router.missing(role, seats)
             try:
-                async with self.router.route(model, role) as route:
+                async with self.router.route(model, role, seats) as route:
                     value = await once(route)
             except UpstreamError as error:
                 live.failures[asked.number] = error.message
