@@ -38,6 +38,7 @@ from agentrl.sections import RewardModelConfig as RewardModelConfig
 from agentrl.sections import RunConfig as RunConfig
 from agentrl.sections import RunnerConfig as RunnerConfig
 from agentrl.sections import Section as Section
+from agentrl.sections import SelfplayConfig as SelfplayConfig
 from agentrl.sections import TasksConfig as TasksConfig
 from agentrl.sections import TeacherConfig as TeacherConfig
 from agentrl.sections import UpstreamConfig as UpstreamConfig
