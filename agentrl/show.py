@@ -28,9 +28,12 @@ async def show_rollout(store_url: str, rollout: str, console: Console | None = N
 
 
 def render(trace: Trace) -> RenderableType:
-    """Header, then every message once, each model call with its tokens, version and role."""
+    """Header, who plays which role, then every message once, each model call with its tokens, version and role."""
     parts: list[RenderableType] = []
     shown: list[dict[str, Any]] = []
+    if trace.rollout.seats:
+        seats = ", ".join(f"{role}: {policy}" for role, policy in trace.rollout.seats.items())
+        parts.append(Text(f"seats     {seats}", style="dim"))
     for transition in trace.transitions:
         known = len(shown) if transition.messages[: len(shown)] == shown else 0
         parts += [_message(message) for message in transition.messages[known:]]

@@ -98,6 +98,11 @@ def check_rollout(rollout: NewRollout) -> None:
             f"Rollout {rollout.id}: a branch repeats at least one call; leave `branch` out for a "
             "rollout that starts afresh."
         )
+    if not all(role and policy for role, policy in rollout.seats.items()):
+        raise Invalid(
+            f"Rollout {rollout.id}: a seat is a role and the policy that plays it, and both have "
+            "names."
+        )
     _check_sampling(f"Rollout {rollout.id}", rollout.sampling)
 
 
@@ -121,6 +126,7 @@ def new_rollout_columns(rollout: NewRollout) -> dict[str, Any]:
         "task": dump(rollout.task, f"The task of rollout {rollout.id}"),
         "branch_of": None if rollout.branch is None else rollout.branch.rollout,
         "branch_calls": None if rollout.branch is None else rollout.branch.calls,
+        "seats": dump(rollout.seats, "seats") if rollout.seats else None,
     }
 
 
@@ -139,6 +145,7 @@ def attempt(row: Row, id: str, fence: int, lease_until: float) -> Attempt:
         timeout=row["timeout"],
         priority=row["priority"],
         branch=_branch(row),
+        seats=load(row["seats"]) or {},
     )
     return Attempt(id=id, rollout=rollout, fence=fence, lease_until=lease_until)
 
@@ -162,6 +169,7 @@ def rollout(row: Row, rewards: list[Reward], transitions: list[Transition]) -> R
         seconds=row["seconds"],
         trained=row["trained_step"],
         branch=_branch(row),
+        seats=load(row["seats"]) or {},
     )
 
 

@@ -66,6 +66,7 @@ async def test_a_rollout_comes_out_as_it_went_in(store):
         timeout=2.5,
         priority=-1,
         branch=Branch(rollout="other", calls=2),
+        seats={"planner": "planner@000010", "küche": "solver"},
     )
     await store.enqueue([rollout])
     (attempt,) = await claim(store)
@@ -73,7 +74,23 @@ async def test_a_rollout_comes_out_as_it_went_in(store):
     assert (attempt.fence, len(attempt.id)) == (1, 32)
     (row,) = await store.rollouts("run")
     assert (row.task, row.state, row.attempt) == (rollout.task, RolloutState.RUNNING, attempt.id)
-    assert row.branch == rollout.branch
+    assert (row.branch, row.seats) == (rollout.branch, rollout.seats)
+
+
+async def test_seats_stay_with_a_rollout_to_its_end(store, kit):
+    seats = {"player_0": "policy", "player_1": "policy@000010"}
+    await store.enqueue(kit.group("a", 1, seats=seats))
+    assert await store.enqueue(kit.group("a", 1, seats={"player_0": "other"})) == 0
+    await store.enqueue(kit.group("b", 1))
+    (first,) = await claim(store, claim_id="c")
+    assert (await claim(store, claim_id="c"))[0].rollout.seats == seats
+    await store.finish([kit.bad(first, retry=True)])
+    again, plain = await claim(store, 2)
+    assert (again.fence, again.rollout.seats, plain.rollout.seats) == (2, seats, {})
+    await store.finish([kit.good(again), kit.good(plain)])
+    assert (await store.trace("a/0")).rollout.seats == seats
+    groups = await store.claim_groups("run", 1, 2)
+    assert [row.seats for group in groups for row in group.rollouts] == [seats, {}]
 
 
 @pytest.mark.parametrize("value", [2**64, -(2**63) - 1, 10**30])
@@ -849,6 +866,8 @@ WRONG_ROLLOUTS = [
     {"sampling": Sampling(top_p=math.inf)},
     {"priority": 2**70},
     {"branch": Branch(rollout="other", calls=0)},
+    {"seats": {"planner": ""}},
+    {"seats": {"": "policy"}},
 ]
 
 
