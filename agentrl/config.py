@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from agentrl import team
+from agentrl import selfplay, team
 from agentrl.errors import ConfigError
 from agentrl.sections import AgentConfig as AgentConfig
 from agentrl.sections import AlgorithmConfig as AlgorithmConfig
@@ -84,6 +84,7 @@ def resolve(data: Mapping[str, Any], *, source: str) -> RunConfig:
     _check_lora(config.policy.lora, source)
     _check_schedule(config.algorithm, source)
     _check_policies(config, source)
+    selfplay.check(config, source)
     _check_sinks(config.metrics.sinks, source)
     _check_engine(config.engine, source)
     _check_learner(config.learner, source)

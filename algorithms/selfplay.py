@@ -23,9 +23,12 @@ from typing import NamedTuple
 
 import msgspec
 
+from agentrl.algorithms.credit import Rel, Whiten, walk
+from agentrl.algorithms.memory import Ema
+from agentrl.algorithms.objective import Algo
 from agentrl.algorithms.ratings import elo, priorities, win_rate
 from agentrl.config import SelfplayConfig
-from agentrl.errors import TrainingError
+from agentrl.errors import ConfigError, TrainingError
 from agentrl.types import Group, Json, Rollout, RolloutState, Scope
 
 PART = "selfplay"  # its name in the state of the run
@@ -223,3 +226,22 @@ def least(snapshots: Sequence[Snapshot]) -> Snapshot:
     wide = [before + after for before, after in pairwise(gaps)]
     return snapshots[1 + wide.index(min(wide))]
 
+
+def check_fair(algo: Algo) -> None:
+    """Raises ConfigError for an algorithm that compares the returns of one seat with another's: who
+    moves first may win more often, which is nobody's merit."""
+    for part in walk(algo.credit):
+        if isinstance(part, Rel):
+            alone = part.base == part.norm == "none"
+            fair = "role" in part.by and "role" in (part.norm_by or part.by)
+            if isinstance(part.base, Ema):
+                fair = part.base.level != "rollout" and (part.norm == "none" or fair)
+        elif isinstance(part, Whiten):
+            alone, fair = False, "role" in part.by
+        else:
+            continue
+        if not (alone or fair):
+            raise ConfigError(
+                f"algorithm.preset = {algo.name!r} compares the seats of a game with each other; "
+                "choose spiral, or add +per-role and set algorithm.options.reward = 'role:outcome'"
+            )
