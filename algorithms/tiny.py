@@ -44,7 +44,9 @@ def imitator(
     steps: int = 450,
 ) -> float:
     """Write a model that imitates the assistant of the conversations, its tokenizer and its chat
-    template into `directory`. Returns the last loss in nats per token that the assistant writes."""
+    template into `directory`. Returns the last loss in nats per token that the assistant writes.
+    Of one seed and the same conversations comes the same model."""
+    torch.manual_seed(seed)
     texts, _ = render_jinja_template(list(conversations), tools=tools, chat_template=template)
     tokenizer = make_tokenizer(texts, template)
     model = make_model(tokenizer)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-import torch
 from world import task
 
 from agentrl.algorithms.sft import Conversation
@@ -17,7 +16,6 @@ DEMONSTRATIONS = 3000
 
 def build(directory: Path, seed: int) -> None:
     """Write model, tokenizer and chat template into `directory`."""
-    torch.manual_seed(seed)
     dice = random.Random(seed)
     imitator(directory, [demonstrate(dice) for _ in range(DEMONSTRATIONS)], seed=seed, steps=400)
 

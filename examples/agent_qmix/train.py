@@ -1,4 +1,4 @@
-"""Agent Q-Mix, arXiv 2604.00344: learns who talks to whom, while the language models stay as they are.
+"""Agent Q-Mix, arXiv 2604.00344: learns who talks to whom, and leaves the models as they are.
 
 python examples/agent_qmix/train.py --output runs/agent_qmix
 

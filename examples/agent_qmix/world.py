@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-PEOPLE = "Ada Ben Cleo Dan Eva Finn Gail Hugo Ines Jon Kim Leo".split()
-CITIES = "Oslo Lima Cairo Delhi Porto Quito Seoul Tunis".split()
+PEOPLE = ["Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gail", "Hugo", "Ines", "Jon", "Kim", "Leo"]
+CITIES = ["Oslo", "Lima", "Cairo", "Delhi", "Porto", "Quito", "Seoul", "Tunis"]
 RELATIONS = {"manager": (PEOPLE, PEOPLE), "city": (PEOPLE, CITIES), "mayor": (CITIES, PEOPLE)}
 """Name -> what it leads from, and to. In the order of the agents that know them."""
 CHAINS = [

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-WORDS = "Oslo Lima Cairo Delhi Porto Quito Seoul Tunis Turin Vienna Bern Riga".split()
+WORDS = ("Oslo", "Lima", "Cairo", "Delhi", "Porto", "Quito", "Seoul", "Tunis", "Turin", "Vienna")
 OPERATIONS: dict[str, Callable[[list[str]], list[str]]] = {
     "reverse": lambda words: words[::-1],
     "rotate": lambda words: words[1:] + words[:1],  # the first one to the end

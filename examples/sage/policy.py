@@ -10,8 +10,6 @@ import os
 import random
 from pathlib import Path
 
-import torch
-
 os.environ.setdefault("OPENAI_API_KEY", "unused")  # agent.py makes its client when imported
 
 from agent import PROMPTS
@@ -27,7 +25,6 @@ VALID, PLANNED, SOLVED, FAIR = 0.8, 0.5, 0.5, 0.9  # shares of what is as it sho
 
 def build(directory: Path, seed: int) -> None:
     """Write model, tokenizer and chat template into `directory`."""
-    torch.manual_seed(seed)
     dice = random.Random(seed)
     roles = (challenger, planner, solver, critic)
     questions = programs(f"demonstrations/{seed}", DEMONSTRATIONS, range(1, 4))

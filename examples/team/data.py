@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 import sqlite3
 
-FIRST = "Ada Ben Cleo Dan Eva Finn Gail Hugo Ines Jon Kim Leo Mia Noel Olga Paul".split()
-LAST = "Adler Berg Costa Diaz Ellis Frey Gomez Holt Ito Jung Klein Lund Mori Novak".split()
-TEAMS = "sales design legal finance support research security logistics".split()
-CITIES = "Oslo Lima Cairo Delhi Porto Quito Seoul Tunis".split()
-COUNTRIES = "Norway Peru Egypt India Portugal Ecuador Korea Tunisia".split()
+FIRST = "Ada Ben Cleo Dan Eva Finn Gail Hugo Ines Jon Kim Leo Mia Noel Olga Paul"
+LAST = "Adler Berg Costa Diaz Ellis Frey Gomez Holt Ito Jung Klein Lund Mori Novak"
+TEAMS = "sales design legal finance support research security logistics"
+CITIES = "Oslo Lima Cairo Delhi Porto Quito Seoul Tunis"
+COUNTRIES = "Norway Peru Egypt India Portugal Ecuador Korea Tunisia"
 POINTS_TO = {"team": "teams", "manager": "people", "city": "cities", "lead": "people"}
 COLUMNS = {
     "people": ("team", "manager", "city"),
@@ -22,10 +22,11 @@ MEMORY = "file:team?mode=memory&cache=shared"
 def tables() -> dict[str, dict[str, dict[str, str]]]:
     """Table -> name -> column -> value."""
     dice = random.Random("team")
-    names = [f"{first} {last}" for first in FIRST for last in LAST]
+    names = [f"{first} {last}" for first in FIRST.split() for last in LAST.split()]
     dice.shuffle(names)
-    values = {"team": TEAMS, "city": CITIES, "country": COUNTRIES}
-    rows = {"people": names, "teams": TEAMS, "cities": CITIES}
+    teams, cities = TEAMS.split(), CITIES.split()
+    values = {"team": teams, "city": cities, "country": COUNTRIES.split()}
+    rows = {"people": names, "teams": teams, "cities": cities}
     return {
         table: {
             name: {column: dice.choice(values.get(column, names)) for column in COLUMNS[table]}

@@ -10,8 +10,6 @@ import os
 import random
 from pathlib import Path
 
-import torch
-
 os.environ.setdefault("OPENAI_API_KEY", "unused")  # agent.py makes its client when imported
 
 from agent import CRITIC, PLANNER, SOLVER
@@ -27,7 +25,6 @@ PLANNED, SOLVED = 0.3, 0.6  # shares of plans and of queries that are right
 
 def build(directory: Path, seed: int) -> None:
     """Write model, tokenizer and chat template into `directory`."""
-    torch.manual_seed(seed)
     dice = random.Random(seed)
     roles = (planner, critic, solver)
     shown = [roles[number % 3](dice) for number in range(DEMONSTRATIONS)]

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from agentrl.algorithms.model import load_model
 from agentrl.algorithms.sft import Conversation
 from agentrl.algorithms.tiny import TEMPLATE, imitator, make_tokenizer
 
-WORDS = "Oslo Lima Cairo Delhi".split()
+WORDS = ["Oslo", "Lima", "Cairo", "Delhi"]
 
 
 def echo(word: str) -> Conversation:
@@ -22,7 +20,6 @@ def echo(word: str) -> Conversation:
 
 
 def test_it_says_what_it_was_shown(tmp_path: Path) -> None:
-    torch.manual_seed(0)
     loss = imitator(tmp_path, [echo(word) for word in WORDS * 8], seed=0, steps=40)
     assert loss < 0.1
     model, tokenizer = load_model(tmp_path)
