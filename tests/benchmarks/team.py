@@ -1,6 +1,6 @@
 """Does a team of two policies learn, and what does credit of its members save?
 
-Trains examples/team as it is, two adapters on one model, with each of several ways of giving credit:
+Trains examples/team as it is, two adapters on one model, with credit in several ways:
 
 shared    the team's outcome, compared over the rollouts of a task, for every call of both policies
 per-role  the same, compared within each role (Dr. MAS)

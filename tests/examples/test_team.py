@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from agentrl.store import open_store
-from agentrl.types import Int32, Float32, RolloutState, Transition
+from agentrl.types import Float32, Int32, RolloutState, Transition
 from tests.examples.parts import EXAMPLES, modules
 
 Parts = dict[str, ModuleType]
