@@ -179,20 +179,6 @@ def mt_grpo(
     return Algo(Where(credit, combined, turn_reward), clipped(clip_low, clip_high))
 
 
-@preset("dr-mas")
-def dr_mas(*, reward: str = "outcome", clip_low: Num = 0.2, clip_high: Num = 0.2) -> Algo:
-    """Calls compared with those of the same role. arXiv 2602.08847."""
-    credit = Rel(reward, at="transition", by=("group", "role"), norm="std")
-    return Algo(credit, clipped(clip_low, clip_high))
-
-
-@preset("at-grpo")
-def at_grpo(*, reward: str = "outcome", clip_low: Num = 0.2, clip_high: Num = 0.2) -> Algo:
-    """Calls compared with those of the same role and turn. arXiv 2510.11062."""
-    credit = Rel(reward, at="transition", by=("group", "role", "turn"), norm="std")
-    return Algo(credit, clipped(clip_low, clip_high))
-
-
 @preset("agent-r1")
 def agent_r1(
     *,

@@ -17,9 +17,9 @@ from agentrl.algorithms import objective
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.credit import Critic, Rel, walk
 from agentrl.algorithms.ids import owner, seg, units
-from agentrl.algorithms.memory import Ema, Tabular
 from agentrl.algorithms.objective import Algo, Terms
 from agentrl.algorithms.shaping import Toll
+from agentrl.algorithms.state import Memory
 from agentrl.types import POLICY, Credit
 
 COLUMNS = ("advantage", "gate", "weight", "psi")
@@ -78,7 +78,7 @@ def calls(batch: Batch) -> list[str]:
 def compares(part: object) -> bool:
     """Whether a record of a credit compares with something, says what to compare with, or takes
     something off."""
-    return isinstance(part, Critic | Ema | Tabular | Toll) or (
+    return isinstance(part, Critic | Memory | Toll) or (
         isinstance(part, Rel) and part.base != "none"
     )
 
@@ -93,7 +93,7 @@ def baselines(algo: Algo, batch: Batch) -> list[Tensor]:
             found.append(part.standard(batch)[1].baseline[owner(batch, part.level)])
         elif isinstance(part, Critic | Toll):
             found.append(part(batch))
-        elif isinstance(part, Ema | Tabular):
+        elif isinstance(part, Memory):
             found.append(part(batch)[owner(batch, part.level)])
     return found
 
@@ -162,7 +162,7 @@ def replayed(algo: Algo, batch: Batch, stored: Stored) -> Batch:
             values = x
         elif isinstance(part, Toll) and stored.known.any():
             reference = batch.behaviour.double() - x / part.beta
-        elif isinstance(part, Ema | Tabular):
+        elif isinstance(part, Memory):
             at = owner(batch, part.level)
             size = units(batch, part.level, "all").numel()
             memory[part.name] = torch.full((size,), torch.nan, dtype=x.dtype)

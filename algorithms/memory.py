@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import msgspec
@@ -18,15 +18,38 @@ from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.columns import observation
 from agentrl.algorithms.credit import Column, Credit, level_of, rewards
 from agentrl.algorithms.ids import Level, lift, rollout_of
-from agentrl.algorithms.state import Decaying, Means
+from agentrl.algorithms.state import Decaying, Means, Memory, Part
 from agentrl.algorithms.steps import Returns
 from agentrl.config import nearest
 from agentrl.errors import TrainingError
 from agentrl.types import Rollout
 
 
+class Running(Memory):
+    """Keeps a mean for each of several names."""
+
+    __slots__ = ()
+
+    def names(self, batch: Batch, rollouts: Sequence[Rollout]) -> list[str]:
+        """Under which name each unit is remembered."""
+        raise NotImplementedError
+
+    def observed(self, batch: Batch) -> Tensor:
+        """What is to be remembered of each unit, float64, NaN = missing."""
+        raise NotImplementedError
+
+    def recall(self, part: Part, batch: Batch, rollouts: Sequence[Rollout]) -> tuple[Tensor, Part]:
+        names, x = self.names(batch, rollouts), self.observed(batch)
+        if isinstance(part, Decaying):
+            column, means = part.read(names, x)
+            return column, replace(part, values=means)
+        assert isinstance(part, Means)
+        column, counted = part.read(names, x)
+        return column, Means(counted)
+
+
 @dataclass(frozen=True, slots=True)
-class Ema:
+class Ema(Running):
     """The running mean of the rewards that came before, as a baseline for the next: by role where
     the reward is one of roles, and by a field of the task. Rewards of one step come one after the
     other, in the order of their rollouts. RAE of SPIRAL, arXiv 2506.24119.
@@ -69,7 +92,7 @@ class Ema:
 
 
 @dataclass(frozen=True, slots=True)
-class Tabular:
+class Tabular(Running):
     """[S] the mean return that earlier steps saw from the state before a call, 0 for one never
     seen: a critic for tasks with few states."""
 

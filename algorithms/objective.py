@@ -24,7 +24,6 @@ from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.credit import Column, Credit, Critic, walk
 from agentrl.algorithms.gates import LOG_LIMIT, GateFn, TopDiv
 from agentrl.algorithms.ids import How, Unit, seg, units
-from agentrl.algorithms.memory import Ema, Tabular
 from agentrl.algorithms.shaping import Greedy, Toll
 from agentrl.algorithms.state import Memory
 from agentrl.errors import TrainingError
@@ -63,11 +62,13 @@ class Reg:
 
 @dataclass(frozen=True, slots=True)
 class Average:
-    """How the sum over tokens is averaged: over units, and within one by `inner`."""
+    """How the sum over tokens is averaged: over units, within one over its `parts` (none: it is one
+    itself), and within a part by `inner`."""
 
     unit: tuple[Unit, ...] = ("row",)
     inner: Inner = "mean"
     const: float = 1.0  # tokens, for inner = "const"
+    parts: tuple[Unit, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ class Algo:
     @property
     def memories(self) -> tuple[Memory, ...]:
         """What it must remember from step to step."""
-        found = (part for part in walk((self.credit, self.keep)) if isinstance(part, Ema | Tabular))
+        found = (part for part in walk((self.credit, self.keep)) if isinstance(part, Memory))
         return tuple({part.name: part for part in found}.values())
 
     @property
@@ -162,7 +163,13 @@ def plan(
     agg = algo.agg
     return Terms(
         advantage=credit,
-        weight=weights(units(batch, "token", *agg.unit), agg.inner, agg.const, live),
+        weight=weights(
+            units(batch, "token", *agg.unit),
+            agg.inner,
+            agg.const,
+            live,
+            units(batch, "token", *agg.unit, *agg.parts),
+        ),
         streams=columns,
         ids={gate.by: units(batch, "token", gate.by) for gate in algo.gates if gate.by},
         skip=_skip(algo, batch, live, credit),
@@ -219,16 +226,25 @@ def pool(lr: Tensor, ids: Tensor | None, how: How = "mean") -> Tensor:
 
 
 def weights(
-    unit: Tensor, inner: Inner = "mean", const: float = 1.0, mask: Tensor | None = None
+    unit: Tensor,
+    inner: Inner = "mean",
+    const: float = 1.0,
+    mask: Tensor | None = None,
+    part: Tensor | None = None,
 ) -> Tensor:
-    """u float64 [N] = mask / live units / (tokens of the unit | 1 | const).
+    """u float64 [N] = mask / live units / live parts of the unit / (tokens of the part | 1 |
+    const).
 
-    A unit is live if the mask keeps one of its tokens; the others are in no denominator."""
+    A unit or part is live if the mask keeps one of its tokens; the others are in no denominator.
+    part: ids of what each unit is made of; default: it is one part itself."""
     kept = torch.ones_like(unit, dtype=torch.bool) if mask is None else mask
-    tokens = seg(kept, unit)
-    share = torch.where(kept, 1.0, 0.0).double() / (tokens > 0).sum().clamp(min=1)
+    part = unit if part is None else part
+    tokens = seg(kept, part)[part].clamp(min=1)
+    parts = seg(kept / tokens, unit).round()  # every live part adds up to 1
+    share = torch.where(kept, 1.0, 0.0).double() / (parts > 0).sum().clamp(min=1)
+    share = share / parts[unit].clamp(min=1)
     if inner == "mean":
-        return share / tokens[unit].clamp(min=1)
+        return share / tokens
     return share / const if inner == "const" else share
 
 

@@ -12,6 +12,7 @@ from agentrl.algorithms import (  # noqa: F401
     corrections,
     process_presets,
     rollout_presets,
+    team_presets,
     tree_presets,
 )
 from agentrl.algorithms.registry import make, modifiers, presets

@@ -11,14 +11,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 import torch
 from torch import Tensor
 
 from agentrl.algorithms.batch import Batch
-from agentrl.algorithms.ids import chain, scan, seg
+from agentrl.algorithms.ids import Level, chain, scan, seg
 from agentrl.config import nearest
 from agentrl.errors import PolicyError
 from agentrl.types import Group, Json, Rollout
@@ -95,23 +95,28 @@ class Means:
         self.values = msgspec.convert(data, dict[str, tuple[float, int]])
 
 
-class Memory(Protocol):
+class Memory:
     """A record of a credit whose numbers come from earlier steps: see `memory`."""
 
+    __slots__ = ()
+
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        raise NotImplementedError
 
-    def part(self) -> Decaying | Means:
-        """As it is before the first step."""
-        ...
+    @property
+    def level(self) -> Level:
+        """Of its numbers."""
+        raise NotImplementedError
 
-    def names(self, batch: Batch, rollouts: Sequence[Rollout]) -> list[str]:
-        """Under which name each unit is remembered. `rollouts` are those of the batch."""
-        ...
+    def part(self) -> Part:
+        """What it remembers, as it is before the first step."""
+        raise NotImplementedError
 
-    def observed(self, batch: Batch) -> Tensor:
-        """What is to be remembered of each unit, float64, NaN = missing."""
-        ...
+    def recall(self, part: Part, batch: Batch, rollouts: Sequence[Rollout]) -> tuple[Tensor, Part]:
+        """What the part says of each unit, float64, and the part as it will be once the batch is
+        trained; it stays as it is itself. `rollouts` are those of the batch."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +124,7 @@ class Recall:
     """What the state says of a batch, and what it will be once the batch is trained."""
 
     columns: dict[str, Tensor]  # by name of the memory: `Batch.memory`
-    after: dict[str, Any]  # values of the parts of that name
+    after: dict[str, Part]  # by the same names
 
 
 @dataclass(slots=True)
@@ -141,17 +146,13 @@ class State:
         recall = Recall({}, {})
         for memory in self.memories:
             part = self.parts[memory.name]
-            assert isinstance(part, Decaying | Means)
-            names, x = memory.names(batch, rollouts), memory.observed(batch)
-            recall.columns[memory.name], recall.after[memory.name] = part.read(names, x)
+            column, after = memory.recall(part, batch, rollouts)
+            recall.columns[memory.name], recall.after[memory.name] = column, after
         return recall
 
     def adopt(self, recall: Recall) -> None:
         """Remember what was recalled: once, when the batch is trained."""
-        for name, values in recall.after.items():
-            part = self.parts[name]
-            assert isinstance(part, Decaying | Means)
-            part.values = values
+        self.parts |= recall.after
 
     def dump(self) -> dict[str, Json]:
         return {name: part.dump() for name, part in self.parts.items()}

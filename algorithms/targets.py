@@ -18,6 +18,7 @@ from agentrl.algorithms.credit import Critic, Gae, walk
 from agentrl.algorithms.learners.base import ValueTerms
 from agentrl.algorithms.objective import Algo
 from agentrl.algorithms.steps import BiLevel, StepGae
+from agentrl.algorithms.team_credit import Answers
 from agentrl.errors import TrainingError
 
 
@@ -28,7 +29,7 @@ def returns(algo: Algo, batch: Batch) -> Tensor:
     Raises TrainingError for a credit that reads it in two ways."""
     columns: dict[object, Callable[[Batch], Tensor]] = {}
     for part in walk(algo.credit):
-        if isinstance(part, Gae | StepGae | BiLevel) and _reads_critic(part.value):
+        if isinstance(part, Gae | StepGae | BiLevel | Answers) and _reads_critic(part.value):
             columns.setdefault(part, part.returns)
     if not columns:
         return torch.full((batch.n_tokens,), torch.nan, dtype=torch.float64)
