@@ -11,7 +11,6 @@ import asyncio
 
 from lists import parse
 from openai import AsyncOpenAI
-from rewards import GOOD_QUESTION, USEFUL_PLAN
 
 PROMPTS = {
     "challenger": "Invent a harder program than this one.",
@@ -19,6 +18,7 @@ PROMPTS = {
     "solver": "Run the program.",
     "critic": "Rate this from 0 to 9.",
 }
+GOOD_QUESTION, USEFUL_PLAN = 0.7, 0.3  # the gates
 ATTEMPTS = 4  # of the solver at a question
 
 client = AsyncOpenAI()

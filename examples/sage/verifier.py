@@ -1,14 +1,18 @@
-"""Runs the question that was asked, and pays each call by its role."""
+"""Runs the question that was asked, and pays each call by its role.
+
+The weights of `agentrl.team_rewards` are ours, as the paper's are not known, and so is that a critic
+is paid for its format alone.
+"""
 
 from __future__ import annotations
 
 from statistics import fmean
 from typing import Any
 
-import rewards
 from lists import WORDS, answer, parse
 
 from agentrl import Reward, Scope, Trace, Transition
+from agentrl.team_rewards import sage_challenger, sage_planner, sage_solver
 
 
 def verify(result: dict[str, Any], trace: Trace) -> list[Reward]:
@@ -28,12 +32,13 @@ def paid(
     said = ((call.answer or {}).get("content") or "").strip()
     form, use = float(well_formed(call.role, said)), result.get("use", 0.0)
     if call.role == "challenger":
-        return rewards.challenger(result["quality"], solved, form)
+        known = solved is not None  # by the gates of the agent: the program is one, and was run
+        return sage_challenger(result["quality"], form, solved or 0.0, valid=known)
     if call.role == "planner":
-        return rewards.planner(use, form)
+        return sage_planner(use, form)
     if call.role == "solver":
-        return rewards.solver(use, float(said == right), form)
-    return rewards.critic(form)
+        return sage_solver(use, float(said == right), form)
+    return form
 
 
 def well_formed(role: str, said: str) -> bool:
