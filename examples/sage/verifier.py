@@ -1,7 +1,7 @@
 """Runs the question that was asked, and pays each call by its role.
 
-The weights of `agentrl.team_rewards` are ours, as the paper's are not known, and so is that a critic
-is paid for its format alone.
+The paper's weights are not known: those of `agentrl.team_rewards` are ours, and it is our reading
+that a critic is paid for its format alone.
 """
 
 from __future__ import annotations
