@@ -10,14 +10,7 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
-from collections.abc import Iterable
 from pathlib import Path
-
-import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from transformers.utils.chat_template_utils import render_jinja_template
 
 os.environ.setdefault("OPENAI_API_KEY", "unused")  # agent.py makes its client when imported
 
@@ -25,7 +18,8 @@ from agent import PROMPT, query
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from tasks import ASKED, Task, train
 
-from agentrl.algorithms.sft import Conversation, imitate, rows_of
+from agentrl.algorithms.sft import Conversation
+from agentrl.algorithms.tiny import imitator
 
 DEMONSTRATIONS = 2000
 CORRECT = 0.3  # share of them that do what was asked
@@ -35,16 +29,9 @@ TEMPLATE = Path(__file__).with_name("template.jinja").read_text()
 
 def build(directory: Path, seed: int) -> None:
     """Write model, tokenizer and chat template into `directory`."""
-    torch.manual_seed(seed)
     dice = random.Random(seed)
-    conversations = [demonstrate(dice.choice(train), dice) for _ in range(DEMONSTRATIONS)]
-    texts, _ = render_jinja_template(conversations, tools=TOOLS, chat_template=TEMPLATE)
-    tokenizer = make_tokenizer(texts)
-    model = make_model(tokenizer)
-    rows = rows_of(tokenizer, conversations, TOOLS)
-    imitate(model, rows, steps=450, batch=16, lr=6e-3, seed=seed)
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    shown = [demonstrate(dice.choice(train), dice) for _ in range(DEMONSTRATIONS)]
+    imitator(directory, shown, seed=seed, template=TEMPLATE, tools=TOOLS)
 
 
 def demonstrate(task: Task, dice: random.Random) -> Conversation:
@@ -66,51 +53,3 @@ def habit(path: list[str], dice: random.Random) -> list[str]:
     if len(path) > 1 and dice.random() < 0.3:
         return path[1:]
     return [*path[:-1], ASKED[(ASKED.index(path[-1]) + 1) % len(ASKED)]]
-
-
-def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Byte-pair encoding in which every word of the demonstrations is one token."""
-    tokenizer = Tokenizer(models.BPE())
-    # A word keeps the space after it, so a name is the same token in a question, in SQL and in a
-    # result: the model copies it instead of learning how each name is spelt in each place.
-    words = pre_tokenizers.Split(Regex(r"\w+ ?|[^\w]+"), "isolated")
-    spelling = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, spelling])
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=1024,
-        special_tokens=["<|im_start|>", "<|im_end|>", "<|endoftext|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    marks = re.compile(r"<[^<>]+>")  # tokens of their own
-    tokenizer.train_from_iterator((part for text in texts for part in marks.split(text)), trainer)
-    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        chat_template=TEMPLATE,
-    )
-
-
-def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """0.1 M parameters. A wide initialisation halves the steps until it learns to copy.
-
-    A Llama, because transformers gives every Qwen2 directory Qwen2's own way to split words.
-    """
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        initializer_range=0.1,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return LlamaForCausalLM(config)

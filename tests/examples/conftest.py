@@ -87,9 +87,10 @@ async def run_example(tmp_path: Path) -> AsyncIterator[Run]:
         async with open_store(config.store) as store:
             await store.open_run(name, msgspec.to_builtins(config))
             url = f"http://127.0.0.1:{policy.server.port}/v1"
-            await store.publish(
-                PolicyVersion(run=name, policy="policy", version=1, base_url=url, model="m")
-            )
+            for served in config.policies or ("policy",):
+                await store.publish(
+                    PolicyVersion(run=name, policy=served, version=1, base_url=url, model="m")
+                )
             await store.enqueue(
                 [
                     NewRollout(id=f"r{i}", run=name, group=f"g{i}", index=0, task=task)

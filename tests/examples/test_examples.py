@@ -35,7 +35,7 @@ def test_agents_know_nothing_of_agentrl_and_are_short() -> None:
         text = file.read_text().replace("AGENTRL_TASK", "")
         assert not re.search(r"\bagentrl\b", text), file
         for part in file.parent.iterdir():
-            if part.suffix in CODE and file.parent.name != "staff":
+            if part.suffix in CODE and not (file.parent / "policy.py").exists():
                 assert len(part.read_text().splitlines()) < 80, part
     listed = re.findall(r"\]\((\w+)\)", (EXAMPLES / "README.md").read_text())
     assert sorted(listed) == sorted(file.parent.name for file in AGENTS)

@@ -11,7 +11,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
 
+from agentrl.algorithms.tiny import make_tokenizer
 from agentrl.config import load
 from agentrl.loading import load_attribute, load_tasks
 
@@ -91,10 +93,10 @@ def test_each_prompt_extends_what_the_model_has_read_and_written(
     policy, tasks = staff["policy"], staff["tasks"]
     dice = random.Random(0)
     conversations = [policy.demonstrate(task, dice) for task in tasks.train[:64]]
-    texts, _ = policy.render_jinja_template(
+    texts, _ = render_jinja_template(
         conversations, tools=policy.TOOLS, chat_template=policy.TEMPLATE
     )
-    tokenizer = policy.make_tokenizer(texts)
+    tokenizer = make_tokenizer(texts, policy.TEMPLATE)
 
     def tokens(messages: list[dict[str, object]], prompt: bool) -> list[int]:
         encoded: list[int] = tokenizer.apply_chat_template(

@@ -1,0 +1,106 @@
+"""A team of three frozen language models that decides in each of two rounds who talks to whom.
+
+Each has notes of its own and does one step of a question; what it hears, or has said itself in the
+round before, may be a step further. `choose` maps what was seen so far to a mode for every agent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TypedDict
+
+from openai import AsyncOpenAI
+from topology import MODES, Edges, graph, order
+from world import RELATIONS, hops
+
+ROLES = list(RELATIONS)
+ROUNDS, BYTES, NAMES, MOST = 2, 32, 16, 10_000
+OBSERVATION = BYTES + NAMES + 3 + len(ROLES)
+STATE = len(ROLES) * (OBSERVATION - len(ROLES)) + 3
+Seen = list[list[list[float]]]  # [t, n, o]
+
+
+class Played(TypedDict):
+    answer: str
+    tokens: int
+    observations: Seen  # [T + 1, n, OBSERVATION]
+    states: list[list[float]]  # [T + 1, STATE]
+    modes: list[list[int]]  # [T, n]
+
+
+class Team:
+    """An agent, once it knows how to choose: `choose(task, observations so far)`."""
+
+    def __init__(self, choose: Callable[[dict[str, object], Seen], list[int]]) -> None:
+        self.choose, self.client = choose, AsyncOpenAI()
+
+    async def __call__(self, task: dict[str, object]) -> Played:
+        question, notes = str(task["question"]), list(map(str, task["notes"]))  # type: ignore[call-overload]
+        said, used = [""] * len(ROLES), [0] * len(ROLES)
+        edges: Edges = set()
+        seen, states, modes = [observe(question, said, used, edges)], list[list[float]](), []
+        states.append(state(seen[-1], edges))
+        for _ in range(ROUNDS):
+            modes.append(self.choose(task, seen))
+            edges = graph(modes[-1])
+            for agent in order(edges, len(ROLES)):
+                heard = [said[source] for source, target in sorted(edges) if target == agent]
+                known = [text for text in (question, *heard, said[agent]) if text]
+                known.sort(key=hops, reverse=True)  # the most useful last
+                said[agent], tokens = await self.ask(agent, notes[agent], known)
+                used[agent] += tokens
+            seen.append(observe(question, said, used, edges))
+            states.append(state(seen[-1], edges))
+        answer = min(said, key=hops)
+        return Played(
+            answer=answer, tokens=sum(used), observations=seen, states=states, modes=modes
+        )
+
+    async def ask(self, agent: int, note: str, known: list[str]) -> tuple[str, int]:
+        completion = await self.client.chat.completions.create(
+            model=ROLES[agent],
+            temperature=0.0,
+            max_tokens=12,
+            messages=[
+                {"role": "system", "content": note},
+                {"role": "user", "content": "; ".join(known)},
+            ],
+        )
+        tokens = completion.usage.total_tokens if completion.usage else 0
+        return (completion.choices[0].message.content or "").strip(), tokens
+
+
+def observe(question: str, said: list[str], used: list[int], edges: Edges) -> list[list[float]]:
+    """[n, o]: the task's bytes, who the agent is, whether it has spoken, its share of edges and of
+    tokens; then, for the graph network, whom it heard."""
+    agents, text = len(said), fold(question)
+    rows = []
+    for agent in range(agents):
+        name = [float(agent == place) for place in range(NAMES)]
+        degree = sum(agent in edge for edge in edges)
+        own = [float(bool(said[agent])), degree / agents, used[agent] / MOST]
+        heard = [float((source, agent) in edges) for source in range(agents)]
+        rows.append([*text, *name, *own, *heard])
+    return rows
+
+
+def state(seen: list[list[float]], edges: Edges) -> list[float]:
+    """[s]: all observations, and number and density of edges and the number of agents."""
+    agents = len(seen)
+    rows = [value for row in seen for value in row[:-agents]]
+    return [*rows, float(len(edges)), len(edges) / agents**2, float(agents)]
+
+
+def fold(text: str) -> list[float]:
+    """The first bytes of a text, folded and scaled to length 1."""
+    folded = [0.0] * BYTES
+    for place, byte in enumerate(text.encode()[: 4 * BYTES]):
+        folded[place % BYTES] += byte / 255
+    norm = math.hypot(*folded) or 1.0
+    return [value / norm for value in folded]
+
+
+def fixed(mode: str) -> Callable[[dict[str, object], Seen], list[int]]:
+    """Everybody always in the same mode."""
+    return lambda task, seen: [MODES.index(mode)] * len(ROLES)

@@ -1,0 +1,197 @@
+"""Agent Q-Mix, arXiv 2604.00344: learns who talks to whom, and leaves the models as they are.
+
+python examples/agent_qmix/train.py --output runs/agent_qmix
+
+The models answer behind the gateway as a frozen endpoint, so each call is recorded. A step asks the
+store for a group of episodes, learns from those of the last steps, as the store has them, and is
+committed: what is killed goes on from there. A reward is that of the last round alone, and the last
+round is learned from; the authors' code leaves it out and repeats the reward in every round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+
+import msgspec
+import torch
+from agent import OBSERVATION, ROLES, ROUNDS, STATE, Seen, Team, fixed
+from network import Talk
+from policy import build
+from topology import MODES
+from verifier import verify
+from world import Task, tasks
+
+from agentrl.algorithms.checkpoint import atomic_directory
+from agentrl.algorithms.engines.embedded import EmbeddedServer
+from agentrl.algorithms.episodes import Episode
+from agentrl.algorithms.model import load_model
+from agentrl.algorithms.qmix import QMix
+from agentrl.config import RunConfig, resolve
+from agentrl.runners.main import RunnerThread
+from agentrl.store import open_store
+from agentrl.store.base import Store
+from agentrl.types import NewRollout, Purpose, Rollout, RunState, StepCommit
+
+RUN = "agent_qmix"
+EPISODES, KEPT, UPDATES, BATCH = 64, 10, 8, 64  # a step's, steps of them kept, optimizer steps
+FROM, TO = 1.0, 0.05  # epsilon, falling over the first two thirds of the steps
+Choose = Callable[[Task, Seen], list[int]]
+
+
+def learner(seed: int) -> QMix:
+    return QMix(
+        len(ROLES), OBSERVATION, len(MODES), STATE,
+        network=lambda: Talk(OBSERVATION, len(ROLES), len(MODES)), lr=2e-3, seed=seed,
+    )  # fmt: skip
+
+
+def choices(mixed: QMix) -> Choose:
+    """Of a task that names a topology, that one; else by the learned utilities, at random with the
+    task's epsilon and seed."""
+
+    def choose(task: Task, seen: Seen) -> list[int]:
+        if task["how"] != "learned":
+            return fixed(str(task["how"]))(task, seen)
+        dice = random.Random(f"{task['seed']}/{len(seen)}")
+        return mixed.act(torch.tensor(seen), float(task["epsilon"]), dice)  # type: ignore[arg-type]
+
+    return choose
+
+
+def episode(rollout: Rollout) -> Episode:
+    """What the store has of a rollout."""
+    played = rollout.result
+    rewards = torch.zeros(ROUNDS)
+    rewards[-1] = rollout.reward("return")
+    return Episode(
+        observations=torch.tensor(played["observations"]),
+        states=torch.tensor(played["states"]),
+        actions=torch.tensor(played["modes"]),
+        rewards=rewards,
+    )
+
+
+async def ask(
+    store: Store, group: str, some: Sequence[Task], purpose: Purpose, step: int, **how: object
+) -> list[Rollout]:
+    """Rollouts of these tasks, once they have ended."""
+    await store.enqueue(
+        [
+            NewRollout(
+                id=f"{group}/{index:04d}", run=RUN, group=group, index=index, purpose=purpose,
+                step=step, task={"input": task | how | {"seed": f"{group}/{index}"}},
+            )
+            for index, task in enumerate(some)
+        ]
+    )  # fmt: skip
+    await store.settled(group)
+    return await store.rollouts(RUN, group=group)
+
+
+async def train(store: Store, state: RunState, mixed: QMix, options: argparse.Namespace) -> None:
+    """From the last committed step to the last one."""
+    if state.checkpoint:
+        mixed.load_state_dict(torch.load(Path(state.checkpoint, "learner.pt")))
+    for step in range(state.step, options.steps):
+        done = min(1.0, step / (2 / 3 * options.steps))
+        group = f"{RUN}/train/{step:06d}"
+        some = tasks(f"{options.seed}/{step}", EPISODES)
+        epsilon = FROM + done * (TO - FROM)
+        await ask(store, group, some, Purpose.TRAIN, step, how="learned", epsilon=epsilon)
+        await store.claim_groups(RUN, state.epoch, 1)
+        kept = [
+            episode(rollout)
+            for number in range(max(0, step + 1 - KEPT), step + 1)
+            for rollout in await store.rollouts(RUN, group=f"{RUN}/train/{number:06d}")
+            if rollout.failure is None
+        ]
+        dice = random.Random(f"{options.seed}/{step}")
+        found = [mixed.learn(dice.sample(kept, min(BATCH, len(kept)))) for _ in range(UPDATES)]
+        folder = options.output / "checkpoints" / f"{step + 1:06d}"
+        if not folder.is_dir():
+            with atomic_directory(folder) as partial:
+                torch.save(mixed.state_dict(), partial / "learner.pt")
+        metrics = {name: fmean(one[name] for one in found) for name in found[0]}
+        await store.commit_step(
+            StepCommit(
+                run=RUN, epoch=state.epoch, step=step, groups=[group], versions={},
+                checkpoint=str(folder), metrics=metrics | {"epsilon": epsilon},
+            )
+        )  # fmt: skip
+
+
+async def compare(store: Store, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Accuracy, reward and tokens of what was learned and of every fixed topology, on the same
+    new tasks."""
+    some, result = tasks(f"heldout/{options.seed}", options.tasks), {}
+    for how in ("learned", *MODES):
+        group = f"{RUN}/eval/{options.steps:06d}/{how}"
+        rows = await ask(store, group, some, Purpose.EVAL, options.steps, how=how, epsilon=0.0)
+        result[how] = {
+            "accuracy": fmean(row.reward() for row in rows),
+            "reward": fmean(row.reward("return") for row in rows),
+            "tokens": fmean(row.result["tokens"] for row in rows),
+        }
+    return result
+
+
+def settings(options: argparse.Namespace, url: str) -> RunConfig:
+    """The run as its runner reads it: every role is played by the frozen endpoint."""
+    data = {
+        "name": RUN,
+        "output": str(options.output),
+        "seed": options.seed,
+        "upstreams": {"models": {"base_url": url, "model": "models"}},
+        "roles": dict.fromkeys(ROLES, "models"),
+    }
+    return resolve(data, source=__file__)
+
+
+async def run(options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Serve the frozen model, run the team beside it, learn, and compare."""
+    frozen = options.output / "frozen"
+    if not frozen.is_dir():
+        with atomic_directory(frozen) as partial:
+            build(partial, options.seed)
+    torch.manual_seed(options.seed)
+    server = EmbeddedServer(*load_model(frozen), name="models")
+    await server.start()
+    config, mixed = settings(options, server.base_url), learner(options.seed)
+    runner = RunnerThread(config.store, RUN, agent=lambda: Team(choices(mixed)), verifier=verify)
+    try:
+        async with open_store(config.store) as store:
+            state = await store.open_run(RUN, msgspec.to_builtins(config))
+            runner.start()
+            await train(store, state, mixed, options)
+            return await compare(store, options)
+    finally:
+        await asyncio.to_thread(runner.stop)
+        await server.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path("runs", RUN))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--tasks", type=int, default=200, help="that topologies are compared on")
+    parser.add_argument("--json", action="store_true", help="print one JSON object only")
+    options = parser.parse_args()
+    options.output = options.output.resolve()
+    result = asyncio.run(run(options))
+    if options.json:
+        print(json.dumps(result))
+        return
+    print(f"{'topology':<12}{'accuracy':>10}{'reward':>10}{'tokens':>10}")
+    for how, row in result.items():
+        print(f"{how:<12}{row['accuracy']:>10.3f}{row['reward']:>10.3f}{row['tokens']:>10.0f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,12 @@
+"""Whether the answer is right, and what is left of that when its tokens are paid for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+PRICE, MOST = 0.1, 10_000  # of this many tokens
+
+
+def verify(task: dict[str, Any], result: dict[str, Any]) -> dict[str, float]:
+    right = float(result["answer"] == task["input"]["answer"])
+    return {"outcome": right, "return": right - PRICE * min(result["tokens"] / MOST, 1.0)}

@@ -1,0 +1,48 @@
+"""Four roles of one model: a challenger invents a question from another, a planner does the first
+step, solvers answer, and a critic rates question and plan. SAGE, arXiv 2603.15255.
+
+`{"seed": ...}` asks for a new question first, `{"question": ...}` for answers alone. The role is
+the model's name, so any server, or one for each role, can answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from lists import parse
+from openai import AsyncOpenAI
+
+PROMPTS = {
+    "challenger": "Invent a harder program than this one.",
+    "planner": "Do the first step of the program.",
+    "solver": "Run the program.",
+    "critic": "Rate this from 0 to 9.",
+}
+GOOD_QUESTION, USEFUL_PLAN = 0.7, 0.3  # the gates
+ATTEMPTS = 4  # of the solver at a question
+
+client = AsyncOpenAI()
+
+
+async def agent(task: dict[str, str]) -> dict[str, object]:
+    question = task.get("question") or await ask("challenger", task["seed"])
+    quality = rating(await ask("critic", f"question {question}"))
+    asked: dict[str, object] = {"question": question, "quality": quality}
+    if "question" not in task and (quality < GOOD_QUESTION or parse(question) is None):
+        return asked
+    plan = await ask("planner", question)
+    use = rating(await ask("critic", f"plan {question} -> {plan}"))
+    known = f"{question} -> {plan}" if use >= USEFUL_PLAN else question
+    answers = await asyncio.gather(*(ask("solver", known) for _ in range(ATTEMPTS)))
+    return asked | {"plan": plan, "use": use, "answers": answers}
+
+
+async def ask(role: str, text: str) -> str:
+    messages = [{"role": "system", "content": PROMPTS[role]}, {"role": "user", "content": text}]
+    completion = await client.chat.completions.create(model=role, messages=messages)
+    return (completion.choices[0].message.content or "").strip()
+
+
+def rating(text: str) -> float:
+    """From 0 to 1; 0 for what is no rating."""
+    return int(text) / 9 if len(text) == 1 and text in "0123456789" else 0.0

@@ -1,0 +1,50 @@
+"""Runs the question that was asked, and pays each call by its role.
+
+The paper's weights are not known: those of `agentrl.team_rewards` are ours, and it is our reading
+that a critic is paid for its format alone.
+"""
+
+from __future__ import annotations
+
+from statistics import fmean
+from typing import Any
+
+from lists import WORDS, answer, parse
+
+from agentrl import Reward, Scope, Trace, Transition
+from agentrl.team_rewards import sage_challenger, sage_planner, sage_solver
+
+
+def verify(result: dict[str, Any], trace: Trace) -> list[Reward]:
+    program = parse(result["question"])
+    right = None if program is None else answer(*program)
+    hits = [float(said == right) for said in result.get("answers", [])]
+    rows = [Reward(value=fmean(hits) if hits else 0.0)]
+    for call in trace.transitions:
+        value = paid(call, result, right, fmean(hits) if hits else None)
+        rows.append(Reward(value=value, name="sage", scope=Scope.TRANSITION, target=call.id))
+    return rows
+
+
+def paid(
+    call: Transition, result: dict[str, Any], right: str | None, solved: float | None
+) -> float:
+    said = ((call.answer or {}).get("content") or "").strip()
+    form, use = float(well_formed(call.role, said)), result.get("use", 0.0)
+    if call.role == "challenger":
+        known = solved is not None  # by the gates of the agent: the program is one, and was run
+        return sage_challenger(result["quality"], form, solved or 0.0, valid=known)
+    if call.role == "planner":
+        return sage_planner(use, form)
+    if call.role == "solver":
+        return sage_solver(use, float(said == right), form)
+    return form
+
+
+def well_formed(role: str, said: str) -> bool:
+    """Whether it is a program, the rest of one, a list of words, or a rating."""
+    if role == "critic":
+        return len(said) == 1 and said.isdigit()
+    words = said if role == "solver" else said.partition(":")[2]
+    known = bool(words.split()) and set(words.split()) <= set(WORDS)
+    return known and (role == "planner" or role == "solver" or parse(said) is not None)

@@ -1,0 +1,148 @@
+"""Topologies are those of the paper, and episodes are learned from as the store has them."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from agentrl.store import open_store
+from tests.examples.parts import modules
+
+Parts = dict[str, ModuleType]
+NAMES = ("agent", "network", "policy", "topology", "train", "verifier", "world")
+
+
+@pytest.fixture(scope="module")
+def qmix() -> Iterator[Parts]:
+    with modules("agent_qmix", *NAMES) as parts:
+        yield parts
+
+
+def test_modes_make_these_edges(qmix: Parts) -> None:
+    topology = qmix["topology"]
+    expected = [
+        set(),
+        {(0, 1), (0, 2), (1, 2)},
+        {(0, 1), (1, 2)},
+        {(1, 0), (2, 0), (2, 1)},
+        {(0, 1), (1, 2)},
+        {(0, 1), (1, 0), (1, 2), (2, 1)},
+    ]
+    assert [topology.graph([mode] * 3) for mode in range(6)] == expected
+    assert topology.graph([0, 2, 2]) == {(1, 2), (2, 0)}
+    assert topology.order({(1, 2), (2, 0)}, 3) == [1, 2, 0]
+    assert topology.order({(1, 0), (2, 0), (2, 1)}, 3) == [2, 1, 0]
+
+
+def test_everybody_speaks_once_after_those_they_listen_to(qmix: Parts) -> None:
+    topology = qmix["topology"]
+    for modes in itertools.product(range(6), repeat=3):
+        edges = topology.graph(modes)
+        spoken = topology.order(edges, 3)
+        assert sorted(spoken) == [0, 1, 2]
+        if 5 not in modes:
+            assert all(spoken.index(a) < spoken.index(b) for a, b in edges)
+
+
+def test_the_answer_follows_from_the_notes(qmix: Parts) -> None:
+    world, solve = qmix["world"], qmix["policy"].solve
+    for task in world.tasks("test", 200):
+        said = task["question"]
+        while world.hops(said):
+            shorter = solve(said, task["notes"])
+            assert world.hops(shorter) == world.hops(said) - 1
+            said = shorter
+        assert said == task["answer"]
+
+
+def test_a_reward_pays_for_tokens(qmix: Parts) -> None:
+    task = {"input": {"answer": "Oslo"}}
+    verify = qmix["verifier"].verify
+    assert verify(task, {"answer": "Oslo", "tokens": 4000})["return"] == pytest.approx(0.96)
+    assert verify(task, {"answer": "Lima", "tokens": 99_999})["return"] == pytest.approx(-0.1)
+
+
+def test_observations_are_as_wide_as_they_say(qmix: Parts) -> None:
+    agent = qmix["agent"]
+    seen = agent.observe("city of Ada", ["Oslo", "", ""], [100, 0, 0], {(0, 1)})
+    assert {len(row) for row in seen} == {agent.OBSERVATION}
+    assert len(agent.state(seen, {(0, 1)})) == agent.STATE
+    assert seen[0][agent.BYTES + agent.NAMES :] == [1.0, 1 / 3, 0.01, 0.0, 0.0, 0.0]
+    assert seen[1][agent.BYTES + agent.NAMES :] == [0.0, 1 / 3, 0.0, 1.0, 0.0, 0.0]
+    assert sum(value**2 for value in agent.fold("city of Ada")) == pytest.approx(1.0)
+
+
+def test_agents_hear_each_other_along_the_graph_only(qmix: Parts) -> None:
+    agent = qmix["agent"]
+    torch.manual_seed(0)
+    talk = qmix["network"].Talk(agent.OBSERVATION, 3, 6)
+    seen = torch.rand(1, 1, 3, agent.OBSERVATION)
+    seen[..., -3:] = 0.0
+    seen[0, 0, 1, -3] = 1.0  # agent 1 hears agent 0
+    other = seen.clone()
+    other[0, 0, 0, 0] += 1.0
+    change = (talk(other) - talk(seen)).abs().sum(-1)[0, 0]
+    assert change[0] > 0
+    assert change[1] > 0
+    assert change[2] == 0
+
+
+async def test_it_learns_from_the_store_and_goes_on_where_it_stopped(
+    qmix: Parts, tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the tiny model says is noise; everything around it is as in any run."""
+    train = qmix["train"]
+    monkeypatch.setattr(train, "EPISODES", 4)
+    shutil.copytree(tiny_model_dir, tmp_path / "frozen")
+    options = argparse.Namespace(output=tmp_path, seed=0, steps=1, tasks=2)
+    result = await asyncio.wait_for(train.run(options), 60)
+    assert result.keys() == {"learned", *qmix["topology"].MODES}
+    assert result["broadcast"]["tokens"] > result["solo"]["tokens"] > 0
+    options.steps = 2
+    await asyncio.wait_for(train.run(options), 60)
+    async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
+        assert [row.step for row in await store.steps(train.RUN) if row.committed] == [0, 1]
+        rows = await store.rollouts(train.RUN, trained=0)
+        assert len(rows) == 4
+        trace = await store.trace(rows[0].id)
+        assert trace is not None
+        assert {call.policy for call in trace.transitions} == {"models"}
+        assert [call.role for call in trace.transitions].count("city") == 2
+        episode = train.episode(rows[0])
+    assert episode.rewards.tolist() == [0.0, pytest.approx(rows[0].reward("return"))]
+    assert episode.terminated
+    learned = train.learner(0)
+    learned.load_state_dict(torch.load(tmp_path / "checkpoints" / "000002" / "learner.pt"))
+    assert learned.learned == 2 * train.UPDATES * 4 + train.UPDATES * 0
+
+
+def test_the_last_round_is_learned_from(qmix: Parts) -> None:
+    """The target of the last joint step is its reward, and of the first what it leads to."""
+    train, agent = qmix["train"], qmix["agent"]
+    mixed, dice = train.learner(0), random.Random(0)
+    observations = torch.rand(3, 3, agent.OBSERVATION)
+    observations[..., -3:] = 0.0
+    states = torch.rand(3, agent.STATE)
+    for _ in range(300):
+        modes = torch.tensor([[dice.randrange(6) for _ in range(3)] for _ in range(2)])
+        reward = float(modes[1, 0] == 3)  # of the last round
+        mixed.learn(
+            [
+                train.Episode(
+                    observations=observations,
+                    states=states,
+                    actions=modes,
+                    rewards=torch.tensor([0.0, reward]),
+                )
+            ]
+        )
+    assert mixed.act(observations[:2], 0.0, dice)[0] == 3
