@@ -22,6 +22,7 @@ from agentrl.algorithms.collect import Collector, rule
 from agentrl.algorithms.controller import Anchor
 from agentrl.algorithms.difficulty import PART, Difficulty
 from agentrl.algorithms.dump import BadSteps
+from agentrl.algorithms.engines.base import unless_given_up
 from agentrl.algorithms.engines.choice import policy_server
 from agentrl.algorithms.hindsight import Hindsight
 from agentrl.algorithms.implicit import ImplicitTrainer
@@ -93,7 +94,8 @@ async def run(config: RunConfig) -> None:
         await server.start()
         try:
             await server.publish(state.step)
-            await Loop(config, store, state, updater, server, collector, heldout).run()
+            loop = Loop(config, store, state, updater, server, collector, heldout)
+            await unless_given_up(loop.run(), [server])
         finally:
             await server.close()
 
