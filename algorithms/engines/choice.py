@@ -21,16 +21,21 @@ from agentrl.algorithms.engines.vllm_serving import Host, Learned
 from agentrl.algorithms.model import Model, Tokenizer, checkpoint_weights
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
+from agentrl.types import POLICY
 
 PROBE = "The quick brown fox jumps over the lazy dog."
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 
 
 def policy_server(
-    config: RunConfig, model: Model, tokenizer: Tokenizer, adapters: Adapters | None = None
+    config: RunConfig,
+    model: Model,
+    tokenizer: Tokenizer,
+    adapters: Adapters | None = None,
+    name: str = POLICY,
 ) -> PolicyServer:
-    """A server, not yet started, of the weights that the learner trains: those of a model, or of
-    its adapters.
+    """A server, not yet started, of the weights that learners train: those of a model, by `name`,
+    or of its adapters.
 
     Raises PolicyError for a model it cannot serve, and where vLLM is asked for and missing."""
     engine = config.engine
@@ -40,6 +45,7 @@ def policy_server(
             tokenizer,
             host=engine.host,
             port=engine.port,
+            name=name,
             max_batch=engine.max_batch,
             max_context=engine.max_context,
             threads=engine.threads,

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.algorithms import loop, main
+from agentrl.algorithms import loop, main, serving
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.config import RunConfig, resolve
 from agentrl.store import open_store
@@ -95,7 +95,7 @@ class Silent:
 
     def __init__(self, *_: object, **__: object) -> None: ...
     async def start(self) -> None: ...
-    async def publish(self, version: int) -> None: ...
+    async def publish(self, version: int, policy: str | None = None) -> None: ...
     async def close(self) -> None: ...
 
     @asynccontextmanager
@@ -119,7 +119,7 @@ def replaced(strike: Strike) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Silent, "strike", staticmethod(strike), raising=False)
-        patch.setattr(main, "policy_server", Silent)
+        patch.setattr(serving, "policy_server", Silent)
         patch.setattr(TorchLearner, "step", striking(TorchLearner.step, "optimizer"))
         patch.setattr(loop, "save_checkpoint", striking(loop.save_checkpoint, "checkpoint"))
         yield
