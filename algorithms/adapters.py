@@ -192,6 +192,10 @@ class Adapters:
 
     def merge(self, name: str, directory: Path) -> None:
         """Write base + adapter as an ordinary Hugging Face directory; in memory nothing changes."""
+        self.model.save_pretrained(directory, state_dict=self.merged(name))
+
+    def merged(self, name: str) -> dict[str, Tensor]:
+        """Base + adapter, by the base's names; in memory nothing changes."""
         self._check_name(name)
         weights = self._base()
         for path, layer in self._layers().items():
@@ -199,7 +203,7 @@ class Adapters:
                 weight = layer.base_layer.weight.detach()
                 delta = layer.get_delta_weight(name).detach()
                 weights[f"{path}.weight"] = (weight.to(delta.dtype) + delta).to(weight.dtype)
-        self.model.save_pretrained(directory, state_dict=weights)
+        return weights
 
     def save_base(self, directory: Path) -> None:
         """Write the base alone as an ordinary Hugging Face directory."""

@@ -85,7 +85,8 @@ async def run(config: RunConfig) -> None:
                 learner = team.updaters[pool.policy].learner
                 opponents = Opponents(pool, learner, serving, Path(config.output, "pool"))
                 await opponents.start(state.step)
-            await Loop(config, store, state, team, serving, collector, heldout, opponents).run()
+            loop = Loop(config, store, state, team, serving, collector, heldout, opponents)
+            await serving.during(loop.run())
         finally:
             await serving.close()
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
 from agentrl.errors import PolicyError
@@ -70,6 +72,20 @@ def no_progress_bars() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
+
+
+def checkpoint_weights(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights by the names, and in the shapes, that `save_pretrained` gives them in a file: those
+    of `weights`, which is a state of the model. What is shared is there once."""
+    written: Mapping[str, Tensor] = revert_weight_conversion(model, dict(weights))
+    seen: set[tuple[int, torch.Size]] = set()
+    found: dict[str, Tensor] = {}
+    for name, tensor in written.items():
+        place = tensor.data_ptr(), tensor.shape
+        if place not in seen:
+            found[name] = tensor.detach()
+        seen.add(place)
+    return found
 
 
 def context_of(model: Model) -> int | None:

@@ -7,14 +7,15 @@ and a policy that did not learn keeps its version.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from msgspec.structs import replace
 
 from agentrl.algorithms import adapters
-from agentrl.algorithms.engines.base import PolicyServer, advertised
+from agentrl.algorithms.engines.base import PolicyServer, advertised, unless_given_up
 from agentrl.algorithms.engines.choice import policy_server
 from agentrl.algorithms.policies import Base, load_base
 from agentrl.config import RunConfig
@@ -105,6 +106,10 @@ class Serving:
         for base in self._bases:
             if base.adapters is not None and name in base.adapters.names:
                 base.adapters.close(name)
+
+    async def during(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do `work`; raises PolicyError in the middle of it once a server is given up."""
+        await unless_given_up(work, self._each())
 
     def table(self) -> list[tuple[str, int, str, str]]:
         """(policy, version, base URL, model name there) of all that is served."""

@@ -9,9 +9,15 @@ and top-k; vLLM tells those after them); at temperature 0 those of the model its
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
+
+from agentrl.errors import PolicyError
+
+T = TypeVar("T")
 
 
 class PolicyServer(Protocol):
@@ -43,6 +49,10 @@ class PolicyServer(Protocol):
         `updating`."""
         ...
 
+    async def given_up(self) -> PolicyError:
+        """Returns why, once no call will ever be answered again; as long as they may, it waits."""
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -53,3 +63,20 @@ def advertised(base_url: str, host: str) -> str:
     parts = urlsplit(base_url)
     name = f"[{host}]" if ":" in host else host
     return parts._replace(netloc=f"{name}:{parts.port}").geturl()
+
+
+async def unless_given_up(work: Coroutine[Any, Any, T], servers: Sequence[PolicyServer]) -> T:
+    """What `work` returns. Cancels it, and raises PolicyError, once a server is given up: whoever
+    waits for what a policy says would wait for ever."""
+    doing = asyncio.ensure_future(work)
+    watching = [asyncio.ensure_future(server.given_up()) for server in servers]
+    try:
+        await asyncio.wait([doing, *watching], return_when=asyncio.FIRST_COMPLETED)
+        for watch in watching:
+            if watch.done() and not doing.done():
+                raise watch.result()
+        return await doing
+    finally:
+        for task in (doing, *watching):
+            task.cancel()
+        await asyncio.gather(doing, *watching, return_exceptions=True)

@@ -18,7 +18,7 @@ from agentrl.algorithms.engines.vllm import VllmServer
 from agentrl.algorithms.engines.vllm_fleet import VllmFleet
 from agentrl.algorithms.engines.vllm_process import Settings, VllmProcess
 from agentrl.algorithms.engines.vllm_serving import Host, Learned
-from agentrl.algorithms.model import Model, Tokenizer
+from agentrl.algorithms.model import Model, Tokenizer, checkpoint_weights
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.types import POLICY
@@ -62,6 +62,7 @@ def vllm_server(
     engine, dtype = config.engine, config.policy.dtype
     learned = _learned(model, tokenizer, adapters, engine.threads)
     folder = Path(config.output, "vllm").absolute()
+    folder.mkdir(parents=True, exist_ok=True)
     host: Host
     if engine.vllm.urls:
         host = VllmFleet(
@@ -70,6 +71,8 @@ def vllm_server(
             port=engine.port,
             api_key=_secret(engine.vllm.key_env),
             start_timeout=engine.vllm.start_timeout,
+            # One of several that hangs is found before the update as a whole is late.
+            timeout=0.9 * engine.vllm.timeout,
             adapters=bool(learned.adapters),
         )
     else:
@@ -85,15 +88,16 @@ def vllm_server(
             tool_parser=engine.vllm.tool_parser,
             arguments=tuple(engine.vllm.arguments),
             start_timeout=engine.vllm.start_timeout,
-            gpu=model.device.type == "cuda",
-            adapters=len(learned.adapters),
+            gpu=learned.gpu >= 0,
+            adapters=max(len(learned.adapters), engine.vllm.max_adapters) if adapters else 0,
             rank=learned.rank,
         )
         host = VllmProcess(settings, folder / "vllm.log", secrets.token_hex(16))
     return VllmServer(
         learned,
         host,
-        folder=folder,
+        folder=folder / "served",
+        way=engine.vllm.sync,
         timeout=engine.vllm.timeout,
         tolerance=engine.vllm.tolerance or TOLERANCE[dtype],
     )
@@ -118,13 +122,23 @@ def _learned(model: Any, tokenizer: Tokenizer, adapters: Adapters | None, thread
         tokenizer.save_pretrained(directory)
 
     probe: list[int] = tokenizer(PROBE)["input_ids"]
+    gpu = (model.device.index or 0) if model.device.type == "cuda" else -1
     if adapters is None:
-        return Learned(model.save_pretrained, save_tokenizer, score, probe)
+        return Learned(
+            model.save_pretrained,
+            lambda: checkpoint_weights(model, model.state_dict()),
+            save_tokenizer,
+            score,
+            probe,
+            gpu,
+        )
     return Learned(
         lambda directory: adapters.merge(adapters.names[0], directory),
+        lambda: checkpoint_weights(model, adapters.merged(adapters.names[0])),
         save_tokenizer,
         score,
         probe,
+        gpu,
         adapters=adapters.names,
         save_base=adapters.save_base,
         save_adapter=adapters.save,

@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from aiohttp import web
 
 from agentrl.algorithms.adapters import Adapters
 from agentrl.algorithms.engines.calls import Calls
 from agentrl.algorithms.engines.chat import Chat
+from agentrl.algorithms.engines.looped import LoopThread
 from agentrl.algorithms.engines.routes import Routes
 from agentrl.algorithms.engines.text import Codec
 from agentrl.algorithms.model import Model, Tokenizer
 from agentrl.errors import PolicyError
 from agentrl.types import POLICY, Sampling
 
-T = TypeVar("T")
 NO_DEFAULTS = Sampling()
 
 
@@ -71,18 +70,13 @@ class EmbeddedServer:
         )
         self._routes = Routes(self._calls, Chat(tokenizer, codec), codec, name, defaults)
         self._runner: web.AppRunner | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        self._http = LoopThread("policy-http")
 
     async def start(self) -> None:
         """Listen. Raises PolicyError when the port is taken."""
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="policy-http", daemon=True
-        )
-        self._thread.start()
+        self._http.start()
         try:
-            await self._on_loop(self._listen())
+            await self._http.run(self._listen())
         except OSError as error:
             await self.close()
             reason = os.strerror(error.errno) if error.errno else error
@@ -94,39 +88,41 @@ class EmbeddedServer:
     @asynccontextmanager
     async def updating(self) -> AsyncIterator[None]:
         """While inside, weights may change: calls in flight have finished, new ones are held."""
-        await self._on_loop(self._calls.hold())
+        await self._http.run(self._calls.hold())
         try:
             yield
         finally:
-            await self._on_loop(self._resume())
+            await self._http.run(self._resume())
 
     async def publish(self, version: int, policy: str | None = None) -> None:
         """From now on serve the current weights of a policy, default the server's own `model`, as
         `version`."""
         policy = policy or self.model
         if self._calls.held:
-            await self._on_loop(self._publish(version, policy))
+            await self._http.run(self._publish(version, policy))
         else:
             async with self.updating():
-                await self._on_loop(self._publish(version, policy))
+                await self._http.run(self._publish(version, policy))
+
+    async def given_up(self) -> PolicyError:
+        """Never: it lives and dies with the learner."""
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
 
     async def add(self, policy: str, version: int) -> None:
         """Also serve the adapter of this name, which the model has by now. Call inside
         `updating`."""
-        await self._on_loop(self._add(policy, version))
+        await self._http.run(self._add(policy, version))
 
     async def remove(self, policy: str) -> None:
         """Serve a policy no more. Call inside `updating`."""
-        await self._on_loop(self._remove(policy))
+        await self._http.run(self._remove(policy))
 
     async def close(self) -> None:
         """Refuse what is in flight and stop. A second time does nothing."""
-        if self._loop is None or self._thread is None or self._loop.is_closed():
-            return
-        await self._on_loop(self._shut())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        await asyncio.to_thread(self._thread.join)
-        self._loop.close()
+        if self._http.running:
+            await self._http.run(self._shut())
+            await self._http.stop()
 
     async def _listen(self) -> None:
         runner = web.AppRunner(
@@ -158,10 +154,6 @@ class EmbeddedServer:
         if self._runner is not None:
             await self._runner.cleanup()
         await asyncio.get_running_loop().shutdown_default_executor()
-
-    async def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
-        assert self._loop is not None, "start() comes first"
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
 
 def _end_of_sequence(model: Model, tokenizer: Tokenizer) -> list[int]:

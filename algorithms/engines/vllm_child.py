@@ -22,8 +22,8 @@ from agentrl.algorithms.engines.vllm_serving import HOLD, OPEN
 from agentrl.processes import die_with_parent
 
 KEY = "AGENTRL_VLLM_KEY"  # environment variable with what the parent proves itself with
-VERSIONS = "AGENTRL_VLLM_VERSIONS"  # and with the versions that are served at first
 CONTROL = b"x-agentrl-key"
+SERVER = b"x-agentrl-server"  # beside it: the only one of several that is meant
 POLICY_VERSION = b"x-policy-version"
 ADAPTERS = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"  # for who has the key
 
@@ -38,14 +38,13 @@ class _Request(msgspec.Struct):
 
 
 class Gate:
-    """Lets calls in, or holds them. Versions are a query, `policy=3&other=0`; the empty name is
-    what calls with any other name get."""
+    """Lets calls in, or holds them, as it does at first. Versions are a query, `policy=3&other=0`;
+    the empty name is what calls with any other name get."""
 
-    def __init__(self, versions: str) -> None:
-        self.versions = dict(parse_qsl(versions, keep_blank_values=True))
+    def __init__(self) -> None:
+        self.versions: dict[str, str] = {}
         self._inside = 0
         self._open, self._empty = asyncio.Event(), asyncio.Event()
-        self._open.set()
         self._empty.set()
 
     def close(self) -> None:
@@ -80,13 +79,13 @@ class Gate:
 
 class Door:
     """ASGI middleware around vLLM's server. With the key: `POST /agentrl/hold` answers once no call
-    is in flight, `/agentrl/open?VERSIONS` lets calls in again, and every other path is vLLM's.
-    Without it there are /health and what asks the models."""
+    is in flight, `/agentrl/open?VERSIONS` lets calls in, at first as well as again, and every other
+    path is vLLM's. Without it there are /health and what asks the models."""
 
     def __init__(self, app: App) -> None:
         self._app = app
         self._key = os.environ[KEY].encode()
-        self._gate = Gate(os.environ[VERSIONS])
+        self._gate = Gate()
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
 import socket
 import sys
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 
 import aiohttp
 
-from agentrl.algorithms.engines.vllm_child import KEY, VERSIONS
+from agentrl.algorithms.engines.vllm_child import CONTROL, KEY
 from agentrl.algorithms.engines.vllm_serving import BASE, Serving
 from agentrl.errors import PolicyError
 from agentrl.processes import PARENT
@@ -23,7 +26,11 @@ from agentrl.types import POLICY
 
 OLDEST = (0, 30)  # `reload_weights` from a path, `return_token_ids` on every endpoint
 APPENDED = {"--enforce-eager", "--enable-auto-tool-choice", "--disable-uvicorn-access-log"}
+OURS = {"--api-key", "--enable-lora", "--lora-modules", "--max-lora-rank", "--max-loras"}
+OURS |= {"--max-cpu-loras", "--weight-transfer-config"}
 MODULE = "agentrl.algorithms.engines"
+PARALLEL = {"--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"}
+PARALLEL |= {"--data-parallel-size", "-dp"}
 POLL = 0.2  # seconds between looks at a child that is starting
 ERROR = re.compile(r"(\w+\.)*\w*(Error|Exception)\b.*:")
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for
@@ -44,7 +51,7 @@ class Settings:
     arguments: tuple[str, ...] = ()  # more of vllm serve's
     start_timeout: float = 300.0  # seconds until it must answer
     gpu: bool = False
-    adapters: int = 0  # of LoRA, loaded by name
+    adapters: int = 0  # of LoRA, that there is room for
     rank: int = 0  # of the largest
 
 
@@ -56,8 +63,26 @@ class VllmProcess:
         check_installed()
         self.settings, self.log, self.key = settings, log, key
         self.url, self.name = "", POLICY
-        self.hot = bool(settings.adapters) and settings.rank <= RANKS[-1]
+        self.backend: str | None = None
+        self.room = settings.adapters
         self._child: asyncio.subprocess.Process | None = None
+
+    @property
+    def servers(self) -> Sequence[str]:
+        return (self.url,)
+
+    @property
+    def refuses_adapters(self) -> str:
+        if not self.settings.adapters:
+            return "all weights are trained"
+        if self.settings.rank > RANKS[-1]:
+            return f"vLLM takes a rank of {RANKS[-1]} at most"
+        return ""
+
+    @property
+    def gpus(self) -> int:
+        """It takes the first ones, as many as its arguments say."""
+        return _parallel(self.settings.arguments) if self.settings.gpu else 0
 
     async def probe(self) -> None:
         """Raises PolicyError for arguments that only this module may give."""
@@ -65,14 +90,14 @@ class VllmProcess:
         ours = command[: len(command) - len(self.settings.arguments)]
         for word in self.settings.arguments:
             name = word.partition("=")[0].replace("_", "-")
-            if name in ({*ours, "--lora-modules", "--api-key"} - APPENDED):
+            if name in ({*ours, *OURS} - APPENDED):
                 raise PolicyError(
                     f"engine.vllm.arguments: {name} is set by agentrl; leave it out and use the "
                     "settings of [engine] and [policy]"
                 )
 
     async def start(self, serving: Serving) -> None:
-        """Serve a checkpoint, with adapters if it has any; returns once it answers.
+        """Serve a checkpoint; returns once it answers, its gate closed.
 
         Raises PolicyError when the port is taken, and when vLLM ends or stays silent."""
         await self.stop()
@@ -85,7 +110,7 @@ class VllmProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=os.environ | self._environment(serving),
+                env=os.environ | self._environment(),
                 start_new_session=True,  # a group of its own, which `stop` ends as a whole
             )
         try:
@@ -106,6 +131,14 @@ class VllmProcess:
         assert self._child is not None
         return await self._child.wait()
 
+    async def returned(self) -> AsyncGenerator[str, None]:
+        """There is no other that could go on alone."""
+        return
+        yield
+
+    async def adopt(self, server: str) -> None:
+        raise AssertionError("no server returns")
+
     async def stop(self, grace: float = 5.0) -> None:
         """End the child and all it started: SIGTERM, and after `grace` seconds SIGKILL."""
         child, self._child = self._child, None
@@ -123,7 +156,7 @@ class VllmProcess:
 
     async def _healthy(self) -> None:
         assert self._child is not None
-        async with aiohttp.ClientSession() as session:
+        async with aiohttp.ClientSession(headers={CONTROL.decode(): self.key}) as session:
             while True:
                 if self._child.returncode is not None:
                     raise PolicyError(
@@ -153,25 +186,26 @@ class VllmProcess:
             # Compiling takes half a minute, which pays on a GPU only.
             *(() if settings.gpu else ("--enforce-eager",)),
             "--disable-uvicorn-access-log",
-            *(self._lora(serving.adapters) if serving.adapters else ()),
+            *(self._lora() if serving.adapters else ()),
+            *(_transfer(serving) if serving.backend else ()),
             *settings.arguments,
         ]
 
-    def _lora(self, adapters: dict[str, Path]) -> list[str]:
+    def _lora(self) -> list[str]:
         rank = next(rank for rank in RANKS if rank >= self.settings.rank)
         return [
-            *("--enable-lora", "--max-lora-rank", str(rank)),
-            *("--max-loras", str(len(adapters)), "--lora-modules"),
-            *(f"{name}={path}" for name, path in adapters.items()),
+            *("--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(self.room)),
+            # A new version is loaded before the one it replaces is forgotten.
+            *("--max-cpu-loras", str(self.room + 1)),
         ]
 
-    def _environment(self, serving: Serving) -> dict[str, str]:
+    def _environment(self) -> dict[str, str]:
         chosen = {
             KEY: self.key,
-            VERSIONS: serving.query(),
             PARENT: str(os.getpid()),
             "VLLM_SERVER_DEV_MODE": "1",  # weight updates; the door keeps them from strangers
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # handles of GPU memory, from who has the key
             "VLLM_NO_USAGE_STATS": "1",
         }
         if not self.settings.gpu:
@@ -204,6 +238,20 @@ class VllmProcess:
             if ERROR.match(line) and "root cause" not in line
         ]
         return f"it said: {(causes or plain or ['nothing'])[-1][:300]} ({self.log})"
+
+
+def _transfer(serving: Serving) -> list[str]:
+    return ["--weight-transfer-config", json.dumps({"backend": serving.backend})]
+
+
+def _parallel(arguments: Sequence[str]) -> int:
+    """GPUs that `vllm serve` takes."""
+    words = [part for word in arguments for part in word.replace("_", "-").split("=", 1)]
+    count = 1
+    for name, value in pairwise(words):
+        if name in PARALLEL and value.isdecimal():
+            count *= int(value)
+    return count
 
 
 def is_old(version: str) -> bool:

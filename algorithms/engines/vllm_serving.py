@@ -1,17 +1,20 @@
-"""What a vLLM server serves: the learner's weights as files, and the requests that load them."""
+"""What a vLLM server serves: the learner's weights as files, and where vLLM runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlencode
 
-from agentrl.types import POLICY, Json
+from torch import Tensor
+
+from agentrl.types import POLICY
 
 BASE = "base"  # on the wire, what a child's adapters are applied to
 HOLD, OPEN = "/agentrl/hold", "/agentrl/open"
+MEMORY = "agentrl"  # vLLM's name of the weight-transfer engine in `vllm_worker`
 
 
 @dataclass(frozen=True)
@@ -19,10 +22,12 @@ class Learned:
     """The learner's weights, however they are trained."""
 
     save: Callable[[Path], None]  # all of them, adapter merged, as a Hugging Face checkpoint
+    weights: Callable[[], Mapping[str, Tensor]]  # the same in memory, by that checkpoint's names
     save_tokenizer: Callable[[Path], None]
     score: Callable[[str, Sequence[int]], list[float]]
     """Policy, token ids -> the learner's log-prob of each but the first, at temperature 1."""
     probe: Sequence[int]  # token ids whose log-probs are compared after each publish
+    gpu: int = -1  # the weights are on, as this process counts them; -1: on none
     adapters: Sequence[str] = ()  # their names; none: all weights are trained
     save_base: Callable[[Path], None] | None = None  # what the adapters are applied to
     save_adapter: Callable[[str, Path], None] | None = None  # as peft does
@@ -31,33 +36,18 @@ class Learned:
 
 @dataclass
 class Serving:
-    """Files and versions that a server is to have. `adapters` are on top of `weights`."""
+    """What a server is started with, and the versions that it has by now."""
 
-    weights: Path
+    weights: Path  # that it comes up with; newer ones are sent
     tokenizer: Path
-    adapters: dict[str, Path] = field(default_factory=dict)
     versions: dict[str, int] = field(default_factory=lambda: {POLICY: 0})
-
-    @property
-    def mechanism(self) -> str:
-        """In words, how new weights get there."""
-        if self.adapters:
-            return f"loading the adapters {', '.join(self.adapters)} in place"
-        return "reading them from a directory"
+    adapters: bool = False  # those versions are of adapters
+    backend: str = ""  # engine of vLLM's weight transfer; empty: none
 
     def query(self) -> str:
         """For a `Gate`. Without adapters every call is the policy's, whatever it names."""
         nameless = {} if self.adapters else {"": next(iter(self.versions.values()))}
         return urlencode(self.versions | nameless)
-
-    def loads(self, policy: str) -> list[tuple[str, dict[str, Json]]]:
-        """Requests, by path, that bring a running server's copy of a policy up to date."""
-        if policy in self.adapters:
-            path = str(self.adapters[policy])
-            named: dict[str, Json] = {"lora_name": policy, "lora_path": path, "load_inplace": True}
-            return [("/v1/load_lora_adapter", named)]
-        weights: dict[str, Json] = {"weights_path": str(self.weights)}
-        return [("/collective_rpc", {"method": "reload_weights", "kwargs": weights})]
 
 
 class Host(Protocol):
@@ -71,12 +61,33 @@ class Host(Protocol):
 
     @property
     def name(self) -> str:
-        """Of the policy where all weights are trained, as calls name it; known after `start`."""
+        """Of the policy where all weights are trained, as calls name it; known after `probe`."""
         ...
 
     @property
-    def hot(self) -> bool:
-        """Whether adapters can be loaded by name; known after `probe`."""
+    def servers(self) -> Sequence[str]:
+        """Those that are up to date, as long as they are told of every update."""
+        ...
+
+    @property
+    def refuses_adapters(self) -> str:
+        """Why adapters cannot be loaded by name, empty if they can; known after `probe`."""
+        ...
+
+    @property
+    def room(self) -> int:
+        """For how many adapters; known after `probe`."""
+        ...
+
+    @property
+    def backend(self) -> str | None:
+        """The engine of vLLM's weight transfer, empty if there is none; None: what `Serving` says.
+        Known after `probe`."""
+        ...
+
+    @property
+    def gpus(self) -> int:
+        """That vLLM computes on, of those this process sees and from the first; 0: others."""
         ...
 
     async def probe(self) -> None:
@@ -84,11 +95,19 @@ class Host(Protocol):
         ...
 
     async def start(self, serving: Serving) -> None:
-        """Returns once it answers, the gate open. Again after `ended`. Raises PolicyError."""
+        """Returns once it answers, the gate closed. Again after `ended`. Raises PolicyError."""
         ...
 
     async def ended(self) -> object:
-        """Returns when it no longer serves what it was started with."""
+        """Returns when nothing answers any more."""
+        ...
+
+    def returned(self) -> AsyncGenerator[str, None]:
+        """Servers that answer again, with weights that nobody knows, while others went on."""
+        ...
+
+    async def adopt(self, server: str) -> None:
+        """It has the newest weights: calls may go there."""
         ...
 
     async def stop(self) -> None: ...
