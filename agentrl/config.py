@@ -111,7 +111,7 @@ def differences(old: RunConfig, new: RunConfig) -> list[str]:
     ignored = {"root", "output", "store", "steps", "keep_checkpoints", "eval", "runner", "engine"}
     ignored |= {"metrics"}
     # Either learner goes on from the other's checkpoint, on any number of GPUs.
-    placement = ("learner.kind", "learner.verl.")
+    placement = ("learner.kind", "learner.packing", "learner.verl.")
     before, after = (flatten(msgspec.to_builtins(config)) for config in (old, new))
     return [
         f"{key}: {before.get(key)!r} -> {after.get(key)!r}"

@@ -25,6 +25,7 @@ import msgspec
 from rich.console import Console
 
 from agentrl import report, view
+from agentrl.algorithms.learners import verl_settings
 from agentrl.config import LoraConfig, PolicyConfig, RunConfig, differences, resolve
 from agentrl.errors import AgentRLError, ConfigError, TrainingError
 from agentrl.loading import check_tasks, load_tasks
@@ -177,6 +178,8 @@ def check(config: RunConfig) -> None:
             raise ConfigError(f"{key} = {value!r}: there is no file {root / file}")
     if not config.policy.model and not config.policy.build:
         raise ConfigError("policy.model is missing: a Hugging Face directory or name")
+    if config.learner.kind == "verl":
+        verl_settings.check(config)
 
 
 def conceal(config: RunConfig) -> RunConfig:

@@ -19,7 +19,7 @@ from agentrl.algorithms import beside, presets
 from agentrl.algorithms.adapters import Adapters
 from agentrl.algorithms.checkpoint import atomic_directory, load_checkpoint
 from agentrl.algorithms.collect import Collector, rule
-from agentrl.algorithms.controller import Anchor
+from agentrl.algorithms.controller import Anchor, Following
 from agentrl.algorithms.difficulty import PART, Difficulty
 from agentrl.algorithms.dump import BadSteps
 from agentrl.algorithms.engines.choice import policy_server
@@ -33,7 +33,6 @@ from agentrl.algorithms.ledger import Ledger
 from agentrl.algorithms.loop import Loop
 from agentrl.algorithms.model import Tokenizer, context_of, load_model
 from agentrl.algorithms.objective import Algo
-from agentrl.algorithms.reference import Reference
 from agentrl.algorithms.requests import TaskStream
 from agentrl.algorithms.retokenize import Retokenizer
 from agentrl.algorithms.state import State
@@ -69,12 +68,9 @@ async def run(config: RunConfig) -> None:
         model, tokenizer, source = policy.model, policy.tokenizer, policy.source
         scorers, trainers = beside.make_reward_models(config, model, tokenizer, source)
         learner = make_learner(config, algo, model, tokenizer, source, policy.adapters, trainers)
-        reference = None
         if isinstance(learner, VerlLearner):
             stack.callback(learner.close)
-        else:
-            reference = learner.frozen.get("q")
-        memory, difficulty, anchor = remembered(config, algo, reference)
+        memory, difficulty, anchor = remembered(config, algo, learner.frozen.get("q"))
         if state.checkpoint:
             memory.restore(load_checkpoint(Path(state.checkpoint), learner))
         updater = Updater(
@@ -124,7 +120,7 @@ def load_policy(config: RunConfig) -> Policy:
 
 
 def remembered(
-    config: RunConfig, algo: Algo, reference: Reference | None
+    config: RunConfig, algo: Algo, reference: Following | None
 ) -> tuple[State, Difficulty | None, Anchor]:
     """All that is remembered from step to step, and those parts of it that others ask."""
     memory = State(algo.memories)
