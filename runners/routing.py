@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
@@ -46,12 +46,16 @@ class Router:
         run: str,
         upstreams: Mapping[str, UpstreamConfig] | None = None,
         roles: Mapping[str, str] | None = None,
+        policies: Collection[str] = (),
     ) -> None:
-        """Raises ConfigError when the key of a frozen endpoint is not in the environment."""
+        """`policies`: those of a run that has several, each for the roles that are mapped to it.
+
+        Raises ConfigError when the key of a frozen endpoint is not in the environment."""
         self.store, self.run = store, run
         self.policies: dict[str, PolicyVersion] = {}
         self.frozen = {name: _frozen(name, made) for name, made in (upstreams or {}).items()}
         self.roles = roles or {}
+        self.several = tuple(policies) if len(policies) > 1 else ()
         self._paused = False
         self._answering = 0
         self._news = asyncio.Event()  # set and replaced whenever a route may have changed
@@ -84,10 +88,23 @@ class Router:
             if not self._answering:
                 self._tell()
 
+    def unplayed(self, model: str, role: str) -> str:
+        """Why none of several policies answers a call; empty: one does, now or later."""
+        served = {policy.model for policy in self.policies.values()}
+        named = model in {*self.several, *self.policies, *self.frozen, *served}
+        if not self.several or DEFAULT in self.several or role in self.roles or named:
+            return ""
+        players = ", ".join(f"{role!r} by {name!r}" for role, name in sorted(self.roles.items()))
+        return (
+            f"no policy plays the role {role!r}, which asks for the model {model!r:.80}: the run "
+            f"file has {players}. Add it to the roles of a policy (policies.NAME.roles), or ask "
+            "for a policy by its name"
+        )
+
     def find(self, model: str, role: str) -> Route | None:
         """By role, if the run file maps it, else by the requested name: a frozen endpoint, a
         policy, a served model. Agents keep their own model names ("gpt-4o-mini"), so any other
-        name is the policy that is trained. None: it cannot answer now."""
+        name is the policy that is trained, where there is one. None: it cannot answer now."""
         name = self.roles.get(role, model)
         if name in self.frozen:
             return self.frozen[name]
@@ -95,7 +112,7 @@ class Router:
         if policy is None and role not in self.roles:
             served = (p for p in self.policies.values() if p.model == name)
             policy = next(served, None) or self.policies.get(DEFAULT)
-            policy = policy or next(iter(self.policies.values()), None)
+            policy = policy or next(iter(() if self.several else self.policies.values()), None)
         if policy is None or not policy.base_url or self._paused:
             return None
         return Route(policy.policy, policy.version, policy.base_url, policy.model)

@@ -20,8 +20,8 @@ from agentrl.algorithms.gates import Clip
 from agentrl.algorithms.learners.base import Psi, ValueTerms
 from agentrl.algorithms.learners.choice import make_learner
 from agentrl.algorithms.learners.torch import TorchLearner
-from agentrl.algorithms.main import load_policy
 from agentrl.algorithms.objective import Algo, Gate, Reg
+from agentrl.algorithms.policies import load_bases
 from agentrl.algorithms.targets import value_terms
 from agentrl.config import resolve
 from tests.algorithms.test_learner import make_batch
@@ -93,7 +93,7 @@ class Case:
 
 def torch_learner(run: dict[str, Any], algo: Algo) -> TorchLearner:
     config = resolve(run | {"learner": {"threads": 1, "token_budget": 64}}, source="test")
-    policy = load_policy(config)
+    (policy,) = load_bases(config)
     learner = make_learner(
         config, algo, policy.model, policy.tokenizer, policy.source, policy.adapters
     )

@@ -22,7 +22,7 @@ from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.learners.base import Psi, ValueTerms
 from agentrl.algorithms.learners.choice import make_learner
 from agentrl.algorithms.learners.verl import VerlLearner
-from agentrl.algorithms.main import load_policy
+from agentrl.algorithms.policies import load_bases
 from agentrl.config import resolve
 from agentrl.errors import AgentRLError
 
@@ -50,7 +50,7 @@ def opened(case: dict[str, Any], ranks: int) -> VerlLearner:
     run = case["run"]
     run["learner"]["verl"]["gpus_per_node"] = ranks
     config = resolve(run, source="test")
-    policy = load_policy(config)
+    (policy,) = load_bases(config)
     learner = make_learner(
         config, case["algo"], policy.model, policy.tokenizer, policy.source, policy.adapters
     )

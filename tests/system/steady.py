@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.algorithms import loop, main
+from agentrl.algorithms import loop, main, serving
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.learners.verl import VerlLearner
 from agentrl.config import RunConfig, resolve
@@ -96,7 +96,7 @@ class Silent:
 
     def __init__(self, *_: object, **__: object) -> None: ...
     async def start(self) -> None: ...
-    async def publish(self, version: int) -> None: ...
+    async def publish(self, version: int, policy: str | None = None) -> None: ...
     async def close(self) -> None: ...
 
     @asynccontextmanager
@@ -120,7 +120,7 @@ def replaced(strike: Strike) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Silent, "strike", staticmethod(strike), raising=False)
-        patch.setattr(main, "policy_server", Silent)
+        patch.setattr(serving, "policy_server", Silent)
         for learner in (TorchLearner, VerlLearner):
             patch.setattr(learner, "step", striking(learner.step, "optimizer"))
         patch.setattr(loop, "save_checkpoint", striking(loop.save_checkpoint, "checkpoint"))
