@@ -120,7 +120,7 @@ def differences(old: RunConfig, new: RunConfig) -> list[str]:
     ignored = {"root", "output", "store", "steps", "keep_checkpoints", "eval", "runner", "engine"}
     ignored |= {"metrics"}
     # Either learner goes on from the other's checkpoint, on any number of GPUs.
-    placement = ("learner.kind", "learner.verl.")
+    placement = ("learner.kind", "learner.packing", "learner.verl.")
     before, after = (
         flatten(msgspec.to_builtins(config)) | {"policies": list(config.policies)}  # their order
         for config in (old, new)

@@ -21,6 +21,8 @@ NonNegative = Annotated[float, msgspec.Meta(ge=0)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
+MODEL_LR = 1e-5  # of a critic that is a model of its own, where the run file says none
+
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all tables of the run file."""
@@ -217,8 +219,9 @@ class LearnerConfig(Section, frozen=True):
     gradient_checkpointing: bool = False  # recompute activations: less memory, more time
     fp32_head: bool = False  # logits of a bfloat16 policy in float32
     optimizer: Literal["adamw", "adamw8bit", "paged_adamw8bit"] = "adamw"
-    # What branches have in common: again, or once; verl has rows only.
-    packing: Literal["rows", "trie"] = "trie"
+    # What branches have in common: again, or once. Default: trie, and with verl rows, as it has no
+    # other.
+    packing: Literal["rows", "trie"] | None = None
     threads: Natural = 0  # 0: all cores
     verl: VerlConfig = VerlConfig()
 

@@ -25,6 +25,7 @@ import msgspec
 from rich.console import Console
 
 from agentrl import report, team, view
+from agentrl.algorithms.learners import verl_settings
 from agentrl.config import LoraConfig, PolicyConfig, RunConfig, differences, resolve
 from agentrl.errors import AgentRLError, ConfigError, TrainingError
 from agentrl.loading import check_tasks, load_tasks
@@ -195,6 +196,9 @@ def check(config: RunConfig) -> None:
     own = config.policies and all(member.model for member in config.policies.values())
     if not config.policy.model and not config.policy.build and not own:
         raise ConfigError("policy.model is missing: a Hugging Face directory or name")
+    if config.learner.kind == "verl":
+        for name in team.trained(config):
+            verl_settings.check(team.view(config, name))
 
 
 def conceal(config: RunConfig) -> RunConfig:

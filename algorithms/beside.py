@@ -25,10 +25,10 @@ from agentrl.algorithms.registry import Supply
 from agentrl.algorithms.reward_models import Implicit, RewardModel, Scalar, Scorer, load_scalar
 from agentrl.config import RunConfig, Section
 from agentrl.errors import ConfigError
+from agentrl.sections import MODEL_LR
 from agentrl.types import Scope
 
 FROZEN: Final[tuple[Literal["q", "t"], ...]] = ("q", "t")  # streams of models that do not learn
-MODEL_LR = 1e-5  # of a critic that is a model of its own
 HEAD_STEP = 0.05  # of a shared one, over its width: AdamW moves a value by the sum over all of it
 Frozen = dict[Literal["q", "t"], Reference]
 
@@ -107,7 +107,7 @@ def make_reward_models(
     Raises PolicyError for a model that cannot be loaded, reads other tokens, or is of another kind.
     """
     made, trainers = [], []
-    packing, budget = config.learner.packing, config.learner.token_budget
+    packing, budget = config.learner.packing or "trie", config.learner.token_budget
     for name, settings in config.reward_models.items():
         key, source = f"reward_models.{name}", located(config, settings.model)
         scorer: Scorer

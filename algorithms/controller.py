@@ -8,14 +8,13 @@ it without bias for the policy that was sampled.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.credit import rewritten, walk
 from agentrl.algorithms.objective import Algo
-from agentrl.algorithms.reference import Reference
 from agentrl.algorithms.shaping import Toll
 from agentrl.errors import ConfigError
 from agentrl.types import Json
@@ -66,11 +65,19 @@ def controller(algo: Algo, target: float, horizon: int) -> KlController:
     return KlController(betas[0], target, horizon)
 
 
+class Following(Protocol):
+    """A reference, wherever it is, that may become the policy as it is."""
+
+    def finish(self, step: int) -> None:
+        """Training step number `step` is done."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Anchor:
     """What the policy is held by: a reference that may follow it, and a penalty that may adapt."""
 
-    reference: Reference | None = None  # none: not read, or the model without its adapter
+    reference: Following | None = None  # none: not read, or the model without its adapter
     kl: KlController | None = None  # none: the penalty stays as it is
 
     def tuned(self, algo: Algo) -> Algo:

@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from agentrl.algorithms import beside, presets
 from agentrl.algorithms.checkpoint import load_checkpoint
 from agentrl.algorithms.collect import Collector, rule
-from agentrl.algorithms.controller import Anchor
+from agentrl.algorithms.controller import Anchor, Following
 from agentrl.algorithms.difficulty import PART, Difficulty
 from agentrl.algorithms.dump import BadSteps
 from agentrl.algorithms.hindsight import Hindsight
@@ -31,7 +31,6 @@ from agentrl.algorithms.model import context_of
 from agentrl.algorithms.objective import Algo
 from agentrl.algorithms.opponents import Opponents
 from agentrl.algorithms.policies import Base, load_bases
-from agentrl.algorithms.reference import Reference
 from agentrl.algorithms.requests import TaskStream
 from agentrl.algorithms.retokenize import Retokenizer
 from agentrl.algorithms.selfplay import PART as GAMES
@@ -170,8 +169,7 @@ def make_updater(config: RunConfig, name: str, algo: Algo, base: Base, dumps: Pa
     model, tokenizer, source = base.model, base.tokenizer, base.source
     scorers, trainers = beside.make_reward_models(config, model, tokenizer, source)
     learner = make_learner(config, algo, model, tokenizer, source, base.adapters, trainers, name)
-    reference = None if isinstance(learner, VerlLearner) else learner.frozen.get("q")
-    memory, anchor = remembered(config, algo, reference)
+    memory, anchor = remembered(config, algo, learner.frozen.get("q"))
     return Updater(
         config,
         algo,
@@ -185,7 +183,7 @@ def make_updater(config: RunConfig, name: str, algo: Algo, base: Base, dumps: Pa
     )
 
 
-def remembered(config: RunConfig, algo: Algo, reference: Reference | None) -> tuple[State, Anchor]:
+def remembered(config: RunConfig, algo: Algo, reference: Following | None) -> tuple[State, Anchor]:
     """All that a policy remembers from step to step, and what holds it."""
     memory = State(algo.memories)
     anchor = Anchor(reference, beside.make_controller(config, algo))

@@ -37,8 +37,17 @@ def make_learner(
     Raises PolicyError for models it cannot load, ConfigError for settings that it cannot follow and
     where verl is asked for and missing."""
     if config.learner.kind == "verl":
-        names = _frozen(config, algo, tokenizer, start)
-        return VerlLearner(model, tokenizer, settings(config, start), frozen=names)
+        if config.critic.model:
+            _check_reads("critic.model", _named(config, config.critic.model, start), tokenizer)
+        return VerlLearner(
+            model,
+            tokenizer,
+            settings(config, start),
+            adapters=adapters,
+            policy=policy,
+            frozen=_frozen(config, algo, tokenizer, start),
+            every=config.reference.every,
+        )
     return TorchLearner(
         model,
         tokenizer,
@@ -47,7 +56,7 @@ def make_learner(
         weight_decay=config.algorithm.weight_decay,
         max_grad_norm=config.algorithm.max_grad_norm,
         token_budget=config.learner.token_budget,
-        packing=config.learner.packing,
+        packing=config.learner.packing or "trie",
         gradient_checkpointing=config.learner.gradient_checkpointing,
         fp32_head=config.learner.fp32_head,
         optimizer=config.learner.optimizer,
@@ -61,18 +70,27 @@ def make_learner(
 def _frozen(
     config: RunConfig, algo: Algo, tokenizer: Tokenizer, start: str
 ) -> dict[Literal["q", "t"], str]:
-    """The models behind the streams that the algorithm reads, for the workers to load."""
+    """The models behind the streams that the algorithm reads, for the workers to load. The
+    reference of an adapter is the model without it, unless the run file names another."""
     asked = {"q": ("reference", config.reference.model), "t": ("teacher", config.teacher.model)}
     names: dict[Literal["q", "t"], str] = {}
     for letter in beside.FROZEN:
-        if letter not in algo.needs:
-            continue
         section, given = asked[letter]
-        names[letter] = name = beside.located(config, given) if given else start
-        try:
-            own = AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError) as error:
-            reason = " ".join(str(error).split())[:300]
-            raise PolicyError(f"{section}.model = {name!r}: cannot be loaded: {reason}") from None
-        check_vocabulary(f"{section}.model", name, own, tokenizer)
+        if letter in algo.needs and (given or not config.policy.lora.rank):
+            names[letter] = _named(config, given or "copy", start)
+            _check_reads(f"{section}.model", names[letter], tokenizer)
     return names
+
+
+def _named(config: RunConfig, model: str, start: str) -> str:
+    return start if model == "copy" else beside.located(config, model)
+
+
+def _check_reads(key: str, name: str, tokenizer: Tokenizer) -> None:
+    """Raises PolicyError unless the model reads the tokens of the policy."""
+    try:
+        own = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise PolicyError(f"{key} = {name!r}: cannot be loaded: {reason}") from None
+    check_vocabulary(key, name, own, tokenizer)

@@ -90,22 +90,7 @@ class Optimizer:
 
     def read(self, directory: Path) -> dict[str, Tensor]:
         """What `save` wrote, for `restore`. Raises PolicyError if it does not fit."""
-        try:
-            with safe_open(directory / FILE, framework="pt") as file:
-                kind = (file.metadata() or {}).get("optimizer")
-                saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise PolicyError(
-                f"checkpoint {directory}: {FILE} is missing or incomplete ({error}); "
-                "resume from another checkpoint"
-            ) from None
-        if kind != self.kind:
-            raise PolicyError(
-                f"checkpoint {directory}: its optimizer is {kind!r}, not {self.kind!r}; set "
-                f"learner.optimizer = {kind!r}, or start a new run from these weights"
-            )
-        self._check(directory, saved)
-        return saved
+        return read_state(directory, self.parameters, self.kind)
 
     def restore(self, saved: Mapping[str, Tensor]) -> None:
         """Take over what `read` returned: master weights, the model's weights, moments."""
@@ -133,27 +118,48 @@ class Optimizer:
             for name, parameter in self._narrow():
                 parameter.copy_(self.masters[name])
 
-    def _check(self, directory: Path, saved: Mapping[str, Tensor]) -> None:
-        """Moments are there for every parameter, or for none: before the first step."""
-        moments = {key.rpartition("/")[0] for key in saved if not key.endswith(f"/{MASTER}")}
-        masters = {key.rpartition("/")[0] for key in saved if key.endswith(f"/{MASTER}")}
-        expected = [(moments, set(self.parameters) if moments else set())]
-        expected.append((masters, {name for name, _ in self._narrow()}))
-        for found, wanted in expected:
-            for name in sorted(found ^ wanted):
-                where = "there, not in the policy" if name in found else "in the policy, not there"
-                raise PolicyError(
-                    f"checkpoint {directory}: {FILE} is of another model ({name} is {where}); "
-                    "resume with the model and policy.dtype it was made with"
-                )
-        for key, tensor in saved.items():
-            name, _, moment = key.rpartition("/")
-            shapes = list(tensor.shape), list(self.parameters[name].shape)
-            if moment in SHAPED and shapes[0] != shapes[1]:
-                raise PolicyError(
-                    f"checkpoint {directory}: {FILE} is of another model ({key} is {shapes[0]}, "
-                    f"{shapes[1]} in the policy); resume with the model it was made from"
-                )
+
+def read_state(directory: Path, parameters: Mapping[str, Tensor], kind: Kind) -> dict[str, Tensor]:
+    """FILE of an optimizer of these parameters. Raises PolicyError if it does not fit."""
+    try:
+        with safe_open(directory / FILE, framework="pt") as file:
+            found = (file.metadata() or {}).get("optimizer")
+            saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise PolicyError(
+            f"checkpoint {directory}: {FILE} is missing or incomplete ({error}); "
+            "resume from another checkpoint"
+        ) from None
+    if found != kind:
+        raise PolicyError(
+            f"checkpoint {directory}: its optimizer is {found!r}, not {kind!r}; set "
+            f"learner.optimizer = {found!r}, or start a new run from these weights"
+        )
+    _check(directory, saved, parameters)
+    return saved
+
+
+def _check(directory: Path, saved: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+    """Moments are there for every parameter, or for none: before the first step."""
+    moments = {key.rpartition("/")[0] for key in saved if not key.endswith(f"/{MASTER}")}
+    masters = {key.rpartition("/")[0] for key in saved if key.endswith(f"/{MASTER}")}
+    expected = [(moments, set(parameters) if moments else set())]
+    expected.append((masters, {name for name, p in parameters.items() if p.dtype in NARROW}))
+    for found, wanted in expected:
+        for name in sorted(found ^ wanted):
+            where = "there, not in the policy" if name in found else "in the policy, not there"
+            raise PolicyError(
+                f"checkpoint {directory}: {FILE} is of another model ({name} is {where}); "
+                "resume with the model and policy.dtype it was made with"
+            )
+    for key, tensor in saved.items():
+        name, _, moment = key.rpartition("/")
+        shapes = list(tensor.shape), list(parameters[name].shape)
+        if moment in SHAPED and shapes[0] != shapes[1]:
+            raise PolicyError(
+                f"checkpoint {directory}: {FILE} is of another model ({key} is {shapes[0]}, "
+                f"{shapes[1]} in the policy); resume with the model it was made from"
+            )
 
 
 def _into(master: Parameter) -> Callable[[Tensor], None]:

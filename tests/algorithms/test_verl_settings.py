@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+import socket
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from agentrl import trainer
 from agentrl.algorithms.batch import Batch, Row
+from agentrl.algorithms.learners import verl_settings
 from agentrl.algorithms.learners.base import Psi, StepReport
-from agentrl.algorithms.learners.verl import check_installed, dealt
-from agentrl.algorithms.learners.verl_settings import described, settings
+from agentrl.algorithms.learners.verl import dealt
+from agentrl.algorithms.learners.verl_settings import check, check_installed, described, settings
 from agentrl.cli import cli
 from agentrl.config import RunConfig, load, resolve
 from agentrl.errors import ConfigError
@@ -81,9 +84,8 @@ def test_settings_are_those_of_the_run_file() -> None:
 @pytest.mark.parametrize(
     ("sections", "key"),
     [
-        ({"policy": {"lora": {"rank": 4}}}, "policy.lora.rank"),
-        ({"critic": {"model": "copy"}}, "critic.model"),
-        ({"reference": {"every": 3}}, "reference.every"),
+        ({"critic": {"model": "shared"}}, "critic.model = 'shared'"),
+        ({"learner": {"packing": "trie"}}, "learner.packing = 'trie'"),
         ({"learner": {"optimizer": "adamw8bit"}}, "learner.optimizer"),
         ({"learner": {"fp32_head": True}}, "learner.fp32_head"),
         ({"learner": {"threads": 2}}, "learner.threads"),
@@ -92,6 +94,70 @@ def test_settings_are_those_of_the_run_file() -> None:
 def test_what_verl_cannot_follow_is_refused(sections: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=f"^{key}: .*learner.kind = 'torch'"):
         settings(config_of(**sections), "somewhere")
+
+
+def test_a_critic_is_a_model_with_an_optimizer_of_its_own(tmp_path: Path) -> None:
+    assert settings(config_of(), "somewhere")["critic"] == {}
+    copy = settings(config_of(critic={"model": "copy", "weight_decay": 0.3}), "somewhere")["critic"]
+    assert copy["model"]["path"] == "somewhere"
+    assert (copy["optimizer"]["lr"], copy["optimizer"]["weight_decay"]) == (1e-5, 0.3)
+    other = config_of(root=str(tmp_path), critic={"model": "own", "lr": 1e-3})
+    (tmp_path / "own").mkdir()
+    found = settings(other, "somewhere")["critic"]
+    assert found["model"]["path"] == str(tmp_path / "own")
+    assert found["optimizer"]["lr"] == 1e-3
+
+
+def test_an_adapter_is_that_of_the_run_file() -> None:
+    lora = {"rank": 4, "alpha": 8.0, "targets": ["q_proj"]}
+    found = settings(config_of(policy={"lora": lora}, critic={"model": "copy"}), "somewhere")
+    asked = {"lora_rank": 4, "lora_alpha": 8.0, "target_modules": ["q_proj"]}
+    assert asked.items() <= found["model"].items()
+    assert not asked.keys() & found["critic"]["model"].keys()
+    plain = settings(config_of(), "somewhere")
+    assert not asked.keys() & plain["model"].keys()
+
+
+@pytest.mark.parametrize(
+    ("address", "sentence"),
+    [
+        ("127.0.0.1:1", r"learner\.verl\.address = '127\.0\.0\.1:1': Ray cannot be reached there"),
+        ("ray://head:10001", r"not behind Ray's client; run agentrl there and give HOST:PORT"),
+    ],
+)
+@pytest.mark.parametrize("by", ["run file", "environment"])
+def test_a_ray_that_does_not_answer_is_noticed_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, address: str, sentence: str, by: str
+) -> None:
+    monkeypatch.setattr(verl_settings, "check_installed", lambda: None)
+    given = {"verl": {"address": address}} if by == "run file" else {}
+    if by == "environment":
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ConfigError, match=sentence):
+        check(config_of(learner=given))
+
+
+def test_a_ray_that_answers_or_that_ray_finds_itself_is_not_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(verl_settings, "check_installed", lambda: None)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        for address in ("", "auto", f"127.0.0.1:{port}"):
+            check(config_of(learner={"verl": {"address": address}}))
+
+
+def test_the_front_refuses_before_it_starts_anything(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(verl_settings, "find_spec", lambda name: None)
+    (tmp_path / "tasks.jsonl").write_text('{"input": 1}\n')
+    config = config_of(
+        root=str(tmp_path), tasks={"train": "tasks.jsonl"}, policy={"model": "somewhere"}
+    )
+    with pytest.raises(ConfigError, match=r"verl is not installed: pip install 'agentrl\[verl\]'"):
+        trainer.check(config)
 
 
 def test_placement_without_verl_is_refused() -> None:
@@ -123,7 +189,7 @@ def test_a_missing_verl_is_one_sentence() -> None:
 def test_only_known_releases_of_verl_are_used(
     monkeypatch: pytest.MonkeyPatch, version: str, known: bool
 ) -> None:
-    module = "agentrl.algorithms.learners.verl"
+    module = verl_settings.__name__
     monkeypatch.setattr(f"{module}.find_spec", lambda name: object())
     monkeypatch.setattr(f"{module}.importlib.metadata.version", lambda name: version)
     if known:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -14,39 +11,53 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from agentrl.algorithms import objective
 from agentrl.algorithms.batch import Batch
-from agentrl.algorithms.credit import Rel
+from agentrl.algorithms.credit import Critic, Gae, Rel
 from agentrl.algorithms.gates import Clip
-from agentrl.algorithms.learners.base import Psi, StepReport
+from agentrl.algorithms.learners.base import Psi, ValueTerms
+from agentrl.algorithms.learners.choice import make_learner
 from agentrl.algorithms.learners.torch import TorchLearner
-from agentrl.algorithms.model import load_model
 from agentrl.algorithms.objective import Algo, Gate, Reg
+from agentrl.algorithms.policies import load_bases
+from agentrl.algorithms.targets import value_terms
 from agentrl.config import resolve
 from tests.algorithms.test_learner import make_batch
+from tests.engines.program import program
 
 RANKS = (2, 1)
-LIMIT = 210  # seconds for the program; 40 on two idle cores
+LIMIT = 400  # seconds for the program; 90 on two idle cores
 pytestmark = [
     pytest.mark.skipif(
         find_spec("verl") is None or find_spec("ray") is None,
         reason="verl is not installed: run `make test-engines`",
     ),
-    pytest.mark.timeout(LIMIT + 30),
+    pytest.mark.timeout(LIMIT + 60),
 ]
 HERE = Path(__file__).parent
 CLOSE = 1e-5
 LRS = [1e-3, 5e-3, 1e-3]
-RUN = {
+RUN: dict[str, Any] = {
     "algorithm": {"max_grad_norm": 0.05, "weight_decay": 0.01},
     "learner": {
         "kind": "verl",
         "token_budget": 64,  # several micro-batches on each rank
-        "verl": {"attention": "sdpa", "timeout": 90.0},
+        "verl": {"attention": "sdpa", "timeout": 180.0},
     },
 }
-ALGO = Algo(Rel("outcome"), (Gate(Clip(0.02, 0.03), by="row"),), (Reg("k3", 0.1),))
+GATES = (Gate(Clip(0.02, 0.03), by="row"),)
+CASES = {
+    # A critic that is clipped, a reference that follows, and a teacher.
+    "ppo": (
+        {"critic": {"model": "copy", "lr": 1e-3, "weight_decay": 0.02}, "reference": {"every": 1}},
+        Algo(Gae(Critic()), GATES, (Reg("k3", 0.1), Reg("k3", 0.1, "t"))),
+    ),
+    # The reference is the model without its adapter.
+    "lora": ({"policy": {"lora": {"rank": 4}}}, Algo(Rel("outcome"), GATES, (Reg("k3", 0.1),))),
+}
+EACH = [(name, ranks) for name in CASES for ranks in RANKS]
 
 
 def odd_batch() -> Batch:
@@ -59,122 +70,163 @@ def odd_batch() -> Batch:
     return replace(batch, rows=rows)
 
 
-def torch_learner(model_dir: Path) -> TorchLearner:
-    model, tokenizer = load_model(model_dir, device="cpu")
-    return TorchLearner(model, tokenizer, max_grad_norm=0.05, weight_decay=0.01, threads=1)
-
-
-def weights_of(learner: TorchLearner) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in learner.model.named_parameters()}
-
-
-def same(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    assert mine.keys() == theirs.keys()
-    for name, weight in mine.items():
-        torch.testing.assert_close(theirs[name], weight, rtol=0, atol=CLOSE, msg=name)
-
-
-def run_steps(case: Path, out: Path) -> dict[int, dict[str, Any]]:
-    """What the program found; with a time-out for it and everything that it started."""
-    env = os.environ | {
-        "VERL_PLATFORM": "cpu",
-        "VERL_USE_EXTERNAL_MODULES": "verl_cpu",
-        "VERL_ENGINE_DEVICE": "cuda",  # its FSDP engine registers for no other name
-        "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parents[1]}",
-        "OMP_NUM_THREADS": "1",
-        "RAY_USAGE_STATS_ENABLED": "0",
-    }
-    command = [sys.executable, str(HERE / "verl_steps.py"), str(case), str(out)]
-    command += map(str, RANKS)
-    process = subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    )
-    try:
-        said, _ = process.communicate(timeout=LIMIT)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-    assert process.returncode == 0, said.decode()[-4000:]
-    found: dict[int, dict[str, Any]] = torch.load(out, weights_only=False)
-    return found
-
-
-@dataclass(frozen=True)
+@dataclass
 class Case:
-    """One batch, and what both learners made of it."""
+    """One batch, what the torch learner is made from, and what verl's made of it by ranks."""
 
-    folder: Path
+    run: dict[str, Any]
+    algo: Algo
     batch: Batch
-    psi: Psi
-    second: StepReport  # of the torch learner, one step after its checkpoint
-    weights: dict[str, torch.Tensor]  # after that
-    verl: dict[int, dict[str, Any]]  # by ranks
+    terms: objective.Terms
+    values: ValueTerms | None
+    folder: Path
+    verl: dict[int, dict[str, Any]]
+
+    @property
+    def psi(self) -> Psi:
+        return partial(objective.psi, self.algo, self.terms)
+
+    def learner(self) -> TorchLearner:
+        """Anew from the same run file, but for the learner."""
+        return torch_learner(self.run, self.algo)
+
+
+def torch_learner(run: dict[str, Any], algo: Algo) -> TorchLearner:
+    config = resolve(run | {"learner": {"threads": 1, "token_budget": 64}}, source="test")
+    (policy,) = load_bases(config)
+    learner = make_learner(
+        config, algo, policy.model, policy.tokenizer, policy.source, policy.adapters
+    )
+    assert isinstance(learner, TorchLearner)
+    return learner
+
+
+def learned(learner: TorchLearner) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in learner.optimizer.parameters.items()}
+
+
+def same(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert mine.keys() == theirs.keys()
+    for name, tensor in mine.items():
+        torch.testing.assert_close(theirs[name], tensor, rtol=0, atol=CLOSE, msg=name)
+
+
+def scored(learner: TorchLearner, batch: Batch) -> dict[str, Tensor]:
+    letters = [letter for letter in ("o", "q", "t") if letter in learner.supplies]
+    found = {letter: learner.logprobs(batch, letter) for letter in letters}  # type: ignore[arg-type]
+    return found | ({"v": learner.values(batch)} if "v" in learner.supplies else {})
+
+
+def made(name: str, models: dict[str, Path], folder: Path) -> Case:
+    """A case, with a checkpoint of the torch learner after one step."""
+    more, algo = CASES[name]
+    run = deepcopy(RUN) | deepcopy(more)
+    run["policy"] = run.get("policy", {}) | {"model": str(models["policy"]), "device": "cpu"}
+    if name == "ppo":
+        run["teacher"] = {"model": str(models["teacher"])}
+    learner, batch = torch_learner(run, algo), odd_batch()
+    o = learner.logprobs(batch).double()
+    noise = torch.linspace(-0.05, 0.05, batch.n_tokens, dtype=torch.float64)
+    streams = {"o": o + noise, "q": o, **({"t": o - noise} if name == "ppo" else {})}
+    advantage = torch.linspace(-1, 1, batch.n_tokens, dtype=torch.float64)
+    terms = objective.plan(algo, batch, streams, advantage=advantage)
+    values = None
+    if name == "ppo":
+        # Values that the second step moves further than the clip from their old selves.
+        values = value_terms(2 * advantage, learner.values(batch), clip=0.02)
+    case = Case(run, algo, batch, terms, values, folder, {})
+    learner.step(batch, case.psi, lr=1e-3, critic=values)
+    learner.save(folder / f"torch-{name}")
+    return case
 
 
 @pytest.fixture(scope="module")
-def case(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    folder, batch = tmp_path_factory.mktemp("verl"), odd_batch()
-    learner = torch_learner(tiny_model_dir)
-    o = learner.logprobs(batch).double()
-    noise = torch.linspace(-0.05, 0.05, batch.n_tokens, dtype=torch.float64)
-    terms = objective.plan(
-        ALGO, batch, {"o": o + noise, "q": o}, advantage=torch.linspace(-1, 1, batch.n_tokens)
-    )
-    psi: Psi = partial(objective.psi, ALGO, terms)
-    learner.step(batch, psi, lr=1e-3)
-    learner.save(folder / "torch")
-    second = learner.step(batch, psi, lr=1e-3)
+def cases(
+    tiny_model_dir: Path, tiny_llama_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Case]:
+    folder = tmp_path_factory.mktemp("verl")
+    models = {"policy": tiny_model_dir, "teacher": tiny_llama_dir}
+    found = {name: made(name, models, folder) for name in CASES}
     given = {
-        "batch": batch,
-        "algo": ALGO,
-        "terms": terms,
-        "run": RUN,
-        "model": str(tiny_model_dir),
-        "lrs": LRS,
-        "torch_checkpoint": folder / "torch",
+        name: {
+            "run": case.run,
+            "algo": case.algo,
+            "batch": case.batch,
+            "terms": case.terms,
+            "values": case.values,
+            "lrs": LRS,
+            "torch_checkpoint": folder / f"torch-{name}",
+        }
+        for name, case in found.items()
     }
-    torch.save(given, folder / "case.pt")
-    found = run_steps(folder / "case.pt", folder / "out.pt")
-    return Case(folder, batch, psi, second, weights_of(learner), found)
+    torch.save(given, folder / "cases.pt")
+    arguments = [str(folder / "cases.pt"), str(folder / "out.pt"), *map(str, RANKS)]
+    program(HERE / "verl_steps.py", *arguments, limit=LIMIT)
+    told = torch.load(folder / "out.pt", weights_only=False)
+    for name, case in found.items():
+        case.verl = told[name]
+    return found
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-def test_the_numbers_of_the_torch_learner(ranks: int, case: Case, tiny_model_dir: Path) -> None:
-    batch, psi, found = case.batch, case.psi, case.verl[ranks]
-    learner = torch_learner(tiny_model_dir)
-    for letter in "oq":
-        torch.testing.assert_close(found[letter], learner.logprobs(batch), rtol=0, atol=CLOSE)
+@pytest.mark.parametrize(("name", "ranks"), EACH)
+def test_the_numbers_of_the_torch_learner(name: str, ranks: int, cases: dict[str, Case]) -> None:
+    case = cases[name]
+    found, learner = case.verl[ranks], case.learner()
+    same(scored(learner, case.batch), found["scored"])
     for lr, theirs in zip(LRS, found["steps"], strict=True):
-        mine = learner.step(batch, psi, lr=lr)
-        assert theirs["applied"]
-        assert theirs["loss"] == pytest.approx(mine.loss, abs=CLOSE)
-        assert theirs["grad_norm"] == pytest.approx(mine.grad_norm, abs=CLOSE)
+        mine = learner.step(case.batch, case.psi, lr=lr, critic=case.values)
+        report = theirs["report"]
+        assert report.applied
+        assert report.loss == pytest.approx(mine.loss, abs=CLOSE)
+        assert report.grad_norm == pytest.approx(mine.grad_norm, abs=CLOSE)
         assert mine.grad_norm > 0.05  # so that clipping is compared as well
-        torch.testing.assert_close(theirs["logprobs"], mine.logprobs, rtol=0, atol=CLOSE)
-        same(weights_of(learner), theirs["weights"])
-    torch.testing.assert_close(found["moved_q"], found["q"], rtol=0, atol=0)
+        torch.testing.assert_close(report.logprobs, mine.logprobs, rtol=0, atol=CLOSE)
+        torch.testing.assert_close(report.entropy, mine.entropy, rtol=0, atol=CLOSE)
+        for key in [key for key in mine.metrics if key.startswith("critic/")]:
+            assert report.metrics[key] == pytest.approx(mine.metrics[key], abs=CLOSE), key
+        same(learned(learner), theirs["weights"])
+    if name == "ppo":
+        assert mine.metrics["critic/clip_fraction"] > 0
+        learner.frozen["q"].finish(0)
+    same(scored(learner, case.batch), found["later"])
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(("name", "ranks"), EACH)
+def test_tokens_speed_and_memory_are_told(name: str, ranks: int, cases: dict[str, Case]) -> None:
+    for step in cases[name].verl[ranks]["steps"]:
+        report = step["report"]
+        rows = cases[name].batch.rows
+        assert report.tokens == sum(int(row.actions[-1]) + 1 for row in rows)
+        assert report.metrics["throughput/tflops"] > 0
+        assert 0 < report.metrics["throughput/mfu"] < 1
+        assert report.metrics["memory/process_peak_mb"] > 0
+
+
+@pytest.mark.parametrize(("name", "ranks"), EACH)
 def test_a_checkpoint_goes_on_in_either_learner(
-    ranks: int, case: Case, tiny_model_dir: Path
+    name: str, ranks: int, cases: dict[str, Case]
 ) -> None:
+    case = cases[name]
     found = case.verl[ranks]
     same(found["next"]["weights"], found["again"]["weights"])
-    resumed = torch_learner(tiny_model_dir)
-    resumed.load(case.folder / f"checkpoint-{ranks}")
-    resumed.step(case.batch, case.psi, lr=1e-3)
-    same(weights_of(resumed), found["next"]["weights"])
-    assert found["from_torch"]["loss"] == pytest.approx(case.second.loss, abs=CLOSE)
-    same(case.weights, found["from_torch"]["weights"])
+    here, there = case.learner(), case.learner()
+    here.load(case.folder / f"{name}-{ranks}")
+    same(scored(here, case.batch), found["later"])
+    for learner, step in ((here, "next"), (there, "from_torch")):
+        if step == "from_torch":
+            learner.load(case.folder / f"torch-{name}")
+        report = learner.step(case.batch, case.psi, lr=1e-3, critic=case.values)
+        assert found[step]["report"].loss == pytest.approx(report.loss, abs=CLOSE)
+        same(learned(learner), found[step]["weights"])
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-def test_a_bad_step_changes_nothing(ranks: int, case: Case) -> None:
-    found = case.verl[ranks]
-    assert not found["bad"]["applied"]
-    same(found["again"]["weights"], found["bad"]["weights"])
+@pytest.mark.parametrize(("name", "ranks"), EACH)
+def test_a_bad_step_changes_nothing(name: str, ranks: int, cases: dict[str, Case]) -> None:
+    found = cases[name].verl[ranks]
+    assert len(found["bad"]) == (2 if name == "ppo" else 1)
+    for bad in found["bad"]:
+        assert not bad["report"].applied
+        same(found["again"]["weights"], bad["weights"])
 
 
 @pytest.mark.parametrize(
@@ -185,14 +237,17 @@ def test_a_bad_step_changes_nothing(ranks: int, case: Case) -> None:
             "see Ray's logs of the workers"),
     ],
 )  # fmt: skip
-def test_a_broken_or_endless_step_is_one_sentence(ranks: int, reason: str, case: Case) -> None:
-    found = case.verl[ranks]
+def test_a_broken_or_endless_step_is_one_sentence(
+    ranks: int, reason: str, cases: dict[str, Case]
+) -> None:
+    found = cases["lora"].verl[ranks]
     assert found["errors"] == [
         f"TrainingError: {reason}",
         "TrainingError: verl's workers are stopped; start the run again",
     ]
-    assert found["time"] < 30.0
+    assert found["time"] < 60.0
 
 
-def test_the_run_file_of_these_tests_is_one() -> None:
-    assert resolve(RUN, source="test").learner.kind == "verl"
+def test_the_run_files_of_these_tests_are_some() -> None:
+    for more, _ in CASES.values():
+        assert resolve(RUN | more, source="test").learner.kind == "verl"

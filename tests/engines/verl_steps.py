@@ -1,8 +1,8 @@
-"""Run as a program, because verl reads its platform once per process: three updates of one batch by
-`VerlLearner`, then a save, a load and one more. Prints nothing; writes what it found by the number
-of ranks.
+"""Run as a program, because verl reads its platform once per process: updates of one batch by
+`VerlLearner`, a save, a load and more of them. Prints nothing; writes what it found by case and
+number of ranks.
 
-verl_steps.py CASE OUT RANKS..."""
+verl_steps.py CASES OUT RANKS..."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from typing import Any
 
 import ray
 import torch
+from torch import Tensor
 
 from agentrl.algorithms import objective
-from agentrl.algorithms.learners.base import Psi
+from agentrl.algorithms.batch import Batch
+from agentrl.algorithms.learners.base import Psi, ValueTerms
+from agentrl.algorithms.learners.choice import make_learner
 from agentrl.algorithms.learners.verl import VerlLearner
-from agentrl.algorithms.learners.verl_settings import settings
-from agentrl.algorithms.model import load_model
+from agentrl.algorithms.policies import load_bases
 from agentrl.config import resolve
 from agentrl.errors import AgentRLError
 
 
-def main(case: Path, out: Path, numbers: list[int]) -> None:
+def main(cases: Path, out: Path, numbers: list[int]) -> None:
     # Logical GPUs: Ray counts what it is told, and the platform of the workers is the CPU.
     ray.init(
         num_cpus=8,
@@ -34,68 +36,91 @@ def main(case: Path, out: Path, numbers: list[int]) -> None:
         object_store_memory=100 * 2**20,
         logging_level="ERROR",
     )
-    given = torch.load(case, weights_only=False)
-    torch.save({ranks: steps(given, ranks, out.parent) for ranks in numbers}, out)
+    given = torch.load(cases, weights_only=False)
+    found = {
+        name: {ranks: steps(case, ranks, out.parent / f"{name}-{ranks}") for ranks in numbers}
+        for name, case in given.items()
+    }
+    torch.save(found, out)
     ray.shutdown()
 
 
-def steps(given: dict[str, Any], ranks: int, folder: Path) -> dict[str, Any]:
-    batch, algo, terms = given["batch"], given["algo"], given["terms"]
-    run = given["run"]
+def opened(case: dict[str, Any], ranks: int) -> VerlLearner:
+    """As a run opens it."""
+    run = case["run"]
     run["learner"]["verl"]["gpus_per_node"] = ranks
     config = resolve(run, source="test")
-    start = given["model"]
-    model, tokenizer = load_model(start, device="cpu")
-    learner = VerlLearner(model, tokenizer, settings(config, start), frozen={"q": start})
-    found: dict[str, Any] = {
-        "o": learner.logprobs(batch),
-        "q": learner.logprobs(batch, "q"),
-        "steps": [],
-    }
-    psi: Psi = partial(objective.psi, algo, terms)
+    (policy,) = load_bases(config)
+    learner = make_learner(
+        config, case["algo"], policy.model, policy.tokenizer, policy.source, policy.adapters
+    )
+    assert isinstance(learner, VerlLearner)
+    return learner
 
-    def step(lr: float, psi: Psi = psi) -> dict[str, Any]:
-        report = learner.step(batch, psi, lr=lr)
-        weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-        return {
-            "loss": report.loss,
-            "grad_norm": report.grad_norm,
-            "logprobs": report.logprobs,
-            "applied": report.applied,
-            "weights": weights,
-        }
 
-    found["steps"] = [step(lr) for lr in given["lrs"]]
-    learner.save(folder / f"checkpoint-{ranks}")
-    found["moved_q"] = learner.logprobs(batch, "q")
+def steps(case: dict[str, Any], ranks: int, folder: Path) -> dict[str, Any]:
+    batch, values, learner = case["batch"], case["values"], opened(case, ranks)
+    psi: Psi = partial(objective.psi, case["algo"], case["terms"])
+    found: dict[str, Any] = {"scored": scored(learner, batch)}
+
+    def step(lr: float, psi: Psi = psi, values: ValueTerms | None = values) -> dict[str, Any]:
+        report = learner.step(batch, psi, lr=lr, critic=values)
+        weights = {name: p.detach().clone() for name, p in learner._learned().items()}
+        return {"report": report, "weights": weights}
+
+    found["steps"] = [step(lr) for lr in case["lrs"]]
+    if "q" in learner.frozen:
+        learner.frozen["q"].finish(0)
+    found["later"] = scored(learner, batch)
+    learner.save(folder)
     found["next"] = step(1e-3)
-    learner.load(folder / f"checkpoint-{ranks}")
+    learner.load(folder)
     found["again"] = step(1e-3)
-    found["bad"] = step(1e-3, lambda p, index: torch.full_like(p, torch.nan))
-    learner.load(given["torch_checkpoint"])
+    found["bad"] = [step(1e-3, lambda p, index: torch.full_like(p, torch.nan))]
+    if values is not None:
+        found["bad"].append(step(1e-3, values=bad_values(values)))
+    learner.load(case["torch_checkpoint"])
     found["from_torch"] = step(1e-3)
+    found["errors"], found["time"] = broken(learner, batch, endless=ranks == 1)
+    learner.close()
+    return found
 
-    def broken(p: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+
+def scored(learner: VerlLearner, batch: Batch) -> dict[str, Tensor]:
+    """What it says of the batch, by stream."""
+    letters = [letter for letter in ("o", "q", "t") if letter in learner.supplies]
+    found = {letter: learner.logprobs(batch, letter) for letter in letters}
+    return found | ({"v": learner.values(batch)} if "v" in learner.supplies else {})
+
+
+def bad_values(values: ValueTerms) -> ValueTerms:
+    returns = values.returns.clone()
+    returns[0] = torch.nan  # on one rank, and only the critic learns it
+    return ValueTerms(returns=returns, old=values.old, weight=values.weight, clip=values.clip)
+
+
+def broken(learner: VerlLearner, batch: Batch, endless: bool) -> tuple[list[str], float]:
+    """What is said of a step that does not end, or that fails on one rank."""
+
+    def fails(p: Tensor, index: Tensor) -> Tensor:
         if 0 in index.tolist():  # on one rank, for which the others then wait
             raise ValueError("no psi today")
         return p
 
-    def endless(p: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    def sleeps(p: Tensor, index: Tensor) -> Tensor:
         time.sleep(60.0)
         return p
 
-    if ranks == 1:
-        learner.timeout = 2.0
-    found["errors"] = []
+    if endless:
+        learner.workers.timeout = 2.0
+    errors = []
     begun = time.monotonic()
     for _ in range(2):
         try:
-            learner.step(batch, endless if ranks == 1 else broken, lr=1e-3)
+            learner.step(batch, sleeps if endless else fails, lr=1e-3)
         except AgentRLError as error:
-            found["errors"].append(f"{type(error).__name__}: {error}")
-    found["time"] = time.monotonic() - begun
-    learner.close()
-    return found
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors, time.monotonic() - begun
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import torch
 from agentrl import team
 from agentrl.algorithms import loop, main, serving
 from agentrl.algorithms.learners.torch import TorchLearner
+from agentrl.algorithms.learners.verl import VerlLearner
 from agentrl.config import RunConfig, resolve
 from agentrl.store import open_store
 from agentrl.types import Attempt, Outcome, Reward, Transition, float32, int32
@@ -141,7 +142,8 @@ def replaced(strike: Strike) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Silent, "strike", staticmethod(strike), raising=False)
         patch.setattr(serving, "policy_server", Silent)
-        patch.setattr(TorchLearner, "step", striking(TorchLearner.step, "optimizer"))
+        for learner in (TorchLearner, VerlLearner):
+            patch.setattr(learner, "step", striking(learner.step, "optimizer"))
         patch.setattr(loop, "save_checkpoint", striking(loop.save_checkpoint, "checkpoint"))
         yield
 

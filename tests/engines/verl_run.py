@@ -1,0 +1,51 @@
+"""A run without chance on verl's workers, which may be struck: see `tests.system.steady`.
+
+verl_run.py FOLDER MODEL [WHOM:POINT:NUMBER]
+
+At the NUMBER-th time it passes POINT this process is killed, or one worker (WHOM: driver,
+worker)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+
+import psutil
+import torch
+from msgspec.structs import replace
+
+from agentrl.config import RunConfig, VerlConfig
+from agentrl.errors import AgentRLError
+from tests.system import steady
+
+
+def config(folder: Path, model: Path) -> RunConfig:
+    """The steady run in two minibatches on two workers."""
+    run = steady.config(folder, model)
+    placed = VerlConfig(gpus_per_node=2, attention="sdpa", timeout=120.0)
+    learner = replace(run.learner, kind="verl", threads=0, verl=placed)
+    return replace(run, steps=3, learner=learner, algorithm=replace(run.algorithm, epochs=1))
+
+
+def kill(whom: str) -> None:
+    if whom == "driver":
+        os.kill(os.getpid(), signal.SIGKILL)
+    mine = psutil.Process().children(recursive=True)
+    worker = next(each for each in mine if "PolicyWorker" in " ".join(each.cmdline()))
+    worker.kill()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    strike: steady.Strike = lambda point: None  # noqa: E731
+    for where in sys.argv[3:]:
+        whom, point, number = where.split(":")
+        strike = steady.strike_at(point, int(number), partial(kill, whom))
+    try:
+        asyncio.run(steady.run(config(Path(sys.argv[1]), Path(sys.argv[2])), strike))
+    except AgentRLError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
