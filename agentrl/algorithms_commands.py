@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import click
 import msgspec
 
+from agentrl import team
 from agentrl.algorithms import presets
 from agentrl.algorithms.explain import brief, explain, report
 from agentrl.algorithms.objective import Algo
@@ -16,7 +17,7 @@ from agentrl.config import RunConfig
 from agentrl.errors import StoreError
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.types import Group, Purpose, Rollout
+from agentrl.types import Credit, Group, Purpose, Rollout
 
 EVERYTHING: tuple[Supply, ...] = ("o", "b", "q", "t", "v", "k")
 
@@ -72,16 +73,34 @@ async def explained(store_url: str, rollout: str, *, tokens: bool) -> list[str]:
             )
         groups = await _groups(store, trace.rollout)
         members = [member.id for group in groups for member in group.rollouts]
-        credits = {row.transition: row for id in members for row in await store.credits(id)}
-    config = msgspec.convert(state.config, RunConfig).algorithm
-    algo = presets.make(config.preset, config.options, streams=EVERYTHING)
-    explanation = explain(algo, groups, min_group=config.min_group, credits=credits)
-    lines = report(explanation, rollout, groups, tokens)
+        credits = [row for id in members for row in await store.credits(id)]
+    config = msgspec.convert(state.config, RunConfig)
+    lines = []
+    for policy in team.trained(config):
+        if config.policies:
+            lines.append(f"policy {policy}")
+        lines += _of_policy(team.view(config, policy), policy, rollout, groups, credits, tokens)
     if trace.rollout.trained is None:
         return [*lines, "this rollout is not trained yet, or was discarded"]
     if not credits:
         return [*lines, "its step stored no credit (algorithm.store_credit): see the note above"]
     return lines
+
+
+def _of_policy(
+    config: RunConfig,
+    policy: str,
+    rollout: str,
+    groups: list[Group],
+    credits: list[Credit],
+    tokens: bool,
+) -> list[str]:
+    """What one policy made of a rollout, by its own view of the run."""
+    settings = config.algorithm
+    algo = presets.make(settings.preset, settings.options, streams=EVERYTHING)
+    own = {row.transition: row for row in credits if row.policy == policy}
+    explanation = explain(algo, groups, min_group=settings.min_group, credits=own, policy=policy)
+    return report(explanation, rollout, groups, tokens)
 
 
 async def _groups(store: Store, rollout: Rollout) -> list[Group]:

@@ -49,9 +49,9 @@ def train(
     config = load(run_file, [*overrides, *extra])
     if dry_run:
         if find_spec("torch") and find_spec("transformers"):  # the extra `train`
-            from agentrl.algorithms.main import algorithm
+            from agentrl.algorithms.main import algorithms, sampled_for
 
-            algorithm(config)
+            sampled_for(config, algorithms(config))
         click.echo(to_toml(config), nl=False)
         if config.learner.kind == "verl":
             from agentrl.algorithms.learners.verl_settings import described

@@ -15,6 +15,7 @@ from typing import Any, get_args
 
 import msgspec
 
+from agentrl import team
 from agentrl.errors import ConfigError
 from agentrl.sections import AgentConfig as AgentConfig
 from agentrl.sections import AlgorithmConfig as AlgorithmConfig
@@ -27,6 +28,7 @@ from agentrl.sections import EvalConfig as EvalConfig
 from agentrl.sections import KubernetesConfig as KubernetesConfig
 from agentrl.sections import LearnerConfig as LearnerConfig
 from agentrl.sections import LoraConfig as LoraConfig
+from agentrl.sections import MemberConfig as MemberConfig
 from agentrl.sections import MetricsConfig as MetricsConfig
 from agentrl.sections import Natural as Natural
 from agentrl.sections import PolicyConfig as PolicyConfig
@@ -40,12 +42,14 @@ from agentrl.sections import RunnerConfig as RunnerConfig
 from agentrl.sections import Section as Section
 from agentrl.sections import TasksConfig as TasksConfig
 from agentrl.sections import TeacherConfig as TeacherConfig
+from agentrl.sections import TeamConfig as TeamConfig
 from agentrl.sections import UpstreamConfig as UpstreamConfig
 from agentrl.sections import VerifierConfig as VerifierConfig
 from agentrl.sections import VerlConfig as VerlConfig
 from agentrl.sections import VllmConfig as VllmConfig
 from agentrl.sinks import SINKS, missing
 from agentrl.store.urls import concealed
+from agentrl.types import POLICY
 
 
 def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
@@ -72,10 +76,13 @@ def resolve(data: Mapping[str, Any], *, source: str) -> RunConfig:
         config = msgspec.convert(data, RunConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{source}: {_said(str(error))}") from None
-    _check_numbers(config, source)
+    _check_numbers(msgspec.structs.replace(config, policies={}), source)
+    for name, member in config.policies.items():
+        _check_member(name, member, source)
     _check_roles(config, source)
     _check_lora(config.policy.lora, source)
     _check_schedule(config.algorithm, source)
+    _check_policies(config, source)
     _check_sinks(config.metrics.sinks, source)
     _check_engine(config.engine, source)
     _check_learner(config.learner, source)
@@ -112,7 +119,10 @@ def differences(old: RunConfig, new: RunConfig) -> list[str]:
     ignored |= {"metrics"}
     # Either learner goes on from the other's checkpoint, on any number of GPUs.
     placement = ("learner.kind", "learner.verl.")
-    before, after = (flatten(msgspec.to_builtins(config)) for config in (old, new))
+    before, after = (
+        flatten(msgspec.to_builtins(config)) | {"policies": list(config.policies)}  # their order
+        for config in (old, new)
+    )
     return [
         f"{key}: {before.get(key)!r} -> {after.get(key)!r}"
         for key in sorted(before.keys() | after.keys())
@@ -205,12 +215,101 @@ def _check_numbers(config: RunConfig, source: str) -> None:
 
 
 def _check_roles(config: RunConfig, source: str) -> None:
-    known = {*config.upstreams, "policy"}
+    """That every role has one player, and every player a name of its own."""
+    policies = set(config.policies) or {POLICY}
+    known = policies.union(config.upstreams)
     for role, target in config.roles.items():
         if target not in known:
             raise ConfigError(f"{source}: roles.{role} = {target!r}; {nearest(target, known)}")
-    if "policy" in config.upstreams:
-        raise ConfigError(f"{source}: [upstreams.policy]: that is the trained policy's name")
+    for name in sorted(policies.intersection(config.upstreams)):
+        raise ConfigError(f"{source}: [upstreams.{name}]: that is the name of a policy")
+    claimed = dict.fromkeys(config.roles, "[roles]")
+    for name, member in config.policies.items():
+        for role in member.roles:
+            if role in claimed:
+                raise ConfigError(
+                    f"{source}: policies.{name}.roles names {role!r}, which {claimed[role]} has "
+                    "already; a role is played by one policy"
+                )
+            claimed[role] = f"policies.{name}.roles"
+    for name in config.policies:
+        if name not in {POLICY, *team.claims(config).values()}:
+            raise ConfigError(
+                f"{source}: policies.{name}.roles is empty: no call would be its; name the roles "
+                "that it plays"
+            )
+
+
+def _check_policies(config: RunConfig, source: str) -> None:
+    """What the tables of several policies mean together, and each as if it were alone."""
+    if not config.policies and config.team != TeamConfig():
+        raise ConfigError(f"{source}: [team] is about several policies, and there is one")
+    if not config.policies:
+        return
+    names = team.trained(config)
+    if not names:
+        raise ConfigError(f"{source}: [policies]: all of them are frozen; one must learn")
+    if config.learner.kind == "verl":
+        raise ConfigError(
+            f"{source}: learner.kind = 'verl' trains one policy, and [policies] has "
+            f"{', '.join(config.policies)}; use learner.kind = 'torch'"
+        )
+    if config.reward_models:
+        raise ConfigError(
+            f"{source}: [reward_models] score the calls of one policy, and [policies] has several; "
+            "let the verifier return the reward"
+        )
+    if config.team.schedule == "together" and config.team.every != 1:
+        raise ConfigError(f"{source}: team.every means nothing for team.schedule = 'together'")
+    for name in names:
+        _check_view(config, name, source)
+
+
+def _check_member(name: str, member: MemberConfig, source: str) -> None:
+    where = f"policies.{name}"
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
+        raise ConfigError(
+            f"{source}: [{where}]: a policy's name is letters, digits, - and _, because adapters, "
+            "folders and metrics are named by it"
+        )
+    for key, kind in (("lora", LoraConfig), *team.TABLES.items()):
+        differs: dict[str, Any] = getattr(member, key)
+        _check_keys(kind, differs, prefix=f"{where}.{key}.", source=source)
+        if differs and member.frozen and key != "lora":
+            raise ConfigError(f"{source}: {where}.{key}: it is frozen, so it learns nothing")
+    for key in sorted(team.SHARED.intersection(member.algorithm)):
+        raise ConfigError(
+            f"{source}: {where}.algorithm.{key}: all policies learn from the same groups; set "
+            f"algorithm.{key}"
+        )
+    if not member.frozen:
+        return
+    if not (member.model or member.lora.get("adapter")):
+        raise ConfigError(
+            f"{source}: {where}: it is frozen and has no weights; give model or lora.adapter"
+        )
+    for key in sorted(set(member.lora) - {"adapter"}):
+        raise ConfigError(f"{source}: {where}.lora.{key}: a frozen adapter says itself what it is")
+
+
+def _check_view(config: RunConfig, name: str, source: str) -> None:
+    own = f"{source}: policies.{name}"
+    try:
+        view = team.view(config, name)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{own}: {_said(str(error))}") from None
+    _check_numbers(view, own)
+    _check_lora(view.policy.lora, own)
+    _check_schedule(view.algorithm, own)
+    if not view.policy.lora.rank and not config.policies[name].model:
+        raise ConfigError(
+            f"{own}: give it lora.rank, for an adapter on policy.model, or a model of its own"
+        )
+    if config.steps and not view.steps:
+        raise ConfigError(
+            f"{own} never learns: its turn would come after the last of steps = {config.steps}; "
+            "lower team.every or raise steps"
+        )
 
 
 def _check_engine(engine: EngineConfig, source: str) -> None:

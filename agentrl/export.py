@@ -53,6 +53,7 @@ def otlp(
 @click.option("--run", help="Name of a run, for its last committed checkpoint.")
 @click.option("--store", help="Store URL; default: the one in runs/<run>.")
 @click.option("--to", "directory", required=True, type=click.Path(path_type=Path))
+@click.option("--policy", help="Which one, of a run of several.")
 @click.option("--merge", is_flag=True, help="Add an adapter to its base: a model of its own.")
 @click.option("--base", default="", help="With --merge: where the base is now, if it has moved.")
 def model(
@@ -60,6 +61,7 @@ def model(
     run: str | None,
     store: str | None,
     directory: Path,
+    policy: str | None,
     merge: bool,
     base: str,
 ) -> None:
@@ -75,11 +77,25 @@ def model(
         url = store or f"sqlite:///{Path('runs', run, 'store.db').resolve()}"
         checkpoint = asyncio.run(_last_checkpoint(url, run))
     assert checkpoint is not None
+    checkpoint = _of_policy(checkpoint, policy)
     if merge:
         export_merged(checkpoint, directory, base=base)
     else:
         export_checkpoint(checkpoint, directory)
     click.echo(f"wrote {directory} from {checkpoint}")
+
+
+def _of_policy(checkpoint: Path, policy: str | None) -> Path:
+    """Where in a checkpoint a policy is. Raises ConfigError for one it does not have, and where
+    there are several to choose from."""
+    held = sorted(path.parent.name for path in checkpoint.glob("*/tokenizer_config.json"))
+    if policy is None and not held:
+        return checkpoint
+    if policy not in held:
+        hint = f"give --policy, one of {', '.join(held)}" if held else "leave --policy out"
+        what = f"{policy!r} is not in it" if policy else "it holds several policies"
+        raise ConfigError(f"{checkpoint}: {what}; {hint}")
+    return checkpoint / policy
 
 
 async def _last_checkpoint(store_url: str, run: str) -> Path:

@@ -85,6 +85,30 @@ class PolicyConfig(Section, frozen=True):
     lora: LoraConfig = LoraConfig()
 
 
+class MemberConfig(Section, frozen=True):
+    """One of several policies: the roles it plays, its weights, and what of how it learns differs
+    from the tables of the run."""
+
+    roles: list[str] = []
+    model: str = ""  # weights of its own; default: an adapter on those of policy.model
+    lora: dict[str, Any] = {}  # what differs from policy.lora
+    frozen: bool = False  # served from `model` or `lora.adapter` and never trained
+    algorithm: dict[str, Any] = {}
+    critic: dict[str, Any] = {}
+    reference: dict[str, Any] = {}
+    teacher: dict[str, Any] = {}
+
+
+class TeamConfig(Section, frozen=True):
+    """Which of several policies learn in a step.
+
+    together: all of them. alternating: one after the other, in the order of the run file and again
+    from the first. sequence: the same once; the last one learns to the end."""
+
+    schedule: Literal["together", "alternating", "sequence"] = "together"
+    every: Count = 1  # steps of a policy before the next one's turn
+
+
 class BranchingConfig(Section, frozen=True):
     """Rollouts that repeat the first calls of those of a group and are sampled from there, asked
     for when these have ended.
@@ -310,6 +334,8 @@ class RunConfig(Section, frozen=True):
     tasks: TasksConfig = TasksConfig()
     verifier: VerifierConfig = VerifierConfig()
     policy: PolicyConfig = PolicyConfig()
+    policies: dict[str, MemberConfig] = {}  # by name; none: one, of the name "policy"
+    team: TeamConfig = TeamConfig()
     sampling: Sampling = Sampling()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     critic: CriticConfig = CriticConfig()
@@ -322,7 +348,7 @@ class RunConfig(Section, frozen=True):
     eval: EvalConfig = EvalConfig()
     metrics: MetricsConfig = MetricsConfig()
     upstreams: dict[Name, UpstreamConfig] = {}  # by name, which is a model name for the agent too
-    roles: dict[str, str] = {}  # role -> the upstream that answers it, or "policy"
+    roles: dict[str, str] = {}  # role -> the upstream or policy that answers it
 
     def path(self, name: str) -> Path:
         """A file named in the run file, relative to its folder."""

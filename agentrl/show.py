@@ -11,7 +11,7 @@ from rich.text import Text
 
 from agentrl.errors import StoreError
 from agentrl.store import open_store
-from agentrl.types import Rollout, Trace, Transition
+from agentrl.types import POLICY, Rollout, Trace, Transition
 
 STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
@@ -67,10 +67,16 @@ def _message(message: dict[str, Any], note: str = "") -> Text:
 
 def _answer(transition: Transition) -> Text:
     note = (
-        f"   [{transition.role} v{transition.version}, {len(transition.prompt)} +"
+        f"   [{_player(transition)} v{transition.version}, {len(transition.prompt)} +"
         f" {len(transition.completion)} tokens, {transition.finish}]"
     )
     return _message({"role": "assistant"} | (transition.answer or {}), note)
+
+
+def _player(transition: Transition) -> str:
+    """The role, and the policy where it is not the only one."""
+    alone = transition.policy == POLICY
+    return transition.role if alone else f"{transition.role} by {transition.policy}"
 
 
 def _content(content: object) -> str:

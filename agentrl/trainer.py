@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import msgspec
 from rich.console import Console
 
-from agentrl import report, view
+from agentrl import report, team, view
 from agentrl.config import LoraConfig, PolicyConfig, RunConfig, differences, resolve
 from agentrl.errors import AgentRLError, ConfigError, TrainingError
 from agentrl.loading import check_tasks, load_tasks
@@ -83,12 +83,28 @@ def run_evaluation(config: RunConfig, checkpoint: Path | None, tasks: str | None
         output=str(output),
         store=f"sqlite:///{output / 'store.db'}",
         steps=0,
-        policy=_policy_at(config.policy, checkpoint.resolve()),
+        **_policies_at(config, checkpoint.resolve()),
         tasks=replace(config.tasks, heldout=heldout or config.tasks.heldout),
         eval=replace(config.eval, tasks=0) if tasks else config.eval,
     )
     check(config)
     return _blocking(_front(config, runners=config.runner.processes))
+
+
+def _policies_at(config: RunConfig, checkpoint: Path) -> dict[str, Any]:
+    """Settings that load the policies of a checkpoint; frozen ones stay what they are."""
+    if not config.policies:
+        return {"policy": _policy_at(config.policy, checkpoint)}
+    members = dict(config.policies)
+    for name in team.trained(config):
+        folder = checkpoint / name
+        if not folder.is_dir():
+            raise ConfigError(f"{checkpoint}: it has no policy {name!r}, which the run file trains")
+        found = _policy_at(team.view(config, name).policy, folder)
+        members[name] = msgspec.structs.replace(
+            members[name], model=found.model, lora=msgspec.to_builtins(found.lora)
+        )
+    return {"policies": members}
 
 
 def _policy_at(policy: PolicyConfig, checkpoint: Path) -> PolicyConfig:
@@ -113,8 +129,9 @@ class Trainer:
     `agent` is a callable, a LangChain runnable or a function without arguments that builds one
     (called once `OPENAI_BASE_URL` points at the gateway), and runs in this process; `tasks` and
     `heldout` are lists of `{"input": ..., ...}`; `verifier` takes task and result and returns a
-    number or named numbers; `policy` is a Hugging Face directory or name. `settings` are those of
-    a run file, tables as dicts: `Trainer(..., steps=50, algorithm={"lr": 1e-5})`.
+    number or named numbers; `policy` is a Hugging Face directory or name, to be left out where
+    each of several policies has one of its own. `settings` are those of a run file, tables as
+    dicts: `Trainer(..., steps=50, algorithm={"lr": 1e-5}, policies={"solver": {...}})`.
 
     `agent`, `tasks`, `heldout` and `verifier` may also be "file.py:name" as in a run file.
     """
@@ -124,7 +141,7 @@ class Trainer:
         agent: Any,
         tasks: Iterable[dict[str, Json]] | str,
         verifier: Callable[..., Any] | str,
-        policy: str | Path,
+        policy: str | Path = "",
         heldout: Iterable[dict[str, Json]] | str = "",
         **settings: Any,
     ) -> None:
@@ -175,7 +192,8 @@ def check(config: RunConfig) -> None:
         file = value.rpartition(":")[0]
         if file.endswith(".py") and not (root / file).is_file():
             raise ConfigError(f"{key} = {value!r}: there is no file {root / file}")
-    if not config.policy.model and not config.policy.build:
+    own = config.policies and all(member.model for member in config.policies.values())
+    if not config.policy.model and not config.policy.build and not own:
         raise ConfigError("policy.model is missing: a Hugging Face directory or name")
 
 

@@ -88,9 +88,7 @@ class Adapters:
             layer.enable_adapters(False)  # peft's forward is the base layer's; `_apply` adds to it
             if not layer._forward_hooks:
                 layer.register_forward_hook(self._apply)
-        for each in self.names:
-            for parameter in self.parameters(each).values():
-                parameter.requires_grad_(True)
+        self._unfreeze()
         self.model.eval()
 
     def open(self, name: str, directory: Path) -> None:
@@ -104,6 +102,14 @@ class Adapters:
             targets=() if isinstance(targets, str) else sorted(targets),
         )
         self.restore(name, self.read(name, directory))
+
+    def close(self, name: str) -> None:
+        """Remove an adapter, not the first: the model stays what adapters are applied to."""
+        self._check_name(name)
+        if name == self.names[0]:
+            raise PolicyError(f"adapter {name!r}: it is the first one, which stays")
+        self._peft.delete_adapter(name)
+        self._unfreeze()
 
     def parameters(self, name: str) -> dict[str, Parameter]:
         """What one adapter learns, by names that do not contain its own."""
@@ -231,6 +237,12 @@ class Adapters:
         named = self.model.named_modules()
         return {path: module for path, module in named if hasattr(module, "lora_A")}
 
+    def _unfreeze(self) -> None:
+        """peft lets the one that it calls active learn, and no other."""
+        for name in self.names:
+            for parameter in self.parameters(name).values():
+                parameter.requires_grad_(True)
+
     def _check_name(self, name: str) -> None:
         if name not in self.names:
             raise PolicyError(f"no adapter {name!r}; {nearest(name, self.names)}")
@@ -260,6 +272,11 @@ def fingerprint(model: Module) -> str:
         digest.update(f"{name} {list(parameter.shape)}".encode())
         digest.update(sample.contiguous().view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
+
+
+def base_of(directory: Path) -> str:
+    """Directory or hub name of the model that an adapter says it is for."""
+    return str(_settings(directory).base_model_name_or_path)
 
 
 def _seed(seed: int, name: str) -> int:

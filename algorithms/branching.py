@@ -14,18 +14,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from agentrl import team
 from agentrl.algorithms.merge import trainable, valid
 from agentrl.algorithms.requests import branch_of
 from agentrl.config import BranchingConfig, RunConfig
 from agentrl.errors import Conflict
 from agentrl.store.base import Store
-from agentrl.types import Group, NewRollout, Rollout
+from agentrl.types import POLICY, Group, NewRollout, Rollout
 
 log = logging.getLogger(__name__)
 
@@ -66,20 +67,22 @@ async def _grow(store: Store, config: RunConfig, group: str) -> None:
 def branches(config: RunConfig, rollouts: Sequence[Rollout]) -> list[NewRollout]:
     """What to ask for, of the rollouts of one group that are no branches themselves."""
     settings = config.algorithm.branching
-    found = chosen(settings, [list(forks(rollout)) for rollout in rollouts])
+    policies = team.trained(config)
+    found = chosen(settings, [list(forks(rollout, policies)) for rollout in rollouts])
     by_id = {rollout.id: rollout for rollout in rollouts}
     again = [fork for fork in found for _ in range(settings.width)]
     return [branch_of(config, by_id[f.rollout], f.calls, n) for n, f in enumerate(again)]
 
 
-def forks(rollout: Rollout) -> Iterator[Fork]:
-    """The calls of a rollout that can be sampled anew: those of the trained policy, all of them
+def forks(rollout: Rollout, policies: Collection[str] = (POLICY,)) -> Iterator[Fork]:
+    """The calls of a rollout that can be sampled anew: those of the trained policies, all of them
     sampled at a temperature, after the first. Before the first call a branch would be a rollout
     like any other."""
-    if not valid(rollout):
+    if not any(valid(rollout, policy=policy) for policy in policies):
         return
     for number, call in enumerate(rollout.transitions):
-        if number and trainable(call) and call.completion and call.sampling.temperature > 0:
+        trained = call.policy in policies and trainable(call, call.policy)
+        if number and trained and call.completion and call.sampling.temperature > 0:
             yield Fork(rollout.id, number, -fmean(call.logprobs))
         if call.finish == "cut":  # its end is not known, and what follows cannot be repeated
             return

@@ -18,11 +18,11 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from agentrl.algorithms.learners.base import Learner
 from agentrl.errors import PolicyError, TrainingError
 from agentrl.types import Json
 
@@ -36,7 +36,14 @@ def checkpoint_name(steps: int, epoch: int) -> str:
     return f"{steps:06d}" if epoch == 1 else f"{steps:06d}.{epoch}"
 
 
-def save_checkpoint(directory: Path, learner: Learner, state: Mapping[str, Json]) -> None:
+class Kept(Protocol):
+    """A learner, or several together."""
+
+    def save(self, directory: Path) -> None: ...
+    def load(self, directory: Path) -> None: ...
+
+
+def save_checkpoint(directory: Path, learner: Kept, state: Mapping[str, Json]) -> None:
     """Write a checkpoint, replacing one of the same name. `state` must survive JSON.
 
     Raises TrainingError when the disk refuses, with nothing left behind."""
@@ -52,7 +59,7 @@ def save_checkpoint(directory: Path, learner: Learner, state: Mapping[str, Json]
         ) from error
 
 
-def load_checkpoint(directory: Path, learner: Learner) -> dict[str, Json]:
+def load_checkpoint(directory: Path, learner: Kept) -> dict[str, Json]:
     """Restore learner and random state; returns the `state` given to `save_checkpoint`.
 
     Raises PolicyError, with nothing changed, if it is damaged or of another model."""
@@ -82,7 +89,8 @@ def export_checkpoint(source: Path, target: Path) -> None:
     if target.exists():
         raise PolicyError(f"{target}: it is there already; give a directory to be made")
     files = [file for file in sorted(source.glob("*")) if file.is_file() and _of_the_policy(file)]
-    if not (source / STATE).is_file() or not any(map(_weights, files)):
+    whole = any((folder / STATE).is_file() for folder in (source, source.parent))
+    if not whole or not any(map(_weights, files)):
         raise PolicyError(f"{source}: it is no checkpoint of a run; give <output>/checkpoints/...")
     for file in filter(_weights, files):
         try:

@@ -25,7 +25,7 @@ from agentrl.algorithms.ledger import Stored, read, replayed
 from agentrl.algorithms.merge import build_batch
 from agentrl.algorithms.objective import Algo
 from agentrl.errors import TrainingError
-from agentrl.types import Credit, Group
+from agentrl.types import POLICY, Credit, Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +56,14 @@ def explain(
     *,
     min_group: int = 0,
     credits: Mapping[str, Credit] = MappingProxyType({}),
+    policy: str = POLICY,
 ) -> Explanation:
-    """Explains the step of `algo` on `groups`, for the trained policy. `credits`: what the store
-    has of the step, by transition.
+    """Explains the step of `algo` on `groups`, for a trained policy. `credits`: what the store has
+    of the step, by transition.
 
     Raises TrainingError where the step itself would have."""
     columns.check(groups, [name for name in algo.rewards if name not in algo.optional])
-    batch = build_batch(groups, reward_names=algo.rewards, min_group=min_group)
+    batch = build_batch(groups, reward_names=algo.rewards, min_group=min_group, policy=policy)
     stored = read(algo, batch, credits)
     batch = replayed(algo, batch, stored)
     same = batch.behaviour.double()

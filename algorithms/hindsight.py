@@ -23,7 +23,7 @@ from agentrl.algorithms.learners.base import Learner
 from agentrl.algorithms.merge import build_batch, trainable
 from agentrl.algorithms.model import Tokenizer
 from agentrl.algorithms.steps import HINDSIGHT
-from agentrl.types import Group, Reward, Rollout, Transition, int32
+from agentrl.types import POLICY, Group, Reward, Rollout, Transition, int32
 
 SCOPE, NAME = columns.split(HINDSIGHT)
 TOLD = "\n\n(In the end, this attempt was rewarded with {outcome:g}.)"
@@ -31,11 +31,12 @@ TOLD = "\n\n(In the end, this attempt was rewarded with {outcome:g}.)"
 
 @dataclass(slots=True)
 class Hindsight:
-    """Scores calls of the trained policy by the learner. context: tokens that it can read."""
+    """Scores calls of a trained policy by the learner. context: tokens that it can read."""
 
     tokenizer: Tokenizer
     learner: Learner
     context: int | None = None
+    policy: str = POLICY
     _chat: Chat = field(init=False)
 
     def __post_init__(self) -> None:
@@ -49,7 +50,7 @@ class Hindsight:
             replace(group, rollouts=[self._told(rollout) for rollout in group.rollouts])
             for group in groups
         ]
-        batch = build_batch(asked)
+        batch = build_batch(asked, policy=self.policy)
         if not batch.n_tokens:
             return groups
         call, n = batch.token_transition, len(batch.transitions)
@@ -69,9 +70,11 @@ class Hindsight:
 
     def _calls(self, rollout: Rollout, told: str) -> Iterator[Transition]:
         encode = msgspec.json.encode
-        for call in filter(trainable, rollout.transitions):
+        for call in rollout.transitions:
             *before, last = call.messages or [{}]
-            if call.repeats is not None or not isinstance(last.get("content"), str):
+            if not trainable(call, self.policy) or call.repeats is not None:
+                continue
+            if not isinstance(last.get("content"), str):
                 continue
             messages = encode([*before, {**last, "content": last["content"] + told}])
             try:

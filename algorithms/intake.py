@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from agentrl.algorithms.implicit import ImplicitTrainer
 from agentrl.algorithms.metrics import Metrics, own_calls
-from agentrl.types import Group, Judgement, Rollout
+from agentrl.types import POLICY, Group, Judgement, Rollout
 
 
 class Completer(Protocol):
@@ -29,18 +29,19 @@ class Intake:
     completers: tuple[Completer, ...] = ()  # in this order
     trainers: tuple[ImplicitTrainer, ...] = ()  # of reward models that learn what they have scored
     context: int | None = None  # tokens the model can read; longer calls are left out
+    policy: str = POLICY  # whose calls are learned from
     judgements: list[Judgement] = field(default_factory=list)  # rewards that completers gave
 
     def take(self, groups: list[Group]) -> tuple[list[Group], Metrics]:
         """The groups as they are learned from. Metrics: calls/inexact before they were completed,
         calls/too_long."""
-        inexact = sum(not call.exact for call in own_calls(groups))
+        inexact = sum(not call.exact for call in own_calls(groups, self.policy))
         collected = groups
         for completer in self.completers:
             groups = completer.complete(groups)
         self.judgements[:] = judged(collected, groups)
         learned = {k: v for trainer in self.trainers for k, v in trainer.learn(groups).items()}
-        groups, too_long = fitting(groups, self.context)
+        groups, too_long = fitting(groups, self.context, self.policy)
         return groups, {**learned, "calls/inexact": inexact, "calls/too_long": too_long}
 
 
@@ -52,12 +53,15 @@ def judged(collected: list[Group], completed: list[Group]) -> Iterator[Judgement
             yield Judgement(rollout=rollout.id, reward=reward)
 
 
-def fitting(groups: list[Group], context: int | None) -> tuple[list[Group], int]:
-    """Groups of which no call is longer than the model's context, and how many were: they are
-    refused like calls whose tokens are not known, their rollout's other calls and reward stay."""
+def fitting(
+    groups: list[Group], context: int | None, policy: str = POLICY
+) -> tuple[list[Group], int]:
+    """Groups of which no call of the policy is longer than the model's context, and how many were:
+    they are refused like calls whose tokens are not known, their rollout's other calls and reward
+    stay."""
     long = {
         call.id
-        for call in own_calls(groups)
+        for call in own_calls(groups, policy)
         if context is not None and call.exact and len(call.prompt) + len(call.completion) > context
     }
     if not long:

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from agentrl.algorithms.checkpoint import checkpoint_name, prune, save_checkpoint
 from agentrl.algorithms.collect import Collected, Collector
-from agentrl.algorithms.engines.base import PolicyServer
 from agentrl.algorithms.evaluate import score
 from agentrl.algorithms.metrics import throughput
-from agentrl.algorithms.update import Updater
+from agentrl.algorithms.serving import Serving
+from agentrl.algorithms.team import Team
 from agentrl.config import RunConfig
 from agentrl.store.base import Store
-from agentrl.types import POLICY, Json, PolicyVersion, RunState, StepCommit
+from agentrl.types import Json, PolicyVersion, RunState, StepCommit
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,34 +28,34 @@ class Loop:
     config: RunConfig
     store: Store
     state: RunState
-    updater: Updater
-    server: PolicyServer
+    team: Team
+    serving: Serving
     collector: Collector
     heldout: list[dict[str, Json]]
 
     async def run(self) -> None:
         """Train from the last committed step to the last one of the run file."""
-        await self.publish(self.state.step)
+        await self.publish()
         await self.evaluate(self.state.step)
         for step in range(self.state.step, self.config.steps):
             started = time.monotonic()
             collected = await self.collector.collect(step)
             sampled = time.monotonic()
-            async with self.server.updating():
-                metrics = self.updater.update(step, collected.groups) | collected.metrics
+            async with self.serving.updating():
+                metrics = self.team.update(step, collected.groups) | collected.metrics
                 metrics["time/rollouts"] = sampled - started
                 metrics["time/update"] = time.monotonic() - sampled
                 metrics |= throughput(metrics)
                 await self.commit(step, collected, metrics)
-                await self.server.publish(step + 1)
-            await self.publish(step + 1)
+                await self.serving.publish(self.team.versions(step + 1))
+            await self.publish()
             await self.evaluate(step + 1)
 
     async def commit(self, step: int, collected: Collected, metrics: dict[str, float]) -> None:
         """Write the checkpoint, then make the step true; earlier checkpoints go last."""
         folder = Path(self.config.output, "checkpoints")
         path = folder / checkpoint_name(step + 1, self.state.epoch)
-        save_checkpoint(path, self.updater.learner, state=self.updater.state.dump())
+        save_checkpoint(path, self.team, state=self.team.dump())
         await self.store.commit_step(
             StepCommit(
                 run=self.config.name,
@@ -63,27 +63,24 @@ class Loop:
                 step=step,
                 groups=[group.id for group in collected.groups],
                 discarded=[group.id for group in collected.discarded],
-                credits=self.updater.ledger.take() if self.updater.ledger else [],
-                judgements=list(self.updater.intake.judgements),
-                versions={POLICY: step + 1},
+                credits=self.team.credits(step),
+                judgements=self.team.judgements(step),
+                versions=self.team.versions(step + 1),
                 checkpoint=str(path),
                 metrics=metrics,
             )
         )
         prune(folder, keep=self.config.keep_checkpoints, protect=[path])
 
-    async def publish(self, version: int) -> None:
-        """Tell the runners where the policy is served."""
-        await self.store.publish(
-            PolicyVersion(
-                run=self.config.name,
-                policy=POLICY,
-                version=version,
-                base_url=self.server.base_url,
-                model=self.server.model,
-            ),
-            epoch=self.state.epoch,
-        )
+    async def publish(self) -> None:
+        """Tell the runners where each policy is served, as far as that has changed."""
+        known = await self.store.policies(self.config.name)
+        for name, version, base_url, model in self.serving.table():
+            row = PolicyVersion(
+                run=self.config.name, policy=name, version=version, base_url=base_url, model=model
+            )
+            if known.get(name) != row:
+                await self.store.publish(row, epoch=self.state.epoch)
 
     async def evaluate(self, step: int) -> None:
         """Held-out scores after `step` steps, where the run file asks for them."""

@@ -1,28 +1,24 @@
-"""The algorithm process: model, learner and policy server around the training loop."""
+"""The algorithm process: policies, learners and policy servers around the training loop."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import torch
-from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from agentrl.algorithms import beside, presets
-from agentrl.algorithms.adapters import Adapters
-from agentrl.algorithms.checkpoint import atomic_directory, load_checkpoint
+from agentrl.algorithms.checkpoint import load_checkpoint
 from agentrl.algorithms.collect import Collector, rule
 from agentrl.algorithms.controller import Anchor
 from agentrl.algorithms.difficulty import PART, Difficulty
 from agentrl.algorithms.dump import BadSteps
-from agentrl.algorithms.engines.choice import policy_server
 from agentrl.algorithms.hindsight import Hindsight
 from agentrl.algorithms.implicit import ImplicitTrainer
 from agentrl.algorithms.intake import Completer, Intake
@@ -31,18 +27,22 @@ from agentrl.algorithms.learners.choice import make_learner
 from agentrl.algorithms.learners.verl import VerlLearner
 from agentrl.algorithms.ledger import Ledger
 from agentrl.algorithms.loop import Loop
-from agentrl.algorithms.model import Tokenizer, context_of, load_model
+from agentrl.algorithms.model import context_of
 from agentrl.algorithms.objective import Algo
+from agentrl.algorithms.policies import Base, load_bases
 from agentrl.algorithms.reference import Reference
 from agentrl.algorithms.requests import TaskStream
 from agentrl.algorithms.retokenize import Retokenizer
+from agentrl.algorithms.serving import Serving
 from agentrl.algorithms.state import State
 from agentrl.algorithms.steps import HINDSIGHT
+from agentrl.algorithms.team import Team
 from agentrl.algorithms.update import Updater
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
-from agentrl.loading import load_attribute, load_tasks
+from agentrl.loading import load_tasks
 from agentrl.store import open_store
+from agentrl.team import trained, view
 from agentrl.types import POLICY, Json
 
 
@@ -52,50 +52,65 @@ def main(config: RunConfig) -> None:
 
 
 async def run(config: RunConfig) -> None:
-    """Open the run, load the policy of its last committed step, build what trains it, and loop."""
-    algo = algorithm(config)
-    resample = rule(config.algorithm, algo)
+    """Open the run, load the policies of its last committed step and what trains them, and loop."""
+    algos = algorithms(config)
+    greedy, resample = sampled_for(config, algos)
     train, heldout = _tasks(config, "train"), _tasks(config, "heldout")
     disable_progress_bar()  # the view is the only one
     random.seed(config.seed)
     torch.manual_seed(config.seed)
     async with open_store(config.store) as store, AsyncExitStack() as stack:
-        # Opened before the policy is built, so that runners load their agents in the meantime.
+        # Opened before the policies are built, so that runners load their agents in the meantime.
         state = await store.open_run(config.name, msgspec.to_builtins(config))
         started = time.monotonic()
-        policy = load_policy(config)
-        if policy.built:
+        bases = load_bases(config)
+        if any(base.built for base in bases):
             await store.log(config.name, 0, {"time/build": time.monotonic() - started})
-        model, tokenizer, source = policy.model, policy.tokenizer, policy.source
-        scorers, trainers = beside.make_reward_models(config, model, tokenizer, source)
-        learner = make_learner(config, algo, model, tokenizer, source, policy.adapters, trainers)
-        reference = None
-        if isinstance(learner, VerlLearner):
-            stack.callback(learner.close)
-        else:
-            reference = learner.frozen.get("q")
-        memory, difficulty, anchor = remembered(config, algo, reference)
+        team, difficulty = make_team(config, algos, bases, stack)
         if state.checkpoint:
-            memory.restore(load_checkpoint(Path(state.checkpoint), learner))
-        updater = Updater(
-            config,
-            algo,
-            learner,
-            state=memory,
-            intake=make_intake(config, algo, policy, learner, scorers, trainers),
-            anchor=anchor,
-            ledger=Ledger() if config.algorithm.store_credit else None,
-            bad_steps=BadSteps(Path(config.output, "dumps"), config.algorithm.max_bad_steps),
-        )
-        tasks = TaskStream(config, train, algo.greedy, difficulty)
+            team.restore(load_checkpoint(Path(state.checkpoint), team))
+        tasks = TaskStream(config, train, greedy, difficulty)
         collector = Collector(config, store, state.epoch, tasks, resample)
-        server = policy_server(config, policy.model, policy.tokenizer, policy.adapters)
-        await server.start()
+        serving = Serving(config, bases)
+        await serving.start()
         try:
-            await server.publish(state.step)
-            await Loop(config, store, state, updater, server, collector, heldout).run()
+            await serving.publish(team.versions(state.step))
+            await Loop(config, store, state, team, serving, collector, heldout).run()
         finally:
-            await server.close()
+            await serving.close()
+
+
+def algorithms(config: RunConfig) -> dict[str, Algo]:
+    """The record of each policy that learns. Raises ConfigError for what one could not use."""
+    algos = {}
+    for name in trained(config):
+        try:
+            algos[name] = algorithm(view(config, name))
+        except ConfigError as error:
+            where = f"policies.{name}: " if config.policies else ""
+            raise ConfigError(f"{where}{error}") from None
+    return algos
+
+
+def sampled_for(config: RunConfig, algos: Mapping[str, Algo]) -> tuple[bool, str | None]:
+    """What the algorithms ask of the groups, from which all policies learn: whether the first
+    rollout is a greedy one, and the reward that must differ within a group; none: any will do.
+
+    Raises ConfigError where they do not agree."""
+    asked = {
+        name: (algo.greedy, rule(view(config, name).algorithm, algo))
+        for name, algo in algos.items()
+    }
+    (first, wanted), *others = asked.items()
+    for name, other in others:
+        if other != wanted:
+            raise ConfigError(
+                f"policies.{first} and policies.{name} learn from the same groups, and their "
+                f"presets {algos[first].name!r} and {algos[name].name!r} ask for different ones (a "
+                "greedy rollout, or groups sampled again); choose presets that agree, or set "
+                "algorithm.dynamic_sampling = false"
+            )
+    return wanted
 
 
 def algorithm(config: RunConfig) -> Algo:
@@ -106,92 +121,73 @@ def algorithm(config: RunConfig) -> Algo:
     return algo
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """What is trained, as the run began with it."""
+def make_team(
+    config: RunConfig, algos: Mapping[str, Algo], bases: Sequence[Base], stack: AsyncExitStack
+) -> tuple[Team, Difficulty | None]:
+    """What trains the policies, and how often tasks were solved, if these are drawn by that.
+    Processes that learners start end with `stack`."""
+    updaters = {}
+    for name, algo in algos.items():
+        base = next(base for base in bases if name in base.policies)
+        dumps = Path(config.output, "dumps", name if config.policies else "")
+        updaters[name] = make_updater(view(config, name), name, algo, base, dumps)
+        if isinstance(learner := updaters[name].learner, VerlLearner):
+            stack.callback(learner.close)
+    memory = State() if config.policies else updaters[POLICY].state
+    difficulty = Difficulty() if config.tasks.order == "difficulty" else None
+    if difficulty is not None:
+        memory.parts[PART] = difficulty.means
+    return Team(config, updaters, memory), difficulty
 
-    model: PreTrainedModel
-    tokenizer: Tokenizer
-    adapters: Adapters | None  # none: all weights are trained
-    source: str  # directory or hub name
-    built: bool  # just now, as the run file says
+
+def make_updater(config: RunConfig, name: str, algo: Algo, base: Base, dumps: Path) -> Updater:
+    """What trains one policy, by its own view of the run. dumps: where steps go that cannot be
+    made."""
+    model, tokenizer, source = base.model, base.tokenizer, base.source
+    scorers, trainers = beside.make_reward_models(config, model, tokenizer, source)
+    learner = make_learner(config, algo, model, tokenizer, source, base.adapters, trainers, name)
+    reference = None if isinstance(learner, VerlLearner) else learner.frozen.get("q")
+    memory, anchor = remembered(config, algo, reference)
+    return Updater(
+        config,
+        algo,
+        learner,
+        state=memory,
+        intake=make_intake(config, algo, name, base, learner, scorers, trainers),
+        anchor=anchor,
+        ledger=Ledger(name) if config.algorithm.store_credit else None,
+        bad_steps=BadSteps(dumps, config.algorithm.max_bad_steps),
+        policy=name,
+    )
 
 
-def load_policy(config: RunConfig) -> Policy:
-    source, built = policy_directory(config)
-    model, tokenizer = load_model(source, config.policy.dtype, config.policy.device)
-    return Policy(model, tokenizer, lora_adapters(model, config), source, built)
-
-
-def remembered(
-    config: RunConfig, algo: Algo, reference: Reference | None
-) -> tuple[State, Difficulty | None, Anchor]:
-    """All that is remembered from step to step, and those parts of it that others ask."""
+def remembered(config: RunConfig, algo: Algo, reference: Reference | None) -> tuple[State, Anchor]:
+    """All that a policy remembers from step to step, and what holds it."""
     memory = State(algo.memories)
     anchor = Anchor(reference, beside.make_controller(config, algo))
     if anchor.kl is not None:
         memory.parts["kl"] = anchor.kl
-    difficulty = Difficulty() if config.tasks.order == "difficulty" else None
-    if difficulty is not None:
-        memory.parts[PART] = difficulty.means
-    return memory, difficulty, anchor
+    return memory, anchor
 
 
 def make_intake(
     config: RunConfig,
     algo: Algo,
-    policy: Policy,
+    name: str,
+    base: Base,
     learner: Learner,
     scorers: Sequence[Completer],
     trainers: Sequence[ImplicitTrainer],
 ) -> Intake:
-    """What completes the groups before they are learned from: ids first, then rewards."""
-    tokenizer, context = policy.tokenizer, context_of(policy.model)
+    """What completes the groups before a policy learns from them: ids first, then rewards."""
+    tokenizer, context = base.tokenizer, context_of(base.model)
     completers: list[Completer] = []
     if config.algorithm.inexact == "retokenize":
-        completers.append(Retokenizer(tokenizer, learner, context, algo.rewards))
+        completers.append(Retokenizer(tokenizer, learner, context, algo.rewards, name))
     completers += scorers
     if HINDSIGHT in algo.rewards:
-        completers.append(Hindsight(tokenizer, learner, context))
-    return Intake(tuple(completers), tuple(trainers), context)
-
-
-def lora_adapters(model: PreTrainedModel, config: RunConfig) -> Adapters | None:
-    """The adapter that the run file asks for, on a model; none: all weights are trained."""
-    settings = config.policy.lora
-    if not settings.rank:
-        return None
-    adapters = Adapters(model)
-    adapters.add(
-        POLICY,
-        rank=settings.rank,
-        alpha=settings.alpha,
-        targets=settings.targets,
-        seed=config.seed,
-    )
-    if settings.adapter:
-        adapters.restore(POLICY, adapters.read(POLICY, config.path(settings.adapter)))
-    return adapters
-
-
-def policy_directory(config: RunConfig) -> tuple[str, bool]:
-    """The model to start from, a local directory or a hub name, and whether it was built just now,
-    as the run file says it is to be where there is none."""
-    settings = config.policy
-    directory = config.path(settings.model) if settings.model else Path(config.output, "policy")
-    if not settings.build or directory.is_dir():
-        return (str(directory) if directory.is_dir() else settings.model), False
-    build = load_attribute(settings.build, Path(config.root), key="policy.build")
-    if not callable(build):
-        raise ConfigError(f"policy.build = {settings.build!r}: it is not a function")
-    with atomic_directory(directory) as partial:
-        try:
-            build(partial, config.seed)
-        except Exception as error:
-            raise ConfigError(
-                f"policy.build = {settings.build!r} raised {type(error).__name__}: {error}"
-            ) from error
-    return str(directory), True
+        completers.append(Hindsight(tokenizer, learner, context, name))
+    return Intake(tuple(completers), tuple(trainers), context, name)
 
 
 def _tasks(config: RunConfig, split: str) -> list[dict[str, Json]]:

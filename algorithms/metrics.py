@@ -17,6 +17,7 @@ from statistics import fmean, pstdev
 import torch
 from torch import Tensor
 
+from agentrl.algorithms import branching
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.columns import reference
 from agentrl.algorithms.credit import level_of, spread
@@ -32,22 +33,41 @@ RULES: dict[str, Callable[[Sequence[float]], float]] = {
     "max": max, "peak": max, "min": min, "forwarded": sum, "retries": sum
 }  # fmt: skip
 """How the optimizer steps of a training step are merged, by a word of the metric's last part."""
+COUNTS = frozenset(
+    f"{noun}/{what}"
+    for noun, whats in {
+        "calls": ("inexact", "refused", "too_long"),
+        "tokens": ("completion", "prompt", "trained", "forwarded"),
+        "update": ("steps", "skipped", "bad"),
+    }.items()
+    for what in whats
+) | {"calls", "rows"}
+"""What is added up over the policies that learn in a step."""
 
 
 # -- what was collected ----------------------------------------------------------------------------
 
 
-def collected(groups: Sequence[Group], batch: Batch) -> Metrics:
-    """Counts, rewards and completions of the groups of a step; `batch` is what of them may be
-    learned from."""
+def sampled(groups: Sequence[Group]) -> Metrics:
+    """Counts and rewards of the groups of a step, whoever learns from them."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    calls = own_calls(groups)
     kinds = Counter(row.failure.kind for row in rollouts if row.failure)
     return {
         "rollouts": len(rollouts),
         "rollouts/failed": sum(row.state is not RolloutState.SUCCEEDED for row in rollouts),
         **{f"rollouts/failed/{kind}": count for kind, count in kinds.items()},
         "groups": len(groups),
+        **rewards(rollouts),
+        **branching.measure(groups),
+    }
+
+
+def collected(groups: Sequence[Group], batch: Batch, policy: str = POLICY) -> Metrics:
+    """Counts, rewards and completions of the groups of a step; `batch` is what of them the policy
+    may learn from."""
+    calls = own_calls(groups, policy)
+    return {
+        **sampled(groups),
         "groups/dropped": len(groups) - len(batch.groups),
         "calls": len(calls),
         "calls/refused": sum(not call.exact for call in calls),
@@ -55,17 +75,16 @@ def collected(groups: Sequence[Group], batch: Batch) -> Metrics:
         "tokens/prompt": sum(len(call.prompt) for call in calls),
         "tokens/trained": batch.n_tokens,
         "rows": len(batch.rows),
-        **rewards(rollouts),
         **comparisons(batch),
         **completions(calls),
     }
 
 
-def own_calls(groups: Iterable[Group]) -> list[Transition]:
-    """Calls that the trained policy answered: not those of frozen ones, nor those that a branch
-    repeats, which were counted where they were sampled."""
+def own_calls(groups: Iterable[Group], policy: str = POLICY) -> list[Transition]:
+    """Calls that a trained policy answered: not those of others, nor those that a branch repeats,
+    which were counted where they were sampled."""
     calls = [call for group in groups for row in group.rollouts for call in row.transitions]
-    return [call for call in calls if call.policy == POLICY and call.repeats is None]
+    return [call for call in calls if call.policy == policy and call.repeats is None]
 
 
 def rewards(rollouts: Sequence[Rollout]) -> Metrics:
@@ -125,16 +144,20 @@ def completions(calls: Sequence[Transition]) -> Metrics:
     return metrics
 
 
-def staleness(step: int, groups: Sequence[Group]) -> Metrics:
+def staleness(
+    step: int, groups: Sequence[Group], policy: str = POLICY, *, version: int | None = None
+) -> Metrics:
     """How old data is that step `step` trains on. staleness/steps_mean, steps_max: steps since the
     one that asked for a group. staleness/version_mean, version_max: how many updates the weights
-    have had since they sampled a token, over sampled tokens whose version is known."""
+    have had since they sampled a token, over sampled tokens whose version is known. `version`: how
+    many they have had, default one for each step."""
+    now = step if version is None else version
     metrics: Metrics = {}
     if ages := [step - group.step for group in groups]:
         metrics |= {"staleness/steps_mean": fmean(ages), "staleness/steps_max": max(ages)}
     lags = [
-        (step - call.version, len(call.completion))
-        for call in own_calls(groups)
+        (now - call.version, len(call.completion))
+        for call in own_calls(groups, policy)
         if call.version is not None and call.completion
     ]
     if lags:
@@ -144,9 +167,9 @@ def staleness(step: int, groups: Sequence[Group]) -> Metrics:
     return metrics
 
 
-def call_tokens(groups: Iterable[Group]) -> dict[str, int]:
+def call_tokens(groups: Iterable[Group], policy: str = POLICY) -> dict[str, int]:
     """Tokens of each call, prompt and completion, by its id: what training per call forwards."""
-    return {call.id: len(call.prompt) + len(call.completion) for call in own_calls(groups)}
+    return {call.id: len(call.prompt) + len(call.completion) for call in own_calls(groups, policy)}
 
 
 # -- what an optimizer step did --------------------------------------------------------------------
@@ -264,6 +287,19 @@ def merged(steps: Sequence[Metrics]) -> Metrics:
             if isfinite(value):
                 found.setdefault(name, []).append(float(value))
     return {name: _rule(name)(values) for name, values in found.items()}
+
+
+def of_several(shared: Metrics, measured: Mapping[str, Metrics]) -> Metrics:
+    """The metrics of a step in which several policies may learn: what is `shared`, sums of what is
+    counted for each, and everything that only one of them measured under `<policy>/`."""
+    metrics = dict(shared)
+    for policy, own in measured.items():
+        for name, value in own.items():
+            if name in COUNTS:
+                metrics[name] = metrics.get(name, 0.0) + value
+            if name not in shared:
+                metrics[f"{policy}/{name}"] = value
+    return metrics
 
 
 def _rule(name: str) -> Callable[[Sequence[float]], float]:

@@ -24,13 +24,14 @@ from agentrl.types import POLICY, Group, Json, Transition, float32, int32
 
 @dataclass(slots=True)
 class Retokenizer:
-    """Completes the inexact calls of the trained policy. context: tokens that it can read;
+    """Completes the inexact calls of a trained policy. context: tokens that it can read;
     reward_names: rewards that make a failed rollout worth learning from."""
 
     tokenizer: Tokenizer
     learner: Learner
     context: int | None = None
     reward_names: Sequence[str] = ("outcome",)
+    policy: str = POLICY
     _chat: Chat = field(init=False)
 
     def __post_init__(self) -> None:
@@ -42,12 +43,15 @@ class Retokenizer:
         made = {
             call.id: call
             for old in _calls(groups)
-            if not old.exact and old.policy == POLICY and (call := self._tokenized(old)) is not None
+            if not old.exact and old.policy == self.policy
+            if (call := self._tokenized(old)) is not None
         }
         if not made:
             return groups
         batch = build_batch(
-            [_only(group, made) for group in groups], reward_names=self.reward_names
+            [_only(group, made) for group in groups],
+            reward_names=self.reward_names,
+            policy=self.policy,
         )
         logprobs = self.learner.logprobs(batch).cpu()
         # What repeats another is trained there, so its log-probs are of no use to anybody.

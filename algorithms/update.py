@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from agentrl.algorithms import branching, columns, metrics, objective, targets
+from agentrl.algorithms import columns, metrics, objective, targets
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.beside import scored
 from agentrl.algorithms.controller import Anchor
@@ -25,14 +25,15 @@ from agentrl.algorithms.registry import check_symbols
 from agentrl.algorithms.schedule import learning_rate, minibatches, moved
 from agentrl.algorithms.state import State
 from agentrl.config import RunConfig
-from agentrl.types import Group
+from agentrl.types import POLICY, Group
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Updater:
-    """Turns claimed groups into updates of the learner's weights."""
+    """Turns claimed groups into updates of the learner's weights. `policy`: whose calls they learn
+    from."""
 
     config: RunConfig
     algo: Algo
@@ -42,17 +43,20 @@ class Updater:
     anchor: Anchor = field(default_factory=Anchor)  # how the policy is held to its reference
     ledger: Ledger | None = None  # what the step made of each call; none: nobody asks
     bad_steps: BadSteps | None = None  # none: a step that cannot be made is skipped and counted
+    policy: str = POLICY
 
     def __post_init__(self) -> None:
         if self.algo.symbols:
             check_symbols(self.algo, self.learner.supplies)
 
-    def update(self, step: int, groups: list[Group]) -> Metrics:
-        """Learn from the groups of one step; returns its metrics.
+    def update(self, step: int, groups: list[Group], turn: int | None = None) -> Metrics:
+        """Learn from the groups of one step; returns its metrics. `turn`: in how many steps the
+        policy learned before, which is its version; by default in all of them.
 
         Where there is nothing to learn from (every reward missing, or all equal and no critic that
         could learn that) no weight changes, `update/skipped` counts it and the log says why.
         Raises TrainingError for a reward that no rollout carries."""
+        turn = step if turn is None else turn
         algo = self.anchor.tuned(self.algo)
         groups, taken = self.intake.take(groups)
         columns.check(groups, [name for name in algo.rewards if name not in algo.optional])
@@ -60,15 +64,14 @@ class Updater:
         recall = self.state.recall(batch, groups)
         batch, streams = scored(algo, self.learner, replace(batch, memory=recall.columns))
         values = targets.learned(algo, batch, clip=self.config.critic.clip)
-        measured = self.optimize(Step(step, algo, groups, batch, streams, values))
+        measured = self.optimize(Step(step, turn, algo, groups, batch, streams, values))
         self.state.adopt(recall)
         rollouts = sum(len(group.rollouts) for group in groups)
-        held = self.anchor.finish(step, batch if "q" in streams else None, rollouts)
+        held = self.anchor.finish(turn, batch if "q" in streams else None, rollouts)
         return {
             **taken,
-            **metrics.collected(groups, batch),
-            **metrics.staleness(step, groups),
-            **branching.measure(groups),
+            **metrics.collected(groups, batch, self.policy),
+            **metrics.staleness(step, groups, self.policy, version=turn),
             **(targets.describe(values) if values else {}),
             **measured,
             **held,
@@ -79,8 +82,8 @@ class Updater:
         measured."""
         if self.ledger is not None:
             self.ledger.open(step.algo, step.batch)
-        lr = learning_rate(self.config.algorithm, step.number, self.config.steps)
-        sizes = metrics.call_tokens(step.groups)
+        lr = learning_rate(self.config.algorithm, step.turn, self.config.steps)
+        sizes = metrics.call_tokens(step.groups, self.policy)
         planned: list[Terms] = []
         measured: list[Metrics] = []
         bad, early_stop = 0, False
@@ -111,7 +114,8 @@ class Updater:
     def batch(self, groups: list[Group]) -> Batch:
         """What may be learned from, with the rewards that the algorithm reads."""
         least = self.config.algorithm.min_group
-        return build_batch(groups, reward_names=self.algo.rewards, min_group=least)
+        names = self.algo.rewards
+        return build_batch(groups, reward_names=names, min_group=least, policy=self.policy)
 
     def parts(self, step: Step) -> Iterator[tuple[Batch, Terms, ValueTerms | None]]:
         """The optimizer steps of a batch: minibatches of whole groups, dealt anew in every epoch.
@@ -168,6 +172,7 @@ class Step:
     """A training step before its first optimizer step."""
 
     number: int
+    turn: int  # steps that the policy learned in before
     algo: Algo
     groups: list[Group]
     batch: Batch  # the whole of them

@@ -15,7 +15,7 @@ import contextlib
 import resource
 import secrets
 import threading
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Collection, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -49,6 +49,7 @@ class Gateway:
         port: int = 0,
         upstreams: Mapping[str, UpstreamConfig] | None = None,
         roles: Mapping[str, str] | None = None,
+        policies: Collection[str] = (),
     ) -> None:
         """With a `host` that others can connect to, only sealed attempts can be reached.
 
@@ -56,7 +57,7 @@ class Gateway:
         self.base_url = ""  # for agents on this machine, known once started; ends in /v1
         self.port = port
         self.attempts = Attempts(open=is_loopback(host), roles=roles or ())
-        self.router = Router(store, run, upstreams, roles)
+        self.router = Router(store, run, upstreams, roles, policies)
         self._store, self._host = store, host
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="agentrl-gateway", daemon=True)

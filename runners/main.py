@@ -32,6 +32,7 @@ from agentrl.runners.verifiers import Verifier
 from agentrl.runners.worker import Worker
 from agentrl.store import open_store
 from agentrl.store.base import Store
+from agentrl.team import claims
 
 
 def main(store_url: str, run: str, *, root: Path | None = None, name: str | None = None) -> int:
@@ -89,7 +90,8 @@ async def start_runner(
             host=config.runner.host,
             port=config.runner.port,
             upstreams=config.upstreams,
-            roles=config.roles,
+            roles=claims(config),
+            policies=config.policies,
         )
         await asyncio.to_thread(gateway.start)
         try:

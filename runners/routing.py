@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager
 from types import MappingProxyType
 from typing import NamedTuple
@@ -52,12 +52,16 @@ class Router:
         run: str,
         upstreams: Mapping[str, UpstreamConfig] | None = None,
         roles: Mapping[str, str] | None = None,
+        policies: Collection[str] = (),
     ) -> None:
-        """Raises ConfigError when the key of a frozen endpoint is not in the environment."""
+        """`policies`: those of a run that has several, each for the roles that are mapped to it.
+
+        Raises ConfigError when the key of a frozen endpoint is not in the environment."""
         self.store, self.run = store, run
         self.policies: dict[str, PolicyVersion] = {}
         self.frozen = {name: _frozen(name, made) for name, made in (upstreams or {}).items()}
         self.roles = roles or {}
+        self.several = tuple(policies) if len(policies) > 1 else ()
         self._paused = False
         self._answering = 0
         self._news = asyncio.Event()  # set and replaced whenever a route may have changed
@@ -90,11 +94,25 @@ class Router:
             if not self._answering:
                 self._tell()
 
+    def unplayed(self, model: str, role: str, seats: Seats = NOBODY) -> str:
+        """Why none of several policies answers a call; empty: one does, now or later."""
+        served = {policy.model for policy in self.policies.values()}
+        named = model in {*self.several, *self.policies, *self.frozen, *served}
+        played = named or self.player(role, seats) is not None
+        if not self.several or DEFAULT in self.several or played:
+            return ""
+        players = ", ".join(f"{role!r} by {name!r}" for role, name in sorted(self.roles.items()))
+        return (
+            f"no policy plays the role {role!r}, which asks for the model {model!r:.80}: the run "
+            f"file has {players}. Add it to the roles of a policy (policies.NAME.roles), or ask "
+            "for a policy by its name"
+        )
+
     def find(self, model: str, role: str, seats: Seats = NOBODY) -> Route | None:
         """By role, if the rollout's seats or the run file map it, else by the requested name: a
         frozen endpoint, a policy, a served model. Agents keep their own model names
-        ("gpt-4o-mini"), so any other name is the policy that is trained. None: it cannot answer
-        now."""
+        ("gpt-4o-mini"), so any other name is the policy that is trained, where there is one. None:
+        it cannot answer now."""
         player = self.player(role, seats)
         name = model if player is None else player
         if name in self.frozen:
@@ -103,7 +121,7 @@ class Router:
         if policy is None and player is None:
             served = (p for p in self.policies.values() if p.model == name)
             policy = next(served, None) or self.policies.get(DEFAULT)
-            policy = policy or next(iter(self.policies.values()), None)
+            policy = policy or next(iter(() if self.several else self.policies.values()), None)
         if policy is None or not policy.base_url or self._paused:
             return None
         return Route(policy.policy, policy.version, policy.base_url, policy.model)

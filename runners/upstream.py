@@ -102,10 +102,14 @@ class Upstream:
         """The first success of `once`. `live` carries the failure of the call until then.
 
         Raises the last UpstreamError when trying again is of no use or the attempt ran out, and
-        RefusedError for a verifier's call to anything but a frozen endpoint."""
+        RefusedError for a verifier's call to anything but a frozen endpoint, and for that of a role
+        which nobody plays."""
         if live.scoring:
             self._refuse_policies(model, role)
         seats = live.seats
+        if why := self.router.unplayed(model, role, seats):
+            live.failures[asked.number] = why  # counted, whatever the agent makes of the refusal
+            raise RefusedError(404, "role_unplayed", why)
         wait, tries = BACKOFF, 0
         while True:
             tries += 1

@@ -32,4 +32,14 @@ class PolicyServer(Protocol):
         other policies keep theirs. Call inside `updating`."""
         ...
 
+    async def add(self, policy: str, version: int) -> None:
+        """Also serve an adapter of this name that the model has been given since. Call inside
+        `updating`. Raises PolicyError where adapters are not served by name."""
+        ...
+
+    async def remove(self, policy: str) -> None:
+        """Serve such a policy no more; calls that still name it are refused. Call inside
+        `updating`."""
+        ...
+
     async def close(self) -> None: ...

@@ -12,6 +12,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import count
 
 import numpy as np
 
@@ -64,6 +65,7 @@ class Calls:
         """policies: by name, the adapter that each applies to the model."""
         self.versions = dict.fromkeys(policies, 0)
         self._numbers = {name: number for number, name in enumerate(policies)}
+        self._unused = count(len(policies))  # numbers: a key in the cache is of one policy for ever
         self.max_context = max_context
         self.engine = Engine(
             model,
@@ -115,6 +117,19 @@ class Calls:
         self.versions[policy] = version
         self.engine.forget(self._numbers[policy])
 
+    def add(self, policy: str, adapter: str | None, version: int) -> None:
+        """Answer calls to one more policy. Only while held."""
+        number = next(self._unused)
+        self.engine.policies[number] = adapter
+        self._numbers[policy], self.versions[policy] = number, version
+
+    def remove(self, policy: str) -> None:
+        """Answer no more calls to a policy. Only while held."""
+        number = self._numbers.pop(policy)
+        del self.versions[policy]
+        self.engine.forget(number)
+        del self.engine.policies[number]
+
     @asynccontextmanager
     async def fly(
         self,
@@ -132,6 +147,8 @@ class Calls:
         self._check(prompt)
         while not self._open.is_set():  # another update may have begun before this task woke up
             await self._open.wait()
+        if policy not in self.versions:
+            raise RequestError(f"the policy {policy!r} is not served any more", status=404)
         flight = Flight(self.versions[policy])
         tokens = np.asarray(prompt, np.int32)
         seed = self._seeds.getrandbits(64) if sampling.seed is None else sampling.seed

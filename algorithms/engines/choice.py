@@ -28,10 +28,14 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 
 
 def policy_server(
-    config: RunConfig, model: Model, tokenizer: Tokenizer, adapters: Adapters | None = None
+    config: RunConfig,
+    model: Model,
+    tokenizer: Tokenizer,
+    adapters: Adapters | None = None,
+    name: str = POLICY,
 ) -> PolicyServer:
-    """A server, not yet started, of the weights that the learner trains: those of a model, or of
-    its adapters.
+    """A server, not yet started, of the weights that learners train: those of a model, by `name`,
+    or of its adapters.
 
     Raises PolicyError for a model it cannot serve, and where vLLM is asked for and missing."""
     engine = config.engine
@@ -41,6 +45,7 @@ def policy_server(
             tokenizer,
             host=engine.host,
             port=engine.port,
+            name=name,
             max_batch=engine.max_batch,
             max_context=engine.max_context,
             threads=engine.threads,
@@ -116,7 +121,7 @@ def _learned(model: Any, tokenizer: Tokenizer, adapters: Adapters | None, thread
     if adapters is None:
         return Learned(model.save_pretrained, save_tokenizer, score, probe)
     return Learned(
-        lambda directory: adapters.merge(POLICY, directory),
+        lambda directory: adapters.merge(adapters.names[0], directory),
         save_tokenizer,
         score,
         probe,

@@ -110,6 +110,15 @@ class EmbeddedServer:
             async with self.updating():
                 await self._on_loop(self._publish(version, policy))
 
+    async def add(self, policy: str, version: int) -> None:
+        """Also serve the adapter of this name, which the model has by now. Call inside
+        `updating`."""
+        await self._on_loop(self._add(policy, version))
+
+    async def remove(self, policy: str) -> None:
+        """Serve a policy no more. Call inside `updating`."""
+        await self._on_loop(self._remove(policy))
+
     async def close(self) -> None:
         """Refuse what is in flight and stop. A second time does nothing."""
         if self._loop is None or self._thread is None or self._loop.is_closed():
@@ -133,6 +142,12 @@ class EmbeddedServer:
 
     async def _publish(self, version: int, policy: str) -> None:
         self._calls.publish(version, policy)
+
+    async def _add(self, policy: str, version: int) -> None:
+        self._calls.add(policy, policy, version)
+
+    async def _remove(self, policy: str) -> None:
+        self._calls.remove(policy)
 
     async def _resume(self) -> None:
         self._calls.resume()

@@ -54,7 +54,8 @@ class Engine:
         attention.install(model)
         config: Any = model.config
         self.model, self.deliver, self.threads = model, deliver, threads
-        self.adapters, self.policies = adapters, policies
+        self.adapters = adapters
+        self.policies = dict(enumerate(policies))  # by number; it may change while nothing runs
         self.device = next(model.parameters()).device
         self.rows = Rows(max_batch, idle=2 * max_batch, context=max_context)
         self.pool = KVPool(config.get_text_config().num_hidden_layers, 3 * max_batch)

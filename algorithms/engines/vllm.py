@@ -119,6 +119,26 @@ class VllmServer:
         if old is not None:
             shutil.rmtree(old)
 
+    async def add(self, policy: str, version: int) -> None:
+        """Also serve the adapter of this name, which the learner has by now. Call inside
+        `updating`. Raises PolicyError where adapters cannot be loaded by name."""
+        if not self._hot:
+            raise PolicyError(
+                f"vLLM serves {self.model!r} with all its weights, and {policy!r} beside it needs "
+                "adapters that are loaded by name; train adapters (policy.lora.rank), or set "
+                "engine.kind = 'embedded'"
+            )
+        self._serving.versions[policy] = version
+        self._write(policy)
+        await self._reach(lambda: self._load(policy))
+
+    async def remove(self, policy: str) -> None:
+        """Serve such a policy no more. Call inside `updating`."""
+        del self._serving.versions[policy]
+        weights = self._serving.adapters.pop(policy)
+        await self._reach(lambda: self._unload(policy))
+        shutil.rmtree(weights)
+
     async def close(self) -> None:
         """Stop the child, or leave the servers alone. A second time does nothing."""
         if self._keeper is not None:
@@ -136,11 +156,17 @@ class VllmServer:
         self._learned.save_tokenizer(self._serving.tokenizer)
         self._hot = bool(self._learned.adapters) and self._host.hot
         if not self._hot:
+            if len(self._learned.adapters) > 1:
+                raise PolicyError(
+                    "vLLM cannot load adapters by name here, so it serves one policy, and not "
+                    f"{', '.join(self._learned.adapters)}; see the servers' own log for why"
+                )
             self.model = self._host.name
             self._serving.versions = {self.model: 0}
             self._learned.save(self._serving.weights)
             return
         assert self._learned.save_base is not None
+        self.model = self._learned.adapters[0]
         self._learned.save_base(self._serving.weights)
         self._serving.versions = dict.fromkeys(self._learned.adapters, 0)
         for name in self._learned.adapters:
@@ -177,12 +203,15 @@ class VllmServer:
             raise PolicyError("vLLM did not give up its prefix cache after a weight update")
         await self._check(policy)
 
+    async def _unload(self, policy: str) -> None:
+        await self._post("/v1/unload_lora_adapter", {"lora_name": policy})
+
     async def _check(self, policy: str) -> None:
         """Raises PolicyError where vLLM's log-probs are not the learner's."""
         probe = list(self._learned.probe)
         body = {"model": policy, "prompt": probe, "max_tokens": 1, "prompt_logprobs": 0}
         answers = await self._post("/v1/completions", body | {"temperature": 1.0})
-        learned = self._learned.score(policy if self._hot else POLICY, probe)
+        learned = self._learned.score(self._learned_as(policy), probe)
         for answer in answers:
             self._compare(policy, answer["choices"][0]["prompt_logprobs"][1:], learned)
 
@@ -194,13 +223,17 @@ class VllmServer:
         for answer in await self._post("/v1/completions", body):
             choice = answer["choices"][0]
             tokens, served = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-            scored = self._learned.score(policy if self._hot else POLICY, probe + tokens)
+            scored = self._learned.score(self._learned_as(policy), probe + tokens)
             colder = scored[-len(tokens) :]
             if all(abs(a - b) <= self._tolerance for a, b in zip(served, colder, strict=True)):
                 raise PolicyError(
                     "vLLM tells log-probs of another distribution than it samples from; start it "
                     "with --logprobs-mode processed_logprobs"
                 )
+
+    def _learned_as(self, policy: str) -> str:
+        """The name of a policy in the learner; a server that somebody else started has its own."""
+        return policy if self._hot else next(iter(self._learned.adapters), POLICY)
 
     def _compare(self, policy: str, rows: list[dict[str, Any]], learned: list[float]) -> None:
         served = [next(iter(row.values()))["logprob"] for row in rows]

@@ -18,6 +18,7 @@ from agentrl.algorithms.objective import Algo
 from agentrl.algorithms.reference import check_vocabulary
 from agentrl.config import RunConfig
 from agentrl.errors import PolicyError
+from agentrl.types import POLICY
 
 
 def make_learner(
@@ -28,8 +29,10 @@ def make_learner(
     start: str,
     adapters: Adapters | None = None,
     trainers: tuple[ImplicitTrainer, ...] = (),
+    policy: str = POLICY,
 ) -> TorchLearner | VerlLearner:
-    """A learner of `model`, which is loaded from `start`; to be closed if it is verl's.
+    """A learner of `model`, which is loaded from `start`, or of its adapter `policy`; to be closed
+    if it is verl's.
 
     Raises PolicyError for models it cannot load, ConfigError for settings that it cannot follow and
     where verl is asked for and missing."""
@@ -50,6 +53,7 @@ def make_learner(
         optimizer=config.learner.optimizer,
         threads=config.learner.threads or os.cpu_count() or 1,
         adapters=adapters,
+        policy=policy,
         trainers=trainers,
     )
 

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 from agentrl.algorithms.adapters import WEIGHTS, Adapters, export_merged, fingerprint
 from agentrl.algorithms.checkpoint import load_checkpoint, save_checkpoint
 from agentrl.algorithms.learners.torch import TorchLearner
-from agentrl.algorithms.main import lora_adapters
 from agentrl.algorithms.model import load_model
+from agentrl.algorithms.policies import load_bases
 from agentrl.config import resolve
 from agentrl.errors import ConfigError, PolicyError
 from tests.algorithms.test_learner import make_batch, psi_for
@@ -334,9 +334,10 @@ def test_a_run_file_asks_for_an_adapter_and_what_it_starts_from(
     first.save("planner", tmp_path / "adapter")
 
     def made(**lora: object) -> Adapters | None:
-        settings = {"root": str(tmp_path), "policy": {"lora": lora}, "seed": 3}
-        config = resolve(settings, source="run.toml")
-        return lora_adapters(load_model(tiny_model_dir, device="cpu")[0], config)
+        policy = {"model": str(tiny_model_dir), "device": "cpu", "lora": lora}
+        settings = {"root": str(tmp_path), "policy": policy, "seed": 3}
+        (base,) = load_bases(resolve(settings, source="run.toml"))
+        return base.adapters
 
     assert made() is None
     fresh, started = made(rank=4, alpha=8), made(rank=4, alpha=8, adapter="adapter")
