@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from agentrl import team
+from agentrl import selfplay, team
 from agentrl.errors import ConfigError
 from agentrl.sections import AgentConfig as AgentConfig
 from agentrl.sections import AlgorithmConfig as AlgorithmConfig
@@ -40,6 +40,7 @@ from agentrl.sections import RewardModelConfig as RewardModelConfig
 from agentrl.sections import RunConfig as RunConfig
 from agentrl.sections import RunnerConfig as RunnerConfig
 from agentrl.sections import Section as Section
+from agentrl.sections import SelfplayConfig as SelfplayConfig
 from agentrl.sections import TasksConfig as TasksConfig
 from agentrl.sections import TeacherConfig as TeacherConfig
 from agentrl.sections import TeamConfig as TeamConfig
@@ -83,6 +84,7 @@ def resolve(data: Mapping[str, Any], *, source: str) -> RunConfig:
     _check_lora(config.policy.lora, source)
     _check_schedule(config.algorithm, source)
     _check_policies(config, source)
+    selfplay.check(config, source)
     _check_sinks(config.metrics.sinks, source)
     _check_engine(config.engine, source)
     _check_learner(config.learner, source)

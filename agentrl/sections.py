@@ -312,6 +312,36 @@ class EvalConfig(Section, frozen=True):
     temperature: NonNegative = 0.0  # everything else is sampled as in training
 
 
+class SelfplayConfig(Section, frozen=True):
+    """Whom the trained policy plays against, in games of several seats; see `agentrl.selfplay`."""
+
+    seats: list[str] = []  # roles of the game; the policy plays one of them, or against itself all
+    policy: str = ""  # whose games they are; default: the one policy that is trained
+    # self: no others. Of the pool: the newest snapshot, any, or by how often the policy beats them:
+    # the hardest, or those of its own strength.
+    opponents: Literal["self", "latest", "uniform", "pfsp"] = "self"
+    pfsp: Literal["hard", "variance"] = "hard"
+    self_share: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.5  # of groups, against itself
+    every: Count = 10  # steps from one snapshot to the next
+    pool: Count = 8  # snapshots that are kept
+    k: Positive = 16.0  # points of Elo that a game is about
+
+    def __post_init__(self) -> None:
+        if len(set(self.seats)) != len(self.seats) or len(self.seats) == 1:
+            raise ValueError("seats are two or more roles, each named once")
+        fields = [field for field in msgspec.structs.fields(self) if field.name != "seats"]
+        given = [field.name for field in fields if getattr(self, field.name) != field.default]
+        if given and not self.seats:
+            raise ValueError(f"{given[0]} means nothing without seats: the roles of the game")
+        pooled = [name for name in given if name not in ("policy", "opponents")]
+        if pooled and self.opponents == "self":
+            raise ValueError(
+                f"{pooled[0]} is about a pool of opponents, and opponents = 'self' has none"
+            )
+        if "pfsp" in given and self.opponents != "pfsp":
+            raise ValueError("pfsp is for opponents = 'pfsp'")
+
+
 class MetricsConfig(Section, frozen=True):
     """Where metrics go besides the store. Each sink is an extra: `pip install 'agentrl[wandb]'`."""
 
@@ -346,6 +376,7 @@ class RunConfig(Section, frozen=True):
     engine: EngineConfig = EngineConfig()
     runner: RunnerConfig = RunnerConfig()
     eval: EvalConfig = EvalConfig()
+    selfplay: SelfplayConfig = SelfplayConfig()
     metrics: MetricsConfig = MetricsConfig()
     upstreams: dict[Name, UpstreamConfig] = {}  # by name, which is a model name for the agent too
     roles: dict[str, str] = {}  # role -> the upstream or policy that answers it

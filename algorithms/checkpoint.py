@@ -81,6 +81,23 @@ def load_checkpoint(directory: Path, learner: Kept) -> dict[str, Json]:
     return state
 
 
+def save_policy(directory: Path, learner: Kept) -> None:
+    """Write the policy alone, as `export_checkpoint` does, replacing what is there.
+
+    Raises TrainingError when the disk refuses, with nothing left behind."""
+    try:
+        with atomic_directory(directory) as partial:
+            learner.save(partial)
+            for file in partial.iterdir():
+                if not _of_the_policy(file):
+                    file.unlink()
+    except (OSError, SafetensorError) as error:
+        raise TrainingError(
+            f"{directory}: the policy cannot be written ({error}); free disk space or check the "
+            "permissions of the folder, then start the run again"
+        ) from error
+
+
 def export_checkpoint(source: Path, target: Path) -> None:
     """Copy the policy of a checkpoint, without what only a run needs to continue, into a new
     directory: an ordinary Hugging Face one, or of an adapter that of peft.

@@ -55,11 +55,12 @@ class Collector:
         claimed, asked = await self.rounds(step)
         if self.tasks.difficulty is not None:
             self.tasks.difficulty.learn(claimed)
+        played = self.tasks.pool.learn(claimed) if self.tasks.pool is not None else {}
         if self.resample is None:
-            return Collected(claimed, [], {})
+            return Collected(claimed, [], played)
         kept = [group for group in claimed if self.teaches(group)]
         discarded = [group for group in claimed if not self.teaches(group)]
-        return Collected(kept, discarded, measured(claimed, discarded, asked))
+        return Collected(kept, discarded, measured(claimed, discarded, asked) | played)
 
     async def rounds(self, step: int) -> tuple[list[Group], int]:
         """All that was claimed, and how many groups were asked for in the place of others."""

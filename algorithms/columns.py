@@ -15,7 +15,7 @@ from torch import Tensor
 
 from agentrl.config import nearest
 from agentrl.errors import TrainingError
-from agentrl.types import Group, Reward, Rollout, RolloutState, Scope, Transition
+from agentrl.types import POLICY, Group, Reward, Rollout, RolloutState, Scope, Transition
 
 
 def split(reference: str) -> tuple[Scope, str]:
@@ -37,21 +37,38 @@ def scored(rollout: Rollout, references: Sequence[str]) -> bool:
 
 
 def column(
-    name: str, rollouts: Sequence[Rollout], calls: Sequence[Transition], roles: Sequence[str]
+    name: str,
+    rollouts: Sequence[Rollout],
+    calls: Sequence[Transition],
+    roles: Sequence[str],
+    policy: str = POLICY,
 ) -> Tensor:
     """float64: a rollout's reward [U], a role's [U * K] (all roles of a rollout in a row) or a
-    call's [S]. Of two rows about the same thing the first counts."""
+    call's [S]. Of two rows about the same thing the first counts. What a role got is missing where
+    another one than `policy` played it: an opponent's returns are nothing to compare with."""
     rows = [_rows(rollout, name) for rollout in rollouts]
     scope, _ = split(name)
     values: Iterable[float]
     if scope is Scope.ROLLOUT:
         values = (next(iter(row.values()), nan) for row in rows)
     elif scope is Scope.ROLE:
-        values = (row.get(role, nan) for row in rows for role in roles)
+        taken = (opposing(rollout, policy) for rollout in rollouts)
+        values = (
+            nan if role in others else row.get(role, nan)
+            for row, others in zip(rows, taken, strict=True)
+            for role in roles
+        )
     else:
         by_id = {target: value for row in rows for target, value in row.items()}
         values = (by_id.get(call.id, nan) for call in calls)
     return torch.tensor(list(values), dtype=torch.float64)
+
+
+def opposing(rollout: Rollout, policy: str) -> set[str]:
+    """The roles of a rollout that others than `policy` played."""
+    own = {call.role for call in rollout.transitions if call.policy == policy}
+    seated = {role for role, name in rollout.seats.items() if name != policy}
+    return seated.union(call.role for call in rollout.transitions) - own
 
 
 def check(groups: Sequence[Group], references: Iterable[str]) -> None:

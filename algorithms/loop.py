@@ -14,6 +14,7 @@ from agentrl.algorithms.checkpoint import checkpoint_name, prune, save_checkpoin
 from agentrl.algorithms.collect import Collected, Collector
 from agentrl.algorithms.evaluate import score
 from agentrl.algorithms.metrics import throughput
+from agentrl.algorithms.opponents import Opponents
 from agentrl.algorithms.serving import Serving
 from agentrl.algorithms.team import Team
 from agentrl.config import RunConfig
@@ -32,6 +33,7 @@ class Loop:
     serving: Serving
     collector: Collector
     heldout: list[dict[str, Json]]
+    opponents: Opponents | None = None  # none: nobody plays against snapshots
 
     async def run(self) -> None:
         """Train from the last committed step to the last one of the run file."""
@@ -48,6 +50,8 @@ class Loop:
                 metrics |= throughput(metrics)
                 await self.commit(step, collected, metrics)
                 await self.serving.publish(self.team.versions(step + 1))
+                if self.opponents is not None:
+                    await self.opponents.serve()
             await self.publish()
             await self.evaluate(step + 1)
 
@@ -55,6 +59,8 @@ class Loop:
         """Write the checkpoint, then make the step true; earlier checkpoints go last."""
         folder = Path(self.config.output, "checkpoints")
         path = folder / checkpoint_name(step + 1, self.state.epoch)
+        if self.opponents is not None:
+            self.opponents.keep(step + 1)
         save_checkpoint(path, self.team, state=self.team.dump())
         await self.store.commit_step(
             StepCommit(

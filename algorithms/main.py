@@ -29,10 +29,13 @@ from agentrl.algorithms.ledger import Ledger
 from agentrl.algorithms.loop import Loop
 from agentrl.algorithms.model import context_of
 from agentrl.algorithms.objective import Algo
+from agentrl.algorithms.opponents import Opponents
 from agentrl.algorithms.policies import Base, load_bases
 from agentrl.algorithms.reference import Reference
 from agentrl.algorithms.requests import TaskStream
 from agentrl.algorithms.retokenize import Retokenizer
+from agentrl.algorithms.selfplay import PART as GAMES
+from agentrl.algorithms.selfplay import Pool, check_fair
 from agentrl.algorithms.serving import Serving
 from agentrl.algorithms.state import State
 from agentrl.algorithms.steps import HINDSIGHT
@@ -42,6 +45,7 @@ from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.loading import load_tasks
 from agentrl.store import open_store
+from agentrl.selfplay import player
 from agentrl.team import trained, view
 from agentrl.types import POLICY, Json
 
@@ -67,15 +71,21 @@ async def run(config: RunConfig) -> None:
         if any(base.built for base in bases):
             await store.log(config.name, 0, {"time/build": time.monotonic() - started})
         team, difficulty = make_team(config, algos, bases, stack)
+        pool = make_pool(config, team)
         if state.checkpoint:
             team.restore(load_checkpoint(Path(state.checkpoint), team))
-        tasks = TaskStream(config, train, greedy, difficulty)
+        tasks = TaskStream(config, train, greedy, difficulty, pool)
         collector = Collector(config, store, state.epoch, tasks, resample)
         serving = Serving(config, bases)
         await serving.start()
         try:
             await serving.publish(team.versions(state.step))
-            await Loop(config, store, state, team, serving, collector, heldout).run()
+            opponents = None
+            if pool is not None and config.selfplay.opponents != "self":
+                learner = team.updaters[pool.policy].learner
+                opponents = Opponents(pool, learner, serving, Path(config.output, "pool"))
+                await opponents.start(state.step)
+            await Loop(config, store, state, team, serving, collector, heldout, opponents).run()
         finally:
             await serving.close()
 
@@ -89,6 +99,8 @@ def algorithms(config: RunConfig) -> dict[str, Algo]:
         except ConfigError as error:
             where = f"policies.{name}: " if config.policies else ""
             raise ConfigError(f"{where}{error}") from None
+    if config.selfplay.seats:
+        check_fair(algos[player(config)])
     return algos
 
 
@@ -138,6 +150,17 @@ def make_team(
     if difficulty is not None:
         memory.parts[PART] = difficulty.means
     return Team(config, updaters, memory), difficulty
+
+
+def make_pool(config: RunConfig, team: Team) -> Pool | None:
+    """Who plays whom, where there are seats; a pool of snapshots is remembered with the run."""
+    settings = config.selfplay
+    if not settings.seats:
+        return None
+    pool = Pool(settings, player(config), config.seed, ahead=config.algorithm.max_staleness)
+    if settings.opponents != "self":
+        team.memory.parts[GAMES] = pool
+    return pool
 
 
 def make_updater(config: RunConfig, name: str, algo: Algo, base: Base, dumps: Path) -> Updater:

@@ -166,7 +166,10 @@ class _Tables:
             transition_role=_ids(roles.index(call.role) for call in calls),
             row_rollout=_ids(self.row_rollout),
             rollout_group=_ids(self.rollout_group),
-            rewards={name: column(name, self.rollouts, calls, roles) for name in reward_names},
+            rewards={
+                name: column(name, self.rollouts, calls, roles, self.policy)
+                for name in reward_names
+            },
             roles=roles,
             groups=self.groups,
             rollouts=[rollout.id for rollout in self.rollouts],

@@ -4,12 +4,14 @@ restart asks for the same. What was asked for ahead of its step stays what it wa
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
 from msgspec.structs import replace
 
 from agentrl.algorithms.difficulty import Difficulty
+from agentrl.algorithms.selfplay import Pool
 from agentrl.config import RunConfig
 from agentrl.types import Branch, Json, NewRollout, Purpose, Rollout, Sampling
 
@@ -21,12 +23,14 @@ class TaskStream:
     """Training tasks in a shuffled order that changes every epoch or, with `difficulty`, drawn by
     how often they were solved so far.
 
-    greedy: whether the first rollout of each group is asked for at temperature 0, as a baseline."""
+    greedy: whether the first rollout of each group is asked for at temperature 0, as a baseline.
+    pool: who plays whom, in games."""
 
     config: RunConfig
     tasks: list[dict[str, Json]]
     greedy: bool = False
     difficulty: Difficulty | None = None
+    pool: Pool | None = None
 
     def task(self, index: int) -> dict[str, Json]:
         """The `index`-th task of the run, counted over all epochs."""
@@ -67,16 +71,18 @@ class TaskStream:
     ) -> list[NewRollout]:
         sampling = self.config.sampling
         cold = replace(sampling, temperature=0.0)
+        group = f"{self.config.name}/train/{name}"
         return [
             _rollout(
                 self.config,
-                group=f"{self.config.name}/train/{name}",
+                group=group,
                 index=index,
                 task=task,
                 purpose=Purpose.TRAIN,
                 sampling=cold if self.greedy and index == 0 else sampling,
                 step=step,
                 priority=priority,
+                seats=self.pool.seats(group, index) if self.pool is not None else {},
             )
             for index in range(self.config.algorithm.group_size)
         ]
@@ -120,6 +126,7 @@ def branch_of(config: RunConfig, source: Rollout, calls: int, number: int) -> Ne
         sampling=config.sampling,
         step=source.step,
         priority=URGENT,
+        seats=source.seats,
     )
     return replace(rollout, branch=Branch(rollout=source.id, calls=calls), seats=source.seats)
 
@@ -134,6 +141,7 @@ def _rollout(
     sampling: Sampling,
     step: int,
     priority: int = 0,
+    seats: Mapping[str, str] = {},
 ) -> NewRollout:
     return NewRollout(
         id=f"{group}/{index:04d}",
@@ -147,4 +155,5 @@ def _rollout(
         max_attempts=config.agent.max_attempts,
         timeout=config.agent.timeout,
         priority=priority,
+        seats=dict(seats),
     )

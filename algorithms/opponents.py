@@ -1,0 +1,66 @@
+"""Snapshots of a policy on disk and in service: what the opponents of its pool play with.
+
+Owns the directories `<output>/pool/NAME@STEPS`: an ordinary Hugging Face directory or an adapter,
+without what only training needs. Always true: a directory is whole when it is there, and is there
+before the commit that remembers its snapshot; it goes after the commit that has forgotten it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from agentrl.algorithms.checkpoint import PARTIAL, save_policy
+from agentrl.algorithms.learners.base import Learner
+from agentrl.algorithms.selfplay import Pool, Snapshot
+from agentrl.algorithms.serving import Serving
+from agentrl.errors import PolicyError
+
+
+@dataclass(frozen=True, slots=True)
+class Opponents:
+    """What a pool's snapshots are made of, and where they are served. learner: of the policy."""
+
+    pool: Pool
+    learner: Learner
+    serving: Serving
+    folder: Path
+    served: set[str] = field(default_factory=set)
+
+    async def start(self, steps: int) -> None:
+        """A run that has come to so many steps begins, with a first opponent if it has none.
+
+        Raises PolicyError for a snapshot that is not on disk any more."""
+        if not self.pool.now.snapshots:
+            self.keep(steps)
+        async with self.serving.updating():
+            await self.serve()
+
+    def keep(self, steps: int) -> None:
+        """So many steps are trained, and the commit that says so is next."""
+        taken = self.pool.finish(steps)
+        if taken is not None:
+            save_policy(self.folder / taken.name, self.learner)
+
+    async def serve(self) -> None:
+        """Serve what the pool holds, and nothing else; inside `updating`, after the commit."""
+        held = {snapshot.name: snapshot for snapshot in self.pool.now.snapshots}
+        for name in sorted(self.served - held.keys()):
+            await self.serving.drop(name)
+            self.served.remove(name)
+        for name in sorted(held.keys() - self.served):
+            await self.serving.freeze(name, self._directory(held[name]), held[name].step)
+            self.served.add(name)
+        for path in self.folder.iterdir():
+            if path.name not in held and (PARTIAL in path.name or "@" in path.name):
+                shutil.rmtree(path)
+
+    def _directory(self, snapshot: Snapshot) -> Path:
+        directory = self.folder / snapshot.name
+        if not directory.is_dir():
+            raise PolicyError(
+                f"{directory}: the checkpoint remembers this opponent, and its folder is gone; put "
+                "it back, or start a new run"
+            )
+        return directory

@@ -1,0 +1,42 @@
+"""How strong players are, and whom to play: Elo ratings, win rates, prioritised opponents.
+
+A score is what a player got out of one game between two: 1 won, 0.5 drawn, 0 lost. Nothing here has
+a memory; `selfplay` keeps the numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+Priority = Literal["hard", "variance"]
+
+SCALE = 400.0  # a player so many points ahead has ten times the odds
+PRIOR = 1.0  # wins and losses that a Beta(1, 1) prior adds to what was seen
+
+
+def expected(rating: float, other: float) -> float:
+    """The score that a player of `rating` is expected to get against the other, in (0, 1). Elo."""
+    return float(1 / (1 + 10 ** ((other - rating) / SCALE)))
+
+
+def elo(rating: float, other: float, score: float, k: float) -> float:
+    """The rating after one game; the other player loses what this one gains. k: points that a
+    certain win would be worth if a certain loss was expected."""
+    return rating + k * (score - expected(rating, other))
+
+
+def win_rate(score: float, games: float) -> float:
+    """The mean score of so many games that came to `score` in total, with one win and one loss
+    added: 0.5 for a player never met, never 0 or 1."""
+    return (score + PRIOR) / (games + 2 * PRIOR)
+
+
+def priorities(rates: Sequence[float], kind: Priority, power: float = 2.0) -> list[float]:
+    """The share of games to play against each opponent, given the own win rates x against them:
+    (1 - x)^power, those that are hardest to beat, or x (1 - x), those of one's own strength.
+
+    All the same where every weight is 0. Prioritised fictitious self-play, AlphaStar 2019."""
+    weights = [(1 - x) ** power if kind == "hard" else x * (1 - x) for x in rates]
+    total = sum(weights)
+    return [weight / total if total else 1 / len(weights) for weight in weights]

@@ -1,0 +1,47 @@
+"""Elo, smoothed win rates and prioritised opponents, against the catalogue's numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from agentrl.algorithms.ratings import elo, expected, priorities, win_rate
+
+RATES = (0.9, 0.5, 0.1)
+
+
+def test_a_win_over_a_weaker_player_is_worth_little() -> None:
+    assert elo(1600, 1500, 1.0, 32) == pytest.approx(1611.518, abs=5e-4)
+    assert elo(1500, 1600, 0.0, 32) == pytest.approx(1488.482, abs=5e-4)
+    assert elo(1500, 1600, 1.0, 32) == pytest.approx(1520.482, abs=5e-4)
+
+
+def test_a_draw_moves_nobody_who_was_expected_to_draw() -> None:
+    assert elo(1500, 1500, 0.5, 32) == 1500
+    assert elo(1600, 1500, 0.5, 32) < 1600
+    assert expected(1500, 1900) == pytest.approx(1 / 11)
+
+
+def test_a_win_rate_begins_at_a_half_and_never_ends() -> None:
+    assert win_rate(0, 0) == 0.5
+    assert win_rate(3, 3) == 0.8
+    assert win_rate(0, 3) == 0.2
+    assert win_rate(5 * 0.5, 5) == 0.5  # draws alone
+
+
+@pytest.mark.parametrize(
+    ("kind", "shares"),
+    [
+        ("hard", (0.009346, 0.233645, 0.757009)),
+        ("variance", (0.209302, 0.581395, 0.209302)),
+    ],
+)
+def test_opponents_by_priority(kind: str, shares: tuple[float, ...]) -> None:
+    found = priorities(RATES, kind)  # type: ignore[arg-type]
+    assert found == pytest.approx(shares, abs=5e-7)
+    assert sum(found) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("kind", ["hard", "variance"])
+def test_shares_are_a_distribution_even_where_no_weight_is_left(kind: str) -> None:
+    assert priorities([1.0, 1.0], kind) == [0.5, 0.5]  # type: ignore[arg-type]
+    assert priorities([0.5] * 4, kind) == [0.25] * 4  # type: ignore[arg-type]

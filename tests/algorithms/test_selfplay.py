@@ -1,0 +1,253 @@
+"""A pool of opponents: who plays whom, how it is counted, what is kept."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from agentrl.algorithms import presets
+from agentrl.algorithms.ratings import elo
+from agentrl.algorithms.selfplay import MEMORY, Pool, Record, Snapshot, check_fair, least
+from agentrl.config import SelfplayConfig, resolve
+from agentrl.errors import ConfigError, TrainingError
+from agentrl.types import Group, Reward, Rollout, RolloutState, Scope
+
+from .test_update import group
+
+SEATS = ["player_0", "player_1"]
+
+
+def pool(opponents: Any = "uniform", **settings: Any) -> Pool:
+    made = SelfplayConfig(**{"seats": SEATS, "opponents": opponents, "every": 2} | settings)
+    return Pool(made, "policy", seed=0)
+
+
+def grown(steps: int, *args: Any, ahead: int = 0, **settings: Any) -> Pool:
+    """After so many steps without games."""
+    made = pool(*args, **settings)
+    made.ahead = ahead
+    for step in range(steps + 1):
+        made.finish(step)
+    return made
+
+
+def names(made: Pool) -> list[str]:
+    return [snapshot.name for snapshot in made.drawn]
+
+
+def game(returns: list[float], *seats: str, roles: list[str] = SEATS) -> Rollout:
+    """A rollout in which `seats` played and got `returns`."""
+    rollout = group("g", 0.0).rollouts[0]
+    rewards = [
+        Reward(value=value, scope=Scope.ROLE, target=role)
+        for role, value in zip(roles, returns, strict=True)
+    ]
+    calls = [replace(rollout.transitions[0], id=role, role=role) for role in roles]
+    seated = dict(zip(roles, seats, strict=True))
+    return replace(rollout, rewards=rewards, transitions=calls, seats=seated)
+
+
+def groups(*rollouts: Rollout) -> list[Group]:
+    return [Group(id="g", run="r", step=0, rollouts=list(rollouts))]
+
+
+def test_alone_it_plays_every_seat() -> None:
+    alone = pool("self", every=10)
+    assert alone.finish(0) is None
+    assert alone.seats("g", 0) == alone.seats("g", 1) == dict.fromkeys(SEATS, "policy")
+
+
+def test_a_snapshot_is_taken_at_the_start_and_every_so_many_steps() -> None:
+    assert names(grown(5, self_share=0.0)) == ["policy@000000", "policy@000002", "policy@000004"]
+    late = pool()
+    taken = late.finish(7)  # a run that plays only from here on
+    assert taken is not None
+    assert taken.name == "policy@000007"
+
+
+def test_a_group_has_one_opponent_and_the_seats_are_swapped() -> None:
+    made = grown(9, self_share=0.0)
+    for number in range(20):
+        seats = [made.seats(f"g{number}", index) for index in range(8)]
+        learners = [role for seat in seats for role, name in seat.items() if name == "policy"]
+        assert Counter(learners) == {"player_0": 4, "player_1": 4}
+        assert len({name for seat in seats for name in seat.values()} - {"policy"}) == 1
+
+
+def test_the_opponent_takes_all_other_seats() -> None:
+    roles = ["north", "east", "south"]
+    made = grown(0, self_share=0.0, seats=roles)
+    assert made.seats("g", 1) == {
+        "north": "policy@000000", "east": "policy", "south": "policy@000000",
+    }  # fmt: skip
+    won = game([1, 3, 1], "policy@000000", "policy", "policy@000000", roles=roles)
+    drawn = game([2, 3, 4], "policy@000000", "policy", "policy@000000", roles=roles)
+    found = [made.game(rollout) for rollout in (won, drawn)]
+    assert [row and row.scores for row in found] == [{"east": 1.0}, {"east": 0.5}]
+
+
+@pytest.mark.parametrize(
+    ("kind", "shares"),
+    [("latest", (0, 0, 1)), ("uniform", (1 / 3, 1 / 3, 1 / 3)), ("pfsp", (0.009, 0.234, 0.757))],
+)
+def test_opponents_are_drawn_by_kind(kind: str, shares: tuple[float, ...]) -> None:
+    made = grown(4, kind, self_share=0.0)
+    for snapshot, (games, score) in zip(made.drawn, [(8, 8), (0, 0), (8, 0)], strict=True):
+        snapshot.records = {role: Record(games, score) for role in SEATS}
+    assert [snapshot.rate() for snapshot in made.drawn] == [0.9, 0.5, 0.1]
+    drawn = Counter(made.opponent(f"g{number}") for number in range(3000))
+    found = [drawn[name] / 3000 for name in names(made)]
+    assert found == pytest.approx(shares, abs=0.03)
+
+
+def test_a_share_of_groups_is_self_play() -> None:
+    made = grown(4, self_share=0.25)
+    drawn = Counter(made.opponent(f"g{number}") for number in range(2000))
+    assert drawn["policy"] / 2000 == pytest.approx(0.25, abs=0.03)
+
+
+def test_who_plays_is_a_function_of_seed_and_checkpoint() -> None:
+    one = grown(6, "pfsp")
+    one.learn(groups(*[game([1, -1], "policy", "policy@000002")] * 3))
+    other = pool("pfsp")
+    other.restore(json.loads(json.dumps(one.dump())))
+    asked = [(f"g{number}", index) for number in range(50) for index in range(4)]
+    assert [one.seats(*at) for at in asked] == [other.seats(*at) for at in asked]
+    assert one.ratings() == other.ratings()
+    assert one.matrix() == other.matrix()
+    other.seed = 1
+    assert [one.seats(*at) for at in asked] != [other.seats(*at) for at in asked]
+
+
+def test_a_win_moves_both_ratings_and_the_record_of_the_seat() -> None:
+    made = grown(0, k=32.0)
+    found = made.learn(groups(game([1, -1], "policy", "policy@000000")))
+    assert made.ratings() == {"policy@000000": 984.0, "policy": 1016.0}
+    assert found["selfplay/elo"] == 1016.0
+    assert found["selfplay/win_rate"] == found["selfplay/seat/player_0"] == 1.0
+    made.learn(groups(game([1, -1], "policy@000000", "policy")))
+    assert made.now.rating == elo(1016, 984, 0.0, 32)
+    (snapshot,) = made.drawn
+    assert snapshot.records == {"player_0": Record(1, 1), "player_1": Record(1, 0)}
+    assert snapshot.rate() == 0.5
+    made.learn(groups(game([1, -1], "policy", "policy@000000")))
+    assert snapshot.records["player_0"].games == 1 + MEMORY
+
+
+def test_draws_alone_change_no_rating_and_opponents_stay_equally_likely() -> None:
+    made = grown(4, "pfsp", self_share=0.0)
+    for name in names(made):
+        found = made.learn(groups(*[game([0, 0], "policy", name)] * 50))
+    assert found["selfplay/draws"] == 1.0
+    assert set(made.ratings().values()) == {1000.0}
+    drawn = Counter(made.opponent(f"g{number}") for number in range(3000))
+    assert {round(count / 3000, 1) for count in drawn.values()} == {0.3}
+
+
+def test_games_against_itself_are_no_results_of_the_pool() -> None:
+    made = grown(0)
+    found = made.learn(groups(game([1, -1], "policy", "policy")))
+    assert made.now.rating == 1000.0
+    assert "selfplay/win_rate" not in found
+    assert (found["selfplay/seat/player_0"], found["selfplay/seat/player_1"]) == (1.0, 0.0)
+
+
+def test_what_has_no_score_is_counted() -> None:
+    made = grown(0)
+    done = game([1, -1], "policy", "policy@000000")
+    failed = replace(done, state=RolloutState.FAILED)
+    half = replace(done, rewards=done.rewards[:1])
+    found = made.learn(groups(done, failed, half))
+    assert (found["selfplay/games"], found["selfplay/unscored"]) == (1.0, 2.0)
+
+
+def test_a_seat_that_the_game_does_not_have() -> None:
+    made = grown(0, seats=[*SEATS, "player_2"])
+    with pytest.raises(TrainingError, match=r"nobody played 'player_2' in any of 1 games; .*_0"):
+        made.learn(groups(game([1, -1], "policy", "policy@000000")))
+    made.learn(groups(replace(game([1, -1], "policy", "policy"), state=RolloutState.FAILED)))
+
+
+def test_a_full_pool_keeps_the_first_and_the_newest_and_covers_what_is_between() -> None:
+    assert names(grown(16, pool=4)) == [f"policy@{step:06d}" for step in (0, 8, 12, 16)]
+    assert names(grown(16, pool=2)) == ["policy@000000", "policy@000016"]
+    assert names(grown(16, pool=1)) == ["policy@000016"]
+    kept = [Snapshot(str(step), step, 0.0, {}) for step in (0, 4, 5, 20)]
+    assert least(kept).step == 4
+
+
+def test_an_opponent_of_rollouts_asked_ahead_is_held_until_their_step() -> None:
+    made = grown(4, pool=1, ahead=3, self_share=0.0)
+    assert names(made) == ["policy@000004"]
+    assert [s.name for s in made.now.snapshots] == [f"policy@{step:06d}" for step in (0, 2, 4)]
+    made.finish(5)
+    assert [s.step for s in made.now.snapshots] == [2, 4]
+    made.learn(groups(game([-1, 1], "policy", "policy@000002")))
+    assert made.now.rating < 1000
+
+
+def test_a_matrix_remembers_how_each_did_when_it_was_taken() -> None:
+    made = grown(2)
+    made.learn(groups(game([1, -1], "policy", "policy@000000")))
+    made.finish(4)
+    made.learn(groups(game([-1, 1], "policy", "policy@000000")))
+    matrix = made.matrix()
+    assert matrix["policy@000004"] == {"policy@000000": pytest.approx(2 / 3), "policy@000002": 0.5}
+    assert matrix["policy"]["policy@000000"] < 0.51
+    assert matrix["policy@000000"] == {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"seats": ["player_0"]}, "two or more roles"),
+        ({"seats": ["a", "a"]}, "each named once"),
+        ({"opponents": "pfsp"}, "opponents means nothing without seats"),
+        ({"seats": SEATS, "pool": 0}, "selfplay.pool"),
+        ({"seats": SEATS, "opponents": "pfsp", "pool": 0}, "selfplay.pool"),
+        ({"seats": SEATS, "k": 8.0}, "k is about a pool"),
+        ({"seats": SEATS, "opponents": "latest", "pfsp": "variance"}, "pfsp is for"),
+        ({"seats": SEATS, "opponents": "pfsp", "self_share": 1.0}, "selfplay.self_share"),
+        ({"seats": SEATS, "opponents": "best"}, "did you mean 'latest'"),
+        ({"seats": SEATS, "policy": "other"}, "none of those that learn: policy"),
+        ({"seats": [*SEATS, "c"], "opponents": "pfsp"}, "group_size = 8 is no multiple of the 3"),
+        ({"seats": ["judge", "player_0"]}, "'judge', which 'gpt' plays"),
+    ],
+)
+def test_settings_that_make_no_game(settings: dict[str, Any], message: str) -> None:
+    run = {"upstreams": {"gpt": {"base_url": "http://x/v1"}}, "roles": {"judge": "gpt"}}
+    with pytest.raises(ConfigError, match=message):
+        resolve({**run, "selfplay": settings}, source="run.toml")
+
+
+def test_several_policies_say_who_plays() -> None:
+    policies = {"a": {"roles": ["player_0"]}, "b": {"roles": ["cook"], "model": "m"}}
+    run: dict[str, Any] = {"policies": policies, "selfplay": {"seats": SEATS}}
+    with pytest.raises(ConfigError, match=r"selfplay\.policy is not set, and a, b learn"):
+        resolve(run, source="run.toml")
+    run["selfplay"]["policy"] = "a"
+    assert resolve(run, source="run.toml").selfplay.policy == "a"
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("spiral", {}),
+        ("grpo+per-role", {"reward": "role:outcome"}),
+        ("dr-grpo+per-role", {"reward": "role:outcome"}),
+        ("dr-mas", {"reward": "role:outcome"}),
+        ("reinforce", {"reward": "role:outcome"}),
+    ],
+)
+def test_fair_comparisons(name: str, options: dict[str, Any]) -> None:
+    check_fair(presets.make(name, options))
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr-grpo", "rloo", "reinforce+ema", "liteppo", "dapo"])
+def test_seats_are_not_compared_with_each_other(name: str) -> None:
+    with pytest.raises(ConfigError, match="compares the seats"):
+        check_fair(presets.make(name, {}))
