@@ -44,8 +44,8 @@ from agentrl.algorithms.update import Updater
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.loading import load_tasks
-from agentrl.store import open_store
 from agentrl.selfplay import player
+from agentrl.store import open_store
 from agentrl.team import trained, view
 from agentrl.types import POLICY, Json
 
