@@ -81,6 +81,62 @@ def evaluate(run_file: Path, rest: tuple[str, ...], tasks: str | None) -> None:
 
 
 @cli.command()
+@click.argument("run_file", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1)
+@click.option("--checkpoints", multiple=True, type=click.Path(path_type=Path), help="Repeatable.")
+@click.option("--every", type=click.IntRange(1), default=None, help="Of the run's, in steps.")
+@click.option("--games", type=click.IntRange(1), default=20, help="Of each against each other.")
+@click.option("--json", "plain", is_flag=True, help="JSON instead of a table.")
+def crossplay(
+    run_file: Path,
+    overrides: tuple[str, ...],
+    checkpoints: tuple[Path, ...],
+    every: int | None,
+    games: int,
+    plain: bool,
+) -> None:
+    """Play checkpoints of RUN_FILE's policy, by default all on disk, against each other.
+
+    Prints the return of each against each, with seats swapped, and Elo ratings."""
+    from rich.console import Console
+
+    from agentrl import crossplay as commands
+
+    found = commands.crossplay(
+        load(run_file, overrides), checkpoints, every=every or 0, games=games
+    )
+    if plain:
+        click.echo(commands.as_json(found))
+    else:
+        Console().print(commands.table(found))
+
+
+@cli.command()
+@click.argument("run_file", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1)
+@click.option("--role", "roles", multiple=True, help="Repeatable; default: each in turn.")
+@click.option("--with", "replacement", type=click.Path(path_type=Path), help="A checkpoint.")
+@click.option("--json", "plain", is_flag=True, help="JSON instead of a table.")
+def ablate(
+    run_file: Path,
+    overrides: tuple[str, ...],
+    roles: tuple[str, ...],
+    replacement: Path | None,
+    plain: bool,
+) -> None:
+    """Score RUN_FILE's team with one role played by the first version of its policy."""
+    from rich.console import Console
+
+    from agentrl import ablation
+
+    rows = ablation.ablate(load(run_file, overrides), roles, replacement)
+    if plain:
+        click.echo(ablation.as_json(rows))
+    else:
+        Console().print(ablation.table(rows))
+
+
+@cli.command()
 @click.argument("rollout")
 @click.option("--store", help="Store URL; default: the one of the run the rollout names.")
 def show(rollout: str, store: str | None) -> None:
@@ -180,6 +236,20 @@ def start_algorithm(config_file: Path) -> None:
     from agentrl.algorithms.main import main as run_algorithm
 
     run_algorithm(msgspec.json.decode(config_file.read_bytes(), type=RunConfig))
+
+
+@algorithm.command("play")
+@click.argument("config_file", type=click.Path(path_type=Path))
+@click.argument("plan_file", type=click.Path(path_type=Path))
+def play_lineups(config_file: Path, plan_file: Path) -> None:
+    die_with_parent()
+    import msgspec
+
+    from agentrl.algorithms.lineups import main as play
+    from agentrl.lineups import Plan
+
+    config = msgspec.json.decode(config_file.read_bytes(), type=RunConfig)
+    play(config, msgspec.json.decode(plan_file.read_bytes(), type=Plan))
 
 
 @cli.group(hidden=True)

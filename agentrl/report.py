@@ -40,7 +40,8 @@ async def write(
 
 
 def curve(config: RunConfig, steps: list[StepRow]) -> Path | None:
-    """Save reward per step and held-out score as `curve.png`; None when nothing was trained."""
+    """Save reward per step, of each role too where there are several, and held-out score as
+    `curve.png`; None when nothing was trained."""
     committed = [row for row in steps if row.committed and "reward/mean" in row.metrics]
     if not committed:
         return None
@@ -58,6 +59,8 @@ def curve(config: RunConfig, steps: list[StepRow]) -> Path | None:
     )
     axes.fill_between(x, low, high, alpha=0.15, linewidth=0)
     axes.plot(x, means, label="training reward (mean ± half a standard deviation)")
+    for role, points in roles(committed).items():
+        axes.plot(*zip(*points, strict=True), "--", linewidth=1, label=f"{role} (training)")
     held = [(row.step, row.metrics["eval/score"]) for row in steps if "eval/score" in row.metrics]
     if held:
         axes.plot(*zip(*held, strict=True), "o-", label="held-out, greedy")
@@ -68,6 +71,17 @@ def curve(config: RunConfig, steps: list[StepRow]) -> Path | None:
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return path
+
+
+def roles(steps: list[StepRow]) -> dict[str, list[tuple[int, float]]]:
+    """The learning curve of each role, as (step, mean reward); empty where there is one role."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for row in steps:
+        for name, value in row.metrics.items():
+            if name.startswith("role/") and name.endswith("/reward"):
+                role = name.removeprefix("role/").removesuffix("/reward")
+                found.setdefault(role, []).append((row.step, value))
+    return found
 
 
 def _scores(steps: list[StepRow]) -> Table:

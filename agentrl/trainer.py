@@ -66,12 +66,12 @@ def run_training(config: RunConfig, *, fresh: bool = False) -> Result:
     check(config)
     if fresh:
         clear(config)
-    return _blocking(_front(config, runners=config.runner.processes))
+    return blocking(_front(config, runners=config.runner.processes))
 
 
 def run_evaluation(config: RunConfig, checkpoint: Path | None, tasks: str | None) -> Result:
     """Score a checkpoint, by default the run's last: a run of no steps in a folder of its own."""
-    checkpoint = checkpoint or _blocking(_last_checkpoint(config))
+    checkpoint = checkpoint or blocking(last_checkpoint(config))
     if not checkpoint.is_dir():
         raise ConfigError(f"{checkpoint}: no such checkpoint directory")
     replace = msgspec.structs.replace
@@ -84,15 +84,15 @@ def run_evaluation(config: RunConfig, checkpoint: Path | None, tasks: str | None
         output=str(output),
         store=f"sqlite:///{output / 'store.db'}",
         steps=0,
-        **_policies_at(config, checkpoint.resolve()),
+        **policies_at(config, checkpoint.resolve()),
         tasks=replace(config.tasks, heldout=heldout or config.tasks.heldout),
         eval=replace(config.eval, tasks=0) if tasks else config.eval,
     )
     check(config)
-    return _blocking(_front(config, runners=config.runner.processes))
+    return blocking(_front(config, runners=config.runner.processes))
 
 
-def _policies_at(config: RunConfig, checkpoint: Path) -> dict[str, Any]:
+def policies_at(config: RunConfig, checkpoint: Path) -> dict[str, Any]:
     """Settings that load the policies of a checkpoint; frozen ones stay what they are."""
     if not config.policies:
         return {"policy": _policy_at(config.policy, checkpoint)}
@@ -154,7 +154,7 @@ class Trainer:
         config = conceal(self._config())
         if fresh:
             clear(config)
-        output = _folder(Path(config.output))
+        output = folder_at(Path(config.output))
         names = {
             "train": _task_file(self.tasks, output / "train.jsonl"),
             "heldout": _task_file(self.heldout, output / "heldout.jsonl"),
@@ -165,7 +165,7 @@ class Trainer:
         if isinstance(self.agent, str) and isinstance(self.verifier, str):
             return run_training(config)
         check(config)
-        return _blocking(_front(config, runners=0, local=(self.agent, self.verifier)))
+        return blocking(_front(config, runners=0, local=(self.agent, self.verifier)))
 
     def _config(self) -> RunConfig:
         data = {"policy": {}, "agent": {}, "verifier": {}} | self.settings
@@ -222,7 +222,7 @@ def clear(config: RunConfig) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _folder(path: Path) -> Path:
+def folder_at(path: Path) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -235,45 +235,58 @@ def _folder(path: Path) -> Path:
 async def _front(
     config: RunConfig, *, runners: int, local: tuple[Any, Any] | None = None
 ) -> Result:
-    output = Path(config.output)
-    logs = _folder(output / "logs")
     async with open_store(config.store) as store:
         await _refuse_changes(store, config)
-        # Runners read the settings from the store; and an algorithm left over is fenced from here.
-        await store.open_run(config.name, msgspec.to_builtins(config))
-        run_file = output / "run.json"
-        run_file.write_bytes(msgspec.json.format(msgspec.json.encode(config)))
-        algorithm = Child(
-            "algorithm", ["algorithm", "start", str(run_file)], logs / "algorithm.log"
-        )
-        arguments = ["runner", "start", "--store", config.store, "--run", config.name]
-        workers = [
-            Child(f"runner-{i}", arguments, logs / f"runner-{i}.log") for i in range(runners)
-        ]
-        console = Console()
-        if not runners and not local:
-            console.print(_to_join(config), soft_wrap=True, highlight=False)
-        sinks = exporters(config, run_file, console)
-        started = time.monotonic()
-        async with contextlib.AsyncExitStack() as stack:
-            stack.push_async_callback(_stop_sinks, sinks)  # last: they wait for the last evaluation
-            stack.push_async_callback(algorithm.stop)  # after the runners: they still need a model
-            stack.push_async_callback(_stop_runners, workers, config.runner.drain)
-            watchers = [asyncio.create_task(_algorithm(algorithm))]
-            watchers += [asyncio.create_task(_keep_alive(child)) for child in workers]
-            if local:
-                watchers.append(asyncio.create_task(_local_runner(config, *local)))
-            following = [asyncio.create_task(view.follow(store, config, console))]
-            following += [asyncio.create_task(sink.keep()) for sink in sinks]
-            try:
-                done, _ = await asyncio.wait(watchers, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for task in (*watchers, *following):
-                    task.cancel()
-                await asyncio.gather(*watchers, *following, return_exceptions=True)
-            for task in done:
-                task.result()
-        return await _finish(store, config, time.monotonic() - started)
+        seconds = await attend(store, config, runners=runners, local=local)
+        return await _finish(store, config, seconds)
+
+
+async def attend(
+    store: Store,
+    config: RunConfig,
+    *,
+    runners: int,
+    local: tuple[Any, Any] | None = None,
+    play: Path | None = None,
+) -> float:
+    """Start the processes of a run, show it, and stop them when the algorithm is done; the seconds
+    it took. play: a plan of games to play instead of training.
+
+    Raises what ended a process that should have gone on."""
+    output = Path(config.output)
+    logs = folder_at(output / "logs")
+    # Runners read the settings from the store; and an algorithm left over is fenced from here.
+    await store.open_run(config.name, msgspec.to_builtins(config))
+    run_file = output / "run.json"
+    run_file.write_bytes(msgspec.json.format(msgspec.json.encode(config)))
+    order = ["start", str(run_file)] if play is None else ["play", str(run_file), str(play)]
+    algorithm = Child("algorithm", ["algorithm", *order], logs / "algorithm.log")
+    arguments = ["runner", "start", "--store", config.store, "--run", config.name]
+    workers = [Child(f"runner-{i}", arguments, logs / f"runner-{i}.log") for i in range(runners)]
+    console = Console()
+    if not runners and not local:
+        console.print(_to_join(config), soft_wrap=True, highlight=False)
+    sinks = exporters(config, run_file, console)
+    started = time.monotonic()
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(_stop_sinks, sinks)  # last: they wait for the last evaluation
+        stack.push_async_callback(algorithm.stop)  # after the runners: they still need a model
+        stack.push_async_callback(_stop_runners, workers, config.runner.drain)
+        watchers = [asyncio.create_task(_algorithm(algorithm))]
+        watchers += [asyncio.create_task(_keep_alive(child)) for child in workers]
+        if local:
+            watchers.append(asyncio.create_task(_local_runner(config, *local)))
+        following = [asyncio.create_task(view.follow(store, config, console))]
+        following += [asyncio.create_task(sink.keep()) for sink in sinks]
+        try:
+            done, _ = await asyncio.wait(watchers, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (*watchers, *following):
+                task.cancel()
+            await asyncio.gather(*watchers, *following, return_exceptions=True)
+        for task in done:
+            task.result()
+    return time.monotonic() - started
 
 
 def _to_join(config: RunConfig) -> str:
@@ -301,7 +314,8 @@ async def _finish(store: Store, config: RunConfig, seconds: float) -> Result:
     return result
 
 
-async def _last_checkpoint(config: RunConfig) -> Path:
+async def last_checkpoint(config: RunConfig) -> Path:
+    """Of a run's store. Raises ConfigError if it has none."""
     async with open_store(config.store, create=False) as store:
         state = await store.run(config.name)
     if state is None or state.checkpoint is None:
@@ -398,7 +412,7 @@ def _ending(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
-def _blocking(work: Coroutine[Any, Any, T]) -> T:
+def blocking(work: Coroutine[Any, Any, T]) -> T:
     """Run to the end from a script, or from a notebook whose own event loop is running."""
     try:
         asyncio.get_running_loop()

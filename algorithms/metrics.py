@@ -58,6 +58,7 @@ def sampled(groups: Sequence[Group]) -> Metrics:
         **{f"rollouts/failed/{kind}": count for kind, count in kinds.items()},
         "groups": len(groups),
         **rewards(rollouts),
+        **by_role(rollouts),
         **branching.measure(groups),
     }
 
@@ -107,6 +108,26 @@ def rewards(rollouts: Sequence[Rollout]) -> Metrics:
         if known:
             metrics |= {f"{key}/mean": fmean(known), f"{key}/std": pstdev(known)}
     return metrics
+
+
+def by_role(rollouts: Sequence[Rollout]) -> Metrics:
+    """role/<role>/reward: the mean of what each role got, where several speak: its own outcome
+    where the verifier gives it one, else that of the rollouts it spoke in. A seat that a snapshot
+    took says nothing about how the policy learns, and is left out."""
+    found: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        own = {
+            row.target: row.value
+            for row in rollout.rewards
+            if row.scope is Scope.ROLE and row.name == "outcome"
+        }
+        for role in {call.role for call in rollout.transitions}:
+            value = own.get(role, rollout.reward())
+            if isfinite(value) and "@" not in rollout.seats.get(role, ""):
+                found.setdefault(role, []).append(value)
+    if len(found) < 2:
+        return {}
+    return {f"role/{role}/reward": fmean(values) for role, values in sorted(found.items())}
 
 
 def comparisons(batch: Batch) -> Metrics:

@@ -4,7 +4,7 @@ restart asks for the same. What was asked for ahead of its step stays what it wa
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -96,9 +96,14 @@ def _order(seed: str, size: int) -> list[int]:
 
 
 def evaluation(
-    config: RunConfig, step: int, name: str, tasks: list[dict[str, Json]], sampling: Sampling
+    config: RunConfig,
+    step: int,
+    name: str,
+    tasks: Sequence[dict[str, Json]],
+    sampling: Sampling,
+    seats: Mapping[str, str] = {},
 ) -> list[NewRollout]:
-    """One rollout per task, as the group `<run>/eval/<step>/<name>`."""
+    """One rollout per task, as the group `<run>/eval/<step>/<name>`. seats: role -> policy."""
     return [
         _rollout(
             config,
@@ -109,6 +114,7 @@ def evaluation(
             sampling=sampling,
             step=step,
             priority=URGENT,
+            seats=seats,
         )
         for index, task in enumerate(tasks)
     ]
@@ -128,7 +134,7 @@ def branch_of(config: RunConfig, source: Rollout, calls: int, number: int) -> Ne
         priority=URGENT,
         seats=source.seats,
     )
-    return replace(rollout, branch=Branch(rollout=source.id, calls=calls), seats=source.seats)
+    return replace(rollout, branch=Branch(rollout=source.id, calls=calls))
 
 
 def _rollout(

@@ -98,8 +98,8 @@ class Router:
         """Why none of several policies answers a call; empty: one does, now or later."""
         served = {policy.model for policy in self.policies.values()}
         named = model in {*self.several, *self.policies, *self.frozen, *served}
-        played = self.player(role, seats) is not None
-        if not self.several or DEFAULT in self.several or played or named:
+        played = named or self.player(role, seats) is not None
+        if not self.several or DEFAULT in self.several or played:
             return ""
         players = ", ".join(f"{role!r} by {name!r}" for role, name in sorted(self.roles.items()))
         return (

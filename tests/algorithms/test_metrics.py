@@ -19,11 +19,13 @@ from agentrl.algorithms.learners.base import StepReport
 from agentrl.algorithms.merge import build_batch
 from agentrl.algorithms.metrics import (
     advantages,
+    by_role,
     call_tokens,
     collected,
     completions,
     merged,
     optimizer_step,
+    sampled,
     staleness,
     throughput,
     trust,
@@ -176,6 +178,23 @@ def test_rewards_by_reference_and_by_role() -> None:
     assert metrics["completion/critic/length_max"] == 6
     assert metrics["completion/critic/truncated"] == 1
     assert metrics["completion/truncated"] == 0.5
+
+
+def test_the_learning_curve_of_each_role() -> None:
+    def row(name: str, value: float, *roles: str, **more: Any) -> Rollout:
+        own = Reward(value=-value, scope=Scope.ROLE, target="solver")
+        calls = [call(f"{name}-{role}", 1, role=role) for role in roles]
+        return rollout(name, [outcome(value), own], *calls, **more)
+
+    rows = [
+        row("a", 1.0, "planner", "solver"),
+        row("b", 0.5, "planner"),
+        row("c", 4.0, "planner", "solver", seats={"solver": "policy@000010", "planner": "policy"}),
+    ]
+    found = by_role(rows)
+    assert found == {"role/planner/reward": pytest.approx(5.5 / 3), "role/solver/reward": -1.0}
+    assert by_role(rows[1:2]) == {}
+    assert sampled([Group(id="g", run="r", step=0, rollouts=rows)]).items() >= found.items()
 
 
 def test_nothing_collected_is_no_numbers() -> None:

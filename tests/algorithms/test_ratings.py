@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from math import log10
+
 import pytest
 
-from agentrl.algorithms.ratings import elo, expected, priorities, win_rate
+from agentrl.algorithms.ratings import elo, expected, fitted, priorities, win_rate
 
 RATES = (0.9, 0.5, 0.1)
 
@@ -45,3 +47,22 @@ def test_opponents_by_priority(kind: str, shares: tuple[float, ...]) -> None:
 def test_shares_are_a_distribution_even_where_no_weight_is_left(kind: str) -> None:
     assert priorities([1.0, 1.0], kind) == [0.5, 0.5]  # type: ignore[arg-type]
     assert priorities([0.5] * 4, kind) == [0.25] * 4  # type: ignore[arg-type]
+
+
+def test_a_fit_of_two_is_their_odds() -> None:
+    found = fitted([[0, 30], [10, 0]], [[0, 40], [40, 0]], prior=0)
+    assert found == pytest.approx([200 * log10(3), -200 * log10(3)])
+
+
+def test_a_fit_expects_what_was_scored() -> None:
+    scores, games = [[0, 7, 9], [3, 0, 6], [1, 4, 0]], [[0, 10, 10], [10, 0, 10], [10, 10, 0]]
+    ratings = fitted(scores, games, prior=0)
+    assert sum(ratings) == pytest.approx(0)
+    for i in range(3):
+        due = sum(games[i][j] * expected(ratings[i], ratings[j]) for j in range(3) if j != i)
+        assert due == pytest.approx(sum(scores[i]), abs=1e-6)
+
+
+def test_who_never_lost_has_a_rating() -> None:
+    found = fitted([[0, 5, 0], [0, 0, 0], [0, 0, 0]], [[0, 5, 0], [5, 0, 0], [0, 0, 0]])
+    assert found[0] - found[1] == pytest.approx(400 * log10(6))  # 6 wins to 1, with the prior

@@ -1,0 +1,206 @@
+"""Lineups of a trained run played beside it: checkpoints found, games played, results read.
+
+Every evaluation is a run of no steps in a folder of its own, beside that of the run it is about.
+Its name follows from what is played, so the same command finds the games that have ended, and goes
+on with the rest after `kill -9`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from math import isfinite, sqrt
+from pathlib import Path
+from statistics import fmean, stdev
+
+import msgspec
+
+from agentrl import team, trainer
+from agentrl.config import MetricsConfig, RunConfig
+from agentrl.errors import AgentRLError, ConfigError
+from agentrl.lineups import Plan, Player
+from agentrl.loading import load_tasks
+from agentrl.store import open_store
+from agentrl.store.base import Store
+from agentrl.types import POLICY, Json, Purpose, Rollout, RolloutState
+
+STEPS = re.compile(r"(\d+)(?:\.\d+)?$")  # a checkpoint's name: its steps, and its writer's epoch
+Played = dict[str, list[Rollout]]  # by lineup, in the order of the tasks
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A directory that `agentrl train` wrote."""
+
+    path: Path
+    steps: int
+
+    def of(self, config: RunConfig, policy: str) -> Path:
+        """Where in it a policy is. Raises ConfigError if it is not."""
+        directory = self.path / policy if config.policies else self.path
+        files = ("config.json", "adapter_config.json")
+        if not any((directory / file).is_file() for file in files):
+            raise ConfigError(
+                f"{self.path}: the policy {policy!r} is not in it; give a checkpoint of a run with "
+                f"{'these policies' if config.policies else 'one policy'}"
+            )
+        return directory
+
+
+def checkpoint_at(path: Path) -> Checkpoint:
+    """Raises ConfigError for what is no checkpoint of a run."""
+    named = STEPS.match(path.name)
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such checkpoint directory")
+    if named is None or not (path / "state.json").is_file():
+        raise ConfigError(f"{path}: it is no checkpoint of a run; give <output>/checkpoints/...")
+    return Checkpoint(path.resolve(), int(named[1]))
+
+
+def checkpoints_of(config: RunConfig) -> list[Checkpoint]:
+    """Those of a run that are on disk, oldest first."""
+    folder = Path(config.output, "checkpoints")
+    found = [path for path in folder.glob("*") if STEPS.match(path.name) and path.is_dir()]
+    return sorted(map(checkpoint_at, found), key=lambda made: (made.steps, made.path.name))
+
+
+def player(config: RunConfig, checkpoint: Checkpoint, policy: str) -> tuple[str, Player]:
+    """A policy as a checkpoint has it, and its name: the policy's, or that of another run."""
+    output = checkpoint.path.parent.parent
+    who = policy if output == Path(config.output).resolve() else f"{output.name}-{policy}"
+    name = f"{who}@{checkpoint.path.name}".replace(".", "-")  # adapters have no dots in their names
+    directory = checkpoint.of(config, policy)
+    return name, Player(policy=policy, directory=str(directory), steps=checkpoint.steps)
+
+
+def first_version(config: RunConfig, policy: str) -> tuple[str, Player]:
+    """A policy as training began with it."""
+    own = team.view(config, policy).policy
+    if own.lora.rank or own.lora.adapter:
+        directory = str(config.path(own.lora.adapter)) if own.lora.adapter else ""
+    else:
+        made = config.path(own.model) if own.model else Path(config.output, "policy")
+        directory = str(made) if made.is_dir() else own.model
+    return f"{policy}@000000", Player(policy=policy, directory=directory, steps=0)
+
+
+def tasks_of(config: RunConfig, limit: int = 0) -> list[dict[str, Json]]:
+    """The held-out tasks, or else those of training; the first `limit`, 0: all."""
+    key = "heldout" if config.tasks.heldout else "train"
+    found = load_tasks(getattr(config.tasks, key), Path(config.root), key=f"tasks.{key}")
+    return found[: limit or None]
+
+
+def run_plan(config: RunConfig, checkpoint: Checkpoint, plan: Plan, kind: str) -> Played:
+    """The games of a plan, by lineup. `config`: the trained run; `checkpoint`: where its own
+    policies are taken from. Raises AgentRLError where nothing can be learned from them."""
+    own = beside(config, checkpoint, plan, kind)
+    trainer.check(own)
+    return trainer.blocking(_played(own, plan))
+
+
+def beside(config: RunConfig, checkpoint: Checkpoint, plan: Plan, kind: str) -> RunConfig:
+    """The settings of the evaluation run."""
+    about = msgspec.json.encode([plan, str(checkpoint.path), config.agent, config.verifier])
+    name = f"{config.name}-{kind}-{sha256(about).hexdigest()[:8]}"
+    output = Path(config.output).with_name(name)
+    return msgspec.structs.replace(
+        config,
+        name=name,
+        output=str(output),
+        store=f"sqlite:///{output / 'store.db'}",
+        steps=0,
+        metrics=MetricsConfig(),
+        tasks=msgspec.structs.replace(
+            config.tasks, heldout=config.tasks.heldout or config.tasks.train
+        ),
+        **trainer.policies_at(config, checkpoint.path),
+    )
+
+
+async def _played(config: RunConfig, plan: Plan) -> Played:
+    output = trainer.folder_at(Path(config.output))
+    async with open_store(config.store) as store:
+        found = await _ended(store, config, plan)
+        if found is None:
+            file = output / "plan.json"
+            file.write_bytes(msgspec.json.encode(plan))
+            await trainer.attend(store, config, runners=config.runner.processes, play=file)
+            found = await _ended(store, config, plan)
+        if found is None:
+            raise AgentRLError(f"{output}: games are missing; give the same command again")
+        for name, seats in plan.lineups.items():
+            await _check_heard(store, name, found[name], seats)
+    return found
+
+
+async def _ended(store: Store, config: RunConfig, plan: Plan) -> Played | None:
+    """The games of each lineup, if all have ended."""
+    found: Played = {name: [] for name in plan.lineups}
+    if await store.run(config.name) is None:
+        return None
+    for row in await store.rollouts(config.name, purpose=Purpose.EVAL):
+        if row.state.terminal:
+            found[row.group.rpartition("/")[2]].append(row)
+    if any(len(rows) < len(plan.tasks) for rows in found.values()):
+        return None
+    return {name: sorted(rows, key=lambda row: row.index) for name, rows in found.items()}
+
+
+async def _check_heard(
+    store: Store, lineup: str, rows: Sequence[Rollout], seats: Mapping[str, str]
+) -> None:
+    """That somebody spoke in every seat in some game: a role that nobody has is a mistake of who
+    named it, and the numbers would mean nothing."""
+    silent = set(seats)
+    for row in rows:
+        if not silent:
+            return
+        trace = await store.trace(row.id)
+        silent.difference_update(call.role for call in (trace.transitions if trace else ()))
+    failures = [row.failure.message for row in rows if row.failure]
+    if silent and len(failures) == len(rows):
+        raise AgentRLError(f"{lineup}: every game failed, such as by: {failures[0]}")
+    if silent:
+        raise ConfigError(
+            f"nobody plays the role {sorted(silent)[0]!r} in {lineup}: no call of the agent has "
+            "it; name the roles of its calls (agentrl.role, graph nodes or model names)"
+        )
+
+
+def outcomes(rows: Iterable[Rollout]) -> list[float]:
+    """The outcome of each game; NaN where it is missing."""
+    return [row.reward() if row.state is RolloutState.SUCCEEDED else float("nan") for row in rows]
+
+
+def mean_error(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and its standard error, of the values that are known; NaN where there are too few."""
+    known = [value for value in values if isfinite(value)]
+    mean = fmean(known) if known else float("nan")
+    error = stdev(known) / sqrt(len(known)) if len(known) > 1 else float("nan")
+    return mean, error
+
+
+def as_json(value: Json) -> str:
+    """What a program reads: a number that is not known is null."""
+    return json.dumps(_known(value), indent=2)
+
+
+def _known(value: Json) -> Json:
+    if isinstance(value, Mapping):
+        return {key: _known(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_known(item) for item in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
+
+
+def claimed(config: RunConfig) -> dict[str, str]:
+    """Role -> the trained policy that plays it."""
+    trained = team.trained(config)
+    roles = team.claims(config)
+    return {role: name for role, name in roles.items() if name in trained} or (
+        {} if config.policies else dict.fromkeys(config.selfplay.seats, POLICY)
+    )

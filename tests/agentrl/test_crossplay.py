@@ -1,0 +1,176 @@
+"""Who beats whom, and what a role is worth: from rollouts to numbers."""
+
+from __future__ import annotations
+
+import json
+from math import isnan
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl import ablation, crossplay, evaluation
+from agentrl.config import RunConfig, resolve
+from agentrl.errors import AgentRLError, ConfigError
+from agentrl.lineups import Player
+from agentrl.types import Purpose, Reward, Rollout, RolloutState, Scope
+
+ROLES = ["first", "second"]
+PLAYERS = {name: Player(policy="policy", directory="", steps=0) for name in "ab"}
+
+
+def game(*values: float, outcome: float | None = None, **changed: Any) -> Rollout:
+    """A game in which the roles got these returns."""
+    rewards = [
+        Reward(value=value, scope=Scope.ROLE, target=role)
+        for role, value in zip(ROLES, values, strict=False)
+    ]
+    rewards += [] if outcome is None else [Reward(value=outcome)]
+    known = {
+        "id": "r", "run": "run", "group": "g", "index": 0, "task": {}, "purpose": Purpose.EVAL,
+        "state": RolloutState.SUCCEEDED, "step": 0, "attempts": 1, "attempt": "a",
+        "result": None, "failure": None, "rewards": rewards,
+    }  # fmt: skip
+    return Rollout(**known | changed)
+
+
+def run_of(folder: Path, **more: Any) -> RunConfig:
+    return resolve({"output": str(folder / "run"), **more}, source="test")
+
+
+def checkpoint(folder: Path, name: str, run: str = "run", policy: str = "") -> Path:
+    path = folder / run / "checkpoints" / name
+    (path / policy).mkdir(parents=True)
+    (path / "state.json").write_text("{}")
+    (path / policy / "config.json").write_text("{}")
+    return path
+
+
+# -- cross-play ------------------------------------------------------------------------------------
+
+
+def test_everybody_plays_everybody_in_every_seat_once() -> None:
+    two = crossplay.schedule("abc", ROLES)
+    assert len(two) == 6
+    assert {"first": "a", "second": "c"} in two.values()
+    three = crossplay.schedule("ab", ["x", "y", "z"])
+    assert len(three) == 6  # one against the two others, in each seat
+    assert {"x": "b", "y": "a", "z": "a"} in three.values()
+
+
+def test_the_matrix_is_of_both_seats() -> None:
+    lineups = crossplay.schedule("ab", ROLES)
+    played = {
+        "first=a,second=b": [game(2.0, -2.0), game(0.0, 0.0)],
+        "first=b,second=a": [game(1.0, -1.0), game(-1.0, 1.0)],
+    }
+    found = crossplay.matrix(PLAYERS, ROLES, lineups, played)
+    (_, there), (back, _) = found.meetings
+    assert (there.games, there.mean, there.score) == (4, 0.5, 2.5)
+    assert (back.games, back.mean, back.score) == (4, -0.5, 1.5)
+    assert there.error == pytest.approx(back.error)
+    assert there.error == pytest.approx((5 / 3) ** 0.5 / 2)  # 2, 0, -1, 1
+    assert found.meetings[0][0] is None
+    assert found.ratings[0] == pytest.approx(-found.ratings[1])
+    assert found.ratings[0] > 0
+
+
+def test_games_without_a_return_are_counted_apart() -> None:
+    rows = [game(1.0, -1.0), game(1.0), game(3.0, 0.0, state=RolloutState.FAILED)]
+    met = crossplay.meeting([("first", row) for row in rows], ROLES)
+    assert (met.games, met.missing, met.mean, met.score) == (1, 2, 1.0, 1.0)
+    assert isnan(met.error)
+    said = json.loads(crossplay.as_json(crossplay.Matrix(["a", "b"], [[None, met]] * 2, [0, 0])))
+    assert said["meetings"][0] == {
+        "row": "a", "column": "b", "games": 1, "missing": 2, "mean": 1.0, "error": None,
+        "score": 1.0,
+    }  # fmt: skip
+
+
+def test_games_of_which_nothing_is_known_are_refused() -> None:
+    lineups = crossplay.schedule("ab", ROLES)
+    played = {name: [game(outcome=1.0)] for name in lineups}
+    with pytest.raises(AgentRLError, match="no game gave a return to every seat"):
+        crossplay.matrix(PLAYERS, ROLES, lineups, played)
+
+
+def test_what_cannot_meet_is_refused(tmp_path: Path) -> None:
+    config = run_of(tmp_path)
+    with pytest.raises(ConfigError, match=r"selfplay\.seats is empty"):
+        crossplay.crossplay(config, [])
+    one = checkpoint(tmp_path, "000010")
+    with pytest.raises(ConfigError, match=r"there is 1; the run keeps keep_checkpoints"):
+        crossplay.chosen_checkpoints(config, [])
+    with pytest.raises(ConfigError, match=r"there is 1$"):
+        crossplay.chosen_checkpoints(config, [one])
+    with pytest.raises(ConfigError, match="no such checkpoint"):
+        crossplay.chosen_checkpoints(config, [one, tmp_path / "000020"])
+    with pytest.raises(ConfigError, match="is no checkpoint of a run"):
+        crossplay.chosen_checkpoints(config, [one, tmp_path / "run"])
+    playing = run_of(tmp_path, selfplay={"seats": ROLES})
+    with pytest.raises(ConfigError, match="two of the checkpoints have one name"):
+        crossplay.crossplay(playing, [one, one])
+
+
+def test_checkpoints_by_their_steps(tmp_path: Path) -> None:
+    for name in ("000020", "000005", "000010.2"):
+        checkpoint(tmp_path, name)
+    (tmp_path / "run" / "checkpoints" / "000030.tmp-1").mkdir()
+    config = run_of(tmp_path)
+    steps = [made.steps for made in crossplay.chosen_checkpoints(config, [])]
+    assert steps == [5, 10, 20]
+    every = crossplay.chosen_checkpoints(config, [], every=10)
+    assert [evaluation.player(config, made, "policy")[0] for made in every] == [
+        "policy@000010-2",
+        "policy@000020",
+    ]
+
+
+def test_players_of_other_runs_and_of_several_policies(tmp_path: Path) -> None:
+    other = evaluation.checkpoint_at(checkpoint(tmp_path, "000003", run="rival"))
+    config = run_of(tmp_path)
+    name, player = evaluation.player(config, other, "policy")
+    assert (name, player.steps, player.directory) == ("rival-policy@000003", 3, str(other.path))
+    team = {"solver": {"roles": ["solver"], "lora": {"rank": 2}}}
+    team["planner"] = {"roles": ["planner"], "lora": {"rank": 2}}
+    several = run_of(tmp_path, policies=team)
+    made = evaluation.checkpoint_at(checkpoint(tmp_path, "000004", policy="solver"))
+    name, player = evaluation.player(several, made, "solver")
+    assert (name, player.directory) == ("solver@000004", str(made.path / "solver"))
+    with pytest.raises(ConfigError, match="'planner' is not in it"):
+        evaluation.player(several, made, "planner")
+
+
+# -- ablation --------------------------------------------------------------------------------------
+
+
+def test_a_loss_is_paired_by_task() -> None:
+    whole = [game(outcome=1.0), game(outcome=0.5), game(outcome=1.0), game()]
+    without = [game(outcome=0.0), game(outcome=0.5), game(), game(outcome=1.0)]
+    found = ablation.row("solver", "solver@000000", whole, without)
+    assert (found.pairs, found.loss, found.error) == (2, 0.5, 0.5)
+    assert found.team == pytest.approx(2.5 / 3)
+    assert found.without == 0.5
+
+
+def test_roles_that_cannot_be_replaced_are_refused(tmp_path: Path) -> None:
+    members = {name: {"roles": [name], "lora": {"rank": 2}} for name in ("solver", "planner")}
+    members["judge"] = {"roles": ["judge"], "frozen": True, "model": "m"}
+    config = run_of(tmp_path, policies=members)
+    assert evaluation.claimed(config) == {"solver": "solver", "planner": "planner"}
+    with pytest.raises(ConfigError, match="--role judge: no trained policy plays it"):
+        ablation.ablate(config, ["judge"], None)
+    with pytest.raises(ConfigError, match="name one with --role"):
+        ablation.ablate(run_of(tmp_path), [], None)
+
+
+def test_the_first_version_is_what_training_began_with(tmp_path: Path) -> None:
+    started = tmp_path / "start"
+    started.mkdir()
+    whole = run_of(tmp_path, policy={"model": str(started)})
+    assert evaluation.first_version(whole, "policy")[1].directory == str(started)
+    fresh = run_of(tmp_path, policy={"model": "hub/name", "lora": {"rank": 2}})
+    name, player = evaluation.first_version(fresh, "policy")
+    assert (name, player.directory, player.steps) == ("policy@000000", "", 0)
+    hub = run_of(tmp_path, policy={"model": "hub/name"})
+    assert evaluation.first_version(hub, "policy")[1].directory == "hub/name"
