@@ -28,7 +28,8 @@ async def show_rollout(store_url: str, rollout: str, console: Console | None = N
 
 
 def render(trace: Trace) -> RenderableType:
-    """Header, who plays which role, then every message once, each model call with its tokens, version and role."""
+    """Header, who plays which role, then every message once, each model call with its tokens,
+    version and role."""
     parts: list[RenderableType] = []
     shown: list[dict[str, Any]] = []
     if trace.rollout.seats:

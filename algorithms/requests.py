@@ -115,7 +115,8 @@ def evaluation(
 
 
 def branch_of(config: RunConfig, source: Rollout, calls: int, number: int) -> NewRollout:
-    """The `number`-th branch of the group of `source`, with so many of its calls repeated."""
+    """The `number`-th branch of the group of `source`, with so many of its calls repeated and the
+    same players."""
     rollout = _rollout(
         config,
         group=source.group,
@@ -127,7 +128,7 @@ def branch_of(config: RunConfig, source: Rollout, calls: int, number: int) -> Ne
         priority=URGENT,
         seats=source.seats,
     )
-    return replace(rollout, branch=Branch(rollout=source.id, calls=calls))
+    return replace(rollout, branch=Branch(rollout=source.id, calls=calls), seats=source.seats)
 
 
 def _rollout(

@@ -22,6 +22,7 @@ from urllib.parse import unquote_plus
 from agentrl.runners.dialects.base import Memory
 from agentrl.runners.replay import Recording
 from agentrl.runners.roles import NAMES, ROLE, read_names, resolve, role_of_model
+from agentrl.runners.routing import NOBODY, Seats
 from agentrl.types import Attempt
 
 PARENT = re.compile("[0-9a-f]{2}-([0-9a-f]{32})-(?:(?!0{16})([0-9a-f]{16})-)?")
@@ -51,12 +52,17 @@ class Live:
     ended: dict[int, tuple[int, ...]] = field(default_factory=dict)  # key -> calls that failed
     tasks: set[asyncio.Task[object]] = field(default_factory=set)  # calls in flight
     memory: Memory = field(default_factory=Memory)  # conversations that later calls may continue
-    roles: Collection[str] = ()  # those that the run file names
+    roles: Collection[str] = ()  # those that the run file or a seat names
     recording: Recording | None = None  # what it repeats of another rollout
 
     @property
     def id(self) -> str:
         return self.attempt.id
+
+    @property
+    def seats(self) -> Seats:
+        """Who plays which role of the agent; a verifier plays none."""
+        return NOBODY if self.scoring else self.attempt.rollout.seats
 
     @property
     def left(self) -> float:
@@ -115,7 +121,8 @@ class Attempts:
 
     def register(self, attempt: Attempt, *, sealed: bool = False, scoring: bool = False) -> Live:
         deadline = time.monotonic() + attempt.rollout.timeout
-        live = self._live[attempt.id] = Live(attempt, deadline, sealed, scoring, roles=self.roles)
+        roles = self.roles.union(attempt.rollout.seats)
+        live = self._live[attempt.id] = Live(attempt, deadline, sealed, scoring, roles=roles)
         self._keys[live.key] = live
         return live
 
@@ -154,13 +161,18 @@ class Attempts:
 
         Raises RefusedError with a sentence that says how to mend it."""
         trace, span = _traceparent(headers.get("traceparent", ""))
+        live = self._owner(headers, path, trace)
         said = _baggage(headers.get("baggage", ""))
         role = resolve(
-            self.roles,
+            live.roles,
             path=path.get("role"),
             said=said.get(ROLE),
             names=read_names(said.get(NAMES)),
         )
+        return Caller(live, role, span)
+
+    def _owner(self, headers: Mapping[str, str], path: Mapping[str, str], trace: str) -> Live:
+        """The attempt that a request belongs to."""
         key = headers.get("x-api-key") or headers.get("authorization", "")
         key = key.removeprefix("Bearer ").strip()
         if key in self._keys:
@@ -169,12 +181,12 @@ class Attempts:
             if stranger or path.get("attempt", live.id) != live.id:
                 message = "this API key opens no attempt but its own"
                 raise RefusedError(403, "wrong_attempt", message)
-            return Caller(live, role, span)
+            return live
         if "attempt" in path:
-            return Caller(self.find(path["attempt"]), role, span)
+            return self.find(path["attempt"])
         for attempt in (trace, key):
             if attempt in self._live or attempt in self._ended:
-                return Caller(self.find(attempt), role, span)
+                return self.find(attempt)
         raise RefusedError(
             401,
             "attempt_missing",

@@ -4,10 +4,11 @@ The role of a call is the first of
   1. the one in the path, `/a/{attempt}/{role}/v1`;
   2. the one in the baggage, `agentrl.role`, which `agentrl.role("critic")` sets around a call;
   3. of the LangGraph nodes around the call, from the inside out, and then of the agent's name
-     (`create_agent(name=...)`), the first that the run file's `[roles]` names;
-  4. the requested model's name, if `[roles]` names it;
-and "agent" where there is none. A name that `[roles]` does not mention is no role: the node
-"model" inside every `create_agent` is the agent itself. An explicit role (1, 2) needs no mention.
+     (`create_agent(name=...)`), the first that is known: the run file gives it to a policy or an
+     upstream, or the rollout has a seat for it;
+  4. the requested model's name, if it is a known role;
+and "agent" where there is none. A name that is not known is no role: the node "model" inside every
+`create_agent` is the agent itself. An explicit role (1, 2) need not be known.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """Where each call is answered right now: by the store's policies table, or a frozen endpoint.
 
+Who answers a role is said first by the rollout's seats, then by the run file's table of roles; a
+role that neither names is answered by the name that the agent asks for.
+
 Owns: a copy of the table, never older than `THROTTLE` seconds behind the store's change feed; the
 count of calls that policies are answering.
 Always true: a call to a policy that is paused, or published without a base URL because its weights
@@ -14,6 +17,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager
+from types import MappingProxyType
 from typing import NamedTuple
 
 from agentrl.config import UpstreamConfig
@@ -22,6 +26,8 @@ from agentrl.store.base import Store
 from agentrl.types import PolicyVersion
 
 log = logging.getLogger("agentrl.runner")
+Seats = Mapping[str, str]  # role -> policy or frozen endpoint
+NOBODY: Seats = MappingProxyType({})
 THROTTLE = 0.1  # seconds between reads: every write moves the feed, few of them move a policy
 DEFAULT = "policy"
 
@@ -38,7 +44,7 @@ class Route(NamedTuple):
 
 
 class Router:
-    """Maps role and model name of a request to the server that answers it."""
+    """Maps seats, role and model name of a request to the server that answers it."""
 
     def __init__(
         self,
@@ -74,11 +80,11 @@ class Router:
             await asyncio.sleep(THROTTLE)
 
     @asynccontextmanager
-    async def route(self, model: str, role: str) -> AsyncIterator[Route]:
+    async def route(self, model: str, role: str, seats: Seats = NOBODY) -> AsyncIterator[Route]:
         """The server for one call, which counts as in flight until the end of the block.
 
         Waits while the policy is not served or held."""
-        while (route := self.find(model, role)) is None:
+        while (route := self.find(model, role, seats)) is None:
             await self._news.wait()
         self._answering += not route.frozen
         try:
@@ -88,11 +94,12 @@ class Router:
             if not self._answering:
                 self._tell()
 
-    def unplayed(self, model: str, role: str) -> str:
+    def unplayed(self, model: str, role: str, seats: Seats = NOBODY) -> str:
         """Why none of several policies answers a call; empty: one does, now or later."""
         served = {policy.model for policy in self.policies.values()}
         named = model in {*self.several, *self.policies, *self.frozen, *served}
-        if not self.several or DEFAULT in self.several or role in self.roles or named:
+        played = named or self.player(role, seats) is not None
+        if not self.several or DEFAULT in self.several or played:
             return ""
         players = ", ".join(f"{role!r} by {name!r}" for role, name in sorted(self.roles.items()))
         return (
@@ -101,21 +108,34 @@ class Router:
             "for a policy by its name"
         )
 
-    def find(self, model: str, role: str) -> Route | None:
-        """By role, if the run file maps it, else by the requested name: a frozen endpoint, a
-        policy, a served model. Agents keep their own model names ("gpt-4o-mini"), so any other
-        name is the policy that is trained, where there is one. None: it cannot answer now."""
-        name = self.roles.get(role, model)
+    def find(self, model: str, role: str, seats: Seats = NOBODY) -> Route | None:
+        """By role, if the rollout's seats or the run file map it, else by the requested name: a
+        frozen endpoint, a policy, a served model. Agents keep their own model names
+        ("gpt-4o-mini"), so any other name is the policy that is trained, where there is one. None:
+        it cannot answer now."""
+        player = self.player(role, seats)
+        name = model if player is None else player
         if name in self.frozen:
             return self.frozen[name]
         policy = self.policies.get(name)
-        if policy is None and role not in self.roles:
+        if policy is None and player is None:
             served = (p for p in self.policies.values() if p.model == name)
             policy = next(served, None) or self.policies.get(DEFAULT)
             policy = policy or next(iter(() if self.several else self.policies.values()), None)
         if policy is None or not policy.base_url or self._paused:
             return None
         return Route(policy.policy, policy.version, policy.base_url, policy.model)
+
+    def player(self, role: str, seats: Seats) -> str | None:
+        """Who plays a role; None where nothing says so."""
+        return seats.get(role) or self.roles.get(role)
+
+    def missing(self, role: str, seats: Seats) -> str:
+        """Why `find` has no answer, for whoever waited in vain."""
+        player = self.player(role, seats)
+        if player is None or player in self.policies:
+            return "no policy server was ready for this call"
+        return f"nobody serves the policy {player!r}, which plays the role {role!r} here"
 
     def pause(self) -> None:
         """Hold calls to policies that have not begun, until `resume`."""

@@ -106,16 +106,17 @@ class Upstream:
         which nobody plays."""
         if live.scoring:
             self._refuse_policies(model, role)
-        if why := self.router.unplayed(model, role):
+        seats = live.seats
+        if why := self.router.unplayed(model, role, seats):
             live.failures[asked.number] = why  # counted, whatever the agent makes of the refusal
             raise RefusedError(404, "role_unplayed", why)
         wait, tries = BACKOFF, 0
         while True:
             tries += 1
-            if self.router.find(model, role) is None:
-                live.failures[asked.number] = "no policy server was ready for this call"
+            if self.router.find(model, role, seats) is None:
+                live.failures[asked.number] = self.router.missing(role, seats)
             try:
-                async with self.router.route(model, role) as route:
+                async with self.router.route(model, role, seats) as route:
                     value = await once(route)
             except UpstreamError as error:
                 live.failures[asked.number] = error.message

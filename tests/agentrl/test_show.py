@@ -1,3 +1,5 @@
+from typing import Any
+
 from rich.console import Console
 
 from agentrl.show import render
@@ -36,7 +38,7 @@ def transition(index: int, messages: list[dict], answer: dict) -> Transition:
     )
 
 
-def printed(failure: Failure | None = None) -> str:
+def printed(failure: Failure | None = None, **more: Any) -> str:
     second = [*OPENING, CALL, {"role": "tool", "content": "1", "tool_call_id": "c1"}]
     rollout = Rollout(
         id="staff/train/0000001/0002",
@@ -53,6 +55,7 @@ def printed(failure: Failure | None = None) -> str:
         failure=failure,
         rewards=[] if failure else [Reward(value=1.0), Reward(name="[/b]", value=0.5)],
         seconds=0.25,
+        **more,
     )
     transitions = [
         transition(0, OPENING, CALL),
@@ -87,3 +90,9 @@ def test_failure_is_shown_with_its_traceback() -> None:
     assert "agent_error: no such tool" in text
     assert "File x.py" in text
     assert "no reward" in text
+
+
+def test_who_plays_which_role() -> None:
+    assert "seats" not in printed()
+    seats = {"player_0": "policy", "player_1": "policy@000010"}
+    assert "seats     player_0: policy, player_1: policy@000010" in printed(seats=seats)

@@ -65,9 +65,11 @@ def test_the_least_certain_calls_of_each_rollout_or_of_the_group() -> None:
 
 
 def test_a_branch_is_a_rollout_of_the_group_beyond_its_own() -> None:
-    first, second = branches(config(kind="mc"), [rollout("a", 1, 1, 1)])
+    seats = {"player_0": "policy@000010"}
+    first, second = branches(config(kind="mc"), [rollout("a", 1, 1, 1, seats=seats)])
     assert (first.id, first.index, first.group) == ("g/0004", 4, "g")
     assert (second.id, second.index, second.step) == ("g/0005", 5, 3)
+    assert first.seats == second.seats == seats
     assert second.branch == Branch(rollout="a", calls=2)
     assert (second.task, second.priority, second.purpose) == ({"input": "x"}, 1, Purpose.TRAIN)
 

@@ -278,6 +278,85 @@ def judging(asynchronous: bool, model: str) -> Any:
     return verify if asynchronous else verify_in_thread
 
 
+# -- seats -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def snapshot(bench: Any, gateway: Gateway, model: Any) -> AsyncIterator[Any]:
+    """An earlier version of the policy, on a server of its own."""
+    server = type(model)(version="2")
+    await server.start()
+    named = {"policy": "policy@2", "version": 2, "model": "policy@2"}
+    await bench.store.publish(PolicyVersion(run="test", base_url=server.base_url, **named))
+    async with asyncio.timeout(20):
+        while "policy@2" not in gateway.router.policies:
+            await bench.store.wait(await bench.store.cursor(), timeout=0.05)
+    yield server
+    await server.stop()
+
+
+async def test_seats_come_before_the_run_file_and_the_models_name(
+    bench: Any, gateway: Gateway, judge: Any, snapshot: Any
+) -> None:
+    seats = {"critic": "policy@2", "guest": "policy", "me": "judge", "agent": "policy@2"}
+    live = gateway.register(await bench.attempt(seats=seats))
+    for role, model in (("critic", "m"), ("guest", "policy@2"), ("me", "policy"), ("", "judge")):
+        assert (await ask(gateway, live, role, model)).status_code == 200
+    assert (len(snapshot.requests), len(bench.model.requests), len(judge.requests)) == (2, 1, 1)
+    found = [(row.role, row.policy, row.version) for row in await rows(bench, live)]
+    assert found == [
+        ("critic", "policy@2", 2),
+        ("guest", "policy", 7),
+        ("me", "judge", None),
+        ("agent", "policy@2", 2),
+    ]
+    plain = gateway.register(await bench.attempt())
+    await ask(gateway, plain, "critic")
+    assert [(row.role, row.policy) for row in await rows(bench, plain)] == [("critic", "judge")]
+
+
+async def test_a_seat_makes_its_role_known(bench: Any, gateway: Gateway, snapshot: Any) -> None:
+    live = gateway.register(await bench.attempt(seats={"opponent": "policy@2", "mute": "nobody"}))
+    await ask(gateway, live, model="opponent")
+    plain = gateway.register(await bench.attempt())
+    await ask(gateway, plain, model="opponent")
+    found = [(row.role, row.policy) for one in (live, plain) for row in await rows(bench, one)]
+    assert found == [("opponent", "policy@2"), ("agent", "policy")]
+
+
+async def test_a_seat_that_nobody_serves_is_named_and_waited_for(
+    bench: Any, gateway: Gateway, model: Any
+) -> None:
+    live = gateway.register(await bench.attempt(seats={"opponent": "policy@9"}))
+    held = asyncio.create_task(ask(gateway, live, "opponent"))
+    async with asyncio.timeout(20):
+        while not live.failures:  # what the attempt fails of, should its time be up now
+            await bench.store.wait(await bench.store.cursor(), timeout=0.05)
+    assert live.failures == {
+        0: "nobody serves the policy 'policy@9', which plays the role 'opponent' here"
+    }
+    late = PolicyVersion(
+        run="test", policy="policy@9", version=9, base_url=model.base_url, model="late"
+    )
+    await bench.store.publish(late)
+    assert (await held).status_code == 200
+    assert live.failures == {}
+    assert [row.policy for row in await rows(bench, live)] == ["policy@9"]
+
+
+async def test_a_verifier_plays_no_role(bench: Any, gateway: Gateway, judge: Any) -> None:
+    mine = dataclasses.replace(bench, gateway=gateway)
+    with environment(gateway.base_url):
+        (rollout,) = await mine.run(
+            silent, {"input": "x"}, verifier=judging(True, "judge"), seats={"agent": "policy"}
+        )
+    assert rollout.reward() == 1.0
+    assert (len(judge.requests), len(bench.model.requests)) == (1, 0)
+
+
+# -- verifiers -------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("open", [True, False])
 async def test_a_verifier_asks_a_judge_unrecorded(
@@ -309,3 +388,40 @@ async def test_a_verifier_cannot_ask_what_is_trained(bench: Any, gateway: Gatewa
     assert rollout.failure.kind == "verifier_error"
     assert "reaches the endpoints of [upstreams] only, and 'gpt-4o'" in rollout.failure.message
     assert bench.model.requests == []
+
+
+@pytest.fixture
+async def team(bench: Any) -> AsyncIterator[Gateway]:
+    """A gateway of two policies, each for a role."""
+    claimed = {"critic": "solver", "planner": "planner"}
+    gateway = Gateway(bench.store, "test", roles=claimed, policies=["planner", "solver"])
+    for name in ("planner", "solver"):
+        url = bench.model.base_url
+        await bench.store.publish(
+            PolicyVersion(run="test", policy=name, version=2, base_url=url, model=name)
+        )
+    gateway.start()
+    yield gateway
+    await asyncio.to_thread(gateway.close)
+
+
+async def test_roles_and_names_find_their_policy(bench: Any, team: Gateway) -> None:
+    live = team.register(await bench.attempt())
+    for role, model in (("critic", "gpt-4o"), ("planner", "solver"), ("", "solver")):
+        assert (await ask(team, live, role, model)).status_code == 200
+    assert [row.policy for row in await rows(bench, live)] == ["solver", "planner", "solver"]
+    assert [body["model"] for body in bench.model.requests] == ["solver", "planner", "solver"]
+    assert live.failures == {}
+
+
+async def test_a_role_that_no_policy_plays_is_refused_and_counted(
+    bench: Any, team: Gateway
+) -> None:
+    live = team.register(await bench.attempt())
+    refused = await ask(team, live, "referee", "gpt-4o")
+    assert refused.status_code == 404
+    sentence = refused.json()["error"]["message"]
+    assert "no policy plays the role 'referee', which asks for the model 'gpt-4o'" in sentence
+    assert "'critic' by 'solver', 'planner' by 'planner'" in sentence
+    assert list(live.failures.values()) == [sentence]
+    assert await rows(bench, live) == []
