@@ -1,8 +1,8 @@
 """Two players share books, hats and basketballs that each of them values differently.
 
-OpenSpiel's `bargaining` (Lewis et al. 2017): what a player's values are only it knows; in turns they
-offer what to keep for themselves, until one agrees. Without an agreement nobody has anything. The
-agent runs by itself, too, against any OpenAI-compatible server:
+OpenSpiel's `bargaining` (Lewis et al. 2017): what a player's values are only it knows; in turns
+they offer what to keep for themselves, until one agrees. Without an agreement nobody has anything.
+The agent runs by itself, too, against any OpenAI-compatible server:
 `await agent(tasks.heldout[0]["input"])`.
 """
 

@@ -1,4 +1,4 @@
-"""Builds the model that the run trains: a tiny Llama that makes offers in the right form, any offer.
+"""Builds the model that the run trains: a tiny Llama that makes offers in their form, any.
 
 No weights are downloaded. It imitates players who offer whatever is legal, and agree to three
 offers out of ten whatever they are. The result is an ordinary Hugging Face checkpoint.
