@@ -144,7 +144,9 @@ def _fields(name: str) -> str:
 
 
 def _example(option: str) -> object:
-    return ["agent"] if option == "only_roles" else {"process": {"scope": "transition"}}
+    lists = {"only_roles": ["agent"], "roles": ["agent"], "actions": ["yes", "no"]}
+    lists |= {"equal_units": ["role"]}
+    return lists.get(option, {"process": {"scope": "transition"}})
 
 
 def _plain(value: object) -> str:

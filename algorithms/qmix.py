@@ -109,13 +109,15 @@ class Factored:
         following = self.value(self.target, data, chosen[:, 1:], first=1)
         return one_step(data.rewards, following, data.terminated, self.gamma)
 
-    def value(self, copy: nn.ModuleDict, data: Episodes, actions: Tensor, first: int = 0) -> Tensor:
+    def value(
+        self, parts: nn.ModuleDict, data: Episodes, actions: Tensor, first: int = 0
+    ) -> Tensor:
         """[B, T]: of the joint actions [B, T, n] in the states from `first` on. Who does not act
         has no utility."""
         steps = slice(first, first + actions.shape[1])
-        q = copy["utilities"](data.observations)[:, steps].gather(-1, actions[..., None])
+        q = parts["utilities"](data.observations)[:, steps].gather(-1, actions[..., None])
         taken = torch.where(data.acting[:, steps], q.squeeze(-1), 0.0)
-        value: Tensor = copy["mixer"](taken, data.states[:, steps])
+        value: Tensor = parts["mixer"](taken, data.states[:, steps])
         return value
 
     def state_dict(self) -> dict[str, Any]:

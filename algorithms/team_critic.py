@@ -1,9 +1,9 @@
 """A critic of teams: what the joint action was worth, and what each agent's other actions were.
 
 central: a network that reads the state and what the others did, and values every action of an
-agent (COMA, arXiv 1705.08926). vdn and qmix: utilities of each agent's own actions, mixed (1706.05296,
-1803.11485); as critics of policies, 2007.12322. All learn TD(lambda) targets of the policy that
-acted, and next to them what that policy does, from what it did.
+agent (COMA, arXiv 1705.08926). vdn and qmix: utilities of each agent's own actions, mixed
+(1706.05296, 1803.11485); as critics of policies, 2007.12322. All learn TD(lambda) targets of the
+policy that acted and, next to them, what that policy does, from what it did.
 
 Owns: its networks, target copies and optimizer. Always true: advantages of a step are those of the
 networks before it learned that step, so a baseline never knows the action it is compared with.
@@ -108,6 +108,12 @@ class Mixed(nn.Module):
         return out
 
 
+def made(kind: Kind, shape: Shape, training: Training) -> Central | Mixed:
+    if kind == "central":
+        return Central(shape, training.hidden)
+    return Mixed(kind, shape, training)
+
+
 class TeamCritic:
     """See above; a `Part` of a run's state."""
 
@@ -115,11 +121,7 @@ class TeamCritic:
         self.shape, self.training = shape, training
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            critic = (
-                Central(shape, training.hidden)
-                if kind == "central"
-                else Mixed(kind, shape, training)
-            )
+            critic = made(kind, shape, training)
             policy = Each(shape.agents, shape.observation, shape.actions, training.hidden)
         self.online = nn.ModuleDict({"critic": critic, "policy": policy})
         self.target = copy.deepcopy(critic).requires_grad_(False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from statistics import fmean, stdev
+from statistics import fmean, pstdev, stdev
 from typing import Any
 
 import pytest
@@ -215,6 +215,87 @@ def gigpo(plays: Plays) -> list[float]:
     return total((outcome(plays), 1), (naive_histories(plays, "outcome", 0.95, 0, False), 0.5))
 
 
+def highest(plays: Plays) -> list[float]:
+    def best(play: Play) -> float:
+        known = [o.outcome for o in plays if o.group == play.group and o.outcome == o.outcome]
+        return play.outcome - max(known, default=NAN)
+
+    return copied([best(play) for play in plays], plays)
+
+
+def others(plays: Plays) -> list[float]:
+    def centred(play: Play) -> float:
+        rest = [o.outcome for o in plays if o is not play and o.group == play.group]
+        known = [x for x in rest if x == x]
+        a = play.outcome - fmean(known) if known else 0.0 * play.outcome
+        return 0.0 if abs(a) < 1e-9 else a
+
+    return copied([centred(play) for play in plays], plays)
+
+
+def m_grpo(plays: Plays) -> list[float]:
+    """The others' calls as M-GRPO has them: copied until every rollout has equally many."""
+    entries = [play for play in plays if any(c.role == "actor" for c in play.calls)]
+    x = [play.outcome for play in entries]
+    lead = missing(compare([play.group for play in entries], x, True), x)
+    by_play = {id(play): a for play, a in zip(entries, lead, strict=True)}
+    copies: dict[int, list[float]] = {}
+    for play in plays:
+        known = [c.rewards["p"] for c in play.calls if c.role == "critic"]
+        known = [r for r in known if r == r]
+        for r in known:
+            copies.setdefault(play.group, []).extend([r] * (60 // len(known)))
+    out = []
+    for play in plays:
+        for call in play.calls:
+            r, all = call.rewards["p"], copies.get(play.group, [])
+            if call.role == "actor":
+                out.append(by_play[id(play)])
+            elif r != r:
+                out.append(NAN)
+            else:
+                centred = r - fmean(all)
+                flat = len(set(all)) < 2 or abs(centred) < 1e-9
+                out.append(0.0 if flat else centred / (pstdev(all) + 1e-6))
+    return out
+
+
+def sage(plays: Plays, values: list[float]) -> list[float]:
+    tact = [
+        (call.role, play.tact[call.role]) for play in plays for call in play.calls
+        for _ in range(call.tokens)
+    ]  # fmt: skip
+    each = {
+        role: iter(white([x for r, x in tact if r == role], 1e-8)) for role in ("actor", "critic")
+    }
+    return [next(each[role]) for role, _ in tact]
+
+
+def maporl(plays: Plays) -> list[float]:
+    made = [(call.role, call.rewards["p"] - call.rewards["v"]) for p in plays for call in p.calls]
+    each = {role: iter(white([x for r, x in made if r == role])) for role in ("actor", "critic")}
+    return [next(each[role]) for role, _ in made]
+
+
+def prompts(plays: Plays) -> list[float]:
+    def node(play: Play, i: int) -> object:
+        return (id(play), i) if play.calls[i].node is None else play.calls[i].node
+
+    def place(play: Play, i: int) -> object:
+        return play.group, play.calls[i].role, node(play, i - 1) if i else None
+
+    return calls(plays, per_outcome(plays), place, False)
+
+
+def tact(plays: Plays) -> list[float]:
+    """Every role of every rollout has its reward, whether it made a call or not."""
+    entries = [(play, role) for play in plays for role in ("actor", "critic")]
+    x = [play.tact[role] for play, role in entries]
+    credit = missing(compare([(play.group, role) for play, role in entries], x, False), x)
+    by_role = {(id(p), role): a for (p, role), a in zip(entries, credit, strict=True)}
+    return [by_role[id(play), call.role] for play in plays for call in play.calls]
+
+
 GAE = {"value": "transition:v", "gamma": 0.9, "lam": 0.8}
 STREAM = {"scope": "transition", "gamma": 0.9, "weight": 0.5, "gate": "agree"}
 HIGH = {"high": "transition:high", "low": "transition:v", "gamma": 0.9, "lam": 0.8}
@@ -242,6 +323,25 @@ CASES: dict[str, Case] = {
     "dr-mas": (tokens(lambda plays: calls(plays, per_outcome(plays), role)), "token", "rows", {}),
     "at-grpo": (
         tokens(lambda plays: calls(plays, per_outcome(plays), role_and_turn)), "token", "rows", {}
+    ),
+    "at-grpo prompt": (tokens(prompts), "token", "rows", {"within": "prompt", "std": False}),
+    "magrpo": (tokens(outcome), "none", "sums", {}),
+    "magrpo max": (tokens(highest), "none", "sums", {"baseline": "max"}),
+    "magrpo loo": (tokens(others), "none", "sums", {"baseline": "loo"}),
+    "magrpo none": (tokens(per_outcome), "none", "sums", {"baseline": "none"}),
+    "m-grpo": (tokens(m_grpo), "token", "pairs", {"main": "actor", "sub_reward": "transition:p"}),
+    "sage": (sage, "token", "tokens", {"reward": "role:tact"}),
+    "maporl": (
+        tokens(maporl), "token", "tokens", {"reward": "transition:p", "value": "transition:v"}
+    ),
+    "marti": (
+        tokens(lambda plays: calls(plays, process(plays), role_and_turn)), "token", "rows",
+        {"reward": "transition:p"},
+    ),
+    "shapley": (tokens(tact), "token", "rows", {"reward": "role:tact"}),
+    "grpo+equal": (
+        tokens(lambda plays: outcome(plays, True)), "token", "roles",
+        {"equal_units": ["role"]},
     ),
     "tree-grpo": (
         tokens(lambda plays: total((outcome(plays, True), 1), (outcome(plays, True, tree), 1))),
@@ -341,6 +441,14 @@ def published(case: Case, plays: Plays, batch: Batch, p: Tensor, o: Tensor) -> T
         rows.setdefault(call, []).append(leaf[t] * a[t] if clip == "none" else value)
     if average == "tokens":
         loss = torch.stack([x for row in rows.values() for x in row]).mean()
+    elif average in ("pairs", "roles"):
+        parts: dict[object, list[Tensor]] = {}
+        for call, row in rows.items():
+            role = int(batch.transition_role[call])
+            pair = (int(batch.transition_rollout[call]), role)
+            made = [torch.stack(row).mean()] if average == "pairs" else row
+            parts.setdefault(pair if average == "pairs" else role, []).extend(made)
+        loss = torch.stack([torch.stack(part).mean() for part in parts.values()]).mean()
     else:
         each = [torch.stack(row) for row in rows.values()]
         sums = average == "sums" or "length" in options

@@ -32,20 +32,22 @@ CHOICE = re.compile(r"# (\w)( \(psi\))?: .*\n")
 ROW = re.compile(r"^\| (\w) \|.*$", re.MULTILINE)
 
 
-def trace(page: str) -> Group:
-    """The rollouts of the page's JSON block; every call is a row of its own."""
-    (block,) = (text for kind, text in BLOCK.findall(page) if kind == "json")
+def trace(block: str) -> Group:
+    """The rollouts of a JSON block; every call is a row of its own."""
     rollouts = []
     for u, played in enumerate(json.loads(block)):
         name, rewards, calls = "ABC"[u], [], []
         if "outcome" in played:
             rewards.append(Reward(value=played["outcome"]))
+        for role, value in played.get("shapley", {}).items():
+            rewards.append(Reward(value=value, name="shapley", scope=Scope.ROLE, target=role))
         for i, call in enumerate(played["calls"]):
             n = call["tokens"]
             calls.append(
                 Transition(
                     id=f"{name}{i + 1}", attempt=name, index=i, prompt=int32([9, u, i]),
                     completion=int32(range(n)), logprobs=float32([-1.0] * n),
+                    role=call.get("role", "agent"),
                     messages=[{"role": "user", "content": call["sees"]}],
                 )
             )  # fmt: skip
@@ -68,12 +70,15 @@ def trace(page: str) -> Group:
 
 def rows(page: str) -> Iterator[tuple[str, str]]:
     """Each lettered choice with its row: the advantage, or for a choice of average psi, of every
-    token, in order of rollouts and calls."""
-    group = trace(page)
+    token of the trace before it, in order of rollouts and calls."""
+    group = None
     for kind, block in BLOCK.findall(page):
+        if kind == "json":
+            group = trace(block)
         letter = CHOICE.match(block)
         if kind != "toml" or not letter:
             continue
+        assert group is not None
         settings = tomllib.loads(block)["algorithm"]
         algo = make(settings["preset"], settings.get("options", {}))
         explanation = explain(algo, [group])

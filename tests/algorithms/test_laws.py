@@ -319,6 +319,43 @@ def test_weights_of_an_average_sum_to_what_it_is(inner: Inner, unit: list[int], 
 
 
 @law
+@given(
+    st.sampled_from(["mean", "sum", "const"]),
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.booleans()), min_size=1),
+)
+def test_a_unit_is_averaged_over_its_parts(
+    inner: Inner, tokens: list[tuple[int, int, bool]]
+) -> None:
+    unit, part = (torch.tensor([token[i] for token in tokens]) for i in (0, 1))
+    mask = torch.tensor([token[2] for token in tokens])
+    u = weights(unit, inner, 4.0, mask, 3 * unit + part)
+    live = [(a, b) for a, b, kept in tokens if kept]
+    for (a, b, kept), share in zip(tokens, u.tolist(), strict=True):
+        of_unit = {other for one, other in live if one == a}
+        within = {"mean": live.count((a, b)), "sum": 1, "const": 4}[inner]
+        whole = len({one for one, _ in live}) * len(of_unit) * within
+        assert share == pytest.approx(1 / whole if kept else 0, abs=1e-12)
+
+
+@law
+@given(Seeds, st.integers(2, 4))
+def test_weights_stand_for_copies(seed: int, copies: int) -> None:
+    """Law 16: a call copied k times, each at 1 / k, changes nothing."""
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.rand(6, generator=draw, dtype=torch.float64)
+    by, many = torch.tensor([0, 0, 0, 0, 1, 1]), torch.arange(6) % copies + 1
+    once = standardise(x, by, norm="std", ddof=0).advantage
+    again = standardise(
+        x.repeat_interleave(many),
+        by.repeat_interleave(many),
+        norm="std",
+        w=(1 / many).repeat_interleave(many),
+        ddof=0,
+    ).advantage
+    assert torch.allclose(again, once.repeat_interleave(many), atol=1e-12)
+
+
+@law
 @given(st.sampled_from(PRESETS), Seeds, st.integers(1, 5))
 def test_psi_does_not_depend_on_how_rows_are_cut(name: str, seed: int, parts: int) -> None:
     batch = random_batch(seed)

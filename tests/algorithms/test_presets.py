@@ -24,6 +24,7 @@ from agentrl.errors import ConfigError, TrainingError
 from .test_agent_presets import CASES as AGENT_CASES
 from .test_memory import CASES as MEMORY_CASES
 from .test_symbols import CASES as SYMBOL_CASES
+from .test_team_critic import CASES as CRITIC_CASES
 
 
 @dataclass(frozen=True)
@@ -501,7 +502,8 @@ def published(case: str, data: Padded) -> Tensor:
 
 
 def test_every_preset_and_modifier_has_a_case() -> None:
-    names = {case.split()[0] for case in [*CASES, *AGENT_CASES, *MEMORY_CASES, *SYMBOL_CASES]}
+    cases = [*CASES, *AGENT_CASES, *MEMORY_CASES, *SYMBOL_CASES, *CRITIC_CASES]
+    names = {case.split()[0] for case in cases}
     assert presets.keys() == {name for name in names if name in presets}
     assert all(any(f"+{modifier}+" in f"{name}+" for name in names) for modifier in modifiers)
 
@@ -559,10 +561,13 @@ def test_every_preset_builds_with_its_defaults_and_says_where_it_is_from() -> No
         "streams": {"streams": {"outcome": {}}},
         "process": {"process_streams": {"p": {"scope": "transition"}}},
         "only": {"only_roles": ["agent"]},
+        "equal": {"equal_units": ["role"]},
+        "coma": {"roles": ["agent"], "actions": ["yes"]},
     }
     for name, function in presets.items():
         assert make(name, needed.get(name, {}), streams=streams).name == name
-        assert "arXiv" in str(function.__doc__) or "Williams" in str(function.__doc__)
+        said = str(function.__doc__)
+        assert any(source in said for source in ("arXiv", "OpenReview", "Williams"))
     for name in modifiers:
         options = needed.get(name, {})
         assert make(f"grpo+{name}", options, streams=streams).name == f"grpo+{name}"

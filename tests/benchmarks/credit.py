@@ -21,6 +21,8 @@ from agentrl.algorithms.objective import credited, plan, psi
 from agentrl.algorithms.presets import make
 from agentrl.algorithms.steps import Peers, Returns, StepGae, Values
 
+from .team_variance import team_variance
+
 ROLLOUTS, CALLS, TOKENS = 20_000, 5, 10  # 1 M action tokens
 GROUP = 8
 STREAMS = {
@@ -241,12 +243,12 @@ def main() -> None:
     result["seconds grpo, half"] = best(lambda: step("grpo", half), options.repeats)
     result["seconds grpo, loops"] = best(lambda: loops(whole), 1)
     result["loops_over_ours"] = result["seconds grpo, loops"] / result["seconds grpo"]
-    result |= variance()
+    result |= variance() | team_variance()
     if options.json:
         print(json.dumps(result))
         return
     for key, value in result.items():
-        print(f"{key:<24}{value:>14.4g}")
+        print(f"{key:<40}{value:>14.4g}")
 
 
 if __name__ == "__main__":
