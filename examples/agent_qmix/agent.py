@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from openai import AsyncOpenAI
 from topology import MODES, Edges, graph, order
@@ -32,11 +32,11 @@ class Played(TypedDict):
 class Team:
     """An agent, once it knows how to choose: `choose(task, observations so far)`."""
 
-    def __init__(self, choose: Callable[[dict[str, object], Seen], list[int]]) -> None:
+    def __init__(self, choose: Callable[[dict[str, Any], Seen], list[int]]) -> None:
         self.choose, self.client = choose, AsyncOpenAI()
 
-    async def __call__(self, task: dict[str, object]) -> Played:
-        question, notes = str(task["question"]), list(map(str, task["notes"]))  # type: ignore[call-overload]
+    async def __call__(self, task: dict[str, Any]) -> Played:
+        question, notes = task["question"], task["notes"]
         said, used = [""] * len(ROLES), [0] * len(ROLES)
         edges: Edges = set()
         seen, states, modes = [observe(question, said, used, edges)], list[list[float]](), []
@@ -101,6 +101,6 @@ def fold(text: str) -> list[float]:
     return [value / norm for value in folded]
 
 
-def fixed(mode: str) -> Callable[[dict[str, object], Seen], list[int]]:
+def fixed(mode: str) -> Callable[[dict[str, Any], Seen], list[int]]:
     """Everybody always in the same mode."""
     return lambda task, seen: [MODES.index(mode)] * len(ROLES)

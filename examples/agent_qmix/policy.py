@@ -23,13 +23,13 @@ def build(directory: Path, seed: int) -> None:
 def demonstrate(dice: random.Random) -> Conversation:
     """One call: what is known ends with what is nearest to an answer."""
     found = task(dice)
-    steps = [str(found["question"])]
+    steps = [found["question"]]
     for _ in range(steps[0].count(" of ")):
-        steps.append(solve(steps[-1], list(map(str, found["notes"]))))  # type: ignore[call-overload]
+        steps.append(solve(steps[-1], found["notes"]))
     reached = dice.randrange(len(steps))
     heard = sorted(dice.choices(range(reached + 1), k=dice.randrange(3)))
     known = [steps[0], *(steps[place] for place in heard), steps[reached]]
-    notes = dice.choice(list(map(str, found["notes"])))  # type: ignore[call-overload]
+    notes = dice.choice(found["notes"])
     return [
         {"role": "system", "content": notes},
         {"role": "user", "content": "; ".join(known)},

@@ -57,9 +57,9 @@ def choices(mixed: QMix) -> Choose:
 
     def choose(task: Task, seen: Seen) -> list[int]:
         if task["how"] != "learned":
-            return fixed(str(task["how"]))(task, seen)
+            return fixed(task["how"])(task, seen)
         dice = random.Random(f"{task['seed']}/{len(seen)}")
-        return mixed.act(torch.tensor(seen), float(task["epsilon"]), dice)  # type: ignore[arg-type]
+        return mixed.act(torch.tensor(seen), task["epsilon"], dice)
 
     return choose
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 PEOPLE = ["Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gail", "Hugo", "Ines", "Jon", "Kim", "Leo"]
 CITIES = ["Oslo", "Lima", "Cairo", "Delhi", "Porto", "Quito", "Seoul", "Tunis"]
@@ -15,7 +16,7 @@ CHAINS = [
 ]
 FACTS = 3  # in the notes of an agent
 
-Task = dict[str, object]
+Task = dict[str, Any]
 
 
 def task(dice: random.Random) -> Task:

@@ -49,6 +49,7 @@ ARMS = {
 }
 RATE = {"shared": 2e-3, "per-role": 2e-3, "parts": 2e-3, "c3": 2e-3}
 Curve = list[tuple[float, float]]  # training rollouts so far, held-out success
+Figures = dict[str, float | None]
 
 
 def train(arm: str, seed: int, rate: float, steps: int, folder: Path) -> list[StepRow]:
@@ -88,26 +89,25 @@ def smoothed(points: Curve) -> Curve:
     ]
 
 
-def reached(points: Curve, level: float) -> float:
-    """Rollouts until the level; infinite where it is never reached."""
-    return next((spent for spent, score in points if score >= level), float("inf"))
+def reached(points: Curve, level: float) -> float | None:
+    """Rollouts until the level; None where it is never reached."""
+    return next((spent for spent, score in points if score >= level), None)
 
 
-def compare(curves: dict[str, Curve]) -> dict[str, dict[str, float]]:
+def compare(curves: dict[str, Curve]) -> dict[str, Figures]:
     """Of each arm: success before and after, rollouts to the level that shared return ends at, and
-    their ratio to those of shared return."""
+    their ratio to those of shared return. None: it does not get there."""
     smooth = {arm: smoothed(points) for arm, points in curves.items()}
     level = smooth["shared"][-1][1]
     base = reached(smooth["shared"], level)
-    return {
-        arm: {
-            "before": points[0][1],
-            "after": points[-1][1],
-            "rollouts": reached(points, level),
-            "ratio": reached(points, level) / base,
-        }
-        for arm, points in smooth.items()
-    }
+    found: dict[str, Figures] = {}
+    for arm, points in smooth.items():
+        spent = reached(points, level)
+        ratio = spent / base if spent is not None and base else None
+        found[arm] = {
+            "before": points[0][1], "after": points[-1][1], "rollouts": spent, "ratio": ratio
+        }  # fmt: skip
+    return found
 
 
 def tune(folder: Path, steps: int) -> dict[str, dict[str, float]]:
@@ -121,7 +121,9 @@ def tune(folder: Path, steps: int) -> dict[str, dict[str, float]]:
     }
 
 
-def measure(seeds: Sequence[int], steps: int, folder: Path) -> dict[str, dict[str, list[float]]]:
+def measure(
+    seeds: Sequence[int], steps: int, folder: Path
+) -> dict[str, dict[str, list[float | None]]]:
     """By arm and figure, a number for each seed."""
     found = [
         compare({arm: curve(train(arm, seed, RATE[arm], steps, folder)) for arm in ARMS})
@@ -147,7 +149,8 @@ def main() -> None:
         return
     for arm, figures in arms.items():
         for key, values in figures.items():
-            print(f"{arm:<10}{key:<10}", *(f"{value:>9.4g}" for value in values))
+            shown = (f"{'never' if value is None else format(value, '.4g'):>9}" for value in values)
+            print(f"{arm:<10}{key:<10}", *shown)
 
 
 if __name__ == "__main__":

@@ -122,7 +122,7 @@ async def test_it_learns_from_the_store_and_goes_on_where_it_stopped(
     assert episode.terminated
     learned = train.learner(0)
     learned.load_state_dict(torch.load(tmp_path / "checkpoints" / "000002" / "learner.pt"))
-    assert learned.learned == 2 * train.UPDATES * 4 + train.UPDATES * 0
+    assert learned.learned == train.UPDATES * (4 + 8)  # the second step also of the first's
 
 
 def test_the_last_round_is_learned_from(qmix: Parts) -> None:
