@@ -18,9 +18,9 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 
 from agentrl.algorithms.engines import sync
-from agentrl.algorithms.engines.sync import AdapterSync, Servers, WeightSync
+from agentrl.algorithms.engines.sync import AdapterSync, LostError, Servers, WeightSync
 from agentrl.algorithms.engines.vllm_check import check, check_temperature
-from agentrl.algorithms.engines.vllm_control import Control, LostError
+from agentrl.algorithms.engines.vllm_control import Control
 from agentrl.algorithms.engines.vllm_serving import HOLD, OPEN, Host, Learned, Serving
 from agentrl.errors import PolicyError
 from agentrl.types import POLICY
