@@ -131,7 +131,7 @@ class VllmServer:
         if policy not in versions and len(versions) >= self._host.room:
             raise PolicyError(
                 f"vLLM has room for {self._host.room} adapters and serves {', '.join(versions)}; "
-                "raise engine.vllm.max_adapters, or --max-loras of servers that run already"
+                "raise engine.vllm.max_adapters"
             )
         carrier.take(policy)
         versions[policy] = version

@@ -9,9 +9,9 @@ Calls are 32 at a time, of 16 tokens; a publish is `updating` and `publish` of o
 nobody calls, and the median of 20, as is each of its parts: hold (calls in flight end), take (the
 learner's weights are copied or written), send (vLLM has them), reset (of its prefix cache), check
 (of its log-probs). `vllm` sends all weights through memory, `reload` by a checkpoint, `adapter`
-those of a LoRA adapter alone. With `--urls`, of servers that run already, there is no child. `--demo`
-counts rollouts per second in steps of the demo, with a model of the same size and half as many,
-wider heads.
+those of a LoRA adapter alone. With `--urls`, of servers that run already, there is no child.
+`--demo` counts rollouts per second in steps of the demo, with a model of the same size and half as
+many, wider heads.
 """
 
 from __future__ import annotations

@@ -49,16 +49,15 @@ class FakeVllm:
         match request.path:
             case "/health":
                 return web.Response(status=200 if self.well else 503)
-            case "/server_info":
-                assert request.query["config_format"] == "json"
-                transfer = {"backend": self.backend} if self.backend else None
-                lora = {"max_loras": 3} if self.lora else None
-                config = {"lora_config": lora, "weight_transfer_config": transfer}
-                return web.json_response({"vllm_config": config})
             case "/version":
                 return web.json_response({"version": self.version})
             case "/is_paused" | "/reset_prefix_cache":
                 return web.json_response({"success": True}, status=200 if self.dev else 404)
+            case "/init_weight_transfer_engine":
+                names = {"ipc": "IPCWeightTransferEngine", "nccl": "NCCLWeightTransferEngine"}
+                named = f"Invalid init_info for {names.get(self.backend)}: "
+                told = named if self.backend else "Weight transfer not configured."
+                return web.json_response({"error": {"message": told}}, status=500)
             case "/v1/models":
                 cards = [{"id": "policy", "parent": self.name}, {"id": self.name}]
                 return web.json_response({"data": cards})
