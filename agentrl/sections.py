@@ -235,7 +235,7 @@ class VllmConfig(Section, frozen=True):
     timeout: Seconds = 60.0  # for calls in flight to end before an update, and for the update
     # How new weights get there; auto: the fastest way that there is.
     sync: Literal["auto", "adapter", "ipc", "nccl", "shared_memory", "reload"] = "auto"
-    max_adapters: Count = 8  # served at once, frozen ones too; servers that run have their own
+    max_adapters: Count = 8  # that a child serves at once, frozen ones too
     tolerance: NonNegative = 0.0  # of log-probs after an update; 0: 1e-3, in bfloat16 0.1
     tool_parser: str = "hermes"
     arguments: list[str] = []  # more arguments of `vllm serve`

@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,8 +36,12 @@ UPDATE, FINISH = "/update_weights", "/finish_weight_update"
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 
+class LostError(Exception):
+    """A request failed as it does on a server that is dying."""
+
+
 class Servers(Protocol):
-    """Those that weights go to. Raises PolicyError for what one of them refuses."""
+    """Those that weights go to. Raises PolicyError for what one of them refuses, and LostError."""
 
     urls: Sequence[str]
 
@@ -167,7 +172,7 @@ class MemorySync:
     async def send(self, policy: str, servers: Servers) -> None:
         where = {"path": f"/proc/{os.getpid()}/fd/{self._file}", "size": self._memory.numel()}
         await servers.post(INIT, {"init_info": where})
-        await servers.post(START)
+        await _begin(servers)
         await servers.post(UPDATE, {"update_info": {"weights": self._weights}})
         await servers.post(FINISH)
 
@@ -187,6 +192,17 @@ class MemorySync:
         os.truncate(self._file, size)
         path = f"/proc/self/fd/{self._file}"
         self._memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+
+
+async def _begin(servers: Servers) -> None:
+    """Have an update begun, also where a learner that was killed left one that was."""
+    try:
+        await servers.post(START)
+    except LostError:
+        for url in servers.urls:
+            with suppress(LostError):
+                await servers.ask(url, "POST", FINISH)
+        await servers.post(START)
 
 
 @dataclass(frozen=True, slots=True)

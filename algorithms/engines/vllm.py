@@ -18,9 +18,9 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 
 from agentrl.algorithms.engines import sync
-from agentrl.algorithms.engines.sync import AdapterSync, Servers, WeightSync
+from agentrl.algorithms.engines.sync import AdapterSync, LostError, Servers, WeightSync
 from agentrl.algorithms.engines.vllm_check import check, check_temperature
-from agentrl.algorithms.engines.vllm_control import Control, LostError
+from agentrl.algorithms.engines.vllm_control import Control
 from agentrl.algorithms.engines.vllm_serving import HOLD, OPEN, Host, Learned, Serving
 from agentrl.errors import PolicyError
 from agentrl.types import POLICY
@@ -131,7 +131,7 @@ class VllmServer:
         if policy not in versions and len(versions) >= self._host.room:
             raise PolicyError(
                 f"vLLM has room for {self._host.room} adapters and serves {', '.join(versions)}; "
-                "raise engine.vllm.max_adapters, or --max-loras of servers that run already"
+                "raise engine.vllm.max_adapters"
             )
         carrier.take(policy)
         versions[policy] = version

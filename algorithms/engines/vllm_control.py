@@ -9,14 +9,11 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from agentrl.algorithms.engines.sync import LostError
 from agentrl.algorithms.engines.vllm_child import CONTROL, SERVER
 from agentrl.algorithms.engines.vllm_serving import HOLD, Host
 from agentrl.errors import PolicyError
 from agentrl.types import Json
-
-
-class LostError(Exception):
-    """A request failed as it does on a server that is dying."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import sys
 import time
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
 from typing import Any
@@ -68,6 +69,7 @@ class VllmFleet:
         take an update, after which one that has not counts as gone."""
         self.urls = [url.rstrip("/").removesuffix("/v1") for url in urls]
         self.key, self.url, self.name = secrets.token_hex(16), "", POLICY
+        self.room = sys.maxsize  # vLLM reads those beyond its --max-loras again when they are asked
         self.found: Found | None = None
         self._bind, self._adapters = (host, port), adapters
         self._start_timeout, self._timeout = start_timeout, timeout
@@ -96,11 +98,6 @@ class VllmFleet:
             if self.found.adapters
             else ("vLLM was not started with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1")
         )
-
-    @property
-    def room(self) -> int:
-        assert self.found is not None, "probe() comes first"
-        return self.found.room
 
     @property
     def backend(self) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,10 +10,17 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from agentrl.algorithms.engines.sync import INIT, LOAD
 from agentrl.algorithms.engines.vllm_process import OLDEST, is_old
+from agentrl.algorithms.engines.vllm_serving import MEMORY
 from agentrl.errors import PolicyError
 
-LORA = "/v1/load_lora_adapter"
+ENGINES = {
+    "MemoryEngine": MEMORY,
+    "IPCWeightTransferEngine": "ipc",
+    "NCCLWeightTransferEngine": "nccl",
+}
+NAMED = re.compile(rb"Invalid init_info for (\w+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +29,6 @@ class Found:
 
     name: str  # of the model, as calls name it
     adapters: bool  # can be loaded by name
-    room: int  # for how many at once
     backend: str  # of vLLM's weight transfer, the same everywhere; empty: none
 
 
@@ -38,7 +45,6 @@ async def probe(http: aiohttp.ClientSession, urls: Sequence[str]) -> Found:
     return Found(
         names[0],
         all(each.adapters for each in found),
-        min(each.room for each in found),
         backends.pop() if len(backends) == 1 else "",
     )
 
@@ -60,16 +66,20 @@ async def _probe(http: aiohttp.ClientSession, url: str) -> Found:
             "the environment variable with its API key"
         )
     name = next(card["id"] for card in models["data"] if not card.get("parent"))
-    info = (await _ask(http, "GET", f"{url}/server_info?config_format=json"))[1]
-    config = info["vllm_config"]
-    lora, transfer = config.get("lora_config"), config.get("weight_transfer_config")
-    loads = (await _ask(http, "POST", f"{url}{LORA}", {}))[0] != 404
-    return Found(
-        name,
-        loads and lora is not None,
-        lora["max_loras"] if lora else 0,
-        transfer["backend"] if transfer else "",
-    )
+    loads = (await _ask(http, "POST", f"{url}{LOAD}", {}))[0] != 404
+    return Found(name, loads, await _backend(http, url))
+
+
+async def _backend(http: aiohttp.ClientSession, url: str) -> str:
+    """The engine of a server's weight transfer, as its refusal of what no engine takes names it:
+    where vLLM tells its settings (/server_info) it first describes the machine, for minutes."""
+    try:
+        nothing = {"init_info": {"agentrl": None}}
+        async with http.post(f"{url}{INIT}", json=nothing) as reply:
+            named = NAMED.search(await reply.read())
+    except (TimeoutError, aiohttp.ClientError) as error:
+        raise PolicyError(f"vLLM at {url}: {INIT}: {type(error).__name__}: {error}") from None
+    return ENGINES.get(named[1].decode(), "") if named else ""
 
 
 async def _ask(

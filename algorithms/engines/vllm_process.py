@@ -210,6 +210,8 @@ class VllmProcess:
         }
         if not self.settings.gpu:
             chosen["OMP_NUM_THREADS"] = str(self.settings.threads)
+            # Left alone, vLLM binds its threads to cores, every child to the same ones.
+            chosen["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
             chosen["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
         return chosen
 

@@ -30,8 +30,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-from agentrl.algorithms.engines.sync import FINISH, INIT, START, UPDATE, Servers
-from agentrl.algorithms.engines.vllm_control import LostError
+from agentrl.algorithms.engines.sync import FINISH, INIT, START, UPDATE, LostError, Servers
 from agentrl.algorithms.engines.vllm_serving import Learned, Serving
 from agentrl.errors import PolicyError
 

@@ -1,12 +1,17 @@
 """How long a publish takes and how many calls are answered, by the policy servers side by side.
 
-python tests/benchmarks/engines.py --model DIRECTORY --kinds embedded vllm adapter --json
+python tests/benchmarks/engines.py --model DIRECTORY --kinds embedded vllm reload adapter --json
+python tests/benchmarks/engines.py --model DIRECTORY --kinds vllm --urls http://127.0.0.1:8000
 python tests/benchmarks/engines.py --demo --kinds embedded vllm
 
-The model must be one that both serve: vLLM's attention on a CPU takes heads of 32 and larger. Calls
-are 32 at a time, of 16 tokens; a publish is `updating` and `publish` while nobody calls, and the
-median of ten. `adapter` is vLLM with the weights of a LoRA adapter alone. `--demo` counts rollouts
-per second in steps of the demo, with a model of the same size and half as many, wider heads.
+The model must be one that both serve: vLLM's attention on a CPU takes heads of 32 and larger.
+Calls are 32 at a time, of 16 tokens; a publish is `updating` and `publish` of other weights while
+nobody calls, and the median of 20, as is each of its parts: hold (calls in flight end), take (the
+learner's weights are copied or written), send (vLLM has them), reset (of its prefix cache), check
+(of its log-probs). `vllm` sends all weights through memory, `reload` by a checkpoint, `adapter`
+those of a LoRA adapter alone. With `--urls`, of servers that run already, there is no child.
+`--demo` counts rollouts per second in steps of the demo, with a model of the same size and half as
+many, wider heads.
 """
 
 from __future__ import annotations
@@ -23,11 +28,14 @@ from pathlib import Path
 from statistics import median
 
 import aiohttp
+import torch
+from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from agentrl.algorithms.adapters import Adapters
 from agentrl.algorithms.engines.base import PolicyServer
 from agentrl.algorithms.engines.choice import policy_server
+from agentrl.algorithms.engines.vllm import VllmServer
 from agentrl.algorithms.model import load_model
 from agentrl.config import resolve
 from agentrl.store import open_store
@@ -35,38 +43,38 @@ from agentrl.types import POLICY
 
 DEMO = Path(__file__).parents[2] / "examples" / "staff"
 STEPS = 5
-CALLERS, CALLS, PUBLISHES = 32, 512, 10
+CALLERS, CALLS, PUBLISHES = 32, 512, 20
+KINDS = "embedded", "vllm", "reload", "adapter"
 
 
-async def measure(kind: str, model_dir: str, folder: Path) -> dict[str, float]:
-    config = resolve(
-        {
-            "output": str(folder / kind),
-            "engine": {"kind": "vllm" if kind == "adapter" else kind, "max_context": 512},
-        },
-        source="benchmark",
-    )
+async def measure(
+    kind: str, model_dir: str, folder: Path, calls_made: int, urls: list[str]
+) -> dict[str, float]:
+    vllm = {"urls": urls, "sync": "reload" if kind == "reload" else "auto", "start_timeout": 900.0}
+    engine = {"kind": "embedded" if kind == "embedded" else "vllm", "max_context": 512}
+    settings = {"output": str(folder / kind), "engine": engine | {"vllm": vllm}}
+    config = resolve(settings, source="benchmark")
     model, tokenizer = load_model(model_dir, device="cpu")
     adapters = None
     if kind == "adapter":
         adapters = Adapters(model)
         adapters.add(POLICY, rank=8, alpha=16.0)
+    trained = adapters.parameters(POLICY).values() if adapters else model.parameters()
+    first = [(weight, weight.detach().clone()) for weight in trained]
     server = policy_server(config, model, tokenizer, adapters)
     started = time.monotonic()
     await server.start()
     try:
         up = time.monotonic() - started
         await calls(server, CALLERS)  # what is only slow at first
-        rate = await calls(server, CALLS)
-        seconds = [await publish(server, version) for version in range(PUBLISHES)]
+        rate = await calls(server, calls_made)
+        publishes = [await publish(server, version, first) for version in range(PUBLISHES)]
     finally:
         await server.close()
-    return {
-        "start_s": up,
-        "calls_per_s": rate,
-        "publish_ms": 1000 * median(seconds),
-        "publish_ms_max": 1000 * max(seconds),
+    parts = {
+        f"publish_{part}_ms": 1000 * median(p[part] for p in publishes) for part in publishes[0]
     }
+    return {"start_s": up, "calls_per_s": rate, **parts}
 
 
 async def calls(server: PolicyServer, count: int) -> float:
@@ -92,11 +100,18 @@ async def calls(server: PolicyServer, count: int) -> float:
         return count / (time.monotonic() - started)
 
 
-async def publish(server: PolicyServer, version: int) -> float:
+async def publish(
+    server: PolicyServer, version: int, first: list[tuple[Tensor, Tensor]]
+) -> dict[str, float]:
+    """Seconds, of all and of its parts."""
+    with torch.no_grad():
+        for weight, value in first:
+            weight.copy_(value + 0.02 * torch.randn_like(value))
     started = time.monotonic()
     async with server.updating():
         await server.publish(version)
-    return time.monotonic() - started
+    taken = {"all": time.monotonic() - started}
+    return taken | (server.seconds if isinstance(server, VllmServer) else {})
 
 
 def demo(kind: str, folder: Path) -> dict[str, float]:
@@ -134,7 +149,9 @@ def main() -> None:
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--model")
     asked.add_argument("--demo", action="store_true")
-    parser.add_argument("--kinds", nargs="+", default=["embedded", "vllm"])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["embedded", "vllm"])
+    parser.add_argument("--urls", nargs="+", default=[])
+    parser.add_argument("--calls", type=int, default=CALLS)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     disable_progress_bar()
@@ -142,7 +159,9 @@ def main() -> None:
         results = {
             kind: demo(kind, Path(folder))
             if options.demo
-            else asyncio.run(measure(kind, options.model, Path(folder)))
+            else asyncio.run(
+                measure(kind, options.model, Path(folder), options.calls, options.urls)
+            )
             for kind in options.kinds
         }
     if options.json:

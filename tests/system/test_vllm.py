@@ -17,18 +17,20 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import aiohttp
+import numpy as np
 import pytest
 import pytest_asyncio
 import torch
 
 from agentrl.algorithms.engines.choice import vllm_server
+from agentrl.algorithms.engines.sync import MemorySync
 from agentrl.algorithms.engines.vllm import VllmServer
 from agentrl.algorithms.model import load_model
 from agentrl.config import resolve
 from agentrl.errors import PolicyError
 from agentrl.runners.gateway import Gateway
 from agentrl.store import open_store
-from agentrl.types import NewRollout, PolicyVersion, Sampling
+from agentrl.types import NewRollout, PolicyVersion, Purpose, Sampling, Transition
 
 psutil = pytest.importorskip("psutil")
 pytestmark = [
@@ -69,7 +71,7 @@ async def started(
     yield server, model
     await server.close()
     assert set(offspring()) <= before
-    assert not list(output.glob("vllm/weights-*"))
+    assert not Path(output, "vllm", "served").exists()
 
 
 @torch.no_grad()
@@ -192,10 +194,12 @@ async def test_what_is_served_is_compared_and_what_is_wrong_answers_nobody(
     await server.publish(4)
     assert await version(server) == "4"
 
-    server._learned = replace(learned, save=Path.mkdir)  # what vLLM is to load is not there
-    with pytest.raises(PolicyError, match=r"vLLM: /collective_rpc: 500 "):
+    assert isinstance(server._sync, MemorySync)
+    first = server._sync._weights[0]
+    name, first["name"] = first["name"], "nobody"  # what vLLM is to load is not there
+    with pytest.raises(PolicyError, match=r"vLLM: /update_weights: 500 "):
         await server.publish(5)
-    server._learned = learned
+    first["name"] = name
     disturb(model)
     await server.publish(6)
     assert await version(server) == "6"
@@ -257,22 +261,51 @@ async def test_what_vllm_cannot_run_is_a_sentence(
     assert set(offspring()) <= before
 
 
-def test_a_langchain_agent_is_trained_with_grpo_on_vllm(
-    run_folder: Path, wide_model_dir: Path
-) -> None:
-    """Log-probs of sampler and learner agree at every step, which nothing but exact tokens and the
-    newest weights can do."""
-    overrides = ["engine.kind=vllm", "engine.max_context=512", f"policy.model={wide_model_dir}"]
-    small = ["steps=3", "algorithm.groups=2", "algorithm.group_size=4"]
+def train(folder: Path, *overrides: str) -> None:
     trained = subprocess.run(
-        [sys.executable, "-m", "agentrl", "train", "run.toml", *small, *overrides],
-        cwd=run_folder,
+        [sys.executable, "-m", "agentrl", "train", "run.toml", *overrides],
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=500,
         check=False,
     )
     assert trained.returncode == 0, trained.stdout + trained.stderr
+
+
+async def untrained_calls(store: Path) -> dict[tuple[int, int], Transition]:
+    """The model's calls in the greedy evaluation before the first step, by rollout and number."""
+    async with open_store(f"sqlite:///{store}") as opened:
+        rollouts = await opened.rollouts("tiny", purpose=Purpose.EVAL, step=0)
+        traces = [(rollout.index, await opened.trace(rollout.id)) for rollout in rollouts]
+    calls = [
+        (index, trace.transitions)
+        for index, trace in traces
+        if trace is not None and trace.rollout.sampling.temperature == 0
+    ]
+    return {(index, i): call for index, each in calls for i, call in enumerate(each)}
+
+
+def test_a_langchain_agent_is_trained_with_grpo_on_vllm(
+    run_folder: Path, wide_model_dir: Path
+) -> None:
+    """Log-probs of sampler and learner agree at every step, which nothing but exact tokens and the
+    newest weights can do. Before the first, they are those of a run with the embedded server from
+    the same seed and weights."""
+    same = ["engine.max_context=512", f"policy.model={wide_model_dir}"]
+    small = ["steps=3", "algorithm.groups=2", "algorithm.group_size=4"]
+    train(run_folder, *same, *small, "engine.kind=vllm")
+    train(run_folder, *same, "steps=0", "output=embedded")
+    served, embedded = (
+        asyncio.run(untrained_calls(run_folder / output / "store.db"))
+        for output in ("out", "embedded")
+    )
+    assert len(served) >= 4
+    assert served.keys() == embedded.keys()
+    for key, call in served.items():
+        assert list(call.prompt) == list(embedded[key].prompt)
+        assert list(call.completion) == list(embedded[key].completion)
+        np.testing.assert_allclose(call.logprobs, embedded[key].logprobs, rtol=0, atol=1e-4)
 
     async def metrics() -> list[dict[str, float]]:
         async with open_store(f"sqlite:///{run_folder / 'out' / 'store.db'}") as store:

@@ -163,13 +163,14 @@ async def served(
         elif request.param == "url":
             url = stack.enter_context(vllm_of_somebody_else(wide_model_dir, output / "theirs.log"))
             engine["vllm"] = {"urls": [url]}
-        config = resolve({"output": str(output), "engine": engine}, source="test")
         model, tokenizer = load_model(wide_model_dir, device="cpu")
         adapters = None
         if request.param == "adapter":
             adapters = Adapters(model)
             adapters.add(POLICY, rank=4, alpha=8.0)
             adapters.add("other", rank=2, alpha=8.0)
+            engine["vllm"] = {"max_adapters": 3}
+        config = resolve({"output": str(output), "engine": engine}, source="test")
         server = policy_server(config, model, tokenizer, adapters)
         await server.start()
         async with aiohttp.ClientSession() as http:
@@ -299,6 +300,37 @@ async def test_adapters_are_served_by_name_and_have_their_own_versions(served: S
         served.adapters, kept = None, served.adapters
         assert served.gap(other) < 1e-4
     served.adapters = kept
+
+
+async def test_frozen_policies_come_and_go_while_it_serves(served: Served) -> None:
+    if served.adapters is None:
+        pytest.skip("all weights are trained")
+    before = await served.ask(temperature=0.0)
+    for version in (7, 8):  # the second in the place of the first
+        name = f"policy@{version:06d}"
+        served.adapters.add(name, rank=3, alpha=8.0)
+        for weight in served.adapters.parameters(name).values():
+            weight.data.add_(0.1 * torch.randn_like(weight))
+        async with served.server.updating():
+            await served.server.add(name, version)
+            served.adapters.add("late", rank=2, alpha=8.0)
+            with pytest.raises(PolicyError, match=r"room for 3 adapters .* max_adapters"):
+                await served.server.add("late", 1)
+            served.adapters.close("late")
+        frozen, same = await asyncio.gather(
+            served.ask(model=name, temperature=0.0), served.ask(temperature=0.0)
+        )
+        assert (frozen.version, same.version) == (version, served.version)
+        assert same.logprobs == pytest.approx(before.logprobs, abs=1e-4)
+        with served.adapters.using(name):
+            served.adapters, kept = None, served.adapters
+            assert served.gap(frozen) < 1e-4
+        served.adapters = kept
+        async with served.server.updating():
+            await served.server.remove(name)
+        served.adapters.close(name)
+        async with served.post(model=name) as reply:
+            assert reply.status == 404
 
 
 async def test_a_policy_that_is_not_there_is_a_sentence(served: Served) -> None:

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, MutableMapping
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from agentrl.algorithms.engines import vllm_process
-from agentrl.algorithms.engines.vllm_child import ADAPTERS, KEY, VERSIONS, Door
+from agentrl.algorithms.engines.vllm_child import ADAPTERS, KEY, Door
 from agentrl.algorithms.engines.vllm_process import Settings, VllmProcess, check_installed
 from agentrl.algorithms.engines.vllm_serving import HOLD, OPEN, Serving
 from agentrl.errors import PolicyError
@@ -125,33 +126,60 @@ async def test_a_taken_port_is_a_sentence(
 
 def test_what_vllm_is_told(process: Callable[..., VllmProcess]) -> None:
     made = process(SERVES, max_context=100, arguments=("--seed", "1"), threads=3)
-    command, environment = made._command(SERVING, 7), made._environment(SERVING)
+    command, environment = made._command(SERVING, 7), made._environment()
     assert command[-2:] == ["--seed", "1"]
     assert command[command.index("--max-model-len") + 1] == "100"
-    assert (environment[KEY], environment[VERSIONS]) == ("secret", "policy=5&=5")
+    assert environment[KEY] == "secret"
+    assert "--weight-transfer-config" not in command
     assert environment["OMP_NUM_THREADS"] == "3"
     on_gpu = process(SERVES, gpu=True)
     assert "--enforce-eager" in command
     assert "--enforce-eager" not in on_gpu._command(SERVING, 7)
-    assert "OMP_NUM_THREADS" not in on_gpu._environment(SERVING)
+    assert "OMP_NUM_THREADS" not in on_gpu._environment()
+    told = made._command(replace(SERVING, backend="ipc"), 7)
+    assert told[told.index("--weight-transfer-config") + 1] == '{"backend": "ipc"}'
 
 
 def test_vllm_is_told_of_adapters_and_room_for_their_rank(
     process: Callable[..., VllmProcess],
 ) -> None:
-    adapters = {"policy": Path("a"), "other": Path("b")}
-    serving = Serving(Path("w"), Path("t"), adapters, {"policy": 3, "other": 0})
     made = process(SERVES, adapters=2, rank=9)
-    command = made._command(serving, 7)
-    assert made.hot
+    command = made._command(replace(SERVING, adapters=True), 7)
+    assert (made.refuses_adapters, made.room) == ("", 2)
     assert command[command.index("--max-lora-rank") + 1] == "16"
-    assert command[command.index("--lora-modules") + 1 :] == ["policy=a", "other=b"]
+    assert command[command.index("--max-loras") + 1] == "2"
+    assert command[command.index("--max-cpu-loras") + 1] == "3"
     assert command[command.index("--served-model-name") + 1] == "base"
-    assert made._environment(serving)[VERSIONS] == "policy=3&other=0"
-    assert not process(SERVES, adapters=1, rank=1024).hot
+    assert "a rank of 512 at most" in process(SERVES, adapters=1, rank=1024).refuses_adapters
+    assert process(SERVES).refuses_adapters == "all weights are trained"
 
 
-@pytest.mark.parametrize("argument", ["--port", "--port=1", "--max_model_len=8", "--model"])
+@pytest.mark.parametrize(
+    ("arguments", "gpus"),
+    [
+        ((), 1),
+        (("--tensor-parallel-size", "2"), 2),
+        (("--tensor_parallel_size=2", "-pp", "3", "--seed", "5"), 6),
+    ],
+)
+def test_the_gpus_that_it_takes(
+    process: Callable[..., VllmProcess], arguments: tuple[str, ...], gpus: int
+) -> None:
+    assert process(SERVES, gpu=True, arguments=arguments).gpus == gpus
+    assert process(SERVES, arguments=arguments).gpus == 0
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "--port",
+        "--port=1",
+        "--max_model_len=8",
+        "--model",
+        "--max-loras",
+        "--weight-transfer-config",
+    ],
+)
 async def test_an_argument_that_is_set_already_is_refused(
     process: Callable[..., VllmProcess], argument: str
 ) -> None:
@@ -214,10 +242,9 @@ class Client:
 
 
 @pytest.fixture
-def behind(monkeypatch: pytest.MonkeyPatch) -> tuple[Client, asyncio.Event, list[str]]:
+async def behind(monkeypatch: pytest.MonkeyPatch) -> tuple[Client, asyncio.Event, list[str]]:
     """A client of a door; behind it calls end when the event is set, and are listed."""
     monkeypatch.setitem(os.environ, KEY, "secret")
-    monkeypatch.setitem(os.environ, VERSIONS, "policy=7&=7")
     finish, seen = asyncio.Event(), list[str]()
 
     async def vllm(scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
@@ -226,7 +253,9 @@ def behind(monkeypatch: pytest.MonkeyPatch) -> tuple[Client, asyncio.Event, list
         await finish.wait()
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
-    return Client(Door(vllm)), finish, seen
+    client = Client(Door(vllm))
+    await client.get(OPEN, query=b"policy=7&=7", key=b"secret")
+    return client, finish, seen
 
 
 async def settle() -> None:
@@ -254,6 +283,21 @@ async def test_a_held_door_waits_for_those_inside_and_keeps_the_others_out(
     assert not outside.done()
     await client.get(OPEN, query=b"policy=8&=8", key=b"secret")
     assert await outside == (200, b"8")
+
+
+async def test_a_door_is_held_until_it_has_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, KEY, "secret")
+
+    async def vllm(scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    client = Client(Door(vllm))
+    call = asyncio.create_task(client.get("/v1/completions"))
+    await settle()
+    assert not call.done()
+    assert (await client.get("/health", key=b"secret"))[0] == 200
+    await client.get(OPEN, query=b"=1", key=b"secret")
+    assert await call == (200, b"1")
 
 
 async def test_a_caller_that_goes_away_does_not_hold_the_door(

@@ -3,76 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-from aiohttp import web
 
-from agentrl.algorithms.engines.vllm_child import CONTROL
+from agentrl.algorithms.engines import vllm_fleet
+from agentrl.algorithms.engines.vllm_child import CONTROL, SERVER
 from agentrl.algorithms.engines.vllm_fleet import VllmFleet
 from agentrl.algorithms.engines.vllm_serving import HOLD, OPEN, Serving
 from agentrl.errors import PolicyError
+from tests.algorithms.engines.fake_vllm import FakeVllm
 
 CALL = {"model": "policy", "messages": []}
-
-
-class FakeVllm:
-    """Answers as vLLM does, and lists what it was asked to load."""
-
-    def __init__(self) -> None:
-        self.version, self.dev, self.lora, self.name, self.key = "0.30.0", True, True, "base", ""
-        self.loads: list[str] = []
-        self.calls = 0
-        self.answer = asyncio.Event()
-        self.answer.set()
-        self.port = 0
-        self.runner: web.AppRunner | None = None
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    async def start(self) -> None:
-        app = web.Application()
-        app.router.add_route("*", "/{path:.*}", self.handle)
-        self.runner = web.AppRunner(app, shutdown_timeout=0.01)
-        await self.runner.setup()
-        await web.TCPSite(self.runner, "127.0.0.1", self.port).start()
-        self.port = self.runner.addresses[0][1]
-
-    async def stop(self) -> None:
-        if self.runner is not None:
-            await self.runner.cleanup()
-        self.runner = None
-
-    async def handle(self, request: web.Request) -> web.StreamResponse:
-        allowed = not self.key or request.headers.get("authorization") == f"Bearer {self.key}"
-        if request.path.startswith("/v1/") and not allowed:
-            return web.Response(status=401)
-        match request.path:
-            case "/health":
-                return web.Response()
-            case "/version":
-                return web.json_response({"version": self.version})
-            case "/is_paused" | "/reset_prefix_cache":
-                return web.json_response({"success": True}, status=200 if self.dev else 404)
-            case "/v1/models":
-                cards = [{"id": "policy", "parent": self.name}, {"id": self.name}]
-                return web.json_response({"data": cards})
-            case "/v1/load_lora_adapter" if not self.lora:
-                return web.Response(status=404)
-            case "/v1/load_lora_adapter" | "/collective_rpc":
-                body = await request.json()
-                if not body:
-                    return web.Response(status=400)
-                self.loads.append(body.get("lora_path") or body["kwargs"]["weights_path"])
-                return web.Response(text="Success")
-        self.calls += 1
-        await self.answer.wait()
-        return web.json_response({"path": request.path})
 
 
 @pytest.fixture
@@ -101,9 +48,7 @@ async def fleet_of(
         await fleet.stop()
 
 
-def serving(number: int, **adapters: Path) -> Serving:
-    versions = dict.fromkeys(adapters or ["base"], number)
-    return Serving(Path(f"w{number}"), Path("t"), adapters, versions)
+SERVING = Serving(Path("w"), Path("t"))
 
 
 @pytest.mark.parametrize(
@@ -138,19 +83,40 @@ async def test_a_server_that_is_not_there_is_a_sentence(
 
 
 @pytest.mark.parametrize(
-    ("adapters", "lora", "hot"), [(True, True, True), (True, False, False), (False, True, False)]
+    ("adapters", "lora", "refuses"),
+    [
+        (True, True, ""),
+        (True, False, "vLLM was not started with --enable-lora"),
+        (False, True, "all weights are trained"),
+    ],
 )
 async def test_adapters_are_loaded_by_name_where_all_servers_can(
     theirs: list[FakeVllm],
     fleet_of: Callable[..., VllmFleet],
     adapters: bool,
     lora: bool,
-    hot: bool,
+    refuses: str,
 ) -> None:
     theirs[1].lora = lora
     fleet = fleet_of(adapters=adapters)
     await fleet.probe()
-    assert (fleet.hot, fleet.name) == (hot, "base")
+    assert fleet.refuses_adapters.startswith(refuses)
+    assert bool(fleet.refuses_adapters) == bool(refuses)
+    assert fleet.name == "base"
+
+
+@pytest.mark.parametrize(("first", "second", "all_have"), [("ipc", "ipc", "ipc"), ("ipc", "", "")])
+async def test_a_backend_is_used_where_all_servers_have_it(
+    theirs: list[FakeVllm],
+    fleet_of: Callable[..., VllmFleet],
+    first: str,
+    second: str,
+    all_have: str,
+) -> None:
+    theirs[0].backend, theirs[1].backend = first, second
+    fleet = fleet_of()
+    await fleet.probe()
+    assert (fleet.backend, fleet.gpus) == (all_have, int(all_have == "ipc"))
 
 
 async def ask(fleet: VllmFleet, path: str = "/v1/chat/completions", **headers: str) -> Any:
@@ -161,70 +127,138 @@ async def ask(fleet: VllmFleet, path: str = "/v1/chat/completions", **headers: s
         return reply.status, reply.headers.get("x-policy-version"), await reply.read()
 
 
+async def control(fleet: VllmFleet, path: str, server: str = "") -> tuple[int, Any]:
+    headers = {CONTROL.decode(): fleet.key} | ({SERVER.decode(): server} if server else {})
+    async with (
+        aiohttp.ClientSession(headers=headers) as http,
+        http.post(fleet.url + path, json={"method": "reload"}) as reply,
+    ):
+        body = await reply.read()
+        return reply.status, json.loads(body) if body[:1] == b"[" else body.decode()
+
+
+@pytest.fixture
+async def fleet(fleet_of: Callable[..., VllmFleet]) -> VllmFleet:
+    """One that is up, its gate open."""
+    fleet = fleet_of(timeout=0.5)
+    await fleet.probe()
+    await fleet.start(SERVING)
+    await control(fleet, f"{OPEN}?=0")
+    return fleet
+
+
 async def test_calls_are_spread_and_updates_go_everywhere(
     theirs: list[FakeVllm], fleet_of: Callable[..., VllmFleet]
 ) -> None:
-    fleet = fleet_of(adapters=True, api_key="secret")
+    fleet = fleet_of(api_key="secret")
     theirs[0].key = "secret"
-    key = {CONTROL.decode(): fleet.key}
     await fleet.probe()
-    await fleet.start(serving(3, policy=Path("a3")))
-    assert [server.loads for server in theirs] == [["a3"], ["a3"]]
+    await fleet.start(SERVING)
+    early = asyncio.create_task(ask(fleet))
+    assert await control(fleet, "/collective_rpc") == (
+        200,
+        [{"by": server.port} for server in theirs],
+    )
+    assert not early.done()
+    await control(fleet, f"{OPEN}?policy=3")
+    assert (await early)[:2] == (200, "3")
 
     for server in theirs:
         server.answer.clear()
+        server.calls = 0
     calls = [asyncio.create_task(ask(fleet)) for _ in range(4)]
     while not all(server.calls == 2 for server in theirs):
         await asyncio.sleep(0)
         assert not any(call.done() for call in calls)
-    hold = asyncio.create_task(ask(fleet, HOLD, **key))
+    hold = asyncio.create_task(control(fleet, HOLD))
     for server in theirs:
         server.answer.set()
     assert {(await call)[:2] for call in calls} == {(200, "3")}
     assert (await hold)[0] == 200
     late = asyncio.create_task(ask(fleet))
-    assert await ask(fleet, "/reset_prefix_cache", **key) == (
-        200,
-        None,
-        b'[{"success": true},{"success": true}]',
-    )
+    assert await control(fleet, "/reset_prefix_cache") == (200, [{"success": True}] * 2)
     assert not late.done()
-    await ask(fleet, f"{OPEN}?policy=4", **key)
+    await control(fleet, f"{OPEN}?policy=4")
     assert (await late)[:2] == (200, "4")
 
 
 async def test_only_who_has_the_key_may_do_more_than_ask_the_model(
-    theirs: list[FakeVllm], fleet_of: Callable[..., VllmFleet]
+    theirs: list[FakeVllm], fleet: VllmFleet
 ) -> None:
-    fleet = fleet_of()
-    await fleet.probe()
-    await fleet.start(serving(0))
     for path in ("/collective_rpc", "/v1/load_lora_adapter", HOLD, OPEN, "/version"):
         assert (await ask(fleet, path))[0] == 404
-    assert [server.loads for server in theirs] == [["w0"], ["w0"]]
+    assert [server.updates for server in theirs] == [[], []]
 
 
-async def test_a_server_that_was_restarted_has_the_newest_weights_before_it_answers(
-    theirs: list[FakeVllm], fleet_of: Callable[..., VllmFleet]
+async def test_when_one_is_gone_the_others_go_on_and_updates_do_not_wait_for_it(
+    theirs: list[FakeVllm], fleet: VllmFleet
 ) -> None:
-    fleet = fleet_of()
-    await fleet.probe()
-    await fleet.start(serving(0))
-    ended = asyncio.create_task(fleet.ended())
-    for server in theirs:
-        server.answer.clear()
-    calls = [asyncio.create_task(ask(fleet)) for _ in range(2)]
-    while not all(server.calls == 1 for server in theirs):
-        await asyncio.sleep(0)
-        assert not any(call.done() for call in calls)
     await theirs[1].stop()
-    assert theirs[1].url in await ended
-    theirs[0].answer.set()
-    assert sorted([(await call)[0] for call in calls]) == [200, 503]
+    assert {(await ask(fleet))[0] for _ in range(4)} == {200, 503}  # 503: ask again
+    assert fleet.servers == (theirs[0].url,)
+    assert {(await ask(fleet))[0] for _ in range(4)} == {200}
+    assert await control(fleet, "/collective_rpc") == (200, [{"by": theirs[0].port}])
+    assert theirs[1].url in fleet.last_words()
+
+
+@pytest.mark.parametrize("how", ["hangs", "dies of it"])
+async def test_one_that_does_not_take_an_update_is_gone(
+    theirs: list[FakeVllm], fleet: VllmFleet, how: str
+) -> None:
+    if how == "hangs":
+        theirs[1].hang.clear()
+    else:
+        theirs[1].status, theirs[1].well = 500, False
+    assert await control(fleet, "/collective_rpc") == (200, [{"by": theirs[0].port}])
+    assert fleet.servers == (theirs[0].url,)
+    theirs[1].hang.set()
+
+
+async def test_what_all_refuse_is_told(
+    theirs: list[FakeVllm], fleet: VllmFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_fleet, "DYING", 0.01)
+    for server in theirs:
+        server.status = 500
+    assert (await control(fleet, "/collective_rpc"))[0] == 500
+    assert len(fleet.servers) == 2
+
+
+async def test_one_that_returns_is_told_alone_and_then_gets_calls_again(
+    theirs: list[FakeVllm], fleet: VllmFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_fleet, "WATCH", 0.01)
+    await theirs[1].stop()
+    async with aclosing(fleet.returned()) as returned:
+        back = asyncio.create_task(anext(returned))
+        while len(fleet.servers) == 2:
+            await asyncio.sleep(0)
+            assert not back.done()
+        await theirs[1].start()
+        assert await back == theirs[1].url
+        assert await control(fleet, "/collective_rpc", theirs[1].url) == (
+            200,
+            [{"by": theirs[1].port}],
+        )
+        assert (theirs[0].updates, theirs[1].updates) == ([], ["reload"])
+        assert fleet.servers == (theirs[0].url,)
+        await fleet.adopt(theirs[1].url)
+        assert set(fleet.servers) == {server.url for server in theirs}
+
+
+async def test_when_all_are_gone_calls_wait_for_one_of_them(
+    theirs: list[FakeVllm], fleet: VllmFleet
+) -> None:
+    for server in theirs:
+        await server.stop()
+    ended = asyncio.create_task(fleet.ended())
+    while not ended.done():
+        await ask(fleet) if fleet.servers else await asyncio.sleep(0)
+    assert "does not answer" in await ended
     held = asyncio.create_task(ask(fleet))
-    theirs[1].answer.set()
     await theirs[1].start()
-    again = asyncio.create_task(fleet.start(serving(5)))
+    await fleet.start(SERVING)
+    assert fleet.servers == (theirs[1].url,)
+    assert not held.done()
+    await control(fleet, f"{OPEN}?=5")
     assert (await held)[:2] == (200, "5")
-    await again
-    assert theirs[1].loads == ["w0", "w5"]

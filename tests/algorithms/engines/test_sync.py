@@ -1,0 +1,178 @@
+"""The ways that new weights take to vLLM, without vLLM: what is chosen, written and asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from agentrl.algorithms.engines import sync
+from agentrl.algorithms.engines.sync import Means, choose
+from agentrl.algorithms.engines.vllm_serving import MEMORY, Learned, Serving
+from agentrl.algorithms.model import checkpoint_weights, load_model
+from agentrl.errors import PolicyError
+
+CHILD = Means(backend=None)
+
+
+@pytest.mark.parametrize(
+    ("means", "way", "why"),
+    [
+        (Means(adapters="", backend=None), "adapter", "it is the fastest"),
+        (CHILD, "shared_memory", "not adapter: all weights are trained; not ipc: the learner is"),
+        (Means(backend=None, memory=False), "reload", "shared_memory: this system has no memfd"),
+        (Means(backend=None, gpu=True, shared=True, alone=True), "ipc", "not adapter: all"),
+        (Means(backend=None, gpu=True, shared=True), "shared_memory", "not on the learner's GPU a"),
+        (Means(backend=None, gpu=True), "nccl", "not ipc: vLLM is not on the learner's GPU"),
+        (Means(backend="nccl", gpu=True), "nccl", "not ipc"),
+        (Means(backend="nccl"), "reload", "not nccl: the learner is not on a GPU"),
+        (Means(backend=MEMORY), "shared_memory", "not nccl"),
+        (Means(), "reload", """with --weight-transfer-config '{"backend": "agentrl"}'"""),
+    ],
+)
+def test_the_fastest_way_that_there_is_and_why_not_a_faster_one(
+    means: Means, way: str, why: str
+) -> None:
+    chosen, reason = choose("auto", means)
+    assert chosen == way
+    assert why in reason
+
+
+@pytest.mark.parametrize(
+    ("asked", "means", "message"),
+    [
+        ("nccl", CHILD, "'nccl': the learner is not on a GPU"),
+        ("ipc", CHILD, "'ipc': the learner is not on a GPU"),
+        ("nccl", Means(backend=None, gpu=True, shared=True), "vLLM is on the learner's GPU"),
+        ("ipc", Means(backend="nccl", gpu=True, shared=True, alone=True), "was not started with"),
+        ("adapter", CHILD, "all weights are trained; choose another"),
+        ("shared_memory", Means(), "was not started with --weight-transfer-config"),
+    ],
+)
+def test_a_way_that_is_asked_for_and_is_none_is_a_sentence(
+    asked: str, means: Means, message: str
+) -> None:
+    with pytest.raises(PolicyError, match=rf"engine\.vllm\.sync = '{asked}': .*") as raised:
+        choose(asked, means)
+    assert message in str(raised.value)
+    assert choose("reload", means)[0] == "reload"
+
+
+class Asked:
+    """Servers that answer everything, and what they were asked."""
+
+    urls: Sequence[str] = ("a",)
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, Any]] = []
+
+    async def post(self, path: str, body: Any = None, *, missing: bool = False) -> list[Any]:
+        self.asked.append((path, body))
+        return [None]
+
+    async def ask(self, url: str, method: str, path: str, body: Any = None) -> Any:
+        raise AssertionError(path)
+
+
+def learned(weights: Mapping[str, Tensor]) -> Learned:
+    def save(directory: Path) -> None:
+        directory.mkdir()
+        torch.save(dict(weights), directory / "weights")
+
+    return Learned(
+        save,
+        lambda: weights,
+        save,
+        lambda policy, tokens: [],
+        [],
+        save_base=save,
+        save_adapter=lambda policy, directory: save(directory),
+    )
+
+
+def weights() -> dict[str, Tensor]:
+    return {"odd": torch.randn(3, 5), "half": torch.randn(7).bfloat16(), "scalar": torch.ones(())}
+
+
+async def test_what_is_in_the_memory_is_what_was_taken_last(tmp_path: Path) -> None:
+    current = weights()
+    memory = sync.make("shared_memory", learned(current), tmp_path, 1.0)
+    serving, servers = Serving(tmp_path / "w", tmp_path / "t"), Asked()
+    memory.prepare(serving)
+    assert serving.backend == MEMORY
+    memory.take("policy")
+    taken = {name: tensor.clone() for name, tensor in current.items()}
+    for tensor in current.values():
+        tensor.add_(1)
+    await memory.send("policy", servers)
+    paths = [path for path, _ in servers.asked]
+    assert paths == [sync.INIT, sync.START, sync.UPDATE, sync.FINISH]
+    where, layout = servers.asked[0][1]["init_info"], servers.asked[2][1]["update_info"]["weights"]
+
+    def read() -> dict[str, Tensor]:
+        mapped = torch.from_file(where["path"], shared=True, size=where["size"], dtype=torch.uint8)
+        return {
+            told["name"]: mapped[told["start"] :][: taken[told["name"]].nbytes]
+            .view(getattr(torch, told["dtype"]))
+            .view(told["shape"])
+            for told in layout
+        }
+
+    torch.testing.assert_close(read(), taken, rtol=0, atol=0)
+    memory.take("policy")
+    torch.testing.assert_close(read(), current, rtol=0, atol=0)
+    memory.close()
+    assert not Path(where["path"]).exists()
+    memory.close()
+
+
+async def test_a_new_version_of_an_adapter_replaces_the_old_one_by_name(tmp_path: Path) -> None:
+    """With `load_inplace` vLLM would read it again at every forward pass."""
+    adapters = sync.make("adapter", learned(weights()), tmp_path, 1.0)
+    servers = Asked()
+    adapters.prepare(Serving(tmp_path / "w", tmp_path / "t"))
+    for _ in range(2):
+        adapters.take("policy")
+        adapters.take("other")
+        for policy in ("policy", "other"):
+            await adapters.send(policy, servers)
+    assert [path for path, _ in servers.asked] == [sync.UNLOAD, sync.LOAD] * 4
+    loads = [body for path, body in servers.asked if path == sync.LOAD]
+    assert [body["lora_name"] for body in loads] == ["policy", "other"] * 2
+    assert not any("load_inplace" in body for body in loads)
+    newest = {Path(body["lora_path"]) for body in loads[2:]}
+    assert set(tmp_path.glob("adapter-*")) == newest
+    assert isinstance(adapters, sync.AdapterSync)
+    adapters.forget("other")
+    await adapters.drop("other", servers)
+    assert servers.asked[-1] == (sync.UNLOAD, {"lora_name": "other"})
+    assert len(set(tmp_path.glob("adapter-*"))) == 1
+
+
+async def test_a_checkpoint_is_read_from_where_it_was_written_last(tmp_path: Path) -> None:
+    checkpoints = sync.make("reload", learned(weights()), tmp_path, 1.0)
+    serving, servers = Serving(tmp_path / "w", tmp_path / "t"), Asked()
+    checkpoints.prepare(serving)
+    for _ in range(2):
+        checkpoints.take("policy")
+        await checkpoints.send("policy", servers)
+        sent = servers.asked[-1][1]
+        assert sent == {
+            "method": "reload_weights",
+            "kwargs": {"weights_path": str(serving.weights)},
+        }
+        assert list(tmp_path.glob("weights-*")) == [serving.weights]
+
+
+def test_weights_have_the_names_of_a_checkpoint(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """What is shared is there once."""
+    from safetensors.torch import load_file
+
+    model: Any = load_model(tiny_model_dir, device="cpu")[0]
+    model.save_pretrained(tmp_path)
+    found = checkpoint_weights(model, model.state_dict())
+    torch.testing.assert_close(dict(found), load_file(tmp_path / "model.safetensors"))

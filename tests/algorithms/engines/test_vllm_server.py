@@ -1,0 +1,159 @@
+"""The server that keeps vLLM up to date, on stand-ins for vLLM: what dies, and what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from agentrl.algorithms.engines import vllm, vllm_fleet
+from agentrl.algorithms.engines.base import unless_given_up
+from agentrl.algorithms.engines.vllm import VllmServer
+from agentrl.algorithms.engines.vllm_fleet import VllmFleet
+from agentrl.algorithms.engines.vllm_serving import Learned
+from agentrl.errors import PolicyError
+from tests.algorithms.engines.fake_vllm import FakeVllm
+
+
+@pytest.fixture
+async def theirs(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[FakeVllm]]:
+    monkeypatch.setattr(vllm_fleet, "WATCH", 0.01)
+    monkeypatch.setattr(vllm_fleet, "DYING", 0.01)
+    monkeypatch.setattr(vllm, "GRACE", 0.05)
+    servers = [FakeVllm(), FakeVllm()]
+    for server in servers:
+        await server.start()
+    yield servers
+    for server in servers:
+        server.hang.set()
+        await server.stop()
+
+
+LEARNED = Learned(
+    Path.mkdir, dict, Path.mkdir, lambda policy, tokens: [-1.0 for _ in tokens[1:]], [5, 6, 7]
+)
+
+
+@pytest.fixture
+async def server(theirs: list[FakeVllm], tmp_path: Path) -> AsyncIterator[VllmServer]:
+    fleet = VllmFleet([each.url for each in theirs], start_timeout=0.3, timeout=0.5)
+    server = VllmServer(LEARNED, fleet, folder=tmp_path / "served", timeout=5.0)
+    await server.start()
+    yield server
+    await server.close()
+    await server.close()
+    assert not (tmp_path / "served").exists()
+
+
+async def version(server: VllmServer) -> str:
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(f"{server.base_url}/chat/completions", json={}) as reply,
+    ):
+        return reply.headers["x-policy-version"] if reply.status == 200 else str(reply.status)
+
+
+async def until(condition: Any) -> None:
+    for _ in range(3000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it never came true")
+
+
+async def test_the_way_of_weights_is_said_once(
+    theirs: list[FakeVllm], server: VllmServer, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    caplog.set_level(logging.INFO, logger=vllm.__name__)
+    fleet = VllmFleet([theirs[0].url])
+    other = VllmServer(LEARNED, fleet, folder=tmp_path / "other")
+    await other.start()
+    await other.publish(1)
+    await other.publish(2)
+    await other.close()
+    (line,) = [line for line in caplog.messages if "gets new weights" in line]
+    assert line.startswith("vLLM gets new weights by reload (not adapter: all weights are trained;")
+    assert set(other.seconds) == {"hold", "take", "send", "reset", "check"}
+
+
+async def test_one_of_several_that_dies_costs_no_publish_and_returns_with_the_newest(
+    theirs: list[FakeVllm], server: VllmServer
+) -> None:
+    await server.publish(1)
+    await theirs[1].stop()
+    await server.publish(2)
+    assert await version(server) == "2"
+    before = len(theirs[1].updates)
+    await theirs[1].start()
+    await until(lambda: len(server._host.servers) == 2)
+    assert len(theirs[1].updates) == before + 1
+    theirs[1].calls = 0
+    while not theirs[1].calls:
+        assert await version(server) == "2"
+
+
+async def test_one_that_hangs_in_an_update_does_not_hold_the_others(
+    theirs: list[FakeVllm], server: VllmServer
+) -> None:
+    theirs[0].hang.clear()
+    await server.publish(1)
+    assert await version(server) == "1"
+    assert server._host.servers == (theirs[1].url,)
+
+
+async def test_one_that_returns_and_takes_no_weights_gets_no_calls(
+    theirs: list[FakeVllm], server: VllmServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    await theirs[1].stop()
+    await server.publish(1)
+    theirs[1].status = 500
+    await theirs[1].start()
+    await until(lambda: any("cannot be used" in line for line in caplog.messages))
+    assert server._host.servers == (theirs[0].url,)
+    assert await version(server) == "1"
+
+
+async def test_all_of_them_may_die_and_the_newest_weights_are_back_with_the_first(
+    theirs: list[FakeVllm], server: VllmServer
+) -> None:
+    await server.publish(3)
+    for each in theirs:
+        await each.stop()
+    await until(lambda: not server._up.is_set())
+    held = asyncio.create_task(version(server))
+    await theirs[1].start()
+    assert await held == "3"
+
+
+async def test_what_waits_for_a_policy_ends_with_a_sentence_once_it_is_given_up(
+    theirs: list[FakeVllm], server: VllmServer
+) -> None:
+    """Nobody else would end it: agents ask until their time is over, and are asked again."""
+    for each in theirs:
+        await each.stop()
+    waiting = asyncio.create_task(unless_given_up(asyncio.Event().wait(), [server]))
+    with pytest.raises(PolicyError, match=r"vLLM ended 4 times in one step; .* for 0\.3 s"):
+        async with asyncio.timeout(30):
+            await waiting
+    with pytest.raises(PolicyError, match="vLLM ended 4 times"):
+        await server.publish(1)
+
+
+async def test_what_is_done_in_time_is_not_ended(server: VllmServer) -> None:
+    async def work() -> int:
+        await asyncio.sleep(0)
+        return 3
+
+    assert await unless_given_up(work(), [server, server]) == 3
+
+
+async def test_a_whole_model_has_no_policies_beside_it(server: VllmServer) -> None:
+    with pytest.raises(PolicyError, match="cannot serve 'other' beside 'base'"):
+        await server.add("other", 1)
+    with pytest.raises(PolicyError, match="serves the policy 'base', and not 'other'"):
+        await server.publish(1, "other")
