@@ -57,7 +57,7 @@ def make_learner(
         weight_decay=config.algorithm.weight_decay,
         max_grad_norm=config.algorithm.max_grad_norm,
         token_budget=config.learner.token_budget,
-        packing=config.learner.packing or "trie",
+        packing=config.learner.packed,
         gradient_checkpointing=config.learner.gradient_checkpointing,
         fp32_head=config.learner.fp32_head,
         optimizer=config.learner.optimizer,
