@@ -219,11 +219,15 @@ class LearnerConfig(Section, frozen=True):
     gradient_checkpointing: bool = False  # recompute activations: less memory, more time
     fp32_head: bool = False  # logits of a bfloat16 policy in float32
     optimizer: Literal["adamw", "adamw8bit", "paged_adamw8bit"] = "adamw"
-    # What branches have in common: again, or once. Default: trie, and with verl rows, as it has no
-    # other.
-    packing: Literal["rows", "trie"] | None = None
+    # What branches have in common: again, or once. auto: trie; with verl rows, as it has no other
+    packing: Literal["auto", "rows", "trie"] = "auto"
     threads: Natural = 0  # 0: all cores
     verl: VerlConfig = VerlConfig()
+
+    @property
+    def packed(self) -> Literal["rows", "trie"]:
+        """By what computes in one process."""
+        return "trie" if self.packing == "auto" else self.packing
 
 
 class VllmConfig(Section, frozen=True):

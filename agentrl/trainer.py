@@ -197,8 +197,7 @@ def check(config: RunConfig) -> None:
     if not config.policy.model and not config.policy.build and not own:
         raise ConfigError("policy.model is missing: a Hugging Face directory or name")
     if config.learner.kind == "verl":
-        for name in team.trained(config):
-            verl_settings.check(team.view(config, name))
+        verl_settings.check(config)
 
 
 def conceal(config: RunConfig) -> RunConfig:

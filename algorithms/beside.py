@@ -107,7 +107,7 @@ def make_reward_models(
     Raises PolicyError for a model that cannot be loaded, reads other tokens, or is of another kind.
     """
     made, trainers = [], []
-    packing, budget = config.learner.packing or "trie", config.learner.token_budget
+    packing, budget = config.learner.packed, config.learner.token_budget
     for name, settings in config.reward_models.items():
         key, source = f"reward_models.{name}", located(config, settings.model)
         scorer: Scorer

@@ -37,8 +37,9 @@ def make_learner(
     Raises PolicyError for models it cannot load, ConfigError for settings that it cannot follow and
     where verl is asked for and missing."""
     if config.learner.kind == "verl":
-        if config.critic.model:
-            _check_reads("critic.model", _named(config, config.critic.model, start), tokenizer)
+        if config.critic.model and config.critic.model != "copy":
+            named = beside.located(config, config.critic.model)
+            _check_reads("critic.model", named, tokenizer)
         return VerlLearner(
             model,
             tokenizer,
@@ -56,7 +57,7 @@ def make_learner(
         weight_decay=config.algorithm.weight_decay,
         max_grad_norm=config.algorithm.max_grad_norm,
         token_budget=config.learner.token_budget,
-        packing=config.learner.packing or "trie",
+        packing=config.learner.packed,
         gradient_checkpointing=config.learner.gradient_checkpointing,
         fp32_head=config.learner.fp32_head,
         optimizer=config.learner.optimizer,
@@ -77,13 +78,9 @@ def _frozen(
     for letter in beside.FROZEN:
         section, given = asked[letter]
         if letter in algo.needs and (given or not config.policy.lora.rank):
-            names[letter] = _named(config, given or "copy", start)
+            names[letter] = beside.located(config, given) if given else start
             _check_reads(f"{section}.model", names[letter], tokenizer)
     return names
-
-
-def _named(config: RunConfig, model: str, start: str) -> str:
-    return start if model == "copy" else beside.located(config, model)
 
 
 def _check_reads(key: str, name: str, tokenizer: Tokenizer) -> None:

@@ -325,7 +325,7 @@ def _metrics(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {
         name: max(found) if "peak" in name else sum(found) / len(found)
         for name in ranks[0]
-        if (found := [each[name] for each in ranks])
+        if (found := [each[name] for each in ranks if name in each])
     }
 
 

@@ -197,7 +197,7 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
 
     def _backward(self, engine: Any, shard: Shard, loss: Any) -> Step:
         engine.optimizer_zero_grad()
-        output = engine.forward_backward_batch(self._data(shard), loss)
+        output = engine.forward_backward_batch(self._data(shard, entropy=True), loss)
         told, names = output["metrics"], output["model_output"].keys()
         return Step(
             loss=sum(told["loss"]),
@@ -218,7 +218,7 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
             known["throughput/mfu"] = float(done / possible)
         return known
 
-    def _data(self, shard: Shard) -> TensorDict:
+    def _data(self, shard: Shard, *, entropy: bool = False) -> TensorDict:
         masks, places = [], []
         for tokens, states, index in zip(shard.tokens, shard.states, shard.index, strict=True):
             mask, place = torch.zeros_like(tokens), torch.zeros_like(tokens)
@@ -239,7 +239,7 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
                 "use_remove_padding": self.settings["model"]["use_remove_padding"],
                 "use_dynamic_bsz": True,
                 "use_fused_kernels": False,
-                "calculate_entropy": True,
+                "calculate_entropy": entropy,
                 "max_token_len_per_gpu": shard.token_budget,
                 "return_model_output": True,
             },

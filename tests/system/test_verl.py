@@ -1,4 +1,4 @@
-"""A whole run on verl's workers: killed, continued, and not to be had."""
+"""Whole runs on verl's workers: killed and continued, and with vLLM and a LangChain agent."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -28,8 +29,11 @@ pytestmark = [
     ),
     pytest.mark.timeout(4 * LIMIT),
 ]
-HERE = Path(__file__).parent
-SHOWN = ("loss", "grad_norm", "lr", "policy/entropy", "logprob_difference/mean")
+PROGRAM = Path(__file__).parent / "verl_run.py"
+SHOWN = (
+    *("loss", "grad_norm", "lr", "policy/entropy", "logprob_difference/mean"),
+    *("critic/loss", "critic/value_mean", "reference/beta", "reference/drift"),
+)
 
 
 @pytest.fixture
@@ -55,7 +59,13 @@ def of(folder: str) -> list[psutil.Process]:
 
 def start(folder: Path, model: Path, ray: str, *strike: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(HERE / "verl_run.py"), str(folder), str(model), *strike],
+        [
+            sys.executable,
+            str(Path(__file__).parent / "verl_run.py"),
+            str(folder),
+            str(model),
+            *strike,
+        ],
         env=environment(RAY_TMPDIR=ray),
         capture_output=True,
         text=True,
@@ -65,7 +75,7 @@ def start(folder: Path, model: Path, ray: str, *strike: str) -> subprocess.Compl
 
 
 def outcome(folder: Path) -> tuple[list[list[float]], dict[str, Tensor]]:
-    """Metrics of every step, and the weights of the last checkpoint."""
+    """Metrics of every step, and all tensors of the last checkpoint."""
 
     async def read() -> tuple[list[list[float]], str]:
         async with open_store(f"sqlite:///{folder / 'out' / 'store.db'}") as store:
@@ -76,7 +86,12 @@ def outcome(folder: Path) -> tuple[list[list[float]], dict[str, Tensor]]:
         return [[row.metrics[name] for name in SHOWN] for row in rows], state.checkpoint
 
     losses, checkpoint = asyncio.run(read())
-    return losses, load_file(Path(checkpoint, "model.safetensors"))
+    folder = Path(checkpoint)
+    return losses, {
+        f"{file.relative_to(folder)}/{name}": tensor
+        for file in folder.rglob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 def test_killed_and_continued_a_run_ends_where_it_would_have_ended(
@@ -102,10 +117,12 @@ def test_killed_and_continued_a_run_ends_where_it_would_have_ended(
 
     continued = start(broken, tiny_model_dir, ray_folder)
     assert continued.returncode == 0, continued.stderr[-2000:]
-    (losses, weights), (expected, right) = outcome(broken), outcome(whole)
+    (losses, tensors), (expected, right) = outcome(broken), outcome(whole)
     assert len(losses) == 3
     assert losses == expected
-    assert all((weights[name] == tensor).all() for name, tensor in right.items())
+    assert tensors.keys() == right.keys()
+    assert {name.partition("/")[0] for name in tensors} > {"critic", "reference.safetensors"}
+    assert not [name for name, tensor in tensors.items() if not torch.equal(tensor, right[name])]
 
 
 def gone(folder: str) -> None:
@@ -114,3 +131,44 @@ def gone(folder: str) -> None:
     while left := of(folder):
         assert time.monotonic() < until, [process.cmdline() for process in left]
         psutil.wait_procs(left, timeout=1.0)
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_a_langchain_agent_is_trained_with_grpo_on_verl_and_vllm(
+    run_folder: Path, wide_model_dir: Path, ray_folder: str
+) -> None:
+    """Log-probs of sampler and learner agree at every step: what FSDP2 workers learned is what vLLM
+    serves."""
+    settings = [
+        *(
+            "steps=2",
+            "algorithm.groups=2",
+            "algorithm.group_size=4",
+            f"policy.model={wide_model_dir}",
+        ),
+        *("engine.kind=vllm", "engine.max_context=512"),
+        *("learner.kind=verl", "learner.verl.gpus_per_node=2", "learner.verl.attention=sdpa"),
+    ]
+    trained = subprocess.run(
+        [sys.executable, "-m", "agentrl", "train", "run.toml", *settings],
+        cwd=run_folder,
+        env=environment(RAY_TMPDIR=ray_folder),
+        capture_output=True,
+        text=True,
+        timeout=2 * LIMIT,
+        check=False,
+    )
+    assert trained.returncode == 0, trained.stdout + trained.stderr
+    gone(ray_folder)
+
+    async def metrics() -> list[dict[str, float]]:
+        async with open_store(f"sqlite:///{run_folder / 'out' / 'store.db'}") as store:
+            return [row.metrics for row in await store.steps("tiny") if row.committed]
+
+    steps = asyncio.run(metrics())
+    assert len(steps) == 2
+    for step in steps:
+        assert step["rollouts"] == 8
+        assert step["update/skipped"] == 0
+        assert step["logprob_difference/max"] <= 1e-4
+        assert step["policy/entropy"] > 0

@@ -15,20 +15,26 @@ from functools import partial
 from pathlib import Path
 
 import psutil
+import steady
 import torch
 from msgspec.structs import replace
 
-from agentrl.config import RunConfig, VerlConfig
 from agentrl.errors import AgentRLError
-from tests.system import steady
+from agentrl.sections import CriticConfig, ReferenceConfig, RunConfig, VerlConfig
 
 
 def config(folder: Path, model: Path) -> RunConfig:
-    """The steady run in two minibatches on two workers."""
+    """The steady run as PPO on two workers: critic, adaptive penalty, a reference that follows."""
     run = steady.config(folder, model)
-    placed = VerlConfig(gpus_per_node=2, attention="sdpa", timeout=120.0)
-    learner = replace(run.learner, kind="verl", threads=0, verl=placed)
-    return replace(run, steps=3, learner=learner, algorithm=replace(run.algorithm, epochs=1))
+    placed = VerlConfig(gpus_per_node=2, attention="sdpa", timeout=180.0)
+    return replace(
+        run,
+        steps=3,
+        learner=replace(run.learner, kind="verl", threads=0, verl=placed),
+        algorithm=replace(run.algorithm, preset="ppo", options={"kl": 0.1}, epochs=1),
+        critic=CriticConfig(model="copy", lr=1e-3),
+        reference=ReferenceConfig(every=2, target=0.01, horizon=100),
+    )
 
 
 def kill(whom: str) -> None:
