@@ -32,7 +32,10 @@ def team(**changes: Any) -> dict[str, Any]:
         (team(lora={"rnk": 1}), r"unknown key 'policies.solver.lora.rnk'.*did you mean 'rank'"),
         (team(algorithm={"lrr": 1}), r"unknown key 'policies.solver.algorithm.lrr'"),
         (team(algorithm={"lr": 0}), r"policies.solver: Expected `float` > 0.0 - at `algorithm.lr`"),
-        (team(algorithm={"schedule": "cos"}), r"solver: algorithm.schedule = 'cos'; valid: con"),
+        (
+            team(algorithm={"schedule": "cos"}),
+            r"solver: algorithm.schedule = 'cos'; did you mean 'cosine'",
+        ),
         (team(algorithm={"min_lr": 1.0}), r"policies.solver: algorithm.min_lr: a constant"),
         (team(algorithm={"groups": 2}), r"algorithm.groups: all policies learn from the same gro"),
         (team(frozen=True), r"policies.solver: it is frozen and has no weights; give model or"),
