@@ -80,10 +80,8 @@ async def run(config: RunConfig) -> None:
         await serving.start()
         try:
             await serving.publish(team.versions(state.step))
-            opponents = None
-            if pool is not None and config.selfplay.opponents != "self":
-                learner = team.updaters[pool.policy].learner
-                opponents = Opponents(pool, learner, serving, Path(config.output, "pool"))
+            opponents = make_opponents(config, team, serving, pool)
+            if opponents is not None:
                 await opponents.start(state.step)
             await Loop(config, store, state, team, serving, collector, heldout, opponents).run()
         finally:
@@ -161,6 +159,16 @@ def make_pool(config: RunConfig, team: Team) -> Pool | None:
     if settings.opponents != "self":
         team.memory.parts[GAMES] = pool
     return pool
+
+
+def make_opponents(
+    config: RunConfig, team: Team, serving: Serving, pool: Pool | None
+) -> Opponents | None:
+    """What keeps and serves the snapshots of a pool, if there is one."""
+    if pool is None or config.selfplay.opponents == "self":
+        return None
+    learner = team.updaters[pool.policy].learner
+    return Opponents(pool, learner, serving, Path(config.output, "pool"))
 
 
 def make_updater(config: RunConfig, name: str, algo: Algo, base: Base, dumps: Path) -> Updater:

@@ -13,6 +13,7 @@ the mean of the other seats', 1/2 where it is equal, so it has a meaning in gene
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,9 +29,10 @@ from agentrl.algorithms.memory import Ema
 from agentrl.algorithms.objective import Algo
 from agentrl.algorithms.ratings import elo, priorities, win_rate
 from agentrl.config import SelfplayConfig
-from agentrl.errors import ConfigError, TrainingError
+from agentrl.errors import ConfigError
 from agentrl.types import Group, Json, Rollout, RolloutState, Scope
 
+log = logging.getLogger(__name__)
 PART = "selfplay"  # its name in the state of the run
 FIRST = 1000.0  # rating of the policy that the run began with
 MEMORY = 0.99  # what is left of a result after another game: AlphaStar's payoffs, Nature 575
@@ -113,12 +115,11 @@ class Pool:
         return dice.choices(known, weights)[0].name
 
     def learn(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Remember how the games of a step ended; what they came to, as metrics.
-
-        Raises TrainingError for a seat that nobody took in any of them."""
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        rollouts = [rollout for rollout in rollouts if rollout.branch is None]
-        self._check_seats(rollouts)
+        """Remember how the games of a step ended; what they came to, as metrics. The log names a
+        seat that nobody took in any of them."""
+        every = (rollout for group in groups for rollout in group.rollouts)
+        rollouts = [rollout for rollout in every if rollout.branch is None]
+        self._look_for_seats(rollouts)
         games = [self.game(rollout) for rollout in rollouts]
         scored = [game for game in games if game is not None]
         by_name = {snapshot.name: snapshot for snapshot in self.now.snapshots}
@@ -206,15 +207,16 @@ class Pool:
             self.now.rating = elo(mine, theirs, score, self.settings.k)
             snapshot.rating = elo(theirs, mine, 1 - score, self.settings.k)
 
-    def _check_seats(self, rollouts: Sequence[Rollout]) -> None:
+    def _look_for_seats(self, rollouts: Sequence[Rollout]) -> None:
         done = [rollout for rollout in rollouts if rollout.state is RolloutState.SUCCEEDED]
         seen = {call.role for rollout in done for call in rollout.transitions}
         for role in self.settings.seats:
             if seen and role not in seen:
-                raise TrainingError(
-                    f"selfplay.seats: nobody played {role!r} in any of {len(done)} games; their "
-                    f"roles are {', '.join(sorted(seen))}"
-                )
+                log.warning(
+                    "selfplay.seats: nobody played %r in any of %d games, whose roles are %s; if "
+                    "the game has no such seat, name those that it has",
+                    role, len(done), ", ".join(sorted(seen)),
+                )  # fmt: skip
 
 
 def least(snapshots: Sequence[Snapshot]) -> Snapshot:

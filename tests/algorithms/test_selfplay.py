@@ -13,7 +13,7 @@ from agentrl.algorithms import presets
 from agentrl.algorithms.ratings import elo
 from agentrl.algorithms.selfplay import MEMORY, Pool, Record, Snapshot, check_fair, least
 from agentrl.config import SelfplayConfig, resolve
-from agentrl.errors import ConfigError, TrainingError
+from agentrl.errors import ConfigError
 from agentrl.types import Group, Reward, Rollout, RolloutState, Scope
 
 from .test_update import group
@@ -165,11 +165,14 @@ def test_what_has_no_score_is_counted() -> None:
     assert (found["selfplay/games"], found["selfplay/unscored"]) == (1.0, 2.0)
 
 
-def test_a_seat_that_the_game_does_not_have() -> None:
+def test_a_seat_that_the_game_does_not_have(caplog: pytest.LogCaptureFixture) -> None:
     made = grown(0, seats=[*SEATS, "player_2"])
-    with pytest.raises(TrainingError, match=r"nobody played 'player_2' in any of 1 games; .*_0"):
-        made.learn(groups(game([1, -1], "policy", "policy@000000")))
-    made.learn(groups(replace(game([1, -1], "policy", "policy"), state=RolloutState.FAILED)))
+    lost = game([1, -1], "policy", "policy@000000")
+    assert made.learn(groups(replace(lost, state=RolloutState.FAILED)))["selfplay/unscored"] == 1
+    assert not caplog.messages
+    assert made.learn(groups(lost))["selfplay/unscored"] == 1
+    (said,) = caplog.messages
+    assert "nobody played 'player_2' in any of 1 games, whose roles are player_0, player_1" in said
 
 
 def test_a_full_pool_keeps_the_first_and_the_newest_and_covers_what_is_between() -> None:

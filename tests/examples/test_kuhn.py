@@ -1,0 +1,74 @@
+"""Kuhn poker, trained as users train it, for a few steps: against itself, and against its pool."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl.store import open_store
+from agentrl.types import Purpose, Rollout, RolloutState, StepRow, Transition
+from tests.benchmarks.selfplay import EXAMPLE, rated
+
+pytest.importorskip("pyspiel")
+
+UNIFORM = 0.458333  # exploitability of passing and betting half of the time each
+
+
+def train(output: Path, *settings: str) -> tuple[list[StepRow], list[Rollout], list[Transition]]:
+    """Committed steps, rollouts, and the calls of the last step."""
+    command = [sys.executable, "-m", "agentrl", "train", str(EXAMPLE / "run.toml")]
+    trained = subprocess.run(
+        [*command, f"output={output}", "algorithm.group_size=8", "algorithm.groups=6", *settings],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert trained.returncode == 0, trained.stderr
+    return asyncio.run(read(output))
+
+
+async def read(output: Path) -> tuple[list[StepRow], list[Rollout], list[Transition]]:
+    async with open_store(f"sqlite:///{output / 'store.db'}") as store:
+        steps = [row for row in await store.steps("kuhn") if row.committed]
+        rollouts = await store.rollouts("kuhn", purpose=Purpose.TRAIN)
+        last = [row.id for row in rollouts if row.step == steps[-1].step]
+        traces = [await store.trace(name) for name in last]
+    return steps, rollouts, [call for trace in traces if trace for call in trace.transitions]
+
+
+def test_against_itself_it_begins_to_learn(tmp_path: Path) -> None:
+    steps, rollouts, calls = train(tmp_path, "steps=8", "algorithm.schedule=constant")
+    assert {row.state for row in rollouts} == {RolloutState.SUCCEEDED}
+    assert {row.seats["player_0"] for row in rollouts} == {"policy"}
+    assert {(call.role, call.policy) for call in calls} == {
+        ("player_0", "policy"), ("player_1", "policy"),
+    }  # fmt: skip
+    assert steps[-1].metrics["selfplay/unscored"] == 0
+    before, after = rated(tmp_path / "policy", tmp_path / "checkpoints" / "000008")
+    assert before["exploitability"] == pytest.approx(UNIFORM, abs=0.02)
+    assert before["illegal_max"] < 0.05
+    assert after["exploitability"] < 0.95 * before["exploitability"]
+    assert after["against_first"] > 0
+
+
+def test_snapshots_play_the_other_seat(tmp_path: Path) -> None:
+    settings = ["opponents=uniform", "self_share=0.0", "every=1", "pool=2"]
+    steps, rollouts, calls = train(tmp_path, "steps=3", *(f"selfplay.{s}" for s in settings))
+    assert {row.state for row in rollouts} == {RolloutState.SUCCEEDED}
+    seats = {row.id: row.seats for row in rollouts}
+    assert all(list(seat.values()).count("policy") == 1 for seat in seats.values())
+    names = {name for seat in seats.values() for name in seat.values()}
+    assert {"policy", "policy@000000"} < names
+    played = {(call.policy, call.version) for call in calls}
+    assert ("policy", 2) in played
+    assert played - {("policy", 2)} <= {("policy@000000", 0), ("policy@000002", 2)}
+    trained = steps[-1].metrics["calls"]
+    assert trained == sum(call.policy == "policy" for call in calls)
+    assert {path.name for path in (tmp_path / "pool").iterdir()} == {
+        "policy@000000", "policy@000003",
+    }  # fmt: skip
