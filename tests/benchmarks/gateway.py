@@ -155,7 +155,9 @@ def gateway(pipe: Connection, folder: str, ports: Sequence[int]) -> None:
                     made += number
                     seats = SEATS if verb == "seated" else {}
                     new = [
-                        NewRollout(id=n, run=RUN, group=n, index=0, task={}, seats=seats)
+                        NewRollout(
+                            id=n, run=RUN, group=n, index=0, task={}, timeout=3600.0, seats=seats
+                        )
                         for n in names
                     ]
                     await store.enqueue(new)
