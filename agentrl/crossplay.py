@@ -64,14 +64,14 @@ def crossplay(
     if len(players) < len(found):
         raise ConfigError("two of the checkpoints have one name: give each only once")
     lineups = schedule(list(players), roles)
+    last = _own_checkpoint(config, chosen)
     plan = Plan(
         players=players,
         lineups=lineups,
         tasks=_dealt(config, ceil(games / len(roles))),
         temperature=config.sampling.temperature,
-        steps=chosen[-1].steps,
+        steps=last.steps,
     )
-    last = _own_checkpoint(config, chosen)
     return matrix(players, roles, lineups, evaluation.run_plan(config, last, plan, "crossplay"))
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 import msgspec
+from rich.console import Console
 
 from agentrl import team, trainer
 from agentrl.config import MetricsConfig, RunConfig
@@ -90,6 +91,8 @@ def first_version(config: RunConfig, policy: str) -> tuple[str, Player]:
 def tasks_of(config: RunConfig, limit: int = 0) -> list[dict[str, Json]]:
     """The held-out tasks, or else those of training; the first `limit`, 0: all."""
     key = "heldout" if config.tasks.heldout else "train"
+    if not getattr(config.tasks, key):
+        raise ConfigError("tasks.heldout is missing: there is nothing to play")
     found = load_tasks(getattr(config.tasks, key), Path(config.root), key=f"tasks.{key}")
     return found[: limit or None]
 
@@ -128,7 +131,9 @@ async def _played(config: RunConfig, plan: Plan) -> Played:
         if found is None:
             file = output / "plan.json"
             file.write_bytes(msgspec.json.encode(plan))
-            await trainer.attend(store, config, runners=config.runner.processes, play=file)
+            console = Console(stderr=True)  # what is printed in the end is the result alone
+            runners = config.runner.processes
+            await trainer.attend(store, config, runners=runners, play=file, console=console)
             found = await _ended(store, config, plan)
         if found is None:
             raise AgentRLError(f"{output}: games are missing; give the same command again")

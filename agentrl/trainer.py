@@ -247,6 +247,7 @@ async def attend(
     runners: int,
     local: tuple[Any, Any] | None = None,
     play: Path | None = None,
+    console: Console | None = None,
 ) -> float:
     """Start the processes of a run, show it, and stop them when the algorithm is done; the seconds
     it took. play: a plan of games to play instead of training.
@@ -262,7 +263,7 @@ async def attend(
     algorithm = Child("algorithm", ["algorithm", *order], logs / "algorithm.log")
     arguments = ["runner", "start", "--store", config.store, "--run", config.name]
     workers = [Child(f"runner-{i}", arguments, logs / f"runner-{i}.log") for i in range(runners)]
-    console = Console()
+    console = console or Console()
     if not runners and not local:
         console.print(_to_join(config), soft_wrap=True, highlight=False)
     sinks = exporters(config, run_file, console)

@@ -24,6 +24,8 @@ from typing import Any
 RUN = "bench"
 CALLS = 8  # model calls of one attempt
 SMALL, LARGE = (256, 128), (8192, 512)  # tokens of prompt and completion
+SEATS = {"player_0": "policy", "player_1": "policy@000010"}  # each on a server of its own
+PAIRS = 7  # of measurements with and without roles
 
 
 # -- the upstream ----------------------------------------------------------------------------------
@@ -114,9 +116,9 @@ def serve(pipe: Connection) -> None:
 # -- the gateway -----------------------------------------------------------------------------------
 
 
-def gateway(pipe: Connection, folder: str, port: int) -> None:
+def gateway(pipe: Connection, folder: str, ports: Sequence[int]) -> None:
     """Obeys (verb, number): "attempts" makes and registers that many and sends their ids back;
-    "end" ends all of them; "memory" sends the resident bytes."""
+    "seated" does so with two seats; "end" ends all of them; "memory" sends the resident bytes."""
     import psutil
 
     from agentrl.runners.gateway import Gateway
@@ -126,10 +128,11 @@ def gateway(pipe: Connection, folder: str, port: int) -> None:
     async def main() -> None:
         async with open_store(f"sqlite:///{Path(folder) / 'store.db'}") as store:
             await store.open_run(RUN, {})
-            url = f"http://127.0.0.1:{port}/v1"
-            await store.publish(
-                PolicyVersion(run=RUN, policy="policy", version=1, base_url=url, model="tiny")
-            )
+            for name, port in zip(SEATS.values(), ports, strict=True):
+                url = f"http://127.0.0.1:{port}/v1"
+                await store.publish(
+                    PolicyVersion(run=RUN, policy=name, version=1, base_url=url, model="tiny")
+                )
             server = Gateway(store, RUN)
             server.start()
             pipe.send(int(server.base_url.split(":")[2].split("/")[0]))
@@ -150,7 +153,13 @@ def gateway(pipe: Connection, folder: str, port: int) -> None:
                 else:
                     names = [f"r{made + i}" for i in range(number)]
                     made += number
-                    new = [NewRollout(id=n, run=RUN, group=n, index=0, task={}) for n in names]
+                    seats = SEATS if verb == "seated" else {}
+                    new = [
+                        NewRollout(
+                            id=n, run=RUN, group=n, index=0, task={}, timeout=3600.0, seats=seats
+                        )
+                        for n in names
+                    ]
                     await store.enqueue(new)
                     claimed = await store.claim(number, runner="b", lease=3600.0, run=RUN)
                     live += [server.register(attempt) for attempt in claimed]
@@ -163,13 +172,14 @@ def gateway(pipe: Connection, folder: str, port: int) -> None:
 # -- the load --------------------------------------------------------------------------------------
 
 
-def request(attempt: str, prompt: int, completion: int, slow: bool) -> bytes:
+def request(attempt: str, prompt: int, completion: int, slow: bool, role: str = "") -> bytes:
     message = {"role": "user", "content": "word " * prompt}
     body: dict[str, Any] = {"model": "gpt", "messages": [message], "max_tokens": completion}
     body |= {"logprobs": True, "return_token_ids": True} if not attempt else {}
     body |= {"user": "slow"} if slow else {}
     raw = json.dumps(body, separators=(",", ":")).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {attempt}\r\n"
+    head += f"baggage: agentrl.role={role}\r\n" if role else ""
     head += f"content-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
     return head.encode() + raw
 
@@ -255,9 +265,9 @@ class Bench:
     def __init__(self, folder: str) -> None:
         self.context = multiprocessing.get_context("spawn")
         self.children: list[Any] = []
-        self.upstream = self.start(serve)
-        self.upstream_port = self.upstream.recv()
-        self.gateway = self.start(gateway, folder, self.upstream_port)
+        self.upstreams = [self.start(serve) for _ in SEATS]
+        self.upstream_port, *others = [upstream.recv() for upstream in self.upstreams]
+        self.gateway = self.start(gateway, folder, [self.upstream_port, *others])
         self.gateway_port = self.gateway.recv()
         self.load = self.start(load)
 
@@ -269,7 +279,7 @@ class Bench:
         return ours
 
     def close(self) -> None:
-        for pipe in (self.load, self.gateway, self.upstream):
+        for pipe in (self.load, self.gateway, *self.upstreams):
             pipe.send(None)
         for child in self.children:
             child.join(10)
@@ -287,14 +297,27 @@ class Bench:
         one = request("", *size, slow)
         return self.send(self.upstream_port, [[one] * calls] * clients)
 
-    def through(self, clients: int, calls: int, size: tuple[int, int], slow: bool = False) -> Any:
-        """As many attempts as there are clients, or more: none makes over `CALLS` calls."""
+    def through(
+        self,
+        clients: int,
+        calls: int,
+        size: tuple[int, int],
+        slow: bool = False,
+        roles: Sequence[str] = ("",),
+    ) -> Any:
+        """As many attempts as there are clients, or more: none makes over `CALLS` calls. With
+        several roles, calls are made by each in turn, and by the rollout's seats."""
         need = math.ceil(calls / CALLS)
-        ids = self.ask("attempts", clients * need)
+        ids = self.ask("seated" if len(roles) > 1 else "attempts", clients * need)
         work = []
         for i in range(clients):
             mine = ids[i * need : (i + 1) * need]
-            work.append([request(mine[j // CALLS], *size, slow) for j in range(calls)])
+            work.append(
+                [
+                    request(mine[j // CALLS], *size, slow, roles[j % len(roles)])
+                    for j in range(calls)
+                ]
+            )
         found = self.send(self.gateway_port, work)
         self.ask("end")
         return found
@@ -323,9 +346,32 @@ def figures(bench: Bench, *, seconds: float, attempts: int) -> dict[str, float]:
         runs = [statistics.median(measure(1, 300, SMALL)[1]) for _ in range(3)]
         alone[kind] = result[f"{kind} alone p50 ms"] = 1000 * min(runs)
     result["added p50 ms"] = alone["gateway"] - alone["direct"]
+    result |= seats(bench, max(CALLS, int(1000 * seconds / 64)))
     for kind, measure in (("direct", bench.direct), ("gateway", bench.through)):
         result[f"{kind} 400 at once s"] = min(measure(400, 1, SMALL, True)[0] for _ in range(3))
     return result | memory(bench, attempts)
+
+
+def seats(bench: Bench, calls: int) -> dict[str, float]:
+    """What roles cost: two that are played by seats on two servers, against one agent on one. The
+    rates of pairs measured one after the other, in turn first; their median ratio and its
+    quartiles, and the gateway's processor time for a call."""
+    ratios, spent = [], {"one role": list[float](), "two seats": list[float]()}
+    kinds = {"one role": ("",), "two seats": tuple(SEATS)}
+    for pair in range(PAIRS + 1):
+        rates = {}
+        for kind in sorted(kinds, reverse=bool(pair % 2)):
+            before = bench.ask("cpu")
+            took, latencies = bench.through(16, calls, SMALL, roles=kinds[kind])
+            rates[kind] = len(latencies) / took
+            if pair:  # the first warms both up
+                spent[kind].append((bench.ask("cpu") - before) / len(latencies))
+        if pair:
+            ratios.append(rates["two seats"] / rates["one role"])
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    cpu = {f"{kind} cpu ms": 1000 * statistics.median(each) for kind, each in spent.items()}
+    ratio = {"two seats of one role": middle, "two seats low": low, "two seats high": high}
+    return ratio | cpu
 
 
 def memory(bench: Bench, attempts: int) -> dict[str, float]:
@@ -350,11 +396,15 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each rate, about")
     parser.add_argument("--attempts", type=int, default=10_000, help="for the memory figure")
+    parser.add_argument("--seats", action="store_true", help="only what roles cost")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(folder)
         try:
-            result = figures(bench, seconds=options.seconds, attempts=options.attempts)
+            if options.seats:
+                result = seats(bench, max(CALLS, int(1000 * options.seconds / 64)))
+            else:
+                result = figures(bench, seconds=options.seconds, attempts=options.attempts)
         finally:
             bench.close()
     if options.json:
