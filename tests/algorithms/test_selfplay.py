@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from agentrl.algorithms import presets
+from agentrl.algorithms.merge import build_batch
 from agentrl.algorithms.ratings import elo
 from agentrl.algorithms.selfplay import MEMORY, Pool, Record, Snapshot, check_fair, least
 from agentrl.config import SelfplayConfig, resolve
@@ -19,6 +20,7 @@ from agentrl.types import Group, Reward, Rollout, RolloutState, Scope
 from .test_update import group
 
 SEATS = ["player_0", "player_1"]
+OUTCOMES = ("role:outcome",)
 
 
 def pool(opponents: Any = "uniform", **settings: Any) -> Pool:
@@ -46,8 +48,9 @@ def game(returns: list[float], *seats: str, roles: list[str] = SEATS) -> Rollout
         Reward(value=value, scope=Scope.ROLE, target=role)
         for role, value in zip(roles, returns, strict=True)
     ]
-    calls = [replace(rollout.transitions[0], id=role, role=role) for role in roles]
     seated = dict(zip(roles, seats, strict=True))
+    first = rollout.transitions[0]
+    calls = [replace(first, id=role, role=role, policy=seated[role]) for role in roles]
     return replace(rollout, rewards=rewards, transitions=calls, seats=seated)
 
 
@@ -133,7 +136,7 @@ def test_a_win_moves_both_ratings_and_the_record_of_the_seat() -> None:
     assert made.now.rating == elo(1016, 984, 0.0, 32)
     (snapshot,) = made.drawn
     assert snapshot.records == {"player_0": Record(1, 1), "player_1": Record(1, 0)}
-    assert snapshot.rate() == 0.5
+    assert snapshot.rate() == pytest.approx(0.5)
     made.learn(groups(game([1, -1], "policy", "policy@000000")))
     assert snapshot.records["player_0"].games == 1 + MEMORY
 
@@ -156,6 +159,15 @@ def test_games_against_itself_are_no_results_of_the_pool() -> None:
     assert (found["selfplay/seat/player_0"], found["selfplay/seat/player_1"]) == (1.0, 0.0)
 
 
+def test_an_opponents_return_is_nothing_to_compare_with() -> None:
+    games = [game([1, -1], "policy", "policy@000000"), game([3, -3], "policy@000000", "policy")]
+    batch = build_batch(groups(*games, game([2, -2], "policy", "policy")), reward_names=OUTCOMES)
+    assert batch.roles == SEATS
+    assert len(batch.transitions) == 4
+    known = batch.rewards["role:outcome"].nan_to_num(nan=0.0).tolist()
+    assert known == [1, 0, 0, -3, 2, -2]
+
+
 def test_what_has_no_score_is_counted() -> None:
     made = grown(0)
     done = game([1, -1], "policy", "policy@000000")
@@ -176,7 +188,7 @@ def test_a_seat_that_the_game_does_not_have(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_a_full_pool_keeps_the_first_and_the_newest_and_covers_what_is_between() -> None:
-    assert names(grown(16, pool=4)) == [f"policy@{step:06d}" for step in (0, 8, 12, 16)]
+    assert names(grown(16, pool=4)) == [f"policy@{step:06d}" for step in (0, 8, 14, 16)]
     assert names(grown(16, pool=2)) == ["policy@000000", "policy@000016"]
     assert names(grown(16, pool=1)) == ["policy@000016"]
     kept = [Snapshot(str(step), step, 0.0, {}) for step in (0, 4, 5, 20)]
@@ -228,8 +240,13 @@ def test_settings_that_make_no_game(settings: dict[str, Any], message: str) -> N
 
 
 def test_several_policies_say_who_plays() -> None:
-    policies = {"a": {"roles": ["player_0"]}, "b": {"roles": ["cook"], "model": "m"}}
-    run: dict[str, Any] = {"policies": policies, "selfplay": {"seats": SEATS}}
+    adapter = {"rank": 4}
+    policies = {
+        name: {"roles": [role], "lora": adapter}
+        for name, role in zip("ab", ("player_0", "cook"), strict=True)
+    }
+    run: dict[str, Any] = {"policy": {"model": "m"}, "policies": policies}
+    run["selfplay"] = {"seats": SEATS}
     with pytest.raises(ConfigError, match=r"selfplay\.policy is not set, and a, b learn"):
         resolve(run, source="run.toml")
     run["selfplay"]["policy"] = "a"
