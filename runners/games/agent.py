@@ -22,7 +22,7 @@ PUBLIC = "https://api.openai.com/v1"
 def ask_for_move(view: View) -> list[Message]:
     """What a model is told in any game: its seat, what it sees, and its moves."""
     rules = f"You are {role_of(view.player)} in a game of {view.game}. Reply with one legal move."
-    seen = f"{view.seen}\n\nLegal moves: {', '.join(view.legal)}"
+    seen = f"{view.seen}\n\n{view.choice}"
     return [{"role": "system", "content": rules}, {"role": "user", "content": seen}]
 
 

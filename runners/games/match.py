@@ -188,7 +188,7 @@ class Match:
 
 
 def _complaint(view: View, answer: str) -> list[Message]:
-    said = f"That is not a legal move. Reply with one of: {', '.join(view.legal)}"
+    said = f"That is not a legal move. {view.choice}"
     return [{"role": "assistant", "content": answer}, {"role": "user", "content": said}]
 
 

@@ -35,6 +35,11 @@ class View:
     seen: str  # its information state or observation, as OpenSpiel words it
     legal: Mapping[str, int]  # its moves in words -> OpenSpiel's actions
 
+    @property
+    def choice(self) -> str:
+        """The legal moves as a text, one in a line: they may hold any other mark."""
+        return "\n".join(["Legal moves:", *self.legal])
+
     def read(self, answer: str) -> int | None:
         """The action that `answer` names: a legal move alone, or after its last "Move:". Case,
         spaces and a full stop do not matter. None: it names no legal move."""
@@ -114,7 +119,8 @@ class Game:
         }
 
     def words(self, state: Any, player: int, action: int) -> str:
-        return str(state.action_to_string(player, action)).strip(" ,\n")
+        """A move in one line."""
+        return " ".join(state.action_to_string(player, action).split()).strip(" ,")
 
     def forfeited(self, state: Any, losers: Collection[int]) -> list[float]:
         """Returns [players] of a game that `losers` lost by forfeit: the worst that the game gives.
@@ -164,7 +170,8 @@ def _load(name: str, parameters: tuple[tuple[str, Parameter], ...]) -> Any:
         del named["name"]
         return spiel.load_game(short, named | dict(parameters))
     except (spiel.SpielError, LookupError, TypeError) as error:
-        raise ConfigError(f"game = {name!r} cannot be played so: {error}") from None
+        said = " ".join(str(error).split())
+        raise ConfigError(f"game = {name!r} cannot be played so: {said}") from None
 
 
 _loaded = lru_cache(maxsize=64)(_load)  # some games read files

@@ -21,7 +21,7 @@ KUHN = {"game": "kuhn_poker", "seed": 1}
 
 
 def legal(messages: list[Message]) -> list[str]:
-    return messages[1]["content"].partition("Legal moves: ")[2].split(", ")
+    return messages[1]["content"].partition("Legal moves:\n")[2].splitlines()
 
 
 def says(*answers: str) -> Answer:
@@ -61,9 +61,9 @@ async def test_players_see_their_own_cards_and_their_own_moves() -> None:
     cards = [move.removeprefix("Deal:") for who, move in result["moves"] if who == "chance"]
     assert cards[0] != cards[1]
     assert "player_0" in seen[0]
-    assert seen[0].endswith(f"{cards[0]}\n\nLegal moves: Pass, Bet")
+    assert seen[0].endswith(f"{cards[0]}\n\nLegal moves:\nPass\nBet")
     assert "player_1" in seen[1]
-    assert seen[1].endswith(f"{cards[1]}b\n\nLegal moves: Pass, Bet")
+    assert seen[1].endswith(f"{cards[1]}b\n\nLegal moves:\nPass\nBet")
 
 
 def test_a_view_is_the_board_or_what_a_player_has_been_told() -> None:
@@ -187,7 +187,7 @@ async def test_retries_come_with_a_complaint_and_end() -> None:
     result = await play(task, answer)
     assert (result["ended"], result["invalid"]) == ("rules", {"player_0": 2, "player_1": 2})
     assert asked[1][2] == {"role": "assistant", "content": "all in"}
-    assert asked[1][3]["content"] == "That is not a legal move. Reply with one of: Pass, Bet"
+    assert asked[1][3]["content"] == "That is not a legal move. Legal moves:\nPass\nBet"
     result = await play(task | {"retries": 1}, answer)
     assert (result["ended"], result["invalid"]) == ("forfeit", {"player_0": 2})
 
