@@ -119,12 +119,12 @@ def test_targets_are_double_q_step_by_step() -> None:
             joint = []
             for agent in range(2):
                 allowed = episode.available[t + 1, agent].nonzero().squeeze(1).tolist()
-                action = max(allowed, key=lambda a, t=t, i=agent: float(online[t + 1, i, a]))
+                action = max(allowed, key=lambda a, t=t, i=agent: online[t + 1, i, a].item())
                 acts = bool(episode.acting[t + 1, agent])
                 joint.append(target[t + 1, agent, action] if acts else torch.tensor(0.0))
-            after = float(team.target["mixer"](torch.stack(joint), episode.states[t + 1]))
+            after = team.target["mixer"](torch.stack(joint), episode.states[t + 1]).item()
             over = terminated and t == 2
-            expected.append(float(episode.rewards[t]) + (0.0 if over else 0.99 * after))
+            expected.append(episode.rewards[t].item() + (0.0 if over else 0.99 * after))
         assert team.targets(padded([episode], 3))[0].tolist() == pytest.approx(expected, abs=1e-5)
 
 

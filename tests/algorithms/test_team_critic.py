@@ -101,7 +101,7 @@ def alone(critic: TeamCritic, episode: Episode, t: int, agent: int) -> float:
         changed = padded([replace(episode, actions=joint)], 3)
         values.append(critic.online["critic"](changed)[0, t, agent, action])
     q = torch.stack(values)
-    return float(q[episode.actions[t, agent]] - (policy * q).sum())
+    return (q[episode.actions[t, agent]] - (policy * q).sum()).item()
 
 
 def test_a_central_critic_never_sees_the_action_that_it_values() -> None:
