@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isnan, nan
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -31,11 +30,14 @@ class Counterfactual(Memory):
     stage: Stage
     training: Training
     reward: str = "outcome"
-    level: ClassVar[Level] = "transition"
 
     @property
     def name(self) -> str:
         return repr(self)
+
+    @property
+    def level(self) -> Level:
+        return "transition"
 
     def part(self) -> TeamCritic:
         n, width = len(self.stage.roles), self.stage.width

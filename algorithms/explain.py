@@ -104,11 +104,12 @@ def links(credit: object, batch: Batch, depth: int = 0, text: str = "") -> Itera
             yield from links(term, batch, depth + 1, f"{factor} x ")
         label = text + "sum"
     else:
-        for name in ("credit", "outcome"):
+        inside = {"credit": "", "outcome": "gate: ", "others": "others: "}
+        for name, said in inside.items():
             inner = getattr(credit, name, None)
             if callable(inner):
-                yield from links(inner, batch, depth + 1, "gate: " if name == "outcome" else "")
-        label = text + brief(credit, leave_out=("credit", "outcome"))
+                yield from links(inner, batch, depth + 1, said)
+        label = text + brief(credit, leave_out=tuple(inside))
     if callable(credit):
         yield Link(depth, label, {"advantage": credit(batch)})
 

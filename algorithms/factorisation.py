@@ -8,19 +8,13 @@ do apart.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 Kind = Literal["vdn", "qmix"]
-
-
-class Mixer(Protocol):
-    """A module; see above."""
-
-    def __call__(self, q: Tensor, state: Tensor) -> Tensor: ...
 
 
 class Sum(nn.Module):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import msgspec
 from torch import Tensor
@@ -98,11 +97,14 @@ class Tabular(Running):
 
     reward: str | Column = "outcome"
     gamma: float = 1.0
-    level: ClassVar[Level] = "transition"
 
     @property
     def name(self) -> str:
         return repr(self)
+
+    @property
+    def level(self) -> Level:
+        return "transition"
 
     def part(self) -> Means:
         return Means()

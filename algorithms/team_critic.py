@@ -189,7 +189,7 @@ class TeamCritic:
 
     def _tensors(self) -> dict[str, Tensor]:
         """Every tensor that learning changes, by name."""
-        squares = {}
+        squares: dict[str, Tensor] = {}
         for number, p in enumerate(self.online.parameters()):
             state = self.optimizer.state[p]
             if not state:  # as the first step would make it

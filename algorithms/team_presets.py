@@ -25,7 +25,7 @@ from agentrl.algorithms.team_critic import Training
 from agentrl.config import Count, Positive
 from agentrl.errors import ConfigError
 
-PAIRS = Average(("rollout", "role"), ("row",))
+PAIRS = Average(("rollout", "role"), parts=("row",))
 Equal = Annotated[
     list[Literal["role", "rollout", "transition", "row", "group"]], msgspec.Meta(min_length=1)
 ]

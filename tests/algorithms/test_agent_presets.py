@@ -284,7 +284,7 @@ def prompts(plays: Plays) -> list[float]:
     def place(play: Play, i: int) -> object:
         return play.group, play.calls[i].role, node(play, i - 1) if i else None
 
-    return calls(plays, per_outcome(plays), place, False)
+    return calls(plays, process(plays), place, False)
 
 
 def tact(plays: Plays) -> list[float]:
@@ -324,7 +324,10 @@ CASES: dict[str, Case] = {
     "at-grpo": (
         tokens(lambda plays: calls(plays, per_outcome(plays), role_and_turn)), "token", "rows", {}
     ),
-    "at-grpo prompt": (tokens(prompts), "token", "rows", {"within": "prompt", "std": False}),
+    "at-grpo prompt": (
+        tokens(prompts), "token", "rows",
+        {"reward": "transition:p", "within": "prompt", "std": False},
+    ),
     "magrpo": (tokens(outcome), "none", "sums", {}),
     "magrpo max": (tokens(highest), "none", "sums", {"baseline": "max"}),
     "magrpo loo": (tokens(others), "none", "sums", {"baseline": "loo"}),

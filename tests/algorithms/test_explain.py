@@ -86,6 +86,7 @@ def group() -> Group:
 def test_every_preset_has_a_chain_that_ends_in_its_credit() -> None:
     needed = {"streams": OPTIONS, "only": {"only_roles": ["agent"]}}
     needed["process"] = {"process_streams": OPTIONS["streams"]}
+    needed |= {"equal": {"equal_units": ["role"]}, "coma": {"roles": ["a"], "actions": ["b"]}}
     names = [*presets, *(f"grpo+{name}" for name in modifiers)]
     for name in names:
         options = needed.get(name.split("+")[-1], {})

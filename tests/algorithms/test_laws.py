@@ -52,7 +52,7 @@ SUPPLY: tuple[Supply, ...] = ("o", "b", "q", "t", "v", "k")
 # Those that read nothing but the outcome of rollouts.
 PRESETS = [
     name
-    for name in sorted(presets.keys() - {"streams"})
+    for name in sorted(presets.keys() - {"streams", "coma"})
     if (algo := make(name, {}, streams=SUPPLY)).rewards == ("outcome",)
     and not (algo.critic or algo.greedy)
 ]

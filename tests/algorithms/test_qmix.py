@@ -17,13 +17,15 @@ from agentrl.algorithms.qmix import VDN, Factored, QMix
 from agentrl.errors import TrainingError
 
 
-def small() -> nn.Module:
-    """Utilities that see their place alone."""
-    return nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 2))
+def learned(
+    kind: type[Factored], data: Sequence[Episode], steps: int, actions: int = 2
+) -> Factored:
+    """With utilities that see their place alone."""
 
+    def network() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, actions))
 
-def learned(kind: type[Factored], data: Sequence[Episode], steps: int) -> Factored:
-    team = kind(2, 3, 2, 3, network=small, embed=8, lr=0.02, every=64)
+    team = kind(2, 3, actions, 3, network=network, embed=8, lr=0.02, every=64)
     for _ in range(steps):
         team.learn(data)
     return team
@@ -62,17 +64,18 @@ def test_the_two_step_game(kind: type[Factored], reached: int) -> None:
 
 @pytest.mark.parametrize("kind", [VDN, QMix])
 def test_what_is_not_monotone_is_out_of_reach_of_both(kind: type[Factored]) -> None:
-    """A failed joint action costs so much that each agent is worth most where it is safe: what is
-    best together, (0, 0), is not what is best for each. arXiv 1905.05408."""
-    pays = [[8.0, -12.0], [-12.0, 0.0]]
+    """A failed joint action costs so much that each agent finds best what is safe, (0, 0) being
+    best together. The matrix of QTRAN, arXiv 1905.05408."""
+    pays = [[8.0, -12.0, -12.0], [-12.0, 0.0, 0.0], [-12.0, 0.0, 0.0]]
     state = torch.eye(3)[[0]]
     data = [
         Episode(state[:, None].expand(1, 2, 3), state, torch.tensor([[a, b]]), torch.tensor([x]))
         for a, row in enumerate(pays)
         for b, x in enumerate(row)
     ]
-    team = learned(kind, data, 60)
-    assert team.act(state[:, None].expand(1, 2, 3), 0.0, random.Random(0)) == [1, 1]
+    team = learned(kind, data, 60, actions=3)
+    first, second = team.act(state[:, None].expand(1, 2, 3), 0.0, random.Random(0))
+    assert pays[first][second] == 0
 
 
 # -- masks and targets -----------------------------------------------------------------------------
@@ -119,12 +122,12 @@ def test_targets_are_double_q_step_by_step() -> None:
             joint = []
             for agent in range(2):
                 allowed = episode.available[t + 1, agent].nonzero().squeeze(1).tolist()
-                action = max(allowed, key=lambda a, t=t, i=agent: float(online[t + 1, i, a]))
+                action = max(allowed, key=lambda a, t=t, i=agent: online[t + 1, i, a].item())
                 acts = bool(episode.acting[t + 1, agent])
                 joint.append(target[t + 1, agent, action] if acts else torch.tensor(0.0))
-            after = float(team.target["mixer"](torch.stack(joint), episode.states[t + 1]))
+            after = team.target["mixer"](torch.stack(joint), episode.states[t + 1]).item()
             over = terminated and t == 2
-            expected.append(float(episode.rewards[t]) + (0.0 if over else 0.99 * after))
+            expected.append(episode.rewards[t].item() + (0.0 if over else 0.99 * after))
         assert team.targets(padded([episode], 3))[0].tolist() == pytest.approx(expected, abs=1e-5)
 
 

@@ -101,7 +101,7 @@ def alone(critic: TeamCritic, episode: Episode, t: int, agent: int) -> float:
         changed = padded([replace(episode, actions=joint)], 3)
         values.append(critic.online["critic"](changed)[0, t, agent, action])
     q = torch.stack(values)
-    return float(q[episode.actions[t, agent]] - (policy * q).sum())
+    return (q[episode.actions[t, agent]] - (policy * q).sum()).item()
 
 
 def test_a_central_critic_never_sees_the_action_that_it_values() -> None:
@@ -178,11 +178,12 @@ def team(pays: Callable[[int, int], float], count: int) -> list[Episode]:
 def test_credit_goes_to_the_agent_whose_action_it_was(kind: Kind) -> None:
     """The reward is the first agent's action; the second one's does nothing."""
     played = team(lambda a, b: float(a), 64)
-    critic = TeamCritic(kind, SHAPE, replace(TRAINING, updates=150, lr=0.02)).learned(played)
+    critic = TeamCritic(kind, SHAPE, replace(TRAINING, updates=60, lr=0.01)).learned(played)
     a = critic.advantages(played)[:, 0]
     first = torch.tensor([episode.actions[0, 0].item() for episode in played])
-    assert a[first == 1, 0].mean().item() == pytest.approx(0.5, abs=0.1)
-    assert a[first == 0, 0].mean().item() == pytest.approx(-0.5, abs=0.1)
+    often = (first == 1).float().mean().item()
+    assert a[first == 1, 0].mean().item() == pytest.approx(1 - often, abs=0.1)
+    assert a[first == 0, 0].mean().item() == pytest.approx(-often, abs=0.1)
     assert a[:, 1].abs().max().item() < 0.1
 
 

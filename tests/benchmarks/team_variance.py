@@ -118,8 +118,8 @@ def team_variance() -> dict[str, float]:
     cost = {name: float(gradient.var(0).sum()) for name, gradient in found.items()}
     result = {}
     for name, gradient in found.items():
-        off = (gradient.mean(0) - truth).abs()
+        off, error = (gradient.mean(0) - truth).abs(), gradient.std(0) / GROUPS**0.5
         result[f"team variance reduction {name}"] = cost["shared"] / cost[name]
-        result[f"team bias {name}"] = float((off / (gradient.std(0) / GROUPS**0.5)).max())
+        result[f"team bias {name}"] = float((off / error.clamp(min=1e-12))[error > 1e-12].max())
         result[f"team relative bias {name}"] = float((off / truth).max())
     return result
