@@ -111,7 +111,13 @@ async def test_two_adapters_learn_from_one_team(tmp_path: Path, tiny_model_dir: 
     """What the tiny model says is noise; everything around it is as in any training."""
     pytest.importorskip("langgraph")
     small = ["steps=1", "algorithm.groups=2", "algorithm.group_size=2", "sampling.max_tokens=4"]
-    small += ["eval.tasks=1", "eval.sampled=false", "runner.processes=1", f"output={tmp_path}"]
+    small += [
+        "eval.tasks=1",
+        "eval.sampled=false",
+        "runner.processes=1",
+        "agent.timeout=300",
+        f"output={tmp_path}",
+    ]
     command = [sys.executable, "-m", "agentrl", "train", str(EXAMPLES / "team" / "run.toml")]
     trained = await asyncio.to_thread(
         subprocess.run,
