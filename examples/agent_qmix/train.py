@@ -2,10 +2,11 @@
 
 python examples/agent_qmix/train.py --output runs/agent_qmix
 
-The models answer behind the gateway as a policy that nobody trains, so each call is recorded. A step
-asks the store for a group of episodes, learns from those of the last steps, as the store has them,
-and is committed: what is killed goes on from there. A reward is that of the last round alone, and the last
-round is learned from; the authors' code leaves it out and repeats the reward in every round.
+The models answer behind the gateway as a policy that nobody trains, so each call is recorded. A
+step asks the store for a group of episodes, learns from those of the last steps, as the store has
+them, and is committed: what is killed goes on from there. A reward is that of the last round alone,
+and the last round is learned from; the authors' code leaves it out and repeats the reward in every
+round.
 """
 
 from __future__ import annotations
