@@ -34,6 +34,7 @@ from agentrl.algorithms.episodes import Episode
 from agentrl.algorithms.model import load_model
 from agentrl.algorithms.qmix import QMix
 from agentrl.config import RunConfig, resolve
+from agentrl.errors import TrainingError
 from agentrl.runners.main import RunnerThread
 from agentrl.store import open_store
 from agentrl.store.base import Store
@@ -50,6 +51,7 @@ from agentrl.types import (
 RUN = "agent_qmix"
 EPISODES, KEPT, UPDATES, BATCH = 64, 10, 8, 64  # a step's, steps of them kept, optimizer steps
 FROM, TO = 1.0, 0.05  # epsilon, falling over the first two thirds of the steps
+TIMEOUT = 300.0  # seconds of one episode
 Choose = Callable[[Task, Seen], list[int]]
 
 
@@ -94,7 +96,7 @@ async def ask(
         [
             NewRollout(
                 id=f"{group}/{index:04d}", run=RUN, group=group, index=index, purpose=purpose,
-                step=step, task={"input": task | how | {"seed": f"{group}/{index}"}},
+                step=step, timeout=TIMEOUT, task={"input": task | how | {"seed": f"{group}/{index}"}},
             )
             for index, task in enumerate(some)
         ]
@@ -120,6 +122,8 @@ async def train(store: Store, state: RunState, mixed: QMix, options: argparse.Na
             for rollout in await store.rollouts(RUN, group=f"{RUN}/train/{number:06d}")
             if rollout.failure is None
         ]
+        if not kept:
+            raise TrainingError(f"step {step}: no episode ended; see agentrl show {group}/0000")
         dice = random.Random(f"{options.seed}/{step}")
         found = [mixed.learn(dice.sample(kept, min(BATCH, len(kept)))) for _ in range(UPDATES)]
         folder = options.output / "checkpoints" / f"{step + 1:06d}"
