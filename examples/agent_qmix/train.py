@@ -96,7 +96,8 @@ async def ask(
         [
             NewRollout(
                 id=f"{group}/{index:04d}", run=RUN, group=group, index=index, purpose=purpose,
-                step=step, timeout=TIMEOUT, task={"input": task | how | {"seed": f"{group}/{index}"}},
+                step=step, timeout=TIMEOUT,
+                task={"input": task | how | {"seed": f"{group}/{index}"}},
             )
             for index, task in enumerate(some)
         ]

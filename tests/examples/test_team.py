@@ -132,4 +132,7 @@ async def test_two_adapters_learn_from_one_team(tmp_path: Path, tiny_model_dir: 
         rollouts = await store.rollouts("team", step=0)
         assert {rollout.state for rollout in rollouts} == {RolloutState.SUCCEEDED}
         (row,) = [row for row in await store.steps("team") if row.committed]
-        assert {"reader/loss", "writer/loss"} <= row.metrics.keys()
+        assert {"reader/calls", "writer/calls"} <= row.metrics.keys()
+    (checkpoint,) = (tmp_path / "checkpoints").iterdir()
+    for policy in ("reader", "writer"):
+        assert (checkpoint / policy / "adapter_config.json").is_file()
