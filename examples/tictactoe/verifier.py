@@ -1,0 +1,8 @@
+"""Success is not to lose, which is all that can be had from a perfect player."""
+
+from typing import Any
+
+
+def verify(task: dict[str, Any], result: dict[str, Any]) -> float:
+    seat = int(task["learner"].removeprefix("player_"))
+    return float(result["returns"][seat] >= 0)

@@ -1,0 +1,14 @@
+"""Games of OpenSpiel as ordinary agents: rules from the library, moves from models, in text.
+
+`GameAgent` is the agent, `GameTask` its input, `verify` the verifier of its result. Needs the extra
+`games`: OpenSpiel is imported when a game is loaded, and not before.
+"""
+
+from agentrl.runners.games.agent import GameAgent as GameAgent
+from agentrl.runners.games.agent import ask_for_move as ask_for_move
+from agentrl.runners.games.match import GameTask as GameTask
+from agentrl.runners.games.match import Result as Result
+from agentrl.runners.games.rules import Game as Game
+from agentrl.runners.games.rules import View as View
+from agentrl.runners.games.rules import role_of as role_of
+from agentrl.runners.games.scoring import verify as verify

@@ -1,0 +1,62 @@
+"""The agent that plays: it asks a model for each move, by an OpenAI-compatible API.
+
+It is an agent like any other, and knows of roles only: which model plays `player_0` is decided by
+the run file, or by a rollout's seats.
+"""
+
+from __future__ import annotations
+
+import os
+
+import httpx
+import msgspec
+
+from agentrl.errors import PolicyError
+from agentrl.runners.games.match import Match, Message, Prompt, Result, read_task
+from agentrl.runners.games.rules import View, role_of
+from agentrl.types import Json
+
+PUBLIC = "https://api.openai.com/v1"
+
+
+def ask_for_move(view: View) -> list[Message]:
+    """What a model is told in any game: its seat, what it sees, and its moves."""
+    rules = f"You are {role_of(view.player)} in a game of {view.game}. Reply with one legal move."
+    seen = f"{view.seen}\n\nLegal moves: {', '.join(view.legal)}"
+    return [{"role": "system", "content": rules}, {"role": "user", "content": seen}]
+
+
+class GameAgent:
+    """`agent.path = "agentrl.runners.games:GameAgent"`, or one with a prompt of its own.
+
+    Every move is a conversation of its own, so a policy is a function of what a player sees. The
+    client is pooled, and takes its address from OPENAI_BASE_URL when the agent is made."""
+
+    def __init__(self, prompt: Prompt = ask_for_move, model: str = "policy") -> None:
+        self.prompt, self.model = prompt, model
+        self._client = httpx.AsyncClient(
+            base_url=os.environ.get("OPENAI_BASE_URL", PUBLIC),
+            headers={"authorization": f"Bearer {os.environ.get('OPENAI_API_KEY', '')}"},
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
+            timeout=None,  # of a move: the task's
+        )
+
+    async def __call__(self, task: Json) -> Result:
+        """Play the game of a task's input, see `GameTask`.
+
+        Raises ConfigError for an input that is none, PolicyError when a model refuses a call."""
+        return await Match(read_task(task), self.prompt, self.ask).play()
+
+    async def ask(self, messages: list[Message]) -> str:
+        """What the model says. Raises PolicyError in the server's own words."""
+        asked = msgspec.json.encode({"model": self.model, "messages": messages})
+        headers = {"content-type": "application/json"}
+        answer = await self._client.post("chat/completions", content=asked, headers=headers)
+        if answer.status_code != 200:
+            said = f"{answer.status_code} {answer.text:.300}"
+            raise PolicyError(f"the model that was asked for a move answered {said}")
+        content = msgspec.json.decode(answer.content)["choices"][0]["message"]["content"]
+        return content or ""
+
+    async def aclose(self) -> None:
+        await self._client.aclose()
