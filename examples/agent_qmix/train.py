@@ -2,10 +2,11 @@
 
 python examples/agent_qmix/train.py --output runs/agent_qmix
 
-The models answer behind the gateway as a frozen endpoint, so each call is recorded. A step asks the
-store for a group of episodes, learns from those of the last steps, as the store has them, and is
-committed: what is killed goes on from there. A reward is that of the last round alone, and the last
-round is learned from; the authors' code leaves it out and repeats the reward in every round.
+The models answer behind the gateway as a policy that nobody trains, so each call is recorded. A
+step asks the store for a group of episodes, learns from those of the last steps, as the store has
+them, and is committed: what is killed goes on from there. A reward is that of the last round alone,
+and the last round is learned from; the authors' code leaves it out and repeats the reward in every
+round.
 """
 
 from __future__ import annotations
@@ -33,14 +34,24 @@ from agentrl.algorithms.episodes import Episode
 from agentrl.algorithms.model import load_model
 from agentrl.algorithms.qmix import QMix
 from agentrl.config import RunConfig, resolve
+from agentrl.errors import TrainingError
 from agentrl.runners.main import RunnerThread
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.types import NewRollout, Purpose, Rollout, RunState, StepCommit
+from agentrl.types import (
+    POLICY,
+    NewRollout,
+    PolicyVersion,
+    Purpose,
+    Rollout,
+    RunState,
+    StepCommit,
+)
 
 RUN = "agent_qmix"
 EPISODES, KEPT, UPDATES, BATCH = 64, 10, 8, 64  # a step's, steps of them kept, optimizer steps
 FROM, TO = 1.0, 0.05  # epsilon, falling over the first two thirds of the steps
+TIMEOUT = 300.0  # seconds of one episode
 Choose = Callable[[Task, Seen], list[int]]
 
 
@@ -85,7 +96,8 @@ async def ask(
         [
             NewRollout(
                 id=f"{group}/{index:04d}", run=RUN, group=group, index=index, purpose=purpose,
-                step=step, task={"input": task | how | {"seed": f"{group}/{index}"}},
+                step=step, timeout=TIMEOUT,
+                task={"input": task | how | {"seed": f"{group}/{index}"}},
             )
             for index, task in enumerate(some)
         ]
@@ -111,6 +123,8 @@ async def train(store: Store, state: RunState, mixed: QMix, options: argparse.Na
             for rollout in await store.rollouts(RUN, group=f"{RUN}/train/{number:06d}")
             if rollout.failure is None
         ]
+        if not kept:
+            raise TrainingError(f"step {step}: no episode ended; see agentrl show {group}/0000")
         dice = random.Random(f"{options.seed}/{step}")
         found = [mixed.learn(dice.sample(kept, min(BATCH, len(kept)))) for _ in range(UPDATES)]
         folder = options.output / "checkpoints" / f"{step + 1:06d}"
@@ -124,6 +138,14 @@ async def train(store: Store, state: RunState, mixed: QMix, options: argparse.Na
                 checkpoint=str(folder), metrics=metrics | {"epsilon": epsilon},
             )
         )  # fmt: skip
+
+
+async def learn(
+    store: Store, state: RunState, mixed: QMix, options: argparse.Namespace
+) -> dict[str, dict[str, float]]:
+    """Train to the end, and see what has come of it."""
+    await train(store, state, mixed, options)
+    return await compare(store, options)
 
 
 async def compare(store: Store, options: argparse.Namespace) -> dict[str, dict[str, float]]:
@@ -141,14 +163,13 @@ async def compare(store: Store, options: argparse.Namespace) -> dict[str, dict[s
     return result
 
 
-def settings(options: argparse.Namespace, url: str) -> RunConfig:
-    """The run as its runner reads it: every role is played by the frozen endpoint."""
+def settings(options: argparse.Namespace) -> RunConfig:
+    """The run as its runner reads it: one policy plays every role."""
     data = {
         "name": RUN,
         "output": str(options.output),
         "seed": options.seed,
-        "upstreams": {"models": {"base_url": url, "model": "models"}},
-        "roles": dict.fromkeys(ROLES, "models"),
+        "roles": dict.fromkeys(ROLES, POLICY),
     }
     return resolve(data, source=__file__)
 
@@ -160,16 +181,23 @@ async def run(options: argparse.Namespace) -> dict[str, dict[str, float]]:
         with atomic_directory(frozen) as partial:
             build(partial, options.seed)
     torch.manual_seed(options.seed)
-    server = EmbeddedServer(*load_model(frozen), name="models")
+    server = EmbeddedServer(*load_model(frozen))
     await server.start()
-    config, mixed = settings(options, server.base_url), learner(options.seed)
+    config, mixed = settings(options), learner(options.seed)
     runner = RunnerThread(config.store, RUN, agent=lambda: Team(choices(mixed)), verifier=verify)
     try:
         async with open_store(config.store) as store:
             state = await store.open_run(RUN, msgspec.to_builtins(config))
+            served = {"base_url": server.base_url, "model": server.model}
+            await store.publish(PolicyVersion(run=RUN, policy=POLICY, version=0, **served))
             runner.start()
-            await train(store, state, mixed, options)
-            return await compare(store, options)
+            work = asyncio.create_task(learn(store, state, mixed, options))
+            ended = asyncio.wrap_future(runner.done)
+            await asyncio.wait((work, ended), return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():  # it only ends by itself if it cannot go on
+                work.cancel()
+                ended.result()
+            return await work
     finally:
         await asyncio.to_thread(runner.stop)
         await server.close()

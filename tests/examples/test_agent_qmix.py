@@ -115,7 +115,7 @@ async def test_it_learns_from_the_store_and_goes_on_where_it_stopped(
         assert len(rows) == 4
         trace = await store.trace(rows[0].id)
         assert trace is not None
-        assert {call.policy for call in trace.transitions} == {"models"}
+        assert {(call.policy, call.version) for call in trace.transitions} == {("policy", 0)}
         assert [call.role for call in trace.transitions].count("city") == 2
         episode = train.episode(rows[0])
     assert episode.rewards.tolist() == [0.0, pytest.approx(rows[0].reward("return"))]

@@ -38,7 +38,8 @@ def test_agents_know_nothing_of_agentrl_and_are_short() -> None:
             if part.suffix in CODE and not (file.parent / "policy.py").exists():
                 assert len(part.read_text().splitlines()) < 80, part
     listed = re.findall(r"\]\((\w+)\)", (EXAMPLES / "README.md").read_text())
-    assert sorted(listed) == sorted(file.parent.name for file in EXAMPLES.glob("*/run.toml"))
+    runs = {file.parent.name for file in EXAMPLES.glob("*/run.toml")}
+    assert sorted(listed) == sorted(runs | {file.parent.name for file in AGENTS})
 
 
 @pytest.mark.parametrize(
