@@ -66,8 +66,8 @@ def _solved(game: str) -> Callable[[Any], list[int]]:
     table = MinimaxSolver(game).solve()
 
     def best(state: Any) -> list[int]:
-        values, best = table[str(state)]
-        return [action for action in state.legal_actions() if values[action] > best - TOLERANCE]
+        values, top = table[str(state)]
+        return [action for action in state.legal_actions() if values[action] > top - TOLERANCE]
 
     return best
 
