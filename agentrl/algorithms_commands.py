@@ -10,7 +10,7 @@ import msgspec
 
 from agentrl import team
 from agentrl.algorithms import presets
-from agentrl.algorithms.explain import brief, explain, report
+from agentrl.algorithms.explain import Explanation, brief, explain, report
 from agentrl.algorithms.objective import Algo
 from agentrl.algorithms.registry import EMPTY, Supply, options_of
 from agentrl.config import RunConfig
@@ -75,12 +75,20 @@ async def explained(store_url: str, rollout: str, *, tokens: bool) -> list[str]:
         members = [member.id for group in groups for member in group.rollouts]
         credits = [row for id in members for row in await store.credits(id)]
     config = msgspec.convert(state.config, RunConfig)
+    step = trace.rollout.trained
     lines = []
     for policy in team.trained(config):
+        explanation = _of_policy(team.view(config, policy), policy, groups, credits)
         if config.policies:
             lines.append(f"policy {policy}")
-        lines += _of_policy(team.view(config, policy), policy, rollout, groups, credits, tokens)
-    if trace.rollout.trained is None:
+            if step is not None and not team.learns(config, policy, step):
+                lines.append(f"  step {step} was not its turn to learn")
+                continue
+            if rollout not in explanation.batch.rollouts:
+                lines.append("  no call of it in this rollout is trained")
+                continue
+        lines += report(explanation, rollout, groups, tokens)
+    if step is None:
         return [*lines, "this rollout is not trained yet, or was discarded"]
     if not credits:
         return [*lines, "its step stored no credit (algorithm.store_credit): see the note above"]
@@ -88,19 +96,13 @@ async def explained(store_url: str, rollout: str, *, tokens: bool) -> list[str]:
 
 
 def _of_policy(
-    config: RunConfig,
-    policy: str,
-    rollout: str,
-    groups: list[Group],
-    credits: list[Credit],
-    tokens: bool,
-) -> list[str]:
-    """What one policy made of a rollout, by its own view of the run."""
+    config: RunConfig, policy: str, groups: list[Group], credits: list[Credit]
+) -> Explanation:
+    """What one policy made of the groups of a step, by its own view of the run."""
     settings = config.algorithm
     algo = presets.make(settings.preset, settings.options, streams=EVERYTHING)
     own = {row.transition: row for row in credits if row.policy == policy}
-    explanation = explain(algo, groups, min_group=settings.min_group, credits=own, policy=policy)
-    return report(explanation, rollout, groups, tokens)
+    return explain(algo, groups, min_group=settings.min_group, credits=own, policy=policy)
 
 
 async def _groups(store: Store, rollout: Rollout) -> list[Group]:

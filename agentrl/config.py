@@ -119,7 +119,10 @@ def differences(old: RunConfig, new: RunConfig) -> list[str]:
     ignored |= {"metrics"}
     # Either learner goes on from the other's checkpoint, on any number of GPUs.
     placement = ("learner.kind", "learner.verl.")
-    before, after = (flatten(msgspec.to_builtins(config)) for config in (old, new))
+    before, after = (
+        flatten(msgspec.to_builtins(config)) | {"policies": list(config.policies)}  # their order
+        for config in (old, new)
+    )
     return [
         f"{key}: {before.get(key)!r} -> {after.get(key)!r}"
         for key in sorted(before.keys() | after.keys())

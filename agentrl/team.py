@@ -116,8 +116,10 @@ def merged(base: Mapping[str, Any], differs: Mapping[str, Any]) -> dict[str, Any
     made = dict(base)
     for key, value in differs.items():
         inner = made.get(key)
-        both = isinstance(inner, Mapping) and isinstance(value, Mapping)
-        made[key] = merged(inner, value) if both else value  # type: ignore[arg-type]
+        if isinstance(inner, Mapping) and isinstance(value, Mapping):
+            made[key] = merged(inner, value)
+        else:
+            made[key] = value
     return made
 
 

@@ -123,8 +123,9 @@ class Progress:
                 f"{_rate(last, 'rollouts')} rollouts/s",
                 f"{_rate(last, 'tokens/completion')} tokens/s",
             )
-            if health := _health(last):
-                grid.add_row(*health)
+            for policy in self.config.policies or [""]:
+                if health := _health(last, policy):
+                    grid.add_row(*health)
         if self.counts.failed:
             grid.add_row(f"{self.counts.failed} rollouts failed")
         return grid
@@ -155,17 +156,20 @@ def _number(metrics: dict[str, float], key: str) -> str:
     return "-" if math.isnan(value) else f"{value:.3f}"
 
 
-def _health(metrics: dict[str, float]) -> list[str]:
-    """What tells first that training goes wrong, as far as the step measured it."""
-    return [
-        f"{word} {_number(metrics, key)}"
+def _health(metrics: dict[str, float], policy: str = "") -> list[str]:
+    """What tells first that training goes wrong, as far as the step measured it: of the policy or,
+    of several, of one, which is named."""
+    prefix = f"{policy}/" if policy else ""
+    found = [
+        f"{word} {_number(metrics, prefix + key)}"
         for word, key in (
             ("entropy", "policy/entropy"),
             ("KL", "old/kl"),
             ("clipped", "policy/clip_fraction"),
         )
-        if key in metrics
+        if prefix + key in metrics
     ]
+    return [policy, *found] if policy and found else found
 
 
 def _rate(metrics: dict[str, float], key: str) -> str:

@@ -309,3 +309,40 @@ async def test_a_verifier_cannot_ask_what_is_trained(bench: Any, gateway: Gatewa
     assert rollout.failure.kind == "verifier_error"
     assert "reaches the endpoints of [upstreams] only, and 'gpt-4o'" in rollout.failure.message
     assert bench.model.requests == []
+
+
+@pytest.fixture
+async def team(bench: Any) -> AsyncIterator[Gateway]:
+    """A gateway of two policies, each for a role."""
+    claimed = {"critic": "solver", "planner": "planner"}
+    gateway = Gateway(bench.store, "test", roles=claimed, policies=["planner", "solver"])
+    for name in ("planner", "solver"):
+        url = bench.model.base_url
+        await bench.store.publish(
+            PolicyVersion(run="test", policy=name, version=2, base_url=url, model=name)
+        )
+    gateway.start()
+    yield gateway
+    await asyncio.to_thread(gateway.close)
+
+
+async def test_roles_and_names_find_their_policy(bench: Any, team: Gateway) -> None:
+    live = team.register(await bench.attempt())
+    for role, model in (("critic", "gpt-4o"), ("planner", "solver"), ("", "solver")):
+        assert (await ask(team, live, role, model)).status_code == 200
+    assert [row.policy for row in await rows(bench, live)] == ["solver", "planner", "solver"]
+    assert [body["model"] for body in bench.model.requests] == ["solver", "planner", "solver"]
+    assert live.failures == {}
+
+
+async def test_a_role_that_no_policy_plays_is_refused_and_counted(
+    bench: Any, team: Gateway
+) -> None:
+    live = team.register(await bench.attempt())
+    refused = await ask(team, live, "referee", "gpt-4o")
+    assert refused.status_code == 404
+    sentence = refused.json()["error"]["message"]
+    assert "no policy plays the role 'referee', which asks for the model 'gpt-4o'" in sentence
+    assert "'critic' by 'solver', 'planner' by 'planner'" in sentence
+    assert list(live.failures.values()) == [sentence]
+    assert await rows(bench, live) == []

@@ -1,6 +1,6 @@
 """A run without chance: the same tokens come back for the same rollout. It may be struck anywhere.
 
-python -m tests.system.steady FOLDER MODEL [POINT:NUMBER]
+python -m tests.system.steady KIND FOLDER MODEL [POINT:NUMBER]
 
 Only the agents' side and the policy server are replaced; store, loop, learner and checkpoints are
 those of every run. At the NUMBER-th time it passes POINT the process kills itself."""
@@ -17,9 +17,11 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
+from agentrl import team
 from agentrl.algorithms import loop, main, serving
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.config import RunConfig, resolve
@@ -48,6 +50,24 @@ def config(folder: Path, model: Path, dtype: str = "float32") -> RunConfig:
     return resolve(settings, source="test")
 
 
+def team_config(folder: Path, model: Path, dtype: str = "float32") -> RunConfig:
+    """The same for two adapters of one model that take turns, one of them by another algorithm."""
+    alone = msgspec.to_builtins(config(folder, model, dtype))
+    roles = {
+        "planner": {"roles": ["planner"], "lora": {"rank": 4}},
+        "solver": {
+            "roles": ["solver"],
+            "lora": {"rank": 2},
+            "algorithm": {"preset": "reinforce++", "lr": 3e-3, "minibatches": 1},
+        },
+    }
+    turns = {"policies": roles, "team": {"schedule": "alternating", "every": 2}}
+    return resolve(alone | turns, source="test")
+
+
+KINDS = {"alone": config, "team": team_config}
+
+
 async def run(settings: RunConfig, strike: Strike) -> None:
     """Until the run is complete, or `strike` raises."""
     with replaced(strike):
@@ -64,12 +84,12 @@ async def answer(settings: RunConfig) -> None:
     async with open_store(settings.store) as store:
         while True:
             for attempt in await store.claim(8, runner="r", lease=1.0, timeout=5.0):
-                calls, outcome = played(attempt)
+                calls, outcome = played(attempt, team.trained(settings))
                 await store.add_transitions(calls)
                 await store.finish([outcome])
 
 
-def played(attempt: Attempt) -> tuple[list[Transition], Outcome]:
+def played(attempt: Attempt, policies: list[str]) -> tuple[list[Transition], Outcome]:
     """Two calls, the second extending the first; tokens and reward drawn from the rollout's id."""
     dice = random.Random(attempt.rollout.id)
     calls: list[Transition] = []
@@ -80,6 +100,7 @@ def played(attempt: Attempt) -> tuple[list[Transition], Outcome]:
             Transition(
                 id=f"{attempt.id}/{index}", attempt=attempt.id, index=index, prompt=int32(tokens),
                 completion=int32(action), logprobs=float32([-6.0] * len(action)),
+                policy=policies[index % len(policies)],
             )
         )  # fmt: skip
         tokens = [*tokens, *action, dice.randrange(512)]
@@ -140,7 +161,8 @@ def strike_at(point: str, number: int, act: Callable[[], None]) -> Strike:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     strike: Strike = lambda point: None  # noqa: E731
-    for where in sys.argv[3:]:
+    kind, folder, model, *points = sys.argv[1:]
+    for where in points:
         point, _, number = where.partition(":")
         strike = strike_at(point, int(number), lambda: os.kill(os.getpid(), signal.SIGKILL))
-    asyncio.run(run(config(Path(sys.argv[1]), Path(sys.argv[2])), strike))
+    asyncio.run(run(KINDS[kind](Path(folder), Path(model)), strike))

@@ -21,29 +21,40 @@ from agentrl.config import RewardModelConfig, RunConfig
 from agentrl.errors import NotFound
 from agentrl.export import export
 from agentrl.store import open_store
-from tests.system.steady import POINTS, STEPS, config, run, strike_at
+from tests.system.steady import KINDS, POINTS, STEPS, config, run, strike_at, team_config
 
 SHOWN = ("loss", "grad_norm", "lr", "old/kl", "policy/entropy", "logprob_difference/mean")
 
 
-def outcome(folder: Path) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
+def outcome(folder: Path) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """Metrics of every step, and all tensors of the last checkpoint."""
 
-    async def read() -> tuple[list[list[float]], str]:
+    async def read() -> tuple[list[dict[str, float]], str]:
         async with open_store(f"sqlite:///{folder / 'out' / 'store.db'}") as store:
             rows = [row for row in await store.steps("steady") if row.committed]
             state = await store.run("steady")
         assert state is not None
         assert state.checkpoint is not None
-        return [[row.metrics[name] for name in SHOWN] for row in rows], state.checkpoint
+        return [shown(row.metrics) for row in rows], state.checkpoint
 
     losses, checkpoint = asyncio.run(read())
     tensors = {
-        f"{file.name}/{name}": tensor
-        for file in Path(checkpoint).glob("*.safetensors")
+        f"{file.relative_to(checkpoint)}/{name}": tensor
+        for file in Path(checkpoint).rglob("*.safetensors")
         for name, tensor in load_file(file).items()
     }
     return losses, tensors
+
+
+def shown(metrics: dict[str, float]) -> dict[str, float]:
+    """Those of `SHOWN`, of whichever policies learned in the step."""
+    found = {
+        name: value
+        for name, value in metrics.items()
+        if name in SHOWN or name.removeprefix("planner/").removeprefix("solver/") in SHOWN
+    }
+    assert len(found) >= len(SHOWN)
+    return found
 
 
 def assert_same(folder: Path, other: Path) -> None:
@@ -87,6 +98,23 @@ def test_interrupted_at_every_step_a_run_ends_bitwise_the_same(
     check_export(broken)
 
 
+def test_interrupted_at_every_step_a_team_ends_bitwise_the_same(
+    folders: tuple[Path, Path], tiny_model_dir: Path
+) -> None:
+    whole, broken = folders
+    asyncio.run(run(team_config(whole, tiny_model_dir), lambda point: None))
+    settings = team_config(broken, tiny_model_dir)
+    for point in POINTS:
+        with pytest.raises(Interrupted):
+            asyncio.run(
+                run(settings, strike_at(point, 6 if point == "optimizer" else 2, interrupt))
+            )
+    asyncio.run(run(settings, lambda point: None))
+    assert_same(broken, whole)
+    _, tensors = outcome(whole)
+    assert {name.partition("/")[0] for name in tensors} == {"planner", "solver"}
+
+
 def check_export(folder: Path) -> None:
     """`agentrl export model` gives what transformers loads, with the last weights."""
     url, target = f"sqlite:///{folder / 'out' / 'store.db'}", folder / "exported"
@@ -104,12 +132,14 @@ def check_export(folder: Path) -> None:
     assert CliRunner().invoke(export, ["model", "--to", "y"]).exit_code == 2
 
 
+@pytest.mark.parametrize("kind", KINDS)
 def test_killed_in_an_update_and_before_a_commit_a_run_ends_bitwise_the_same(
-    folders: tuple[Path, Path], tiny_model_dir: Path
+    folders: tuple[Path, Path], tiny_model_dir: Path, kind: str
 ) -> None:
     whole, broken = folders
+    config = KINDS[kind]
     asyncio.run(run(config(whole, tiny_model_dir), lambda point: None))
-    command = [sys.executable, "-m", "tests.system.steady", str(broken), str(tiny_model_dir)]
+    command = [sys.executable, "-m", "tests.system.steady", kind, str(broken), str(tiny_model_dir)]
     for where in ("optimizer:6", "checkpoint:2"):
         killed = subprocess.run([*command, where], check=False, timeout=100)
         assert killed.returncode == -signal.SIGKILL
