@@ -207,7 +207,7 @@ async def test_one_that_does_not_take_an_update_is_gone(
     theirs: list[FakeVllm], fleet: VllmFleet, how: str
 ) -> None:
     if how == "hangs":
-        fleet._timeout = 0.2
+        fleet._timeout = 2.0
         theirs[1].hang.clear()
     else:
         theirs[1].status, theirs[1].well = 500, False
