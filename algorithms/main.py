@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -51,6 +52,8 @@ from agentrl.types import POLICY, Json
 
 def main(config: RunConfig) -> None:
     """Train (or, with no steps, evaluate) until the run is complete."""
+    logging.basicConfig(format="%(asctime)s %(name)s: %(message)s")
+    logging.getLogger("agentrl").setLevel(logging.INFO)  # not the root: libraries tell much
     asyncio.run(run(config))
 
 

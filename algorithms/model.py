@@ -77,15 +77,9 @@ def no_progress_bars() -> Iterator[None]:
 def checkpoint_weights(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Weights by the names, and in the shapes, that `save_pretrained` gives them in a file: those
     of `weights`, which is a state of the model. What is shared is there once."""
-    written: Mapping[str, Tensor] = revert_weight_conversion(model, dict(weights))
-    seen: set[tuple[int, torch.Size]] = set()
-    found: dict[str, Tensor] = {}
-    for name, tensor in written.items():
-        place = tensor.data_ptr(), tensor.shape
-        if place not in seen:
-            found[name] = tensor.detach()
-        seen.add(place)
-    return found
+    own = {name: weights[name] for name in weights if name not in model.all_tied_weights_keys}
+    written: Mapping[str, Tensor] = revert_weight_conversion(model, own)
+    return {name: tensor.detach() for name, tensor in written.items()}
 
 
 def context_of(model: Model) -> int | None:

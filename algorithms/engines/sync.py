@@ -43,7 +43,8 @@ class LostError(Exception):
 class Servers(Protocol):
     """Those that weights go to. Raises PolicyError for what one of them refuses, and LostError."""
 
-    urls: Sequence[str]
+    @property
+    def urls(self) -> Sequence[str]: ...
 
     async def post(self, path: str, body: Json = None, *, missing: bool = False) -> list[Any]:
         """What each answers. missing: 404 is an answer too."""
@@ -155,7 +156,7 @@ class MemorySync:
         self._learned = learned
         self._file = -1
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._weights: list[Json] = []
+        self._weights: list[dict[str, Any]] = []
 
     def prepare(self, serving: Serving) -> None:
         serving.backend = MEMORY

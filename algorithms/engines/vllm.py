@@ -267,7 +267,7 @@ class VllmServer:
             self._restarts += 1
             try:
                 await self._host.start(self._serving)
-                for policy in self._serving.versions:
+                for policy in list(self._serving.versions):
                     await self._send(policy, self._control)
                 if not (self._held or self._wrong):
                     await self._open()

@@ -132,9 +132,9 @@ class VllmProcess:
         return await self._child.wait()
 
     async def returned(self) -> AsyncGenerator[str, None]:
-        """There is no other that could go on alone."""
-        return
-        yield
+        """None: there is no other that could go on alone."""
+        for server in tuple[str, ...]():
+            yield server
 
     async def adopt(self, server: str) -> None:
         raise AssertionError("no server returns")

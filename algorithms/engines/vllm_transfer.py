@@ -129,7 +129,7 @@ class Client:
         self._wait(self._servers.post(FINISH))
 
 
-class Weights(WeightSource):
+class Weights(WeightSource):  # type: ignore[misc]
     """The learner's weights under the names of a checkpoint, read anew in each pass."""
 
     def __init__(self, weights: Callable[[], Mapping[str, Tensor]]) -> None:

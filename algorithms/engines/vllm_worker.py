@@ -36,7 +36,7 @@ class Extension:
 
 
 @dataclass
-class Memory(WeightTransferInitInfo):
+class Memory(WeightTransferInitInfo):  # type: ignore[misc]
     """Bytes that the learner shares; it goes on writing to them between two updates."""
 
     path: str
@@ -44,13 +44,13 @@ class Memory(WeightTransferInitInfo):
 
 
 @dataclass
-class Layout(WeightTransferUpdateInfo):
+class Layout(WeightTransferUpdateInfo):  # type: ignore[misc]
     """Where in them each weight is: name, dtype, shape and start, of a checkpoint's weights."""
 
     weights: list[dict[str, Any]]
 
 
-class MemoryEngine(WeightTransferEngine[Memory, Layout]):
+class MemoryEngine(WeightTransferEngine[Memory, Layout]):  # type: ignore[misc]
     """Loads weights from memory that the learner's process shares."""
 
     init_info_cls = Memory

@@ -41,8 +41,8 @@ LEARNED = Learned(
 
 @pytest.fixture
 async def server(theirs: list[FakeVllm], tmp_path: Path) -> AsyncIterator[VllmServer]:
-    fleet = VllmFleet([each.url for each in theirs], start_timeout=0.3, timeout=0.5)
-    server = VllmServer(LEARNED, fleet, folder=tmp_path / "served", timeout=5.0)
+    fleet = VllmFleet([each.url for each in theirs], start_timeout=60.0, timeout=50.0)
+    server = VllmServer(LEARNED, fleet, folder=tmp_path / "served")
     await server.start()
     yield server
     await server.close()
@@ -92,14 +92,22 @@ async def test_one_of_several_that_dies_costs_no_publish_and_returns_with_the_ne
     await theirs[1].start()
     await until(lambda: len(server._host.servers) == 2)
     assert len(theirs[1].updates) == before + 1
-    theirs[1].calls = 0
-    while not theirs[1].calls:
-        assert await version(server) == "2"
+    for each in theirs:
+        each.calls = 0
+        each.answer.clear()
+    calls = [asyncio.create_task(version(server)) for _ in range(2)]
+    await until(lambda: all(each.calls for each in theirs))
+    for each in theirs:
+        each.answer.set()
+    assert await asyncio.gather(*calls) == ["2", "2"]
 
 
 async def test_one_that_hangs_in_an_update_does_not_hold_the_others(
     theirs: list[FakeVllm], server: VllmServer
 ) -> None:
+    host = server._host
+    assert isinstance(host, VllmFleet)
+    host._timeout = 2.0
     theirs[0].hang.clear()
     await server.publish(1)
     assert await version(server) == "1"
@@ -134,6 +142,9 @@ async def test_what_waits_for_a_policy_ends_with_a_sentence_once_it_is_given_up(
     theirs: list[FakeVllm], server: VllmServer
 ) -> None:
     """Nobody else would end it: agents ask until their time is over, and are asked again."""
+    host = server._host
+    assert isinstance(host, VllmFleet)
+    host._start_timeout = 0.3
     for each in theirs:
         await each.stop()
     waiting = asyncio.create_task(unless_given_up(asyncio.Event().wait(), [server]))
