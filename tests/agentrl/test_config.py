@@ -33,7 +33,7 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
             r"'upstreams\.judge\.modl' in \[upstreams\.judge\]; did you mean 'model'\?",
         ),
         ("[upstreams.judge]\nbase_url = 'x'", [], r"upstreams"),
-        ("[upstreams.policy]\nbase_url = 'http://x'", [], r"the trained policy's name"),
+        ("[upstreams.policy]\nbase_url = 'http://x'", [], r"the name of a policy"),
         ("[roles]\ncritic = 'juge'", [], r"roles\.critic = 'juge'; valid: policy"),
         ("[algorithm]\nlrr = 1", [], r"'algorithm\.lrr' in \[algorithm\]; did you mean 'lr'\?"),
         ("[sampling]\ntemp = 1", [], r"'sampling\.temp' in \[sampling\]; valid: .*temperature"),
