@@ -32,7 +32,7 @@ from agentrl.algorithms.learners.base import Psi, Scored, StepReport, Supply, Va
 from agentrl.algorithms.learners.optimizer import FILE, MASTER, NARROW, read_state
 from agentrl.algorithms.learners.verl_group import Workers
 from agentrl.algorithms.learners.verl_settings import Settings, check_installed
-from agentrl.algorithms.model import Tokenizer
+from agentrl.algorithms.model import Tokenizer, no_progress_bars
 from agentrl.algorithms.weights import copy_weights, read_policy, read_weights
 from agentrl.errors import PolicyError
 from agentrl.types import POLICY
@@ -170,7 +170,8 @@ class VerlLearner:
         Not atomic by itself; `checkpoint.save_checkpoint` makes it so."""
         directory.mkdir(parents=True, exist_ok=True)
         if self.adapters is None:
-            self.model.save_pretrained(directory)
+            with no_progress_bars():
+                self.model.save_pretrained(directory)
         else:
             self.adapters.save(self.policy, directory)
         self.tokenizer.save_pretrained(directory)

@@ -61,14 +61,13 @@ class Workers:
                 f"verl's workers did not answer {verb!r} within learner.verl.timeout = "
                 f"{self.timeout:g} s; raise it, or see Ray's logs of the workers"
             ) from None
-        except ray.exceptions.ActorDiedError as error:
-            self.close()
-            raise TrainingError(
-                f"a worker of verl died in {verb!r} ({_exit(error)}); the same command goes on "
-                "after the last committed step"
-            ) from None
         except ray.exceptions.RayError as error:
             self.close()
+            if verb != "open" and isinstance(error, ray.exceptions.RayActorError):
+                raise TrainingError(
+                    f"a worker of verl died in {verb!r} ({_exit(error)}); the same command goes on "
+                    "after the last committed step"
+                ) from None
             reason = [line.strip() for line in str(error).splitlines() if line.strip()]
             kind = PolicyError if verb == "open" else TrainingError
             raise kind(f"a worker of verl failed in {verb!r}: {reason[-1][:300]}") from None

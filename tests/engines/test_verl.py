@@ -133,7 +133,7 @@ def made(name: str, models: dict[str, Path], folder: Path) -> Case:
     values = None
     if name == "ppo":
         # Values that the second step moves further than the clip from their old selves.
-        values = value_terms(2 * advantage, learner.values(batch), clip=0.02)
+        values = value_terms(2 * advantage + 0.5, learner.values(batch), clip=0.02)
     case = Case(run, algo, batch, terms, values, folder, {})
     learner.step(batch, case.psi, lr=1e-3, critic=values)
     learner.save(folder / f"torch-{name}")

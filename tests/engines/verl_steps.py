@@ -87,8 +87,8 @@ def steps(case: dict[str, Any], ranks: int, folder: Path) -> dict[str, Any]:
 
 
 def scored(learner: VerlLearner, batch: Batch) -> dict[str, Tensor]:
-    """What it says of the batch, by stream."""
-    letters = [letter for letter in ("o", "q", "t") if letter in learner.supplies]
+    """What it says of the batch, by stream; the policy last, as in a step."""
+    letters = [letter for letter in ("q", "t", "o") if letter in learner.supplies]
     found = {letter: learner.logprobs(batch, letter) for letter in letters}
     return found | ({"v": learner.values(batch)} if "v" in learner.supplies else {})
 
