@@ -1,22 +1,23 @@
 """The run file: TOML into typed settings. An unknown key is an error with its path.
 
-The settings themselves are in `sections`; everybody else has them from here.
+The settings themselves are in `sections`, what they mean together in `checks`; everybody else has
+them from here.
 """
 
 from __future__ import annotations
 
-import difflib
-import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 
-from agentrl import selfplay, team
+from agentrl import checks
 from agentrl.errors import ConfigError
+from agentrl.keys import check_keys, flatten, said
+from agentrl.keys import nearest as nearest
 from agentrl.sections import AgentConfig as AgentConfig
 from agentrl.sections import AlgorithmConfig as AlgorithmConfig
 from agentrl.sections import BranchingConfig as BranchingConfig
@@ -48,9 +49,7 @@ from agentrl.sections import UpstreamConfig as UpstreamConfig
 from agentrl.sections import VerifierConfig as VerifierConfig
 from agentrl.sections import VerlConfig as VerlConfig
 from agentrl.sections import VllmConfig as VllmConfig
-from agentrl.sinks import SINKS, missing
 from agentrl.store.urls import concealed
-from agentrl.types import POLICY
 
 
 def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
@@ -72,22 +71,12 @@ def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
 
 def resolve(data: Mapping[str, Any], *, source: str) -> RunConfig:
     """Typed settings from a mapping, with every path absolute."""
-    _check_keys(RunConfig, data, prefix="", source=source)
+    check_keys(RunConfig, data, prefix="", source=source)
     try:
         config = msgspec.convert(data, RunConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{source}: {_said(str(error))}") from None
-    _check_numbers(msgspec.structs.replace(config, policies={}), source)
-    for name, member in config.policies.items():
-        _check_member(name, member, source)
-    _check_roles(config, source)
-    _check_lora(config.policy.lora, source)
-    _check_schedule(config.algorithm, source)
-    _check_policies(config, source)
-    selfplay.check(config, source)
-    _check_sinks(config.metrics.sinks, source)
-    _check_engine(config.engine, source)
-    _check_learner(config.learner, source)
+        raise ConfigError(f"{source}: {said(str(error))}") from None
+    checks.check(config, source)
     output = Path(config.output or Path("runs", config.name)).resolve()
     return msgspec.structs.replace(
         config,
@@ -134,13 +123,6 @@ def differences(old: RunConfig, new: RunConfig) -> list[str]:
     ]
 
 
-def nearest(name: str, valid: Iterable[str]) -> str:
-    """ "; did you mean 'x'?" or the list of what is valid."""
-    names = sorted(valid)
-    close = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(names)}"
-
-
 def _apply(data: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
@@ -158,6 +140,7 @@ def _apply(data: dict[str, Any], override: str) -> None:
     table[last] = value
 
 
+<<<<<<< HEAD
 def _check_keys(
     section: type[msgspec.Struct], data: Mapping[str, Any], *, prefix: str, source: str
 ) -> None:
@@ -394,6 +377,8 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+=======
+>>>>>>> review
 def _toml_key(key: str) -> str:
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else msgspec.json.encode(key).decode()
 
