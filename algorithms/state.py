@@ -119,11 +119,7 @@ class Memory:
         raise NotImplementedError
 
     def __call__(self, batch: Batch) -> Tensor:
-<<<<<<< HEAD
-        """What was recalled for the batch, of each unit of its level."""
-=======
         """What `recall` put into the batch."""
->>>>>>> review
         raise NotImplementedError
 
 
