@@ -123,7 +123,8 @@ def _check_member(name: str, member: MemberConfig, source: str) -> None:
             f"{source}: [{where}]: a policy's name is letters, digits, - and _, because adapters, "
             "folders and metrics are named by it"
         )
-    for key, kind in ({"lora": LoraConfig} | team.TABLES).items():
+    tables: dict[str, type[msgspec.Struct]] = {"lora": LoraConfig, **team.TABLES}
+    for key, kind in tables.items():
         differs: dict[str, Any] = getattr(member, key)
         check_keys(kind, differs, prefix=f"{where}.{key}.", source=source)
         if differs and member.frozen and key != "lora":

@@ -203,6 +203,8 @@ def test_an_opponent_of_rollouts_asked_ahead_is_held_until_their_step() -> None:
     assert [s.step for s in made.now.snapshots] == [2, 4]
     made.learn(groups(game([-1, 1], "policy", "policy@000002")))
     assert made.now.rating < 1000
+    made.finish(9, playing=["policy", "policy@000002"])
+    assert [s.step for s in made.now.snapshots] == [2, 4]
 
 
 def test_a_matrix_remembers_how_each_did_when_it_was_taken() -> None:
