@@ -178,7 +178,6 @@ def folder_at(path: Path) -> Path:
 async def front(config: RunConfig, *, runners: int, local: tuple[Any, Any] | None = None) -> Result:
     """Train to the end and report. local: agent and verifier of this process, in place of runner
     processes."""
-    folder_at(Path(config.output))
     folder_at(Path(config.output))  # before the store, which is most often in it
     async with open_store(config.store) as store:
         await _refuse_changes(store, config)

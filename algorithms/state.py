@@ -119,7 +119,7 @@ class Memory:
         raise NotImplementedError
 
     def __call__(self, batch: Batch) -> Tensor:
-        """What was recalled for the batch, of each unit of its level."""
+        """What `recall` put into the batch."""
         raise NotImplementedError
 
 
