@@ -32,6 +32,19 @@ TEMPLATE = """\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
 """ChatML, marking what the model writes."""
+MARKS = ["<user>", "<assistant>", "<end>", "<pad>"]
+WORDS_TEMPLATE = """\
+{%- for message in messages -%}
+{{- '<' + message.role + '>' }}
+{%- if message.role == 'assistant' -%}
+{% generation %}{{ message.content }}<end>{% endgeneration %}
+{%- else -%}
+{{ message.content }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<assistant>' }}{% endif -%}
+"""
+"""A mark for each turn, of user and assistant, and one where the model stops."""
 
 
 def imitator(
@@ -41,17 +54,22 @@ def imitator(
     seed: int,
     template: str = TEMPLATE,
     tools: list[dict[str, Json]] | None = None,
+    tokenizer: PreTrainedTokenizerFast | None = None,
     steps: int = 450,
+    batch: int = 16,
+    lr: float = 6e-3,
 ) -> float:
     """Write a model that imitates the assistant of the conversations, its tokenizer and its chat
-    template into `directory`. Returns the last loss in nats per token that the assistant writes.
-    Of one seed and the same conversations comes the same model."""
+    template into `directory`. Without a tokenizer, one is made of the conversations as `template`
+    words them. Returns the last loss in nats per token that the assistant writes. Of one seed and
+    the same conversations comes the same model."""
     torch.manual_seed(seed)
-    texts, _ = render_jinja_template(list(conversations), tools=tools, chat_template=template)
-    tokenizer = make_tokenizer(texts, template)
+    if tokenizer is None:
+        texts, _ = render_jinja_template(list(conversations), tools=tools, chat_template=template)
+        tokenizer = make_tokenizer(texts, template)
     model = make_model(tokenizer)
     rows = rows_of(tokenizer, conversations, tools)
-    loss = imitate(model, rows, steps=steps, batch=16, lr=6e-3, seed=seed)
+    loss = imitate(model, rows, steps=steps, batch=batch, lr=lr, seed=seed)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return loss
@@ -80,6 +98,21 @@ def make_tokenizer(texts: Iterable[str], template: str = TEMPLATE) -> PreTrained
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         chat_template=template,
+    )
+
+
+def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
+    """For a language of few words between spaces, each of which is a token. Words that it does not
+    have are padding."""
+    vocabulary = {word: number for number, word in enumerate([*MARKS, *words])}
+    tokenizer = FastTokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<end>",
+        pad_token="<pad>",
+        additional_special_tokens=MARKS[:2],
+        chat_template=WORDS_TEMPLATE,
     )
 
 

@@ -1,17 +1,19 @@
 """One task for each of the six deals, so that every group compares games of the same cards."""
 
-import asyncio
 from itertools import count
 
 from game import GAME, agent
 
+from agentrl.runners.games import GameTask, Match
+
 DEALS = 6
-players = {"player_0": "random", "player_1": "random"}  # here alone, to see the cards
 
 
-async def deal(seed: int) -> tuple[str, ...]:
-    result = await agent({"game": GAME, "seed": seed, "players": players})
-    return tuple(move for who, move in result["moves"] if who == "chance")
+def deal(seed: int) -> tuple[str, ...]:
+    """The cards of both players."""
+    match = Match(GameTask(game=GAME, seed=seed), agent.prompt, agent.ask)
+    match.deal()
+    return tuple(card for _, card in match.moves)
 
 
 def one_of_each() -> dict[tuple[str, ...], int]:
@@ -20,7 +22,7 @@ def one_of_each() -> dict[tuple[str, ...], int]:
     for seed in count():
         if len(seeds) == DEALS:
             return seeds
-        seeds.setdefault(asyncio.run(deal(seed)), seed)
+        seeds.setdefault(deal(seed), seed)
     raise AssertionError
 
 

@@ -9,41 +9,29 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-import torch
 from game import MARKS, describe
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from agentrl.algorithms.sft import Conversation, imitate, rows_of
+from agentrl.algorithms.sft import Conversation
+from agentrl.algorithms.tiny import imitator, word_tokenizer
 from agentrl.runners.games import Game
 
 DEMONSTRATIONS = 3000
-STEPS = 200  # of imitation
-SPECIAL = ["<user>", "<assistant>", "<end>", "<pad>"]
-WORDS = ["x", "o", "to", "move:"]
+STEPS = 400  # of imitation
 MOVES = [f"{mark}({row},{column})" for mark in MARKS for row in range(3) for column in range(3)]
-TEMPLATE = """\
-{%- for message in messages -%}
-{{- '<' + message.role + '>' }}
-{%- if message.role == 'assistant' -%}
-{% generation %}{{ message.content }}<end>{% endgeneration %}
-{%- else -%}
-{{ message.content }}
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt %}{{ '<assistant>' }}{% endif -%}"""
+WORDS = [*MARKS, "to", "move:", *MOVES]
 
 
 def build(directory: Path, seed: int) -> None:
     """Write model, tokenizer and chat template into `directory`."""
-    torch.manual_seed(seed)
     dice = random.Random(seed)
-    tokenizer = make_tokenizer()
-    model = make_model(tokenizer)
-    rows = rows_of(tokenizer, [demonstrate(dice) for _ in range(DEMONSTRATIONS)])
-    imitate(model, rows, steps=STEPS, batch=32, lr=5e-3, seed=seed)
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    imitator(
+        directory,
+        [demonstrate(dice) for _ in range(DEMONSTRATIONS)],
+        tokenizer=word_tokenizer(WORDS),
+        seed=seed,
+        steps=STEPS,
+        batch=64,
+    )
 
 
 def demonstrate(dice: random.Random) -> Conversation:
@@ -56,35 +44,3 @@ def demonstrate(dice: random.Random) -> Conversation:
         state.apply_action(dice.choice(list(view.legal.values())))
     view = dice.choice(positions)
     return [*describe(view), {"role": "assistant", "content": dice.choice(list(view.legal))}]
-
-
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Every move is a token, as a word of a prompt and as an answer."""
-    words = {word: number for number, word in enumerate([*SPECIAL, *WORDS, *MOVES])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<end>",
-        pad_token="<pad>",
-        additional_special_tokens=SPECIAL[:2],
-        chat_template=TEMPLATE,
-    )
-
-
-def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """0.1 M parameters."""
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=64,
-        initializer_range=0.1,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return LlamaForCausalLM(config)

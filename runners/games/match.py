@@ -105,7 +105,7 @@ class Match:
         made = 0
         while not self.state.is_terminal():
             if self.state.is_chance_node():
-                self._draw()
+                self.deal()
                 continue
             movers = self.game.to_move(self.state)
             if made + len(movers) > self.task.max_moves:
@@ -120,12 +120,14 @@ class Match:
             made += len(movers)
         return self._result("rules", [float(value) for value in self.state.returns()])
 
-    def _draw(self) -> None:
-        outcomes, chances = zip(*self.state.chance_outcomes(), strict=True)
-        (action,) = self.chance.choices(outcomes, chances)
-        player = self.state.current_player()
-        self.moves.append(("chance", self.game.words(self.state, player, action)))
-        self.state.apply_action(action)
+    def deal(self) -> None:
+        """Chance moves until a player has to, or the game has ended."""
+        while self.state.is_chance_node():
+            outcomes, chances = zip(*self.state.chance_outcomes(), strict=True)
+            (action,) = self.chance.choices(outcomes, chances)
+            player = self.state.current_player()
+            self.moves.append(("chance", self.game.words(self.state, player, action)))
+            self.state.apply_action(action)
 
     async def _choices(self, movers: list[int]) -> dict[int, int]:
         """The action of each mover; of those who forfeit the game instead, none."""

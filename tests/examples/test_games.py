@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 
 from agentrl.algorithms.model import load_model
+from agentrl.algorithms.tiny import word_tokenizer
 from agentrl.config import load
 from agentrl.loading import load_attribute
 from agentrl.runners.games import Game
@@ -53,7 +54,7 @@ def test_the_run_file_is_valid_and_names_what_exists(name: str, example: Modules
 
 def test_demonstrations_are_legal_and_every_word_is_a_token(name: str, example: Modules) -> None:
     policy, dice = example["policy"], random.Random(3)
-    tokenizer = policy.make_tokenizer()
+    tokenizer = word_tokenizer(policy.WORDS)
     for _ in range(30):
         *asked, said = policy.demonstrate(dice)
         tokens = tokenizer(said["content"], add_special_tokens=False)["input_ids"]

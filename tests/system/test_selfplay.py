@@ -36,7 +36,7 @@ def config(folder: Path, model: Path) -> RunConfig:
     return replace(settings, algorithm=spiral, selfplay=games, steps=STEPS)
 
 
-def played(attempt: Attempt) -> tuple[list[Transition], Outcome]:
+def played(attempt: Attempt, policies: list[str]) -> tuple[list[Transition], Outcome]:
     """A call of each seat; tokens and winner drawn from the rollout's id and who plays."""
     seats = attempt.rollout.seats
     dice = random.Random(f"{attempt.rollout.id} {sorted(seats.items())}")

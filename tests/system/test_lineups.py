@@ -1,0 +1,125 @@
+"""Checkpoints of a trained run against each other, and its team without what a role has learned, from
+the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.store import open_store
+from tests.system.test_run import agentrl
+
+RUN = """
+name = "debate"
+output = "out"
+steps = 2
+[agent]
+path = "agent.py:agent"
+[tasks]
+train = "tasks.jsonl"
+[verifier]
+path = "verifier.py:verify"
+[policy]
+model = "{model}"
+[policies.debater]
+roles = ["left", "right"]
+lora.rank = 2
+[policies.judge]
+roles = ["judge"]
+lora.rank = 4
+[selfplay]
+seats = ["left", "right"]
+policy = "debater"
+[sampling]
+max_tokens = 4
+[algorithm]
+preset = "grpo+per-role"
+options = {{ reward = "role:outcome" }}
+lr = 1e-2
+groups = 2
+group_size = 4
+"""
+AGENT = """
+import openai
+
+import agentrl
+
+
+async def agent(question):
+    said = []
+    async with openai.AsyncOpenAI() as client:
+        for name in ("left", "right", "judge"):
+            with agentrl.role(name):
+                answer = await client.chat.completions.create(
+                    model="m", messages=[{"role": "user", "content": question}]
+                )
+            said.append(answer.choices[0].message.content or "")
+    return said
+"""
+VERIFIER = """
+from agentrl import Reward
+
+
+def verify(task, result):
+    left, right, judge = (float(len(said) % 7) for said in result)
+    values = {"left": left - right, "right": right - left, "judge": judge}
+    rows = [Reward(value=value, scope="role", target=role) for role, value in values.items()]
+    return [*rows, Reward(value=judge)]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny_model_dir: Path) -> Path:
+    """Two debaters and a judge, by two adapters, who are paid for the length of what they say."""
+    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "verifier.py").write_text(VERIFIER)
+    (tmp_path / "tasks.jsonl").write_text('{"input": "Oslo"}\n{"input": "Lima"}\n')
+    (tmp_path / "run.toml").write_text(RUN.format(model=tiny_model_dir))
+    return tmp_path
+
+
+def answered(folder: Path, *command: str) -> Any:
+    done = agentrl(folder, *command, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.timeout(240)
+async def test_what_was_learned_is_played_beside_the_run(folder: Path) -> None:
+    trained = agentrl(folder, "train", "run.toml")
+    assert trained.returncode == 0, trained.stderr
+
+    matrix = answered(folder, "crossplay", "run.toml", "--games", "4")
+    assert matrix["players"] == ["debater@000001-2", "debater@000002-2"]
+    there, back = matrix["meetings"]
+    assert there["games"] == back["games"] == 4
+    assert there["missing"] == 0
+    assert there["mean"] == -back["mean"]
+    assert there["score"] == 4 - back["score"]
+
+    rows = answered(folder, "ablate", "run.toml")
+    assert [(row["role"], row["player"], row["pairs"]) for row in rows] == [
+        ("left", "debater@000000", 2), ("right", "debater@000000", 2), ("judge", "judge@000000", 2),
+    ]  # fmt: skip
+    for row in rows:
+        assert row["loss"] == pytest.approx(row["team"] - row["without"])
+    assert rows[0]["without"] == rows[0]["team"]  # the score is the judge's alone
+
+    (beside,) = folder.glob("debate-crossplay-*")
+    before = await games(beside)
+    assert {frozenset(seats.values()) for _, seats, _ in before} == {frozenset(matrix["players"])}
+    assert {tuple(made) for *_, made in before} == {("left", "right", "judge")}
+    assert answered(folder, "crossplay", "run.toml", "--games", "4") == matrix
+    assert await games(beside) == before
+
+
+async def games(beside: Path) -> list[tuple[str | None, dict[str, str], list[str]]]:
+    """Of each game of an evaluation the attempt, who played, and whose calls were made."""
+    async with open_store(f"sqlite:///{beside / 'store.db'}", create=False) as store:
+        rollouts = await store.rollouts(beside.name)
+        traces = [await store.trace(row.id) for row in rollouts]
+    heard = [[call.role for call in trace.transitions] if trace else [] for trace in traces]
+    return [(row.attempt, row.seats, said) for row, said in zip(rollouts, heard, strict=True)]
