@@ -50,7 +50,7 @@ def ablate(config: RunConfig, roles: Sequence[str], replacement: Path | None) ->
             "the run file names no role that the policy plays: name one with --role, such as the "
             "agent's --role agent"
         )
-    last = evaluation.checkpoint_at(trainer.blocking(trainer.last_checkpoint(config)))
+    last = evaluation.checkpoint_at(trainer.blocking(evaluation.last_checkpoint(config)))
     other = evaluation.checkpoint_at(replacement) if replacement else None
     found = {
         role: evaluation.player(config, other, policy)

@@ -70,14 +70,14 @@ def train(
 @click.option("--tasks", help="Task file to score on; default: the run file's held-out tasks.")
 def evaluate(run_file: Path, rest: tuple[str, ...], tasks: str | None) -> None:
     """Score CHECKPOINT, by default the run's last one, with the agent and verifier of RUN_FILE."""
-    from agentrl.trainer import run_evaluation
+    from agentrl import evaluation
 
     checkpoints = [argument for argument in rest if "=" not in argument]
     if len(checkpoints) > 1:
         raise click.UsageError(f"one checkpoint at a time, not {', '.join(checkpoints)}")
     overrides = [argument for argument in rest if "=" in argument]
     config = load(run_file, overrides)
-    run_evaluation(config, Path(checkpoints[0]) if checkpoints else None, tasks)
+    evaluation.evaluate(config, Path(checkpoints[0]) if checkpoints else None, tasks)
 
 
 @cli.command()

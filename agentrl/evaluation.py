@@ -1,26 +1,28 @@
-"""Lineups of a trained run played beside it: checkpoints found, games played, results read.
+"""What a trained run has come to, measured beside it: its held-out score, or lineups that play.
 
 Every evaluation is a run of no steps in a folder of its own, beside that of the run it is about.
-Its name follows from what is played, so the same command finds the games that have ended, and goes
-on with the rest after `kill -9`.
+That of lineups is named by what is played, so the same command finds the games that have ended, and
+goes on with the rest after `kill -9`.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from math import isfinite, sqrt
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Any
 
 import msgspec
 from rich.console import Console
 
 from agentrl import team, trainer
-from agentrl.config import MetricsConfig, RunConfig
+from agentrl.config import LoraConfig, MetricsConfig, PolicyConfig, RunConfig, SelfplayConfig
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.lineups import Plan, Player
 from agentrl.loading import load_tasks
@@ -49,6 +51,30 @@ class Checkpoint:
                 f"{'these policies' if config.policies else 'one policy'}"
             )
         return directory
+
+
+def evaluate(config: RunConfig, checkpoint: Path | None, tasks: str | None) -> trainer.Result:
+    """Score a checkpoint, by default the run's last: a run of no steps in a folder of its own."""
+    checkpoint = checkpoint or trainer.blocking(last_checkpoint(config))
+    if not checkpoint.is_dir():
+        raise ConfigError(f"{checkpoint}: no such checkpoint directory")
+    replace = msgspec.structs.replace
+    name = f"{config.name}-eval-{time.strftime('%Y%m%d-%H%M%S')}"
+    output = Path(config.output).with_name(name)
+    heldout = str(Path(tasks).resolve()) if tasks and ":" not in tasks else tasks
+    config = replace(
+        config,
+        name=name,
+        output=str(output),
+        store=f"sqlite:///{output / 'store.db'}",
+        steps=0,
+        **policies_at(config, checkpoint.resolve()),
+        tasks=replace(config.tasks, heldout=heldout or config.tasks.heldout),
+        eval=replace(config.eval, tasks=0) if tasks else config.eval,
+        selfplay=SelfplayConfig(),  # nobody meets a pool
+    )
+    trainer.check(config)
+    return trainer.blocking(trainer.front(config, runners=config.runner.processes))
 
 
 def checkpoint_at(path: Path) -> Checkpoint:
@@ -120,8 +146,49 @@ def beside(config: RunConfig, checkpoint: Checkpoint, plan: Plan, kind: str) -> 
         tasks=msgspec.structs.replace(
             config.tasks, heldout=config.tasks.heldout or config.tasks.train
         ),
-        **trainer.policies_at(config, checkpoint.path),
+        **policies_at(config, checkpoint.path),
     )
+
+
+def policies_at(config: RunConfig, checkpoint: Path) -> dict[str, Any]:
+    """Settings that load the policies of a checkpoint; frozen ones stay what they are."""
+    if not config.policies:
+        return {"policy": _policy_at(config.policy, checkpoint)}
+    members = dict(config.policies)
+    for name in team.trained(config):
+        folder = checkpoint / name
+        if not folder.is_dir():
+            raise ConfigError(f"{checkpoint}: it has no policy {name!r}, which the run file trains")
+        found = _policy_at(team.view(config, name).policy, folder)
+        members[name] = msgspec.structs.replace(
+            members[name], model=found.model, lora=msgspec.to_builtins(found.lora)
+        )
+    return {"policies": members}
+
+
+def _policy_at(policy: PolicyConfig, checkpoint: Path) -> PolicyConfig:
+    """Settings that load a checkpoint: a model, or an adapter, which says on what."""
+    replace, file = msgspec.structs.replace, checkpoint / "adapter_config.json"
+    if not file.is_file():
+        return replace(policy, model=str(checkpoint), build="")
+    adapter = json.loads(file.read_text(encoding="utf-8"))
+    targets = adapter.get("target_modules")
+    lora = LoraConfig(
+        rank=adapter["r"],
+        alpha=adapter["lora_alpha"],
+        targets=sorted(targets) if isinstance(targets, list) else [],
+        adapter=str(checkpoint),
+    )
+    return replace(policy, model=adapter["base_model_name_or_path"], build="", lora=lora)
+
+
+async def last_checkpoint(config: RunConfig) -> Path:
+    """Of a run's store. Raises ConfigError if it has none."""
+    async with open_store(config.store, create=False) as store:
+        state = await store.run(config.name)
+    if state is None or state.checkpoint is None:
+        raise ConfigError(f"run {config.name!r} has no checkpoint yet: train it, or name one")
+    return Path(state.checkpoint)
 
 
 async def _played(config: RunConfig, plan: Plan) -> Played:

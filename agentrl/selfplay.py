@@ -5,9 +5,12 @@ What is played is decided in `agentrl.algorithms.selfplay`.
 
 from __future__ import annotations
 
+from math import ceil
+
 from agentrl import team
 from agentrl.errors import ConfigError
 from agentrl.sections import RunConfig
+from agentrl.types import POLICY
 
 
 def player(config: RunConfig) -> str:
@@ -43,4 +46,27 @@ def check(config: RunConfig, source: str) -> None:
         raise ConfigError(
             f"{source}: algorithm.group_size = {size} is no multiple of the {seats} "
             "selfplay.seats, which the policy plays equally often in every group"
+        )
+    if settings.opponents != "self" and config.engine.kind == "vllm":
+        _check_room(config, source)
+
+
+def _check_room(config: RunConfig, source: str) -> None:
+    """That vLLM has room for the policy and its snapshots."""
+    views = {name: team.view(config, name).policy for name in config.policies or [POLICY]}
+    own = views[player(config)]
+    if not own.lora.rank:
+        raise ConfigError(
+            f"{source}: selfplay.opponents = {config.selfplay.opponents!r}: engine.kind = 'vllm' "
+            "serves snapshots that are adapters; set policy.lora.rank, or engine.kind = 'embedded'"
+        )
+    shared = sum(
+        bool(one.lora.rank or one.lora.adapter) and one.model == own.model for one in views.values()
+    )
+    retired = ceil(config.algorithm.max_staleness / config.selfplay.every)
+    needed, room = shared + config.selfplay.pool + retired, config.engine.vllm.max_adapters
+    if not config.engine.vllm.urls and needed > room:
+        raise ConfigError(
+            f"{source}: engine.vllm.max_adapters = {room}: selfplay.pool = {config.selfplay.pool} "
+            f"asks for {needed} at once; raise the one to that, or lower the other"
         )

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import shutil
 import time
@@ -24,9 +23,9 @@ from typing import Any, TypeVar
 import msgspec
 from rich.console import Console
 
-from agentrl import report, team, view
+from agentrl import report, view
 from agentrl.algorithms.learners import verl_settings
-from agentrl.config import LoraConfig, PolicyConfig, RunConfig, differences, resolve
+from agentrl.config import RunConfig, differences, resolve
 from agentrl.errors import AgentRLError, ConfigError, TrainingError
 from agentrl.loading import check_tasks, load_tasks
 from agentrl.processes import USER_ERROR, Child
@@ -39,7 +38,7 @@ from agentrl.types import Json
 WRITTEN = (
     *("store.db*", "run.json", "logs", "checkpoints", "dumps", "curve.png"),
     *("policy", "policy.tmp-*", "train.jsonl", "heldout.jsonl"),
-    *("metrics", "tensorboard", "wandb", "mlruns", "vllm"),
+    *("metrics", "tensorboard", "wandb", "mlruns", "vllm", "servers", "pool"),
 )  # by a run, in its output folder
 T = TypeVar("T")
 RESTARTS = 20  # of one runner in a row; more means that it cannot work
@@ -66,62 +65,7 @@ def run_training(config: RunConfig, *, fresh: bool = False) -> Result:
     check(config)
     if fresh:
         clear(config)
-    return blocking(_front(config, runners=config.runner.processes))
-
-
-def run_evaluation(config: RunConfig, checkpoint: Path | None, tasks: str | None) -> Result:
-    """Score a checkpoint, by default the run's last: a run of no steps in a folder of its own."""
-    checkpoint = checkpoint or blocking(last_checkpoint(config))
-    if not checkpoint.is_dir():
-        raise ConfigError(f"{checkpoint}: no such checkpoint directory")
-    replace = msgspec.structs.replace
-    name = f"{config.name}-eval-{time.strftime('%Y%m%d-%H%M%S')}"
-    output = Path(config.output).with_name(name)
-    heldout = str(Path(tasks).resolve()) if tasks and ":" not in tasks else tasks
-    config = replace(
-        config,
-        name=name,
-        output=str(output),
-        store=f"sqlite:///{output / 'store.db'}",
-        steps=0,
-        **policies_at(config, checkpoint.resolve()),
-        tasks=replace(config.tasks, heldout=heldout or config.tasks.heldout),
-        eval=replace(config.eval, tasks=0) if tasks else config.eval,
-    )
-    check(config)
-    return blocking(_front(config, runners=config.runner.processes))
-
-
-def policies_at(config: RunConfig, checkpoint: Path) -> dict[str, Any]:
-    """Settings that load the policies of a checkpoint; frozen ones stay what they are."""
-    if not config.policies:
-        return {"policy": _policy_at(config.policy, checkpoint)}
-    members = dict(config.policies)
-    for name in team.trained(config):
-        folder = checkpoint / name
-        if not folder.is_dir():
-            raise ConfigError(f"{checkpoint}: it has no policy {name!r}, which the run file trains")
-        found = _policy_at(team.view(config, name).policy, folder)
-        members[name] = msgspec.structs.replace(
-            members[name], model=found.model, lora=msgspec.to_builtins(found.lora)
-        )
-    return {"policies": members}
-
-
-def _policy_at(policy: PolicyConfig, checkpoint: Path) -> PolicyConfig:
-    """Settings that load a checkpoint: a model, or an adapter, which says on what."""
-    replace, file = msgspec.structs.replace, checkpoint / "adapter_config.json"
-    if not file.is_file():
-        return replace(policy, model=str(checkpoint), build="")
-    adapter = json.loads(file.read_text(encoding="utf-8"))
-    targets = adapter.get("target_modules")
-    lora = LoraConfig(
-        rank=adapter["r"],
-        alpha=adapter["lora_alpha"],
-        targets=sorted(targets) if isinstance(targets, list) else [],
-        adapter=str(checkpoint),
-    )
-    return replace(policy, model=adapter["base_model_name_or_path"], build="", lora=lora)
+    return blocking(front(config, runners=config.runner.processes))
 
 
 class Trainer:
@@ -165,7 +109,7 @@ class Trainer:
         if isinstance(self.agent, str) and isinstance(self.verifier, str):
             return run_training(config)
         check(config)
-        return blocking(_front(config, runners=0, local=(self.agent, self.verifier)))
+        return blocking(front(config, runners=0, local=(self.agent, self.verifier)))
 
     def _config(self) -> RunConfig:
         data = {"policy": {}, "agent": {}, "verifier": {}} | self.settings
@@ -231,9 +175,10 @@ def folder_at(path: Path) -> Path:
     return path
 
 
-async def _front(
-    config: RunConfig, *, runners: int, local: tuple[Any, Any] | None = None
-) -> Result:
+async def front(config: RunConfig, *, runners: int, local: tuple[Any, Any] | None = None) -> Result:
+    """Train to the end and report. local: agent and verifier of this process, in place of runner
+    processes."""
+    folder_at(Path(config.output))  # before the store, which is most often in it
     async with open_store(config.store) as store:
         await _refuse_changes(store, config)
         seconds = await attend(store, config, runners=runners, local=local)
@@ -312,15 +257,6 @@ async def _finish(store: Store, config: RunConfig, seconds: float) -> Result:
     )
     await report.write(store, config, steps, result.checkpoint, seconds)
     return result
-
-
-async def last_checkpoint(config: RunConfig) -> Path:
-    """Of a run's store. Raises ConfigError if it has none."""
-    async with open_store(config.store, create=False) as store:
-        state = await store.run(config.name)
-    if state is None or state.checkpoint is None:
-        raise ConfigError(f"run {config.name!r} has no checkpoint yet: train it, or name one")
-    return Path(state.checkpoint)
 
 
 async def _algorithm(child: Child) -> None:

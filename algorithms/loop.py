@@ -60,7 +60,7 @@ class Loop:
         folder = Path(self.config.output, "checkpoints")
         path = folder / checkpoint_name(step + 1, self.state.epoch)
         if self.opponents is not None:
-            self.opponents.keep(step + 1)
+            await self.opponents.keep(step + 1)
         save_checkpoint(path, self.team, state=self.team.dump())
         await self.store.commit_step(
             StepCommit(

@@ -46,6 +46,7 @@ from agentrl.errors import ConfigError
 from agentrl.loading import load_tasks
 from agentrl.selfplay import player
 from agentrl.store import open_store
+from agentrl.store.base import Store
 from agentrl.team import trained, view
 from agentrl.types import POLICY, Json
 
@@ -82,7 +83,7 @@ async def run(config: RunConfig) -> None:
         await serving.start()
         try:
             await serving.publish(team.versions(state.step))
-            opponents = make_opponents(config, team, serving, pool)
+            opponents = make_opponents(config, team, serving, store, pool)
             if opponents is not None:
                 await opponents.start(state.step)
             loop = Loop(config, store, state, team, serving, collector, heldout, opponents)
@@ -165,13 +166,13 @@ def make_pool(config: RunConfig, team: Team) -> Pool | None:
 
 
 def make_opponents(
-    config: RunConfig, team: Team, serving: Serving, pool: Pool | None
+    config: RunConfig, team: Team, serving: Serving, store: Store, pool: Pool | None
 ) -> Opponents | None:
     """What keeps and serves the snapshots of a pool, if there is one."""
     if pool is None or config.selfplay.opponents == "self":
         return None
     learner = team.updaters[pool.policy].learner
-    return Opponents(pool, learner, serving, Path(config.output, "pool"))
+    return Opponents(pool, learner, serving, store, config.name, Path(config.output, "pool"))
 
 
 def make_updater(config: RunConfig, name: str, algo: Algo, base: Base, dumps: Path) -> Updater:

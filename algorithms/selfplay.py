@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import isnan
@@ -57,7 +57,7 @@ class Snapshot(msgspec.Struct):
     rating: float
     rates: dict[str, float]  # what it scored against the older ones when it was taken
     records: dict[str, Record] = {}  # of the learner against it, by the learner's seat
-    until: int | None = None  # not drawn any more, and served up to this step; none: of the pool
+    until: int | None = None  # not drawn any more, and held for so many steps; none: of the pool
 
     def rate(self) -> float:
         """The learner's smoothed win rate against it, every seat counting the same."""
@@ -165,11 +165,13 @@ class Pool:
             found |= {f"selfplay/win_rate/{s.name}": s.rate() for s in self.drawn}
         return found
 
-    def finish(self, steps: int) -> Snapshot | None:
+    def finish(self, steps: int, playing: Collection[str] = ()) -> Snapshot | None:
         """So many steps are trained. The snapshot that is due, to be kept by the commit that
-        remembers it; the pool lets go of others."""
+        remembers it; the pool lets go of others, but for those still `playing`: a slow game may
+        end any number of steps after that which asked for it."""
         held = self.now.snapshots
-        self.now.snapshots = [s for s in held if s.until is None or s.until > steps]
+        due = {s.name for s in held if s.until is not None and s.until <= steps} - {*playing}
+        self.now.snapshots = [s for s in held if s.name not in due]
         if self.settings.opponents == "self" or (held and steps % self.settings.every):
             return None
         rates = {snapshot.name: snapshot.rate() for snapshot in self.drawn}

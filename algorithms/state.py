@@ -118,6 +118,10 @@ class Memory:
         trained; it stays as it is itself. `rollouts` are those of the batch."""
         raise NotImplementedError
 
+    def __call__(self, batch: Batch) -> Tensor:
+        """What `recall` put into the batch."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True, slots=True)
 class Recall:

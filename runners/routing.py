@@ -62,6 +62,7 @@ class Router:
         self.frozen = {name: _frozen(name, made) for name, made in (upstreams or {}).items()}
         self.roles = roles or {}
         self.several = tuple(policies) if len(policies) > 1 else ()
+        self.default = next(iter(policies)) if len(policies) == 1 else DEFAULT
         self._paused = False
         self._answering = 0
         self._news = asyncio.Event()  # set and replaced whenever a route may have changed
@@ -120,7 +121,7 @@ class Router:
         policy = self.policies.get(name)
         if policy is None and player is None:
             served = (p for p in self.policies.values() if p.model == name)
-            policy = next(served, None) or self.policies.get(DEFAULT)
+            policy = next(served, None) or self.policies.get(self.default)
             policy = policy or next(iter(() if self.several else self.policies.values()), None)
         if policy is None or not policy.base_url or self._paused:
             return None

@@ -17,8 +17,9 @@ from typing import Protocol, cast
 
 import msgspec
 
-from agentrl.config import RunConfig, flatten
+from agentrl.config import RunConfig
 from agentrl.errors import SinkError
+from agentrl.keys import flatten
 from agentrl.types import Json, StepRow
 
 SETTINGS = ("seed", "steps", "policy", "sampling", "algorithm", "learner", "eval")

@@ -46,6 +46,7 @@ from agentrl.types import POLICY
 WATCH = 1.0  # seconds between looks at servers; starting one takes longer
 PATIENCE = 10.0  # seconds that a server has to say that it is well
 DYING = 5.0  # seconds after a failed request until a server that died of it says that it is not
+IDLE = 2.0  # seconds that a connection is kept; vLLM closes it after 5, which looks like its death
 LARGEST = 2**30  # bytes of a request
 HOP = {"connection", "content-length", "host", "keep-alive", "transfer-encoding"}
 
@@ -190,7 +191,7 @@ class VllmFleet:
         app = web.Application(client_max_size=LARGEST)
         app.router.add_route("*", "/{path:.*}", self._handle)
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE),
             timeout=aiohttp.ClientTimeout(total=None),
             headers=self._headers,
         )

@@ -15,7 +15,7 @@ import pickle
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
@@ -68,6 +68,7 @@ class TransferSync:
             async with asyncio.timeout(self._timeout):
                 await _in_thread(transfer)
         except TimeoutError:
+            client.leave()
             self._engine = None  # its group waits for a rank that may never come
             raise PolicyError(
                 f"vLLM: weights by {self._backend} did not arrive within {self._timeout:g} s "
@@ -99,7 +100,12 @@ class Client:
         wait: Callable[[Coroutine[Any, Any, Any]], Any],
     ) -> None:
         """worlds: workers of each server. wait: runs what is awaitable, from any thread."""
-        self._servers, self._worlds, self._wait = servers, worlds, wait
+        self._servers, self._worlds, self._await = servers, worlds, wait
+        self._left = False
+
+    def leave(self) -> None:
+        """Ask no more: a transfer that is late must not disturb the next one."""
+        self._left = True
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Each server's workers are ranks after those of the server before it."""
@@ -127,6 +133,12 @@ class Client:
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._wait(self._servers.post(FINISH))
+
+    def _wait(self, work: Coroutine[Any, Any, Any]) -> Any:
+        if self._left:
+            work.close()
+            raise CancelledError
+        return self._await(work)
 
 
 class Weights(WeightSource):  # type: ignore[misc]
@@ -165,7 +177,7 @@ async def _in_thread(work: Callable[[], None]) -> None:
     done: Future[None] = Future()
 
     def run() -> None:
-        with suppress(InvalidStateError):  # nobody waits any more
+        with suppress(InvalidStateError, CancelledError):  # nobody waits any more
             try:
                 work()
             except (RuntimeError, ValueError, OSError, PolicyError, LostError) as error:

@@ -117,7 +117,7 @@ def _value_model(
         config=model_config,
         trust_remote_code=trust_remote_code,
     )
-    decoder = model.get_submodule(model.base_model_prefix)
+    decoder = model.get_submodule(str(model.base_model_prefix))
     inside = {id(parameter) for parameter in decoder.parameters()}
     for parameter in model.parameters():
         if id(parameter) not in inside:

@@ -115,10 +115,13 @@ class Workers:
             address = placed["address"] or os.environ.get("RAY_ADDRESS")
             try:
                 ray.init(address=address, include_dashboard=False, log_to_driver=False)
-            except (ConnectionError, ValueError, RuntimeError) as error:
+            except Exception as error:  # noqa: BLE001 - plain where its processes stay silent
+                why = (str(error).splitlines() or [type(error).__name__])[0]
+                if not address:
+                    raise ConfigError(f"learner.verl: Ray cannot be started here ({why})") from None
                 raise ConfigError(
-                    f"learner.verl.address = {address!r}: Ray cannot be reached or started there "
-                    f"({str(error).splitlines()[0]}); give the address that `ray start` printed"
+                    f"learner.verl.address = {address!r}: Ray cannot be reached there ({why}); "
+                    "give the address that `ray start` printed"
                 ) from None
             self.started_ray = True
         self._find_room(placed)

@@ -12,8 +12,9 @@ from typing import Any
 
 import msgspec
 
-from agentrl.config import RunConfig, flatten
+from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
+from agentrl.keys import flatten
 from agentrl.sections import MODEL_LR
 
 VERL = ((0, 9), (0, 11))  # releases it is made for: from, and below

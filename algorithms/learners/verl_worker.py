@@ -106,7 +106,7 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
     def logprobs(self, shard: Shard, of: str) -> Tensor:
         """Float32, of the shard's actions in order; q without a model of its own: of the policy
         without its adapter."""
-        engine = self.engines.get(of, self.engine)
+        engine: Any = self.engines.get(of, self.engine)
         alone = engine.disable_adapter() if of not in self.engines else nullcontext()
         with engine.eval_mode(), alone:
             output = engine.infer_batch(self._data(shard), loss_function=None)
@@ -128,7 +128,9 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
             for engine in filter(None, (self.engine, critic)):
                 stack.enter_context(engine.train_mode())  # which drops the gradients on leaving
             policy = self._backward(self.engine, shard, partial(policy_loss, psi=psi))
-            value = critic and self._backward(critic, shard, partial(critic_loss, terms=terms))
+            value = None
+            if terms is not None:
+                value = self._backward(critic, shard, partial(critic_loss, terms=terms))
             applied = math.isfinite(policy.grad_norm + (value.grad_norm if value else 0.0))
             if applied:
                 # Where psi is 0 and only a critic learns, momentum would still move the policy.

@@ -33,9 +33,13 @@ class Team:
     """An agent, once it knows how to choose: `choose(task, observations so far)`."""
 
     def __init__(self, choose: Callable[[dict[str, Any], Seen], list[int]]) -> None:
-        self.choose, self.client = choose, AsyncOpenAI()
+        self.choose = choose
 
     async def __call__(self, task: dict[str, Any]) -> Played:
+        async with AsyncOpenAI() as client:
+            return await self.play(client, task)
+
+    async def play(self, client: AsyncOpenAI, task: dict[str, Any]) -> Played:
         question, notes = task["question"], task["notes"]
         said, used = [""] * len(ROLES), [0] * len(ROLES)
         edges: Edges = set()
@@ -48,7 +52,7 @@ class Team:
                 heard = [said[source] for source, target in sorted(edges) if target == agent]
                 known = [text for text in (question, *heard, said[agent]) if text]
                 known.sort(key=hops, reverse=True)  # the most useful last
-                said[agent], tokens = await self.ask(agent, notes[agent], known)
+                said[agent], tokens = await ask(client, agent, notes[agent], known)
                 used[agent] += tokens
             seen.append(observe(question, said, used, edges))
             states.append(state(seen[-1], edges))
@@ -57,18 +61,20 @@ class Team:
             answer=answer, tokens=sum(used), observations=seen, states=states, modes=modes
         )
 
-    async def ask(self, agent: int, note: str, known: list[str]) -> tuple[str, int]:
-        completion = await self.client.chat.completions.create(
-            model=ROLES[agent],
-            temperature=0.0,
-            max_tokens=12,
-            messages=[
-                {"role": "system", "content": note},
-                {"role": "user", "content": "; ".join(known)},
-            ],
-        )
-        tokens = completion.usage.total_tokens if completion.usage else 0
-        return (completion.choices[0].message.content or "").strip(), tokens
+
+async def ask(client: AsyncOpenAI, agent: int, note: str, known: list[str]) -> tuple[str, int]:
+    """What an agent says, and the tokens that it took."""
+    completion = await client.chat.completions.create(
+        model=ROLES[agent],
+        temperature=0.0,
+        max_tokens=12,
+        messages=[
+            {"role": "system", "content": note},
+            {"role": "user", "content": "; ".join(known)},
+        ],
+    )
+    tokens = completion.usage.total_tokens if completion.usage else 0
+    return (completion.choices[0].message.content or "").strip(), tokens
 
 
 def observe(question: str, said: list[str], used: list[int], edges: Edges) -> list[list[float]]:

@@ -19,7 +19,7 @@ from tasks import train
 from agentrl.algorithms.sft import Conversation
 from agentrl.algorithms.tiny import imitator
 
-DEMONSTRATIONS = 1500
+DEMONSTRATIONS = 4000
 PLANNED, SOLVED = 0.3, 0.6  # shares of plans and of queries that are right
 
 
@@ -28,7 +28,7 @@ def build(directory: Path, seed: int) -> None:
     dice = random.Random(seed)
     roles = (planner, critic, solver)
     shown = [roles[number % 3](dice) for number in range(DEMONSTRATIONS)]
-    imitator(directory, shown, seed=seed, steps=250)
+    imitator(directory, shown, seed=seed, steps=600)
 
 
 def planner(dice: random.Random) -> Conversation:

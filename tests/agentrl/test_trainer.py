@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agentrl import trainer
-from agentrl.config import LoraConfig, PolicyConfig
+from agentrl.config import resolve
 from agentrl.errors import TrainingError
 
 
@@ -49,15 +48,11 @@ async def test_a_runner_is_given_up_only_when_it_dies_young(
     assert child.started == started
 
 
-def test_an_adapter_is_evaluated_whatever_the_run_file_trains(tmp_path: Path) -> None:
-    saved = {
-        "base_model_name_or_path": "/base",
-        "r": 8,
-        "lora_alpha": 16,
-        "target_modules": ["v_proj", "q_proj"],
-    }
-    (tmp_path / "adapter_config.json").write_text(json.dumps(saved))
-    policy = trainer._policy_at(PolicyConfig(build="policy.py:build"), tmp_path)
-    assert (policy.model, policy.build) == ("/base", "")
-    lora = LoraConfig(rank=8, alpha=16, targets=["q_proj", "v_proj"], adapter=str(tmp_path))
-    assert policy.lora == lora
+def test_fresh_deletes_what_the_run_wrote_and_nothing_else(tmp_path: Path) -> None:
+    config = resolve({"output": str(tmp_path)}, source="test")
+    written = ["pool/policy@000000", "servers/1/vllm", "checkpoints/000001", "logs", "dumps/solver"]
+    for name in [*written, "notes"]:
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "store.db").touch()
+    trainer.clear(config)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes"]

@@ -203,6 +203,8 @@ def test_an_opponent_of_rollouts_asked_ahead_is_held_until_their_step() -> None:
     assert [s.step for s in made.now.snapshots] == [2, 4]
     made.learn(groups(game([-1, 1], "policy", "policy@000002")))
     assert made.now.rating < 1000
+    made.finish(9, playing=["policy", "policy@000002"])
+    assert [s.step for s in made.now.snapshots] == [2, 4]
 
 
 def test_a_matrix_remembers_how_each_did_when_it_was_taken() -> None:
@@ -237,6 +239,27 @@ def test_settings_that_make_no_game(settings: dict[str, Any], message: str) -> N
     run = {"upstreams": {"gpt": {"base_url": "http://x/v1"}}, "roles": {"judge": "gpt"}}
     with pytest.raises(ConfigError, match=message):
         resolve({**run, "selfplay": settings}, source="run.toml")
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        ({}, r"policy\.lora\.rank, or engine\.kind = 'embedded'"),
+        ({"policy": {"lora": {"rank": 2}}}, r"max_adapters = 8: selfplay\.pool = 8 asks for 9"),
+        (
+            {"policy": {"lora": {"rank": 2}}, "algorithm": {"max_staleness": 11}},
+            r"selfplay\.pool = 8 asks for 11 at once",
+        ),
+    ],
+)
+def test_vllm_has_room_for_the_pool(run: dict[str, Any], message: str) -> None:
+    engine: dict[str, Any] = {"kind": "vllm"}
+    games = {"seats": SEATS, "opponents": "pfsp"}
+    with pytest.raises(ConfigError, match=message):
+        resolve({**run, "selfplay": games, "engine": engine}, source="run.toml")
+    enough = {"vllm": {"max_adapters": 11}}
+    lora = {"policy": {"lora": {"rank": 2}}}
+    resolve({**run, **lora, "selfplay": games, "engine": engine | enough}, source="run.toml")
 
 
 def test_several_policies_say_who_plays() -> None:

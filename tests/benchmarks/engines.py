@@ -26,6 +26,7 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import aiohttp
 import torch
@@ -50,10 +51,11 @@ KINDS = "embedded", "vllm", "reload", "adapter"
 async def measure(
     kind: str, model_dir: str, folder: Path, calls_made: int, urls: list[str]
 ) -> dict[str, float]:
-    vllm = {"urls": urls, "sync": "reload" if kind == "reload" else "auto", "start_timeout": 900.0}
-    engine = {"kind": "embedded" if kind == "embedded" else "vllm", "max_context": 512}
-    settings = {"output": str(folder / kind), "engine": engine | {"vllm": vllm}}
-    config = resolve(settings, source="benchmark")
+    engine: dict[str, Any] = {"kind": kind, "max_context": 512}
+    if kind != "embedded":
+        sync = "reload" if kind == "reload" else "auto"
+        engine |= {"kind": "vllm", "vllm": {"urls": urls, "sync": sync, "start_timeout": 900.0}}
+    config = resolve({"output": str(folder / kind), "engine": engine}, source="benchmark")
     model, tokenizer = load_model(model_dir, device="cpu")
     adapters = None
     if kind == "adapter":

@@ -104,10 +104,13 @@ async def test_a_broadcast_that_hangs_is_a_sentence_in_time(
 ) -> None:
     never = threading.Event()
     monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda info: never.wait())
-    transfer = sync.make("nccl", LEARNED, None, 0.2)  # type: ignore[arg-type]
+    transfer, workers = sync.make("nccl", LEARNED, None, 0.2), workers_of_nccl()  # type: ignore[arg-type]
     with pytest.raises(PolicyError, match=r"by nccl did not arrive within 0\.2 s"):
-        await transfer.send("policy", workers_of_nccl())
+        await transfer.send("policy", workers)
+    (late,) = [thread for thread in threading.enumerate() if thread.name == "vllm-transfer"]
     never.set()
+    await asyncio.to_thread(late.join)
+    assert not workers.asked
 
 
 async def test_what_nccl_refuses_is_a_sentence(

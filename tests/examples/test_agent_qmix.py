@@ -132,7 +132,7 @@ def test_the_last_round_is_learned_from(qmix: Parts) -> None:
     observations = torch.rand(3, 3, agent.OBSERVATION)
     observations[..., -3:] = 0.0
     states = torch.rand(3, agent.STATE)
-    for _ in range(300):
+    for _ in range(150):
         modes = torch.tensor([[dice.randrange(6) for _ in range(3)] for _ in range(2)])
         reward = float(modes[1, 0] == 3)  # of the last round
         mixed.learn(

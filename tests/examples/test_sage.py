@@ -55,9 +55,11 @@ def test_demonstrations_are_what_the_roles_are_asked(sage: Parts) -> None:
 @pytest.mark.parametrize("quality", ["8", "2"])
 async def test_roles_are_paid_by_what_they_did(run_example: Any, sage: Parts, quality: str) -> None:
     lists = sage["lists"]
+    role_of = {prompt: role for role, prompt in sage["agent"].PROMPTS.items()}
 
     def answer(body: dict[str, Any]) -> dict[str, Any]:
-        role, asked = body["model"], body["messages"][1]["content"]
+        system, asked = (message["content"] for message in body["messages"])
+        role = role_of[system]
         if role == "challenger":
             return {"content": re.sub("^", "rotate ", asked)}
         if role == "critic":

@@ -16,6 +16,7 @@ from aiohttp import web
 from agentrl.config import UpstreamConfig
 from agentrl.runners.environment import environment
 from agentrl.runners.gateway import Gateway
+from agentrl.runners.routing import Router
 from agentrl.types import PolicyVersion
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -425,3 +426,15 @@ async def test_a_role_that_no_policy_plays_is_refused_and_counted(
     assert "'critic' by 'solver', 'planner' by 'planner'" in sentence
     assert list(live.failures.values()) == [sentence]
     assert await rows(bench, live) == []
+
+
+async def test_what_no_role_says_is_for_the_policy_and_not_for_its_snapshots(bench: Any) -> None:
+    router = Router(bench.store, "test", policies=["hero"])
+    router.policies = {
+        name: PolicyVersion(run="test", policy=name, version=1, base_url="http://x/v1", model=name)
+        for name in ("hero@000000", "hero", "hero@000010")
+    }
+    for model, player in (("gpt-4o", "hero"), ("hero@000010", "hero@000010")):
+        route = router.find(model, "agent")
+        assert route is not None
+        assert route.policy == player

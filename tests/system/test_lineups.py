@@ -1,5 +1,5 @@
-"""Checkpoints of a trained run against each other, and its team without what a role has learned,
-from the command line."""
+"""From the command line: checkpoints of a trained run against each other, and its team without what
+a role has learned."""
 
 from __future__ import annotations
 

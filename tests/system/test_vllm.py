@@ -278,12 +278,13 @@ async def untrained_calls(store: Path) -> dict[tuple[int, int], Transition]:
     async with open_store(f"sqlite:///{store}") as opened:
         rollouts = await opened.rollouts("tiny", purpose=Purpose.EVAL, step=0)
         traces = [(rollout.index, await opened.trace(rollout.id)) for rollout in rollouts]
-    calls = [
-        (index, trace.transitions)
+    return {
+        (index, call.index): call
         for index, trace in traces
-        if trace is not None and trace.rollout.sampling.temperature == 0
-    ]
-    return {(index, i): call for index, each in calls for i, call in enumerate(each)}
+        if trace is not None
+        for call in trace.transitions
+        if call.sampling.temperature == 0
+    }
 
 
 def test_a_langchain_agent_is_trained_with_grpo_on_vllm(

@@ -36,7 +36,7 @@ NEEDS_VLLM = pytest.mark.skipif(
     find_spec("vllm") is None, reason="vLLM is not installed: run `make test-engines`"
 )
 KINDS = ["embedded", *(pytest.param(k, marks=NEEDS_VLLM) for k in ("vllm", "adapter", "url"))]
-PUBLISHES = 50
+PUBLISHES = {"embedded": 50, "vllm": 50, "adapter": 10, "url": 10}  # under load
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class Served:
     tokenizer: Any
     http: aiohttp.ClientSession
     adapters: Adapters | None = None
+    publishes: int = 0
     version: int = 0
     first: list[torch.Tensor] = field(init=False)  # the weights it began with
 
@@ -174,7 +175,7 @@ async def served(
         server = policy_server(config, model, tokenizer, adapters)
         await server.start()
         async with aiohttp.ClientSession() as http:
-            yield Served(server, model, tokenizer, http, adapters)
+            yield Served(server, model, tokenizer, http, adapters, PUBLISHES[request.param])
         await server.close()
         with pytest.raises(aiohttp.ClientError):
             async with aiohttp.ClientSession() as http:
@@ -257,29 +258,33 @@ async def test_publishes_under_load_lose_no_call_and_mix_no_versions(served: Ser
     one: the log-probs of all its tokens are of the version that the answer names."""
     weights = {served.version: [weight.detach().clone() for weight in served.trained]}
     answers: list[Answer] = []
-    running = True
+    answered, running = asyncio.Event(), True
 
     async def caller(number: int) -> None:
         content = {"role": "user", "content": f"{number} " * (number % 7 + 1)}
         while running:
             answers.append(await served.ask(messages=[content]))
+            answered.set()
 
-    callers = [asyncio.create_task(caller(number)) for number in range(32)]
-    for _ in range(PUBLISHES):
-        seen = len(answers)
-        while len(answers) < seen + 8:
-            await asyncio.sleep(0)
-            assert not any(task.done() for task in callers), "a caller failed"
-        await served.change()
-        weights[served.version] = [weight.detach().clone() for weight in served.trained]
-    running = False
-    await asyncio.gather(*callers)
-    assert {answer.version for answer in answers} == set(weights)
-    for answer in answers:
+    async with asyncio.TaskGroup() as callers:  # the first of them that fails ends it
+        for number in range(32):
+            callers.create_task(caller(number))
+        for _ in range(served.publishes):
+            enough = len(answers) + 8
+            while len(answers) < enough:
+                answered.clear()
+                await answered.wait()
+            await served.change()
+            weights[served.version] = [weight.detach().clone() for weight in served.trained]
+        running = False
+    of_version = {version: [a for a in answers if a.version == version] for version in weights}
+    assert sum(map(len, of_version.values())) == len(answers)
+    for version, told in of_version.items():
+        assert told
         with torch.no_grad():
-            for weight, then in zip(served.trained, weights[answer.version], strict=True):
+            for weight, then in zip(served.trained, weights[version], strict=True):
                 weight.copy_(then)
-        assert served.gap(answer) < 1e-4
+        assert max(map(served.gap, told)) < 1e-4
     await served.server.publish(served.version)  # what was served last is not in the model any more
 
 
@@ -314,7 +319,7 @@ async def test_frozen_policies_come_and_go_while_it_serves(served: Served) -> No
         async with served.server.updating():
             await served.server.add(name, version)
             served.adapters.add("late", rank=2, alpha=8.0)
-            with pytest.raises(PolicyError, match=r"room for 3 adapters .* max_adapters"):
+            with pytest.raises(PolicyError, match=r"room for 3 adapters .*\.max_adapters"):
                 await served.server.add("late", 1)
             served.adapters.close("late")
         frozen, same = await asyncio.gather(

@@ -1,0 +1,47 @@
+"""Settings that load what a run has trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl import evaluation
+from agentrl.config import LoraConfig, PolicyConfig, RunConfig, resolve
+from agentrl.errors import ConfigError
+
+
+def adapter(directory: Path) -> Path:
+    """A directory of an adapter of rank 8, as peft describes it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    saved = {
+        "base_model_name_or_path": "/base",
+        "r": 8,
+        "lora_alpha": 16,
+        "target_modules": ["v_proj", "q_proj"],
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(saved))
+    return directory
+
+
+def test_an_adapter_is_evaluated_whatever_the_run_file_trains(tmp_path: Path) -> None:
+    config = RunConfig(policy=PolicyConfig(build="policy.py:build"))
+    policy = evaluation.policies_at(config, adapter(tmp_path))["policy"]
+    assert (policy.model, policy.build) == ("/base", "")
+    lora = LoraConfig(rank=8, alpha=16, targets=["q_proj", "v_proj"], adapter=str(tmp_path))
+    assert policy.lora == lora
+
+
+def test_of_several_policies_those_that_learned_are_the_checkpoints(tmp_path: Path) -> None:
+    members: dict[str, Any] = {"solver": {"roles": ["solver"], "lora": {"rank": 2}}}
+    members["judge"] = {"roles": ["judge"], "frozen": True, "model": "m"}
+    config = resolve({"policy": {"model": "base"}, "policies": members}, source="test")
+    with pytest.raises(ConfigError, match="it has no policy 'solver'"):
+        evaluation.policies_at(config, tmp_path)
+    directory = adapter(tmp_path / "solver")
+    found = evaluation.policies_at(config, tmp_path)["policies"]
+    assert (found["solver"].model, found["solver"].lora["rank"]) == ("/base", 8)
+    assert found["solver"].lora["adapter"] == str(directory)
+    assert found["judge"] == config.policies["judge"]
