@@ -58,6 +58,7 @@ def imitator(
     steps: int = 450,
     batch: int = 16,
     lr: float = 6e-3,
+    heads: int = 4,
 ) -> float:
     """Write a model that imitates the assistant of the conversations, its tokenizer and its chat
     template into `directory`. Without a tokenizer, one is made of the conversations as `template`
@@ -67,7 +68,7 @@ def imitator(
     if tokenizer is None:
         texts, _ = render_jinja_template(list(conversations), tools=tools, chat_template=template)
         tokenizer = make_tokenizer(texts, template)
-    model = make_model(tokenizer)
+    model = make_model(tokenizer, heads)
     rows = rows_of(tokenizer, conversations, tools)
     loss = imitate(model, rows, steps=steps, batch=batch, lr=lr, seed=seed)
     model.save_pretrained(directory)
@@ -116,8 +117,9 @@ def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """0.1 M parameters. A wide initialisation halves the steps until it learns to copy.
+def make_model(tokenizer: PreTrainedTokenizerFast, heads: int = 4) -> LlamaForCausalLM:
+    """0.1 M parameters; two heads each share their keys. A wide initialisation halves the steps until
+    it learns to copy.
 
     A Llama, because transformers gives every Qwen2 directory Qwen2's own way to split words."""
     config = LlamaConfig(
@@ -125,8 +127,8 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
         max_position_embeddings=512,
         tie_word_embeddings=True,
         initializer_range=0.1,

@@ -122,11 +122,9 @@ def demo(kind: str, folder: Path) -> dict[str, float]:
     if not copy.exists():
         shutil.copytree(DEMO, copy, ignore=shutil.ignore_patterns("__pycache__", "runs"))
         code = (copy / "policy.py").read_text()
-        for name, heads, fewer in (("attention_heads", 4, 2), ("key_value_heads", 2, 1)):
-            wide = code.replace(f"num_{name}={heads}", f"num_{name}={fewer}")
-            assert wide != code
-            code = wide
-        (copy / "policy.py").write_text(code)
+        wide = code.replace("tools=TOOLS)", "tools=TOOLS, heads=2)")
+        assert wide != code
+        (copy / "policy.py").write_text(wide)
     output = folder / f"demo-{kind}"
     chosen = [f"output={output}", f"steps={STEPS}", "eval.tasks=8", "eval.every=0"]
     chosen += [f"policy.model={copy / 'policy'}", f"engine.kind={kind}", "engine.max_context=512"]
