@@ -118,8 +118,8 @@ def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, heads: int = 4) -> LlamaForCausalLM:
-    """0.1 M parameters; two heads each share their keys. A wide initialisation halves the steps until
-    it learns to copy.
+    """0.1 M parameters; two heads each share their keys. A wide initialisation halves the steps
+    until it learns to copy.
 
     A Llama, because transformers gives every Qwen2 directory Qwen2's own way to split words."""
     config = LlamaConfig(
