@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, isfinite
 from pathlib import Path
-from statistics import fmean
 
 from rich.table import Table
 
@@ -21,7 +20,7 @@ from agentrl.config import RunConfig
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.evaluation import Checkpoint, Played
 from agentrl.lineups import Plan, Player, Seats
-from agentrl.types import Json, Rollout, RolloutState, Scope
+from agentrl.types import Json, Rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,23 +142,13 @@ def meeting(games: Sequence[tuple[str, Rollout]], roles: Sequence[str]) -> Meeti
     """Of games, each with the seat of the player whose returns these are."""
     values, score = [], 0.0
     for role, rollout in games:
-        got = returns(rollout)
-        if rollout.state is not RolloutState.SUCCEEDED or not got.keys() >= set(roles):
+        got = selfplay.returns(rollout, roles)
+        if got is None:
             continue
-        rest = fmean(got[other] for other in roles if other != role)
         values.append(got[role])
-        score += (1 + (got[role] > rest) - (got[role] < rest)) / 2
+        score += selfplay.game_score(got, role, roles)
     mean, error = evaluation.mean_error(values)
     return Meeting(len(values), len(games) - len(values), mean, error, score)
-
-
-def returns(rollout: Rollout) -> dict[str, float]:
-    """What each role got out of a game, as far as it is known."""
-    return {
-        row.target: row.value
-        for row in rollout.rewards
-        if row.scope is Scope.ROLE and row.name == "outcome" and row.target and isfinite(row.value)
-    }
 
 
 def table(found: Matrix) -> Table:

@@ -60,15 +60,9 @@ def evaluate(config: RunConfig, checkpoint: Path | None, tasks: str | None) -> t
         raise ConfigError(f"{checkpoint}: no such checkpoint directory")
     replace = msgspec.structs.replace
     name = f"{config.name}-eval-{time.strftime('%Y%m%d-%H%M%S')}"
-    output = Path(config.output).with_name(name)
     heldout = str(Path(tasks).resolve()) if tasks and ":" not in tasks else tasks
     config = replace(
-        config,
-        name=name,
-        output=str(output),
-        store=f"sqlite:///{output / 'store.db'}",
-        steps=0,
-        **policies_at(config, checkpoint.resolve()),
+        untrained(config, name, checkpoint.resolve()),
         tasks=replace(config.tasks, heldout=heldout or config.tasks.heldout),
         eval=replace(config.eval, tasks=0) if tasks else config.eval,
         selfplay=SelfplayConfig(),  # nobody meets a pool
@@ -135,6 +129,17 @@ def beside(config: RunConfig, checkpoint: Checkpoint, plan: Plan, kind: str) -> 
     """The settings of the evaluation run."""
     about = msgspec.json.encode([plan, str(checkpoint.path), config.agent, config.verifier])
     name = f"{config.name}-{kind}-{sha256(about).hexdigest()[:8]}"
+    return msgspec.structs.replace(
+        untrained(config, name, checkpoint.path),
+        metrics=MetricsConfig(),
+        tasks=msgspec.structs.replace(
+            config.tasks, heldout=config.tasks.heldout or config.tasks.train
+        ),
+    )
+
+
+def untrained(config: RunConfig, name: str, checkpoint: Path) -> RunConfig:
+    """A run of no steps, of that name and in a folder beside, with a checkpoint's policies."""
     output = Path(config.output).with_name(name)
     return msgspec.structs.replace(
         config,
@@ -142,11 +147,7 @@ def beside(config: RunConfig, checkpoint: Checkpoint, plan: Plan, kind: str) -> 
         output=str(output),
         store=f"sqlite:///{output / 'store.db'}",
         steps=0,
-        metrics=MetricsConfig(),
-        tasks=msgspec.structs.replace(
-            config.tasks, heldout=config.tasks.heldout or config.tasks.train
-        ),
-        **policies_at(config, checkpoint.path),
+        **policies_at(config, checkpoint),
     )
 
 

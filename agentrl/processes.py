@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
 import os
 import signal
 import sys
@@ -24,6 +25,12 @@ def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != int(parent):  # it died before the request was made
         os.kill(os.getpid(), number)
+
+
+def log_to_stderr() -> None:
+    """What this package says, from INFO on; of libraries, which tell much, warnings."""
+    logging.basicConfig(format="%(asctime)s %(name)s: %(message)s")
+    logging.getLogger("agentrl").setLevel(logging.INFO)
 
 
 def seal() -> None:

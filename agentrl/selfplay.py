@@ -1,16 +1,19 @@
-"""Self-play as the run file asks for it: whose games they are, and what does not go together.
+"""Self-play as the run file asks for it: whose games they are, what does not go together, and who
+has won.
 
 What is played is decided in `agentrl.algorithms.selfplay`.
 """
 
 from __future__ import annotations
 
-from math import ceil
+from collections.abc import Mapping, Sequence
+from math import ceil, isfinite
+from statistics import fmean
 
 from agentrl import team
 from agentrl.errors import ConfigError
 from agentrl.sections import RunConfig
-from agentrl.types import POLICY
+from agentrl.types import POLICY, Rollout, RolloutState, Scope
 
 
 def player(config: RunConfig) -> str:
@@ -70,3 +73,21 @@ def _check_room(config: RunConfig, source: str) -> None:
             f"{source}: engine.vllm.max_adapters = {room}: selfplay.pool = {config.selfplay.pool} "
             f"asks for {needed} at once; raise the one to that, or lower the other"
         )
+
+
+def returns(rollout: Rollout, roles: Sequence[str]) -> dict[str, float] | None:
+    """What each role got out of a game; None: it failed, or the return of one is not known."""
+    found = {
+        row.target: row.value
+        for row in rollout.rewards
+        if row.scope is Scope.ROLE and row.name == "outcome" and row.target and isfinite(row.value)
+    }
+    known = rollout.state is RolloutState.SUCCEEDED and found.keys() >= set(roles)
+    return found if known else None
+
+
+def game_score(got: Mapping[str, float], role: str, roles: Sequence[str]) -> float:
+    """1 where a role's return is above the mean of the other roles', 1/2 where it is equal, else
+    0, so that it has a meaning in general-sum games too."""
+    rest = fmean(got[other] for other in roles if other != role)
+    return (1 + (got[role] > rest) - (got[role] < rest)) / 2

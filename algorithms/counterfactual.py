@@ -32,10 +32,6 @@ class Counterfactual(Memory):
     reward: str = "outcome"
 
     @property
-    def name(self) -> str:
-        return repr(self)
-
-    @property
     def level(self) -> Level:
         return "transition"
 

@@ -25,7 +25,6 @@ from agentrl.errors import PolicyError
 from agentrl.lineups import Plan, Player
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.types import PolicyVersion
 
 
 def main(config: RunConfig, plan: Plan) -> None:
@@ -51,11 +50,7 @@ async def run(config: RunConfig, plan: Plan) -> None:
                 for name, player in plan.players.items():
                     directory = _directory(config, bases, name, player)
                     await serving.freeze(name, directory, player.steps)
-            for name, version, base_url, model in serving.table():
-                row = PolicyVersion(
-                    run=config.name, policy=name, version=version, base_url=base_url, model=model
-                )
-                await store.publish(row, epoch=state.epoch)
+            await serving.announce(store, config.name, state.epoch)
             await play(store, config, plan)
         finally:
             await serving.close()

@@ -19,7 +19,7 @@ from agentrl.algorithms.serving import Serving
 from agentrl.algorithms.team import Team
 from agentrl.config import RunConfig
 from agentrl.store.base import Store
-from agentrl.types import Json, PolicyVersion, RunState, StepCommit
+from agentrl.types import Json, RunState, StepCommit
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +79,8 @@ class Loop:
         prune(folder, keep=self.config.keep_checkpoints, protect=[path])
 
     async def publish(self) -> None:
-        """Tell the runners where each policy is served, as far as that has changed."""
-        known = await self.store.policies(self.config.name)
-        for name, version, base_url, model in self.serving.table():
-            row = PolicyVersion(
-                run=self.config.name, policy=name, version=version, base_url=base_url, model=model
-            )
-            if known.get(name) != row:
-                await self.store.publish(row, epoch=self.state.epoch)
+        """Tell the runners where each policy is served."""
+        await self.serving.announce(self.store, self.config.name, self.state.epoch)
 
     async def evaluate(self, step: int) -> None:
         """Held-out scores after `step` steps, where the run file asks for them."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -44,6 +43,7 @@ from agentrl.algorithms.update import Updater
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.loading import load_tasks
+from agentrl.processes import log_to_stderr
 from agentrl.selfplay import player
 from agentrl.store import open_store
 from agentrl.store.base import Store
@@ -53,8 +53,7 @@ from agentrl.types import POLICY, Json
 
 def main(config: RunConfig) -> None:
     """Train (or, with no steps, evaluate) until the run is complete."""
-    logging.basicConfig(format="%(asctime)s %(name)s: %(message)s")
-    logging.getLogger("agentrl").setLevel(logging.INFO)  # not the root: libraries tell much
+    log_to_stderr()
     asyncio.run(run(config))
 
 

@@ -61,10 +61,6 @@ class Ema(Running):
     at: Level | None = None
 
     @property
-    def name(self) -> str:
-        return repr(self)
-
-    @property
     def level(self) -> Level:
         return self.at or level_of(self.reward)
 
@@ -97,10 +93,6 @@ class Tabular(Running):
 
     reward: str | Column = "outcome"
     gamma: float = 1.0
-
-    @property
-    def name(self) -> str:
-        return repr(self)
 
     @property
     def level(self) -> Level:

@@ -18,7 +18,6 @@ import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import isnan
 from statistics import fmean
 from typing import NamedTuple
 
@@ -30,7 +29,8 @@ from agentrl.algorithms.objective import Algo
 from agentrl.algorithms.ratings import elo, priorities, win_rate
 from agentrl.config import SelfplayConfig
 from agentrl.errors import ConfigError
-from agentrl.types import Group, Json, Rollout, RolloutState, Scope
+from agentrl.selfplay import game_score, returns
+from agentrl.types import Group, Json, Rollout, RolloutState
 
 log = logging.getLogger(__name__)
 PART = "selfplay"  # its name in the state of the run
@@ -130,20 +130,13 @@ class Pool:
 
     def game(self, rollout: Rollout) -> Game | None:
         """None: it failed, or the return of a seat is not known."""
-        returns = {
-            row.target: row.value
-            for row in rollout.rewards
-            if row.scope is Scope.ROLE and row.name == "outcome" and not isnan(row.value)
-        }
         roles = self.settings.seats
-        if rollout.state is not RolloutState.SUCCEEDED or not returns.keys() >= set(roles):
+        got = returns(rollout, roles)
+        if got is None:
             return None
         mine = [role for role in roles if rollout.seats.get(role, self.policy) == self.policy]
         others = {rollout.seats[role] for role in roles if role not in mine}
-        scores = {}
-        for role in mine:
-            rest = fmean(returns[other] for other in roles if other != role)
-            scores[role] = (1 + (returns[role] > rest) - (returns[role] < rest)) / 2
+        scores = {role: game_score(got, role, roles) for role in mine}
         return Game(others.pop() if others else self.policy, scores)
 
     def measured(self, games: Sequence[Game], unscored: int) -> dict[str, float]:

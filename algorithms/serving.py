@@ -20,6 +20,8 @@ from agentrl.algorithms.engines.choice import policy_server
 from agentrl.algorithms.policies import Base, load_base
 from agentrl.config import RunConfig
 from agentrl.errors import PolicyError
+from agentrl.store.base import Store
+from agentrl.types import PolicyVersion
 
 
 class Serving:
@@ -118,6 +120,16 @@ class Serving:
             (name, self._versions[name], advertised(server.base_url, host), self._wire(name))
             for name, server in self._servers.items()
         ]
+
+    async def announce(self, store: Store, run: str, epoch: int) -> None:
+        """Tell the runners where each policy is served, as far as that has changed."""
+        known = await store.policies(run)
+        for name, version, base_url, model in self.table():
+            row = PolicyVersion(
+                run=run, policy=name, version=version, base_url=base_url, model=model
+            )
+            if known.get(name) != row:
+                await store.publish(row, epoch=epoch)
 
     async def close(self) -> None:
         """Stop. A second time does nothing."""

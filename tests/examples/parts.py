@@ -1,8 +1,10 @@
-"""An example's own modules, which have the same names in every example."""
+"""An example's own modules, which have the same names in every example, and one short training."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,3 +33,20 @@ def modules(example: str, *names: str) -> Iterator[dict[str, ModuleType]]:
         for name in own & (sys.modules.keys() - before.keys()):
             del sys.modules[name]
         sys.path[:] = [entry for entry in sys.path if entry != str(folder)]
+
+
+async def train_once(example: str, model: Path, output: Path, *more: str) -> None:
+    """One step of an example from the command line, with another model and with very little of
+    everything."""
+    small = ["steps=1", "algorithm.groups=2", "algorithm.group_size=2", "sampling.max_tokens=4"]
+    small += ["eval.tasks=1", "eval.sampled=false", f"output={output}", f"policy.model={model}"]
+    command = [sys.executable, "-m", "agentrl", "train", str(EXAMPLES / example / "run.toml")]
+    trained = await asyncio.to_thread(
+        subprocess.run,
+        [*command, *small, *more],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert trained.returncode == 0, trained.stderr

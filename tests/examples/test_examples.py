@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +12,8 @@ import pytest
 
 from agentrl.store import open_store
 from agentrl.types import RolloutState, Scope
+from tests.examples.parts import EXAMPLES, train_once
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 AGENTS = sorted(EXAMPLES.glob("*/agent.*"))
 CODE = (".py", ".mjs", ".toml")
 
@@ -136,18 +133,7 @@ async def test_training_from_the_command_line_with_a_real_policy(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:
     """What the tiny model says is noise; everything around it is as in any training."""
-    small = ["steps=1", "algorithm.groups=2", "algorithm.group_size=2", "sampling.max_tokens=4"]
-    small += ["eval.tasks=1", "eval.sampled=false", f"output={tmp_path}", "agent.error_reward=0.0"]
-    command = [sys.executable, "-m", "agentrl", "train", str(EXAMPLES / "openai_sdk" / "run.toml")]
-    trained = await asyncio.to_thread(
-        subprocess.run,
-        [*command, f"policy.model={tiny_model_dir}", *small],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert trained.returncode == 0, trained.stderr
+    await train_once("openai_sdk", tiny_model_dir, tmp_path, "agent.error_reward=0.0")
     async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
         rollouts = await store.rollouts("openai_sdk", step=0)
         assert {rollout.state for rollout in rollouts} == {RolloutState.SUCCEEDED}

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +12,7 @@ import pytest
 
 from agentrl.store import open_store
 from agentrl.types import Float32, Int32, RolloutState, Transition
-from tests.examples.parts import EXAMPLES, modules
+from tests.examples.parts import modules, train_once
 
 Parts = dict[str, ModuleType]
 
@@ -110,24 +107,8 @@ async def test_nodes_are_played_by_their_policies(run_example: Any, team: Parts)
 async def test_two_adapters_learn_from_one_team(tmp_path: Path, tiny_model_dir: Path) -> None:
     """What the tiny model says is noise; everything around it is as in any training."""
     pytest.importorskip("langgraph")
-    small = ["steps=1", "algorithm.groups=2", "algorithm.group_size=2", "sampling.max_tokens=4"]
-    small += [
-        "eval.tasks=1",
-        "eval.sampled=false",
-        "runner.processes=1",
-        "agent.timeout=300",
-        f"output={tmp_path}",
-    ]
-    command = [sys.executable, "-m", "agentrl", "train", str(EXAMPLES / "team" / "run.toml")]
-    trained = await asyncio.to_thread(
-        subprocess.run,
-        [*command, f"policy.model={tiny_model_dir}", *small],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert trained.returncode == 0, trained.stderr
+    more = ["runner.processes=1", "agent.timeout=300"]
+    await train_once("team", tiny_model_dir, tmp_path, *more)
     async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
         rollouts = await store.rollouts("team", step=0)
         assert {rollout.state for rollout in rollouts} == {RolloutState.SUCCEEDED}
