@@ -13,6 +13,9 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4  # linux/prctl.h
 PARENT = "AGENTRL_PARENT"  # pid of the process that must outlive this one
+# Threads of torch that wait for each other sleep. By default they spin, which on cores that other
+# programs use as well makes a step of small tensors cost ten times the CPU time.
+WAIT = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
@@ -62,7 +65,7 @@ class Child:
                 stdin=asyncio.subprocess.PIPE if self.piped else asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=os.environ | {PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"},
+                env=WAIT | os.environ | {PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"},
                 start_new_session=True,  # Ctrl-C reaches the front only, which ends its children
             )
 

@@ -4,6 +4,7 @@ Trains examples/team as it is, two adapters on one model, with credit in several
 
 shared    the team's outcome, compared over the rollouts of a task, for every call of both policies
 per-role  the same, compared within each role (Dr. MAS)
+prompt    the same, compared with the role's other answers to what it was asked (AT-GRPO)
 parts     what each call did of its own part, compared within its role
 c3        the outcome, each call against other samples of it, from branches that repeat what was
           before; a group is 2 rollouts and 6 branches, all of which are counted
@@ -41,6 +42,7 @@ OUTCOME = ["algorithm.groups=8", "algorithm.group_size=8"]
 ARMS = {
     "shared": ["algorithm.preset=grpo", *OUTCOME],
     "per-role": ["algorithm.preset=dr-mas", *OUTCOME],
+    "prompt": ["algorithm.preset=at-grpo", "algorithm.options.within=prompt", *OUTCOME],
     "parts": ["algorithm.preset=dr-mas", "algorithm.options.reward=transition:part", *OUTCOME],
     "c3": [
         *("algorithm.preset=c3", "algorithm.groups=8", "algorithm.group_size=2"),
