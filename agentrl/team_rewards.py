@@ -17,6 +17,9 @@ from typing import Literal
 from agentrl.types import Transition
 
 Coalition = frozenset[str]
+Value = Callable[[Coalition], float]
+"""What a coalition comes to. What a role that is absent does instead, an empty message or a default
+one, is its to say."""
 EXACT = 4  # roles up to which Shapley values are exact by default: 24 orders of joining
 
 
@@ -107,16 +110,15 @@ def m_grpo_sub(format: float, main_correct: float, judged: float) -> float:
     return 0.1 * format + 0.4 * main_correct + 0.5 * judged if format else 0.0
 
 
-def difference(value: Callable[[Coalition], float], roles: Iterable[str]) -> dict[str, float]:
-    """v(team) - v(team without the role). What a role that is absent does instead, an empty message
-    or a default one, is `value`'s to say. Wolpert and Tumer 2001."""
+def difference(value: Value, roles: Iterable[str]) -> dict[str, float]:
+    """v(team) - v(team without the role). Wolpert and Tumer 2001."""
     team = frozenset(roles)
     whole = value(team)
     return {role: whole - value(team - {role}) for role in sorted(team)}
 
 
 def shapley(
-    value: Callable[[Coalition], float], roles: Iterable[str], *, samples: int = 0, seed: int = 0
+    value: Value, roles: Iterable[str], *, samples: int = 0, seed: int | str = 0
 ) -> dict[str, float]:
     """What each role adds to the coalitions before it, mean over the orders in which they could
     join: all orders of up to 4 roles, of more the `samples` that are drawn with `seed`.
@@ -140,7 +142,7 @@ def shapley(
     return {role: total / len(orders) for role, total in added.items()}
 
 
-def _orders(names: list[str], samples: int, seed: int) -> list[tuple[str, ...]]:
+def _orders(names: list[str], samples: int, seed: int | str) -> list[tuple[str, ...]]:
     if len(names) <= EXACT:
         return list(permutations(names))
     if samples < 1:

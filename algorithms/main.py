@@ -13,8 +13,9 @@ import msgspec
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from agentrl.algorithms import beside, presets
+from agentrl.algorithms import beside, coalitions, presets
 from agentrl.algorithms.checkpoint import load_checkpoint
+from agentrl.algorithms.coalitions import RoleRewards, shares
 from agentrl.algorithms.collect import Collector, rule
 from agentrl.algorithms.controller import Anchor, Following
 from agentrl.algorithms.difficulty import PART, Difficulty
@@ -30,6 +31,7 @@ from agentrl.algorithms.loop import Loop
 from agentrl.algorithms.model import context_of
 from agentrl.algorithms.objective import Algo
 from agentrl.algorithms.opponents import Opponents
+from agentrl.algorithms.players import serve
 from agentrl.algorithms.policies import Base, load_bases
 from agentrl.algorithms.requests import TaskStream
 from agentrl.algorithms.retokenize import Retokenizer
@@ -42,12 +44,13 @@ from agentrl.algorithms.team import Team
 from agentrl.algorithms.update import Updater
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
+from agentrl.lineups import Player, first_version
 from agentrl.loading import load_tasks
 from agentrl.processes import log_to_stderr
 from agentrl.selfplay import player
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.team import trained, view
+from agentrl.team import FIRST, player_of, trained, view
 from agentrl.types import POLICY, Json
 
 
@@ -61,6 +64,7 @@ async def run(config: RunConfig) -> None:
     """Open the run, load the policies of its last committed step and what trains them, and loop."""
     algos = algorithms(config)
     greedy, resample = sampled_for(config, algos)
+    coalitions.check_read(config, algos, resample)
     train, heldout = _tasks(config, "train"), _tasks(config, "heldout")
     disable_progress_bar()  # the view is the only one
     random.seed(config.seed)
@@ -82,6 +86,9 @@ async def run(config: RunConfig) -> None:
         await serving.start()
         try:
             await serving.publish(team.versions(state.step))
+            if config.steps:
+                async with serving.updating():
+                    await serve(config, bases, serving, first_versions(config))
             opponents = make_opponents(config, team, serving, store, pool)
             if opponents is not None:
                 await opponents.start(state.step)
@@ -153,6 +160,13 @@ def make_team(
     return Team(config, updaters, memory), difficulty
 
 
+def first_versions(config: RunConfig) -> dict[str, Player]:
+    """The policies as training began with them that stand in for what they have become."""
+    given = config.algorithm.counterfactual.stand_ins
+    roles = [role for role, player in given.items() if player == FIRST]
+    return dict(first_version(config, player_of(config, role)) for role in roles)
+
+
 def make_pool(config: RunConfig, team: Team) -> Pool | None:
     """Who plays whom, where there are seats; a pool of snapshots is remembered with the run."""
     settings = config.selfplay
@@ -215,6 +229,8 @@ def make_intake(
     """What completes the groups before a policy learns from them: ids first, then rewards."""
     tokenizer, context = base.tokenizer, context_of(base.model)
     completers: list[Completer] = []
+    if config.algorithm.counterfactual.stand_ins:
+        completers.append(RoleRewards(shares(config), name))
     if config.algorithm.inexact == "retokenize":
         completers.append(Retokenizer(tokenizer, learner, context, algo.rewards, name))
     completers += scorers

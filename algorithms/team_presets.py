@@ -142,15 +142,30 @@ def marti(
     return Algo(credit, clipped(clip_low, clip_high), penalty(kl))
 
 
+@preset("difference")
+def difference(
+    *,
+    reward: str = "role:difference",
+    baseline: Literal["mean", "loo", "none"] = "mean",
+    std: bool = False,
+    clip_low: Num = 0.2,
+    clip_high: Num = 0.2,
+) -> Algo:
+    """Every role by what the team came to less what it comes to without the role, as replays show
+    (`algorithm.counterfactual`) or the verifier says (`agentrl.team_rewards.difference`), against
+    the mean of the group or, as it is a comparison already, nothing. Wolpert and Tumer 2001."""
+    credit = Rel(reward, by=("group", "role"), base=baseline, norm="std" if std else "none")
+    return Algo(credit, clipped(clip_low, clip_high))
+
+
 @preset("shapley")
 def shapley(
     *, reward: str = "role:shapley", std: bool = False, clip_low: Num = 0.2, clip_high: Num = 0.2
 ) -> Algo:
-    """Every role compared by what it added to the team, a reward of roles which
-    `agentrl.team_rewards.shapley` (or `difference`) makes of coalition values. arXiv
+    """Every role compared by what it added to all coalitions of the others, as replays show
+    (`algorithm.counterfactual`) or the verifier says (`agentrl.team_rewards.shapley`). arXiv
     1907.05707."""
-    credit = Rel(reward, by=("group", "role"), norm="std" if std else "none")
-    return Algo(credit, clipped(clip_low, clip_high))
+    return difference(reward=reward, std=std, clip_low=clip_low, clip_high=clip_high)
 
 
 @preset("coma")
