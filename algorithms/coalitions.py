@@ -138,8 +138,9 @@ def played_without(group: Group) -> Worth:
 
 
 def check_read(config: RunConfig, algos: Mapping[str, Algo], resample: str | None) -> None:
-    """Raises ConfigError for replays that no policy learns from, and where `resample`, the reward
-    by which groups are sampled again, is not known until they are complete."""
+    """Raises ConfigError for replays that no policy learns from, for a role that would not learn as
+    nobody stands in for it, and where `resample`, the reward by which groups are sampled again, is
+    not known until they are complete."""
     settings = config.algorithm.counterfactual
     name = f"role:{settings.value}"
     if not settings.stand_ins:
@@ -149,6 +150,12 @@ def check_read(config: RunConfig, algos: Mapping[str, Algo], resample: str | Non
             f"algorithm.counterfactual is set, and no preset reads its reward {name!r}; choose the "
             f"preset {settings.value!r}, or set algorithm.options.reward = {name!r}"
         )
+    for role, policy in team.claims(config).items():
+        if policy in algos and name in algos[policy].rewards and role not in settings.stand_ins:
+            raise ConfigError(
+                f"algorithm.counterfactual.stand_ins has no {role!r}, and {policy!r}, which plays "
+                f"it, learns from {name!r} alone; say who stands in for it"
+            )
     if resample == name:
         raise ConfigError(
             f"algorithm.dynamic_sampling goes by {name!r}, which rollouts do not have when they "

@@ -232,6 +232,10 @@ def test_replays_that_nobody_reads_are_refused() -> None:
     other = make("grpo", {"reward": "role:difference"})
     check_read(config, {"reader": algo, "writer": other}, None)
     check_read(resolve({}, source="test"), {"policy": algo}, None)
+    part = {"algorithm": {"counterfactual": {"stand_ins": {"planner": "first"}}}}
+    part |= {"roles": {"planner": "policy", "solver": "policy"}}
+    with pytest.raises(ConfigError, match=r"stand_ins has no 'solver', and 'policy', which plays"):
+        check_read(resolve(part, source="test"), {"policy": other}, None)
     with pytest.raises(ConfigError, match=r"dynamic_sampling goes by 'role:difference'"):
         check_read(config, {"policy": other}, "role:difference")
 
