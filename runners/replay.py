@@ -33,7 +33,8 @@ RECORD = Route(policy="record", version=None, base_url="the record of a rollout"
 @dataclass(slots=True)
 class Recording:
     """Of a rollout that has ended. `left` are its calls still to be repeated, in order, `later`
-    those that it made from the branch on. `without`: roles that others play."""
+    those that it made from the branch on. `without`: roles that others play; none of theirs is
+    left."""
 
     left: list[Transition]
     later: list[Transition]
@@ -43,7 +44,7 @@ class Recording:
         """The record of a request, one call per choice; empty where the policy is to be asked.
 
         Calls that the agent makes at the same time come in any order."""
-        if not self.left or role in self.without:
+        if not self.left:
             return []
         question, n = _asked_by(call, role), value(call.fields, "n") or 1
         found = [row for row in self.left if _recorded(row) == question][:n]

@@ -211,6 +211,8 @@ def test_nobody_learns_from_a_replay() -> None:
     assert measured["rollouts"] == 8
     assert measured["reward/mean"] == 0.75
     assert measured["calls"] == 6
+    assert measured["replays"] == 6
+    assert "branches" not in measured
 
 
 def test_replays_are_counted() -> None:
