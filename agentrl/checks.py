@@ -120,11 +120,18 @@ def _check_policies(config: RunConfig, source: str) -> None:
 def _check_stand_ins(config: RunConfig, source: str) -> None:
     """That replays replace roles of policies that learn, by somebody there is."""
     given = config.algorithm.counterfactual.stand_ins
+    ahead = config.algorithm.max_staleness
     if given and (config.algorithm.branching.kind != "none" or config.selfplay.seats):
         other = "selfplay" if config.selfplay.seats else "algorithm.branching"
         raise ConfigError(
             f"{source}: algorithm.counterfactual plays rollouts again that [{other}] asks for "
             "otherwise; leave one of them out"
+        )
+    if given and ahead:
+        raise ConfigError(
+            f"{source}: algorithm.max_staleness = {ahead} lets a step take rollouts that are not "
+            "played again yet, which algorithm.counterfactual learns nothing from; leave one of "
+            "them out"
         )
     trained = team.trained(config)
     players = {*(config.policies or (POLICY,)), *config.upstreams, team.FIRST}

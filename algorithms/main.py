@@ -64,7 +64,6 @@ async def run(config: RunConfig) -> None:
     """Open the run, load the policies of its last committed step and what trains them, and loop."""
     algos = algorithms(config)
     greedy, resample = sampled_for(config, algos)
-    coalitions.check_read(config, algos, resample)
     train, heldout = _tasks(config, "train"), _tasks(config, "heldout")
     disable_progress_bar()  # the view is the only one
     random.seed(config.seed)
@@ -116,7 +115,7 @@ def sampled_for(config: RunConfig, algos: Mapping[str, Algo]) -> tuple[bool, str
     """What the algorithms ask of the groups, from which all policies learn: whether the first
     rollout is a greedy one, and the reward that must differ within a group; none: any will do.
 
-    Raises ConfigError where they do not agree."""
+    Raises ConfigError where they do not agree, and for replays that none of them learns from."""
     asked = {
         name: (algo.greedy, rule(view(config, name).algorithm, algo))
         for name, algo in algos.items()
@@ -130,6 +129,7 @@ def sampled_for(config: RunConfig, algos: Mapping[str, Algo]) -> tuple[bool, str
                 "greedy rollout, or groups sampled again); choose presets that agree, or set "
                 "algorithm.dynamic_sampling = false"
             )
+    coalitions.check_read(config, algos, wanted[1])
     return wanted
 
 

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from agentrl.algorithms import metrics
 from agentrl.algorithms.coalitions import RoleRewards, check_read, measure, replays, shares
 from agentrl.algorithms.intake import Intake
+from agentrl.algorithms.main import sampled_for
 from agentrl.algorithms.merge import build_batch, valid
 from agentrl.algorithms.objective import credited
 from agentrl.algorithms.presets import make
@@ -230,7 +231,7 @@ def test_replays_are_counted() -> None:
 def test_replays_that_nobody_reads_are_refused() -> None:
     config, algo = run_file(), make("grpo", {})
     with pytest.raises(ConfigError, match=r"no preset reads its reward 'role:difference'"):
-        check_read(config, {"policy": algo}, None)
+        sampled_for(config, {"policy": algo})
     other = make("grpo", {"reward": "role:difference"})
     check_read(config, {"reader": algo, "writer": other}, None)
     check_read(resolve({}, source="test"), {"policy": algo}, None)
@@ -267,6 +268,7 @@ PAIR = {
             {"algorithm": {"branching": {"kind": "mc"}}},
             r"plays rollouts again that \[algorithm.branching\] asks for otherwise",
         ),
+        ({"stand_ins": {"a": "first"}}, {"algorithm": {"max_staleness": 1}}, "max_staleness = 1"),
         ({"stand_ins": {"a": "first"}}, {"selfplay": {"seats": ["a", "b"]}}, r"\[selfplay\]"),
     ],
 )
