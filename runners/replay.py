@@ -58,13 +58,16 @@ class Recording:
 
 
 async def recording(store: Store, branch: Branch) -> Recording:
-    """What a branch repeats. A call whose end the agent did not wait for ends it, and a record that
-    is gone has nothing to repeat."""
+    """What a branch repeats. A record that is gone has nothing to repeat."""
     trace = await store.trace(branch.rollout)
-    calls = [] if trace is None else trace.transitions
+    return repeating([] if trace is None else trace.transitions, branch)
+
+
+def repeating(calls: Sequence[Transition], branch: Branch) -> Recording:
+    """What a branch repeats of these calls. One whose end the agent did not wait for ends it."""
     whole = list(takewhile(lambda row: row.finish != CUT, calls[: branch.calls]))
     left = [row for row in whole if row.role not in branch.without]
-    return Recording(left, calls[len(whole) :], branch.without)
+    return Recording(left, [*calls[len(whole) :]], branch.without)
 
 
 def repeated(row: Transition, call: Call, **known: Any) -> Transition:
