@@ -16,7 +16,7 @@ from rich.table import Table
 from agentrl import evaluation, team, trainer
 from agentrl.config import RunConfig, nearest
 from agentrl.errors import ConfigError
-from agentrl.lineups import Plan, Seats
+from agentrl.lineups import Plan, Seats, first_version
 from agentrl.types import Rollout
 
 TEAM = "team"  # the lineup in which nobody is replaced
@@ -53,9 +53,7 @@ def ablate(config: RunConfig, roles: Sequence[str], replacement: Path | None) ->
     last = evaluation.checkpoint_at(trainer.blocking(evaluation.last_checkpoint(config)))
     other = evaluation.checkpoint_at(replacement) if replacement else None
     found = {
-        role: evaluation.player(config, other, policy)
-        if other
-        else evaluation.first_version(config, policy)
+        role: evaluation.player(config, other, policy) if other else first_version(config, policy)
         for role, policy in wanted.items()
     }
     players = {role: name for role, (name, _) in found.items()}

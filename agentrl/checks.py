@@ -36,6 +36,7 @@ def check(config: RunConfig, source: str) -> None:
     _check_lora(config.policy.lora, source)
     _check_schedule(config.algorithm, source)
     _check_policies(config, source)
+    _check_stand_ins(config, source)
     selfplay.check(config, source)
     _check_sinks(config.metrics.sinks, source)
     _check_engine(config.engine, source)
@@ -114,6 +115,33 @@ def _check_policies(config: RunConfig, source: str) -> None:
         raise ConfigError(f"{source}: team.every means nothing for team.schedule = 'together'")
     for name in names:
         _check_view(config, name, source)
+
+
+def _check_stand_ins(config: RunConfig, source: str) -> None:
+    """That replays replace roles of policies that learn, by somebody there is."""
+    given = config.algorithm.counterfactual.stand_ins
+    ahead = config.algorithm.max_staleness
+    if given and (config.algorithm.branching.kind != "none" or config.selfplay.seats):
+        other = "selfplay" if config.selfplay.seats else "algorithm.branching"
+        raise ConfigError(
+            f"{source}: algorithm.counterfactual plays rollouts again that [{other}] asks for "
+            "otherwise; leave one of them out"
+        )
+    if given and ahead:
+        raise ConfigError(
+            f"{source}: algorithm.max_staleness = {ahead} lets a step take rollouts that are not "
+            "played again yet, which algorithm.counterfactual learns nothing from; leave one of "
+            "them out"
+        )
+    trained = team.trained(config)
+    players = {*(config.policies or (POLICY,)), *config.upstreams, team.FIRST}
+    for role, player in given.items():
+        where = f"{source}: algorithm.counterfactual.stand_ins.{role}"
+        if team.player_of(config, role) not in trained:
+            known = {role for role, name in team.claims(config).items() if name in trained}
+            raise ConfigError(f"{where}: no policy that learns plays it; {nearest(role, known)}")
+        if player not in players:
+            raise ConfigError(f"{where} = {player!r}; {nearest(player, players)}")
 
 
 def _check_member(name: str, member: MemberConfig, source: str) -> None:

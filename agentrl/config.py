@@ -23,6 +23,7 @@ from agentrl.sections import AlgorithmConfig as AlgorithmConfig
 from agentrl.sections import BranchingConfig as BranchingConfig
 from agentrl.sections import ContainerConfig as ContainerConfig
 from agentrl.sections import Count as Count
+from agentrl.sections import CounterfactualConfig as CounterfactualConfig
 from agentrl.sections import CriticConfig as CriticConfig
 from agentrl.sections import EngineConfig as EngineConfig
 from agentrl.sections import EvalConfig as EvalConfig

@@ -97,17 +97,6 @@ def player(config: RunConfig, checkpoint: Checkpoint, policy: str) -> tuple[str,
     return name, Player(policy=policy, directory=str(directory), steps=checkpoint.steps)
 
 
-def first_version(config: RunConfig, policy: str) -> tuple[str, Player]:
-    """A policy as training began with it."""
-    own = team.view(config, policy).policy
-    if own.lora.rank or own.lora.adapter:
-        directory = str(config.path(own.lora.adapter)) if own.lora.adapter else ""
-    else:
-        made = config.path(own.model) if own.model else Path(config.output, "policy")
-        directory = str(made) if made.is_dir() else own.model
-    return f"{policy}@000000", Player(policy=policy, directory=directory, steps=0)
-
-
 def tasks_of(config: RunConfig, limit: int = 0) -> list[dict[str, Json]]:
     """The held-out tasks, or else those of training; the first `limit`, 0: all."""
     key = "heldout" if config.tasks.heldout else "train"

@@ -6,8 +6,12 @@ lineup plays the same tasks, so that what differs between two of them is who pla
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 
+from agentrl import team
+from agentrl.sections import RunConfig
 from agentrl.types import Json
 
 Seats = dict[str, str]  # role -> player, or a policy of the run
@@ -31,3 +35,14 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tasks: list[dict[str, Json]]
     temperature: float
     steps: int  # that the run's own policies were trained for
+
+
+def first_version(config: RunConfig, policy: str) -> tuple[str, Player]:
+    """A policy as training began with it, and its name."""
+    own = team.view(config, policy).policy
+    if own.lora.rank or own.lora.adapter:
+        directory = str(config.path(own.lora.adapter)) if own.lora.adapter else ""
+    else:
+        made = config.path(own.model) if own.model else Path(config.output, "policy")
+        directory = str(made) if made.is_dir() else own.model
+    return team.first_name(policy), Player(policy=policy, directory=directory, steps=0)

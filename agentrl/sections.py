@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from agentrl.team_rewards import EXACT
 from agentrl.types import Sampling
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -129,6 +130,32 @@ class BranchingConfig(Section, frozen=True):
             raise ValueError("kind = 'tree' needs to know from how many `calls` of a group")
 
 
+class CounterfactualConfig(Section, frozen=True):
+    """Rollouts played again with others in some roles, asked for when the rollouts have ended: what
+    the team comes to without what a role does. See `algorithms.coalitions`."""
+
+    # Role -> who plays it instead: a policy or an upstream, or "first": the role's own policy as
+    # training began with it. These are the roles whose part is measured.
+    stand_ins: dict[str, str] = {}
+    # The reward of roles that it comes to: the team less the team without the role, or what the
+    # role adds to all coalitions of the others.
+    value: Literal["difference", "shapley"] = "difference"
+    orders: Natural = 0  # of joining that are drawn, for Shapley values of more than 4 roles
+    width: Count = 1  # replays of each coalition, of which the mean counts
+
+    def __post_init__(self) -> None:
+        if not self.stand_ins and (self.value, self.orders, self.width) != ("difference", 0, 1):
+            raise ValueError("value, orders and width mean nothing without stand_ins")
+        many = self.value == "shapley" and len(self.stand_ins) > EXACT
+        if many and not self.orders:
+            raise ValueError(
+                f"{len(self.stand_ins)} roles can join in too many orders to take them all; set "
+                "how many `orders` are drawn"
+            )
+        if self.orders and not many:
+            raise ValueError(f"orders are for Shapley values of more than {EXACT} roles")
+
+
 class AlgorithmConfig(Section, frozen=True):
     """What is learned from a batch. `options` are the preset's own arguments."""
 
@@ -153,6 +180,7 @@ class AlgorithmConfig(Section, frozen=True):
     weight_decay: NonNegative = 0.0
     max_grad_norm: Positive = 1.0
     branching: BranchingConfig = BranchingConfig()
+    counterfactual: CounterfactualConfig = CounterfactualConfig()
 
 
 class CriticConfig(Section, frozen=True):
@@ -306,11 +334,19 @@ class RunnerConfig(Section, frozen=True):
 
 
 class UpstreamConfig(Section, frozen=True):
-    """An endpoint that answers calls and is not trained: a judge, an opponent, a tool's model."""
+    """An endpoint that answers calls and is not trained: a judge, an opponent, a tool's model, or
+    in its place one `text` that is the answer to every call."""
 
-    base_url: Annotated[str, msgspec.Meta(pattern=r"^https?://")]  # ends in /v1
+    base_url: Annotated[str, msgspec.Meta(pattern=r"^(https?://.*)?$")] = ""  # ends in /v1
     model: str = ""  # the name it answers to; empty: the one the agent asks for
     key_env: str = ""  # environment variable of the runner that holds its API key
+    text: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.text is None) != bool(self.base_url):
+            raise ValueError("give either its base_url or the text that is its answer")
+        if self.text is not None and (self.model or self.key_env):
+            raise ValueError("model and key_env are of a base_url, and text is the answer itself")
 
 
 class EvalConfig(Section, frozen=True):

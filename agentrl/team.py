@@ -23,6 +23,7 @@ from agentrl.sections import (
 )
 from agentrl.types import POLICY
 
+FIRST = "first"  # who stands in for a role: its own policy as training began with it
 TABLES: dict[str, type[msgspec.Struct]] = {
     "algorithm": AlgorithmConfig,
     "critic": CriticConfig,
@@ -31,7 +32,7 @@ TABLES: dict[str, type[msgspec.Struct]] = {
 }
 """The tables of a run file of which a policy may have its own values."""
 SHARED = frozenset({"groups", "group_size", "max_staleness", "dynamic_sampling", "max_rounds"})
-SHARED |= {"branching", "store_credit"}
+SHARED |= {"branching", "counterfactual", "store_credit"}
 """Settings of `[algorithm]` that are the run's, because all policies learn from the same groups."""
 
 
@@ -51,6 +52,24 @@ def claims(config: RunConfig) -> dict[str, str]:
     """Role -> the policy or upstream that plays it, from both sides: `[roles]` and `[policies]`."""
     made = {role: name for name, member in config.policies.items() for role in member.roles}
     return made | config.roles
+
+
+def stand_ins(config: RunConfig) -> dict[str, str]:
+    """Role -> who plays it where the team is measured without it, by the name it is served by."""
+    return {
+        role: first_name(player_of(config, role)) if player == FIRST else player
+        for role, player in config.algorithm.counterfactual.stand_ins.items()
+    }
+
+
+def player_of(config: RunConfig, role: str) -> str:
+    """Who plays a role, named in the run file or not."""
+    return claims(config).get(role, POLICY)
+
+
+def first_name(policy: str) -> str:
+    """The name of a policy as training began with it, where that is served too."""
+    return f"{policy}@000000"
 
 
 def view(config: RunConfig, name: str) -> RunConfig:

@@ -8,15 +8,19 @@ chain each answer is a stage (0, 1, 2, ...), in a debate each round of the agent
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
-from itertools import permutations
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise, permutations, product
 from math import isnan, nan
 from statistics import fmean
-from typing import Literal
+from typing import Literal, TypeVar
 
 from agentrl.types import Transition
 
+T = TypeVar("T")
 Coalition = frozenset[str]
+Value = Callable[[Coalition], float]
+"""What a coalition comes to. What a role that is absent does instead, an empty message or a default
+one, is its to say."""
 EXACT = 4  # roles up to which Shapley values are exact by default: 24 orders of joining
 
 
@@ -71,6 +75,80 @@ def maporl(scores: Sequence[float], stages: Sequence[int], gamma: float = 1.0) -
     return rewards
 
 
+def maporl_incentives(
+    scores: Sequence[float],
+    agents: Sequence[str],
+    stages: Sequence[int],
+    *,
+    joined: float = 0.0,
+    alone: float = 0.0,
+    persuaded: float = 0.0,
+    provoked: float = 0.0,
+) -> list[float]:
+    """What to add to the reward of every answer of a debate for who turned whom, minus the same
+    where the turn was from right to wrong: a score above 1/2 is right, below it wrong, and others
+    are what they are on average.
+
+    joined: an agent turned to where the others were, and alone: to where they were not; persuaded:
+    the others turned afterwards to where it was, and provoked: away from where it was with them.
+    MAPoRL, arXiv 2502.18439: alpha 0, 1, 3 and 2 of its repository, where the last two have the
+    opposite sign, and so would pay for leading others astray, and the first round gets neither."""
+    said = {(s, agent): v for s, agent, v in zip(stages, agents, scores, strict=True) if v >= 0}
+    held = sorted({stage for stage, _ in said})
+    before, after = dict(zip(held[1:], held, strict=False)), dict(pairwise(held))
+
+    def own(agent: str, stage: int | None) -> bool | None:
+        return _right(v for (s, who), v in said.items() if s == stage and who == agent)
+
+    def others(agent: str, stage: int | None) -> bool | None:
+        return _right(v for (s, who), v in said.items() if s == stage and who != agent)
+
+    bonuses = []
+    for agent, stage in zip(agents, stages, strict=True):
+        then, now, later = before.get(stage), stage, after.get(stage)
+        turned = _turn(own(agent, then), own(agent, now), others(agent, then), joined, alone)
+        moved = _turn(
+            others(agent, now), others(agent, later), own(agent, now), persuaded, provoked
+        )
+        bonuses.append(turned + moved if (stage, agent) in said else nan)
+    return bonuses
+
+
+def _right(scores: Iterable[float]) -> bool | None:
+    """Whether they are right on average; None: as much as wrong, or there are none."""
+    mean = fmean([*scores] or [0.5])
+    return None if mean == 0.5 else mean > 0.5
+
+
+def _turn(
+    old: bool | None, new: bool | None, witness: bool | None, there: float, elsewhere: float
+) -> float:
+    """The weight of a turn, by whether a witness is where it leads, with its sign."""
+    if None in (old, new, witness) or old == new:
+        return 0.0
+    weight = there if witness == new else elsewhere
+    return weight if new else -weight
+
+
+def cross(
+    value: Callable[[Mapping[str, T]], float], answers: Mapping[str, Sequence[T]]
+) -> dict[str, list[float]]:
+    """The mean return of every answer over all joint answers that it is part of, for a team whose
+    roles sampled several each (`n` of a call) and a verifier that can value any combination, of
+    which there are as many as the product of their numbers. value: of one answer of each role; NaN:
+    not known, and in no mean. MAGRPO's cross mode, arXiv 2508.04652."""
+    known: dict[tuple[str, int], list[float]] = {}
+    for picked in product(*(range(len(sampled)) for sampled in answers.values())):
+        joint = dict(zip(answers, picked, strict=True))
+        x = value({role: answers[role][i] for role, i in joint.items()})
+        for place in joint.items():
+            known.setdefault(place, []).extend([] if isnan(x) else [x])
+    return {
+        role: [fmean(known.get((role, i)) or [nan]) for i in range(len(sampled))]
+        for role, sampled in answers.items()
+    }
+
+
 def sage_challenger(quality: float, format: float, solved: float, *, valid: bool) -> float:
     """Of a question: its quality as the critic sees it, its format, and, where the verifier finds
     it valid and the critic good enough (0.7), how rarely the solvers get it right. Without that
@@ -107,16 +185,15 @@ def m_grpo_sub(format: float, main_correct: float, judged: float) -> float:
     return 0.1 * format + 0.4 * main_correct + 0.5 * judged if format else 0.0
 
 
-def difference(value: Callable[[Coalition], float], roles: Iterable[str]) -> dict[str, float]:
-    """v(team) - v(team without the role). What a role that is absent does instead, an empty message
-    or a default one, is `value`'s to say. Wolpert and Tumer 2001."""
+def difference(value: Value, roles: Iterable[str]) -> dict[str, float]:
+    """v(team) - v(team without the role). Wolpert and Tumer 2001."""
     team = frozenset(roles)
     whole = value(team)
     return {role: whole - value(team - {role}) for role in sorted(team)}
 
 
 def shapley(
-    value: Callable[[Coalition], float], roles: Iterable[str], *, samples: int = 0, seed: int = 0
+    value: Value, roles: Iterable[str], *, samples: int = 0, seed: int | str = 0
 ) -> dict[str, float]:
     """What each role adds to the coalitions before it, mean over the orders in which they could
     join: all orders of up to 4 roles, of more the `samples` that are drawn with `seed`.
@@ -140,7 +217,7 @@ def shapley(
     return {role: total / len(orders) for role, total in added.items()}
 
 
-def _orders(names: list[str], samples: int, seed: int) -> list[tuple[str, ...]]:
+def _orders(names: list[str], samples: int, seed: int | str) -> list[tuple[str, ...]]:
     if len(names) <= EXACT:
         return list(permutations(names))
     if samples < 1:

@@ -107,10 +107,14 @@ class Sampling(Record, frozen=True):
 
 class Branch(Record, frozen=True):
     """A rollout that repeats the first `calls` model calls of another, which has ended, and goes
-    its own way from there. `calls` counts transitions in order of their index."""
+    its own way from there. `calls` counts transitions in order of their index.
+
+    `without`: roles of which no call is repeated, because others have their seats. It shows what
+    the other rollout would have come to without them, and is never trained on."""
 
     rollout: str
     calls: int
+    without: list[str] = []
 
 
 class NewRollout(Record, frozen=True):
@@ -240,6 +244,11 @@ class Rollout(Record, frozen=True):
             if row.scope is Scope.ROLLOUT and row.name == name:
                 return row.value
         return float("nan")
+
+    @property
+    def counterfactual(self) -> bool:
+        """Whether it shows what another would have come to without some roles."""
+        return self.branch is not None and bool(self.branch.without)
 
 
 class Group(Record, frozen=True):

@@ -21,6 +21,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from agentrl import team
+from agentrl.algorithms.coalitions import replays
 from agentrl.algorithms.merge import trainable, valid
 from agentrl.algorithms.requests import branch_of
 from agentrl.config import BranchingConfig, RunConfig
@@ -41,9 +42,10 @@ class Fork(NamedTuple):
 
 
 async def grow(store: Store, config: RunConfig, asked: Sequence[NewRollout]) -> None:
-    """Wait until the rollouts that were asked for have ended, ask for the branches that the run
-    file wants of their groups, and wait for those."""
-    if config.algorithm.branching.kind == "none":
+    """Wait until the rollouts that were asked for have ended, ask for the branches or replays that
+    the run file wants of their groups, and wait for those."""
+    settings = config.algorithm
+    if settings.branching.kind == "none" and not settings.counterfactual.stand_ins:
         return
     async with asyncio.TaskGroup() as tasks:
         for group in dict.fromkeys(rollout.group for rollout in asked):
@@ -56,8 +58,10 @@ async def _grow(store: Store, config: RunConfig, group: str) -> None:
     traces = [await store.trace(row.id) for row in found if row.branch is None]
     known = [trace for trace in traces if trace is not None]
     rollouts = [replace(trace.rollout, transitions=trace.transitions) for trace in known]
+    replayed = config.algorithm.counterfactual.stand_ins
+    more = replays(config, rollouts) if replayed else branches(config, rollouts)
     try:
-        await store.enqueue(branches(config, rollouts))
+        await store.enqueue(more)
     except Conflict:  # an earlier step took it, before the run file asked for branches
         log.warning("Group %s grows no branches: it was trained before its step.", group)
         return
@@ -102,7 +106,8 @@ def chosen(settings: BranchingConfig, forks: Sequence[Sequence[Fork]]) -> list[F
 def measure(groups: Sequence[Group]) -> dict[str, float]:
     """Metrics: how many rollouts were branches, and how many of them did not repeat all that they
     should have, because the agent asked something else. None without branches."""
-    found = [row for group in groups for row in group.rollouts if row.branch is not None]
+    rows = [row for group in groups for row in group.rollouts]
+    found = [row for row in rows if row.branch is not None and not row.counterfactual]
     if not found:
         return {}
     repeats = [sum(call.repeats is not None for call in row.transitions) for row in found]

@@ -43,6 +43,11 @@ def seg(x: Tensor, ids: Tensor, n: int | None = None, how: How = "sum") -> Tenso
     return total.scatter_reduce_(0, ids, x.double(), how, include_self=False)
 
 
+def known_mean(x: Tensor, ids: Tensor, n: int | None = None) -> Tensor:
+    """Per id, the mean of the x [U] that are not NaN, float64 [n]; NaN where there is none."""
+    return seg(x.nan_to_num(nan=0.0), ids, n) / seg(~x.isnan(), ids, n)
+
+
 def scan(x: Tensor, decay: Tensor | float, following: Tensor) -> Tensor:
     """y_i = x_i + decay_i * y_following_i along links, float64 [U]; following_i = -1 ends a chain.
 

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 import torch
 from transformers.utils.logging import disable_progress_bar
 
 from agentrl import team
-from agentrl.algorithms.checkpoint import atomic_directory
-from agentrl.algorithms.policies import Base, load_bases
+from agentrl.algorithms.players import serve
+from agentrl.algorithms.policies import load_bases
 from agentrl.algorithms.requests import evaluation
 from agentrl.algorithms.serving import Serving
 from agentrl.config import RunConfig
-from agentrl.errors import PolicyError
-from agentrl.lineups import Plan, Player
+from agentrl.lineups import Plan
 from agentrl.store import open_store
 from agentrl.store.base import Store
 
@@ -47,9 +44,7 @@ async def run(config: RunConfig, plan: Plan) -> None:
         try:
             async with serving.updating():
                 await serving.publish(dict.fromkeys(team.trained(config), plan.steps))
-                for name, player in plan.players.items():
-                    directory = _directory(config, bases, name, player)
-                    await serving.freeze(name, directory, player.steps)
+                await serve(config, bases, serving, plan.players)
             await serving.announce(store, config.name, state.epoch)
             await play(store, config, plan)
         finally:
@@ -66,21 +61,3 @@ async def play(store: Store, config: RunConfig, plan: Plan) -> None:
         groups.append(rollouts[0].group)
     for group in groups:
         await store.settled(group)
-
-
-def _directory(config: RunConfig, bases: Sequence[Base], name: str, player: Player) -> Path:
-    """Where a player's weights are; those of an adapter that was never trained are made."""
-    if player.directory:
-        return Path(player.directory)
-    base = next(base for base in bases if player.policy in base.policies)
-    if base.adapters is None:
-        raise PolicyError(f"{name}: {player.policy!r} is no adapter, so it began with a model")
-    lora = team.view(config, player.policy).policy.lora
-    base.adapters.add(
-        name, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=config.seed
-    )
-    path = Path(config.output, "players", name)
-    with atomic_directory(path) as partial:
-        base.adapters.save(name, partial)
-    base.adapters.close(name)
-    return path

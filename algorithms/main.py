@@ -13,8 +13,9 @@ import msgspec
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from agentrl.algorithms import beside, presets
+from agentrl.algorithms import beside, coalitions, presets
 from agentrl.algorithms.checkpoint import load_checkpoint
+from agentrl.algorithms.coalitions import RoleRewards, shares
 from agentrl.algorithms.collect import Collector, rule
 from agentrl.algorithms.controller import Anchor, Following
 from agentrl.algorithms.difficulty import PART, Difficulty
@@ -30,6 +31,7 @@ from agentrl.algorithms.loop import Loop
 from agentrl.algorithms.model import context_of
 from agentrl.algorithms.objective import Algo
 from agentrl.algorithms.opponents import Opponents
+from agentrl.algorithms.players import serve
 from agentrl.algorithms.policies import Base, load_bases
 from agentrl.algorithms.requests import TaskStream
 from agentrl.algorithms.retokenize import Retokenizer
@@ -42,12 +44,13 @@ from agentrl.algorithms.team import Team
 from agentrl.algorithms.update import Updater
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
+from agentrl.lineups import Player, first_version
 from agentrl.loading import load_tasks
 from agentrl.processes import log_to_stderr
 from agentrl.selfplay import player
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.team import trained, view
+from agentrl.team import FIRST, player_of, trained, view
 from agentrl.types import POLICY, Json
 
 
@@ -82,6 +85,9 @@ async def run(config: RunConfig) -> None:
         await serving.start()
         try:
             await serving.publish(team.versions(state.step))
+            if config.steps:
+                async with serving.updating():
+                    await serve(config, bases, serving, first_versions(config))
             opponents = make_opponents(config, team, serving, store, pool)
             if opponents is not None:
                 await opponents.start(state.step)
@@ -109,7 +115,7 @@ def sampled_for(config: RunConfig, algos: Mapping[str, Algo]) -> tuple[bool, str
     """What the algorithms ask of the groups, from which all policies learn: whether the first
     rollout is a greedy one, and the reward that must differ within a group; none: any will do.
 
-    Raises ConfigError where they do not agree."""
+    Raises ConfigError where they do not agree, and for replays that none of them learns from."""
     asked = {
         name: (algo.greedy, rule(view(config, name).algorithm, algo))
         for name, algo in algos.items()
@@ -123,6 +129,7 @@ def sampled_for(config: RunConfig, algos: Mapping[str, Algo]) -> tuple[bool, str
                 "greedy rollout, or groups sampled again); choose presets that agree, or set "
                 "algorithm.dynamic_sampling = false"
             )
+    coalitions.check_read(config, algos, wanted[1])
     return wanted
 
 
@@ -151,6 +158,13 @@ def make_team(
     if difficulty is not None:
         memory.parts[PART] = difficulty.means
     return Team(config, updaters, memory), difficulty
+
+
+def first_versions(config: RunConfig) -> dict[str, Player]:
+    """The policies as training began with them that stand in for what they have become."""
+    given = config.algorithm.counterfactual.stand_ins
+    roles = [role for role, player in given.items() if player == FIRST]
+    return dict(first_version(config, player_of(config, role)) for role in roles)
 
 
 def make_pool(config: RunConfig, team: Team) -> Pool | None:
@@ -215,6 +229,8 @@ def make_intake(
     """What completes the groups before a policy learns from them: ids first, then rewards."""
     tokenizer, context = base.tokenizer, context_of(base.model)
     completers: list[Completer] = []
+    if config.algorithm.counterfactual.stand_ins:
+        completers.append(RoleRewards(shares(config), name))
     if config.algorithm.inexact == "retokenize":
         completers.append(Retokenizer(tokenizer, learner, context, algo.rewards, name))
     completers += scorers

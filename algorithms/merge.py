@@ -35,10 +35,12 @@ def trainable(transition: Transition, policy: str = POLICY) -> bool:
 def valid(
     rollout: Rollout, reward_names: Sequence[str] = ("outcome",), policy: str = POLICY
 ) -> bool:
-    """Whether `policy` may learn from a rollout: a training rollout with a trainable call that
-    ended well, or failed with a reward all the same (`agent.error_reward`)."""
+    """Whether `policy` may learn from a rollout: a training rollout, and no replay without some
+    roles, with a trainable call that ended well, or failed with a reward all the same
+    (`agent.error_reward`)."""
     return (
         rollout.purpose is Purpose.TRAIN
+        and not rollout.counterfactual
         and (rollout.state is RolloutState.SUCCEEDED or scored(rollout, reward_names))
         and any(trainable(call, policy) for call in rollout.transitions)
     )

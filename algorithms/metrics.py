@@ -17,7 +17,7 @@ from statistics import fmean, pstdev
 import torch
 from torch import Tensor
 
-from agentrl.algorithms import branching
+from agentrl.algorithms import branching, coalitions
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.columns import reference
 from agentrl.algorithms.credit import level_of, spread
@@ -49,17 +49,20 @@ COUNTS = frozenset(
 
 
 def sampled(groups: Sequence[Group]) -> Metrics:
-    """Counts and rewards of the groups of a step, whoever learns from them."""
+    """Counts of the groups of a step, and rewards of the rollouts that are no replays, whoever
+    learns from them."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
+    played = [rollout for rollout in rollouts if not rollout.counterfactual]
     kinds = Counter(row.failure.kind for row in rollouts if row.failure)
     return {
         "rollouts": len(rollouts),
         "rollouts/failed": sum(row.state is not RolloutState.SUCCEEDED for row in rollouts),
         **{f"rollouts/failed/{kind}": count for kind, count in kinds.items()},
         "groups": len(groups),
-        **rewards(rollouts),
-        **by_role(rollouts),
+        **rewards(played),
+        **by_role(played),
         **branching.measure(groups),
+        **coalitions.measure(groups),
     }
 
 
@@ -83,8 +86,9 @@ def collected(groups: Sequence[Group], batch: Batch, policy: str = POLICY) -> Me
 
 def own_calls(groups: Iterable[Group], policy: str = POLICY) -> list[Transition]:
     """Calls that a trained policy answered: not those of others, nor those that a branch repeats,
-    which were counted where they were sampled."""
-    calls = [call for group in groups for row in group.rollouts for call in row.transitions]
+    which were counted where they were sampled, nor those of replays."""
+    rows = [row for group in groups for row in group.rollouts if not row.counterfactual]
+    calls = [call for row in rows for call in row.transitions]
     return [call for call in calls if call.policy == policy and call.repeats is None]
 
 

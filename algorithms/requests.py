@@ -123,6 +123,22 @@ def evaluation(
 def branch_of(config: RunConfig, source: Rollout, calls: int, number: int) -> NewRollout:
     """The `number`-th branch of the group of `source`, with so many of its calls repeated and the
     same players."""
+    return _joining(config, source, Branch(rollout=source.id, calls=calls), source.seats, number)
+
+
+def replay_of(
+    config: RunConfig, source: Rollout, without: Mapping[str, str], number: int
+) -> NewRollout:
+    """The `number`-th replay in the group of `source`. without: role -> who plays it there."""
+    roles, calls = list(without), len(source.transitions)
+    branch = Branch(rollout=source.id, calls=calls, without=roles)
+    return _joining(config, source, branch, {**source.seats, **without}, number)
+
+
+def _joining(
+    config: RunConfig, source: Rollout, branch: Branch, seats: Mapping[str, str], number: int
+) -> NewRollout:
+    """One more rollout of the group of `source`, after the `number` that joined before it."""
     rollout = _rollout(
         config,
         group=source.group,
@@ -132,9 +148,9 @@ def branch_of(config: RunConfig, source: Rollout, calls: int, number: int) -> Ne
         sampling=config.sampling,
         step=source.step,
         priority=URGENT,
-        seats=source.seats,
+        seats=seats,
     )
-    return replace(rollout, branch=Branch(rollout=source.id, calls=calls))
+    return replace(rollout, branch=branch)
 
 
 def _rollout(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.credit import Column, lengths, rewards, truncated
-from agentrl.algorithms.ids import seg
+from agentrl.algorithms.ids import known_mean, seg
 from agentrl.errors import TrainingError
 
 
@@ -37,10 +37,7 @@ class Greedy:
         x = rewards(batch, self.reward)
         if not greedy.numel():
             return torch.full_like(x, torch.nan)
-        known = ~x.isnan() & greedy
-        n = len(batch.groups)
-        total = seg(torch.where(known, x, 0.0), group, n)
-        return (total / seg(known, group, n))[group]
+        return known_mean(torch.where(greedy, x, torch.nan), group)[group]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +66,17 @@ class Best:
     def __call__(self, batch: Batch) -> Tensor:
         x, group, n = rewards(batch, self.reward), batch.rollout_group, len(batch.groups)
         known = ~x.isnan()
-        size, value = seg(known, group, n)[group], x.nan_to_num(nan=0.0)
+        size, mean = seg(known, group, n)[group], known_mean(x, group, n)[group]
         top = seg(x.nan_to_num(nan=-torch.inf), group, n, "amax")[group]
         best = known & (x == top)
-        rest = torch.where(known & ~best, value, -torch.inf)
+        rest = torch.where(known & ~best, x, -torch.inf)
         second = seg(rest, group, n, "amax")[group]
         single = best & (size > 1) & (seg(best, group, n)[group] == 1)
         gap = torch.where(single, x - second, torch.where(known, 0.0, torch.nan))
         if not self.std:
             return gap
-        mean = seg(value, group, n)[group] / size
-        variance = seg(known * (value - mean) ** 2, group, n)[group] / (size - 1).clamp(min=1)
+        squares = seg(((x - mean) ** 2).nan_to_num(nan=0.0), group, n)[group]
+        variance = squares / (size - 1).clamp(min=1)
         return torch.where(single, gap / (variance.sqrt() + 1e-6), gap)
 
 

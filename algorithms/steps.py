@@ -29,6 +29,7 @@ from agentrl.algorithms.ids import (
     Unit,
     chain,
     key,
+    known_mean,
     lift,
     reverse,
     scan,
@@ -280,9 +281,9 @@ class Hindsight:
 
     def __call__(self, batch: Batch) -> Tensor:
         rollout, p = batch.transition_rollout, self.hindsight(batch) / self.temperature
-        known, p = ~p.isnan(), p.exp().nan_to_num(nan=0.0)
-        mean = (seg(p, rollout) / seg(known, rollout))[rollout]
-        ratio = torch.where(known, (p / mean).clamp(self.low, self.high), 1.0)
+        p = p.exp()
+        ratio = (p / known_mean(p, rollout)[rollout]).clamp(self.low, self.high)
+        ratio = torch.where(p.isnan(), 1.0, ratio)
         return ratio * Returns(self.reward, self.gamma)(batch)
 
 

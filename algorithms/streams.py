@@ -13,7 +13,7 @@ from torch import Tensor
 
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.credit import Column, Credit, Plus, Rel, rewards, standardise
-from agentrl.algorithms.ids import Level, chain, lift, seg
+from agentrl.algorithms.ids import Level, chain, known_mean, lift, seg
 from agentrl.algorithms.steps import ahead, fading, received
 
 Agreement = Literal["agree", "positive", "negative"]
@@ -63,8 +63,7 @@ class Others:
 
     def __call__(self, batch: Batch) -> Tensor:
         x, rollout, n = received(batch, self.reward), batch.transition_rollout, len(batch.rollouts)
-        known = ~x.isnan()
-        mean = seg(x.nan_to_num(nan=0.0), rollout, n) / seg(known, rollout, n)  # 0 / 0: missing
+        mean = known_mean(x, rollout, n)
         base = standardise(mean, batch.rollout_group, base="loo").baseline
         others = seg(~mean.isnan(), batch.rollout_group, len(batch.groups))[batch.rollout_group] > 1
         return torch.where(others[rollout], x - base[rollout], 0.0 * x)

@@ -9,20 +9,21 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.batch import Batch
-from agentrl.algorithms.credit import Column, Credit, rewards
-from agentrl.algorithms.ids import Level, seg, units
+from agentrl.algorithms.credit import Column, Credit, level_of, rewards
+from agentrl.algorithms.ids import Level, Unit, seg, units
 from agentrl.algorithms.steps import first_of_call
 
 
 @dataclass(frozen=True, slots=True)
 class Highest:
-    """[U] the highest reward of the group. MAREMAX of comlrl, arXiv 2508.04652."""
+    """[U] the highest reward of those that are compared. MAREMAX of comlrl, arXiv 2508.04652."""
 
     reward: str
+    by: tuple[Unit, ...]
 
     def __call__(self, batch: Batch) -> Tensor:
-        x, group = rewards(batch, self.reward), batch.rollout_group
-        return seg(x.nan_to_num(nan=-torch.inf), group, len(batch.groups), "amax")[group]
+        x, ids = rewards(batch, self.reward), units(batch, level_of(self.reward), *self.by)
+        return seg(x.nan_to_num(nan=-torch.inf), ids, how="amax")[ids]
 
 
 @dataclass(frozen=True, slots=True)

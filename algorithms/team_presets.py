@@ -58,20 +58,27 @@ def at_grpo(
 @preset("magrpo")
 def magrpo(
     *,
-    reward: str = "outcome",
+    mode: Literal["aligned", "cross"] = "aligned",
+    reward: str = "",
     baseline: Literal["mean", "loo", "max", "none"] = "mean",
     std: bool = False,
 ) -> Algo:
-    """The team's return against that of the group's other joint rollouts, for every call of every
-    role, on sums of log-probs. baseline: the mean of all (MAGRPO), of the others (MARLOO), the
-    highest (MAREMAX, which is never above 0) or nothing (MAREINFORCE). arXiv 2508.04652."""
-    if level_of(reward) != "rollout":
+    """The team's return (the reward of rollouts `outcome`) against that of the group's other joint
+    rollouts, for every call of every role, on sums of log-probs or, in cross mode, every answer's
+    mean return over all combinations with the others' (`transition:cross`, by
+    `agentrl.team_rewards.cross`) against that of the other answers of its role. baseline: the mean
+    of all (MAGRPO), of the others (MARLOO), the highest (MAREMAX, which is never above 0) or
+    nothing (MAREINFORCE). arXiv 2508.04652."""
+    level, name = ("transition", "transition:cross") if mode == "cross" else ("rollout", "outcome")
+    reward = reward or name
+    if level_of(reward) != level:
         raise ConfigError(
-            f"algorithm.options.reward = {reward!r}: the return of a team is a reward of rollouts; "
-            "let the verifier give their sum"
+            f"algorithm.options.reward = {reward!r}: in {mode} mode the return of a team is a "
+            f"reward of {level}s; let the verifier give it"
         )
-    base: Base | Column = Highest(reward) if baseline == "max" else baseline
-    credit = Rel(reward, base=base, norm="std" if std else "none", ddof=0)
+    by: tuple[Unit, ...] = ("group", "role") if mode == "cross" else ("group",)
+    base: Base | Column = Highest(reward, by) if baseline == "max" else baseline
+    credit = Rel(reward, by=by, base=base, norm="std" if std else "none", ddof=0)
     return Algo(credit, agg=ROW_SUMS)
 
 
@@ -142,15 +149,30 @@ def marti(
     return Algo(credit, clipped(clip_low, clip_high), penalty(kl))
 
 
+@preset("difference")
+def difference(
+    *,
+    reward: str = "role:difference",
+    baseline: Literal["mean", "none"] = "mean",
+    std: bool = False,
+    clip_low: Num = 0.2,
+    clip_high: Num = 0.2,
+) -> Algo:
+    """Every role by what the team came to less what it comes to without the role, as replays show
+    (`algorithm.counterfactual`) or the verifier says (`agentrl.team_rewards.difference`), against
+    the mean of the group or, as it is a comparison already, nothing. arXiv 2012.11258."""
+    credit = Rel(reward, by=("group", "role"), base=baseline, norm="std" if std else "none")
+    return Algo(credit, clipped(clip_low, clip_high))
+
+
 @preset("shapley")
 def shapley(
     *, reward: str = "role:shapley", std: bool = False, clip_low: Num = 0.2, clip_high: Num = 0.2
 ) -> Algo:
-    """Every role compared by what it added to the team, a reward of roles which
-    `agentrl.team_rewards.shapley` (or `difference`) makes of coalition values. arXiv
+    """Every role compared by what it added to all coalitions of the others, as replays show
+    (`algorithm.counterfactual`) or the verifier says (`agentrl.team_rewards.shapley`). arXiv
     1907.05707."""
-    credit = Rel(reward, by=("group", "role"), norm="std" if std else "none")
-    return Algo(credit, clipped(clip_low, clip_high))
+    return difference(reward=reward, std=std, clip_low=clip_low, clip_high=clip_high)
 
 
 @preset("coma")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.credit import rewards, standardise
-from agentrl.algorithms.ids import Level, chain, of_calls, reverse, seg, units
+from agentrl.algorithms.ids import Level, chain, known_mean, of_calls, reverse, seg, units
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +33,17 @@ class Tree:
 
     def __call__(self, batch: Batch) -> Tensor:
         x, rollout = rewards(batch, self.reward), batch.transition_rollout
-        known, value = ~x.isnan(), x.nan_to_num(nan=0.0)
-        node = units(batch, "transition", "group", "node")
-        leaves = seg(known[rollout], node)
-        v = seg(value[rollout], node) / leaves
+        known, node = ~x.isnan()[rollout], units(batch, "transition", "group", "node")
+        v = known_mean(x[rollout], node)
         if self.how == "siblings":
             step = _siblings(batch, v, node)[node]
         else:
-            before, group, n = reverse(chain(rollout)), batch.rollout_group, len(batch.groups)
-            root = (seg(value, group, n) / seg(known, group, n))[group[rollout]]
+            before, group = reverse(chain(rollout)), batch.rollout_group
+            root = known_mean(x, group)[group[rollout]]
             step = v[node] - torch.where(before >= 0, v[node[before]], root)
             if self.how == "both":
-                step = (step + v[node] - root) / leaves[node].sqrt()
-        return torch.where(known[rollout], step, torch.nan)
+                step = (step + v[node] - root) / seg(known, node)[node].sqrt()
+        return torch.where(known, step, torch.nan)
 
 
 def _siblings(batch: Batch, v: Tensor, node: Tensor) -> Tensor:

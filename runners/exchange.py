@@ -126,11 +126,15 @@ class Exchange:
             own |= {"span": self._caller.span, "started": time.time(), "seconds": 0.0}
             rows.append(replay.repeated(row, call, **own))
         self._rows = rows
-        if call.stream:
+        return await self._tell(RECORD, recorded)
+
+    async def _tell(self, route: Route, rows: list[Transition]) -> web.StreamResponse:
+        """An answer that no server has to make."""
+        if self._call.stream:
             headers = {"content-type": "text/event-stream; charset=utf-8"}
-            return await self._stream(RECORD, replay.stream(recorded, call), headers)
+            return await self._stream(route, replay.stream(rows, self._call), headers)
         headers = {"content-type": "application/json"}
-        return await self._whole(RECORD, replay.whole(recorded, call), headers)
+        return await self._whole(route, replay.whole(rows, self._call), headers)
 
     def _blame_silence(self) -> None:
         """A model that says nothing for most of an attempt's time is what it failed of. This call
@@ -165,6 +169,8 @@ class Exchange:
             self._call = self._read_call()  # the last try may have left half an answer in it
         self._started, self._asked_at = time.time(), time.monotonic()
         call = self._call
+        if route.says is not None:
+            return await self._tell(route, replay.spoken(route.says, call))
         defaults = self._caller.live.attempt.rollout.sampling
         body, self._sampling = call.encode(route, defaults, capture=capture)
         headers = self._request.headers

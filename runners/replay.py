@@ -5,12 +5,15 @@ Always true: a call is answered from the record only where the agent asks what i
 same role, in the same conversation with the same tools; it gets the policy's own answer of then,
 with the same tokens. The first question that is not in the record ends the replay: the agent, or
 one of its tools, does not behave as it did, and what follows is sampled like any other rollout.
+Where others have the seats of some roles, new questions are what they lead to and end nothing: as
+nothing that a role answered is repeated without it, what comes of such a branch does not depend on
+what the role sampled, however much of the others' answers is.
 Who may write: the gateway's event loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -21,7 +24,7 @@ from agentrl.runners.capture import Call, value
 from agentrl.runners.dialects.openai import TEXT
 from agentrl.runners.routing import Route
 from agentrl.store.base import Store
-from agentrl.types import Branch, Json, Transition
+from agentrl.types import Branch, Json, Transition, float32, int32
 
 CUT = "cut"  # the `finish` of a choice whose end the agent did not wait for
 RECORD = Route(policy="record", version=None, base_url="the record of a rollout", model="")
@@ -30,10 +33,12 @@ RECORD = Route(policy="record", version=None, base_url="the record of a rollout"
 @dataclass(slots=True)
 class Recording:
     """Of a rollout that has ended. `left` are its calls still to be repeated, in order, `later`
-    those that it made from the branch on."""
+    those that it made from the branch on. `without`: roles that others play; none of theirs is
+    left."""
 
     left: list[Transition]
     later: list[Transition]
+    without: Collection[str] = ()
 
     def take(self, call: Call, role: str) -> list[Transition]:
         """The record of a request, one call per choice; empty where the policy is to be asked.
@@ -46,18 +51,23 @@ class Recording:
         if found and len(found) == n:
             self.left = [row for row in self.left if row not in found]
             return found
-        if not any(_recorded(row) == question for row in (*self.left, *self.later)):
+        known = any(_recorded(row) == question for row in (*self.left, *self.later))
+        if not known and not self.without:
             self.left = []
         return []
 
 
 async def recording(store: Store, branch: Branch) -> Recording:
-    """What a branch repeats. A call whose end the agent did not wait for ends it, and a record that
-    is gone has nothing to repeat."""
+    """What a branch repeats. A record that is gone has nothing to repeat."""
     trace = await store.trace(branch.rollout)
-    calls = [] if trace is None else trace.transitions
-    left = list(takewhile(lambda row: row.finish != CUT, calls[: branch.calls]))
-    return Recording(left, calls[len(left) :])
+    return repeating([] if trace is None else trace.transitions, branch)
+
+
+def repeating(calls: Sequence[Transition], branch: Branch) -> Recording:
+    """What a branch repeats of these calls. One whose end the agent did not wait for ends it."""
+    whole = list(takewhile(lambda row: row.finish != CUT, calls[: branch.calls]))
+    left = [row for row in whole if row.role not in branch.without]
+    return Recording(left, [*calls[len(whole) :]], branch.without)
 
 
 def repeated(row: Transition, call: Call, **known: Any) -> Transition:
@@ -66,6 +76,23 @@ def repeated(row: Transition, call: Call, **known: Any) -> Transition:
     return msgspec.structs.replace(
         row, repeats=source, messages=call.messages, tools=call.tools, **known
     )
+
+
+def spoken(text: str, call: Call) -> list[Transition]:
+    """A fixed answer as if it were recorded, for every choice that is asked for; it has no tokens.
+
+    It is no call of an attempt: what is stored of it is read from the answer."""
+    row = Transition(
+        id=str(call.index),
+        attempt="",
+        index=0,
+        prompt=int32(),
+        completion=int32(),
+        logprobs=float32(),
+        exact=False,
+        answer={"role": "assistant", "content": text},
+    )
+    return [row] * (value(call.fields, "n") or 1)
 
 
 def whole(rows: Sequence[Transition], call: Call) -> bytes:

@@ -41,6 +41,7 @@ class Route(NamedTuple):
     model: str  # the name the server answers to; empty: the one the agent asks for
     key: str = ""  # its own API key
     frozen: bool = False  # it is not trained
+    says: str | None = None  # the answer to every call, where there is no server
 
 
 class Router:
@@ -163,4 +164,5 @@ def _frozen(name: str, config: UpstreamConfig) -> Route:
             f"upstreams.{name}.key_env: the environment has no {config.key_env}; set it to the"
             " endpoint's API key where the runner starts"
         )
-    return Route(name, None, config.base_url.rstrip("/"), config.model, key, frozen=True)
+    url = config.base_url.rstrip("/")
+    return Route(name, None, url, config.model, key, frozen=True, says=config.text)

@@ -149,6 +149,11 @@ class Upstream:
 
         Raises UpstreamError for 3xx, 401, 403, 429, 5xx and a connection that cannot be made or
         breaks: none of them is the agent's doing."""
+        if route.says is not None:
+            raise UpstreamError(
+                f"the endpoint {route.policy!r} has one text for every call, and none for {api}",
+                final=True,
+            )
         url = f"{route.base_url}/{api}"
         sent = forwarded(headers)
         if route.frozen:

@@ -98,6 +98,11 @@ def check_rollout(rollout: NewRollout) -> None:
             f"Rollout {rollout.id}: a branch repeats at least one call; leave `branch` out for a "
             "rollout that starts afresh."
         )
+    if rollout.branch is not None and not rollout.seats.keys() >= set(rollout.branch.without):
+        raise Invalid(
+            f"Rollout {rollout.id}: a branch is without {', '.join(rollout.branch.without)}, and "
+            "not all of them have a seat; say in `seats` who plays them instead."
+        )
     if not all(role and policy for role, policy in rollout.seats.items()):
         raise Invalid(
             f"Rollout {rollout.id}: a seat is a role and the policy that plays it, and both have "
@@ -126,6 +131,7 @@ def new_rollout_columns(rollout: NewRollout) -> dict[str, Any]:
         "task": dump(rollout.task, f"The task of rollout {rollout.id}"),
         "branch_of": None if rollout.branch is None else rollout.branch.rollout,
         "branch_calls": None if rollout.branch is None else rollout.branch.calls,
+        "branch_without": _without(rollout),
         "seats": dump(rollout.seats, "seats") if rollout.seats else None,
     }
 
@@ -173,9 +179,17 @@ def rollout(row: Row, rewards: list[Reward], transitions: list[Transition]) -> R
     )
 
 
+def _without(rollout: NewRollout) -> str | None:
+    if rollout.branch is None or not rollout.branch.without:
+        return None
+    return dump(rollout.branch.without, "branch.without")
+
+
 def _branch(row: Row) -> Branch | None:
-    of = row["branch_of"]
-    return None if of is None else Branch(rollout=of, calls=row["branch_calls"])
+    if row["branch_of"] is None:
+        return None
+    without = load(row["branch_without"]) or []
+    return Branch(rollout=row["branch_of"], calls=row["branch_calls"], without=without)
 
 
 def failure(row: Row) -> Failure | None:

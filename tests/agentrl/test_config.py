@@ -33,6 +33,13 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
             r"'upstreams\.judge\.modl' in \[upstreams\.judge\]; did you mean 'model'\?",
         ),
         ("[upstreams.judge]\nbase_url = 'x'", [], r"upstreams"),
+        (
+            "[upstreams.judge]",
+            [],
+            r"either its base_url or the text that is its answer .*upstreams",
+        ),
+        ("[upstreams.judge]\nbase_url = 'http://x'\ntext = 'no'", [], r"either its base_url or"),
+        ("[upstreams.judge]\nmodel = 'x'\ntext = ''", [], r"model and key_env are of a base_url"),
         ("[upstreams.policy]\nbase_url = 'http://x'", [], r"the name of a policy"),
         ("[roles]\ncritic = 'juge'", [], r"roles\.critic = 'juge'; valid: policy"),
         ("[algorithm]\nlrr = 1", [], r"'algorithm\.lrr' in \[algorithm\]; did you mean 'lr'\?"),

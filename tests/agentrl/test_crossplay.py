@@ -12,7 +12,7 @@ import pytest
 from agentrl import ablation, crossplay, evaluation
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.lineups import Player
+from agentrl.lineups import Player, first_version
 from agentrl.types import Purpose, Reward, Rollout, RolloutState, Scope
 
 ROLES = ["first", "second"]
@@ -168,9 +168,9 @@ def test_the_first_version_is_what_training_began_with(tmp_path: Path) -> None:
     started = tmp_path / "start"
     started.mkdir()
     whole = run_of(tmp_path, policy={"model": str(started)})
-    assert evaluation.first_version(whole, "policy")[1].directory == str(started)
+    assert first_version(whole, "policy")[1].directory == str(started)
     fresh = run_of(tmp_path, policy={"model": "hub/name", "lora": {"rank": 2}})
-    name, player = evaluation.first_version(fresh, "policy")
+    name, player = first_version(fresh, "policy")
     assert (name, player.directory, player.steps) == ("policy@000000", "", 0)
     hub = run_of(tmp_path, policy={"model": "hub/name"})
-    assert evaluation.first_version(hub, "policy")[1].directory == "hub/name"
+    assert first_version(hub, "policy")[1].directory == "hub/name"

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from agentrl.config import differences, resolve, to_toml
 from agentrl.errors import ConfigError
 from agentrl.team import claims, view
+from agentrl.team import stand_ins as in_place
 
 
 def team(**changes: Any) -> dict[str, Any]:
@@ -81,6 +82,21 @@ def test_a_policy_has_what_differs_and_the_rest_of_the_run() -> None:
     assert planner.critic.lr == 0.1
     assert claims(config) == {"planner": "planner", "solver": "solver", "critic": "solver"}
     assert tomllib.loads(to_toml(config))["policies"]["solver"]["algorithm"]["preset"] == "gspo"
+
+
+def test_who_stands_in_for_a_role() -> None:
+    stand_ins = {"planner": "first", "critic": "mute", "solver": "planner"}
+    data = team(roles=["solver", "critic"]) | {
+        "upstreams": {"mute": {"text": ""}},
+        "algorithm": {"counterfactual": {"stand_ins": stand_ins}},
+    }
+    config = resolve(data, source="run.toml")
+    assert in_place(config) == {"planner": "planner@000000", "critic": "mute", "solver": "planner"}
+    assert view(config, "solver").algorithm.counterfactual == config.algorithm.counterfactual
+    alone = resolve(
+        {"algorithm": {"counterfactual": {"stand_ins": {"any": "first"}}}}, source="run.toml"
+    )
+    assert in_place(alone) == {"any": "policy@000000"}
 
 
 def test_another_order_of_policies_is_another_run() -> None:

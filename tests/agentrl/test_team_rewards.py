@@ -10,10 +10,12 @@ import pytest
 
 from agentrl.team_rewards import (
     Coalition,
+    cross,
     difference,
     m_grpo_main,
     m_grpo_sub,
     maporl,
+    maporl_incentives,
     marti,
     rounds,
     sage_challenger,
@@ -89,6 +91,46 @@ def test_a_round_that_was_not_held_is_no_score() -> None:
     rewards = maporl([0.4, 0.6, -1.0, -1.0], [0, 0, 1, 1])
     assert rewards[:2] == [0.4, 0.6]
     assert all(map(isnan, rewards[2:]))
+
+
+def test_maporl_pays_for_turning_to_what_is_right_and_for_turning_others() -> None:
+    agents, stages = list("abc") * 3, [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    right = [1.0, 0.2, 0.0, 0.9, 1.0, 0.2, 0.4, 0.1, 0.8]
+    weights = {"joined": 1.0, "alone": 10.0, "persuaded": 100.0, "provoked": 1000.0}
+
+    def paid(scores: list[float]) -> list[float]:
+        return maporl_incentives(scores, agents, stages, **weights)
+
+    # The means of the others are, by round, 0.1, 0.6, 0.45 for a; 0.5, 0.55, 0.6 for b; and 0.6,
+    # 0.95, 0.25 for c. So a turns the others to the right in the first round, and does not keep
+    # them there in the second; c is wrong then, and what they turn to; in the third a and b leave
+    # what the others said, and c joins it. What is half right tells nobody anything.
+    assert paid(right) == [100, 0, 0, -1000, 0, -100, -10, -10, 1]
+    # What was right wrong and the other way round: the same turns with the opposite sign.
+    assert paid([1 - x for x in right]) == [-x for x in paid(right)]
+    assert maporl_incentives(right, agents, stages) == [0.0] * 9
+
+
+def test_turns_are_between_rounds_that_were_held() -> None:
+    pay = {"joined": 1.0, "alone": 2.0}
+    held = maporl_incentives([0.0, 1.0, -1.0, -1.0, 1.0, 1.0], "ababab", [0, 0, 1, 1, 2, 2], **pay)
+    assert held[0] == held[1] == held[5] == 0
+    assert all(map(isnan, held[2:4]))
+    assert held[4] == 1.0
+    assert isnan(maporl_incentives([nan, 1.0], "ab", [0, 0], **pay)[0])
+
+
+def test_an_answer_is_worth_the_mean_of_the_joint_answers_it_is_in() -> None:
+    """E7, cross: the catalogue's returns as those of two agents' two answers each."""
+    returns = {("x", "u"): 1.0, ("x", "v"): 0.0, ("y", "u"): 0.5, ("y", "v"): 0.5}
+    answers = {"one": ["x", "y"], "two": ["u", "v"]}
+    found = cross(lambda joint: returns[joint["one"], joint["two"]], answers)
+    assert found == {"one": [0.5, 0.5], "two": [0.75, 0.25]}
+    returns["x", "u"] = nan
+    found = cross(lambda joint: returns[joint["one"], joint["two"]], answers)
+    assert found == {"one": [0.0, 0.5], "two": [0.5, 0.25]}
+    returns["y", "u"] = nan
+    assert isnan(cross(lambda joint: returns[joint["one"], joint["two"]], answers)["two"][0])
 
 
 def test_a_round_is_the_call_number_of_a_role() -> None:

@@ -223,6 +223,15 @@ def highest(plays: Plays) -> list[float]:
     return copied([best(play) for play in plays], plays)
 
 
+def best_answers(plays: Plays) -> list[float]:
+    found: dict[object, list[float]] = {}
+    x = process(plays)
+    keys = [role(play, i) for play in plays for i in range(len(play.calls))]
+    for k, value in zip(keys, x, strict=True):
+        found.setdefault(k, []).extend([value] if value == value else [])
+    return [value - max(found[k], default=NAN) for k, value in zip(keys, x, strict=True)]
+
+
 def others(plays: Plays) -> list[float]:
     def centred(play: Play) -> float:
         rest = [o.outcome for o in plays if o is not play and o.group == play.group]
@@ -341,7 +350,20 @@ CASES: dict[str, Case] = {
         tokens(lambda plays: calls(plays, process(plays), role_and_turn)), "token", "rows",
         {"reward": "transition:p"},
     ),
+    "magrpo cross": (
+        tokens(lambda plays: calls(plays, process(plays), role, False)), "none", "sums",
+        {"mode": "cross", "reward": "transition:p"},
+    ),
+    "magrpo cross max": (
+        tokens(best_answers), "none", "sums",
+        {"mode": "cross", "reward": "transition:p", "baseline": "max"},
+    ),
     "shapley": (tokens(tact), "token", "rows", {"reward": "role:tact"}),
+    "difference": (tokens(tact), "token", "rows", {"reward": "role:tact"}),
+    "difference none": (
+        tokens(lambda plays: [play.tact[call.role] for play in plays for call in play.calls]),
+        "token", "rows", {"reward": "role:tact", "baseline": "none"},
+    ),
     "grpo+equal": (
         tokens(lambda plays: outcome(plays, True)), "token", "roles",
         {"equal_units": ["role"]},
@@ -496,6 +518,8 @@ def test_hopeless_batches_give_no_nan(name: str) -> None:
         ("ppo", {}, r"'ppo' needs the values of a critic \(stream v\), which this run does not"),
         ("agent-r1", {"gamma": 1.5}, r"options\.gamma = 1\.5: .*<= 1"),
         ("streams", {}, r"algorithm\.options\.streams: 'streams' cannot do without; set it"),
+        ("magrpo", {"reward": "transition:p"}, r"in aligned mode .* is a reward of rollouts"),
+        ("magrpo", {"mode": "cross", "reward": "outcome"}, r"in cross mode .* of transitions"),
         ("grpo+only", {}, r"algorithm\.options\.only_roles: 'grpo\+only' cannot do without"),
         ("grpo+only", {"only_roles": []}, r"only_roles = \[\]: .*length >= 1"),
         ("grpo+gigpo", {"weight": 2.0}, r"options\.weight: no option of 'grpo\+gigpo'"),

@@ -11,10 +11,16 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+from msgspec.structs import replace
+
 import agentrl.algorithms
+from agentrl.algorithms.coalitions import RoleRewards, check_read, shares
 from agentrl.algorithms.explain import explain
 from agentrl.algorithms.presets import make
+from agentrl.config import resolve
 from agentrl.types import (
+    POLICY,
+    Branch,
     Group,
     Purpose,
     Reward,
@@ -39,8 +45,6 @@ def trace(block: str) -> Group:
         name, rewards, calls = "ABC"[u], [], []
         if "outcome" in played:
             rewards.append(Reward(value=played["outcome"]))
-        for role, value in played.get("shapley", {}).items():
-            rewards.append(Reward(value=value, name="shapley", scope=Scope.ROLE, target=role))
         for i, call in enumerate(played["calls"]):
             n = call["tokens"]
             calls.append(
@@ -58,14 +62,25 @@ def trace(block: str) -> Group:
                         scope=Scope.TRANSITION, target=f"{name}{i + 1}",
                     )
                 )  # fmt: skip
-        rollouts.append(
-            Rollout(
-                id=name, run="r", group="g", index=u, task={}, purpose=Purpose.TRAIN,
-                state=RolloutState.SUCCEEDED, step=0, attempts=1, attempt=name, result=None,
-                failure=None, rewards=rewards, transitions=calls,
-            )
+        whole = Rollout(
+            id=name, run="r", group="g", index=u, task={}, purpose=Purpose.TRAIN,
+            state=RolloutState.SUCCEEDED, step=0, attempts=1, attempt=name, result=None,
+            failure=None, rewards=rewards, transitions=calls,
         )  # fmt: skip
+        rollouts += [whole, *replayed(whole, played.get("without", {}))]
     return Group(id="g", run="r", step=0, rollouts=rollouts)
+
+
+def replayed(source: Rollout, outcomes: dict[str, float]) -> Iterator[Rollout]:
+    """The replays of a rollout, by the roles that they are without."""
+    for roles, outcome in outcomes.items():
+        without = roles.split()
+        yield replace(
+            source,
+            id=f"{source.id} without {roles}",
+            branch=Branch(rollout=source.id, calls=len(source.transitions), without=without),
+            rewards=[Reward(value=outcome)],
+        )
 
 
 def rows(page: str) -> Iterator[tuple[str, str]]:
@@ -79,9 +94,11 @@ def rows(page: str) -> Iterator[tuple[str, str]]:
         if kind != "toml" or not letter:
             continue
         assert group is not None
-        settings = tomllib.loads(block)["algorithm"]
-        algo = make(settings["preset"], settings.get("options", {}))
-        explanation = explain(algo, [group])
+        config = resolve(tomllib.loads(block), source=letter[1])
+        settings = config.algorithm
+        algo = make(settings.preset, settings.options)
+        check_read(config, {"policy": algo}, None)
+        explanation = explain(algo, RoleRewards(shares(config), POLICY).complete([group]))
         advantage = explanation.chain[-1].columns["advantage"]
         numbers = explanation.psi if letter[2] else advantage
         cells = ["-" if x != x else f"{x:+.3f}".replace("+0.000", "0") for x in numbers.tolist()]

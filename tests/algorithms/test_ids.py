@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from agentrl.algorithms.batch import Batch
-from agentrl.algorithms.ids import key, scan, seg, units
+from agentrl.algorithms.ids import key, known_mean, scan, seg, units
 from agentrl.errors import TrainingError
 
 
@@ -59,6 +59,13 @@ def test_seg_sums_float32_in_float64() -> None:
     x = torch.full((1000,), 0.1)
     exact = 1000 * float(torch.tensor(0.1))
     assert seg(x, torch.zeros(1000, dtype=torch.int64)).item() == pytest.approx(exact, abs=1e-12)
+
+
+def test_a_mean_is_of_what_is_known() -> None:
+    x, ids = torch.tensor([1.0, torch.nan, 4.0, torch.nan]), torch.tensor([0, 0, 0, 1])
+    mean, *nothing = known_mean(x, ids, 3).tolist()
+    assert mean == 2.5
+    assert all(value != value for value in nothing)
 
 
 def test_scan_discounts_along_the_links() -> None:

@@ -39,7 +39,10 @@ async def gateway(
     monkeypatch.setenv("JUDGE_KEY", SECRET)
     config = UpstreamConfig(base_url=f"{judge.base_url}/", model="big", key_env="JUDGE_KEY")
     gateway = Gateway(
-        bench.store, "test", upstreams={"judge": config}, roles={"critic": "judge", "me": "policy"}
+        bench.store,
+        "test",
+        upstreams={"judge": config, "mute": UpstreamConfig(text="no comment")},
+        roles={"critic": "judge", "me": "policy", "guest": "mute"},
     )
     gateway.start()
     yield gateway
@@ -85,6 +88,37 @@ async def test_a_frozen_endpoint_by_role_or_name(
     assert (row.policy, row.version, row.exact) == ("judge", None, False)
     assert row.role == (role or "agent")
     assert bench.model.requests == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_text_for_every_call(
+    bench: Any, gateway: Gateway, live: Any, stream: bool
+) -> None:
+    base = gateway.base_url.removesuffix("/v1")
+    async with openai.AsyncOpenAI(base_url=f"{base}/a/{live.id}/guest/v1", api_key="x") as client:
+        if stream:
+            chunks = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
+            said = "".join([c.choices[0].delta.content or "" async for c in chunks if c.choices])
+        else:
+            both = await client.chat.completions.create(model="m", messages=MESSAGES, n=2)
+            said, other = [choice.message.content for choice in both.choices]
+            assert other == said
+    assert said == "no comment"
+    assert bench.model.requests == []
+    made = await rows(bench, live)
+    assert len(made) == (1 if stream else 2)
+    for row in made:
+        assert (row.policy, row.version, row.role, row.exact) == ("mute", None, "guest", False)
+        assert row.answer == {"role": "assistant", "content": "no comment"}
+        assert (row.messages, row.finish, row.repeats) == (MESSAGES, "stop", None)
+
+
+async def test_a_text_is_no_embedding(bench: Any, gateway: Gateway, live: Any) -> None:
+    url = f"{gateway.base_url.removesuffix('/v1')}/a/{live.id}/guest/v1/embeddings"
+    async with httpx.AsyncClient(timeout=20) as http:
+        answer = await http.post(url, json={"model": "m", "input": "x"})
+    assert answer.status_code == 502
+    assert "'mute' has one text for every call, and none for embeddings" in answer.text
 
 
 async def test_the_other_roles_are_the_policys(

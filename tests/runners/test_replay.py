@@ -10,8 +10,17 @@ import anthropic
 import openai
 import pytest
 
+import agentrl
 from agentrl.runners.replay import recording
-from agentrl.types import Branch, Rollout, RolloutState, Transition, float32, int32
+from agentrl.types import (
+    Branch,
+    PolicyVersion,
+    Rollout,
+    RolloutState,
+    Transition,
+    float32,
+    int32,
+)
 
 Agent = Callable[[Any], Any]
 
@@ -297,3 +306,95 @@ async def test_ids_that_the_agent_gives_to_tool_calls_do_not_matter(bench: Any) 
 
     source, branch = await branched(bench, renumbering, 1)
     assert branch.result == source.result
+
+
+def debate(*rounds: str) -> Agent:
+    """Roles are asked in turns what was said last; who speaks is a letter of a round, and those of
+    one round hear the same."""
+
+    async def agent(task: Any) -> list[str]:
+        heard, said = "begin", []
+        async with openai.AsyncOpenAI() as client:
+            for speakers in rounds:
+                answers = []
+                for name in speakers:
+                    with agentrl.role(name):
+                        answer = await client.chat.completions.create(
+                            model="m", messages=[{"role": "user", "content": f"{name}: {heard}"}]
+                        )
+                    answers.append(str(answer.choices[0].message.content))
+                said += answers
+                heard = ", ".join(answers)
+        return said
+
+    return agent
+
+
+async def without(bench: Any, agent: Agent, *roles: str) -> tuple[Rollout, Rollout]:
+    """A rollout, and what it would have come to with `judge` in these roles."""
+    judge = PolicyVersion(
+        run="test", policy="judge", version=0, base_url=bench.model.base_url, model="other"
+    )
+    await bench.store.publish(judge)
+    (source,) = await bench.run(agent, {"input": "x"})
+    bench.model.requests.clear()
+    branch = Branch(rollout=source.id, calls=9, without=list(roles))
+    (rollout,) = await bench.run(
+        agent, {"input": "x"}, branch=branch, seats=dict.fromkeys(roles, "judge")
+    )
+    assert rollout.state is RolloutState.SUCCEEDED, rollout.failure
+    return source, rollout
+
+
+async def test_a_role_that_others_play_is_asked_and_what_follows_from_it(bench: Any) -> None:
+    numbered(bench)
+    source, other = await without(bench, debate("abc", "abc"), "b")
+    assert source.result == [f"answer {n}" for n in range(6)]
+    # Of the first round the others are repeated, also after the role that is not; the second hears
+    # something else.
+    assert other.result == ["answer 0", "answer 6", "answer 2", *(f"answer {n}" for n in (7, 8, 9))]
+    old, new = await calls_of(bench, source), await calls_of(bench, other)
+    assert [row.repeats for row in new] == [old[0].id, None, old[2].id, None, None, None]
+    assert [row.policy for row in new] == ["policy", "judge", "policy", "policy", "judge", "policy"]
+    assert other.counterfactual
+    assert not source.counterfactual
+
+
+async def test_other_questions_end_nothing_where_others_play(bench: Any) -> None:
+    """After a question that is new because of them, what is asked as before is repeated again."""
+    numbered(bench)
+
+    async def agent(task: Any) -> list[str]:
+        async def ask(name: str, content: str) -> str:
+            with agentrl.role(name):
+                answer = await client.chat.completions.create(
+                    model="m", messages=[{"role": "user", "content": content}]
+                )
+            return str(answer.choices[0].message.content)
+
+        async with openai.AsyncOpenAI() as client:
+            plan = await ask("planner", "plan")
+            return [plan, await ask("critic", plan), await ask("solver", "solve")]
+
+    source, other = await without(bench, agent, "planner")
+    assert source.result == ["answer 0", "answer 1", "answer 2"]
+    assert other.result == ["answer 3", "answer 4", "answer 2"]
+
+
+async def test_nothing_that_a_role_answered_is_repeated_without_it(bench: Any) -> None:
+    """Not even where somebody else asks the same."""
+    numbered(bench)
+
+    async def agent(task: Any) -> list[str]:
+        said = []
+        async with openai.AsyncOpenAI() as client:
+            for name in ("a", "b", "a"):
+                with agentrl.role(name):
+                    answer = await client.chat.completions.create(
+                        model="m", messages=[{"role": "user", "content": "same"}]
+                    )
+                said.append(str(answer.choices[0].message.content))
+        return said
+
+    _, other = await without(bench, agent, "a")
+    assert other.result == ["answer 3", "answer 1", "answer 4"]

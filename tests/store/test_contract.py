@@ -65,7 +65,7 @@ async def test_a_rollout_comes_out_as_it_went_in(store):
         max_attempts=2,
         timeout=2.5,
         priority=-1,
-        branch=Branch(rollout="other", calls=2),
+        branch=Branch(rollout="other", calls=2, without=["küche"]),
         seats={"planner": "planner@000010", "küche": "solver"},
     )
     await store.enqueue([rollout])
@@ -866,6 +866,7 @@ WRONG_ROLLOUTS = [
     {"sampling": Sampling(top_p=math.inf)},
     {"priority": 2**70},
     {"branch": Branch(rollout="other", calls=0)},
+    {"branch": Branch(rollout="other", calls=1, without=["planner"]), "seats": {"solver": "p"}},
     {"seats": {"planner": ""}},
     {"seats": {"": "policy"}},
 ]
