@@ -86,6 +86,7 @@ def evaluate(run_file: Path, rest: tuple[str, ...], tasks: str | None) -> None:
 @click.option("--checkpoints", multiple=True, type=click.Path(path_type=Path), help="Repeatable.")
 @click.option("--every", type=click.IntRange(1), default=None, help="Of the run's, in steps.")
 @click.option("--games", type=click.IntRange(1), default=20, help="Of each against each other.")
+@click.option("--fresh", is_flag=True, help="Play again what has been played.")
 @click.option("--json", "plain", is_flag=True, help="JSON instead of a table.")
 def crossplay(
     run_file: Path,
@@ -93,6 +94,7 @@ def crossplay(
     checkpoints: tuple[Path, ...],
     every: int | None,
     games: int,
+    fresh: bool,
     plain: bool,
 ) -> None:
     """Play checkpoints of RUN_FILE's policy, by default all on disk, against each other.
@@ -103,7 +105,7 @@ def crossplay(
     from agentrl import crossplay as commands
 
     found = commands.crossplay(
-        load(run_file, overrides), checkpoints, every=every or 0, games=games
+        load(run_file, overrides), checkpoints, every=every or 0, games=games, fresh=fresh
     )
     if plain:
         click.echo(commands.as_json(found))
@@ -116,12 +118,14 @@ def crossplay(
 @click.argument("overrides", nargs=-1)
 @click.option("--role", "roles", multiple=True, help="Repeatable; default: each in turn.")
 @click.option("--with", "replacement", type=click.Path(path_type=Path), help="A checkpoint.")
+@click.option("--fresh", is_flag=True, help="Play again what has been played.")
 @click.option("--json", "plain", is_flag=True, help="JSON instead of a table.")
 def ablate(
     run_file: Path,
     overrides: tuple[str, ...],
     roles: tuple[str, ...],
     replacement: Path | None,
+    fresh: bool,
     plain: bool,
 ) -> None:
     """Score RUN_FILE's team with one role played by the first version of its policy."""
@@ -129,7 +133,7 @@ def ablate(
 
     from agentrl import ablation
 
-    rows = ablation.ablate(load(run_file, overrides), roles, replacement)
+    rows = ablation.ablate(load(run_file, overrides), roles, replacement, fresh=fresh)
     if plain:
         click.echo(ablation.as_json(rows))
     else:

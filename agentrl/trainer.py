@@ -39,6 +39,7 @@ WRITTEN = (
     *("store.db*", "run.json", "logs", "checkpoints", "dumps", "curve.png"),
     *("policy", "policy.tmp-*", "train.jsonl", "heldout.jsonl"),
     *("metrics", "tensorboard", "wandb", "mlruns", "vllm", "servers", "pool"),
+    *("plan.json", "players"),
 )  # by a run, in its output folder
 T = TypeVar("T")
 RESTARTS = 20  # of one runner in a row; more means that it cannot work

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from math import isnan
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from agentrl import ablation, crossplay, evaluation
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.lineups import Player
+from agentrl.lineups import Plan, Player
 from agentrl.types import Purpose, Reward, Rollout, RolloutState, Scope
 
 ROLES = ["first", "second"]
@@ -139,6 +141,55 @@ def test_players_of_other_runs_and_of_several_policies(tmp_path: Path) -> None:
     assert (name, player.directory) == ("solver@000004", str(made.path / "solver"))
     with pytest.raises(ConfigError, match="'planner' is not in it"):
         evaluation.player(several, made, "planner")
+
+
+# -- where the games are ---------------------------------------------------------------------------
+
+
+def test_what_decides_a_game_names_the_evaluation(tmp_path: Path) -> None:
+    first, last = (checkpoint(tmp_path, name) for name in ("000001", "000002"))
+    player = Player(policy="policy", directory=str(first), steps=1)
+    plan = Plan(players={"a": player}, lineups={}, tasks=[], temperature=1.0, steps=2)
+    of = evaluation.checkpoint_at(last)
+
+    def name(plan: Plan = plan, **settings: Any) -> str:
+        return evaluation.beside(run_of(tmp_path, **settings), of, plan, "crossplay").name
+
+    same = name()
+    assert same == name(runner={"processes": 3}, engine={"max_batch": 2}, steps=9)
+    others = [
+        name(replace(plan, temperature=0.5)),
+        name(sampling={"max_tokens": 3}),
+        name(upstreams={"judge": {"base_url": "http://x/v1"}}),
+        name(upstreams={"judge": {"base_url": "http://x/v1"}}, roles={"agent": "judge"}),
+    ]
+    for weights in (first, last):  # a run that began anew wrote them once more
+        file = weights / "config.json"
+        before = file.stat().st_mtime_ns
+        os.utime(file, ns=(2**62, 2**62))
+        others.append(name())
+        os.utime(file, ns=(before, before))
+    assert name() == same
+    assert len({same, *others}) == 1 + len(others)
+
+
+def test_only_a_fresh_start_plays_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def played(config: RunConfig, plan: Plan) -> dict[str, list[Rollout]]:
+        return {}
+
+    monkeypatch.setattr(evaluation, "_played", played)
+    (tmp_path / "tasks.jsonl").write_text('{"input": "x"}\n')
+    config = run_of(tmp_path, tasks={"heldout": str(tmp_path / "tasks.jsonl")})
+    last = evaluation.checkpoint_at(checkpoint(tmp_path, "000002"))
+    plan = Plan(players={}, lineups={}, tasks=[], temperature=1.0, steps=2)
+    store = Path(evaluation.beside(config, last, plan, "ablation").output, "store.db")
+    store.parent.mkdir()
+    store.touch()
+    evaluation.run_plan(config, last, plan, "ablation")
+    assert store.exists()
+    evaluation.run_plan(config, last, plan, "ablation", fresh=True)
+    assert not store.exists()
+    assert last.path.is_dir()
 
 
 # -- ablation --------------------------------------------------------------------------------------
