@@ -56,15 +56,23 @@ class Checkpoint:
 
 
 def evaluate(config: RunConfig, checkpoint: Path | None, tasks: str | None) -> trainer.Result:
-    """Score a checkpoint, by default the run's last: a run of no steps in a folder of its own."""
-    checkpoint = checkpoint or trainer.blocking(last_checkpoint(config))
-    if not checkpoint.is_dir():
-        raise ConfigError(f"{checkpoint}: no such checkpoint directory")
+    """Score a checkpoint, by default the run's last, or what `[upstreams]` answer where the run has
+    no model of its own: a run of no steps in a folder of its own."""
+    if team.remote(config):
+        if checkpoint:
+            raise ConfigError(
+                f"{checkpoint}: [upstreams] answer every call, so no checkpoint is played; leave "
+                "it out, or set policy.model"
+            )
+    else:
+        checkpoint = checkpoint or trainer.blocking(last_checkpoint(config))
+        if not checkpoint.is_dir():
+            raise ConfigError(f"{checkpoint}: no such checkpoint directory")
     replace = msgspec.structs.replace
     name = f"{config.name}-eval-{time.strftime('%Y%m%d-%H%M%S')}"
     heldout = str(Path(tasks).resolve()) if tasks and ":" not in tasks else tasks
     config = replace(
-        untrained(config, name, checkpoint.resolve()),
+        untrained(config, name, checkpoint and checkpoint.resolve()),
         tasks=replace(config.tasks, heldout=heldout or config.tasks.heldout),
         eval=replace(config.eval, tasks=0) if tasks else config.eval,
         selfplay=SelfplayConfig(),  # nobody meets a pool
@@ -164,7 +172,7 @@ def untrained(config: RunConfig, name: str, checkpoint: Path | None) -> RunConfi
         output=str(output),
         store=f"sqlite:///{output / 'store.db'}",
         steps=0,
-        **policies_at(config, checkpoint),
+        **own,
     )
 
 

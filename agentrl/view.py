@@ -15,6 +15,7 @@ from rich.table import Table
 from agentrl.config import RunConfig
 from agentrl.report import refused
 from agentrl.store.base import Store
+from agentrl.team import remote
 from agentrl.types import Counts, StepRow
 
 REFRESH = 0.5  # seconds between redraws
@@ -75,7 +76,7 @@ class Progress:
         done = len(self.committed)
         self.rows[done:] = await store.steps(self.config.name, after=done - 1)
         self.counts = await store.counts(self.config.name)
-        self.ready = bool(await store.policies(self.config.name))
+        self.ready = remote(self.config) or bool(await store.policies(self.config.name))
 
     def warn(self, console: Console) -> None:
         """Says once that there are calls which are not learned from, and how many."""

@@ -53,8 +53,11 @@ class Router:
         upstreams: Mapping[str, UpstreamConfig] | None = None,
         roles: Mapping[str, str] | None = None,
         policies: Collection[str] = (),
+        *,
+        remote: bool = False,
     ) -> None:
         """`policies`: those of a run that has several, each for the roles that are mapped to it.
+        `remote`: the run has none at all, and waits for none.
 
         Raises ConfigError when the key of a frozen endpoint is not in the environment."""
         self.store, self.run = store, run
@@ -63,6 +66,7 @@ class Router:
         self.roles = roles or {}
         self.several = tuple(policies) if len(policies) > 1 else ()
         self.default = next(iter(policies)) if len(policies) == 1 else DEFAULT
+        self.remote = remote
         self._paused = False
         self._answering = 0
         self._news = asyncio.Event()  # set and replaced whenever a route may have changed
@@ -95,12 +99,25 @@ class Router:
             if not self._answering:
                 self._tell()
 
+    @property
+    def ready(self) -> bool:
+        """Whether calls can be answered, as far as is known."""
+        return bool(self.policies) or self.remote
+
     def unplayed(self, model: str, role: str, seats: Seats = NOBODY) -> str:
-        """Why none of several policies answers a call; empty: one does, now or later."""
+        """Why none of several policies, or of a run's endpoints, answers a call; empty: one does,
+        now or later."""
         served = {policy.model for policy in self.policies.values()}
         named = model in {*self.several, *self.policies, *self.frozen, *served}
-        played = named or self.player(role, seats) is not None
-        if not self.several or DEFAULT in self.several or played:
+        if named or self.player(role, seats) is not None:
+            return ""
+        if self.remote and not self.policies:
+            return (
+                f"no endpoint plays the role {role!r}, which asks for the model {model!r:.80}, and "
+                f"the run has no model of its own: set roles.{role} to one of "
+                f"{', '.join(map(repr, sorted(self.frozen)))}, or policy.model"
+            )
+        if not self.several or DEFAULT in self.several:
             return ""
         players = ", ".join(f"{role!r} by {name!r}" for role, name in sorted(self.roles.items()))
         return (

@@ -428,6 +428,26 @@ async def test_a_role_that_no_policy_plays_is_refused_and_counted(
     assert await rows(bench, live) == []
 
 
+async def test_a_run_without_a_policy_waits_for_none(bench: Any) -> None:
+    """Who is mapped to an endpoint is answered, and everybody else refused, not held."""
+    upstreams = {"far": UpstreamConfig(base_url=bench.model.base_url, model="m")}
+    roles = {"critic": "far"}
+    gateway = Gateway(bench.store, "alone", upstreams=upstreams, roles=roles, remote=True)
+    gateway.start()
+    try:
+        live = gateway.register(await bench.attempt())
+        assert (await ask(gateway, live, "critic", "gpt-4o")).status_code == 200
+        assert (await ask(gateway, live, "", "far")).status_code == 200
+        refused = await ask(gateway, live, "planner", "gpt-4o")
+    finally:
+        await asyncio.to_thread(gateway.close)
+    assert refused.status_code == 404
+    sentence = refused.json()["error"]["message"]
+    assert "no endpoint plays the role 'planner', which asks for the model 'gpt-4o'" in sentence
+    assert "set roles.planner to one of 'far', or policy.model" in sentence
+    assert list(live.failures.values()) == [sentence]
+
+
 async def test_what_no_role_says_is_for_the_policy_and_not_for_its_snapshots(bench: Any) -> None:
     router = Router(bench.store, "test", policies=["hero"])
     router.policies = {
