@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from types import MappingProxyType
 from typing import NamedTuple
@@ -104,26 +104,28 @@ class Router:
         """Whether calls can be answered, as far as is known."""
         return bool(self.policies) or self.remote
 
-    def unplayed(self, model: str, role: str, seats: Seats = NOBODY) -> str:
+    def unplayed(
+        self, model: str, role: str, seats: Seats = NOBODY, inside: Sequence[str] = ()
+    ) -> str:
         """Why none of several policies, or of a run's endpoints, answers a call; empty: one does,
-        now or later."""
+        now or later. inside: names around the call, none of which is a role."""
         served = {policy.model for policy in self.policies.values()}
         named = model in {*self.several, *self.policies, *self.frozen, *served}
         if named or self.player(role, seats) is not None:
             return ""
+        around = f", inside of {', '.join(map(repr, inside))}" if inside else ""
+        asks = f"the role {role!r}{around}, which asks for the model {model!r:.80}"
         if self.remote and not self.policies:
             return (
-                f"no endpoint plays the role {role!r}, which asks for the model {model!r:.80}, and "
-                f"the run has no model of its own: set roles.{role} to one of "
-                f"{', '.join(map(repr, sorted(self.frozen)))}, or policy.model"
+                f"no endpoint plays {asks}, and the run has no model of its own: map it to one of "
+                f"{', '.join(map(repr, sorted(self.frozen)))} in [roles], or set policy.model"
             )
         if not self.several or DEFAULT in self.several:
             return ""
         players = ", ".join(f"{role!r} by {name!r}" for role, name in sorted(self.roles.items()))
         return (
-            f"no policy plays the role {role!r}, which asks for the model {model!r:.80}: the run "
-            f"file has {players}. Add it to the roles of a policy (policies.NAME.roles), or ask "
-            "for a policy by its name"
+            f"no policy plays {asks}: the run file has {players}. Add one of its names to the "
+            "roles of a policy (policies.NAME.roles), or ask for a policy by its name"
         )
 
     def find(self, model: str, role: str, seats: Seats = NOBODY) -> Route | None:
