@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from math import isnan
+from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +78,13 @@ def test_the_matrix_is_of_both_seats() -> None:
 
 
 def test_games_without_a_return_are_counted_apart() -> None:
-    rows = [game(1.0, -1.0), game(1.0), game(3.0, 0.0, state=RolloutState.FAILED)]
+    rows = [game(1.0, -1.0), game(1.0), game(3.0, nan), game(3.0, 0.0, state=RolloutState.FAILED)]
     met = crossplay.meeting([("first", row) for row in rows], ROLES)
-    assert (met.games, met.missing, met.mean, met.score) == (1, 2, 1.0, 1.0)
+    assert (met.games, met.missing, met.mean, met.score) == (1, 3, 1.0, 1.0)
     assert isnan(met.error)
     said = json.loads(crossplay.as_json(crossplay.Matrix(["a", "b"], [[None, met]] * 2, [0, 0])))
     assert said["meetings"][0] == {
-        "row": "a", "column": "b", "games": 1, "missing": 2, "mean": 1.0, "error": None,
+        "row": "a", "column": "b", "games": 1, "missing": 3, "mean": 1.0, "error": None,
         "score": 1.0,
     }  # fmt: skip
 

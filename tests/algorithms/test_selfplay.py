@@ -262,6 +262,24 @@ def test_vllm_has_room_for_the_pool(run: dict[str, Any], message: str) -> None:
     resolve({**run, **lora, "selfplay": games, "engine": engine | enough}, source="run.toml")
 
 
+def test_adapters_of_another_model_need_no_room() -> None:
+    members: dict[str, dict[str, Any]] = {
+        "hero": {"roles": SEATS, "lora": {"rank": 2}},
+        "cook": {"roles": ["cook"], "lora": {"rank": 2}, "model": "other"},
+    }
+    games = {"seats": SEATS, "opponents": "pfsp", "policy": "hero"}
+    engine = {"kind": "vllm", "vllm": {"max_adapters": 10}}  # hero, its pool and one that retires
+    run = {"policy": {"model": "m"}, "policies": members, "algorithm": {"max_staleness": 1}}
+    resolve({**run, "selfplay": games, "engine": engine}, source="run.toml")
+    members["cook"]["model"] = ""
+    with pytest.raises(ConfigError, match="asks for 11 at once"):
+        resolve({**run, "selfplay": games, "engine": engine}, source="run.toml")
+
+
+def test_alone_a_policy_plays_all_seats_of_every_game() -> None:
+    resolve({"selfplay": {"seats": [*SEATS, "c"]}}, source="run.toml")  # 8 games are no multiple
+
+
 def test_several_policies_say_who_plays() -> None:
     adapter = {"rank": 4}
     policies = {
