@@ -12,10 +12,25 @@ import pytest
 from msgspec.structs import replace
 
 from agentrl import ablation, crossplay, evaluation
+from agentrl.algorithms import requests
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.lineups import Plan, Player
-from agentrl.types import Purpose, Reward, Rollout, RolloutState, Scope
+from agentrl.store import open_store
+from agentrl.types import (
+    ErrorKind,
+    Failure,
+    Outcome,
+    Purpose,
+    Reward,
+    Rollout,
+    RolloutState,
+    Sampling,
+    Scope,
+    Transition,
+    float32,
+    int32,
+)
 
 ROLES = ["first", "second"]
 PLAYERS = {name: Player(policy="policy", directory="", steps=0) for name in "ab"}
@@ -109,18 +124,20 @@ def test_what_cannot_meet_is_refused(tmp_path: Path) -> None:
         crossplay.chosen_checkpoints(config, [one, tmp_path / "000020"])
     with pytest.raises(ConfigError, match="is no checkpoint of a run"):
         crossplay.chosen_checkpoints(config, [one, tmp_path / "run"])
+    with pytest.raises(ConfigError, match="is no checkpoint of a run"):
+        crossplay.chosen_checkpoints(config, [one, checkpoint(tmp_path, "best")])
     playing = run_of(tmp_path, selfplay={"seats": ROLES})
     with pytest.raises(ConfigError, match="two of the checkpoints have one name"):
         crossplay.crossplay(playing, [one, one])
 
 
 def test_checkpoints_by_their_steps(tmp_path: Path) -> None:
-    for name in ("000020", "000005", "000010.2"):
+    for name in ("000020", "000005", "000015", "000010.2"):
         checkpoint(tmp_path, name)
     (tmp_path / "run" / "checkpoints" / "000030.tmp-1").mkdir()
     config = run_of(tmp_path)
     steps = [made.steps for made in crossplay.chosen_checkpoints(config, [])]
-    assert steps == [5, 10, 20]
+    assert steps == [5, 10, 15, 20]
     every = crossplay.chosen_checkpoints(config, [], every=10)
     assert [evaluation.player(config, made, "policy")[0] for made in every] == [
         "policy@000010-2",
@@ -190,6 +207,53 @@ def test_only_a_fresh_start_plays_again(tmp_path: Path, monkeypatch: pytest.Monk
     evaluation.run_plan(config, last, plan, "ablation", fresh=True)
     assert not store.exists()
     assert last.path.is_dir()
+
+
+async def test_a_plan_has_been_played_when_every_game_has_ended(tmp_path: Path) -> None:
+    config = run_of(tmp_path)
+    tasks: list[dict[str, Any]] = [{"input": "x"}, {"input": "y"}]
+    lineups = {"team": {}, "other": {"left": "a"}}
+    plan = Plan(players=PLAYERS, lineups=lineups, tasks=tasks, temperature=1.0, steps=2)
+    async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
+        assert await evaluation._ended(store, config, plan) is None
+        await store.open_run(config.name, {})
+        for name, seats in lineups.items():
+            await store.enqueue(requests.evaluation(config, 0, name, tasks, Sampling(), seats))
+        attempts = await store.claim(4, runner="test", lease=60.0)
+        assert len(attempts) == 4
+        for attempt in attempts:
+            assert await evaluation._ended(store, config, plan) is None
+            await store.finish([Outcome(attempt=attempt.id, fence=attempt.fence)])
+        found = await evaluation._ended(store, config, plan)
+    assert found is not None
+    assert {name: [row.task for row in rows] for name, rows in found.items()} == {
+        "team": tasks,
+        "other": tasks,
+    }
+
+
+async def test_a_role_that_nobody_has_is_told_from_games_that_fail(tmp_path: Path) -> None:
+    config = run_of(tmp_path)
+    tasks: list[dict[str, Any]] = [{"input": "x"}, {"input": "y"}]
+    failure = Failure(kind=ErrorKind.AGENT, message="it broke")
+    async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
+        await store.open_run(config.name, {})
+        await store.enqueue(requests.evaluation(config, 0, "team", tasks, Sampling()))
+        first, second = await store.claim(2, runner="test", lease=60.0)
+        await store.finish([Outcome(attempt=first.id, fence=first.fence, failure=failure)])
+        rows = await store.rollouts(config.name)
+        with pytest.raises(AgentRLError, match="every game failed, such as by: it broke; mend it"):
+            await evaluation._check_heard(store, "team", rows[:1], {"left": "a"})
+        call = Transition(
+            id="call", attempt=second.id, index=0, role="left", prompt=int32([1]),
+            completion=int32([2]), logprobs=float32([-1.0]),
+        )  # fmt: skip
+        await store.add_transitions([call])
+        await store.finish([Outcome(attempt=second.id, fence=second.fence)])
+        rows = await store.rollouts(config.name)
+        await evaluation._check_heard(store, "team", rows, {"left": "a"})
+        with pytest.raises(ConfigError, match="nobody plays the role 'right' in team"):
+            await evaluation._check_heard(store, "team", rows, {"left": "a", "right": "b"})
 
 
 # -- ablation --------------------------------------------------------------------------------------
