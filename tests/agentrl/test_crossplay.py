@@ -131,6 +131,34 @@ def test_what_cannot_meet_is_refused(tmp_path: Path) -> None:
         crossplay.crossplay(playing, [one, one])
 
 
+def test_each_pair_plays_at_least_so_many_games(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks = [{"input": number} for number in range(3)]
+    (tmp_path / "tasks.jsonl").write_text("\n".join(map(json.dumps, tasks)))
+    config = run_of(
+        tmp_path,
+        selfplay={"seats": ROLES},
+        tasks={"heldout": str(tmp_path / "tasks.jsonl")},
+        sampling={"temperature": 0.5},
+    )
+    named = [checkpoint(tmp_path, name) for name in ("000001", "000002", "000003")][:2]
+    asked = []
+
+    def run_plan(
+        config: RunConfig, last: evaluation.Checkpoint, plan: Plan, kind: str, *, fresh: bool
+    ) -> dict[str, list[Rollout]]:
+        asked.append((plan, last.steps))
+        return {name: [game(1.0, -1.0)] * len(plan.tasks) for name in plan.lineups}
+
+    monkeypatch.setattr(evaluation, "run_plan", run_plan)
+    found = crossplay.crossplay(config, named, games=9)
+    ((plan, last),) = asked
+    assert plan.tasks == [*tasks, *tasks[:2]]  # in each of two seats, over again when they are out
+    assert (plan.temperature, plan.steps, last) == (0.5, 3, 3)  # the rest plays as it is now
+    assert [cell.games for row in found.meetings for cell in row if cell] == [10, 10]
+
+
 def test_checkpoints_by_their_steps(tmp_path: Path) -> None:
     for name in ("000020", "000005", "000015", "000010.2"):
         checkpoint(tmp_path, name)

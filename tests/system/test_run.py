@@ -45,6 +45,11 @@ def rollouts(folder: Path) -> list[Rollout]:
     return read(folder, lambda store: store.rollouts("tiny"))
 
 
+def measured(folder: Path) -> list[dict[str, float]]:
+    """The metrics of every step."""
+    return [row.metrics for row in read(folder, lambda store: store.steps("tiny")) if row.committed]
+
+
 def test_train_show_evaluate_and_continue(run_folder: Path) -> None:
     trained = agentrl(run_folder, "train", "run.toml", *SMALL)
     assert trained.returncode == 0, trained.stderr
