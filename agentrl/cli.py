@@ -69,7 +69,9 @@ def train(
 @click.argument("rest", nargs=-1, metavar="[CHECKPOINT] [KEY=VALUE]...")
 @click.option("--tasks", help="Task file to score on; default: the run file's held-out tasks.")
 def evaluate(run_file: Path, rest: tuple[str, ...], tasks: str | None) -> None:
-    """Score CHECKPOINT, by default the run's last one, with the agent and verifier of RUN_FILE."""
+    """Score CHECKPOINT, by default the run's last one, with the agent and verifier of RUN_FILE.
+
+    Of a RUN_FILE without a model of its own, score what its [upstreams] answer."""
     from agentrl import evaluation
 
     checkpoints = [argument for argument in rest if "=" not in argument]
