@@ -35,9 +35,11 @@ class Row:
     pairs: int
 
 
-def ablate(config: RunConfig, roles: Sequence[str], replacement: Path | None) -> list[Row]:
+def ablate(
+    config: RunConfig, roles: Sequence[str], replacement: Path | None, *, fresh: bool = False
+) -> list[Row]:
     """For each role, by default every one that a trained policy plays, how the team of the run's
-    last checkpoint scores with and without it.
+    last checkpoint scores with and without it. fresh: play again what has been played.
 
     Raises ConfigError for a role that nobody plays, and a checkpoint without its policy."""
     known = evaluation.claimed(config)
@@ -66,7 +68,7 @@ def ablate(config: RunConfig, roles: Sequence[str], replacement: Path | None) ->
         temperature=config.eval.temperature,
         steps=last.steps,
     )
-    played = evaluation.run_plan(config, last, plan, "ablation")
+    played = evaluation.run_plan(config, last, plan, "ablation", fresh=fresh)
     return [
         row(role, name, played[TEAM], played[f"{role}={name}"]) for role, name in players.items()
     ]

@@ -69,7 +69,9 @@ def train(
 @click.argument("rest", nargs=-1, metavar="[CHECKPOINT] [KEY=VALUE]...")
 @click.option("--tasks", help="Task file to score on; default: the run file's held-out tasks.")
 def evaluate(run_file: Path, rest: tuple[str, ...], tasks: str | None) -> None:
-    """Score CHECKPOINT, by default the run's last one, with the agent and verifier of RUN_FILE."""
+    """Score CHECKPOINT, by default the run's last one, with the agent and verifier of RUN_FILE.
+
+    Of a RUN_FILE without a model of its own, score what its [upstreams] answer."""
     from agentrl import evaluation
 
     checkpoints = [argument for argument in rest if "=" not in argument]
@@ -86,6 +88,7 @@ def evaluate(run_file: Path, rest: tuple[str, ...], tasks: str | None) -> None:
 @click.option("--checkpoints", multiple=True, type=click.Path(path_type=Path), help="Repeatable.")
 @click.option("--every", type=click.IntRange(1), default=None, help="Of the run's, in steps.")
 @click.option("--games", type=click.IntRange(1), default=20, help="Of each against each other.")
+@click.option("--fresh", is_flag=True, help="Play again what has been played.")
 @click.option("--json", "plain", is_flag=True, help="JSON instead of a table.")
 def crossplay(
     run_file: Path,
@@ -93,6 +96,7 @@ def crossplay(
     checkpoints: tuple[Path, ...],
     every: int | None,
     games: int,
+    fresh: bool,
     plain: bool,
 ) -> None:
     """Play checkpoints of RUN_FILE's policy, by default all on disk, against each other.
@@ -103,7 +107,7 @@ def crossplay(
     from agentrl import crossplay as commands
 
     found = commands.crossplay(
-        load(run_file, overrides), checkpoints, every=every or 0, games=games
+        load(run_file, overrides), checkpoints, every=every or 0, games=games, fresh=fresh
     )
     if plain:
         click.echo(commands.as_json(found))
@@ -116,12 +120,14 @@ def crossplay(
 @click.argument("overrides", nargs=-1)
 @click.option("--role", "roles", multiple=True, help="Repeatable; default: each in turn.")
 @click.option("--with", "replacement", type=click.Path(path_type=Path), help="A checkpoint.")
+@click.option("--fresh", is_flag=True, help="Play again what has been played.")
 @click.option("--json", "plain", is_flag=True, help="JSON instead of a table.")
 def ablate(
     run_file: Path,
     overrides: tuple[str, ...],
     roles: tuple[str, ...],
     replacement: Path | None,
+    fresh: bool,
     plain: bool,
 ) -> None:
     """Score RUN_FILE's team with one role played by the first version of its policy."""
@@ -129,7 +135,7 @@ def ablate(
 
     from agentrl import ablation
 
-    rows = ablation.ablate(load(run_file, overrides), roles, replacement)
+    rows = ablation.ablate(load(run_file, overrides), roles, replacement, fresh=fresh)
     if plain:
         click.echo(ablation.as_json(rows))
     else:

@@ -44,12 +44,18 @@ class Matrix:
 
 
 def crossplay(
-    config: RunConfig, paths: Sequence[Path], *, every: int = 0, games: int = 20
+    config: RunConfig,
+    paths: Sequence[Path],
+    *,
+    every: int = 0,
+    games: int = 20,
+    fresh: bool = False,
 ) -> Matrix:
     """Play the checkpoints at `paths`, or those of the run after every so many steps (0: all that
     are on disk), and return who beats whom.
 
-    games: of each player against each other. Raises ConfigError for what cannot be played."""
+    games: of each player against each other; fresh: play again what has been played. Raises
+    ConfigError for what cannot be played."""
     roles = config.selfplay.seats
     if not roles:
         raise ConfigError(
@@ -71,7 +77,8 @@ def crossplay(
         temperature=config.sampling.temperature,
         steps=last.steps,
     )
-    return matrix(players, roles, lineups, evaluation.run_plan(config, last, plan, "crossplay"))
+    played = evaluation.run_plan(config, last, plan, "crossplay", fresh=fresh)
+    return matrix(players, roles, lineups, played)
 
 
 def chosen_checkpoints(

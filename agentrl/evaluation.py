@@ -1,8 +1,8 @@
 """What a trained run has come to, measured beside it: its held-out score, or lineups that play.
 
 Every evaluation is a run of no steps in a folder of its own, beside that of the run it is about.
-That of lineups is named by what is played, so the same command finds the games that have ended, and
-goes on with the rest after `kill -9`.
+That of lineups is named by all that decides a game, so the same command finds the games that have
+ended, and goes on with the rest after `kill -9`; other weights or settings are another evaluation.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from agentrl.store.base import Store
 from agentrl.types import POLICY, Json, Purpose, Rollout, RolloutState
 
 STEPS = re.compile(r"(\d+)(?:\.\d+)?$")  # a checkpoint's name: its steps, and its writer's epoch
+GAMES = ("agent", "verifier", "sampling", "policy", "policies", "upstreams", "roles", "seed")
+"""Settings that decide, beside a plan, how its games go."""
 Played = dict[str, list[Rollout]]  # by lineup, in the order of the tasks
 
 
@@ -54,15 +56,23 @@ class Checkpoint:
 
 
 def evaluate(config: RunConfig, checkpoint: Path | None, tasks: str | None) -> trainer.Result:
-    """Score a checkpoint, by default the run's last: a run of no steps in a folder of its own."""
-    checkpoint = checkpoint or trainer.blocking(last_checkpoint(config))
-    if not checkpoint.is_dir():
-        raise ConfigError(f"{checkpoint}: no such checkpoint directory")
+    """Score a checkpoint, by default the run's last, or what `[upstreams]` answer where the run has
+    no model of its own: a run of no steps in a folder of its own."""
+    if team.remote(config):
+        if checkpoint:
+            raise ConfigError(
+                f"{checkpoint}: [upstreams] answer every call, so no checkpoint is played; leave "
+                "it out, or set policy.model"
+            )
+    else:
+        checkpoint = checkpoint or trainer.blocking(last_checkpoint(config))
+        if not checkpoint.is_dir():
+            raise ConfigError(f"{checkpoint}: no such checkpoint directory")
     replace = msgspec.structs.replace
     name = f"{config.name}-eval-{time.strftime('%Y%m%d-%H%M%S')}"
     heldout = str(Path(tasks).resolve()) if tasks and ":" not in tasks else tasks
     config = replace(
-        untrained(config, name, checkpoint.resolve()),
+        untrained(config, name, checkpoint and checkpoint.resolve()),
         tasks=replace(config.tasks, heldout=heldout or config.tasks.heldout),
         eval=replace(config.eval, tasks=0) if tasks else config.eval,
         selfplay=SelfplayConfig(),  # nobody meets a pool
@@ -106,17 +116,25 @@ def tasks_of(config: RunConfig, limit: int = 0) -> list[dict[str, Json]]:
     return found[: limit or None]
 
 
-def run_plan(config: RunConfig, checkpoint: Checkpoint, plan: Plan, kind: str) -> Played:
+def run_plan(
+    config: RunConfig, checkpoint: Checkpoint, plan: Plan, kind: str, *, fresh: bool = False
+) -> Played:
     """The games of a plan, by lineup. `config`: the trained run; `checkpoint`: where its own
-    policies are taken from. Raises AgentRLError where nothing can be learned from them."""
+    policies are taken from; `fresh`: play again what has been played. Raises AgentRLError where
+    nothing can be learned from them."""
     own = beside(config, checkpoint, plan, kind)
     trainer.check(own)
+    if fresh:
+        trainer.clear(own)
     return trainer.blocking(_played(own, plan))
 
 
 def beside(config: RunConfig, checkpoint: Checkpoint, plan: Plan, kind: str) -> RunConfig:
     """The settings of the evaluation run."""
-    about = msgspec.json.encode([plan, str(checkpoint.path), config.agent, config.verifier])
+    settings = [getattr(config, key) for key in GAMES]
+    directories = [str(checkpoint.path), *(one.directory for one in plan.players.values())]
+    weights = [(directory, _written(Path(directory))) for directory in directories if directory]
+    about = msgspec.json.encode([plan, weights, settings])
     name = f"{config.name}-{kind}-{sha256(about).hexdigest()[:8]}"
     return msgspec.structs.replace(
         untrained(config, name, checkpoint.path),
@@ -127,8 +145,15 @@ def beside(config: RunConfig, checkpoint: Checkpoint, plan: Plan, kind: str) -> 
     )
 
 
-def untrained(config: RunConfig, name: str, checkpoint: Path) -> RunConfig:
+def _written(directory: Path) -> int:
+    """When what is there was written, in ns: a run that began anew has other weights by the same
+    name. 0 for a model of the hub."""
+    return max((file.stat().st_mtime_ns for file in directory.rglob("*")), default=0)
+
+
+def untrained(config: RunConfig, name: str, checkpoint: Path | None) -> RunConfig:
     """A run of no steps, of that name and in a folder beside, with a checkpoint's policies."""
+    own = policies_at(config, checkpoint) if checkpoint else {}
     output = Path(config.output).with_name(name)
     return msgspec.structs.replace(
         config,
@@ -136,7 +161,7 @@ def untrained(config: RunConfig, name: str, checkpoint: Path) -> RunConfig:
         output=str(output),
         store=f"sqlite:///{output / 'store.db'}",
         steps=0,
-        **policies_at(config, checkpoint),
+        **own,
     )
 
 
@@ -225,11 +250,15 @@ async def _check_heard(
         silent.difference_update(call.role for call in (trace.transitions if trace else ()))
     failures = [row.failure.message for row in rows if row.failure]
     if silent and len(failures) == len(rows):
-        raise AgentRLError(f"{lineup}: every game failed, such as by: {failures[0]}")
+        raise AgentRLError(
+            f"{lineup}: every game failed, such as by: {failures[0]}; mend it, and repeat the "
+            "command with --fresh"
+        )
     if silent:
         raise ConfigError(
             f"nobody plays the role {sorted(silent)[0]!r} in {lineup}: no call of the agent has "
-            "it; name the roles of its calls (agentrl.role, graph nodes or model names)"
+            "it; name the roles of its calls (agentrl.role, graph nodes or model names), and "
+            "repeat the command with --fresh"
         )
 
 

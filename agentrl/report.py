@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from agentrl import team
 from agentrl.config import RunConfig
 from agentrl.show import render
 from agentrl.store.base import Store
@@ -30,7 +31,8 @@ async def write(
         if trace:
             console.print(f"[bold]{title}[/]")
             console.print(render(trace))
-    for row in (_split(steps, seconds), await _failures(store, config), _refused(steps)):
+    rows = [_split(steps, seconds), await _failures(store, config), _refused(steps)]
+    for row in (*rows, *unheard(config, steps).values()):
         if row:
             console.print(row, highlight=False, markup=False)
     paths = {"store": config.store, "checkpoint": checkpoint, "curve": curve(config, steps)}
@@ -142,6 +144,22 @@ def _refused(steps: list[StepRow]) -> str:
     if long:
         parts.append(f"{long} model calls longer than the model's context were not trained")
     return "; ".join(parts)
+
+
+def unheard(config: RunConfig, steps: list[StepRow]) -> dict[str, str]:
+    """Of several policies those that had their turn to learn and no call to learn from, each with a
+    sentence: its roles may have other names in the agent."""
+    found = {}
+    for name in team.trained(config) if config.policies else []:
+        calls = [row.metrics[f"{name}/calls"] for row in steps if f"{name}/calls" in row.metrics]
+        if calls and not any(calls):
+            own = [role for role, player in team.claims(config).items() if player == name]
+            heard = ", ".join(map(repr, sorted(roles(steps)))) or "none of several"
+            found[name] = (
+                f"the policy {name!r} has learned nothing: no call was made in its roles "
+                f"({', '.join(map(repr, own))}); the roles that spoke are {heard}"
+            )
+    return found
 
 
 def _split(steps: list[StepRow], seconds: float) -> str:

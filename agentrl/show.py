@@ -66,8 +66,9 @@ def _message(message: dict[str, Any], note: str = "") -> Text:
 
 
 def _answer(transition: Transition) -> Text:
+    version = "" if transition.version is None else f" v{transition.version}"
     note = (
-        f"   [{_player(transition)} v{transition.version}, {len(transition.prompt)} +"
+        f"   [{_player(transition)}{version}, {len(transition.prompt)} +"
         f" {len(transition.completion)} tokens, {transition.finish}]"
     )
     return _message({"role": "assistant"} | (transition.answer or {}), note)

@@ -48,6 +48,12 @@ def frozen(config: RunConfig) -> list[str]:
     return [name for name, member in config.policies.items() if member.frozen]
 
 
+def remote(config: RunConfig) -> bool:
+    """Whether `[upstreams]` answer every call: the run has no model of its own."""
+    own = config.policies or config.policy.model or config.policy.build
+    return bool(config.upstreams) and not own and POLICY not in config.roles.values()
+
+
 def claims(config: RunConfig) -> dict[str, str]:
     """Role -> the policy or upstream that plays it, from both sides: `[roles]` and `[policies]`."""
     made = {role: name for name, member in config.policies.items() for role in member.roles}

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import msgspec
 from rich.console import Console
 
-from agentrl import report, view
+from agentrl import report, team, view
 from agentrl.algorithms.learners import verl_settings
 from agentrl.config import RunConfig, differences, resolve
 from agentrl.errors import AgentRLError, ConfigError, TrainingError
@@ -39,6 +39,7 @@ WRITTEN = (
     *("store.db*", "run.json", "logs", "checkpoints", "dumps", "curve.png"),
     *("policy", "policy.tmp-*", "train.jsonl", "heldout.jsonl"),
     *("metrics", "tensorboard", "wandb", "mlruns", "vllm", "servers", "pool"),
+    *("plan.json", "players"),
 )  # by a run, in its output folder
 T = TypeVar("T")
 RESTARTS = 20  # of one runner in a row; more means that it cannot work
@@ -138,7 +139,12 @@ def check(config: RunConfig) -> None:
         if file.endswith(".py") and not (root / file).is_file():
             raise ConfigError(f"{key} = {value!r}: there is no file {root / file}")
     own = config.policies and all(member.model for member in config.policies.values())
-    if not config.policy.model and not config.policy.build and not own:
+    if team.remote(config) and config.steps:
+        raise ConfigError(
+            "policy.model is missing: there is nothing to train. `agentrl eval` scores what "
+            "[upstreams] answer; to train, give a Hugging Face directory or name"
+        )
+    if not (config.policy.model or config.policy.build or own or team.remote(config)):
         raise ConfigError("policy.model is missing: a Hugging Face directory or name")
     if config.learner.kind == "verl":
         verl_settings.check(config)

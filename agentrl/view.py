@@ -13,8 +13,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from agentrl.config import RunConfig
-from agentrl.report import refused
+from agentrl.report import refused, unheard
 from agentrl.store.base import Store
+from agentrl.team import remote
 from agentrl.types import Counts, StepRow
 
 REFRESH = 0.5  # seconds between redraws
@@ -69,16 +70,22 @@ class Progress:
     counts: Counts = field(default_factory=Counts)
     ready: bool = False
     warned: bool = False
+    unheard: set[str] = field(default_factory=set)  # policies of which that was said
 
     async def update(self, store: Store) -> None:
         """Committed steps never change, so only what came after them is read."""
         done = len(self.committed)
         self.rows[done:] = await store.steps(self.config.name, after=done - 1)
         self.counts = await store.counts(self.config.name)
-        self.ready = bool(await store.policies(self.config.name))
+        self.ready = remote(self.config) or bool(await store.policies(self.config.name))
 
     def warn(self, console: Console) -> None:
-        """Says once that there are calls which are not learned from, and how many."""
+        """Says once that there are calls which are not learned from, and how many, and of each
+        policy that has none."""
+        for policy, sentence in unheard(self.config, self.committed).items():
+            if policy not in self.unheard:
+                self.unheard.add(policy)
+                console.print(sentence, highlight=False, markup=False)
         without, _ = refused(self.committed)
         if without > 0 and not self.warned:
             self.warned = True

@@ -3,14 +3,48 @@
 from __future__ import annotations
 
 import math
+import time
+from pathlib import Path
 from statistics import fmean
 
+import msgspec
 from msgspec.structs import replace
 
 from agentrl.algorithms.requests import evaluation
 from agentrl.config import RunConfig
+from agentrl.loading import load_tasks
+from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.types import Json
+
+
+async def remote(config: RunConfig) -> None:
+    """The algorithm process of a run without a model of its own: has the held-out tasks played,
+    once, because endpoints keep their own sampling."""
+    tasks = load_tasks(config.tasks.heldout, Path(config.root), key="tasks.heldout")
+    temperatures = {"score": config.eval.temperature}
+    async with open_store(config.store) as store:
+        state = await store.open_run(config.name, msgspec.to_builtins(config))
+        limit = config.eval.tasks or None
+        await held_out(store, config, state.epoch, 0, tasks[:limit], temperatures)
+
+
+async def held_out(
+    store: Store,
+    config: RunConfig,
+    epoch: int,
+    step: int,
+    tasks: list[dict[str, Json]],
+    temperatures: dict[str, float],
+) -> None:
+    """Log what `score` finds after `step` steps, if an earlier start has not."""
+    done = {row.step: row.metrics for row in await store.steps(config.name)}
+    if "eval/score" in done.get(step, {}):
+        return
+    started = time.monotonic()
+    metrics = await score(store, config, step, tasks, temperatures)
+    metrics["time/eval"] = time.monotonic() - started
+    await store.log(config.name, step, metrics, epoch=epoch)
 
 
 async def score(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from agentrl.algorithms.checkpoint import checkpoint_name, prune, save_checkpoint
 from agentrl.algorithms.collect import Collected, Collector
-from agentrl.algorithms.evaluate import score
+from agentrl.algorithms.evaluate import held_out
 from agentrl.algorithms.metrics import throughput
 from agentrl.algorithms.opponents import Opponents
 from agentrl.algorithms.serving import Serving
@@ -88,15 +88,10 @@ class Loop:
         outer = step in (0, self.config.steps)
         if not self.heldout or not (outer or (settings.every and step % settings.every == 0)):
             return
-        done = {row.step: row.metrics for row in await self.store.steps(self.config.name)}
-        if "eval/score" in done.get(step, {}):
-            return
-        started = time.monotonic()
         limit = settings.tasks if outer else settings.curve_tasks
         tasks = self.heldout[: limit or None]
         temperatures = {"score": settings.temperature}
         if outer and settings.sampled:
             temperatures["sampled"] = 1.0
-        metrics = await score(self.store, self.config, step, tasks, temperatures)
-        metrics["time/eval"] = time.monotonic() - started
-        await self.store.log(self.config.name, step, metrics, epoch=self.state.epoch)
+        epoch = self.state.epoch
+        await held_out(self.store, self.config, epoch, step, tasks, temperatures)

@@ -13,7 +13,7 @@ import msgspec
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from agentrl.algorithms import beside, coalitions, presets
+from agentrl.algorithms import beside, coalitions, evaluate, presets
 from agentrl.algorithms.checkpoint import load_checkpoint
 from agentrl.algorithms.coalitions import RoleRewards, shares
 from agentrl.algorithms.collect import Collector, rule
@@ -50,14 +50,14 @@ from agentrl.processes import log_to_stderr
 from agentrl.selfplay import player
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.team import FIRST, player_of, trained, view
+from agentrl.team import FIRST, player_of, remote, trained, view
 from agentrl.types import POLICY, Json
 
 
 def main(config: RunConfig) -> None:
     """Train (or, with no steps, evaluate) until the run is complete."""
     log_to_stderr()
-    asyncio.run(run(config))
+    asyncio.run(evaluate.remote(config) if remote(config) else run(config))
 
 
 async def run(config: RunConfig) -> None:

@@ -95,6 +95,7 @@ class Caller(NamedTuple):
     live: Live
     role: str | None  # None: still to be read from the requested model, see `roles`
     span: str | None  # span id of the request's parent, 16 hex digits
+    inside: tuple[str, ...] = ()  # names of nodes and agent around the call, innermost first
 
     def role_of(self, model: str) -> str:
         """Who makes the call, which asks for `model`."""
@@ -163,13 +164,9 @@ class Attempts:
         trace, span = _traceparent(headers.get("traceparent", ""))
         live = self._owner(headers, path, trace)
         said = _baggage(headers.get("baggage", ""))
-        role = resolve(
-            live.roles,
-            path=path.get("role"),
-            said=said.get(ROLE),
-            names=read_names(said.get(NAMES)),
-        )
-        return Caller(live, role, span)
+        names = read_names(said.get(NAMES))
+        role = resolve(live.roles, path=path.get("role"), said=said.get(ROLE), names=names)
+        return Caller(live, role, span, tuple(names))
 
     def _owner(self, headers: Mapping[str, str], path: Mapping[str, str], trace: str) -> Live:
         """The attempt that a request belongs to."""

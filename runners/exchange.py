@@ -113,7 +113,7 @@ class Exchange:
         role = self._caller.role_of(call.model)
         rows = live.recording.take(call, role) if live.recording else []
         if not rows:
-            return await self._upstream.retry(live, call.model, role, self._asked, self._forward)
+            return await self._upstream.retry(self._caller, call.model, self._asked, self._forward)
         answer = await self._replay(rows)
         live.answered(self._asked)
         return answer
@@ -358,7 +358,7 @@ async def pass_through(
     asked = live.asks(raw)
     try:
         async with asyncio.timeout(live.left):
-            return await upstream.retry(live, model, caller.role_of(model), asked, once)
+            return await upstream.retry(caller, model, asked, once)
     except TimeoutError:
         message = f"attempt {live.id} ran out of time before {api} had answered"
         raise RefusedError(504, "attempt_timeout", message) from None

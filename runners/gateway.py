@@ -50,14 +50,16 @@ class Gateway:
         upstreams: Mapping[str, UpstreamConfig] | None = None,
         roles: Mapping[str, str] | None = None,
         policies: Collection[str] = (),
+        remote: bool = False,
     ) -> None:
-        """With a `host` that others can connect to, only sealed attempts can be reached.
+        """What is not the server's own is the `Router`'s. With a `host` that others can connect to,
+        only sealed attempts can be reached.
 
         Raises ConfigError for an upstream without its API key."""
         self.base_url = ""  # for agents on this machine, known once started; ends in /v1
         self.port = port
         self.attempts = Attempts(open=is_loopback(host), roles=roles or ())
-        self.router = Router(store, run, upstreams, roles, policies)
+        self.router = Router(store, run, upstreams, roles, policies, remote=remote)
         self._store, self._host = store, host
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="agentrl-gateway", daemon=True)

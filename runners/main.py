@@ -32,7 +32,7 @@ from agentrl.runners.verifiers import Verifier
 from agentrl.runners.worker import Worker
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.team import claims
+from agentrl.team import claims, remote
 
 
 def main(store_url: str, run: str, *, root: Path | None = None, name: str | None = None) -> int:
@@ -91,6 +91,7 @@ async def start_runner(
             upstreams=config.upstreams,
             roles=claims(config),
             policies=config.policies,
+            remote=remote(config),
         )
         await asyncio.to_thread(gateway.start)
         try:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from agentrl.runners import journal
 from agentrl.runners.verifiers import VerifierError
-from agentrl.store.rows import clean
+from agentrl.store.values import clean
 from agentrl.types import Reward, Scope, Span, Trace, Transition
 
 log = logging.getLogger("agentrl.runner")

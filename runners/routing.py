@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from types import MappingProxyType
 from typing import NamedTuple
@@ -54,8 +54,11 @@ class Router:
         upstreams: Mapping[str, UpstreamConfig] | None = None,
         roles: Mapping[str, str] | None = None,
         policies: Collection[str] = (),
+        *,
+        remote: bool = False,
     ) -> None:
         """`policies`: those of a run that has several, each for the roles that are mapped to it.
+        `remote`: the run has none at all, and waits for none.
 
         Raises ConfigError when the key of a frozen endpoint is not in the environment."""
         self.store, self.run = store, run
@@ -64,6 +67,7 @@ class Router:
         self.roles = roles or {}
         self.several = tuple(policies) if len(policies) > 1 else ()
         self.default = next(iter(policies)) if len(policies) == 1 else DEFAULT
+        self.remote = remote
         self._paused = False
         self._answering = 0
         self._news = asyncio.Event()  # set and replaced whenever a route may have changed
@@ -96,18 +100,33 @@ class Router:
             if not self._answering:
                 self._tell()
 
-    def unplayed(self, model: str, role: str, seats: Seats = NOBODY) -> str:
-        """Why none of several policies answers a call; empty: one does, now or later."""
+    @property
+    def ready(self) -> bool:
+        """Whether calls can be answered, as far as is known."""
+        return bool(self.policies) or self.remote
+
+    def unplayed(
+        self, model: str, role: str, seats: Seats = NOBODY, inside: Sequence[str] = ()
+    ) -> str:
+        """Why none of several policies, or of a run's endpoints, answers a call; empty: one does,
+        now or later. inside: names around the call, none of which is a role."""
         served = {policy.model for policy in self.policies.values()}
         named = model in {*self.several, *self.policies, *self.frozen, *served}
-        played = named or self.player(role, seats) is not None
-        if not self.several or DEFAULT in self.several or played:
+        if named or self.player(role, seats) is not None:
+            return ""
+        around = f", inside of {', '.join(map(repr, inside))}" if inside else ""
+        asks = f"the role {role!r}{around}, which asks for the model {model!r:.80}"
+        if self.remote and not self.policies:
+            return (
+                f"no endpoint plays {asks}, and the run has no model of its own: map it to one of "
+                f"{', '.join(map(repr, sorted(self.frozen)))} in [roles], or set policy.model"
+            )
+        if not self.several or DEFAULT in self.several:
             return ""
         players = ", ".join(f"{role!r} by {name!r}" for role, name in sorted(self.roles.items()))
         return (
-            f"no policy plays the role {role!r}, which asks for the model {model!r:.80}: the run "
-            f"file has {players}. Add it to the roles of a policy (policies.NAME.roles), or ask "
-            "for a policy by its name"
+            f"no policy plays {asks}: the run file has {players}. Add one of its names to the "
+            "roles of a policy (policies.NAME.roles), or ask for a policy by its name"
         )
 
     def find(self, model: str, role: str, seats: Seats = NOBODY) -> Route | None:

@@ -18,7 +18,7 @@ from typing import TypeVar
 import aiohttp
 from multidict import CIMultiDict
 
-from agentrl.runners.attribution import Asked, Live, RefusedError
+from agentrl.runners.attribution import Asked, Caller, RefusedError
 from agentrl.runners.routing import Route, Router
 
 T = TypeVar("T")
@@ -93,21 +93,21 @@ class Upstream:
 
     async def retry(
         self,
-        live: Live,
+        caller: Caller,
         model: str,
-        role: str,
         asked: Asked,
         once: Callable[[Route], Awaitable[T]],
     ) -> T:
-        """The first success of `once`. `live` carries the failure of the call until then.
+        """The first success of `once`. The attempt carries the failure of the call until then.
 
         Raises the last UpstreamError when trying again is of no use or the attempt ran out, and
         RefusedError for a verifier's call to anything but a frozen endpoint, and for that of a role
         which nobody plays."""
+        live, role = caller.live, caller.role_of(model)
         if live.scoring:
             self._refuse_policies(model, role)
         seats = live.seats
-        if why := self.router.unplayed(model, role, seats):
+        if why := self.router.unplayed(model, role, seats, caller.inside):
             live.failures[asked.number] = why  # counted, whatever the agent makes of the refusal
             raise RefusedError(404, "role_unplayed", why)
         wait, tries = BACKOFF, 0

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from agentrl.errors import AgentError, AgentRLError
 from agentrl.loading import load_attribute
 from agentrl.runners import threads
-from agentrl.store.rows import clean
+from agentrl.store.values import clean
 from agentrl.types import Json, Reward, Scope, Trace
 
 ARGUMENTS = ("task", "result", "trace")

@@ -85,7 +85,7 @@ class Worker:
         if not free:
             await self._changed.wait()
             return
-        if not self._gateway.router.policies:
+        if not self._gateway.router.ready:
             # The algorithm is starting: an attempt's time would run while nobody can answer it.
             cursor = await self._store.cursor()
             if not await self._store.policies(self.run_name):

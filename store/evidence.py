@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.errors import Conflict, Invalid, NotFound
-from agentrl.store import queries, rows
+from agentrl.store import queries, rows, values
 from agentrl.store.database import Connection
 from agentrl.store.tree import Node, deepest, digest
 from agentrl.store.writer import Transaction
@@ -52,11 +52,11 @@ class Call:
 def prepare(transition: Transition) -> Call:
     """Raises Invalid for what could not be stored or trained on."""
     rows.check_transition(transition)
-    columns, prompt = rows.transition_columns(transition), rows.blob(transition.prompt)
+    columns, prompt = rows.transition_columns(transition), values.blob(transition.prompt)
     what, answer = f"of transition {transition.id}", columns["answer"]
-    lines = [rows.dump(message, f"A message {what}") for message in transition.messages]
+    lines = [values.dump(message, f"A message {what}") for message in transition.messages]
     chat = "".join(f"{line}\n" for line in lines).encode()
-    tools = rows.dump(transition.tools, f"A tool {what}") if transition.tools else None
+    tools = values.dump(transition.tools, f"A tool {what}") if transition.tools else None
     whole = prompt + columns["completion"]
     columns |= {
         "size": len(whole),
@@ -253,11 +253,11 @@ def _group(conn: Connection, run: str, id: str) -> Group:
 
 def _rewards(conn: Connection, attempts: Sequence[str]) -> dict[str, list[Reward]]:
     found: dict[str, list[Reward]] = {}
-    for row in conn.execute(SQL["rewards"], (rows.dump(attempts, "attempts"),)):
+    for row in conn.execute(SQL["rewards"], (values.dump(attempts, "attempts"),)):
         found.setdefault(row["attempt_id"], []).append(rows.reward(row))
     return found
 
 
 def _transitions(conn: Connection, attempts: Sequence[str]) -> dict[str, list[Transition]]:
-    query = conn.execute(SQL["transitions"], (rows.dump(attempts, "attempts"),))
+    query = conn.execute(SQL["transitions"], (values.dump(attempts, "attempts"),))
     return rows.transitions(query.fetchall())

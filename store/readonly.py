@@ -15,7 +15,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from agentrl.errors import Invalid, NotFound, Unavailable
-from agentrl.store import rows
+from agentrl.store import values
 from agentrl.store.connection import Location, explain
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def _list(typecode: str) -> Any:
     def function(data: bytes | None) -> str | None:
         if data is None:
             return None
-        return rows.dump(rows.unblob(typecode, data).tolist(), "A blob")
+        return values.dump(values.unblob(typecode, data).tolist(), "A blob")
 
     return function
 

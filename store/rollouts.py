@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from agentrl.errors import Conflict, Invalid, NotFound
-from agentrl.store import evidence, queries, rows, runs
+from agentrl.store import evidence, queries, rows, runs, values
 from agentrl.store.database import Connection
 from agentrl.store.feed import QUEUE
 from agentrl.store.tree import digest
@@ -99,12 +99,12 @@ def claim(
 def heartbeat(tx: Transaction, attempts: Sequence[str], lease: float) -> list[str]:
     """Leases are no news: nothing is added to the feed."""
     columns = {
-        "attempts": rows.dump(attempts, "Attempts"),
+        "attempts": values.dump(attempts, "Attempts"),
         "until": tx.now + lease,
         "now": tx.now,
     }
     tx.conn.execute(SQL["heartbeat"], columns)
-    live = set(rows.load(tx.conn.execute(SQL["live"], columns).fetchone()[0]))
+    live = set(values.load(tx.conn.execute(SQL["live"], columns).fetchone()[0]))
     return [attempt for attempt in attempts if attempt in live]
 
 
@@ -196,7 +196,7 @@ def _finish(tx: Transaction, outcome: Outcome) -> bool:
     row = tx.conn.execute(SQL["attempt"], (outcome.attempt,)).fetchone()
     if row is None:
         raise NotFound(f"There is no attempt {outcome.attempt!r} in this store.")
-    result = rows.dump(outcome.result, f"The result of attempt {outcome.attempt}")
+    result = values.dump(outcome.result, f"The result of attempt {outcome.attempt}")
     mark = digest(msgspec.json.encode(outcome))
     if row["outcome"] == mark:
         return True

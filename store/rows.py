@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from array import array
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -11,6 +10,7 @@ from typing import Any, Protocol
 import msgspec
 
 from agentrl.errors import Invalid
+from agentrl.store.values import blob, clean, dump, load, unblob
 from agentrl.types import (
     Attempt,
     Branch,
@@ -39,49 +39,6 @@ class Row(Protocol):
     """A row of any database, by column name."""
 
     def __getitem__(self, column: str, /) -> Any: ...
-
-
-# -- values ----------------------------------------------------------------------------------------
-
-
-def dump(value: Json, what: str) -> str:
-    """JSON text of a user's payload. Raises Invalid, naming `what`, if it is none or has an integer
-    of more than 64 bits, which msgpack, and so whoever reads it over HTTP, does not have."""
-    try:
-        msgspec.msgpack.encode(value)
-        return msgspec.json.encode(value).decode()
-    except OverflowError as error:
-        raise Invalid(
-            f"{what} has an integer of more than 64 bits: send it as text or as a float."
-        ) from error
-    except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
-        raise Invalid(f"{what} cannot be written as JSON: {error}.") from error
-
-
-def load(text: str | None) -> Json:
-    return None if text is None else msgspec.json.decode(text)
-
-
-def clean(text: str) -> str:
-    """Text from the outside world: lone surrogates and zeros, which not every database stores,
-    become `?`."""
-    return text.encode("utf-8", "replace").decode().replace("\0", "?")
-
-
-def blob(values: array[Any]) -> bytes:
-    """Little-endian, as it is stored."""
-    if sys.byteorder == "big":
-        values = values[:]
-        values.byteswap()
-    return values.tobytes()
-
-
-def unblob(typecode: str, data: bytes) -> array[Any]:
-    values: array[Any] = array(typecode)
-    values.frombytes(data)
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values
 
 
 # -- queue -----------------------------------------------------------------------------------------

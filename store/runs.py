@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from agentrl.errors import Conflict, Fenced, NotFound
-from agentrl.store import queries, rows
+from agentrl.store import queries, rows, values
 from agentrl.store.database import Connection
 from agentrl.store.feed import GROUPS
 from agentrl.store.tree import digest
@@ -35,7 +35,7 @@ SQL = queries.load("runs")
 
 
 def open_run(tx: Transaction, run: str, config: dict[str, Json]) -> RunState:
-    columns = {"run": run, "now": tx.now, "config": rows.dump(config, "The run's configuration")}
+    columns = {"run": run, "now": tx.now, "config": values.dump(config, "The run's configuration")}
     row = tx.conn.execute(SQL["open_run"], columns).fetchone()
     tx.conn.execute(SQL["release_groups"], (run,))
     tx.conn.execute(SQL["forget_policies"], (run,))  # they were served by the fenced owner
@@ -76,7 +76,7 @@ def commit_step(tx: Transaction, step: Step) -> None:
     for group in commit.discarded:
         _take(tx, group, commit, "discarded")
     if step.credits or commit.judgements:
-        groups = {"run": commit.run, "groups": rows.dump(commit.groups, "Groups")}
+        groups = {"run": commit.run, "groups": values.dump(commit.groups, "Groups")}
         calls = {row["id"]: row for row in tx.conn.execute(SQL["calls"], groups)}
         _add_credits(tx.conn, step, calls)
         _add_judgements(tx.conn, commit, calls, groups)
@@ -200,7 +200,7 @@ def _state(row: Any) -> RunState:
         epoch=row["epoch"],
         step=row["step"],
         checkpoint=row["checkpoint"],
-        config=rows.load(row["config"]),
+        config=values.load(row["config"]),
     )
 
 
@@ -270,5 +270,4 @@ def _take(
 
 
 def _set_metrics(conn: Connection, run: str, step: int, metrics: dict[str, float]) -> None:
-    values = [(run, step, name, value) for name, value in metrics.items()]
-    conn.executemany(SQL["set_metric"], values)
+    conn.executemany(SQL["set_metric"], [(run, step, *metric) for metric in metrics.items()])

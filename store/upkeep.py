@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from agentrl.errors import Invalid
-from agentrl.store import queries, rows, runs
+from agentrl.store import queries, runs, values
 from agentrl.store.database import Connection
 from agentrl.store.writer import Transaction, Verb
 from agentrl.types import Pruned, Stats
@@ -155,7 +155,7 @@ def _sum(parts: Sequence[Pruned]) -> Pruned:
 
 
 def _ids(rollouts: Sequence[str]) -> dict[str, str]:
-    return {"rollouts": rows.dump(rollouts, "Rollouts")}
+    return {"rollouts": values.dump(rollouts, "Rollouts")}
 
 
 # -- events ----------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ import aiohttp
 import msgspec
 
 from agentrl.errors import Invalid, StoreError, Unavailable
-from agentrl.store import rows
+from agentrl.store import rows, values
 from agentrl.store.base import Store
 from agentrl.store.http import wire
 from agentrl.store.http.wire import ENCODE, MSGPACK, VERBS, Verb
@@ -287,7 +287,7 @@ def _encoded(verb: Verb, arguments: Arguments) -> bytes:
 def _clean(record: Any) -> Any:
     """Text from the outside world, as every store keeps it."""
     if isinstance(record, Span):
-        return msgspec.structs.replace(record, name=rows.clean(record.name))
+        return msgspec.structs.replace(record, name=values.clean(record.name))
     return rows.clean_outcome(record) if isinstance(record, Outcome) else record
 
 

@@ -49,6 +49,7 @@ def test_dry_run_refuses_what_training_would(tmp_path: Path, override: str, mess
     assert result.output == ""
 
 
+FAR = 'upstreams.far.base_url="http://127.0.0.1:9/v1"'
 FILES = {
     "agent.py": "agent = lambda text: text\n",
     "verifier.py": "def verify(task, result): return 1.0\n",
@@ -83,6 +84,7 @@ def folder(tmp_path: Path) -> Path:
         ("x", "", ["verifier.path=check.py:verify"], "there is no file"),
         ("x", "", ["tasks.train="], "tasks.train is missing"),
         ("x", "", ["policy.model="], "policy.model is missing"),
+        ("x", "", ["policy.model=", FAR], "scores what [upstreams] answer; to train, give"),
         ("x", "", ["store=mysql://x"], "mysql"),
         ("x", "", ["output=run.toml/below"], "output: cannot make the folder"),
         ("x", "", ["store=other.db", "--fresh"], "--fresh: the store other.db is not in"),
@@ -96,6 +98,12 @@ def test_user_errors_are_one_sentence_and_exit_code_two(
     assert result.returncode == 2, result.stderr
     assert sentence in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_what_endpoints_answer_alone_has_no_checkpoint(folder: Path) -> None:
+    refused = agentrl("eval", "run.toml", "policy.model=", FAR, ".", cwd=folder)
+    assert refused.returncode == 2
+    assert "[upstreams] answer every call, so no checkpoint is played" in refused.stderr
 
 
 def test_show_names_what_is_missing(folder: Path) -> None:

@@ -57,6 +57,9 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
         ("[sampling]\ntemperature = nan", [], r"sampling\.temperature = nan; it must be finite"),
         ("[sampling]\ntemperature = -1.0", [], r"sampling\.temperature = -1\.0; .* 0 \(greedy\)"),
         ("[sampling]\ntop_p = 2.0", [], r"sampling\.top_p = 2\.0; it must be above 0"),
+        ("[sampling]\ntop_p = 0.0", [], r"sampling\.top_p = 0\.0; it must be above 0"),
+        ("[sampling]\ntop_k = -1", [], r"sampling\.top_k = -1; it must be 0 \(no limit\)"),
+        ("[metrics]\nsinks = ['mlflow', 'mlflow']", [], r"metrics\.sinks names 'mlflow' twice"),
         ("[sampling]\nmax_tokens = 0", [], r"sampling\.max_tokens = 0; it must be 1 or above"),
         ("[algorithm]\nmin_group = 9", [], r"min_group = 9 drops every group of .*group_size = 8"),
         ("steps = 1.5", [], r"steps"),
@@ -73,6 +76,10 @@ def test_every_mistake_is_one_sentence(
     with pytest.raises(ConfigError, match=message) as caught:
         load(run_file(tmp_path, text), overrides)
     assert "\n" not in str(caught.value)
+
+
+def test_a_group_may_need_all_of_its_rollouts(tmp_path: Path) -> None:
+    assert load(run_file(tmp_path, "[algorithm]\nmin_group = 8\n")).algorithm.group_size == 8
 
 
 def test_a_limit_may_be_infinite(tmp_path: Path) -> None:

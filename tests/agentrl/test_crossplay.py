@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import json
-from math import isnan
+import os
+from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from agentrl import ablation, crossplay, evaluation
+from agentrl.algorithms import requests
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.lineups import Player, first_version
-from agentrl.types import Purpose, Reward, Rollout, RolloutState, Scope
+from agentrl.lineups import Plan, Player, first_version
+from agentrl.store import open_store
+from agentrl.types import (
+    ErrorKind,
+    Failure,
+    Outcome,
+    Purpose,
+    Reward,
+    Rollout,
+    RolloutState,
+    Sampling,
+    Scope,
+    Transition,
+    float32,
+    int32,
+)
 
 ROLES = ["first", "second"]
 PLAYERS = {name: Player(policy="policy", directory="", steps=0) for name in "ab"}
@@ -76,13 +93,13 @@ def test_the_matrix_is_of_both_seats() -> None:
 
 
 def test_games_without_a_return_are_counted_apart() -> None:
-    rows = [game(1.0, -1.0), game(1.0), game(3.0, 0.0, state=RolloutState.FAILED)]
+    rows = [game(1.0, -1.0), game(1.0), game(3.0, nan), game(3.0, 0.0, state=RolloutState.FAILED)]
     met = crossplay.meeting([("first", row) for row in rows], ROLES)
-    assert (met.games, met.missing, met.mean, met.score) == (1, 2, 1.0, 1.0)
+    assert (met.games, met.missing, met.mean, met.score) == (1, 3, 1.0, 1.0)
     assert isnan(met.error)
     said = json.loads(crossplay.as_json(crossplay.Matrix(["a", "b"], [[None, met]] * 2, [0, 0])))
     assert said["meetings"][0] == {
-        "row": "a", "column": "b", "games": 1, "missing": 2, "mean": 1.0, "error": None,
+        "row": "a", "column": "b", "games": 1, "missing": 3, "mean": 1.0, "error": None,
         "score": 1.0,
     }  # fmt: skip
 
@@ -107,18 +124,48 @@ def test_what_cannot_meet_is_refused(tmp_path: Path) -> None:
         crossplay.chosen_checkpoints(config, [one, tmp_path / "000020"])
     with pytest.raises(ConfigError, match="is no checkpoint of a run"):
         crossplay.chosen_checkpoints(config, [one, tmp_path / "run"])
+    with pytest.raises(ConfigError, match="is no checkpoint of a run"):
+        crossplay.chosen_checkpoints(config, [one, checkpoint(tmp_path, "best")])
     playing = run_of(tmp_path, selfplay={"seats": ROLES})
     with pytest.raises(ConfigError, match="two of the checkpoints have one name"):
         crossplay.crossplay(playing, [one, one])
 
 
+def test_each_pair_plays_at_least_so_many_games(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks = [{"input": number} for number in range(3)]
+    (tmp_path / "tasks.jsonl").write_text("\n".join(map(json.dumps, tasks)))
+    config = run_of(
+        tmp_path,
+        selfplay={"seats": ROLES},
+        tasks={"heldout": str(tmp_path / "tasks.jsonl")},
+        sampling={"temperature": 0.5},
+    )
+    named = [checkpoint(tmp_path, name) for name in ("000001", "000002", "000003")][:2]
+    asked = []
+
+    def run_plan(
+        config: RunConfig, last: evaluation.Checkpoint, plan: Plan, kind: str, *, fresh: bool
+    ) -> dict[str, list[Rollout]]:
+        asked.append((plan, last.steps))
+        return {name: [game(1.0, -1.0)] * len(plan.tasks) for name in plan.lineups}
+
+    monkeypatch.setattr(evaluation, "run_plan", run_plan)
+    found = crossplay.crossplay(config, named, games=9)
+    ((plan, last),) = asked
+    assert plan.tasks == [*tasks, *tasks[:2]]  # in each of two seats, over again when they are out
+    assert (plan.temperature, plan.steps, last) == (0.5, 3, 3)  # the rest plays as it is now
+    assert [cell.games for row in found.meetings for cell in row if cell] == [10, 10]
+
+
 def test_checkpoints_by_their_steps(tmp_path: Path) -> None:
-    for name in ("000020", "000005", "000010.2"):
+    for name in ("000020", "000005", "000015", "000010.2"):
         checkpoint(tmp_path, name)
     (tmp_path / "run" / "checkpoints" / "000030.tmp-1").mkdir()
     config = run_of(tmp_path)
     steps = [made.steps for made in crossplay.chosen_checkpoints(config, [])]
-    assert steps == [5, 10, 20]
+    assert steps == [5, 10, 15, 20]
     every = crossplay.chosen_checkpoints(config, [], every=10)
     assert [evaluation.player(config, made, "policy")[0] for made in every] == [
         "policy@000010-2",
@@ -139,6 +186,102 @@ def test_players_of_other_runs_and_of_several_policies(tmp_path: Path) -> None:
     assert (name, player.directory) == ("solver@000004", str(made.path / "solver"))
     with pytest.raises(ConfigError, match="'planner' is not in it"):
         evaluation.player(several, made, "planner")
+
+
+# -- where the games are ---------------------------------------------------------------------------
+
+
+def test_what_decides_a_game_names_the_evaluation(tmp_path: Path) -> None:
+    first, last = (checkpoint(tmp_path, name) for name in ("000001", "000002"))
+    player = Player(policy="policy", directory=str(first), steps=1)
+    plan = Plan(players={"a": player}, lineups={}, tasks=[], temperature=1.0, steps=2)
+    of = evaluation.checkpoint_at(last)
+
+    def name(plan: Plan = plan, **settings: Any) -> str:
+        return evaluation.beside(run_of(tmp_path, **settings), of, plan, "crossplay").name
+
+    same = name()
+    assert same == name(runner={"processes": 3}, engine={"max_batch": 2}, steps=9)
+    others = [
+        name(replace(plan, temperature=0.5)),
+        name(sampling={"max_tokens": 3}),
+        name(upstreams={"judge": {"base_url": "http://x/v1"}}),
+        name(upstreams={"judge": {"base_url": "http://x/v1"}}, roles={"agent": "judge"}),
+    ]
+    for weights in (first, last):  # a run that began anew wrote them once more
+        file = weights / "config.json"
+        before = file.stat().st_mtime_ns
+        os.utime(file, ns=(2**62, 2**62))
+        others.append(name())
+        os.utime(file, ns=(before, before))
+    assert name() == same
+    assert len({same, *others}) == 1 + len(others)
+
+
+def test_only_a_fresh_start_plays_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def played(config: RunConfig, plan: Plan) -> dict[str, list[Rollout]]:
+        return {}
+
+    monkeypatch.setattr(evaluation, "_played", played)
+    (tmp_path / "tasks.jsonl").write_text('{"input": "x"}\n')
+    config = run_of(tmp_path, tasks={"heldout": str(tmp_path / "tasks.jsonl")})
+    last = evaluation.checkpoint_at(checkpoint(tmp_path, "000002"))
+    plan = Plan(players={}, lineups={}, tasks=[], temperature=1.0, steps=2)
+    store = Path(evaluation.beside(config, last, plan, "ablation").output, "store.db")
+    store.parent.mkdir()
+    store.touch()
+    evaluation.run_plan(config, last, plan, "ablation")
+    assert store.exists()
+    evaluation.run_plan(config, last, plan, "ablation", fresh=True)
+    assert not store.exists()
+    assert last.path.is_dir()
+
+
+async def test_a_plan_has_been_played_when_every_game_has_ended(tmp_path: Path) -> None:
+    config = run_of(tmp_path)
+    tasks: list[dict[str, Any]] = [{"input": "x"}, {"input": "y"}]
+    lineups = {"team": {}, "other": {"left": "a"}}
+    plan = Plan(players=PLAYERS, lineups=lineups, tasks=tasks, temperature=1.0, steps=2)
+    async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
+        assert await evaluation._ended(store, config, plan) is None
+        await store.open_run(config.name, {})
+        for name, seats in lineups.items():
+            await store.enqueue(requests.evaluation(config, 0, name, tasks, Sampling(), seats))
+        attempts = await store.claim(4, runner="test", lease=60.0)
+        assert len(attempts) == 4
+        for attempt in attempts:
+            assert await evaluation._ended(store, config, plan) is None
+            await store.finish([Outcome(attempt=attempt.id, fence=attempt.fence)])
+        found = await evaluation._ended(store, config, plan)
+    assert found is not None
+    assert {name: [row.task for row in rows] for name, rows in found.items()} == {
+        "team": tasks,
+        "other": tasks,
+    }
+
+
+async def test_a_role_that_nobody_has_is_told_from_games_that_fail(tmp_path: Path) -> None:
+    config = run_of(tmp_path)
+    tasks: list[dict[str, Any]] = [{"input": "x"}, {"input": "y"}]
+    failure = Failure(kind=ErrorKind.AGENT, message="it broke")
+    async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
+        await store.open_run(config.name, {})
+        await store.enqueue(requests.evaluation(config, 0, "team", tasks, Sampling()))
+        first, second = await store.claim(2, runner="test", lease=60.0)
+        await store.finish([Outcome(attempt=first.id, fence=first.fence, failure=failure)])
+        rows = await store.rollouts(config.name)
+        with pytest.raises(AgentRLError, match="every game failed, such as by: it broke; mend it"):
+            await evaluation._check_heard(store, "team", rows[:1], {"left": "a"})
+        call = Transition(
+            id="call", attempt=second.id, index=0, role="left", prompt=int32([1]),
+            completion=int32([2]), logprobs=float32([-1.0]),
+        )  # fmt: skip
+        await store.add_transitions([call])
+        await store.finish([Outcome(attempt=second.id, fence=second.fence)])
+        rows = await store.rollouts(config.name)
+        await evaluation._check_heard(store, "team", rows, {"left": "a"})
+        with pytest.raises(ConfigError, match="nobody plays the role 'right' in team"):
+            await evaluation._check_heard(store, "team", rows, {"left": "a", "right": "b"})
 
 
 # -- ablation --------------------------------------------------------------------------------------

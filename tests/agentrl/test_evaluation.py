@@ -34,6 +34,22 @@ def test_an_adapter_is_evaluated_whatever_the_run_file_trains(tmp_path: Path) ->
     assert policy.lora == lora
 
 
+def test_tasks_are_those_held_out_or_else_those_of_training(tmp_path: Path) -> None:
+    for name in ("train", "heldout"):
+        rows = [json.dumps({"input": f"{name} {number}"}) for number in range(3)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    both = {name: f"{name}.jsonl" for name in ("train", "heldout")}
+
+    def inputs(tasks: dict[str, str], limit: int = 0) -> list[object]:
+        config = resolve({"root": str(tmp_path), "tasks": tasks}, source="test")
+        return [task["input"] for task in evaluation.tasks_of(config, limit)]
+
+    assert inputs(both) == ["heldout 0", "heldout 1", "heldout 2"]
+    assert inputs({"train": both["train"]}, 2) == ["train 0", "train 1"]
+    with pytest.raises(ConfigError, match="there is nothing to play"):
+        inputs({})
+
+
 def test_of_several_policies_those_that_learned_are_the_checkpoints(tmp_path: Path) -> None:
     members: dict[str, Any] = {"solver": {"roles": ["solver"], "lora": {"rank": 2}}}
     members["judge"] = {"roles": ["judge"], "frozen": True, "model": "m"}

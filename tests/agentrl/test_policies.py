@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import tomllib
+from math import inf
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from agentrl.config import differences, resolve, to_toml
+from agentrl.config import LoraConfig, differences, resolve, to_toml
 from agentrl.errors import ConfigError
 from agentrl.team import claims, view
 from agentrl.team import stand_ins as in_place
@@ -32,6 +33,11 @@ def team(**changes: Any) -> dict[str, Any]:
         (team(lora={}), r"policies.solver: give it lora.rank, .* or a model of its own"),
         (team(lora={"rnk": 1}), r"unknown key 'policies.solver.lora.rnk'.*did you mean 'rank'"),
         (team(algorithm={"lrr": 1}), r"unknown key 'policies.solver.algorithm.lrr'"),
+        (team(algorithm={"lr": inf}), r"policies.solver: algorithm.lr = inf; it must be finite"),
+        (
+            team(lora={"alpha": 8.0}, model="own"),
+            r"policies.solver: policy.lora.alpha has no effect while policy.lora.rank is 0",
+        ),
         (team(algorithm={"lr": 0}), r"policies.solver: Expected `float` > 0.0 - at `algorithm.lr`"),
         (
             team(algorithm={"schedule": "cos"}),
@@ -97,6 +103,19 @@ def test_who_stands_in_for_a_role() -> None:
         {"algorithm": {"counterfactual": {"stand_ins": {"any": "first"}}}}, source="run.toml"
     )
     assert in_place(alone) == {"any": "policy@000000"}
+
+
+def test_a_frozen_adapter_inherits_nothing_of_the_run() -> None:
+    judge = {"roles": ["judge"], "frozen": True, "lora": {"adapter": "judge"}}
+    data = team() | {"policy": {"model": "m", "lora": {"rank": 8, "alpha": 2.0}}}
+    data["policies"]["judge"] = judge
+    found = view(resolve(data, source="run.toml"), "judge").policy.lora
+    assert found == LoraConfig(adapter="judge")
+
+
+def test_roles_may_be_given_in_their_own_table_and_nothing_need_be_trained() -> None:
+    data = team(roles=[]) | {"roles": {"solver": "solver"}, "steps": 0}
+    assert claims(resolve(data, source="run.toml")) == {"planner": "planner", "solver": "solver"}
 
 
 def test_another_order_of_policies_is_another_run() -> None:

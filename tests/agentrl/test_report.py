@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from agentrl.report import roles
+from agentrl.config import resolve
+from agentrl.report import roles, unheard
 from agentrl.types import StepRow
 
 
@@ -17,3 +18,21 @@ def test_each_role_has_a_curve_of_its_own() -> None:
     ]
     assert roles(steps) == {"planner": [(0, 0.25)], "a/b": [(0, 1.0), (1, 0.0)]}
     assert roles([row(0, **{"reward/mean": 0.5})]) == {}
+
+
+def test_a_policy_whose_roles_never_speak_is_named() -> None:
+    members = {
+        name: {"roles": [name], "lora": {"rank": 2}} for name in ("solver", "planer", "late")
+    }
+    members["judge"] = {"roles": ["judge"], "frozen": True, "model": "m"}
+    config = resolve({"policy": {"model": "m"}, "policies": members}, source="test")
+    spoken = {"role/solver/reward": 1.0, "role/planner/reward": 1.0}
+    steps = [
+        row(0, **spoken, **{"solver/calls": 0.0, "planer/calls": 0.0}),
+        row(1, **spoken, **{"solver/calls": 3.0, "planer/calls": 0.0}),
+    ]
+    assert unheard(config, steps) == {
+        "planer": "the policy 'planer' has learned nothing: no call was made in its roles "
+        "('planer'); the roles that spoke are 'planner', 'solver'"
+    }
+    assert unheard(resolve({}, source="test"), [row(0, calls=0.0)]) == {}

@@ -54,13 +54,15 @@ def test_a_fit_of_two_is_their_odds() -> None:
     assert found == pytest.approx([200 * log10(3), -200 * log10(3)])
 
 
-def test_a_fit_expects_what_was_scored() -> None:
-    scores, games = [[0, 7, 9], [3, 0, 6], [1, 4, 0]], [[0, 10, 10], [10, 0, 10], [10, 10, 0]]
-    ratings = fitted(scores, games, prior=0)
+@pytest.mark.parametrize("prior", [0.0, 1.0])
+def test_a_fit_expects_what_was_scored(prior: float) -> None:
+    scores, games = [[0, 7, 3], [3, 0, 12], [1, 8, 0]], [[0, 10, 4], [10, 0, 20], [4, 20, 0]]
+    ratings = fitted(scores, games, prior)
     assert sum(ratings) == pytest.approx(0)
     for i in range(3):
-        due = sum(games[i][j] * expected(ratings[i], ratings[j]) for j in range(3) if j != i)
-        assert due == pytest.approx(sum(scores[i]), abs=1e-6)
+        others = [j for j in range(3) if j != i]
+        due = [(games[i][j] + 2 * prior) * expected(ratings[i], ratings[j]) for j in others]
+        assert sum(due) == pytest.approx(sum(scores[i]) + 2 * prior, abs=1e-6)
 
 
 def test_who_never_lost_has_a_rating() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace as replaced
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from agentrl.algorithms.ratings import elo
 from agentrl.algorithms.selfplay import MEMORY, Pool, Record, Snapshot, check_fair, least
 from agentrl.config import SelfplayConfig, resolve
 from agentrl.errors import ConfigError
-from agentrl.types import Group, Reward, Rollout, RolloutState, Scope
+from agentrl.types import Branch, Group, Reward, Rollout, RolloutState, Scope
 
 from .test_update import group
 
@@ -159,6 +160,21 @@ def test_games_against_itself_are_no_results_of_the_pool() -> None:
     assert (found["selfplay/seat/player_0"], found["selfplay/seat/player_1"]) == (1.0, 0.0)
 
 
+def test_seats_are_measured_on_games_against_others_where_there_are_some() -> None:
+    games = [game([-1, 1], "policy", "policy@000000"), game([1, -1], "policy", "policy")]
+    found = grown(0).learn(groups(*games))
+    assert found["selfplay/games"] == 2.0
+    assert found["selfplay/seat/player_0"] == found["selfplay/win_rate"] == 0.0
+    assert "selfplay/seat/player_1" not in found
+
+
+def test_a_branch_is_no_game_of_its_own() -> None:
+    made = grown(0)
+    again = replace(game([1, -1], "policy", "policy@000000"), branch=Branch(rollout="g/0", calls=1))
+    assert made.learn(groups(again))["selfplay/games"] == 0.0
+    assert made.now.rating == 1000.0
+
+
 def test_an_opponents_return_is_nothing_to_compare_with() -> None:
     games = [game([1, -1], "policy", "policy@000000"), game([3, -3], "policy@000000", "policy")]
     batch = build_batch(groups(*games, game([2, -2], "policy", "policy")), reward_names=OUTCOMES)
@@ -262,6 +278,24 @@ def test_vllm_has_room_for_the_pool(run: dict[str, Any], message: str) -> None:
     resolve({**run, **lora, "selfplay": games, "engine": engine | enough}, source="run.toml")
 
 
+def test_adapters_of_another_model_need_no_room() -> None:
+    members: dict[str, dict[str, Any]] = {
+        "hero": {"roles": SEATS, "lora": {"rank": 2}},
+        "cook": {"roles": ["cook"], "lora": {"rank": 2}, "model": "other"},
+    }
+    games = {"seats": SEATS, "opponents": "pfsp", "policy": "hero"}
+    engine = {"kind": "vllm", "vllm": {"max_adapters": 10}}  # hero, its pool and one that retires
+    run = {"policy": {"model": "m"}, "policies": members, "algorithm": {"max_staleness": 1}}
+    resolve({**run, "selfplay": games, "engine": engine}, source="run.toml")
+    members["cook"]["model"] = ""
+    with pytest.raises(ConfigError, match="asks for 11 at once"):
+        resolve({**run, "selfplay": games, "engine": engine}, source="run.toml")
+
+
+def test_alone_a_policy_plays_all_seats_of_every_game() -> None:
+    resolve({"selfplay": {"seats": [*SEATS, "c"]}}, source="run.toml")  # 8 games are no multiple
+
+
 def test_several_policies_say_who_plays() -> None:
     adapter = {"rank": 4}
     policies = {
@@ -294,3 +328,10 @@ def test_fair_comparisons(name: str, options: dict[str, Any]) -> None:
 def test_seats_are_not_compared_with_each_other(name: str) -> None:
     with pytest.raises(ConfigError, match="compares the seats"):
         check_fair(presets.make(name, {}))
+
+
+def test_seats_are_not_scaled_by_each_other() -> None:
+    algo = presets.make("liteppo+per-role", {"reward": "role:outcome"})
+    check_fair(algo)
+    with pytest.raises(ConfigError, match="compares the seats"):
+        check_fair(replaced(algo, credit=replaced(algo.credit, norm_by=("all",))))

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from agentrl import team
 from agentrl.algorithms import presets
+from agentrl.algorithms import serving as module
 from agentrl.algorithms.checkpoint import export_checkpoint, load_checkpoint, save_checkpoint
 from agentrl.algorithms.ledger import Ledger
 from agentrl.algorithms.main import algorithms, make_team, sampled_for
@@ -23,7 +24,7 @@ from agentrl.algorithms.team import Team
 from agentrl.algorithms.update import Updater
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError, PolicyError
-from agentrl.types import Group
+from agentrl.types import Group, Judgement, Reward
 from tests.algorithms.test_update import Recorder, group
 
 TWO = {
@@ -134,6 +135,9 @@ def test_a_policy_whose_turn_it_is_not_changes_in_nothing() -> None:
     assert learners["solver"].rates == [lr / 2]
     assert whole.versions(3) == {"planner": 2, "solver": 1}
     assert {row.policy for row in whole.credits(2)} == {"planner"}
+    for name, updater in whole.updaters.items():  # the solver's are of an earlier step
+        updater.intake.judgements[:] = [Judgement(rollout=name, reward=Reward(value=1.0))]
+    assert [row.rollout for row in whole.judgements(2)] == ["planner"]
 
 
 def test_a_policy_with_nothing_to_learn_is_skipped_and_counted_alone() -> None:
@@ -208,6 +212,12 @@ def test_adapters_of_a_model_share_it_and_whole_models_do_not(
     assert bases[0].adapters.names == ["planner", "solver"]
     assert [bases[0].adapters.rank(name) for name in TWO] == [4, 2]
     assert bases[1].model.config.model_type == "llama"
+    bases[0].adapters.save("solver", tmp_path / "kept")
+    kept = {"roles": ["helper"], "frozen": True, "lora": {"adapter": str(tmp_path / "kept")}}
+    (base,) = load_bases(config({**TWO, "helper": kept}, tiny_model_dir, output=str(tmp_path)))
+    assert base.policies == ["planner", "solver", "helper"]
+    assert base.adapters is not None
+    assert base.adapters.rank("helper") == 2
 
 
 def learner_of(whole: Team, name: str) -> Any:
@@ -223,8 +233,10 @@ def test_a_checkpoint_holds_every_policy_in_its_folder(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     policies = {**TWO, "coder": {"roles": ["coder"], "model": str(tiny_model_dir)}}
-    made = config(policies, tiny_model_dir, output=str(tmp_path), learner={"threads": 1})
+    own = {"output": str(tmp_path), "learner": {"threads": 1}, "tasks": {"order": "difficulty"}}
+    made = config(policies, tiny_model_dir, **own)
     whole, again = build(made), build(made)
+    whole.memory.parts["difficulty"].restore({"a task": [0.25, 4]})
     with torch.no_grad():
         for name in policies:
             for parameter in learner_of(whole, name).optimizer.parameters.values():
@@ -234,6 +246,7 @@ def test_a_checkpoint_holds_every_policy_in_its_folder(
         "coder", "planner", "solver", "state.json",
     ]  # fmt: skip
     again.restore(load_checkpoint(tmp_path / "000003", again))
+    assert again.memory.parts["difficulty"].dump() == {"a task": (0.25, 4)}
     for name in policies:
         theirs = learner_of(again, name).optimizer.parameters
         for key, parameter in learner_of(whole, name).optimizer.parameters.items():
@@ -257,6 +270,25 @@ async def ask(row: tuple[str, int, str, str]) -> tuple[str, str]:
         )
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]["message"]["content"], answer.headers["x-policy-version"]
+
+
+async def test_only_what_has_learned_is_published(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published = []
+
+    class Server:
+        base_url, model = "http://x/v1", "m"
+
+        async def publish(self, version: int, policy: str) -> None:
+            published.append((policy, version))
+
+    monkeypatch.setattr(module, "policy_server", lambda *given: Server())
+    made = config(TWO, tiny_model_dir, output=str(tmp_path))
+    serving = Serving(made, load_bases(made))
+    for versions in ((0, 0), (1, 0), (1, 0), (1, 1)):
+        await serving.publish(dict(zip(TWO, versions, strict=True)))
+    assert published == [("planner", 1), ("solver", 1)]
 
 
 async def test_every_policy_is_served_by_name_with_its_own_version(

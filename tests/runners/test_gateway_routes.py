@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 from collections.abc import AsyncIterator
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import openai
@@ -16,6 +17,7 @@ from aiohttp import web
 from agentrl.config import UpstreamConfig
 from agentrl.runners.environment import environment
 from agentrl.runners.gateway import Gateway
+from agentrl.runners.roles import NAMES
 from agentrl.runners.routing import Router
 from agentrl.types import PolicyVersion
 
@@ -55,15 +57,15 @@ async def live(bench: Any, gateway: Gateway) -> Any:
 
 
 async def ask(
-    gateway: Gateway, live: Any, role: str = "", model: str = "m", **extra: Any
+    gateway: Gateway, live: Any, role: str = "", model: str = "m", inside: str = "", **extra: Any
 ) -> httpx.Response:
     base = gateway.base_url.removesuffix("/v1")
     url = f"{base}/a/{live.id}{role and '/' + role}/v1/chat/completions"
     async with httpx.AsyncClient(timeout=20) as http:
         body = {"model": model, "messages": MESSAGES} | extra
-        return await http.post(
-            url, json=body, headers={"traceparent": f"00-{live.id}-{'1' * 16}-01"}
-        )
+        headers = {"traceparent": f"00-{live.id}-{'1' * 16}-01"}
+        headers |= {"baggage": f"{NAMES}={quote(inside)}"} if inside else {}
+        return await http.post(url, json=body, headers=headers)
 
 
 async def rows(bench: Any, live: Any) -> list[Any]:
@@ -458,8 +460,31 @@ async def test_a_role_that_no_policy_plays_is_refused_and_counted(
     sentence = refused.json()["error"]["message"]
     assert "no policy plays the role 'referee', which asks for the model 'gpt-4o'" in sentence
     assert "'critic' by 'solver', 'planner' by 'planner'" in sentence
-    assert list(live.failures.values()) == [sentence]
+    inside = await ask(team, live, "", "gpt-5", inside="model,judging")
+    said = inside.json()["error"]["message"]
+    assert "the role 'agent', inside of 'model', 'judging', which asks" in said
+    assert list(live.failures.values()) == [sentence, said]
     assert await rows(bench, live) == []
+
+
+async def test_a_run_without_a_policy_waits_for_none(bench: Any) -> None:
+    """Who is mapped to an endpoint is answered, and everybody else refused, not held."""
+    upstreams = {"far": UpstreamConfig(base_url=bench.model.base_url, model="m")}
+    roles = {"critic": "far"}
+    gateway = Gateway(bench.store, "alone", upstreams=upstreams, roles=roles, remote=True)
+    gateway.start()
+    try:
+        live = gateway.register(await bench.attempt())
+        assert (await ask(gateway, live, "critic", "gpt-4o")).status_code == 200
+        assert (await ask(gateway, live, "", "far")).status_code == 200
+        refused = await ask(gateway, live, "planner", "gpt-4o")
+    finally:
+        await asyncio.to_thread(gateway.close)
+    assert refused.status_code == 404
+    sentence = refused.json()["error"]["message"]
+    assert "no endpoint plays the role 'planner', which asks for the model 'gpt-4o'" in sentence
+    assert "map it to one of 'far' in [roles], or set policy.model" in sentence
+    assert list(live.failures.values()) == [sentence]
 
 
 async def test_what_no_role_says_is_for_the_policy_and_not_for_its_snapshots(bench: Any) -> None:

@@ -26,6 +26,7 @@ from agentrl.algorithms import loop, main, serving
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.learners.verl import VerlLearner
 from agentrl.config import RunConfig, resolve
+from agentrl.errors import PolicyError
 from agentrl.store import open_store
 from agentrl.types import Attempt, Outcome, Reward, Transition, float32, int32
 
@@ -110,16 +111,20 @@ def played(attempt: Attempt, policies: list[str]) -> tuple[list[Transition], Out
 
 
 class Silent:
-    """A policy server that nobody calls."""
+    """A policy server that nobody calls. `gone`: it died, and cannot be started again."""
 
     base_url, model = "http://127.0.0.1:1/v1", "policy"
     strike: Strike
+    gone: asyncio.Event
 
     def __init__(self, *_: object, **__: object) -> None: ...
     async def start(self) -> None: ...
-    async def publish(self, version: int, policy: str | None = None) -> None: ...
-    async def given_up(self) -> None:
-        await asyncio.Event().wait()
+    async def publish(self, version: int, policy: str | None = None) -> None:
+        Silent.strike("publish")
+
+    async def given_up(self) -> PolicyError:
+        await Silent.gone.wait()
+        return PolicyError("the engine is gone")
 
     async def close(self) -> None: ...
 
@@ -144,6 +149,7 @@ def replaced(strike: Strike) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Silent, "strike", staticmethod(strike), raising=False)
+        patch.setattr(Silent, "gone", asyncio.Event(), raising=False)
         patch.setattr(serving, "policy_server", Silent)
         for learner in (TorchLearner, VerlLearner):
             patch.setattr(learner, "step", striking(learner.step, "optimizer"))

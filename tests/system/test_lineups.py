@@ -3,13 +3,17 @@ a role has learned."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agentrl.store import open_store
+from agentrl.types import Rollout
 from tests.system.test_run import agentrl
 
 RUN = """
@@ -41,14 +45,21 @@ options = {{ reward = "role:outcome" }}
 lr = 1e-2
 groups = 2
 group_size = 4
+[runner]
+lease = 3.0
 """
 AGENT = """
+import asyncio
+from pathlib import Path
+
 import openai
 
 import agentrl
 
 
 async def agent(question):
+    if question == "Lima" and Path("hold").exists():
+        await asyncio.Event().wait()
     said = []
     async with openai.AsyncOpenAI() as client:
         for name in ("left", "right", "judge"):
@@ -87,7 +98,7 @@ def answered(folder: Path, *command: str) -> Any:
     return json.loads(done.stdout)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 async def test_what_was_learned_is_played_beside_the_run(folder: Path) -> None:
     trained = agentrl(folder, "train", "run.toml")
     assert trained.returncode == 0, trained.stderr
@@ -100,7 +111,10 @@ async def test_what_was_learned_is_played_beside_the_run(folder: Path) -> None:
     assert there["mean"] == -back["mean"]
     assert there["score"] == 4 - back["score"]
 
+    beside = await killed_in_the_middle(folder, "ablate", "run.toml")
     rows = answered(folder, "ablate", "run.toml")
+    tries = {(row.index, row.attempts) for row in await rollouts(beside)}
+    assert tries == {(0, 1), (1, 2)}  # what had ended was not played again
     assert [(row["role"], row["player"], row["pairs"]) for row in rows] == [
         ("left", "debater@000000", 2), ("right", "debater@000000", 2), ("judge", "judge@000000", 2),
     ]  # fmt: skip
@@ -114,6 +128,38 @@ async def test_what_was_learned_is_played_beside_the_run(folder: Path) -> None:
     assert {tuple(made) for *_, made in before} == {("left", "right", "judge")}
     assert answered(folder, "crossplay", "run.toml", "--games", "4") == matrix
     assert await games(beside) == before
+
+
+async def killed_in_the_middle(folder: Path, *command: str) -> Path:
+    """Of an evaluation of four lineups, once all games of the first task have ended and those of
+    the second are played; its folder."""
+    (folder / "hold").touch()
+    arguments = ["-m", "agentrl", *command]
+    process = await asyncio.create_subprocess_exec(sys.executable, *arguments, cwd=folder)
+    try:
+        deadline = time.monotonic() + 100
+        while True:
+            assert process.returncode is None
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.1)
+            found = list(folder.glob("debate-ablation-*/run.json"))
+            if found and in_the_middle(await rollouts(found[0].parent)):
+                return found[0].parent
+    finally:
+        process.kill()
+        await process.wait()
+        (folder / "hold").unlink()
+
+
+def in_the_middle(rows: list[Rollout]) -> bool:
+    ended, held = ([row for row in rows if row.index == index] for index in (0, 1))
+    over = all(row.state.terminal for row in ended) and all(row.attempts for row in held)
+    return len(rows) == 8 and over
+
+
+async def rollouts(beside: Path) -> list[Rollout]:
+    async with open_store(f"sqlite:///{beside / 'store.db'}", create=False) as store:
+        return await store.rollouts(beside.name)
 
 
 async def games(beside: Path) -> list[tuple[str | None, dict[str, str], list[str]]]:

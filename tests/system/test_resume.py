@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sqlite3
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -18,10 +21,20 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.algorithms_commands import explained
 from agentrl.config import RewardModelConfig, RunConfig
-from agentrl.errors import NotFound
+from agentrl.errors import NotFound, PolicyError
 from agentrl.export import export
 from agentrl.store import open_store
-from tests.system.steady import KINDS, POINTS, STEPS, config, run, strike_at, team_config
+from agentrl.types import RunState
+from tests.system.steady import (
+    KINDS,
+    POINTS,
+    STEPS,
+    Silent,
+    config,
+    run,
+    strike_at,
+    team_config,
+)
 
 SHOWN = ("loss", "grad_norm", "lr", "old/kl", "policy/entropy", "logprob_difference/mean")
 
@@ -73,6 +86,10 @@ def interrupt() -> None:
     raise Interrupted
 
 
+def die() -> None:
+    Silent.gone.set()
+
+
 @pytest.fixture
 def folders(tmp_path: Path) -> tuple[Path, Path]:
     pair = tmp_path / "whole", tmp_path / "broken"
@@ -113,6 +130,52 @@ def test_interrupted_at_every_step_a_team_ends_bitwise_the_same(
     assert_same(broken, whole)
     _, tensors = outcome(whole)
     assert {name.partition("/")[0] for name in tensors} == {"planner", "solver"}
+
+
+def refuse() -> None:
+    raise PolicyError("the engine takes no weights")
+
+
+# When it is paused, with a commit on its way, as it gets new weights, in the rollouts of a step.
+@pytest.mark.parametrize(
+    ("where", "how"),
+    [("update", refuse), ("checkpoint", die), ("publish", refuse), ("commit", die)],
+)
+def test_an_engine_that_dies_in_a_step_leaves_it_whole_or_undone(
+    folders: tuple[Path, Path], tiny_model_dir: Path, where: str, how: Callable[[], None]
+) -> None:
+    whole, broken = folders
+    asyncio.run(run(config(whole, tiny_model_dir), lambda point: None))
+    settings = config(broken, tiny_model_dir)
+    with pytest.raises(PolicyError, match="the engine"):
+        asyncio.run(run(settings, strike_at(where, 3, how)))
+    check_store(broken, {2, 3} if where == "checkpoint" else {2} if where == "update" else {3})
+    asyncio.run(run(settings, lambda point: None))
+    assert_same(broken, whole)
+
+
+def check_store(folder: Path, steps: set[int]) -> None:
+    """It is sound, and its steps are those that were committed, each with all that belongs to
+    it."""
+    with closing(sqlite3.connect(folder / "out" / "store.db")) as database:
+        assert database.execute("pragma integrity_check").fetchall() == [("ok",)]
+        assert database.execute("pragma foreign_key_check").fetchall() == []
+        trained = database.execute(
+            "select trained_step, count(*) from groups where trained_step is not null group by 1"
+        ).fetchall()
+    rows, state = asyncio.run(kept(folder))
+    assert state is not None
+    assert state.step in steps
+    assert rows == list(range(state.step))
+    assert trained == [(step, 2) for step in rows]
+    assert state.checkpoint is not None
+    assert Path(state.checkpoint, "state.json").is_file()
+
+
+async def kept(folder: Path) -> tuple[list[int], RunState | None]:
+    async with open_store(f"sqlite:///{folder / 'out' / 'store.db'}") as store:
+        rows = await store.steps("steady")
+        return [row.step for row in rows if row.committed], await store.run("steady")
 
 
 def check_export(folder: Path) -> None:

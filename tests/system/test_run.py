@@ -7,7 +7,9 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TypeVar
 
@@ -41,6 +43,11 @@ def read(folder: Path, query: Callable[[Store], Awaitable[T]]) -> T:
 
 def rollouts(folder: Path) -> list[Rollout]:
     return read(folder, lambda store: store.rollouts("tiny"))
+
+
+def measured(folder: Path) -> list[dict[str, float]]:
+    """The metrics of every step."""
+    return [row.metrics for row in read(folder, lambda store: store.steps("tiny")) if row.committed]
 
 
 def test_train_show_evaluate_and_continue(run_folder: Path) -> None:
@@ -244,3 +251,50 @@ def test_an_adapter_is_trained_evaluated_and_merged(run_folder: Path, tiny_model
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
         file.name for file in (run_folder / "merged").iterdir()
     }
+
+
+class Far(BaseHTTPRequestHandler):
+    """An endpoint that knows one answer, of three characters."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant"}}
+        choice["message"]["content"] = "yes"
+        answer = {"id": "a", "object": "chat.completion", "created": 0, "choices": [choice]}
+        body = json.dumps(answer | {"model": "far"}).encode()
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def far() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Far) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+        server.shutdown()
+        thread.join()
+
+
+async def test_a_run_without_a_model_of_its_own_is_evaluated(run_folder: Path, far: str) -> None:
+    """No policy is ever published, and nobody waits for one."""
+    own = ["policy.model=", f"upstreams.far.base_url={far}"]
+    command = ["-m", "agentrl", "eval", "run.toml", *own, "roles.agent=far"]
+    process = await asyncio.create_subprocess_exec(sys.executable, *command, cwd=run_folder)
+    async with asyncio.timeout(100):
+        assert await process.wait() == 0
+    (folder,) = run_folder.glob("tiny-eval-*")
+    async with open_store(f"sqlite:///{folder / 'store.db'}", create=False) as store:
+        (row,) = await store.steps(folder.name)
+        played = await store.rollouts(folder.name)
+        trace = await store.trace(played[0].id)
+    assert row.metrics["eval/score"] == 3.0  # the verifier counts characters
+    assert [rollout.reward() for rollout in played] == [3.0] * 4
+    assert trace is not None
+    assert [(call.policy, call.version) for call in trace.transitions] == [("far", None)]

@@ -6,6 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+from peft import LoraConfig
+from safetensors.torch import save_file
 
 from agentrl.store import open_store
 from agentrl.types import RolloutState
@@ -52,17 +54,24 @@ def verify(task, result):
 
 @pytest.fixture
 def folder(tmp_path: Path, tiny_model_dir: Path) -> Path:
-    """Agent and tasks of the example; a reward that varies with every answer."""
+    """Agent and tasks of the example; a reward that varies with every answer; an adapter of
+    another model."""
     for name in ("agent.py", "tasks.py"):
         shutil.copy(EXAMPLE / name, tmp_path)
     (tmp_path / "verifier.py").write_text(VERIFIER)
     (tmp_path / "run.toml").write_text(RUN.format(model=tiny_model_dir))
+    LoraConfig(r=2, base_model_name_or_path="foreign/base").save_pretrained(tmp_path / "foreign")
+    save_file({}, tmp_path / "foreign" / "adapter_model.safetensors")
     return tmp_path
 
 
 @pytest.mark.timeout(240)
 async def test_a_graph_of_two_roles_trains_two_adapters(folder: Path) -> None:
-    trained = agentrl(folder, "train", "run.toml")
+    refused = agentrl(folder, "train", "run.toml", "policies.checker.lora.adapter=foreign")
+    assert refused.returncode == 2
+    assert "policies.checker: adapter" in refused.stderr
+    assert "it was trained on another base ('foreign/base')" in refused.stderr
+    trained = agentrl(folder, "train", "run.toml")  # mended, in the same store
     assert trained.returncode == 0, trained.stderr
     async with open_store(f"sqlite:///{folder / 'out' / 'store.db'}", create=False) as store:
         rollouts = await store.rollouts("pair")

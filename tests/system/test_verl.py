@@ -19,6 +19,7 @@ from torch import Tensor
 
 from agentrl.store import open_store
 from tests.engines.program import environment
+from tests.system.test_run import measured
 
 psutil = pytest.importorskip("psutil")
 LIMIT = 300  # seconds for one start; 30 on two idle cores
@@ -161,11 +162,7 @@ def test_a_langchain_agent_is_trained_with_grpo_on_verl_and_vllm(
     assert trained.returncode == 0, trained.stdout + trained.stderr
     gone(ray_folder)
 
-    async def metrics() -> list[dict[str, float]]:
-        async with open_store(f"sqlite:///{run_folder / 'out' / 'store.db'}") as store:
-            return [row.metrics for row in await store.steps("tiny") if row.committed]
-
-    steps = asyncio.run(metrics())
+    steps = measured(run_folder)
     assert len(steps) == 2
     for step in steps:
         assert step["rollouts"] == 8

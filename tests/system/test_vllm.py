@@ -31,6 +31,7 @@ from agentrl.errors import PolicyError
 from agentrl.runners.gateway import Gateway
 from agentrl.store import open_store
 from agentrl.types import NewRollout, PolicyVersion, Purpose, Sampling, Transition
+from tests.system.test_run import measured
 
 psutil = pytest.importorskip("psutil")
 pytestmark = [
@@ -308,11 +309,7 @@ def test_a_langchain_agent_is_trained_with_grpo_on_vllm(
         assert list(call.completion) == list(embedded[key].completion)
         np.testing.assert_allclose(call.logprobs, embedded[key].logprobs, rtol=0, atol=1e-4)
 
-    async def metrics() -> list[dict[str, float]]:
-        async with open_store(f"sqlite:///{run_folder / 'out' / 'store.db'}") as store:
-            return [row.metrics for row in await store.steps("tiny") if row.committed]
-
-    steps = asyncio.run(metrics())
+    steps = measured(run_folder)
     assert len(steps) == 3
     for step in steps:
         assert step["rollouts"] == 8
