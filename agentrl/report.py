@@ -10,6 +10,7 @@ from rich.table import Table
 
 from agentrl.config import RunConfig
 from agentrl.show import render
+from agentrl.standings import standings
 from agentrl.store.base import Store
 from agentrl.types import Purpose, Rollout, StepRow
 
@@ -25,6 +26,8 @@ async def write(
     """Print the report of a run and save its learning curve."""
     console = console or Console()
     console.print(_scores(steps))
+    if (pool := standings(steps)) is not None:
+        console.print(pool)
     for title, rollout in (await _examples(store, config)).items():
         trace = await store.trace(rollout.id)
         if trace:

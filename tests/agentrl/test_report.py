@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from agentrl.report import roles
+from agentrl.standings import standings
 from agentrl.types import StepRow
 
 
@@ -17,3 +18,23 @@ def test_each_role_has_a_curve_of_its_own() -> None:
     ]
     assert roles(steps) == {"planner": [(0, 0.25)], "a/b": [(0, 1.0), (1, 0.0)]}
     assert roles([row(0, **{"reward/mean": 0.5})]) == {}
+
+
+def test_a_pool_is_shown_as_who_beat_whom_by_when() -> None:
+    first, second = "policy@000000", "policy@000002"
+    before = {"selfplay/elo": 1010.0, f"selfplay/elo/{first}": 990.0}
+    after = {"selfplay/elo": 1030.0, f"selfplay/elo/{first}": 980.4, f"selfplay/elo/{second}": 1001}
+    rates = {f"selfplay/win_rate/{first}": 0.9, f"selfplay/win_rate/{second}": 0.55}
+    steps = [
+        row(1, **before, **{f"selfplay/win_rate/{first}": 0.75}),
+        row(2, **after, **rates),
+        StepRow(run="run", step=3, metrics={"eval/score": 1.0}, committed=False, at=0.0),
+    ]
+    table = standings(steps)
+    assert table is not None
+    assert [column.header for column in table.columns] == ["", "@0", "@2", "Elo"]
+    shown = list(zip(*(column.cells for column in table.columns), strict=True))
+    assert shown == [
+        ("@0", "", "", "980"), ("@2", "75%", "", "1001"), ("in the end", "90%", "55%", "1030"),
+    ]  # fmt: skip
+    assert standings([row(0, **{"reward/mean": 0.5})]) is standings([]) is None
