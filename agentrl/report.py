@@ -66,7 +66,8 @@ def curve(config: RunConfig, steps: list[StepRow]) -> Path | None:
         axes.plot(*zip(*points, strict=True), "--", linewidth=1, label=f"{role} (training)")
     held = [(row.step, row.metrics["eval/score"]) for row in steps if "eval/score" in row.metrics]
     if held:
-        axes.plot(*zip(*held, strict=True), "o-", label="held-out, greedy")
+        how = "" if config.eval.temperature else ", greedy"
+        axes.plot(*zip(*held, strict=True), "o-", label=f"held-out{how}")
     axes.set(xlabel="step", ylabel="reward", title=config.name)
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
