@@ -11,6 +11,7 @@ from rich.table import Table
 from agentrl import team
 from agentrl.config import RunConfig
 from agentrl.show import render
+from agentrl.standings import standings
 from agentrl.store.base import Store
 from agentrl.types import Purpose, Rollout, StepRow
 
@@ -26,6 +27,8 @@ async def write(
     """Print the report of a run and save its learning curve."""
     console = console or Console()
     console.print(_scores(steps))
+    if (pool := standings(steps)) is not None:
+        console.print(pool)
     for title, rollout in (await _examples(store, config)).items():
         trace = await store.trace(rollout.id)
         if trace:
@@ -65,7 +68,8 @@ def curve(config: RunConfig, steps: list[StepRow]) -> Path | None:
         axes.plot(*zip(*points, strict=True), "--", linewidth=1, label=f"{role} (training)")
     held = [(row.step, row.metrics["eval/score"]) for row in steps if "eval/score" in row.metrics]
     if held:
-        axes.plot(*zip(*held, strict=True), "o-", label="held-out, greedy")
+        how = "" if config.eval.temperature else ", greedy"
+        axes.plot(*zip(*held, strict=True), "o-", label=f"held-out{how}")
     axes.set(xlabel="step", ylabel="reward", title=config.name)
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")

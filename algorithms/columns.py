@@ -93,6 +93,7 @@ def _check_targets(rollouts: Sequence[Rollout], name: str, where: str) -> None:
     if scope is Scope.ROLLOUT:
         return
     roles = {call.role for rollout in rollouts for call in rollout.transitions}
+    roles.update(seat for rollout in rollouts for seat in rollout.seats)
     lost: list[str] = []
     for rollout in rollouts:
         ids = {call.id for call in rollout.transitions}

@@ -13,7 +13,6 @@ the mean of the other seats', 1/2 where it is equal, so it has a meaning in gene
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -27,12 +26,11 @@ from agentrl.algorithms.credit import Rel, Whiten, walk
 from agentrl.algorithms.memory import Ema
 from agentrl.algorithms.objective import Algo
 from agentrl.algorithms.ratings import elo, priorities, win_rate
-from agentrl.config import SelfplayConfig
-from agentrl.errors import ConfigError
+from agentrl.config import SelfplayConfig, nearest
+from agentrl.errors import ConfigError, TrainingError
 from agentrl.selfplay import game_score, returns
-from agentrl.types import Group, Json, Rollout, RolloutState
+from agentrl.types import Group, Json, Rollout, RolloutState, Scope
 
-log = logging.getLogger(__name__)
 PART = "selfplay"  # its name in the state of the run
 FIRST = 1000.0  # rating of the policy that the run began with
 MEMORY = 0.99  # what is left of a result after another game: AlphaStar's payoffs, Nature 575
@@ -55,7 +53,6 @@ class Snapshot(msgspec.Struct):
     name: str
     step: int
     rating: float
-    rates: dict[str, float]  # what it scored against the older ones when it was taken
     records: dict[str, Record] = {}  # of the learner against it, by the learner's seat
     until: int | None = None  # not drawn any more, and held for so many steps; none: of the pool
 
@@ -82,13 +79,15 @@ class Game(NamedTuple):
 
 @dataclass(slots=True)
 class Pool:
-    """The opponents of `policy`. `ahead`: steps that rollouts may be asked for before theirs."""
+    """The opponents of `policy`. `ahead`: steps that rollouts may be asked for before theirs.
+    `seen`: the roles of all games since the process began."""
 
     settings: SelfplayConfig
     policy: str
     seed: int
     ahead: int = 0
     now: Remembered = field(default_factory=Remembered)
+    seen: set[str] = field(default_factory=set)
 
     @property
     def drawn(self) -> list[Snapshot]:
@@ -115,8 +114,9 @@ class Pool:
         return dice.choices(known, weights)[0].name
 
     def learn(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Remember how the games of a step ended; what they came to, as metrics. The log names a
-        seat that nobody took in any of them."""
+        """Remember how the games of a step ended; what they came to, as metrics.
+
+        Raises TrainingError for a seat that the games do not have."""
         every = (rollout for group in groups for rollout in group.rollouts)
         rollouts = [rollout for rollout in every if rollout.branch is None]
         self._look_for_seats(rollouts)
@@ -156,6 +156,7 @@ class Pool:
             found["selfplay/elo"] = self.now.rating
             found["selfplay/pool"] = float(len(self.drawn))
             found |= {f"selfplay/win_rate/{s.name}": s.rate() for s in self.drawn}
+            found |= {f"selfplay/elo/{s.name}": s.rating for s in self.drawn}
         return found
 
     def finish(self, steps: int, playing: Collection[str] = ()) -> Snapshot | None:
@@ -167,25 +168,14 @@ class Pool:
         self.now.snapshots = [s for s in held if s.name not in due]
         if self.settings.opponents == "self" or (held and steps % self.settings.every):
             return None
-        rates = {snapshot.name: snapshot.rate() for snapshot in self.drawn}
         name = f"{self.policy}@{steps:06d}"
-        self.now.snapshots.append(Snapshot(name, steps, self.now.rating, rates))
+        self.now.snapshots.append(Snapshot(name, steps, self.now.rating))
         while len(self.drawn) > self.settings.pool:
             retired = least(self.drawn)
             retired.until = steps + self.ahead
             if not self.ahead:
                 self.now.snapshots.remove(retired)
         return self.now.snapshots[-1]
-
-    def matrix(self) -> dict[str, dict[str, float]]:
-        """Win rates, smoothed: of each snapshot against the older ones, by the time it was taken,
-        and of the policy as it is against all of them."""
-        rows = {snapshot.name: dict(snapshot.rates) for snapshot in self.drawn}
-        return rows | {self.policy: {snapshot.name: snapshot.rate() for snapshot in self.drawn}}
-
-    def ratings(self) -> dict[str, float]:
-        """Elo, of the snapshots and of the policy as it is."""
-        return {s.name: s.rating for s in self.drawn} | {self.policy: self.now.rating}
 
     def dump(self) -> Json:
         made: Json = msgspec.to_builtins(self.now)
@@ -203,15 +193,17 @@ class Pool:
             snapshot.rating = elo(theirs, mine, 1 - score, self.settings.k)
 
     def _look_for_seats(self, rollouts: Sequence[Rollout]) -> None:
+        """A seat that lost before it was asked is known by what it got."""
         done = [rollout for rollout in rollouts if rollout.state is RolloutState.SUCCEEDED]
-        seen = {call.role for rollout in done for call in rollout.transitions}
+        rows = (row for rollout in done for row in rollout.rewards)
+        self.seen.update(row.target for row in rows if row.scope is Scope.ROLE and row.target)
+        self.seen.update(call.role for rollout in done for call in rollout.transitions)
         for role in self.settings.seats:
-            if seen and role not in seen:
-                log.warning(
-                    "selfplay.seats: nobody played %r in any of %d games, whose roles are %s; if "
-                    "the game has no such seat, name those that it has",
-                    role, len(done), ", ".join(sorted(seen)),
-                )  # fmt: skip
+            if self.seen and role not in self.seen:
+                raise TrainingError(
+                    f"selfplay.seats: nobody played {role!r} in any of {len(done)} games, whose "
+                    f"roles are {', '.join(sorted(self.seen))}; {nearest(role, self.seen)}"
+                )
 
 
 def least(snapshots: Sequence[Snapshot]) -> Snapshot:

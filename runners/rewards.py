@@ -75,10 +75,11 @@ def settle(rows: Iterable[Reward], trace: Trace | None, spans: Sequence[Span]) -
     An agent's row about a call that failed, and so was never stored, is dropped with a warning.
     Raises VerifierError for a target that is no transition, or no role, of the attempt."""
     transitions = trace.transitions if trace else []
+    seats = trace.rollout.seats if trace else {}  # who has one may lose before it is asked
     made = _by_call(transitions, spans)
     targets = {
         Scope.TRANSITION: {transition.id for transition in transitions},
-        Scope.ROLE: {transition.role for transition in transitions},
+        Scope.ROLE: {transition.role for transition in transitions}.union(seats),
     }
     settled = []
     for row in rows:

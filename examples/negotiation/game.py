@@ -6,15 +6,51 @@ The agent runs by itself, too, against any OpenAI-compatible server:
 `await agent(tasks.heldout[0]["input"])`.
 """
 
+import re
+from typing import NamedTuple
+
 from agentrl.runners.games import GameAgent, View
 
-KNOWN = ("Agreement", "Number")  # lines that say what every player knows
+ITEMS = ("Book", "Hat", "Basketball")
+AMOUNT = re.compile(rf"(?:{'|'.join(ITEMS)}): (\d+)")
+
+
+class Deal(NamedTuple):
+    """What a player knows of a game. Amounts are of books, hats and basketballs, in this order."""
+
+    pool: list[int]
+    values: list[int]  # of one item each, to the player; the whole pool is worth 10
+    offers: list[list[int]]  # what those who made them would keep, oldest first
+
+    def worth(self, amounts: list[int]) -> int:
+        return sum(n * value for n, value in zip(amounts, self.values, strict=True))
+
+    def left(self) -> list[int]:
+        """What the newest offer leaves to the player who hears it."""
+        return [n - kept for n, kept in zip(self.pool, self.offers[-1], strict=True)]
+
+
+def amounts(words: str) -> list[int]:
+    """How many of each item OpenSpiel's words name, such as a move's; empty: they name none."""
+    return [int(n) for n in AMOUNT.findall(words)]
+
+
+def read(view: View) -> Deal:
+    pool, values, *offers = filter(None, map(amounts, view.seen.splitlines()))
+    return Deal(pool, values, offers)
 
 
 def describe(view: View) -> list[dict[str, str]]:
-    """The pool, the player's values and the offers so far, in OpenSpiel's own words."""
-    lines = [line for line in view.seen.splitlines() if not line.startswith(KNOWN)]
-    return [{"role": "user", "content": "\n".join([f"You are P{view.player}", *lines])}]
+    """Each item beside its worth, and what the newest offer leaves, summed up: a model that is to
+    learn when to agree need not learn to multiply first."""
+    deal = read(view)
+    said = [f"P{view.player} after {len(deal.offers)} offers"]
+    items = zip(ITEMS, deal.pool, deal.values, strict=True)
+    said += [f"{item}: {n} worth {value}" for item, n, value in items]
+    if deal.offers:
+        left = " ".join(f"{item}: {n}" for item, n in zip(ITEMS, deal.left(), strict=True))
+        said.append(f"Left: {left} worth {deal.worth(deal.left())}")
+    return [{"role": "user", "content": "\n".join(said)}]
 
 
 agent = GameAgent(describe)

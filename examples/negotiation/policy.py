@@ -1,7 +1,8 @@
-"""Builds the model that the run trains: a tiny Llama that makes offers in their form, any.
+"""Builds the model that the run trains: a tiny Llama that asks for more rather than for less.
 
-No weights are downloaded. It imitates players who offer whatever is legal, and agree to three
-offers out of ten whatever they are. The result is an ordinary Hugging Face checkpoint.
+No weights are downloaded. It imitates players who make any legal offer, one that is worth twice as
+much to them twice as often, and who agree the more often the more is left to them. What the other
+player may value they do not mind. The result is an ordinary Hugging Face checkpoint.
 """
 
 from __future__ import annotations
@@ -9,19 +10,19 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from game import describe
+from game import amounts, describe, read
 from tasks import train
 
 from agentrl.algorithms.sft import Conversation
 from agentrl.algorithms.tiny import imitator, word_tokenizer
 from agentrl.runners.games import Game, View
 
-DEMONSTRATIONS = 3000
-STEPS = 300  # of imitation
-AGREES = 0.3
-SEEN = ["You", "are", "P0", "P1", "Pool:", "My", "values:", "offers:"]
+DEMONSTRATIONS = 6000
+STEPS = 800  # of imitation
+WHOLE = 10  # what the pool is worth to each player
+SEEN = ["P0", "P1", "after", "offers", "worth", "Left:"]
 SAID = ["Agree", "Offer:", "Book:", "Hat:", "Basketball:"]
-NUMBERS = [f"{number}{mark}" for number in range(11) for mark in (",", "")]
+NUMBERS = [f"{number}{mark}" for number in range(WHOLE + 1) for mark in (",", "")]
 WORDS = [*SEEN, *SAID, *NUMBERS]  # a number together with its comma
 
 
@@ -39,7 +40,7 @@ def build(directory: Path, seed: int) -> None:
 
 
 def demonstrate(dice: random.Random) -> Conversation:
-    """One turn of a game in which nobody minds what is offered."""
+    """One turn of a game of two such players."""
     game = Game("bargaining", train[0]["input"]["parameters"])
     state, turns = game.start(), []
     while not state.is_terminal():
@@ -54,6 +55,8 @@ def demonstrate(dice: random.Random) -> Conversation:
 
 
 def chosen(view: View, dice: random.Random) -> str:
-    if "Agree" in view.legal and dice.random() < AGREES:
+    deal = read(view)
+    if deal.offers and dice.random() < deal.worth(deal.left()) / WHOLE:
         return "Agree"
-    return dice.choice([move for move in view.legal if move != "Agree"])
+    offers = [move for move in view.legal if move != "Agree"]
+    return dice.choices(offers, [deal.worth(amounts(move)) for move in offers])[0]

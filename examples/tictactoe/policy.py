@@ -15,10 +15,10 @@ from agentrl.algorithms.sft import Conversation
 from agentrl.algorithms.tiny import imitator, word_tokenizer
 from agentrl.runners.games import Game
 
-DEMONSTRATIONS = 3000
-STEPS = 400  # of imitation
+DEMONSTRATIONS = 10000
+STEPS = 800  # of imitation
 MOVES = [f"{mark}({row},{column})" for mark in MARKS for row in range(3) for column in range(3)]
-WORDS = [*MARKS, "to", "move:", *MOVES]
+WORDS = [*MARKS, "to", "move:", "legal:", *MOVES]
 
 
 def build(directory: Path, seed: int) -> None:

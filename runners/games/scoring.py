@@ -11,17 +11,19 @@ from agentrl.types import Reward, Scope, Task, Trace
 
 
 def verify(task: Task, result: Result, trace: Trace) -> list[Reward]:
-    """For each player with model calls `outcome`, its return, and `invalid`, minus the number of
-    its answers that were no legal move; for the rollout `outcome`, the learner's return.
+    """For each player that a model plays, by its calls or its seat in the rollout, `outcome`, its
+    return, and `invalid`, minus the number of its answers that were no legal move; for the rollout
+    `outcome`, the learner's return.
 
     The learner is the player that the task's field `learner` names. Without one it is the mean of
     all that a model plays which is being trained: not a snapshot, whose name has an "@", and not an
     endpoint, which has no versions."""
     returns = {role_of(player): value for player, value in enumerate(result["returns"])}
-    called = {call.role for call in trace.transitions}
+    playing = {call.role for call in trace.transitions}.union(trace.rollout.seats)
+    playing -= set(task["input"].get("players", ()))
     rows = []
     for role, value in returns.items():
-        if role in called:
+        if role in playing:
             bad = float(-result["invalid"].get(role, 0))
             rows.append(Reward(value=value, scope=Scope.ROLE, target=role))
             rows.append(Reward(value=bad, name="invalid", scope=Scope.ROLE, target=role))

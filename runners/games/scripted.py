@@ -22,8 +22,9 @@ def scripted(kind: str, game: Game, player: int, seed: str) -> Scripted:
     """The player that `kind` names: "random", "perfect", "mcts" or "mcts:SIMULATIONS".
 
     Raises ConfigError for another name, and for a player that cannot play this game."""
-    name, _, number = kind.partition(":")
-    if name not in KINDS or (number and (name != "mcts" or not number.isdecimal())):
+    name, colon, number = kind.partition(":")
+    counted = name == "mcts" and number.isdecimal() and int(number) > 0
+    if name not in KINDS or (colon and not counted):
         raise ConfigError(f"players: {kind!r} is no scripted player; {nearest(name, KINDS)}")
     dice = Random(seed)
     if name == "random":

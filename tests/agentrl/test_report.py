@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from agentrl.config import resolve
 from agentrl.report import roles, unheard
+from agentrl.standings import standings
 from agentrl.types import StepRow
 
 
@@ -36,3 +37,23 @@ def test_a_policy_whose_roles_never_speak_is_named() -> None:
         "('planer'); the roles that spoke are 'planner', 'solver'"
     }
     assert unheard(resolve({}, source="test"), [row(0, calls=0.0)]) == {}
+
+
+def test_a_pool_is_shown_as_who_beat_whom_by_when() -> None:
+    first, second = "policy@000000", "policy@000002"
+    before = {"selfplay/elo": 1010.0, f"selfplay/elo/{first}": 990.0}
+    after = {"selfplay/elo": 1030.0, f"selfplay/elo/{first}": 980.4, f"selfplay/elo/{second}": 1001}
+    rates = {f"selfplay/win_rate/{first}": 0.9, f"selfplay/win_rate/{second}": 0.55}
+    steps = [
+        row(1, **before, **{f"selfplay/win_rate/{first}": 0.75}),
+        row(2, **after, **rates),
+        StepRow(run="run", step=3, metrics={"eval/score": 1.0}, committed=False, at=0.0),
+    ]
+    table = standings(steps)
+    assert table is not None
+    assert [column.header for column in table.columns] == ["", "@0", "@2", "Elo"]
+    shown = list(zip(*(column.cells for column in table.columns), strict=True))
+    assert shown == [
+        ("@0", "", "", "980"), ("@2", "75%", "", "1001"), ("in the end", "90%", "55%", "1030"),
+    ]  # fmt: skip
+    assert standings([row(0, **{"reward/mean": 0.5})]) is standings([]) is None

@@ -192,6 +192,11 @@ def test_a_target_that_no_transition_carries_is_refused() -> None:
     check(step(replace(row, rewards=[*row.rewards, Reward(value=1.0)])), ["outcome"])
 
 
+def test_a_seat_that_nobody_asked_may_have_a_reward() -> None:
+    lost = rollout(0, [call("a", "planner")], [of_role(-1, "planner"), of_role(1, "critic")])
+    check(step(replace(lost, seats=dict.fromkeys(("planner", "critic"), "policy"))), ["role:tact"])
+
+
 def test_a_frozen_role_may_have_a_reward_that_is_not_ours() -> None:
     judge = call("b", "judge", policy="judge")
     groups = step(rollout(0, [call("a"), judge], [of_role(1, "judge"), of_call(2, "b")]))

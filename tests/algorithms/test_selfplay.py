@@ -15,7 +15,7 @@ from agentrl.algorithms.merge import build_batch
 from agentrl.algorithms.ratings import elo
 from agentrl.algorithms.selfplay import MEMORY, Pool, Record, Snapshot, check_fair, least
 from agentrl.config import SelfplayConfig, resolve
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, TrainingError
 from agentrl.types import Branch, Group, Reward, Rollout, RolloutState, Scope
 
 from .test_update import group
@@ -121,8 +121,7 @@ def test_who_plays_is_a_function_of_seed_and_checkpoint() -> None:
     other.restore(json.loads(json.dumps(one.dump())))
     asked = [(f"g{number}", index) for number in range(50) for index in range(4)]
     assert [one.seats(*at) for at in asked] == [other.seats(*at) for at in asked]
-    assert one.ratings() == other.ratings()
-    assert one.matrix() == other.matrix()
+    assert one.now == other.now
     other.seed = 1
     assert [one.seats(*at) for at in asked] != [other.seats(*at) for at in asked]
 
@@ -130,7 +129,7 @@ def test_who_plays_is_a_function_of_seed_and_checkpoint() -> None:
 def test_a_win_moves_both_ratings_and_the_record_of_the_seat() -> None:
     made = grown(0, k=32.0)
     found = made.learn(groups(game([1, -1], "policy", "policy@000000")))
-    assert made.ratings() == {"policy@000000": 984.0, "policy": 1016.0}
+    assert made.drawn[0].rating == found["selfplay/elo/policy@000000"] == 984.0
     assert found["selfplay/elo"] == 1016.0
     assert found["selfplay/win_rate"] == found["selfplay/seat/player_0"] == 1.0
     made.learn(groups(game([1, -1], "policy@000000", "policy")))
@@ -147,7 +146,7 @@ def test_draws_alone_change_no_rating_and_opponents_stay_equally_likely() -> Non
     for name in names(made):
         found = made.learn(groups(*[game([0, 0], "policy", name)] * 50))
     assert found["selfplay/draws"] == 1.0
-    assert set(made.ratings().values()) == {1000.0}
+    assert {made.now.rating, *(snapshot.rating for snapshot in made.drawn)} == {1000.0}
     drawn = Counter(made.opponent(f"g{number}") for number in range(3000))
     assert {round(count / 3000, 1) for count in drawn.values()} == {0.3}
 
@@ -193,21 +192,32 @@ def test_what_has_no_score_is_counted() -> None:
     assert (found["selfplay/games"], found["selfplay/unscored"]) == (1.0, 2.0)
 
 
-def test_a_seat_that_the_game_does_not_have(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_seat_that_the_game_does_not_have_ends_the_first_step() -> None:
     made = grown(0, seats=[*SEATS, "player_2"])
     lost = game([1, -1], "policy", "policy@000000")
     assert made.learn(groups(replace(lost, state=RolloutState.FAILED)))["selfplay/unscored"] == 1
-    assert not caplog.messages
-    assert made.learn(groups(lost))["selfplay/unscored"] == 1
-    (said,) = caplog.messages
-    assert "nobody played 'player_2' in any of 1 games, whose roles are player_0, player_1" in said
+    said = (
+        r"nobody played 'player_2' in any of 1 games, whose roles are player_0, player_1; did you"
+    )
+    with pytest.raises(TrainingError, match=said):
+        made.learn(groups(lost))
+
+
+def test_a_seat_is_known_by_its_return_or_from_an_earlier_step() -> None:
+    """A player may lose before the other one is asked."""
+    lost = game([-1, 1], "policy", "policy@000000")
+    early = replace(lost, transitions=lost.transitions[:1])
+    assert grown(0).learn(groups(early))["selfplay/games"] == 1
+    made = grown(0)
+    made.learn(groups(lost))
+    assert made.learn(groups(replace(early, rewards=[])))["selfplay/unscored"] == 1
 
 
 def test_a_full_pool_keeps_the_first_and_the_newest_and_covers_what_is_between() -> None:
     assert names(grown(16, pool=4)) == [f"policy@{step:06d}" for step in (0, 8, 14, 16)]
     assert names(grown(16, pool=2)) == ["policy@000000", "policy@000016"]
     assert names(grown(16, pool=1)) == ["policy@000016"]
-    kept = [Snapshot(str(step), step, 0.0, {}) for step in (0, 4, 5, 20)]
+    kept = [Snapshot(str(step), step, 0.0) for step in (0, 4, 5, 20)]
     assert least(kept).step == 4
 
 
@@ -221,17 +231,6 @@ def test_an_opponent_of_rollouts_asked_ahead_is_held_until_their_step() -> None:
     assert made.now.rating < 1000
     made.finish(9, playing=["policy", "policy@000002"])
     assert [s.step for s in made.now.snapshots] == [2, 4]
-
-
-def test_a_matrix_remembers_how_each_did_when_it_was_taken() -> None:
-    made = grown(2)
-    made.learn(groups(game([1, -1], "policy", "policy@000000")))
-    made.finish(4)
-    made.learn(groups(game([-1, 1], "policy", "policy@000000")))
-    matrix = made.matrix()
-    assert matrix["policy@000004"] == {"policy@000000": pytest.approx(2 / 3), "policy@000002": 0.5}
-    assert matrix["policy"]["policy@000000"] < 0.51
-    assert matrix["policy@000000"] == {}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from agentrl.algorithms.model import load_model
 from agentrl.algorithms.tiny import word_tokenizer
 from agentrl.config import load
 from agentrl.loading import load_attribute
-from agentrl.runners.games import Game
+from agentrl.runners.games import Game, View
 from agentrl.store import open_store
 from agentrl.types import RolloutState, Scope
 
@@ -63,20 +63,47 @@ def test_demonstrations_are_legal_and_every_word_is_a_token(name: str, example: 
         assert tokenizer.pad_token_id not in [*prompt, *tokens]
 
 
-def test_tictactoe_names_its_marks_as_moves() -> None:
-    folder = EXAMPLES / "tictactoe"
-    try:
-        describe = load_attribute("game.py:describe", folder, key="test")
-    finally:
-        sys.path.remove(str(folder))
-        del sys.modules["game"]
+@pytest.mark.parametrize("name", ["tictactoe"])
+def test_tictactoe_names_its_marks_as_moves(name: str, example: Modules) -> None:
     game = Game("tic_tac_toe")
     state = game.start()
     for action in (4, 0):
         state.apply_action(action)
-    assert describe(game.view(state, 0)) == [
-        {"role": "user", "content": "x to move: o(0,0) x(1,1)"}
+    (asked,) = example["game"].describe(game.view(state, 0))
+    board, _, legal = asked["content"].partition(" legal: ")
+    assert board == "x to move: o(0,0) x(1,1)"
+    assert legal == "x(0,1) x(0,2) x(1,0) x(1,2) x(2,0) x(2,1) x(2,2)"
+
+
+@pytest.mark.parametrize("name", ["negotiation"])
+def test_negotiation_says_what_an_offer_is_worth_to_who_hears_it(
+    name: str, example: Modules
+) -> None:
+    seen = """Pool: Book: 3, Hat: 1, Basketball: 2
+My values: Book: 1, Hat: 5, Basketball: 1
+Agreement reached? 0
+P0 offers: Offer: Book: 0, Hat: 0, Basketball: 2
+P1 offers: Offer: Book: 1, Hat: 0, Basketball: 0"""
+    (asked,) = example["game"].describe(View("bargaining", 0, seen, {"Agree": 0}))
+    assert asked["content"].splitlines() == [
+        "P0 after 2 offers",
+        "Book: 3 worth 1",
+        "Hat: 1 worth 5",
+        "Basketball: 2 worth 1",
+        "Left: Book: 2 Hat: 1 Basketball: 2 worth 9",
     ]
+
+
+@pytest.mark.parametrize("name", ["negotiation"])
+def test_negotiators_agree_to_all_and_never_to_nothing(name: str, example: Modules) -> None:
+    pool = "Pool: Book: 1, Hat: 1, Basketball: 1\nMy values: Book: 4, Hat: 6, Basketball: 0\n"
+    legal = {"Agree": 0, "Offer: Book: 1, Hat: 0, Basketball: 0": 1}
+    dice, said = random.Random(0), {}
+    for kept in (0, 1):
+        seen = f"{pool}P1 offers: Offer: Book: {kept}, Hat: {kept}, Basketball: {kept}"
+        view = View("bargaining", 0, seen, legal)
+        said[kept] = {example["policy"].chosen(view, dice) for _ in range(30)}
+    assert said == {0: {"Agree"}, 1: {"Offer: Book: 1, Hat: 0, Basketball: 0"}}
 
 
 async def test_a_built_policy_plays_and_trains(

@@ -322,6 +322,8 @@ async def test_a_move_without_alternative_is_not_asked_for() -> None:
         (KUHN | {"players": {"player_2": "random"}}, "did you mean 'player_"),
         (KUHN | {"players": {"player_1": "perfekt"}}, r"did you mean 'perfect'\?"),
         (KUHN | {"players": {"player_1": "random:3"}}, "no scripted player"),
+        ({"game": "chess", "players": {"player_1": "mcts:0"}}, "'mcts:0' is no scripted player"),
+        ({"game": "chess", "players": {"player_1": "mcts:"}}, "'mcts:' is no scripted player"),
         (KUHN | {"players": {"player_1": "perfect"}}, "in which nothing is hidden"),
         (KUHN | {"players": {"player_1": "mcts"}}, "in which nothing is hidden"),
         ({"game": "chess", "players": {"player_1": "perfect"}}, "take 'mcts'"),
@@ -374,7 +376,8 @@ async def test_scripted_and_silent_players_have_no_rewards_of_their_own(
 
     model.answer = lambda body: {"role": "assistant", "content": "all in"}
     scripted = {"input": KUHN | {"players": {"player_1": "random"}}}
-    (rollout,) = await bench.run(agent, scripted, verifier=verify)
+    seats = {"player_0": "policy", "player_1": "policy"}  # the task has the last word
+    (rollout,) = await bench.run(agent, scripted, verifier=verify, seats=seats)
     rows = [(row.scope, row.target, row.name, row.value) for row in rollout.rewards]
     assert rows == [
         (Scope.ROLE, "player_0", "outcome", -2.0),
@@ -387,6 +390,17 @@ async def test_scripted_and_silent_players_have_no_rewards_of_their_own(
     assert rollout.state is RolloutState.SUCCEEDED, rollout.failure
     assert rollout.result["forfeited"] == {"player_0": "timeout"}
     assert [(row.target, row.value) for row in rollout.rewards] == [(None, -2.0)]
+
+
+async def test_a_player_who_lost_before_it_was_asked_has_what_the_game_gives_it(
+    bench: Any, model: Any, agent: Any
+) -> None:
+    model.answer = lambda body: {"role": "assistant", "content": "all in"}
+    seats = {"player_0": "policy", "player_1": "policy"}
+    (rollout,) = await bench.run(agent, {"input": KUHN}, verifier=verify, seats=seats)
+    assert rollout.state is RolloutState.SUCCEEDED, rollout.failure
+    outcomes = {row.target: row.value for row in rollout.rewards if row.name == "outcome"}
+    assert outcomes == {"player_0": -2.0, "player_1": 2.0, None: 0.0}
 
 
 async def test_a_refused_call_fails_the_rollout_in_the_servers_words(

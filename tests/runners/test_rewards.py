@@ -16,7 +16,16 @@ from agentrl import Reward, Scope, Trace
 from agentrl.runners import tracing
 from agentrl.runners.rewards import settle
 from agentrl.runners.verifiers import VerifierError
-from agentrl.types import ErrorKind, Span, Transition, float32, int32
+from agentrl.types import (
+    ErrorKind,
+    Purpose,
+    Rollout,
+    RolloutState,
+    Span,
+    Transition,
+    float32,
+    int32,
+)
 
 TASK = {"input": "x"}
 
@@ -200,7 +209,12 @@ def test_spans_of_the_users_own_between_call_and_request_are_skipped() -> None:
         logprobs=float32(),
         span=inner,
     )
-    trace = Trace(rollout=None, attempt=attempt, transitions=[made], spans=[])  # type: ignore[arg-type]
+    rollout = Rollout(
+        id="r", run="run", group="g", index=0, task=TASK, purpose=Purpose.TRAIN, step=0,
+        state=RolloutState.RUNNING, attempts=1, attempt=attempt, result=None, failure=None,
+        rewards=[],
+    )  # fmt: skip
+    trace = Trace(rollout=rollout, attempt=attempt, transitions=[made], spans=[])
     row = Reward(value=1.0, scope=Scope.TRANSITION, target=f"call:{outer}")
     assert [found.target for found in settle([row], trace, [span])] == [made.id]
 
