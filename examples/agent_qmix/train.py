@@ -149,13 +149,14 @@ async def learn(
 
 
 async def compare(store: Store, options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Accuracy, reward and tokens of what was learned and of every fixed topology, on the same
-    new tasks."""
-    some, result = tasks(f"heldout/{options.seed}", options.tasks), {}
-    for how in ("learned", *MODES):
-        group = f"{RUN}/eval/{options.steps:06d}/{how}"
-        rows = await ask(store, group, some, Purpose.EVAL, options.steps, how=how, epsilon=0.0)
-        result[how] = {
+    """Accuracy, reward and tokens of what was learned, of modes at random and of every fixed
+    topology, on the same held-out tasks."""
+    some, result = tasks(f"heldout/{options.seed}", options.tasks, heldout=True), {}
+    shown = {"learned": ("learned", 0.0), "random": ("learned", 1.0)}
+    for name, (how, epsilon) in (shown | {mode: (mode, 0.0) for mode in MODES}).items():
+        group = f"{RUN}/eval/{options.steps:06d}/{name}"
+        rows = await ask(store, group, some, Purpose.EVAL, options.steps, how=how, epsilon=epsilon)
+        result[name] = {
             "accuracy": fmean(row.reward() for row in rows),
             "reward": fmean(row.reward("return") for row in rows),
             "tokens": fmean(row.result["tokens"] for row in rows),
@@ -207,8 +208,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("runs", RUN))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--tasks", type=int, default=200, help="that topologies are compared on")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--tasks", type=int, default=100, help="that topologies are compared on")
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
     options = parser.parse_args()
     options.output = options.output.resolve()
