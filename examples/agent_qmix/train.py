@@ -49,8 +49,8 @@ from agentrl.types import (
 )
 
 RUN = "agent_qmix"
-EPISODES, KEPT, UPDATES, BATCH = 64, 10, 8, 64  # a step's, steps of them kept, optimizer steps
-FROM, TO = 1.0, 0.05  # epsilon, falling over the first two thirds of the steps
+EPISODES, KEPT, UPDATES, BATCH = 32, 20, 8, 64  # a step's, steps of them kept, optimizer steps
+FROM, TO = 1.0, 0.05  # epsilon, falling over the first half of the steps
 TIMEOUT = 300.0  # seconds of one episode
 Choose = Callable[[Task, Seen], list[int]]
 
@@ -111,7 +111,7 @@ async def train(store: Store, state: RunState, mixed: QMix, options: argparse.Na
     if state.checkpoint:
         mixed.load_state_dict(torch.load(Path(state.checkpoint, "learner.pt")))
     for step in range(state.step, options.steps):
-        done = min(1.0, step / (2 / 3 * options.steps))
+        done = min(1.0, 2 * step / options.steps)
         group = f"{RUN}/train/{step:06d}"
         some = tasks(f"{options.seed}/{step}", EPISODES)
         epsilon = FROM + done * (TO - FROM)

@@ -91,17 +91,21 @@ async def test_which_topology_answers_depends_on_the_question(
         return world.step(role, known[-1]), len(" ".join(known).split())
 
     monkeypatch.setattr(agent, "ask", ask)
+    plans = {mode: [mode] * agent.ROUNDS for mode in topology.MODES}
+    plans["changing"] = ["broadcast", "aggregate"]
     right: dict[str, set[str]] = {}
-    tokens = {}
-    for mode in (*topology.MODES, "changing"):
-        plan = [mode] * 2 if mode != "changing" else ["broadcast", "aggregate"]
-        choose = lambda task, seen, plan=plan: agent.fixed(plan[len(seen) - 1])(task, seen)  # noqa: E731
+    tokens: dict[str, int] = {}
+    for name, plan in plans.items():
+
+        def choose(task: object, seen: list[object], plan: list[str] = plan) -> list[int]:
+            return agent.fixed(plan[len(seen) - 1])(task, seen)
+
         for chain in world.CHAINS:
             question = world.ask(chain, world.RELATIONS[chain[0]][0][0])
             played = await agent.Team(choose).play(None, {"question": question})
             if not world.hops(played["answer"]):
-                right.setdefault(mode, set()).add("-".join(chain))
-            tokens[mode] = played["tokens"]
+                right.setdefault(name, set()).add("-".join(chain))
+            tokens[name] = tokens.get(name, 0) + played["tokens"]
     alone = {"manager", "city", "mayor"}
     forward, back = {"manager-city", "city-mayor"}, {"mayor-manager", "mayor-city"}
     assert right["solo"] == alone
@@ -175,21 +179,16 @@ async def test_it_learns_from_the_store_and_goes_on_where_it_stopped(
 def test_the_last_round_is_learned_from(qmix: Parts) -> None:
     """The target of the last joint step is its reward, and of the first what it leads to."""
     train, agent = qmix["train"], qmix["agent"]
+    torch.manual_seed(0)
     mixed, dice = train.learner(0), random.Random(0)
     observations = torch.rand(3, 3, agent.OBSERVATION)
     observations[..., -3:] = 0.0
     states = torch.rand(3, agent.STATE)
-    for _ in range(150):
+    episodes = []
+    for _ in range(100):
         modes = torch.tensor([[dice.randrange(6) for _ in range(3)] for _ in range(2)])
-        reward = float(modes[1, 0] == 3)  # of the last round
-        mixed.learn(
-            [
-                train.Episode(
-                    observations=observations,
-                    states=states,
-                    actions=modes,
-                    rewards=torch.tensor([0.0, reward]),
-                )
-            ]
-        )
+        rewards = torch.tensor([0.0, float(modes[1, 0] == 3)])  # of the last round
+        episodes.append(train.Episode(observations, states, modes, rewards))
+    for _ in range(200):
+        mixed.learn(dice.sample(episodes, 32))
     assert mixed.act(observations[:2], 0.0, dice)[0] == 3
