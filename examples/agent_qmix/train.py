@@ -49,7 +49,7 @@ from agentrl.types import (
 )
 
 RUN = "agent_qmix"
-EPISODES, KEPT, UPDATES, BATCH = 32, 20, 8, 64  # a step's, steps of them kept, optimizer steps
+EPISODES, KEPT, UPDATES, BATCH = 32, 40, 16, 64  # a step's, steps of them kept, optimizer steps
 FROM, TO = 1.0, 0.05  # epsilon, falling over the first half of the steps
 TIMEOUT = 300.0  # seconds of one episode
 Choose = Callable[[Task, Seen], list[int]]
@@ -58,7 +58,7 @@ Choose = Callable[[Task, Seen], list[int]]
 def learner(seed: int) -> QMix:
     return QMix(
         len(ROLES), OBSERVATION, len(MODES), STATE,
-        network=lambda: Talk(OBSERVATION, len(ROLES), len(MODES)), lr=2e-3, seed=seed,
+        network=lambda: Talk(OBSERVATION, len(ROLES), len(MODES)), lr=2e-3, every=400, seed=seed,
     )  # fmt: skip
 
 
