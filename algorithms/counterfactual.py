@@ -35,10 +35,10 @@ class Counterfactual(Memory):
     def level(self) -> Level:
         return "transition"
 
-    def part(self) -> TeamCritic:
+    def part(self, seed: int) -> TeamCritic:
         n, width = len(self.stage.roles), self.stage.width
         shape = Shape(n, width, self.stage.choices, n * width)
-        return TeamCritic(self.kind, shape, self.training)
+        return TeamCritic(self.kind, shape, self.training, seed)
 
     def recall(
         self, part: Part, batch: Batch, rollouts: Sequence[Rollout]

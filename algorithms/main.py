@@ -210,7 +210,7 @@ def make_updater(config: RunConfig, name: str, algo: Algo, base: Base, dumps: Pa
 
 def remembered(config: RunConfig, algo: Algo, reference: Following | None) -> tuple[State, Anchor]:
     """All that a policy remembers from step to step, and what holds it."""
-    memory = State(algo.memories)
+    memory = State(algo.memories, seed=config.seed)
     anchor = Anchor(reference, beside.make_controller(config, algo))
     if anchor.kl is not None:
         memory.parts["kl"] = anchor.kl

@@ -64,7 +64,7 @@ class Ema(Running):
     def level(self) -> Level:
         return self.at or level_of(self.reward)
 
-    def part(self) -> Decaying:
+    def part(self, seed: int) -> Decaying:
         return Decaying(self.decay)
 
     def names(self, batch: Batch, rollouts: Sequence[Rollout]) -> list[str]:
@@ -98,7 +98,7 @@ class Tabular(Running):
     def level(self) -> Level:
         return "transition"
 
-    def part(self) -> Means:
+    def part(self, seed: int) -> Means:
         return Means()
 
     def names(self, batch: Batch, rollouts: Sequence[Rollout]) -> list[str]:

@@ -110,8 +110,8 @@ class Memory:
         """Of its numbers."""
         raise NotImplementedError
 
-    def part(self) -> Part:
-        """What it remembers, as it is before the first step."""
+    def part(self, seed: int) -> Part:
+        """What it remembers, as it is before the first step. seed: of what begins at random."""
         raise NotImplementedError
 
     def recall(self, part: Part, batch: Batch, rollouts: Sequence[Rollout]) -> tuple[Tensor, Part]:
@@ -135,14 +135,15 @@ class Recall:
 @dataclass(slots=True)
 class State:
     """Everything a run remembers. `memories` are those of its algorithm; other parts, such as a
-    controller of the KL penalty, are added under names of their own."""
+    controller of the KL penalty, are added under names of their own. seed: the run's."""
 
     memories: tuple[Memory, ...] = ()
     parts: dict[str, Part] = field(default_factory=dict)
+    seed: int = 0
 
     def __post_init__(self) -> None:
         for memory in self.memories:
-            self.parts.setdefault(memory.name, memory.part())
+            self.parts.setdefault(memory.name, memory.part(self.seed))
 
     def recall(self, batch: Batch, groups: Sequence[Group]) -> Recall:
         """Pure: nothing is remembered before `adopt`."""

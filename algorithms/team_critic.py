@@ -3,7 +3,10 @@
 central: a network that reads the state and what the others did, and values every action of an
 agent (COMA, arXiv 1705.08926). vdn and qmix: utilities of each agent's own actions, mixed
 (1706.05296, 1803.11485); as critics of policies, 2007.12322. All learn TD(lambda) targets of the
-policy that acted and, next to them, what that policy does, from what it did.
+policy that acted and, next to them, what that policy does, from what it did. Each step learns from
+its own episodes alone: the targets are the acting policy's returns, without a correction for what
+an earlier policy did, so an episode of an earlier step would teach the value of a policy that is no
+more (COMA is on-policy, as its authors' code is).
 
 Owns: its networks, target copies and optimizer. Always true: advantages of a step are those of the
 networks before it learned that step, so a baseline never knows the action it is compared with.

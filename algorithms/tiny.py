@@ -32,7 +32,6 @@ TEMPLATE = """\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
 """ChatML, marking what the model writes."""
-MARKS = ["<user>", "<assistant>", "<end>", "<pad>"]
 WORDS_TEMPLATE = """\
 {%- for message in messages -%}
 {{- '<' + message.role + '>' }}
@@ -44,7 +43,7 @@ WORDS_TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt %}{{ '<assistant>' }}{% endif -%}
 """
-"""A mark for each turn, of user and assistant, and one where the model stops."""
+"""A mark for each turn, of whose it is, and one where the model stops."""
 
 
 def imitator(
@@ -102,17 +101,20 @@ def make_tokenizer(texts: Iterable[str], template: str = TEMPLATE) -> PreTrained
     )
 
 
-def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
+def word_tokenizer(
+    words: Sequence[str], roles: Sequence[str] = ("user", "assistant")
+) -> PreTrainedTokenizerFast:
     """For a language of few words between spaces, each of which is a token. Words that it does not
-    have are padding."""
-    vocabulary = {word: number for number, word in enumerate([*MARKS, *words])}
+    have are padding. roles: those of the messages."""
+    marks = [f"<{role}>" for role in roles]
+    vocabulary = {word: n for n, word in enumerate([*marks, "<end>", "<pad>", *words])}
     tokenizer = FastTokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<end>",
         pad_token="<pad>",
-        additional_special_tokens=MARKS[:2],
+        additional_special_tokens=marks,
         chat_template=WORDS_TEMPLATE,
     )
 

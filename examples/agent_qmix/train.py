@@ -49,8 +49,8 @@ from agentrl.types import (
 )
 
 RUN = "agent_qmix"
-EPISODES, KEPT, UPDATES, BATCH = 64, 10, 8, 64  # a step's, steps of them kept, optimizer steps
-FROM, TO = 1.0, 0.05  # epsilon, falling over the first two thirds of the steps
+EPISODES, KEPT, UPDATES, BATCH = 32, 40, 16, 64  # a step's, steps of them kept, optimizer steps
+FROM, TO = 1.0, 0.05  # epsilon, falling over the first half of the steps
 TIMEOUT = 300.0  # seconds of one episode
 Choose = Callable[[Task, Seen], list[int]]
 
@@ -58,7 +58,7 @@ Choose = Callable[[Task, Seen], list[int]]
 def learner(seed: int) -> QMix:
     return QMix(
         len(ROLES), OBSERVATION, len(MODES), STATE,
-        network=lambda: Talk(OBSERVATION, len(ROLES), len(MODES)), lr=2e-3, seed=seed,
+        network=lambda: Talk(OBSERVATION, len(ROLES), len(MODES)), lr=2e-3, every=400, seed=seed,
     )  # fmt: skip
 
 
@@ -111,7 +111,7 @@ async def train(store: Store, state: RunState, mixed: QMix, options: argparse.Na
     if state.checkpoint:
         mixed.load_state_dict(torch.load(Path(state.checkpoint, "learner.pt")))
     for step in range(state.step, options.steps):
-        done = min(1.0, step / (2 / 3 * options.steps))
+        done = min(1.0, 2 * step / options.steps)
         group = f"{RUN}/train/{step:06d}"
         some = tasks(f"{options.seed}/{step}", EPISODES)
         epsilon = FROM + done * (TO - FROM)
@@ -149,13 +149,14 @@ async def learn(
 
 
 async def compare(store: Store, options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Accuracy, reward and tokens of what was learned and of every fixed topology, on the same
-    new tasks."""
-    some, result = tasks(f"heldout/{options.seed}", options.tasks), {}
-    for how in ("learned", *MODES):
-        group = f"{RUN}/eval/{options.steps:06d}/{how}"
-        rows = await ask(store, group, some, Purpose.EVAL, options.steps, how=how, epsilon=0.0)
-        result[how] = {
+    """Accuracy, reward and tokens of what was learned, of modes at random and of every fixed
+    topology, on the same held-out tasks."""
+    some, result = tasks(f"heldout/{options.seed}", options.tasks, heldout=True), {}
+    shown = {"learned": ("learned", 0.0), "random": ("learned", 1.0)}
+    for name, (how, epsilon) in (shown | {mode: (mode, 0.0) for mode in MODES}).items():
+        group = f"{RUN}/eval/{options.steps:06d}/{name}"
+        rows = await ask(store, group, some, Purpose.EVAL, options.steps, how=how, epsilon=epsilon)
+        result[name] = {
             "accuracy": fmean(row.reward() for row in rows),
             "reward": fmean(row.reward("return") for row in rows),
             "tokens": fmean(row.result["tokens"] for row in rows),
@@ -207,8 +208,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("runs", RUN))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--tasks", type=int, default=200, help="that topologies are compared on")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--tasks", type=int, default=100, help="that topologies are compared on")
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
     options = parser.parse_args()
     options.output = options.output.resolve()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-PRICE, MOST = 0.1, 10_000  # of this many tokens
+from agent import MOST
+
+PRICE = 0.1  # of so many tokens
 
 
 def verify(task: dict[str, Any], result: dict[str, Any]) -> dict[str, float]:

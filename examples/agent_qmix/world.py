@@ -1,12 +1,19 @@
-"""What the team is asked: chains of three relations, of which each agent has the notes of one."""
+"""What the team is asked: one or two steps along relations, of which each agent knows one.
+
+A question of one step needs one agent; of two steps, the agent of the first has to be heard by that
+of the second. Nobody that held-out questions start from is in a question to learn from.
+"""
 
 from __future__ import annotations
 
 import random
 from typing import Any
 
-PEOPLE = ["Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gail", "Hugo", "Ines", "Jon", "Kim", "Leo"]
-CITIES = ["Oslo", "Lima", "Cairo", "Delhi", "Porto", "Quito", "Seoul", "Tunis"]
+FIRST = (
+    "Ada Ben Cleo Dan Eva Finn Gail Hugo Ines Jon Kim Leo Mia Noel Olga Paul Quinn Rosa Sam Tess"
+)
+PLACES = "Oslo Lima Cairo Delhi Porto Quito Seoul Tunis Accra Bern Dakar Hanoi"
+PEOPLE, CITIES = FIRST.split(), PLACES.split()
 RELATIONS = {"manager": (PEOPLE, PEOPLE), "city": (PEOPLE, CITIES), "mayor": (CITIES, PEOPLE)}
 """Name -> what it leads from, and to. In the order of the agents that know them."""
 CHAINS = [
@@ -14,34 +21,33 @@ CHAINS = [
     *(("manager", "city"), ("city", "mayor")),  # what an agent finds out, a later one needs
     *(("mayor", "manager"), ("mayor", "city")),  # an earlier one
 ]
-FACTS = 3  # in the notes of an agent
+HELDOUT = 4  # people and cities each, the last ones
 
 Task = dict[str, Any]
 
 
-def task(dice: random.Random) -> Task:
-    """A question, the notes of the agents, and the answer."""
-    chain = dice.choice(CHAINS)
-    notes = {name: _facts(name, dice) for name in RELATIONS}
-    subject = start = dice.choice(RELATIONS[chain[0]][0])
-    for name in chain:
-        if subject not in notes[name]:
-            del notes[name][dice.choice(list(notes[name]))]
-            notes[name][subject] = dice.choice(RELATIONS[name][1])
-        subject = notes[name][subject]
-    question = " of ".join((*reversed(chain), start))
-    said = [note(name, facts, dice) for name, facts in notes.items()]
-    return {"question": question, "notes": said, "answer": subject}
+def facts() -> dict[str, dict[str, str]]:
+    """Relation -> subject -> what it leads to."""
+    dice = random.Random("world")
+    return {
+        name: {subject: dice.choice(found) for subject in known}
+        for name, (known, found) in RELATIONS.items()
+    }
 
 
-def note(name: str, facts: dict[str, str], dice: random.Random) -> str:
-    pairs = [f"{subject} {found}" for subject, found in facts.items()]
-    return f"{name}: {', '.join(dice.sample(pairs, len(pairs)))}"
+FACTS = facts()
 
 
-def _facts(name: str, dice: random.Random) -> dict[str, str]:
-    known, found = RELATIONS[name]
-    return {subject: dice.choice(found) for subject in dice.sample(known, FACTS)}
+def ask(chain: tuple[str, ...], subject: str) -> str:
+    return " of ".join((*reversed(chain), subject))
+
+
+def step(relation: str, question: str) -> str:
+    """The question with its innermost step made, if it is one along this relation."""
+    *outer, inner, subject = ["", *question.split(" of ")]
+    if inner != relation or subject not in FACTS[relation]:
+        return question
+    return " of ".join([*outer[1:], FACTS[relation][subject]])
 
 
 def hops(said: str) -> int:
@@ -49,6 +55,15 @@ def hops(said: str) -> int:
     return said.count(" of ")
 
 
-def tasks(seed: str, count: int) -> list[Task]:
+def tasks(seed: str, count: int, *, heldout: bool = False) -> list[Task]:
+    """Questions and their answers."""
     dice = random.Random(seed)
-    return [task(dice) for _ in range(count)]
+    found = []
+    for chain in dice.choices(CHAINS, k=count):
+        known = RELATIONS[chain[0]][0]
+        subject = dice.choice(known[-HELDOUT:] if heldout else known[:-HELDOUT])
+        answer = question = ask(chain, subject)
+        for relation in chain:
+            answer = step(relation, answer)
+        found.append({"question": question, "answer": answer})
+    return found

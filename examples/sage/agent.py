@@ -1,5 +1,5 @@
-"""Four roles of one model: a challenger invents a question from another, a planner does the first
-step, solvers answer, and a critic rates question and plan. SAGE, arXiv 2603.15255.
+"""Four roles of one model: a challenger invents a walk on a board from another, a planner makes its
+first move, solvers say where it ends, and a critic rates walk and plan. SAGE, arXiv 2603.15255.
 
 `{"seed": ...}` asks for a new question first, `{"question": ...}` for answers alone. The role is
 the model's name, so any server, or one for each role, can answer.
@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 
-from lists import parse
+from board import parse
 from openai import AsyncOpenAI
 
 PROMPTS = {
-    "challenger": "Invent a harder program than this one.",
-    "planner": "Do the first step of the program.",
-    "solver": "Run the program.",
+    "challenger": "Invent a longer walk than this one.",
+    "planner": "Make the first move.",
+    "solver": "Where does it end?",
     "critic": "Rate this from 0 to 9.",
 }
 GOOD_QUESTION, USEFUL_PLAN = 0.7, 0.3  # the gates

@@ -1,7 +1,8 @@
 """Builds the model that plays all four roles: fluent in each, and good at none.
 
-It imitates a challenger that mostly asks for one or two operations, a planner and a solver that
-often skip one, and a critic that is right most of the time.
+It imitates a challenger that mostly asks for one or two moves, a planner that often does not say
+where the first move leads, a solver that often forgets the last one, and a critic that is right
+most of the time.
 """
 
 from __future__ import annotations
@@ -13,61 +14,69 @@ from pathlib import Path
 os.environ.setdefault("OPENAI_API_KEY", "unused")  # agent.py makes its client when imported
 
 from agent import PROMPTS
-from lists import OPERATIONS, WORDS, answer, parse, step, written
-from tasks import programs
+from board import COLUMNS, HERE, LONGEST, MOVES, ROWS, Walk, answer, step, vague, written
+from tasks import anywhere, walks
 
 from agentrl.algorithms.sft import Conversation
-from agentrl.algorithms.tiny import imitator
+from agentrl.algorithms.tiny import imitator, word_tokenizer
 
-DEMONSTRATIONS = 4000
-VALID, PLANNED, SOLVED, FAIR = 0.8, 0.5, 0.5, 0.9  # shares of what is as it should be
+DEMONSTRATIONS = 16_000
+VALID, PLANNED, SOLVED, FAIR = 0.8, 0.4, 0.3, 0.95  # shares of what is as it should be
+NO_MOVE = "dance"
+OTHER = [NO_MOVE, ":", "->", HERE, "question", "plan", *"0123456789"]
+WORDS = [*" ".join(PROMPTS.values()).split(), *MOVES, *COLUMNS, *ROWS, *OTHER]
 
 
 def build(directory: Path, seed: int) -> None:
     """Write model, tokenizer and chat template into `directory`."""
     dice = random.Random(seed)
     roles = (challenger, planner, solver, critic)
-    questions = programs(f"demonstrations/{seed}", DEMONSTRATIONS, range(1, 4))
-    shown = [roles[number % 4](question, dice) for number, question in enumerate(questions)]
-    imitator(directory, shown, seed=seed, steps=600)
+    shown = walks(f"demonstrations/{seed}", DEMONSTRATIONS, range(1, LONGEST + 1))
+    imitator(
+        directory,
+        [roles[number % 4](walk, dice) for number, walk in enumerate(shown)],
+        tokenizer=word_tokenizer(list(dict.fromkeys(WORDS)), ("system", "user", "assistant")),
+        seed=seed,
+        steps=1500,
+        batch=64,
+        lr=4e-3,
+    )
 
 
-def challenger(seed: str, dice: random.Random) -> Conversation:
-    """Other words and operations, one more at the most; or one that does not exist."""
-    operations, words = parse(seed) or ([], [])
-    count = min(len(operations) + dice.choice((0, 0, 1)), 3)
-    names = dice.choices(list(OPERATIONS), k=count)
+def challenger(seed: Walk, dice: random.Random) -> Conversation:
+    """From elsewhere, and longer by two moves at the most; or with one that does not exist."""
+    count = min(len(seed[0]) + dice.choice((0, 0, 0, 1, 1, 2)), LONGEST)
+    moves = dice.choices(list(MOVES), k=count)
     if dice.random() > VALID:
-        names[-1] = "shuffle"
-    return turn("challenger", seed, written(names, dice.sample(WORDS, len(words))))
+        moves[-1] = NO_MOVE
+    return turn("challenger", written(*seed), written(moves, anywhere(dice)))
 
 
-def planner(question: str, dice: random.Random) -> Conversation:
-    return turn("planner", question, plan(question, dice))
+def planner(walk: Walk, dice: random.Random) -> Conversation:
+    return turn("planner", written(*walk), plan(walk, dice))
 
 
-def solver(question: str, dice: random.Random) -> Conversation:
-    operations, words = parse(question) or ([], [])
-    right = answer(operations, words) if dice.random() < SOLVED else answer(operations[:-1], words)
-    known = question if dice.random() < 0.3 else f"{question} -> {plan(question, dice)}"
-    return turn("solver", known, right)
+def solver(walk: Walk, dice: random.Random) -> Conversation:
+    moves, start = walk
+    said = answer(moves if dice.random() < SOLVED else moves[:-1], start)
+    question, planned = written(*walk), plan(walk, dice)
+    return turn("solver", question if vague(planned) else f"{question} -> {planned}", said)
 
 
-def critic(question: str, dice: random.Random) -> Conversation:
+def critic(walk: Walk, dice: random.Random) -> Conversation:
+    question = written(*walk)
     if dice.random() < 0.5:
         good = dice.random() < 0.5
-        asked = question if good else f"shuffle {question}"
+        asked = question if good else f"{NO_MOVE} {question}"
         return turn("critic", f"question {asked}", rated(good, dice))
-    said = plan(question, dice)
-    good = said == written(*step(*(parse(question) or ([], []))))
-    return turn("critic", f"plan {question} -> {said}", rated(good, dice))
+    planned = plan(walk, dice)
+    return turn("critic", f"plan {question} -> {planned}", rated(not vague(planned), dice))
 
 
-def plan(question: str, dice: random.Random) -> str:
-    """The first step done, or only struck out."""
-    operations, words = parse(question) or ([], [])
-    right = dice.random() < PLANNED
-    return written(*step(operations, words)) if right else written(operations[1:], words)
+def plan(walk: Walk, dice: random.Random) -> str:
+    """The first move made, or only said to be."""
+    moves, start = step(*walk)
+    return written(moves, start if dice.random() < PLANNED else None)
 
 
 def rated(good: bool, dice: random.Random) -> str:

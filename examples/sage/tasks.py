@@ -1,20 +1,31 @@
-"""Seeds of one operation to invent from, and programs of two and three to be answered."""
+"""Seeds of one move to invent from, and longer walks to be answered."""
 
 from __future__ import annotations
 
 import random
 
-from lists import LENGTHS, OPERATIONS, WORDS, written
+from board import LONGEST, MOVES, SIZE, Square, Walk, written
+
+SEEDS, HELDOUT = 500, 200
 
 
-def programs(seed: str, count: int, operations: range) -> list[str]:
+def walks(seed: str, count: int, moves: range) -> list[Walk]:
+    """Some of them may be the same."""
     dice = random.Random(seed)
-    found: dict[str, None] = {}
-    while len(found) < count:
-        names = dice.choices(list(OPERATIONS), k=dice.choice(operations))
-        found[written(names, dice.sample(WORDS, dice.choice(LENGTHS)))] = None
-    return list(found)
+    return [(dice.choices(list(MOVES), k=dice.choice(moves)), anywhere(dice)) for _ in range(count)]
 
 
-train = [{"id": q, "input": {"seed": q}} for q in programs("train", 500, range(1, 2))]
-heldout = [{"id": q, "input": {"question": q}} for q in programs("heldout", 200, range(2, 4))]
+def anywhere(dice: random.Random) -> Square:
+    return dice.randrange(SIZE), dice.randrange(SIZE)
+
+
+train = [
+    {"id": str(number), "input": {"seed": written(*walk)}}
+    for number, walk in enumerate(walks("train", SEEDS, range(1, 2)))
+]
+heldout = [
+    {"id": question, "input": {"question": question}}
+    for question in dict.fromkeys(
+        written(*walk) for walk in walks("heldout", HELDOUT, range(3, LONGEST + 1))
+    )
+]

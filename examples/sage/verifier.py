@@ -9,15 +9,15 @@ from __future__ import annotations
 from statistics import fmean
 from typing import Any
 
-from lists import WORDS, answer, parse
+from board import HERE, MOVES, answer, parse, square
 
 from agentrl import Reward, Scope, Trace, Transition
 from agentrl.team_rewards import sage_challenger, sage_planner, sage_solver
 
 
 def verify(result: dict[str, Any], trace: Trace) -> list[Reward]:
-    program = parse(result["question"])
-    right = None if program is None else answer(*program)
+    walk = parse(result["question"])
+    right = None if walk is None else answer(*walk)
     hits = [float(said == right) for said in result.get("answers", [])]
     rows = [Reward(value=fmean(hits) if hits else 0.0)]
     for call in trace.transitions:
@@ -32,7 +32,7 @@ def paid(
     said = ((call.answer or {}).get("content") or "").strip()
     form, use = float(well_formed(call.role, said)), result.get("use", 0.0)
     if call.role == "challenger":
-        known = solved is not None  # by the gates of the agent: the program is one, and was run
+        known = solved is not None  # by the gates of the agent: the walk is one, and was run
         return sage_challenger(result["quality"], form, solved or 0.0, valid=known)
     if call.role == "planner":
         return sage_planner(use, form)
@@ -42,9 +42,13 @@ def paid(
 
 
 def well_formed(role: str, said: str) -> bool:
-    """Whether it is a program, the rest of one, a list of words, or a rating."""
-    if role == "critic":
-        return len(said) == 1 and said.isdigit()
-    words = said if role == "solver" else said.partition(":")[2]
-    known = bool(words.split()) and set(words.split()) <= set(WORDS)
-    return known and (role == "planner" or role == "solver" or parse(said) is not None)
+    """Whether it is a walk, the rest of one, a square, or a rating."""
+    if role == "challenger":
+        return parse(said) is not None
+    if role == "planner":
+        moves, colon, start = said.rpartition(": ")
+        known = set(moves.split()) <= MOVES.keys() and (start == HERE or square(start) is not None)
+        return bool(colon) and known
+    if role == "solver":
+        return square(said) is not None
+    return len(said) == 1 and said.isdigit()

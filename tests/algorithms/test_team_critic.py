@@ -17,6 +17,7 @@ from torch import Tensor
 from agentrl.algorithms import objective
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.episodes import Episode, padded
+from agentrl.algorithms.main import remembered
 from agentrl.algorithms.merge import build_batch
 from agentrl.algorithms.objective import Algo
 from agentrl.algorithms.plays import Stage
@@ -31,6 +32,7 @@ from agentrl.algorithms.team_critic import (
     Training,
     counterfactual,
 )
+from agentrl.config import resolve
 from agentrl.errors import PolicyError, TrainingError
 from agentrl.types import (
     Group,
@@ -241,8 +243,8 @@ def psi_of(algo: Algo, batch: Batch) -> Tensor:
 def test_psi_is_the_mean_over_calls_of_what_the_critic_says(critic: Kind, std: bool) -> None:
     """Of the critic that learned the steps before, as loops over rollouts and calls."""
     algo = make("coma", {**OPTIONS, "critic": critic, "std": std})
-    state = State(algo.memories)
-    own = TeamCritic(critic, Shape(2, 8, 3, 16), Training())
+    state = State(algo.memories, seed=3)
+    own = TeamCritic(critic, Shape(2, 8, 3, 16), Training(), seed=3)
     stage = Stage(("planner", "solver"), ("left", "right"), 8)
     for step in range(2):
         groups = step_of(step)
@@ -275,10 +277,19 @@ def test_a_step_that_is_begun_again_comes_to_the_same() -> None:
     taken(algo, state, step_of(0))
     saved = json.loads(json.dumps(state.dump()))
     first = psi_of(algo, taken(algo, state, step_of(1)))
-    again = State(algo.memories)
+    again = State(algo.memories, seed=1)
     again.restore(saved)
     assert torch.equal(psi_of(algo, taken(algo, again, step_of(1))), first)
     assert again.dump() == state.dump() != saved
+
+
+def test_the_critic_of_a_run_begins_with_the_seed_of_the_run() -> None:
+    algo = make("coma", OPTIONS)
+    first, again, other = (
+        remembered(resolve({"name": "r", "seed": seed}, source="test"), algo, None)[0].dump()
+        for seed in (1, 1, 2)
+    )
+    assert first == again != other
 
 
 def test_nothing_known_teaches_nothing() -> None:

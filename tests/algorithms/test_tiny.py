@@ -6,7 +6,7 @@ from pathlib import Path
 
 from agentrl.algorithms.model import load_model
 from agentrl.algorithms.sft import Conversation
-from agentrl.algorithms.tiny import TEMPLATE, imitator, make_tokenizer
+from agentrl.algorithms.tiny import TEMPLATE, imitator, make_tokenizer, word_tokenizer
 
 WORDS = ["Oslo", "Lima", "Cairo", "Delhi"]
 
@@ -47,3 +47,14 @@ def test_what_the_assistant_writes_is_marked_and_prompts_are_prefixes() -> None:
     assert tokenizer.decode(marked) == "Oslo<|im_end|>"
     prompt = tokenizer.apply_chat_template(echo("Oslo")[:2], add_generation_prompt=True)
     assert tokens[: mask.index(1)] == prompt["input_ids"]
+
+
+def test_every_word_and_every_turn_is_one_token() -> None:
+    tokenizer = word_tokenizer(["say", "Repeat.", *WORDS], ("system", "user", "assistant"))
+    tokens = tokenizer.apply_chat_template(echo("Lima"))["input_ids"]
+    pieces = [tokenizer.decode([token]) for token in tokens]
+    spoken = ["<user>", "say", "Lima", "<assistant>", "Lima", "<end>"]
+    assert pieces == ["<system>", "Repeat.", *spoken]
+    tokenizer = word_tokenizer(["say", *WORDS])
+    tokens = tokenizer.apply_chat_template(echo("Lima")[1:])["input_ids"]
+    assert [tokenizer.decode([token]) for token in tokens] == spoken

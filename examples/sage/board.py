@@ -1,0 +1,60 @@
+"""The domain: walks on a chessboard whose edges meet, such as "east east north : c 4".
+
+Walking them answers them, so a question that nobody has written before has a known answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+Square = tuple[int, int]  # column and row, from 0
+Walk = tuple[list[str], Square]  # moves, and where they start
+
+COLUMNS, ROWS = "abcdefgh", "12345678"
+SIZE = 8
+MOVES: dict[str, Callable[[int, int], Square]] = {
+    "east": lambda x, y: ((x + 1) % SIZE, y),
+    "west": lambda x, y: ((x - 1) % SIZE, y),
+    "north": lambda x, y: (x, (y + 1) % SIZE),
+    "south": lambda x, y: (x, (y - 1) % SIZE),
+}
+HERE = "here"  # a square that is not said
+LONGEST = 5  # moves of a walk
+
+
+def parse(question: str) -> Walk | None:
+    """None if it is no walk, or one too long."""
+    left, _, right = question.partition(" : ")
+    moves, start = left.split(), square(right)
+    known = 1 <= len(moves) <= LONGEST and set(moves) <= MOVES.keys()
+    return (moves, start) if known and start is not None else None
+
+
+def square(text: str) -> Square | None:
+    column, _, row = text.partition(" ")
+    found = COLUMNS.find(column), ROWS.find(row)
+    return found if len(column) == len(row) == 1 and min(found) >= 0 else None
+
+
+def step(moves: list[str], start: Square) -> Walk:
+    """What is left to do once the first move is made: a plan for the rest."""
+    return moves[1:], MOVES[moves[0]](*start)
+
+
+def answer(moves: list[str], start: Square) -> str:
+    while moves:
+        moves, start = step(moves, start)
+    return named(start)
+
+
+def written(moves: list[str], start: Square | None) -> str:
+    return " ".join([*moves, ":", HERE if start is None else named(start)])
+
+
+def named(found: Square) -> str:
+    return f"{COLUMNS[found[0]]} {ROWS[found[1]]}"
+
+
+def vague(plan: str) -> bool:
+    """Whether it does not say which square the first move leads to."""
+    return plan.endswith(HERE)
