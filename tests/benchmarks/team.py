@@ -5,17 +5,17 @@ Trains examples/team as it is, two adapters on one model, with credit in several
 shared    the team's outcome, compared over the rollouts of a task, for every call of both policies
 per-role  the same, compared within each role (Dr. MAS)
 prompt    the same, compared with the role's other answers to what it was asked (AT-GRPO)
-parts     what each call did of its own part, compared within its role
+parts     whether each call did its own part, as the verifier knows it, compared so too
 c3        the outcome, each call against other samples of it, from branches that repeat what was
           before; a group is 2 rollouts and 6 branches, all of which are counted
 
     python -m tests.benchmarks.team --seeds 0 1 2 --json
 
 Equal for all: the model of a seed, the tasks and their order, 64 rollouts of 8 tasks a step, the
-number of steps, the optimizer and its learning rate, 2e-3. Whether another rate suits an arm better
-is what `--tune` shows: the mean success over a run at each of `RATES`, at a seed of its own, 99.
+number of steps, and the optimizer's settings. Those are the best of `GRID` for shared return, which
+is what `--tune` shows: the mean success over a run of each arm, at a seed of its own, 99.
 
-Success is that of 64 held-out questions at temperature 1, as they are sampled in training, and of
+Success is that of 128 held-out questions at temperature 1, as they are sampled in training, and of
 three evaluations in a row the mean. `ratio`: the training rollouts after which an arm has reached
 what shared return came to in the end, over those that shared return took to get there itself.
 """
@@ -36,14 +36,19 @@ from agentrl.store import open_store
 from agentrl.types import StepRow
 
 RUN_FILE = Path(__file__).parents[2] / "examples" / "team" / "run.toml"
-STEPS, EVERY, TASKS, SMOOTH = 30, 2, 64, 3
-RATE, RATES, TUNING = 2e-3, (1e-3, 2e-3, 4e-3), 99
+STEPS, EVERY, TASKS, SMOOTH, TUNING = 20, 1, 128, 3, 99
+Optimizer = tuple[float, int]  # learning rate, minibatches of a step
+OPTIMIZER: Optimizer = (2e-3, 16)
+GRID: list[Optimizer] = [(2e-3, 1), (4e-3, 1), (1e-3, 4), (2e-3, 4), (1e-3, 16), (2e-3, 16)]
 OUTCOME = ["algorithm.groups=8", "algorithm.group_size=8"]
 ARMS = {
     "shared": ["algorithm.preset=grpo", *OUTCOME],
     "per-role": ["algorithm.preset=dr-mas", *OUTCOME],
     "prompt": ["algorithm.preset=at-grpo", "algorithm.options.within=prompt", *OUTCOME],
-    "parts": ["algorithm.preset=dr-mas", "algorithm.options.reward=transition:part", *OUTCOME],
+    "parts": [
+        *("algorithm.preset=at-grpo", "algorithm.options.within=prompt"),
+        *("algorithm.options.reward=transition:part", *OUTCOME),
+    ],
     "c3": [
         *("algorithm.preset=c3", "algorithm.groups=8", "algorithm.group_size=2"),
         *("algorithm.branching.kind=mc", "algorithm.branching.calls=3"),
@@ -53,12 +58,14 @@ Curve = list[tuple[float, float]]  # training rollouts so far, held-out success
 Figures = dict[str, float | None]
 
 
-def train(arm: str, seed: int, rate: float, steps: int, folder: Path) -> list[StepRow]:
+def train(arm: str, seed: int, optimizer: Optimizer, steps: int, folder: Path) -> list[StepRow]:
     """One run of the example, as the command line runs it."""
-    output = folder / f"{arm}-{seed}-{rate}"
+    rate, minibatches = optimizer
+    output = folder / f"{arm}-{seed}-{rate}-{minibatches}"
     settings = [
         f"name={arm}", f"output={output}", f"steps={steps}", f"policy.model={folder}/model-{seed}",
-        f"algorithm.lr={rate}", "eval.temperature=1.0", "eval.sampled=false",
+        f"algorithm.lr={rate}", f"algorithm.minibatches={minibatches}",
+        "eval.temperature=1.0", "eval.sampled=false",
         f"eval.every={EVERY}", f"eval.tasks={TASKS}", f"eval.curve_tasks={TASKS}", *ARMS[arm],
     ]  # fmt: skip
     command = [sys.executable, "-m", "agentrl", "train", str(RUN_FILE), *settings]
@@ -112,11 +119,13 @@ def compare(curves: dict[str, Curve]) -> dict[str, Figures]:
 
 
 def tune(folder: Path, steps: int) -> dict[str, dict[str, float]]:
-    """Mean success over a run, by arm and learning rate."""
+    """Mean success over a run, by arm and settings of the optimizer."""
     return {
         arm: {
-            str(rate): fmean(score for _, score in curve(train(arm, TUNING, rate, steps, folder)))
-            for rate in RATES
+            f"{rate:g} in {minibatches}": fmean(
+                score for _, score in curve(train(arm, TUNING, (rate, minibatches), steps, folder))
+            )
+            for rate, minibatches in GRID
         }
         for arm in ARMS
     }
@@ -127,7 +136,7 @@ def measure(
 ) -> dict[str, dict[str, list[float | None]]]:
     """By arm and figure, a number for each seed."""
     found = [
-        compare({arm: curve(train(arm, seed, RATE, steps, folder)) for arm in ARMS})
+        compare({arm: curve(train(arm, seed, OPTIMIZER, steps, folder)) for arm in ARMS})
         for seed in seeds
     ]
     return {arm: {key: [one[arm][key] for one in found] for key in found[0][arm]} for arm in ARMS}
@@ -137,7 +146,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--tune", action="store_true", help="which learning rate suits which arm")
+    parser.add_argument("--tune", action="store_true", help="which of GRID suits which arm")
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
