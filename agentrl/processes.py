@@ -13,9 +13,6 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4  # linux/prctl.h
 PARENT = "AGENTRL_PARENT"  # pid of the process that must outlive this one
-# Threads of torch that wait for each other sleep. By default they spin, which on cores that other
-# programs use as well makes a step of small tensors cost ten times the CPU time.
-WAIT = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
@@ -45,6 +42,14 @@ def seal() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
+def environment() -> dict[str, str]:
+    """What a child is started with. Unless this process was told otherwise, threads of torch that
+    wait for each other sleep: by default they spin, which on cores that other programs use as well
+    makes a step of small tensors cost ten times the CPU time."""
+    waiting = {"OMP_WAIT_POLICY": "PASSIVE"}
+    return waiting | os.environ | {PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+
+
 @dataclass(slots=True)
 class Child:
     """One `agentrl …` subprocess with its output in `log`."""
@@ -65,7 +70,7 @@ class Child:
                 stdin=asyncio.subprocess.PIPE if self.piped else asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=WAIT | os.environ | {PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"},
+                env=environment(),
                 start_new_session=True,  # Ctrl-C reaches the front only, which ends its children
             )
 
