@@ -9,19 +9,10 @@ from typing import Any
 import msgspec
 
 from agentrl import selfplay, team
+from agentrl.deployment import EngineConfig, LearnerConfig, VerlConfig, VllmConfig
 from agentrl.errors import ConfigError
 from agentrl.keys import check_keys, flatten, nearest, said
-from agentrl.sections import (
-    AlgorithmConfig,
-    EngineConfig,
-    LearnerConfig,
-    LoraConfig,
-    MemberConfig,
-    RunConfig,
-    TeamConfig,
-    VerlConfig,
-    VllmConfig,
-)
+from agentrl.sections import AlgorithmConfig, LoraConfig, MemberConfig, RunConfig, TeamConfig
 from agentrl.sinks import SINKS, missing
 from agentrl.types import POLICY
 
