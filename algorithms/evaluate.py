@@ -63,7 +63,7 @@ async def score(
         rollouts = evaluation(config, step, name, tasks, sampling)
         await store.enqueue(rollouts)
         groups[name] = rollouts[0].group
-    scores = {}
+    scores: dict[str, float] = {}
     for name, group in groups.items():
         await store.settled(group)
         rows = await store.rollouts(config.name, group=group)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from agentrl.algorithms import columns, metrics
+from agentrl.algorithms import collect, columns, metrics
 from agentrl.algorithms.coalitions import (
     RoleRewards,
     check_read,
@@ -216,6 +216,7 @@ def test_nobody_learns_from_a_replay() -> None:
     assert credited(algo, batch).tolist() == pytest.approx([0.25] * 3 + [-0.25] * 3)
     alone = credited(make("difference", {"baseline": "none"}), batch).tolist()
     assert alone == pytest.approx([1.0, 0.6, 0.4, 0.5, 0.1, -0.1])
+    assert collect.measured([whole], [], 0)["reward/sampled_mean"] == 0.75
     measured = metrics.collected([whole], batch)
     assert measured["rollouts"] == 8
     assert measured["reward/mean"] == 0.75
