@@ -305,6 +305,11 @@ PAIR = {
         ({"value": "shapley"}, {}, "mean nothing without stand_ins"),
         ({"stand_ins": {"planner": "mute"}}, {}, r"planner = 'mute'; valid: first, policy"),
         ({"stand_ins": {"planner": "frist"}}, {}, "did you mean 'first'"),
+        (
+            {"stand_ins": {"planner": "first"}},
+            {"upstreams": {"first": {"text": "none"}}},
+            "planner = 'first' is the role's own policy .* rename that one",
+        ),
         ({"stand_ins": {"critic": "first"}}, PAIR, "no policy that learns plays it; .*planner"),
         ({"stand_ins": {"planer": "judge"}}, PAIR, "did you mean 'planner'"),
         ({"stand_ins": dict.fromkeys("abcde", "first"), "value": "shapley"}, {}, "`orders`"),
