@@ -9,19 +9,10 @@ from typing import Any
 import msgspec
 
 from agentrl import selfplay, team
+from agentrl.deployment import EngineConfig, LearnerConfig, VerlConfig, VllmConfig
 from agentrl.errors import ConfigError
 from agentrl.keys import check_keys, flatten, nearest, said
-from agentrl.sections import (
-    AlgorithmConfig,
-    EngineConfig,
-    LearnerConfig,
-    LoraConfig,
-    MemberConfig,
-    RunConfig,
-    TeamConfig,
-    VerlConfig,
-    VllmConfig,
-)
+from agentrl.sections import AlgorithmConfig, LoraConfig, MemberConfig, RunConfig, TeamConfig
 from agentrl.sinks import SINKS, missing
 from agentrl.types import POLICY
 
@@ -142,6 +133,11 @@ def _check_stand_ins(config: RunConfig, source: str) -> None:
             raise ConfigError(f"{where}: no policy that learns plays it; {nearest(role, known)}")
         if player not in players:
             raise ConfigError(f"{where} = {player!r}; {nearest(player, players)}")
+        if player == team.FIRST and player in {*config.policies, *config.upstreams}:
+            raise ConfigError(
+                f"{where} = {player!r} is the role's own policy as training began with it, and "
+                "there is another player of this name; rename that one"
+            )
 
 
 def _check_member(name: str, member: MemberConfig, source: str) -> None:

@@ -1,7 +1,7 @@
 """The run file: TOML into typed settings. An unknown key is an error with its path.
 
-The settings themselves are in `sections`, what they mean together in `checks`; everybody else has
-them from here.
+The settings themselves are in `sections` and `deployment`, what they mean together in `checks`;
+everybody else has them from here.
 """
 
 from __future__ import annotations
@@ -15,41 +15,41 @@ from typing import Any
 import msgspec
 
 from agentrl import checks
+from agentrl.deployment import ContainerConfig as ContainerConfig
+from agentrl.deployment import EngineConfig as EngineConfig
+from agentrl.deployment import KubernetesConfig as KubernetesConfig
+from agentrl.deployment import LearnerConfig as LearnerConfig
+from agentrl.deployment import PoolConfig as PoolConfig
+from agentrl.deployment import RunnerConfig as RunnerConfig
+from agentrl.deployment import VerlConfig as VerlConfig
+from agentrl.deployment import VllmConfig as VllmConfig
 from agentrl.errors import ConfigError
 from agentrl.keys import check_keys, flatten, said
 from agentrl.keys import nearest as nearest
+from agentrl.section import Count as Count
+from agentrl.section import Natural as Natural
+from agentrl.section import Positive as Positive
+from agentrl.section import Section as Section
 from agentrl.sections import AgentConfig as AgentConfig
 from agentrl.sections import AlgorithmConfig as AlgorithmConfig
 from agentrl.sections import BranchingConfig as BranchingConfig
-from agentrl.sections import ContainerConfig as ContainerConfig
-from agentrl.sections import Count as Count
 from agentrl.sections import CounterfactualConfig as CounterfactualConfig
 from agentrl.sections import CriticConfig as CriticConfig
-from agentrl.sections import EngineConfig as EngineConfig
 from agentrl.sections import EvalConfig as EvalConfig
-from agentrl.sections import KubernetesConfig as KubernetesConfig
-from agentrl.sections import LearnerConfig as LearnerConfig
 from agentrl.sections import LoraConfig as LoraConfig
 from agentrl.sections import MemberConfig as MemberConfig
 from agentrl.sections import MetricsConfig as MetricsConfig
-from agentrl.sections import Natural as Natural
 from agentrl.sections import PolicyConfig as PolicyConfig
-from agentrl.sections import PoolConfig as PoolConfig
-from agentrl.sections import Positive as Positive
 from agentrl.sections import ReferenceConfig as ReferenceConfig
 from agentrl.sections import RetriesConfig as RetriesConfig
 from agentrl.sections import RewardModelConfig as RewardModelConfig
 from agentrl.sections import RunConfig as RunConfig
-from agentrl.sections import RunnerConfig as RunnerConfig
-from agentrl.sections import Section as Section
 from agentrl.sections import SelfplayConfig as SelfplayConfig
 from agentrl.sections import TasksConfig as TasksConfig
 from agentrl.sections import TeacherConfig as TeacherConfig
 from agentrl.sections import TeamConfig as TeamConfig
 from agentrl.sections import UpstreamConfig as UpstreamConfig
 from agentrl.sections import VerifierConfig as VerifierConfig
-from agentrl.sections import VerlConfig as VerlConfig
-from agentrl.sections import VllmConfig as VllmConfig
 from agentrl.store.urls import concealed
 
 

@@ -26,7 +26,7 @@ async def write(
 ) -> None:
     """Print the report of a run and save its learning curve."""
     console = console or Console()
-    console.print(_scores(steps))
+    console.print(scores(steps))
     if (pool := standings(steps)) is not None:
         console.print(pool)
     for title, rollout in (await _examples(store, config)).items():
@@ -90,8 +90,8 @@ def roles(steps: list[StepRow]) -> dict[str, list[tuple[int, float]]]:
     return found
 
 
-def _scores(steps: list[StepRow]) -> Table:
-    """Held-out scores before and after, or of the one evaluation there was."""
+def scores(steps: list[StepRow]) -> Table:
+    """Held-out scores before and after, or of the one evaluation there was, and those of roles."""
     shown = {"before": steps[0].metrics, "after": steps[-1].metrics}
     if len(steps) == 1:
         shown = {"mean": steps[0].metrics}
@@ -102,6 +102,10 @@ def _scores(steps: list[StepRow]) -> Table:
         if any(key in metrics for metrics in shown.values()):
             values = [_score(metrics.get(key)) for metrics in shown.values()]
             table.add_row(key.removeprefix("eval/"), *values)
+        every = {name for metrics in shown.values() for name in metrics}
+        for name in sorted(name for name in every if name.startswith(f"{key}/")):
+            values = [_score(metrics.get(name)) for metrics in shown.values()]
+            table.add_row(f"  {name.removeprefix(f'{key}/')}", *values)
         missing = [metrics.get(f"{key}_missing", 0.0) for metrics in shown.values()]
         if any(missing):
             table.add_row("  without a score", *(f"{value:.0f}" for value in missing))

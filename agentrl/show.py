@@ -28,13 +28,16 @@ async def show_rollout(store_url: str, rollout: str, console: Console | None = N
 
 
 def render(trace: Trace) -> RenderableType:
-    """Header, who plays which role, then every message once, each model call with its tokens,
-    version and role."""
+    """Header, who plays which role, what it repeats, then every message once, each model call with
+    its tokens, version and role."""
     parts: list[RenderableType] = []
     shown: list[dict[str, Any]] = []
     if trace.rollout.seats:
         seats = ", ".join(f"{role}: {policy}" for role, policy in trace.rollout.seats.items())
         parts.append(Text(f"seats     {seats}", style="dim"))
+    if (branch := trace.rollout.branch) is not None:
+        lost = f" without {', '.join(branch.without)}" if branch.without else ""
+        parts.append(Text(f"repeats   {branch.rollout}{lost}", style="dim"))
     for transition in trace.transitions:
         known = len(shown) if transition.messages[: len(shown)] == shown else 0
         parts += [_message(message) for message in transition.messages[known:]]

@@ -14,6 +14,8 @@ policy gradient of the outcome what it is. Shapley values do not.
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,11 +28,12 @@ from agentrl import team
 from agentrl.algorithms.merge import valid
 from agentrl.algorithms.objective import Algo
 from agentrl.algorithms.requests import replay_of
-from agentrl.config import CounterfactualConfig, RunConfig
-from agentrl.errors import ConfigError
+from agentrl.config import CounterfactualConfig, RunConfig, nearest
+from agentrl.errors import ConfigError, TrainingError
 from agentrl.team_rewards import Coalition, Value, difference, shapley
-from agentrl.types import Group, NewRollout, Reward, Rollout, Scope
+from agentrl.types import Group, NewRollout, Reward, Rollout, RolloutState, Scope
 
+log = logging.getLogger(__name__)
 SOURCE = "counterfactual"  # of its rewards
 Worth = Mapping[tuple[str, Coalition], Sequence[float]]
 """Outcomes of the replays of a rollout without some roles."""
@@ -101,8 +104,44 @@ class RoleRewards:
     policy: str
 
     def complete(self, groups: list[Group]) -> list[Group]:
-        """`groups` with a reward of roles, named by the formula."""
+        """`groups` with a reward of roles, named by the formula. The log says where there is none
+        at all because no replay has an outcome.
+
+        Raises TrainingError for stand-ins of a role that has another name in the agent, for
+        rollouts without an outcome, and where the verifier gives the same reward."""
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        self._check(rollouts)
+        again = [rollout for rollout in rollouts if rollout.counterfactual]
+        if again and all(isnan(rollout.reward()) for rollout in again):
+            log.warning(
+                "None of the %d replays of step %d has an outcome: nothing is learned from it.",
+                len(again), groups[0].step,
+            )  # fmt: skip
         return [replace(group, rollouts=list(self._rewarded(group))) for group in groups]
+
+    def _check(self, rollouts: Sequence[Rollout]) -> None:
+        name, known = self.shares.settings.value, self.shares.settings.stand_ins.keys()
+        if any(row.scope is Scope.ROLE and row.name == name for r in rollouts for row in r.rewards):
+            raise TrainingError(
+                f"the verifier gives roles a reward {name!r}, and algorithm.counterfactual makes "
+                "one of replays; rename the verifier's, or leave algorithm.counterfactual out"
+            )
+        done = [rollout for rollout in rollouts if rollout.state is RolloutState.SUCCEEDED]
+        if done and all(isnan(rollout.reward()) for rollout in done):
+            raise TrainingError(
+                f"algorithm.counterfactual compares outcomes, and none of {len(done)} rollouts of "
+                f"step {done[0].step} has one; let the verifier return a reward 'outcome'"
+            )
+        calls = [call for rollout in rollouts for call in rollout.transitions]
+        silent = known - {call.role for call in calls}
+        others = {call.role for call in calls if call.policy == self.policy} - known
+        if silent and others:
+            role = min(silent)
+            raise TrainingError(
+                f"algorithm.counterfactual.stand_ins.{role}: no call of {len(rollouts)} rollouts "
+                f"was made in this role, and nobody stands in for {', '.join(sorted(others))}; "
+                f"{nearest(role, others)}"
+            )
 
     def _rewarded(self, group: Group) -> Iterator[Rollout]:
         worth = played_without(group)
@@ -137,6 +176,20 @@ def played_without(group: Group) -> Worth:
     return found
 
 
+def read(config: RunConfig, algo: Algo) -> bool:
+    """Whether an algorithm learns from what replays come to."""
+    settings = config.algorithm.counterfactual
+    return bool(settings.stand_ins) and f"role:{settings.value}" in algo.rewards
+
+
+def lenient(config: RunConfig, algo: Algo) -> Algo:
+    """An algorithm that goes on after a step in which no replay has an outcome."""
+    if not read(config, algo):
+        return algo
+    name = f"role:{config.algorithm.counterfactual.value}"
+    return dataclasses.replace(algo, optional=(*algo.optional, name))
+
+
 def check_read(config: RunConfig, algos: Mapping[str, Algo], resample: str | None) -> None:
     """Raises ConfigError for replays that no policy learns from, for a role that would not learn as
     nobody stands in for it, and where `resample`, the reward by which groups are sampled again, is
@@ -145,16 +198,16 @@ def check_read(config: RunConfig, algos: Mapping[str, Algo], resample: str | Non
     name = f"role:{settings.value}"
     if not settings.stand_ins:
         return
-    if not any(name in algo.rewards for algo in algos.values()):
+    if not any(read(config, algo) for algo in algos.values()):
         raise ConfigError(
             f"algorithm.counterfactual is set, and no preset reads its reward {name!r}; choose the "
             f"preset {settings.value!r}, or set algorithm.options.reward = {name!r}"
         )
     for role, policy in team.claims(config).items():
-        if policy in algos and name in algos[policy].rewards and role not in settings.stand_ins:
+        if policy in algos and read(config, algos[policy]) and role not in settings.stand_ins:
             raise ConfigError(
                 f"algorithm.counterfactual.stand_ins has no {role!r}, and {policy!r}, which plays "
-                f"it, learns from {name!r} alone; say who stands in for it"
+                f"it, learns from {name!r}; say who stands in for it"
             )
     if resample == name:
         raise ConfigError(

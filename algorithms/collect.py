@@ -133,8 +133,9 @@ def known(group: Group, reward: str) -> list[float]:
 
 def measured(claimed: Sequence[Group], discarded: Sequence[Group], asked: int) -> dict[str, float]:
     """groups/resampled: asked for in the place of others. reward/sampled_mean: of all rollouts that
-    were sampled, where reward/mean is that of the trained groups."""
-    rollouts = [rollout for group in claimed for rollout in group.rollouts]
-    rewards = [value for row in rollouts if not isnan(value := row.reward())]
+    were sampled and are no replays, where reward/mean is that of the trained groups."""
+    every = (rollout for group in claimed for rollout in group.rollouts)
+    played = [rollout for rollout in every if not rollout.counterfactual]
+    rewards = [value for row in played if not isnan(value := row.reward())]
     mean = {"reward/sampled_mean": fmean(rewards)} if rewards else {}
     return mean | {"groups/resampled": float(asked), "groups/discarded": float(len(discarded))}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -15,7 +16,7 @@ from agentrl.config import RunConfig
 from agentrl.loading import load_tasks
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.types import Json
+from agentrl.types import Json, Rollout, Scope
 
 
 async def remote(config: RunConfig) -> None:
@@ -54,23 +55,30 @@ async def score(
     tasks: list[dict[str, Json]],
     temperatures: dict[str, float],
 ) -> dict[str, float]:
-    """Mean outcome of one rollout per task after `step` steps, as `eval/<name>` for each named
-    temperature.
-
-    Rollouts without a reward (crashes, time-outs) are not in the mean but counted as
-    `eval/<name>_missing`. Asking again for the same step finds the finished rollouts."""
+    """What one rollout per task comes to after `step` steps, as `eval/<name>` and so on for each
+    named temperature. Asking again for the same step finds the finished rollouts."""
     groups = {}
     for name, temperature in temperatures.items():
         sampling = replace(config.sampling, temperature=temperature)
         rollouts = evaluation(config, step, name, tasks, sampling)
         await store.enqueue(rollouts)
         groups[name] = rollouts[0].group
-    scores = {}
+    scores: dict[str, float] = {}
     for name, group in groups.items():
         await store.settled(group)
-        rewards = [row.reward() for row in await store.rollouts(config.name, group=group)]
-        known = [reward for reward in rewards if not math.isnan(reward)]
-        scores[f"eval/{name}_missing"] = float(len(rewards) - len(known))
-        if known:
-            scores[f"eval/{name}"] = fmean(known)
+        rows = await store.rollouts(config.name, group=group)
+        scores |= {f"eval/{key}": value for key, value in summary(name, rows).items()}
     return scores
+
+
+def summary(name: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """<name>: the mean outcome; <name>/<role>: that of each role to which the verifier gives one of
+    its own, such as the players of a game; <name>_missing: how many rollouts have no outcome, such
+    as crashes and time-outs, and are in no mean."""
+    found: dict[str, list[float]] = {name: [rollout.reward() for rollout in rollouts]}
+    for row in (row for rollout in rollouts for row in rollout.rewards):
+        if row.scope is Scope.ROLE and row.name == "outcome":
+            found.setdefault(f"{name}/{row.target}", []).append(row.value)
+    known = {key: [x for x in values if not math.isnan(x)] for key, values in found.items()}
+    missing = {f"{name}_missing": float(len(found[name]) - len(known[name]))}
+    return missing | {key: fmean(values) for key, values in known.items() if values}

@@ -138,7 +138,7 @@ def algorithm(config: RunConfig) -> Algo:
     streams = beside.supplied(config)
     algo = presets.make(config.algorithm.preset, config.algorithm.options, streams=streams)
     beside.check_used(config, algo)
-    return algo
+    return coalitions.lenient(config, algo)
 
 
 def make_team(
@@ -226,10 +226,11 @@ def make_intake(
     scorers: Sequence[Completer],
     trainers: Sequence[ImplicitTrainer],
 ) -> Intake:
-    """What completes the groups before a policy learns from them: ids first, then rewards."""
+    """What completes the groups before a policy learns from them: what replays say of its roles,
+    ids, and then the rewards that models give, which read these."""
     tokenizer, context = base.tokenizer, context_of(base.model)
     completers: list[Completer] = []
-    if config.algorithm.counterfactual.stand_ins:
+    if coalitions.read(config, algo):
         completers.append(RoleRewards(shares(config), name))
     if config.algorithm.inexact == "retokenize":
         completers.append(Retokenizer(tokenizer, learner, context, algo.rewards, name))

@@ -116,8 +116,9 @@ def rewards(rollouts: Sequence[Rollout]) -> Metrics:
 
 def by_role(rollouts: Sequence[Rollout]) -> Metrics:
     """role/<role>/reward: the mean of what each role got, where several speak: its own outcome
-    where the verifier gives it one, else that of the rollouts it spoke in. A seat that a snapshot
-    took says nothing about how the policy learns, and is left out."""
+    where the verifier gives it one, else that of the rollouts it spoke in. A seat that lost before
+    it was asked has spoken; one that a snapshot took says nothing about how the policy learns, and
+    is left out."""
     found: dict[str, list[float]] = {}
     for rollout in rollouts:
         own = {
@@ -125,7 +126,8 @@ def by_role(rollouts: Sequence[Rollout]) -> Metrics:
             for row in rollout.rewards
             if row.scope is Scope.ROLE and row.name == "outcome"
         }
-        for role in {call.role for call in rollout.transitions}:
+        spoke = {call.role for call in rollout.transitions}
+        for role in spoke | (rollout.seats.keys() & own.keys()):
             value = own.get(role, rollout.reward())
             if isfinite(value) and "@" not in rollout.seats.get(role, ""):
                 found.setdefault(role, []).append(value)

@@ -20,7 +20,7 @@ from agentrl.errors import ConfigError
 from agentrl.runners.games.rules import Game, Parameter, View, role_of
 from agentrl.runners.games.scripted import Scripted, scripted
 from agentrl.runners.roles import role
-from agentrl.sections import Count, Seconds
+from agentrl.section import Count, Seconds
 from agentrl.types import Json
 
 Message = dict[str, str]

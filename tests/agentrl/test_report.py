@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agentrl.config import resolve
-from agentrl.report import roles, unheard
+from agentrl.report import roles, scores, unheard
 from agentrl.standings import standings
 from agentrl.types import StepRow
 
@@ -19,6 +19,24 @@ def test_each_role_has_a_curve_of_its_own() -> None:
     ]
     assert roles(steps) == {"planner": [(0, 0.25)], "a/b": [(0, 1.0), (1, 0.0)]}
     assert roles([row(0, **{"reward/mean": 0.5})]) == {}
+
+
+def test_held_out_scores_of_roles_are_shown_under_those_of_all() -> None:
+    before = {
+        "eval/score": 1.5,
+        "eval/score_missing": 2.0,
+        "eval/score/b": 3.0,
+        "eval/sampled": 2.5,
+    }
+    after = {"eval/score": 0.5, "eval/score/a": 0.25, "eval/score/b": 4.5, "eval/sampled": 3.5}
+    table = scores([row(0, **before), row(7, **after)])
+    assert list(zip(*(column.cells for column in table.columns), strict=True)) == [
+        ("score", "1.5", "50.0%"),
+        ("  a", "-", "25.0%"),
+        ("  b", "3", "4.5"),
+        ("  without a score", "2", "0"),
+        ("sampled", "2.5", "3.5"),
+    ]
 
 
 def test_a_policy_whose_roles_never_speak_is_named() -> None:

@@ -4,6 +4,7 @@ from rich.console import Console
 
 from agentrl.show import render
 from agentrl.types import (
+    Branch,
     ErrorKind,
     Failure,
     Purpose,
@@ -90,6 +91,15 @@ def test_failure_is_shown_with_its_traceback() -> None:
     assert "agent_error: no such tool" in text
     assert "File x.py" in text
     assert "no reward" in text
+
+
+def test_what_it_repeats() -> None:
+    assert "repeats" not in printed()
+    branch = printed(branch=Branch(rollout="r/7", calls=2))
+    assert "repeats   r/7" in branch
+    assert "without" not in branch
+    replay = Branch(rollout="r/7", calls=2, without=["critic", "planner"])
+    assert "repeats   r/7 without critic, planner" in printed(branch=replay)
 
 
 def test_who_plays_which_role() -> None:

@@ -9,15 +9,23 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from agentrl.algorithms import metrics
-from agentrl.algorithms.coalitions import RoleRewards, check_read, measure, replays, shares
+from agentrl.algorithms import collect, columns, metrics
+from agentrl.algorithms.coalitions import (
+    RoleRewards,
+    check_read,
+    lenient,
+    measure,
+    read,
+    replays,
+    shares,
+)
 from agentrl.algorithms.intake import Intake
 from agentrl.algorithms.main import sampled_for
 from agentrl.algorithms.merge import build_batch, valid
 from agentrl.algorithms.objective import credited
 from agentrl.algorithms.presets import make
 from agentrl.config import RunConfig, resolve
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, TrainingError
 from agentrl.types import (
     Branch,
     Group,
@@ -208,12 +216,51 @@ def test_nobody_learns_from_a_replay() -> None:
     assert credited(algo, batch).tolist() == pytest.approx([0.25] * 3 + [-0.25] * 3)
     alone = credited(make("difference", {"baseline": "none"}), batch).tolist()
     assert alone == pytest.approx([1.0, 0.6, 0.4, 0.5, 0.1, -0.1])
+    assert collect.measured([whole], [], 0)["reward/sampled_mean"] == 0.75
     measured = metrics.collected([whole], batch)
     assert measured["rollouts"] == 8
     assert measured["reward/mean"] == 0.75
     assert measured["calls"] == 6
     assert measured["replays"] == 6
     assert "branches" not in measured
+
+
+def test_a_reward_is_either_the_verifiers_or_made_of_replays() -> None:
+    given = Reward(value=0.5, name="difference", scope=Scope.ROLE, target="1")
+    theirs = rollout("a", rewards=[Reward(value=1.0), given])
+    with pytest.raises(TrainingError, match="the verifier gives roles a reward 'difference'"):
+        complete(run_file(), theirs)
+    complete(run_file(value="shapley"), theirs)
+
+
+def test_stand_ins_of_a_role_with_another_name_are_named() -> None:
+    config = run_file(["solver", "planer"])
+    rows = [rollout(name, transitions=[]) for name in "ab"]
+    calls = rollout("c").transitions
+    spoken = [replace(calls[0], role="planner"), replace(calls[1], role="solver")]
+    rows.append(rollout("c", transitions=spoken))
+    with pytest.raises(TrainingError, match=r"stand_ins.planer: no call of 3 .* 'planner'\?"):
+        complete(config, *rows)
+    # Nobody is left who could be meant: the role did not speak in these rollouts.
+    complete(config, *rows[:2], rollout("c", transitions=spoken[1:]))
+    complete(config, *rows, policy="another")
+
+
+def test_a_step_whose_replays_have_no_outcome_teaches_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = run_file()
+    ended = [played(asked, nan) for asked in replays(config, [rollout("a")])]
+    group = complete(config, rollout("a"), *ended)
+    assert "None of the 3 replays of step 3 has an outcome" in caplog.text
+    algo = lenient(config, make("difference", {}))
+    assert read(config, algo)
+    columns.check([group], [name for name in algo.rewards if name not in algo.optional])
+    assert build_batch([group], reward_names=algo.rewards, min_group=1).n_tokens == 0
+    other = make("grpo", {})
+    assert lenient(config, other) is other
+    with pytest.raises(TrainingError, match=r"none of 1 rollouts of step 3 has one"):
+        complete(config, rollout("a", outcome=nan))
 
 
 def test_replays_are_counted() -> None:
@@ -258,6 +305,11 @@ PAIR = {
         ({"value": "shapley"}, {}, "mean nothing without stand_ins"),
         ({"stand_ins": {"planner": "mute"}}, {}, r"planner = 'mute'; valid: first, policy"),
         ({"stand_ins": {"planner": "frist"}}, {}, "did you mean 'first'"),
+        (
+            {"stand_ins": {"planner": "first"}},
+            {"upstreams": {"first": {"text": "none"}}},
+            "planner = 'first' is the role's own policy .* rename that one",
+        ),
         ({"stand_ins": {"critic": "first"}}, PAIR, "no policy that learns plays it; .*planner"),
         ({"stand_ins": {"planer": "judge"}}, PAIR, "did you mean 'planner'"),
         ({"stand_ins": dict.fromkeys("abcde", "first"), "value": "shapley"}, {}, "`orders`"),

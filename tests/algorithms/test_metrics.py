@@ -194,6 +194,8 @@ def test_the_learning_curve_of_each_role() -> None:
     found = by_role(rows)
     assert found == {"role/planner/reward": pytest.approx(5.5 / 3), "role/solver/reward": -1.0}
     assert by_role(rows[1:2]) == {}
+    early = row("d", 2.0, "planner", seats={"planner": "policy", "solver": "policy"})
+    assert by_role([early]) == {"role/planner/reward": 2.0, "role/solver/reward": -2.0}
     assert sampled([Group(id="g", run="r", step=0, rollouts=rows)]).items() >= found.items()
 
 

@@ -19,8 +19,9 @@ import steady
 import torch
 from msgspec.structs import replace
 
+from agentrl.deployment import VerlConfig
 from agentrl.errors import AgentRLError
-from agentrl.sections import CriticConfig, ReferenceConfig, RunConfig, VerlConfig
+from agentrl.sections import CriticConfig, ReferenceConfig, RunConfig
 
 
 def config(folder: Path, model: Path) -> RunConfig:
