@@ -30,17 +30,17 @@ def build(directory: Path, seed: int) -> float:
 
 
 def demonstrate(dice: random.Random) -> Conversation:
-    """One call: what is known ends with what is nearest to an answer."""
+    """One call: the question, alone as in the first round or with what was heard and said, of which
+    the last is nearest to an answer."""
     chain = dice.choice(CHAINS)
     steps = [ask(chain, dice.choice(RELATIONS[chain[0]][0]))]
     for relation in chain:
         steps.append(step(relation, steps[-1]))
-    reached = dice.randrange(len(steps))
-    heard = sorted(dice.choices(range(reached + 1), k=dice.randrange(4)))
-    known = [steps[0], *(steps[place] for place in heard), steps[reached]]
+    heard = sorted(dice.choices(range(len(steps)), k=dice.randrange(len(RELATIONS) + 1)))
+    known = [steps[0], *(steps[place] for place in heard)]
     relation = dice.choice(list(RELATIONS))
     return [
         {"role": "system", "content": relation},
         {"role": "user", "content": " ; ".join(known)},
-        {"role": "assistant", "content": step(relation, steps[reached])},
+        {"role": "assistant", "content": step(relation, known[-1])},
     ]

@@ -81,6 +81,32 @@ def test_the_frozen_model_is_shown_every_word_it_needs(qmix: Parts) -> None:
         assert set(" ".join(turn["content"] for turn in conversation).split()) <= set(policy.WORDS)
 
 
+async def test_the_frozen_model_is_shown_what_the_agents_know_when_they_are_asked(
+    qmix: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By role, and by how far each text that is known is from an answer."""
+    agent, world, policy = qmix["agent"], qmix["world"], qmix["policy"]
+    Call = tuple[str, tuple[int, ...]]
+    shown, asked, dice = set[Call](), set[Call](), random.Random(0)
+
+    def call(role: str, known: list[str]) -> Call:
+        return role, tuple(world.hops(text) for text in known)
+
+    async def ask(client: object, role: str, known: list[str]) -> tuple[str, int]:
+        asked.add(call(role, known))
+        return world.step(role, known[-1]), 0
+
+    monkeypatch.setattr(agent, "ask", ask)
+    team = agent.Team(lambda task, seen: [dice.randrange(6) for _ in range(3)])
+    for task in world.tasks("test", 500):
+        await team.play(None, task)
+    for _ in range(2000):
+        role, user, _ = (turn["content"] for turn in policy.demonstrate(dice))
+        shown.add(call(role, user.split(" ; ")))
+    assert {len(known) for _, known in asked} == {1, 2, 3, 4}
+    assert asked <= shown
+
+
 async def test_which_topology_answers_depends_on_the_question(
     qmix: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
