@@ -85,9 +85,9 @@ async def run(config: RunConfig) -> None:
         await serving.start()
         try:
             await serving.publish(team.versions(state.step))
-            if config.steps:
+            if firsts := first_versions(config):
                 async with serving.updating():
-                    await serve(config, bases, serving, first_versions(config))
+                    await serve(config, bases, serving, firsts)
             opponents = make_opponents(config, team, serving, store, pool)
             if opponents is not None:
                 await opponents.start(state.step)
@@ -161,8 +161,9 @@ def make_team(
 
 
 def first_versions(config: RunConfig) -> dict[str, Player]:
-    """The policies as training began with them that stand in for what they have become."""
-    given = config.algorithm.counterfactual.stand_ins
+    """The policies as training began with them that stand in for what they have become. None where
+    nothing is trained."""
+    given = config.algorithm.counterfactual.stand_ins if config.steps else {}
     roles = [role for role, player in given.items() if player == FIRST]
     return dict(first_version(config, player_of(config, role)) for role in roles)
 
