@@ -105,6 +105,7 @@ class Bell:
 
     def _hear(self, conn: sqlite3.Connection) -> None:
         seen, checked = _version(conn), time.monotonic()
+        self._ring(ALL)  # who looked before this version was seen would not hear of it
         while not self._closed.is_set():
             topics = self._receive()
             if time.monotonic() - checked >= SLOW:

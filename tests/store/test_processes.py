@@ -8,12 +8,15 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from agentrl.store import bell, open_store, pglisten
+from agentrl.store.feed import Feed
 from agentrl.types import RolloutState
 
 PEER = Path(__file__).with_name("peer.py")
@@ -104,6 +107,34 @@ async def test_an_error_while_listening_is_a_ring_and_not_the_end(
         waiting = asyncio.create_task(one.wait(await one.cursor()))
         await other.open_run("last", {})
         assert await waiting
+
+
+async def test_what_is_written_before_the_file_is_watched_is_heard_of(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(socket, "AF_UNIX")
+    monkeypatch.setattr(bell, "SLOW", 0.05)
+    begin, version = threading.Event(), bell._version
+
+    def late(conn: sqlite3.Connection) -> int:
+        begin.wait(20)
+        return version(conn)
+
+    looked, changed = asyncio.Event(), Feed.changed
+
+    async def after_looking(feed: Feed, *arguments: Any) -> None:
+        looked.set()
+        await changed(feed, *arguments)
+
+    monkeypatch.setattr(bell, "_version", late)
+    monkeypatch.setattr(Feed, "changed", after_looking)
+    async with open_store(str(path)) as one, open_store(str(path)) as other:
+        waiting = asyncio.create_task(one.wait(await one.cursor()))
+        await looked.wait()
+        await other.open_run("run", {})
+        begin.set()
+        async with asyncio.timeout(20):
+            assert await waiting == 1
 
 
 async def test_without_sockets_the_file_is_watched(
