@@ -9,13 +9,13 @@ import pytest
 from agentrl.processes import PARENT, environment
 
 
-def test_threads_sleep_while_they_wait_unless_told_otherwise(
+def test_threads_soon_sleep_while_they_wait_unless_told_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    assert environment()["OMP_WAIT_POLICY"] == "PASSIVE"
-    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    assert environment()["OMP_WAIT_POLICY"] == "ACTIVE"
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    assert environment()["GOMP_SPINCOUNT"] == "20000"
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    assert environment()["GOMP_SPINCOUNT"] == "7"
 
 
 def test_a_child_knows_its_parent_and_all_that_the_parent_knows(
