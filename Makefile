@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed
 ENGINES := .venv-engines
 PIP    := python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-engines check clean
+.PHONY: demo test test-slow test-engines check clean
 .DEFAULT_GOAL := help
 
 help: ## Show the targets
@@ -19,6 +19,9 @@ demo: $(STAMP) ## Train the example agent (about three minutes)
 
 test: $(STAMP) ## Run the tests
 	$(BIN)/python -m pytest -rs
+
+test-slow: $(STAMP) ## Run the tests that take minutes: long faults, whole recipes
+	$(BIN)/python -m pytest -rs -m slow || [ $$? = 5 ]
 
 test-engines: $(ENGINES)/.installed ## Install verl and vLLM for the CPU and run the tests against them
 	$(ENGINES)/bin/python -m pytest -rs $(ENGINE_TESTS)
