@@ -108,7 +108,7 @@ def to_toml(config: RunConfig) -> str:
 def differences(old: RunConfig, new: RunConfig) -> list[str]:
     """Settings that would change what a run learns, as "key: old -> new"."""
     ignored = {"root", "output", "store", "steps", "keep_checkpoints", "eval", "runner", "engine"}
-    ignored |= {"metrics"}
+    ignored |= {"metrics", "max_empty_steps"}
     # Either learner goes on from the other's checkpoint, on any number of GPUs.
     placement = ("learner.kind", "learner.packing", "learner.verl.")
     before, after = (

@@ -28,6 +28,7 @@ class RetriesConfig(Section, frozen=True):
     timeout: Natural | None = 0
     model_error: Natural | None = None
     verifier_error: Natural | None = 0
+    no_model_call: Natural | None = 0
     lost_runner: Natural = 2  # by the sandbox; a runner that dies is bounded by `max_attempts`
 
 
@@ -38,10 +39,13 @@ class AgentConfig(Section, frozen=True):
     command: str | list[str] = []  # in any language; a string is split as a shell would
     folder: str = ""  # where the command works; default: the run file's folder, or the image's
     env: dict[str, str] = {}  # the command's own variables
-    pass_env: list[str] = []  # patterns of the runner's variables it sees, beside PATH and the like
+    # Patterns of the runner's variables it sees: a command beside PATH and the like, and one by
+    # `path` beside all but the keys of models.
+    pass_env: list[str] = []
     timeout: Seconds = 60.0  # for one attempt
     max_attempts: Count = 3  # tries at one rollout when the infrastructure fails
     retries: RetriesConfig = RetriesConfig()
+    calls_optional: bool = False  # a rollout without a model call is none that failed
     error_reward: float | None = None  # outcome when the agent itself raises; none: missing
 
 
@@ -295,6 +299,7 @@ class RunConfig(Section, frozen=True):
     seed: Natural = 0
     steps: Natural = 100
     keep_checkpoints: Count = 2
+    max_empty_steps: Count = 3  # steps in a row without one usable rollout, until the run ends
     agent: AgentConfig = AgentConfig()
     tasks: TasksConfig = TasksConfig()
     verifier: VerifierConfig = VerifierConfig()

@@ -79,6 +79,7 @@ class ErrorKind(StrEnum):
     TIMEOUT = "timeout"
     MODEL = "model_error"
     VERIFIER = "verifier_error"
+    NO_CALL = "no_model_call"
     LOST_RUNNER = "lost_runner"
     CANCELLED = "cancelled"
 
@@ -204,6 +205,15 @@ class Failure(Record, frozen=True):
     traceback: str = ""
 
 
+class FailureCount(Record, frozen=True):
+    """What attempts of a run failed of: how many of one kind, and the last of them."""
+
+    kind: ErrorKind
+    attempts: int
+    rollout: str
+    message: str
+
+
 class Outcome(Record, frozen=True):
     """How an attempt ended. Exactly one of `failure` (failed) or none (succeeded)."""
 
@@ -305,7 +315,7 @@ class StepCommit(Record, frozen=True):
     step: int
     groups: list[str]
     versions: dict[str, int]
-    checkpoint: str
+    checkpoint: str | None  # none: the one before it stays, for nothing was learned
     metrics: dict[str, float]
     discarded: list[str] = []  # groups that are settled by this step without being trained
     credits: list[Credit] = []  # of calls of `groups`

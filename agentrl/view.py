@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from agentrl.config import RunConfig
+from agentrl.failures import EMPTY, FirstFailures
 from agentrl.report import refused, unheard
 from agentrl.store.base import Store
 from agentrl.team import remote
@@ -25,25 +26,32 @@ PLAIN_LINES = 20  # step lines of a whole run where there is no terminal to redr
 async def follow(store: Store, config: RunConfig, console: Console | None = None) -> None:
     """Show the run until cancelled: redrawn on a terminal, as lines elsewhere."""
     console = console or Console()
-    model = Progress(config)
+    model, failures = Progress(config), FirstFailures(config)
     where = escape(config.output)
     console.print(f"[bold]{config.name}[/]: {config.steps} steps, {where}", highlight=False)
-    if not console.is_terminal:
-        return await _follow_plain(store, model, console)
-    with Live(model.table(), console=console, refresh_per_second=4, transient=True) as live:
-        while True:
-            await model.update(store)
-            model.warn(console)
-            live.update(model.table())
-            await _next_change(store)
+    try:
+        if not console.is_terminal:
+            return await _follow_plain(store, model, console, failures)
+        with Live(model.table(), console=console, refresh_per_second=4, transient=True) as live:
+            while True:
+                await model.update(store)
+                model.warn(console)
+                await failures.say(store, console)
+                live.update(model.table())
+                await _next_change(store)
+    finally:  # what ended the run may be news
+        await failures.say(store, console)
 
 
-async def _follow_plain(store: Store, model: Progress, console: Console) -> None:
+async def _follow_plain(
+    store: Store, model: Progress, console: Console, failures: FirstFailures
+) -> None:
     printed = -1
     every = max(1, model.config.steps // PLAIN_LINES)
     while True:
         await model.update(store)
         model.warn(console)
+        await failures.say(store, console)
         for row in model.rows:
             if row.step > printed and row.committed:
                 printed = row.step
@@ -141,6 +149,10 @@ class Progress:
         metrics = row.metrics
         score = f"  held-out {metrics['eval/score']:.3f}" if "eval/score" in metrics else ""
         left = self.seconds_left()
+        if EMPTY in metrics:
+            failed, every = metrics.get("rollouts/failed", 0.0), metrics[EMPTY]
+            none = f"nothing to learn from: {failed:.0f} of {every:.0f} rollouts failed"
+            return f"step {row.step + 1}/{self.config.steps}  {none}{score}"
         return (
             f"step {row.step + 1}/{self.config.steps}"
             f"  reward {_number(metrics, 'reward/mean')} ± {_number(metrics, 'reward/std')}"

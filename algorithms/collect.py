@@ -71,7 +71,8 @@ class Collector:
             return claimed, asked
         for number in range(self.config.algorithm.max_rounds or ROUNDS):
             lacking = size - sum(map(self.teaches, claimed))
-            if not lacking:
+            broken = not any(known(group, self.resample) for group in claimed)
+            if not lacking or broken:  # what fails every time is not mended by more of it
                 break
             asked += lacking
             others = self.tasks.replacements(step, number, lacking)

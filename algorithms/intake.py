@@ -4,15 +4,16 @@ know, without the calls that the model cannot read."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from msgspec.structs import replace
 
+from agentrl.algorithms.engines.chat import tool_names
 from agentrl.algorithms.implicit import ImplicitTrainer
 from agentrl.algorithms.metrics import Metrics, own_calls
-from agentrl.types import POLICY, Group, Judgement, Rollout
+from agentrl.types import POLICY, Group, Judgement, Rollout, Transition
 
 
 class Completer(Protocol):
@@ -31,18 +32,41 @@ class Intake:
     context: int | None = None  # tokens the model can read; longer calls are left out
     policy: str = POLICY  # whose calls are learned from
     judgements: list[Judgement] = field(default_factory=list)  # rewards that completers gave
+    decode: Callable[[Sequence[int]], str] | None = None  # none: what prompts say is not looked at
 
     def take(self, groups: list[Group]) -> tuple[list[Group], Metrics]:
         """The groups as they are learned from. Metrics: calls/inexact before they were completed,
-        calls/too_long."""
-        inexact = sum(not call.exact for call in own_calls(groups, self.policy))
+        calls/too_long, calls/tools_unseen."""
+        calls = own_calls(groups, self.policy)
+        inexact = sum(not call.exact for call in calls)
+        unseen = 0 if self.decode is None else unseen_tools(calls, self.decode)
         collected = groups
         for completer in self.completers:
             groups = completer.complete(groups)
         self.judgements[:] = judged(collected, groups)
         learned = {k: v for trainer in self.trainers for k, v in trainer.learn(groups).items()}
         groups, too_long = fitting(groups, self.context, self.policy)
-        return groups, {**learned, "calls/inexact": inexact, "calls/too_long": too_long}
+        counts = {
+            "calls/inexact": inexact,
+            "calls/too_long": too_long,
+            "calls/tools_unseen": unseen,
+        }
+        return groups, {**learned, **counts}
+
+
+def unseen_tools(calls: Iterable[Transition], decode: Callable[[Sequence[int]], str]) -> int:
+    """Calls that sent tools of which the model saw none: the name of none is in the prompt, because
+    the chat template renders no tools. The first call of each role speaks for all of them."""
+    seen: dict[str, bool] = {}
+    unseen = 0
+    for call in calls:
+        names = tool_names(call.tools)
+        if call.exact and call.prompt and names:
+            if call.role not in seen:
+                text = decode(call.prompt)
+                seen[call.role] = any(name in text for name in names)
+            unseen += not seen[call.role]
+    return unseen
 
 
 def judged(collected: list[Group], completed: list[Group]) -> Iterator[Judgement]:

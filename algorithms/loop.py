@@ -10,10 +10,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from agentrl.algorithms import empty_steps
 from agentrl.algorithms.checkpoint import checkpoint_name, prune, save_checkpoint
 from agentrl.algorithms.collect import Collected, Collector
 from agentrl.algorithms.evaluate import held_out
-from agentrl.algorithms.metrics import throughput
+from agentrl.algorithms.metrics import sampled, throughput
 from agentrl.algorithms.opponents import Opponents
 from agentrl.algorithms.serving import Serving
 from agentrl.algorithms.team import Team
@@ -48,12 +49,42 @@ class Loop:
                 metrics["time/rollouts"] = sampled - started
                 metrics["time/update"] = time.monotonic() - sampled
                 metrics |= throughput(metrics)
-                await self.commit(step, collected, metrics)
+                if empty := self.is_empty(step, collected, metrics):
+                    await self.commit_empty(step, collected, metrics)
+                else:
+                    await self.commit(step, collected, metrics)
                 await self.serving.publish(self.team.versions(step + 1))
                 if self.opponents is not None:
                     await self.opponents.serve()
+            if empty:
+                await empty_steps.check(self.store, self.config)
             await self.publish()
             await self.evaluate(step + 1)
+        await empty_steps.check(self.store, self.config)  # again, by whom it is started again
+
+    def is_empty(self, step: int, collected: Collected, metrics: dict[str, float]) -> bool:
+        """Whether the step had nothing to learn from."""
+        groups, discarded = collected.groups, collected.discarded
+        return empty_steps.is_empty(self.team, step, metrics, groups, discarded)
+
+    async def commit_empty(
+        self, step: int, collected: Collected, metrics: dict[str, float]
+    ) -> None:
+        """The step took place, and all that came of it are failures: the checkpoint before it
+        stays the last."""
+        groups = [*collected.groups, *collected.discarded]
+        await self.store.commit_step(
+            StepCommit(
+                run=self.config.name,
+                epoch=self.state.epoch,
+                step=step,
+                groups=[],
+                discarded=[group.id for group in groups],
+                versions=self.team.versions(step + 1),
+                checkpoint=None,
+                metrics=empty_steps.failure_counts(metrics | sampled(groups)),
+            )
+        )
 
     async def commit(self, step: int, collected: Collected, metrics: dict[str, float]) -> None:
         """Write the checkpoint, then make the step true; earlier checkpoints go last."""

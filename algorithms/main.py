@@ -238,7 +238,8 @@ def make_intake(
     completers += scorers
     if HINDSIGHT in algo.rewards:
         completers.append(Hindsight(tokenizer, learner, context, name))
-    return Intake(tuple(completers), tuple(trainers), context, name)
+    decode = tokenizer.decode
+    return Intake(tuple(completers), tuple(trainers), context, name, decode=decode)
 
 
 def _tasks(config: RunConfig, split: str) -> list[dict[str, Json]]:

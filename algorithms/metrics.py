@@ -36,9 +36,10 @@ RULES: dict[str, Callable[[Sequence[float]], float]] = {
 COUNTS = frozenset(
     f"{noun}/{what}"
     for noun, whats in {
-        "calls": ("inexact", "refused", "too_long"),
+        "calls": ("inexact", "refused", "too_long", "tools_unseen"),
         "tokens": ("completion", "prompt", "trained", "forwarded"),
         "update": ("steps", "skipped", "bad"),
+        "rollouts": ("usable",),
     }.items()
     for what in whats
 ) | {"calls", "rows"}
@@ -73,6 +74,7 @@ def collected(groups: Sequence[Group], batch: Batch, policy: str = POLICY) -> Me
     return {
         **sampled(groups),
         "groups/dropped": len(groups) - len(batch.groups),
+        "rollouts/usable": len(batch.rollouts),
         "calls": len(calls),
         "calls/refused": sum(not call.exact for call in calls),
         "tokens/completion": sum(len(call.completion) for call in calls),

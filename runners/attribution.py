@@ -48,6 +48,7 @@ class Live:
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
     calls: int = 0  # requests so far
     stored: int = 0  # transitions so far
+    refused: str = ""  # the answer to the latest call that the policy server found wrong
     failures: dict[int, str] = field(default_factory=dict)  # index of a call -> what broke it
     ended: dict[int, tuple[int, ...]] = field(default_factory=dict)  # key -> calls that failed
     tasks: set[asyncio.Task[object]] = field(default_factory=set)  # calls in flight

@@ -38,6 +38,7 @@ ODD = (
     TypeError,
     ValueError,
 )
+REFUSAL = 500  # bytes of a refusal that are remembered
 REFUSES = (400, 422)  # what servers answer to fields they do not know
 SILENCE = 0.5  # share of an attempt's time after which an unanswered call is the server's fault
 NEAR = 0.1  # seconds to the deadline, of which an executor may fall short by its clock
@@ -177,6 +178,8 @@ class Exchange:
         async with self._upstream.post(route, self._dialect.api, body, headers) as reply:
             if reply.status != 200:  # the agent's own mistake, in the server's words
                 words = in_words_of(self._dialect, reply.status, await reply.read())
+                said = words[:REFUSAL].decode(errors="replace")
+                self._caller.live.refused = f"{reply.status}: {said}"
                 kind = "application/json"
                 return web.Response(status=reply.status, body=words, content_type=kind)
             if call.stream != (reply.content_type == "text/event-stream"):

@@ -24,7 +24,7 @@ from agentrl.runners.results import as_json, failure_of
 from agentrl.runners.rewards import settle, unsettled
 from agentrl.runners.verifiers import Verifier, VerifierError
 from agentrl.store.base import Store
-from agentrl.types import Attempt, ErrorKind, Failure, Outcome, Reward, Trace
+from agentrl.types import Attempt, ErrorKind, Failure, Outcome, Reward, Span, Trace
 
 log = logging.getLogger("agentrl.runner")
 
@@ -39,7 +39,7 @@ class Execution:
     verifier: Verifier
     error_reward: float | None = None  # outcome when the agent itself raises
     retries: RetriesConfig = field(default_factory=RetriesConfig)
-    _warned: bool = False
+    calls_optional: bool = False  # whether an agent may succeed without a model call
 
     async def run(self, live: Live) -> Outcome:
         """How the attempt ended. Cancelling it stops the agent and raises CancelledError."""
@@ -56,7 +56,8 @@ class Execution:
             return self._failed(live, ran, Failure(kind=ErrorKind.MODEL, message=message))
         if ran.failure:
             return self._failed(live, ran, ran.failure)
-        self._warn_if_silent(live)
+        if not (live.stored or ran.needs_no_call or self.calls_optional):
+            return self._failed(live, ran, self._no_call(live, ran))
         return await self._score(live, ran)
 
     async def _run_agent(self, live: Live) -> Ran:
@@ -126,12 +127,24 @@ class Execution:
             limit is None or attempt.fence <= limit
         )
 
-    def _warn_if_silent(self, live: Live) -> None:
-        if live.calls == 0 and not self._warned:
-            self._warned = True
-            log.warning(
-                "rollout %s ended without a model call through the gateway at %s; if the agent"
-                " has a model, it must use OPENAI_BASE_URL from the environment",
-                live.attempt.rollout.id,
-                self.gateway.base_url,
-            )
+    def _no_call(self, live: Live, ran: Ran) -> Failure:
+        """Nothing can be learned from what no model of the run said, however well it was done."""
+        gateway = self.gateway.base_url
+        said = "; set agent.calls_optional = true if that is how it should be"
+        if live.calls:
+            why = f": the last one was refused, {live.refused}" if live.refused else ""
+            message = f"none of the agent's {live.calls} model calls has an answer to record{why}"
+            return Failure(kind=ErrorKind.NO_CALL, message=message + said)
+        called = {str(span.attributes["url.full"]) for span in ran.spans if _elsewhere(span, gateway)}
+        instead = f", but called {', '.join(sorted(called)[:3])}" if called else ""
+        message = (
+            f"the agent made no model call through the gateway at {gateway}{instead}; let its"
+            " client take its address from OPENAI_BASE_URL, and make it in the agent's own module"
+            " or in a function that builds the agent"
+        )
+        return Failure(kind=ErrorKind.NO_CALL, message=message + said)
+
+
+def _elsewhere(span: Span, gateway: str) -> bool:
+    url = span.attributes.get("url.full")
+    return url is not None and not str(url).startswith(gateway)

@@ -66,6 +66,7 @@ class Journal:
     calls: list[Call] = field(default_factory=list)
     steps: dict[str, Step] = field(default_factory=dict)
     running: set[str] = field(default_factory=set)  # of the steps
+    needs_no_call: bool = False  # the agent rightly has no answer of a model
 
     def enter(
         self,

@@ -95,7 +95,7 @@ async def start_runner(
         )
         await asyncio.to_thread(gateway.start)
         try:
-            with environment(gateway.base_url):
+            with environment(gateway.base_url, config.agent.pass_env):
                 executor = choose(
                     config, root=folder, gateway=gateway.base_url, runner=name, agent=agent
                 )
@@ -106,6 +106,7 @@ async def start_runner(
                     _verifier(verifier, config, folder),
                     config.agent.error_reward,
                     config.agent.retries,
+                    config.agent.calls_optional,
                 )
                 asyncio.get_running_loop().set_default_executor(DaemonThreads())
                 if config.runner.framework_spans:

@@ -34,6 +34,7 @@ from agentrl.types import (
     Attempt,
     Counts,
     Credit,
+    FailureCount,
     Group,
     Json,
     NewRollout,
@@ -226,6 +227,11 @@ class Store(Protocol):
         """What a run ever had, in one row read; zeros for an unknown run. Groups are those of
         training rollouts only; settled: terminal and not yet trained. Late transitions are not
         counted. A prune does not change it."""
+        ...
+
+    async def failures(self, run: str) -> list[FailureCount]:
+        """What attempts failed of, by kind; those that are tried again included, save where a
+        runner was lost or stopped. [] for an unknown run; a prune forgets what it removes."""
         ...
 
     async def policies(self, run: str) -> dict[str, PolicyVersion]:

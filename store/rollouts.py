@@ -25,6 +25,7 @@ from agentrl.types import (
     AttemptState,
     ErrorKind,
     Failure,
+    FailureCount,
     NewRollout,
     Outcome,
     Purpose,
@@ -147,6 +148,19 @@ def next_expiry(tx: Transaction) -> float | None:
     """In how many seconds the earliest lease runs out."""
     (until,) = tx.conn.execute(SQL["next_expiry"]).fetchone()
     return None if until is None else max(0.0, float(until) - tx.now)
+
+
+def failures(conn: Connection, run: str) -> list[FailureCount]:
+    found: dict[str, FailureCount] = {}
+    for row in conn.execute(SQL["failures"], {"run": run}):
+        last = FailureCount(
+            kind=ErrorKind(row["kind"]),
+            attempts=row["attempts"],
+            rollout=row["rollout_id"],
+            message=row["error_message"],
+        )
+        found.setdefault(row["kind"], last)  # several may have failed at the same time
+    return list(found.values())
 
 
 def settled(conn: Connection, group: str) -> bool:

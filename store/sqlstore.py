@@ -27,6 +27,7 @@ from agentrl.types import (
     Attempt,
     Counts,
     Credit,
+    FailureCount,
     Group,
     Json,
     NewRollout,
@@ -210,6 +211,9 @@ class SqlStore:
 
     async def counts(self, run: str) -> Counts:
         return await self._readers.read(partial(runs.counts, run=run))
+
+    async def failures(self, run: str) -> list[FailureCount]:
+        return await self._readers.read(partial(queue.failures, run=run))
 
     async def policies(self, run: str) -> dict[str, PolicyVersion]:
         return await self._readers.read(partial(runs.policies, run=run))

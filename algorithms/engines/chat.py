@@ -23,6 +23,7 @@ class Chat:
     def __init__(self, tokenizer: Tokenizer, codec: Codec) -> None:
         self._tokenizer, self._codec = tokenizer, codec
         self.prompt = lru_cache(PROMPTS)(self._prompt)
+        self._shown: set[bytes] = set()  # tool definitions that the template is known to render
 
     def _prompt(self, messages: bytes, tools: bytes, options: bytes) -> tuple[int, ...]:
         """Token ids of a request's JSON `messages`, `tools` and `chat_template_kwargs`.
@@ -37,17 +38,47 @@ class Chat:
             raise RequestError(
                 "chat_template_kwargs is not an object", param="chat_template_kwargs"
             )
+        text = self._render(conversation, definitions, settings)
+        if definitions and tools not in self._shown:
+            without = self._render(conversation, None, settings)
+            self._check_shown(text, without, definitions)
+            self._shown.add(tools)
+        return tuple(self._codec.encode(text))
+
+    def _render(
+        self, messages: list[dict[str, Json]], tools: Json, settings: dict[str, Json]
+    ) -> str:
         try:
             text: str = self._tokenizer.apply_chat_template(
-                conversation,
-                tools=definitions,
+                messages,
+                tools=tools,
                 **{"add_generation_prompt": True, **settings, "tokenize": False},
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise RequestError(
                 f"the model's chat template cannot render these messages: {error}", param="messages"
             ) from None
-        return tuple(self._codec.encode(text))
+        return text
+
+    def _check_shown(self, text: str, without: str, tools: list[dict[str, Json]]) -> None:
+        """Refuses tools that the model would never hear of. The agent may have described them in
+        its own words: then their names are in the text."""
+        if text != without or any(name in text for name in tool_names(tools)):
+            return
+        raise RequestError(
+            f"the model's chat template does not render tools, so the model would not see the "
+            f"{len(tools)} of this request; choose a model whose template renders them (an instruct"
+            " model with tool calls), replace its chat_template.jinja, or send no tools",
+            param="tools",
+            code="tools_not_rendered",
+        )
+
+
+def tool_names(tools: list[dict[str, Json]]) -> list[str]:
+    """Names of function tools."""
+    functions = (tool.get("function", tool) for tool in tools)
+    names = (function.get("name") for function in functions if isinstance(function, dict))
+    return [name for name in names if isinstance(name, str) and name]
 
 
 def _list(raw: bytes, param: str = "messages") -> list[dict[str, Json]]:

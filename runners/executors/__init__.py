@@ -17,6 +17,7 @@ class Ran(msgspec.Struct, frozen=True, kw_only=True):
     failure: Failure | None = None
     rewards: list[Reward] = []  # that an in-process agent gave itself with `agentrl.reward`
     spans: list[Span] = []
+    needs_no_call: bool = False  # it says that it rightly has no answer of a model
 
 
 @runtime_checkable

@@ -74,7 +74,13 @@ async def in_trace(attempt: str, work: Awaitable[tuple[Any, Failure | None]]) ->
     with tracing.install().attempt(attempt) as left:
         result, failure = await work
     spans = tracing.records(left, attempt)
-    return Ran(result=result, failure=failure, rewards=left.rewards, spans=spans)
+    return Ran(
+        result=result,
+        failure=failure,
+        rewards=left.rewards,
+        spans=spans,
+        needs_no_call=left.needs_no_call,
+    )
 
 
 async def guarded(agent: Agent, value: Json) -> tuple[Any, Failure | None]:

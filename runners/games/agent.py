@@ -12,6 +12,7 @@ import httpx
 import msgspec
 
 from agentrl.errors import PolicyError
+from agentrl.runners import journal
 from agentrl.runners.games.match import Match, Message, Prompt, Result, read_task
 from agentrl.runners.games.rules import View, role_of
 from agentrl.types import Json
@@ -45,7 +46,19 @@ class GameAgent:
         """Play the game of a task's input, see `GameTask`.
 
         Raises ConfigError for an input that is none, PolicyError when a model refuses a call."""
-        return await Match(read_task(task), self.prompt, self.ask).play()
+        answered = False
+
+        async def ask(messages: list[Message]) -> str:
+            nonlocal answered
+            said = await self.ask(messages)
+            answered = True
+            return said
+
+        result = await Match(read_task(task), self.prompt, ask).play()
+        here = journal.current()
+        if here is not None and not answered:  # the moves of others, or the clock, ended the game
+            here.needs_no_call = True
+        return result
 
     async def ask(self, messages: list[Message]) -> str:
         """What the model says. Raises PolicyError in the server's own words."""

@@ -69,6 +69,7 @@ SCOPES = {
     "credits": ADMIN,
     "steps": ADMIN,
     "counts": ADMIN,
+    "failures": ADMIN,
     "policies": RUNNER,
     "cursor": RUNNER,
     "wait": RUNNER,

@@ -100,3 +100,21 @@ where r.id = ? and r.state in ('queued', 'running');
 
 -- name: pending
 select pending from groups where id = ?;
+
+-- name: failures
+with kinds as (
+    select error_kind as kind, count(*) as attempts, max(ended_at) as last
+    from attempts f
+    where f.run_id = :run and f.error_kind is not null and f.error_kind <> 'cancelled'
+      and (
+        f.error_kind <> 'lost_runner' or exists (
+            select 1 from rollouts r
+            where r.id = f.rollout_id and r.attempt_id = f.id and r.state = 'failed'
+        )
+      )
+    group by error_kind
+)
+select kinds.kind, kinds.attempts, a.rollout_id, a.error_message
+from kinds
+join attempts a on a.run_id = :run and a.error_kind = kinds.kind and a.ended_at = kinds.last
+order by kinds.kind, a.rollout_id;

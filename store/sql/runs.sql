@@ -71,7 +71,7 @@ on conflict (run_id, step) do update
 set committed = 1, at = excluded.at, record = excluded.record;
 
 -- name: advance_run
-update runs set step = step + 1, checkpoint = :checkpoint where id = :run;
+update runs set step = step + 1, checkpoint = coalesce(:checkpoint, checkpoint) where id = :run;
 
 -- name: log_step
 insert into steps (run_id, step, committed, at) values (:run, :step, 0, :now)

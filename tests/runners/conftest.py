@@ -212,12 +212,19 @@ class Bench:
         *,
         error_reward: float | None = None,
         retries: RetriesConfig = RetriesConfig(),  # noqa: B008 - frozen
+        calls_optional: bool = True,  # an agent of a test is often one line
         **config: Any,
     ) -> Worker:
         """`agent` is an agent, or a started executor."""
         executor = agent if isinstance(agent, Executor) else InProcess(as_agent(agent))
         execution = Execution(
-            self.store, self.gateway, executor, Verifier(verifier), error_reward, retries
+            self.store,
+            self.gateway,
+            executor,
+            Verifier(verifier),
+            error_reward,
+            retries,
+            calls_optional,
         )
         return Worker(RUN, execution, RunnerConfig(**config), name="test")
 

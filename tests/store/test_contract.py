@@ -335,6 +335,30 @@ async def test_what_a_stopping_runner_gives_back_was_no_try(store, kit):
     assert (await store.counts("run")).failed == 1
 
 
+async def test_failures_are_counted_by_kind_those_that_are_tried_again_too(store, kit, clock):
+    assert await store.failures("run") == []
+    await store.enqueue(kit.group("a", 6, max_attempts=2))
+    first, other, running, lost, stopped, good = await claim(store, 6)
+    await store.finish([kit.bad(first, retry=True)])
+    clock.now += 1
+    failure = Failure(kind=ErrorKind.TIMEOUT, message="too slow")
+    await store.finish([Outcome(attempt=other.id, fence=1, failure=failure), kit.good(good)])
+    (again,) = await claim(store)
+    clock.now += 1
+    await store.finish([kit.bad(again)])
+    kept = Failure(kind=ErrorKind.LOST_RUNNER, message="stopped")
+    given_back = Outcome(attempt=stopped.id, fence=1, failure=kept, retry=True)
+    await store.finish([given_back, Outcome(attempt=lost.id, fence=1, failure=kept)])
+    await store.cancel([running.rollout.id])
+    found = await store.failures("run")
+    assert [(row.kind, row.attempts, row.rollout, row.message) for row in found] == [
+        (ErrorKind.AGENT, 2, "a/0", "boom"),
+        (ErrorKind.LOST_RUNNER, 1, "a/3", "stopped"),
+        (ErrorKind.TIMEOUT, 1, "a/1", "too slow"),
+    ]
+    assert await store.failures("other") == []
+
+
 async def test_cancel(store, kit):
     await store.enqueue(kit.group("a", 3))
     done, running = await claim(store, 2)
@@ -418,6 +442,18 @@ async def test_commit_makes_a_step_true_once(store, kit):
     assert await store.claim_groups("run", 1, 1, timeout=0) == []
     with pytest.raises(StoreError, match="next one is 1"):
         await store.commit_step(kit.step(0, ["a"], checkpoint="other"))
+
+
+async def test_a_step_that_learned_nothing_keeps_the_checkpoint_before_it(store, kit):
+    for name in ("a", "b"):
+        await settle(store, kit, name)
+    await store.claim_groups("run", 1, 2)
+    await store.commit_step(kit.step(0, ["a"]))
+    empty = kit.step(1, [], discarded=["b"], checkpoint=None)
+    for _ in range(2):
+        await store.commit_step(empty)
+    state = await store.run("run")
+    assert (state.step, state.checkpoint) == (2, "step-0")
 
 
 async def test_commit_refuses_the_wrong_step_and_groups_it_does_not_hold(store, kit):

@@ -1,0 +1,55 @@
+"""What goes wrong in a run, said on the console when it first happens: a line for each kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+from agentrl.config import RunConfig
+from agentrl.store.base import Store
+from agentrl.types import ErrorKind, FailureCount
+
+EMPTY = "rollouts/empty"  # metric of a step without a usable rollout: how many it had
+LONGEST = 400  # characters of a message
+
+
+@dataclass(slots=True)
+class FirstFailures:
+    """Says the first failure of each kind. Those of an earlier start are not said again, unless
+    the kind fails once more."""
+
+    config: RunConfig
+    known: dict[ErrorKind, int] | None = None  # attempts by kind, before this start
+    said: set[ErrorKind] = field(default_factory=set)
+
+    async def say(self, store: Store, console: Console) -> None:
+        found = await store.failures(self.config.name)
+        if self.known is None:
+            self.known = {row.kind: row.attempts for row in found}
+        for row in found:
+            if row.kind not in self.said and row.attempts > self.known.get(row.kind, 0):
+                self.said.add(row.kind)
+                console.print(sentence(self.config, row), markup=False, highlight=False)
+
+
+def sentence(config: RunConfig, failed: FailureCount) -> str:
+    """Kind, how many, what it was, and how to see the whole."""
+    times = f"{failed.attempts} attempts" if failed.attempts > 1 else "an attempt"
+    where = "" if _is_default(config) else f" --store {config.store}"
+    return (
+        f"{failed.kind}: {times} failed so far: {brief(failed.message)}\n"
+        f"  see it: agentrl show {failed.rollout}{where}"
+    )
+
+
+def brief(message: str) -> str:
+    """A message on one line, of bounded length."""
+    line = " ".join(message.split())
+    return line if len(line) <= LONGEST else f"{line[:LONGEST]} ..."
+
+
+def _is_default(config: RunConfig) -> bool:
+    """Whether `agentrl show` finds the store by itself, from the working directory."""
+    return config.store == f"sqlite:///{Path('runs', config.name, 'store.db').resolve()}"

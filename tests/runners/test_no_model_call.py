@@ -1,0 +1,135 @@
+"""An agent that answers without the gateway has not been sampled: nothing of it may be learned."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from aiohttp import web
+
+from agentrl.config import RunnerConfig
+from agentrl.runners.environment import environment
+from agentrl.runners.executors.pool import Pool
+from agentrl.runners.games import GameAgent, verify
+from agentrl.types import ErrorKind, Rollout, RolloutState
+
+TASK = {"input": "question"}
+BODY = {"model": "gpt", "messages": [{"role": "user", "content": "hello"}]}
+
+
+def failed(rollout: Rollout) -> str:
+    assert rollout.failure is not None
+    assert rollout.failure.kind is ErrorKind.NO_CALL
+    assert rollout.rewards == []
+    assert rollout.attempts == 1
+    return rollout.failure.message
+
+
+async def test_an_agent_that_asks_nobody_has_failed(bench: Any) -> None:
+    (rollout,) = await bench.run(str.upper, TASK, calls_optional=False)
+    message = failed(rollout)
+    assert bench.gateway.base_url in message
+    assert "agent.calls_optional" in message
+    (rollout,) = await bench.run(str.upper, TASK)
+    assert (rollout.state, rollout.reward()) == (RolloutState.SUCCEEDED, 1.0)
+
+
+async def test_an_agent_that_asks_another_model_is_told_which(bench: Any) -> None:
+    ready = httpx.Client(base_url=bench.model.base_url)  # its address was chosen before
+
+    def agent(text: str) -> str:
+        answer = ready.post("/chat/completions?key=secret", json=BODY).json()
+        return str(answer["choices"][0]["message"]["content"])
+
+    with ready:
+        (rollout,) = await bench.run(agent, TASK, calls_optional=False)
+    message = failed(rollout)
+    assert f"called {bench.model.base_url}/chat/completions" in message
+    assert "secret" not in message
+
+
+async def test_calls_that_were_all_refused_are_none(bench: Any) -> None:
+    async def refuse(request: web.Request, body: Any) -> web.Response:
+        return web.json_response({"error": {"message": "the prompt is too long"}}, status=400)
+
+    bench.model.then(refuse, refuse)  # the second time without what capture adds
+
+    def agent(text: str) -> str:
+        return str(httpx.post(f"{os.environ['OPENAI_BASE_URL']}/chat/completions", json=BODY))
+
+    (rollout,) = await bench.run(agent, TASK, calls_optional=False)
+    message = failed(rollout)
+    assert "1 model calls" in message
+    assert "the prompt is too long" in message
+
+
+async def test_a_game_that_no_model_had_a_part_in_is_no_failure(bench: Any) -> None:
+    pytest.importorskip("pyspiel")
+    players = {"player_0": "random", "player_1": "random"}
+    game = {"input": {"game": "kuhn_poker", "seed": 3, "players": players}}
+    late = {"input": {"game": "kuhn_poker", "seed": 3, "move_timeout": 0.05}}
+
+    async def never(request: web.Request, body: Any) -> None:
+        await asyncio.Event().wait()
+
+    agent = GameAgent()
+    (rollout,) = await bench.run(agent, game, verifier=verify, calls_optional=False)
+    assert rollout.state is RolloutState.SUCCEEDED, rollout.failure
+    bench.model.then(never)
+    (rollout,) = await bench.run(agent, late, verifier=verify, calls_optional=False)
+    assert rollout.state is RolloutState.SUCCEEDED, rollout.failure
+    assert rollout.result["ended"] == "forfeit"
+    await agent.aclose()
+
+
+async def test_a_game_against_another_model_has_failed(bench: Any) -> None:
+    pytest.importorskip("pyspiel")
+    with environment(bench.model.base_url):
+        elsewhere = GameAgent()
+    game = {"input": {"game": "kuhn_poker", "seed": 3, "invalid": "penalty"}}
+    (rollout,) = await bench.run(elsewhere, game, verifier=verify, calls_optional=False)
+    failed(rollout)
+    await elsewhere.aclose()
+
+
+CLIENT = """
+import os
+keys = {name: os.environ.get(name) for name in ("OPENAI_API_KEY", "GEMINI_API_KEY", "TOOL_API_KEY")}
+keys["url"] = os.environ["OPENAI_BASE_URL"]
+keys["org"] = os.environ.get("OPENAI_ORG_ID")
+
+def agent(text):
+    return keys
+"""
+
+
+async def test_a_client_made_at_import_has_the_gateways_key(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ready_client.py").write_text(CLIENT)
+    for name in ("OPENAI_API_KEY", "GEMINI_API_KEY", "TOOL_API_KEY", "OPENAI_ORG_ID"):
+        monkeypatch.setenv(name, "the user's own")
+    with environment(bench.gateway.base_url):
+        pool = Pool("ready_client.py:agent", RunnerConfig(), root=tmp_path)
+        await pool.start()
+        try:
+            (rollout,) = await bench.run(pool, TASK)
+        finally:
+            await pool.close()
+    assert rollout.result == {
+        "OPENAI_API_KEY": "agentrl",
+        "GEMINI_API_KEY": "agentrl",
+        "TOOL_API_KEY": "the user's own",
+        "url": bench.gateway.base_url,
+        "org": None,
+    }
+    assert os.environ["OPENAI_API_KEY"] == os.environ["GEMINI_API_KEY"] == "the user's own"
+    with environment("http://127.0.0.1:1/v1", ["GEMINI_*"]):
+        assert os.environ["GEMINI_API_KEY"] == "the user's own"
+        assert os.environ["OPENAI_API_KEY"] == "agentrl"
+    assert "ready_client" not in sys.modules
