@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,9 +10,13 @@ from rich.console import Console
 
 from agentrl.config import RunConfig
 from agentrl.store.base import Store
-from agentrl.types import ErrorKind, FailureCount
+from agentrl.types import ErrorKind, FailureCount, StepRow
 
 EMPTY = "rollouts/empty"  # metric of a step without a usable rollout: how many it had
+TOOLS = (
+    "tools are not seen: {:.0f} model calls sent tools, and no prompt has the name of one. The chat"
+    " template of the policy's server renders none; choose a model or template that does"
+)
 LONGEST = 400  # characters of a message
 
 
@@ -23,15 +28,20 @@ class FirstFailures:
     config: RunConfig
     known: dict[ErrorKind, int] | None = None  # attempts by kind, before this start
     said: set[ErrorKind] = field(default_factory=set)
+    said_tools: bool = False
 
-    async def say(self, store: Store, console: Console) -> None:
+    async def say(self, store: Store, console: Console, steps: Sequence[StepRow] = ()) -> None:
         found = await store.failures(self.config.name)
         if self.known is None:
             self.known = {row.kind: row.attempts for row in found}
         for row in found:
             if row.kind not in self.said and row.attempts > self.known.get(row.kind, 0):
                 self.said.add(row.kind)
-                console.print(sentence(self.config, row), markup=False, highlight=False)
+                console.print(sentence(self.config, row), markup=False, highlight=False, soft_wrap=True)
+        unseen = sum(row.metrics.get("calls/tools_unseen", 0.0) for row in steps)
+        if unseen and not self.said_tools:
+            self.said_tools = True
+            console.print(TOOLS.format(unseen), markup=False, highlight=False, soft_wrap=True)
 
 
 def sentence(config: RunConfig, failed: FailureCount) -> str:

@@ -36,11 +36,12 @@ async def follow(store: Store, config: RunConfig, console: Console | None = None
             while True:
                 await model.update(store)
                 model.warn(console)
-                await failures.say(store, console)
+                await failures.say(store, console, model.committed)
                 live.update(model.table())
                 await _next_change(store)
     finally:  # what ended the run may be news
-        await failures.say(store, console)
+        await model.update(store)
+        await failures.say(store, console, model.committed)
 
 
 async def _follow_plain(
@@ -51,7 +52,7 @@ async def _follow_plain(
     while True:
         await model.update(store)
         model.warn(console)
-        await failures.say(store, console)
+        await failures.say(store, console, model.committed)
         for row in model.rows:
             if row.step > printed and row.committed:
                 printed = row.step

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from agentrl import report, view
 from agentrl.config import RunConfig, resolve
+from agentrl.failures import FirstFailures
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.types import (
@@ -20,6 +21,7 @@ from agentrl.types import (
     Purpose,
     Reward,
     StepCommit,
+    StepRow,
 )
 
 METRICS = {
@@ -118,6 +120,50 @@ async def test_lines_where_there_is_no_terminal(config: RunConfig) -> None:
         following.cancel()
     assert console.file.getvalue().count("4 model calls are not trained") == 1
     assert "step 1/4  reward 0.500 ± 0.250  30 rollouts/s" in console.file.getvalue()
+
+
+async def test_the_first_failure_of_each_kind_is_said_at_once(config: RunConfig) -> None:
+    """Once, on a line of its own, with the way to all of it; that of an earlier start is not."""
+    console = Console(file=io.StringIO(), width=300)
+    told = FirstFailures(config)
+    assert isinstance(console.file, io.StringIO)
+    async with open_store(config.store) as store:
+        await store.open_run("r", {})
+        rollouts = [
+            NewRollout(id=f"g/{i}", run="r", group="g", index=i, task={}, max_attempts=9)
+            for i in range(4)
+        ]
+        await finished(store, rollouts[:1], None)
+        await told.say(store, console)
+        assert console.file.getvalue() == ""
+        await finished(store, rollouts[1:3], None)
+        for _ in range(2):
+            await told.say(store, console)
+        await store.enqueue(rollouts[3:])
+        (attempt,) = await store.claim(1, runner="test", lease=60)
+        failure = Failure(kind=ErrorKind.MODEL, message="gone\nfor good " + "x" * 999)
+        retried = Outcome(attempt=attempt.id, fence=1, failure=failure, retry=True)
+        await store.finish([retried])
+        unseen = StepRow(run="r", step=0, metrics={"calls/tools_unseen": 3.0}, committed=True, at=0)
+        for _ in range(2):
+            await told.say(store, console, [unseen])
+    lines = console.file.getvalue().splitlines()
+    store_url = f"--store {config.store}"
+    assert lines[0] == "agent_error: 3 attempts failed so far: it broke at [/INST]"
+    assert lines[1].endswith(store_url)
+    assert lines[1].startswith("  see it: agentrl show g/")
+    assert lines[2].startswith("model_error: an attempt failed so far: gone for good xxx")
+    assert len(lines[2]) < 500
+    assert lines[3] == f"  see it: agentrl show g/3 {store_url}"
+    assert lines[4].startswith("tools are not seen: 3 model calls")
+    assert len(lines) == 5
+
+
+async def test_a_step_that_taught_nothing_says_why(config: RunConfig) -> None:
+    counts = {"rollouts/empty": 8.0, "rollouts/failed": 6.0}
+    row = StepRow(run="r", step=0, metrics=counts, committed=True, at=0.0)
+    line = view.Progress(config, rows=[row]).line(row)
+    assert line == "step 1/4  nothing to learn from: 6 of 8 rollouts failed"
 
 
 async def test_report(config: RunConfig) -> None:

@@ -33,6 +33,7 @@ REWARDS: dict[str, list[float | None]] = {
     "fair": [0.1, 0.1 + 1e-9],  # a difference of rounding
     "missing": [1.0, None],
     "good": [1.0, 0.0],
+    "broken": [None],
 }
 
 
@@ -141,6 +142,11 @@ async def test_a_step_does_with_fewer_after_the_last_round(store: Store) -> None
     assert len(collected.discarded) == 9  # three, and three more twice
     assert collected.metrics["groups/resampled"] == 6
     assert 0 < collected.metrics["reward/sampled_mean"] < 1
+
+
+async def test_what_is_broken_is_not_sampled_again(store: Store) -> None:
+    collected = await collector(store, tasks=[{"input": "broken"}]).collect(0)
+    assert (collected.groups, len(collected.discarded)) == ([], 3)
 
 
 class Dying:

@@ -28,7 +28,16 @@ from agentrl.algorithms.learners.verl import VerlLearner
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import PolicyError
 from agentrl.store import open_store
-from agentrl.types import Attempt, Outcome, Reward, Transition, float32, int32
+from agentrl.types import (
+    Attempt,
+    ErrorKind,
+    Failure,
+    Outcome,
+    Reward,
+    Transition,
+    float32,
+    int32,
+)
 
 STEPS = 6
 # Before the update, in the middle of it, with the checkpoint on disk, after the commit.
@@ -67,7 +76,14 @@ def team_config(folder: Path, model: Path, dtype: str = "float32") -> RunConfig:
     return resolve(alone | turns, source="test")
 
 
-KINDS = {"alone": config, "team": team_config}
+def failing_config(folder: Path, model: Path, dtype: str = "float32") -> RunConfig:
+    """The same, of whose task nothing comes."""
+    made = config(folder, model, dtype)
+    (folder / "tasks.jsonl").write_text('{"input": "fail"}\n')
+    return made
+
+
+KINDS = {"alone": config, "team": team_config, "failing": failing_config}
 
 
 async def run(settings: RunConfig, strike: Strike) -> None:
@@ -93,6 +109,9 @@ async def answer(settings: RunConfig) -> None:
 
 def played(attempt: Attempt, policies: list[str]) -> tuple[list[Transition], Outcome]:
     """Two calls, the second extending the first; tokens and reward drawn from the rollout's id."""
+    if attempt.rollout.task["input"] == "fail":
+        failure = Failure(kind=ErrorKind.AGENT, message="no luck")
+        return [], Outcome(attempt=attempt.id, fence=attempt.fence, failure=failure)
     dice = random.Random(attempt.rollout.id)
     calls: list[Transition] = []
     tokens = [dice.randrange(512) for _ in range(6)]

@@ -20,7 +20,7 @@ from agentrl.errors import ConfigError
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.trainer import clear, conceal
-from agentrl.types import ErrorKind, Rollout, RolloutState
+from agentrl.types import Rollout, RolloutState
 
 T = TypeVar("T")
 SMALL = ["steps=2", "algorithm.groups=2", "algorithm.group_size=4"]
@@ -159,40 +159,6 @@ async def test_a_run_over_http_outlives_its_server(run_folder: Path) -> None:
     assert committed == [0, 1, 2]
     assert not (run_folder / "out" / "store.db").exists()
     assert b"secret" not in (run_folder / "out" / "run.json").read_bytes()
-
-
-AGENTS = {
-    "raises": (
-        "def agent(text):\n    raise ValueError('no luck')\n",
-        "def verify(task, result): return 1.0\n",
-        ErrorKind.AGENT,
-        "no luck",
-    ),
-    "verifier returns NaN": (
-        "def agent(text):\n    return text\n",
-        "def verify(task, result): return float('nan')\n",
-        ErrorKind.VERIFIER,
-        "nan",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", AGENTS)
-def test_failures_are_rows_and_the_run_goes_on(run_folder: Path, case: str) -> None:
-    agent, verifier, kind, message = AGENTS[case]
-    (run_folder / "agent.py").write_text(agent)
-    (run_folder / "verifier.py").write_text(verifier)
-    overrides = ["steps=1", "algorithm.groups=1", "algorithm.group_size=2", "agent.timeout=0.5"]
-    result = agentrl(run_folder, "train", "run.toml", *overrides, "agent.max_attempts=1")
-    assert result.returncode == 0, result.stderr
-    assert "rollouts failed" in result.stdout
-    failed = rollouts(run_folder)
-    assert {row.state for row in failed} == {RolloutState.FAILED}
-    for row in failed:
-        assert row.failure is not None
-        assert row.failure.kind is kind
-        assert message in row.failure.message.lower()
-        assert row.rewards == []
 
 
 def test_port_in_use(run_folder: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,26 @@ def test_a_prompt_is_what_the_template_gives(tokenizer: Any) -> None:
     )
     assert render(tokenizer, messages, [TOOL]) == expected
     assert expected.endswith("<|im_start|>assistant\n")
+
+
+PLAIN = "{%- for message in messages %}{{- message.role + ': ' + message.content }}{%- endfor %}"
+
+
+def test_tools_that_the_template_does_not_render_are_refused(tokenizer: Any) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    other = {"type": "function", "function": {"name": "search", "parameters": {}}}
+    blind = copy.deepcopy(tokenizer)
+    blind.chat_template = PLAIN
+    chat = Chat(blind, Codec(blind))
+    hi, tools = json.dumps(messages).encode(), json.dumps([TOOL, other]).encode()
+    for _ in range(2):
+        with pytest.raises(RequestError, match="does not render tools") as refused:
+            chat.prompt(hi, tools, b"{}")
+    assert refused.value.body.error.code == "tools_not_rendered"
+    assert chat.prompt(hi, b"null", b"{}") == chat.prompt(hi, b"[]", b"{}")
+    told = [{"role": "system", "content": "You may call query(sql)."}, *messages]
+    assert "query(sql)" in render(blind, told, [TOOL, other])
+    assert "search" in render(tokenizer, messages, [TOOL, other])
 
 
 def test_arguments_reach_the_template_as_an_object(tokenizer: Any) -> None:
