@@ -37,7 +37,9 @@ class FirstFailures:
         for row in found:
             if row.kind not in self.said and row.attempts > self.known.get(row.kind, 0):
                 self.said.add(row.kind)
-                console.print(sentence(self.config, row), markup=False, highlight=False, soft_wrap=True)
+                console.print(
+                    sentence(self.config, row), markup=False, highlight=False, soft_wrap=True
+                )
         unseen = sum(row.metrics.get("calls/tools_unseen", 0.0) for row in steps)
         if unseen and not self.said_tools:
             self.said_tools = True

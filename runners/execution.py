@@ -135,7 +135,9 @@ class Execution:
             why = f": the last one was refused, {live.refused}" if live.refused else ""
             message = f"none of the agent's {live.calls} model calls has an answer to record{why}"
             return Failure(kind=ErrorKind.NO_CALL, message=message + said)
-        called = {str(span.attributes["url.full"]) for span in ran.spans if _elsewhere(span, gateway)}
+        called = {
+            str(span.attributes["url.full"]) for span in ran.spans if _elsewhere(span, gateway)
+        }
         instead = f", but called {', '.join(sorted(called)[:3])}" if called else ""
         message = (
             f"the agent made no model call through the gateway at {gateway}{instead}; let its"

@@ -37,7 +37,9 @@ def agent(text):
     return ready.chat.completions.create(model="m", messages=[message]).id
 """
 CASES = {  # agent, verifier, kind, and what the console says of it
-    "the agent raises": ("def agent(text): raise ValueError('no luck')", GOOD, "agent_error", "no luck"),
+    "the agent raises": (
+        "def agent(text): raise ValueError('no luck')", GOOD, "agent_error", "no luck",
+    ),
     "the verifier returns None": (
         ASKS.format(times=1), "def verify(task, result): pass", "verifier_error", "None",
     ),
@@ -46,7 +48,7 @@ CASES = {  # agent, verifier, kind, and what the console says of it
     ),
     "the model URL is dead": (DEAD, GOOD, "agent_error", "Connection error"),
     "prompts are too long": (
-        ASKS.format(times=3000) .replace('["choices"]', '.get("choices", [{"message": {"content": "x"}}])'),
+        ASKS.format(times=3000).replace('["choices"][0]["message"]["content"]', '["error"]["code"]'),
         GOOD, "no_model_call", "context",
     ),
     "the gateway is bypassed": ("def agent(text): return text", GOOD, "no_model_call", "gateway"),
@@ -80,7 +82,8 @@ def failed(folder: Path) -> list[Rollout]:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow) for case in list(CASES)[:-1]] + [*CASES][-1:]
+    "case",
+    [pytest.param(case, marks=pytest.mark.slow) for case in list(CASES)[:-1]] + [*CASES][-1:],
 )
 def test_a_run_without_a_usable_rollout_ends_with_the_cause(run_folder: Path, case: str) -> None:
     agent, verifier, kind, message = CASES[case]
@@ -90,7 +93,7 @@ def test_a_run_without_a_usable_rollout_ends_with_the_cause(run_folder: Path, ca
     assert result.returncode == 2, result.stdout + result.stderr
     (said,) = [line for line in result.stdout.splitlines() if line.startswith(f"{kind}: ")]
     assert "failed so far" in said
-    assert f"agentrl show tiny/train/" in result.stdout
+    assert "agentrl show tiny/train/" in result.stdout
     assert message in result.stdout
     assert "reward -" not in result.stdout
     assert f"of 6 failed by {kind}" in result.stderr
@@ -110,9 +113,7 @@ def test_a_run_without_a_usable_rollout_ends_with_the_cause(run_folder: Path, ca
 
 
 @pytest.mark.slow
-def test_killed_in_between_empty_steps_are_counted_on(
-    tmp_path: Path, tiny_model_dir: Path
-) -> None:
+def test_killed_in_between_empty_steps_are_counted_on(tmp_path: Path, tiny_model_dir: Path) -> None:
     """The third is the third, whoever committed the first two."""
     settings = failing_config(tmp_path, tiny_model_dir)
     steady = [sys.executable, "-m", "tests.system.steady", "failing", str(tmp_path)]
@@ -120,7 +121,7 @@ def test_killed_in_between_empty_steps_are_counted_on(
         killed = subprocess.run([*steady, str(tiny_model_dir), "commit:1"], check=False)
         assert killed.returncode == -signal.SIGKILL
         assert len(committed(tmp_path, "steady")[0]) == done
-    with pytest.raises(TrainingError, match="in 3 steps in a row.*24 of 24 failed by agent_error"):
+    with pytest.raises(TrainingError, match=r"in 3 steps in a row.*24 of 24 failed by agent_error"):
         asyncio.run(run(settings, lambda point: None))
     rows, checkpoint = committed(tmp_path, "steady")
     assert [EMPTY in row.metrics for row in rows] == [True] * 3
@@ -142,5 +143,5 @@ def test_a_run_of_empty_steps_alone_never_succeeds(tmp_path: Path, tiny_model_di
     """Not with fewer steps than the limit, and not when it is started again."""
     short = replace(failing_config(tmp_path, tiny_model_dir), steps=1)
     for _ in range(2):
-        with pytest.raises(TrainingError, match="1 steps in a row.*with --fresh"):
+        with pytest.raises(TrainingError, match=r"1 steps in a row.*with --fresh"):
             asyncio.run(run(short, lambda point: None))
