@@ -48,7 +48,7 @@ CASES = {  # agent, verifier, kind, and what the console says of it
     ),
     "the model URL is dead": (DEAD, GOOD, "agent_error", "Connection error"),
     "prompts are too long": (
-        ASKS.format(times=3000).replace('["choices"][0]["message"]["content"]', '["error"]["code"]'),
+        ASKS.format(times=3000).replace('choices"][0]["message"]["content', 'error"]["code'),
         GOOD, "no_model_call", "context",
     ),
     "the gateway is bypassed": ("def agent(text): return text", GOOD, "no_model_call", "gateway"),
