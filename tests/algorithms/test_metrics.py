@@ -110,6 +110,7 @@ def test_counts_of_what_was_collected() -> None:
         "rollouts/failed": 1,
         "rollouts/failed/timeout": 1,
         "groups": 2,
+        "rollouts/usable": 2,
         "groups/dropped": 1,
         "calls": 4,
         "calls/refused": 0,
