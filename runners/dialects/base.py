@@ -65,12 +65,14 @@ class Dialect:
     translate: Callable[[Body, Memory], Translation] | None = None  # None: the same API
 
 
-def refuse_unless(body: Mapping[str, Json], allowed: Mapping[str, tuple[Json, ...]]) -> None:
-    """Take out of `body` the fields that only some values of leave the answer as it is."""
+def refuse_unless(
+    body: Mapping[str, Json], allowed: Mapping[str, tuple[Json, ...]], where: str = ""
+) -> None:
+    """Refuse the fields of `body`, itself at `where`, that have any but the allowed values."""
     for name, values in allowed.items():
         if name in body and body[name] not in values:
             raise UntranslatableError(
-                name, f"{body[name]!r:.80} is not possible behind this gateway; leave it out"
+                f"{where}{name}", f"{body[name]!r:.80} is not possible behind this gateway; leave it out"
             )
 
 
