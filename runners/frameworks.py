@@ -15,11 +15,18 @@ from agentrl.runners.journal import Call, Journal
 
 AGENT_NAME = "gen_ai.agent.name"  # OpenTelemetry's semantic conventions for generative AI
 
+CREW = ("agent_execution_started", "lite_agent_execution_started")  # events of CrewAI
+
 
 def names(here: Journal, call: Call) -> list[str]:
     """Nodes and agents around a call that is being sent, of each framework innermost first."""
-    found = [*_langgraph(), *_openai_agents(), *_spans(here, call)]
+    found = [*_langgraph(), *_openai_agents(), *_crewai(), *_spans(here, call)]
     return list(dict.fromkeys(filter(None, found)))
+
+
+def _of(module: str, name: str) -> Any:
+    """An object of a module; None where that is not imported, or another version has no such."""
+    return getattr(sys.modules.get(module), name, None)
 
 
 def _langgraph() -> Iterator[str]:
@@ -34,16 +41,30 @@ def _langgraph() -> Iterator[str]:
 
 
 def _openai_agents() -> Iterator[str]:
-    """Agents of OpenAI's Agents SDK: its spans are there, and empty, where it does not trace."""
-    scope = getattr(sys.modules.get("agents.tracing.scope"), "Scope", None)
+    """Agents of OpenAI's Agents SDK, whose spans are there, and empty, where it does not trace."""
+    scope = _of("agents.tracing.scope", "Scope")
     span: Any = scope.get_current_span() if scope is not None else None
     while span is not None:
-        data = span.span_data
+        data = getattr(span, "span_data", None)
         if getattr(data, "type", "") == "agent":
-            yield str(data.name)
+            yield str(getattr(data, "name", ""))
         entered = getattr(span, "_prev_span_token", None)
-        outer = entered.old_value if entered is not None else None
-        span = outer if hasattr(outer, "span_data") else None  # or contextvars.Token.MISSING
+        span = getattr(entered, "old_value", None)
+
+
+def _crewai() -> Iterator[str]:
+    """Agents of CrewAI, by their role: events that have begun around the caller, and not ended."""
+    stack = _of("crewai.events.event_context", "_event_id_stack")
+    state = getattr(_of("crewai.events.event_bus", "crewai_event_bus"), "runtime_state", None)
+    record: Any = getattr(state, "event_record", None)
+    if stack is None or record is None:
+        return
+    for id, kind in reversed(stack.get()):
+        if kind in CREW:
+            event = getattr(record.get(id), "event", None)
+            told: Any = getattr(event, "agent_info", None) or {}
+            role = getattr(getattr(event, "agent", None), "role", None) or told.get("role")
+            yield str(role or "").strip()
 
 
 def _spans(here: Journal, call: Call) -> Iterator[str]:

@@ -3,8 +3,7 @@
 The role of a call is the first of
   1. the one in the path, `/a/{attempt}/{role}/v1`;
   2. the one in the baggage, `agentrl.role`, which `agentrl.role("critic")` sets around a call;
-  3. of the LangGraph nodes around the call, from the inside out, and then of the names of the agents
-     around it (LangChain's, OpenAI's Agents SDK's, CrewAI's, and those in spans of OpenTelemetry),
+  3. of the names that frameworks gave to the nodes and agents around the call, see `frameworks`,
      the first that is known: the run file gives it to a policy or an upstream, or the rollout has a
      seat for it;
   4. the requested model's name, if it is a known role;

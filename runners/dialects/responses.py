@@ -42,8 +42,8 @@ IDLE |= {"prompt_cache_options", "store", "stream_options"}
 TRANSLATED = {"include", "input", "instructions", "max_output_tokens", "previous_response_id"}
 TRANSLATED |= {"reasoning", "text", "tool_choice", "tools"}
 LOGPROBS = "message.output_text.logprobs"
-# What else an answer may include: the reasoning itself is in it, and the others are of built-in tools
-# or of what the agent said.
+# What else an answer may include: the reasoning is in it as it is, and the others are of built-in
+# tools or of what the agent itself said.
 INCLUDED = {"reasoning.encrypted_content", "message.input_image.image_url"}
 INCLUDED |= {"code_interpreter_call.outputs", "computer_call_output.output.image_url"}
 INCLUDED |= {"file_search_call.results", "web_search_call.action.sources"}

@@ -5,14 +5,22 @@ of the same shape."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import sys
 from collections.abc import AsyncIterator
+from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
+import openai
 import pytest
 from opentelemetry import trace
 
-from agentrl.runners import frameworks, journal
+from agentrl.runners import frameworks
+from tests.runners.conftest import echo
 
 KNOWN = {"solver", "critic"}
 
@@ -32,6 +40,13 @@ async def calls_of(bench: Any, agent: Any) -> list[Any]:
 
 async def roles_of(bench: Any, agent: Any) -> list[str]:
     return [call.role for call in await calls_of(bench, agent)]
+
+
+async def ask(text: str) -> None:
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    body = {"model": "m", "messages": [{"role": "user", "content": text}]}
+    async with httpx.AsyncClient() as client:
+        (await client.post(url, json=body)).raise_for_status()
 
 
 def hands_over(tool: str) -> Any:
@@ -56,7 +71,7 @@ def hands_over(tool: str) -> Any:
 async def sdk(bench: Any) -> AsyncIterator[Any]:
     """With a client of this test's event loop: the package keeps its own for ever."""
     agents = pytest.importorskip("agents")
-    async with pytest.importorskip("openai").AsyncOpenAI() as client:
+    async with openai.AsyncOpenAI() as client:
         agents.set_default_openai_client(client, use_for_tracing=False)
         yield agents
 
@@ -124,6 +139,25 @@ async def test_a_team_of_autogen(bench: Any) -> None:
     assert await roles_of(bench, agent) == ["solver", "critic"]
 
 
+async def test_spans_of_the_same_shape_as_those_of_autogen_and_agent_framework(bench: Any) -> None:
+    async def agent(text: str) -> None:
+        tracer = trace.get_tracer("somebody")
+        await ask(text)
+        with tracer.start_as_current_span("invoke_agent solver") as span:
+            with tracer.start_as_current_span("chat gpt"):
+                span.set_attribute(frameworks.AGENT_NAME, "solver")  # after it began
+                await ask(text)
+            inner = {frameworks.AGENT_NAME: "critic"}
+            with tracer.start_as_current_span("invoke_agent critic", attributes=inner):
+                await asyncio.create_task(ask(text))
+            unknown = {frameworks.AGENT_NAME: "clerk"}
+            with tracer.start_as_current_span("invoke_agent clerk", attributes=unknown):
+                await asyncio.to_thread(asyncio.run, ask(text))
+        await ask(text)
+
+    assert await roles_of(bench, agent) == ["agent", "solver", "critic", "solver", "agent"]
+
+
 # -- Microsoft's Agent Framework -------------------------------------------------------------------
 
 
@@ -132,35 +166,81 @@ async def test_agents_of_agent_framework_with_its_default_client(bench: Any, str
     framework = pytest.importorskip("agent_framework")
     from agent_framework.openai import OpenAIChatClient
 
-    async def ask(name: str, text: str) -> str:
-        agent = framework.Agent(OpenAIChatClient(model="m"), "be brief", name=name)
+    def look(text: str) -> str:
+        """Look something up."""
+        return f"found {text}"
+
+    async def ask(client: Any, name: str, text: str) -> str:
+        agent = framework.Agent(client, "be brief", name=name, tools=[look])
         if stream:
-            return "".join([str(part) async for part in agent.run(text, stream=True)])
+            return str(await agent.run(text, stream=True).get_final_response())
         return str(await agent.run(text))
 
     async def agent(text: str) -> str:
-        return await ask("critic", await ask("solver", text))
+        async with openai.AsyncOpenAI() as http:
+            client = OpenAIChatClient(model="m", async_client=http)
+            return await ask(client, "critic", await ask(client, "solver", text))
 
+    def answer(body: Any) -> dict[str, Any]:
+        return echo(body) | {"reasoning_content": "hm"}
+
+    bench.model.answer = answer
     calls = await calls_of(bench, agent)
-    assert [call.role for call in calls] == ["solver", "critic"]
-    assert calls[1].answer["content"] == "echo echo x"
+    assert [call.role for call in calls] == ["solver", "solver", "critic", "critic"]
+    assert calls[3].answer["content"] == "echo found echo found x"
+    (turn,) = [said for said in calls[1].messages if said["role"] == "assistant"]
+    assert turn["reasoning_content"] == "hm"
+    assert all(call.exact for call in calls)
 
 
 # -- CrewAI ----------------------------------------------------------------------------------------
 
 
-async def test_a_crew(bench: Any) -> None:
+@pytest.mark.parametrize("form", ["kickoff", "akickoff", "alone"])
+async def test_a_crew(bench: Any, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CREWAI_DISABLE_TELEMETRY", "true")  # it would be sent to its makers
     crewai = pytest.importorskip("crewai")
 
-    def agent(text: str) -> str:
+    def member(role: str) -> Any:
         model = crewai.LLM(model="openai/gpt-4o-mini")
-        made = {
-            role: crewai.Agent(role=role, goal="g", backstory="b", llm=model) for role in KNOWN
-        }
-        tasks = [
-            crewai.Task(description=text, expected_output="o", agent=made[role])
-            for role in ("solver", "critic")
-        ]
-        return str(crewai.Crew(agents=[*made.values()], tasks=tasks).kickoff())
+        return crewai.Agent(role=role, goal="g", backstory="b", llm=model)
+
+    async def agent(text: str) -> str:
+        made = [member("solver"), member("critic")]
+        if form == "alone":
+            return str([await asyncio.to_thread(one.kickoff, text) for one in made])
+        tasks = [crewai.Task(description=text, expected_output="o", agent=one) for one in made]
+        crew = crewai.Crew(agents=made, tasks=tasks)
+        if form == "akickoff":
+            return str(await crew.akickoff())
+        return str(await asyncio.to_thread(crew.kickoff))
 
     assert await roles_of(bench, agent) == ["solver", "critic"]
+
+
+async def test_events_of_the_same_shape_as_those_of_crewai(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack: ContextVar[Any] = ContextVar("stack", default=())
+    one = SimpleNamespace(event=SimpleNamespace(agent=SimpleNamespace(role="solver\n")))
+    two = SimpleNamespace(event=SimpleNamespace(agent_info={"role": "critic"}))
+    state = SimpleNamespace(event_record={"1": one, "2": two})
+    bus = SimpleNamespace(runtime_state=state)
+    context = SimpleNamespace(_event_id_stack=stack)
+    monkeypatch.setitem(sys.modules, "crewai.events.event_context", context)
+    monkeypatch.setitem(
+        sys.modules, "crewai.events.event_bus", SimpleNamespace(crewai_event_bus=bus)
+    )
+
+    async def agent(text: str) -> None:
+        await ask(text)
+        stack.set((("0", "crew_kickoff_started"), ("1", "agent_execution_started")))
+        await ask(text)
+        stack.set((*stack.get(), ("2", "lite_agent_execution_started"), ("3", "llm_call_started")))
+        await ask(text)
+        stack.set((("4", "agent_execution_started"),))  # begun where nobody keeps a record
+        await ask(text)
+        bus.runtime_state = None
+        await ask(text)
+
+    assert await roles_of(bench, agent) == ["agent", "solver", "critic", "agent", "agent"]
