@@ -24,6 +24,7 @@ PREFIXES = ("", "/a/{attempt}", "/a/{attempt}/{role}")
 KNOWN = [f"POST /v1/{dialect.route}" for dialect in DIALECTS]
 KNOWN += ["POST /v1/messages/count_tokens", "POST /v1/embeddings", "POST /v1/traces"]
 KNOWN += ["GET /v1/models"]
+UNREADABLE = "invalid_body"
 # We have repeated what made sense: the agent's SDK need not.
 FINAL = {"x-should-retry": "false"}
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -114,7 +115,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         status, code = 400, "invalid_json"
         message = f"the request body is not a JSON object: {error}"
     except web.RequestPayloadError:
-        status, code = 400, "invalid_body"
+        status, code = 400, UNREADABLE
         encoding = request.headers.get("content-encoding", "identity")
         message = f"the request body does not decompress or has no end (encoding {encoding!r:.80})"
     except Invalid as error:
@@ -130,7 +131,10 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     dialect = dialects.of(request.path, anthropic="anthropic-version" in request.headers)
     body = in_words_of(dialect, status, words) if words else None
     body = body or msgspec.json.encode(dialect.error(status, code, message))
-    return web.Response(status=status, body=body, content_type="application/json", headers=FINAL)
+    answer = web.Response(status=status, body=body, content_type="application/json", headers=FINAL)
+    if code == UNREADABLE:
+        answer.force_close()  # what is left of the request cannot be told from the next one
+    return answer
 
 
 def _json(value: object) -> web.Response:
