@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from agentrl.runners.dialects import Dialect, Translation, UntranslatableError
-from agentrl.runners.dialects.base import Memory
+from agentrl.runners.dialects.base import Memory, typed
 from agentrl.runners.dialects.openai import TEXT
 from agentrl.runners.routing import Route
 from agentrl.types import Json, Sampling, Transition, float32, int32
@@ -101,12 +101,13 @@ def read_call(dialect: Dialect, raw: bytes, memory: Memory, index: int) -> Call:
         fields: Fields = _fields.decode(raw)
     else:
         body = msgspec.json.decode(raw, type=dict[str, Any])
-        try:
+        with typed():
             translation = dialect.translate(body, memory)
-        except (AttributeError, TypeError) as error:
-            why = f"a field is not of its type ({error})"
-            raise UntranslatableError("request", why, code="invalid_type") from None
         fields = translation.chat
+    stream = value(fields, "stream")
+    if stream is not None and not isinstance(stream, bool):
+        why = f"{stream!r:.80} is neither true nor false"
+        raise UntranslatableError("stream", why, code="invalid_type")
     logprobs = value(fields, "logprobs")
     return Call(
         dialect,
@@ -114,7 +115,7 @@ def read_call(dialect: Dialect, raw: bytes, memory: Memory, index: int) -> Call:
         translation,
         index=index,
         model=str(value(fields, "model") or ""),
-        stream=value(fields, "stream") is True,
+        stream=stream is True,
         shows_tokens=value(fields, "return_token_ids") is True,
         shows_logprobs=logprobs is not None and logprobs is not False,
         messages=_objects(_prompt(fields)),

@@ -92,7 +92,7 @@ def mark(headers: MutableMapping[str, str], here: Journal, call: Call) -> None:
     """Name attempt, span and role in the headers of a request."""
     if "traceparent" not in headers:
         headers["traceparent"] = f"00-{here.attempt}-{call.id}-01"
-    items = [*filter(None, [headers.get("baggage")]), *roles.baggage_items()]
+    items = [*filter(None, [headers.get("baggage")]), *roles.baggage_items(here, call)]
     if items:
         headers["baggage"] = ",".join(items)
 

@@ -13,15 +13,18 @@ from agentrl.errors import AgentRLError, Invalid
 from agentrl.runners import dialects
 from agentrl.runners.attribution import Attempts, Caller, RefusedError
 from agentrl.runners.dialects import DIALECTS, Dialect, UntranslatableError
-from agentrl.runners.exchange import Exchange, in_words_of, pass_through
+from agentrl.runners.exchange import Exchange, in_words_of
 from agentrl.runners.routing import Router
+from agentrl.runners.unrecorded import count_tokens, embeddings
 from agentrl.runners.upstream import Upstream, UpstreamError
 from agentrl.store.base import Store
 
 LARGEST = 256 * 2**20  # bytes of a request
 PREFIXES = ("", "/a/{attempt}", "/a/{attempt}/{role}")
 KNOWN = [f"POST /v1/{dialect.route}" for dialect in DIALECTS]
-KNOWN += ["POST /v1/embeddings", "POST /v1/traces", "GET /v1/models"]
+KNOWN += ["POST /v1/messages/count_tokens", "POST /v1/embeddings", "POST /v1/traces"]
+KNOWN += ["GET /v1/models"]
+UNREADABLE = "invalid_body"
 # We have repeated what made sense: the agent's SDK need not.
 FINAL = {"x-should-retry": "false"}
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -43,7 +46,11 @@ class Endpoints:
             for dialect in DIALECTS:
                 call = partial(self._of_attempt, partial(self.call, dialect))
                 app.router.add_post(f"{prefix}/v1/{dialect.route}", call)
-            for route, work in (("embeddings", self.embeddings), ("traces", self.traces)):
+            for route, work in (
+                ("messages/count_tokens", partial(count_tokens, self._upstream)),
+                ("embeddings", partial(embeddings, self._upstream)),
+                ("traces", self.traces),
+            ):
                 app.router.add_post(f"{prefix}/v1/{route}", partial(self._of_attempt, work))
             app.router.add_get(f"{prefix}/v1/models", self.models)
 
@@ -52,9 +59,6 @@ class Endpoints:
     ) -> web.StreamResponse:
         exchange = Exchange(self._upstream, self._store, caller, request, dialect)
         return await exchange.run()
-
-    async def embeddings(self, caller: Caller, request: web.Request) -> web.StreamResponse:
-        return await pass_through(self._upstream, caller, request, "embeddings")
 
     async def traces(self, caller: Caller, request: web.Request) -> web.StreamResponse:
         """Spans of the caller's own attempt; any others are rejected, as OTLP says how."""
@@ -110,6 +114,10 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         status, code = 400, "invalid_json"
         message = f"the request body is not a JSON object: {error}"
+    except web.RequestPayloadError:
+        status, code = 400, UNREADABLE
+        encoding = request.headers.get("content-encoding", "identity")
+        message = f"the request body does not decompress or has no end (encoding {encoding!r:.80})"
     except Invalid as error:
         status, code, message = 400, "invalid_request", str(error)
     except AgentRLError as error:
@@ -123,7 +131,10 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     dialect = dialects.of(request.path, anthropic="anthropic-version" in request.headers)
     body = in_words_of(dialect, status, words) if words else None
     body = body or msgspec.json.encode(dialect.error(status, code, message))
-    return web.Response(status=status, body=body, content_type="application/json", headers=FINAL)
+    answer = web.Response(status=status, body=body, content_type="application/json", headers=FINAL)
+    if code == UNREADABLE:
+        answer.force_close()  # what is left of the request cannot be told from the next one
+    return answer
 
 
 def _json(value: object) -> web.Response:

@@ -24,7 +24,7 @@ from agentrl.runners.capture import Answer, Part, read_call, read_part, transiti
 from agentrl.runners.dialects import Dialect
 from agentrl.runners.replay import CUT, RECORD
 from agentrl.runners.routing import Route
-from agentrl.runners.upstream import Upstream, UpstreamError, events, forwarded
+from agentrl.runners.upstream import Upstream, UpstreamError, forwarded, read, stream
 from agentrl.store.base import Store
 from agentrl.types import Sampling, Transition
 
@@ -177,7 +177,7 @@ class Exchange:
         headers = self._request.headers
         async with self._upstream.post(route, self._dialect.api, body, headers) as reply:
             if reply.status != 200:  # the agent's own mistake, in the server's words
-                words = in_words_of(self._dialect, reply.status, await reply.read())
+                words = in_words_of(self._dialect, reply.status, await read(reply))
                 said = words[:REFUSAL].decode(errors="replace")
                 self._caller.live.refused = f"{reply.status}: {said}"
                 kind = "application/json"
@@ -186,8 +186,8 @@ class Exchange:
                 asked = "a stream" if call.stream else "an answer in one piece"
                 raise self._bad(route, f"{reply.content_type} when it was asked for {asked}")
             if call.stream:
-                return await self._stream(route, events(reply.content.iter_any()), reply.headers)
-            return await self._whole(route, await reply.read(), reply.headers)
+                return await self._stream(route, stream(reply), reply.headers)
+            return await self._whole(route, await read(reply), reply.headers)
 
     async def _whole(
         self, route: Route, raw: bytes, headers: Mapping[str, str]
@@ -341,29 +341,3 @@ def in_words_of(dialect: Dialect, status: int, body: bytes) -> bytes:
         if dialect.translate is None:
             return body
     return msgspec.json.encode(dialect.error(status, "upstream_refused", message))
-
-
-async def pass_through(
-    upstream: Upstream, caller: Caller, request: web.Request, api: str
-) -> web.StreamResponse:
-    """A call that no policy learns from: routed and repeated as any other, and not recorded."""
-    raw = await request.read()
-    fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-    model = msgspec.json.decode(fields.get("model", b'""'), type=str)
-
-    async def once(route: Route) -> web.StreamResponse:
-        body = msgspec.json.encode(fields | {"model": route.model or model})
-        async with upstream.post(route, api, body, request.headers) as reply:
-            headers = forwarded(reply.headers)
-            return web.Response(status=reply.status, body=await reply.read(), headers=headers)
-
-    live = caller.live
-    asked = live.asks(raw)
-    try:
-        async with asyncio.timeout(live.left):
-            return await upstream.retry(caller, model, asked, once)
-    except TimeoutError:
-        message = f"attempt {live.id} ran out of time before {api} had answered"
-        raise RefusedError(504, "attempt_timeout", message) from None
-    finally:
-        live.done(asked)

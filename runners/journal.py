@@ -61,7 +61,8 @@ class Journal:
     root: str
     start: int = field(default_factory=time.time_ns)
     spans: list[Span] = field(default_factory=list)  # finished ones, of ours
-    finished: list[ReadableSpan] = field(default_factory=list)  # those of OpenTelemetry's SDK
+    begun: dict[int, ReadableSpan] = field(default_factory=dict)  # of OpenTelemetry's SDK, by id
+    finished: list[ReadableSpan] = field(default_factory=list)  # those of them that have ended
     rewards: list[Reward] = field(default_factory=list)  # targets may be span ids of calls
     calls: list[Call] = field(default_factory=list)
     steps: dict[str, Step] = field(default_factory=dict)
@@ -193,6 +194,13 @@ def opened(attempt: str) -> Iterator[Journal]:
         _latest.reset(latest)
         context.detach(token)
         journal.close()
+
+
+def begin(span: ReadableSpan) -> None:
+    """Note a span of OpenTelemetry's SDK that begins, if it belongs to an attempt."""
+    journal = _open.get(span.context.trace_id) if span.context else None
+    if journal is not None and span.context:
+        journal.begun[span.context.span_id] = span
 
 
 def write(span: ReadableSpan) -> None:

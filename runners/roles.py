@@ -3,9 +3,9 @@
 The role of a call is the first of
   1. the one in the path, `/a/{attempt}/{role}/v1`;
   2. the one in the baggage, `agentrl.role`, which `agentrl.role("critic")` sets around a call;
-  3. of the LangGraph nodes around the call, from the inside out, and then of the agent's name
-     (`create_agent(name=...)`), the first that is known: the run file gives it to a policy or an
-     upstream, or the rollout has a seat for it;
+  3. of the names that frameworks gave to the nodes and agents around the call, see `frameworks`,
+     the first that is known: the run file gives it to a policy or an upstream, or the rollout has a
+     seat for it;
   4. the requested model's name, if it is a known role;
 and "agent" where there is none. A name that is not known is no role: the node "model" inside every
 `create_agent` is the agent itself. An explicit role (1, 2) need not be known.
@@ -19,7 +19,8 @@ from urllib.parse import quote, unquote
 
 from opentelemetry import baggage, context
 
-from agentrl.runners import journal
+from agentrl.runners import frameworks, journal
+from agentrl.runners.journal import Call, Journal
 
 DEFAULT = "agent"
 ROLE = "agentrl.role"  # baggage keys: what the code says,
@@ -55,21 +56,11 @@ def role(name: str) -> Iterator[None]:
         context.detach(token)
 
 
-def framework_names() -> list[str]:
-    """LangGraph nodes around the caller, innermost first, then the name of the agent."""
-    config = journal.framework_config()
-    said = (config.get("metadata") or {}) if config else {}
-    space = said.get("langgraph_checkpoint_ns") or said.get("langgraph_node") or ""
-    # "team:<task id>|model:<task id>"; the parts of a node that has no subgraph are its name
-    names = [part.partition(":")[0] for part in reversed(str(space).split("|"))]
-    return [name for name in (*names, str(said.get("lc_agent_name") or "")) if name]
-
-
-def baggage_items() -> list[str]:
-    """What a request's W3C baggage says about the caller; empty where there is nothing to say."""
+def baggage_items(here: Journal, call: Call) -> list[str]:
+    """What the W3C baggage of a call says about the caller; empty where there is nothing to say."""
     values = {key: str(value) for key, value in baggage.get_all().items()}
     if ROLE not in values:
-        names = ",".join(quote(name, safe="") for name in framework_names())
+        names = ",".join(quote(name, safe="") for name in frameworks.names(here, call))
         values |= {NAMES: names} if names else {}
     return [f"{key}={quote(value, safe='')}" for key, value in values.items()]
 

@@ -14,6 +14,7 @@ from functools import cache
 
 import msgspec
 from opentelemetry import trace
+from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.trace import ProxyTracerProvider, StatusCode
 
@@ -73,6 +74,9 @@ class Tracing(SpanProcessor):
         steps.install()  # here, not at the start: an agent may import LangChain when it is called
         with journal.opened(attempt) as here:
             yield here
+
+    def on_start(self, span: ReadableSpan, parent_context: Context | None = None) -> None:
+        journal.begin(span)
 
     def on_end(self, span: ReadableSpan) -> None:
         journal.write(span)

@@ -27,6 +27,8 @@ LONGEST = 1.0  # seconds between repetitions
 TRIES = 6  # for failures that waiting does not mend
 TRANSIENT = frozenset({429, 502, 503, 504})
 LARGE = 2**20  # bytes of a request
+LARGEST_ANSWER = 64 * 2**20  # bytes of an answer in one piece, or of one event of a stream
+LARGEST_STREAM = 4 * LARGEST_ANSWER  # bytes of all its events
 CONNECT = 5.0  # seconds to establish a connection
 FORGET = 300.0  # seconds for which a frozen endpoint is spared what it refused: calls differ
 
@@ -183,8 +185,28 @@ class Upstream:
             ) from error
 
 
+async def read(answer: aiohttp.ClientResponse) -> bytes:
+    """The body of an answer. Raises UpstreamError for one that is too large."""
+    parts = [part async for part in _limited(answer, LARGEST_ANSWER)]
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+async def _limited(answer: aiohttp.ClientResponse, limit: int) -> AsyncIterator[bytes]:
+    size = 0
+    async for part in answer.content.iter_any():
+        size += len(part)
+        if size > limit:
+            raise _too_large(f"the policy server at {answer.url} sent an answer", limit)
+        yield part
+
+
+def _too_large(what: str, limit: int) -> UpstreamError:
+    message = f"{what} of more than {limit} bytes, which is the most that the gateway reads"
+    return UpstreamError(f"{message}; limit max_tokens or n", final=True)
+
+
 async def _refusal(url: str, answer: aiohttp.ClientResponse) -> UpstreamError:
-    body = await answer.read()
+    body = await read(answer)
     text = body[:500].decode(errors="replace")
     after = answer.headers.get("retry-after", "")
     return UpstreamError(
@@ -201,8 +223,15 @@ def forwarded(headers: Mapping[str, str]) -> CIMultiDict[str]:
     return CIMultiDict((k, v) for k, v in headers.items() if k.lower() not in HOP)
 
 
+def stream(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """The events of an answer. Raises UpstreamError for one that is too large."""
+    return events(_limited(answer, LARGEST_STREAM))
+
+
 async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Server-sent events of a stream, each with its closing blank line, of any length."""
+    """Server-sent events of a stream, each with its closing blank line.
+
+    Raises UpstreamError for one that is too large."""
     rest, pending = b"", b""  # pending: half of a line's end
     async for chunk in chunks:
         if pending or b"\r" in chunk:
@@ -211,6 +240,8 @@ async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
             chunk = chunk.removesuffix(b"\r").replace(b"\r\n", b"\n")
         rest += chunk
         *whole, rest = rest.split(b"\n\n")
+        if len(rest) > LARGEST_ANSWER:
+            raise _too_large("a policy server sent an event", LARGEST_ANSWER)
         for event in whole:
             yield event + b"\n\n"
     if rest.strip():

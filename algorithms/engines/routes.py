@@ -37,6 +37,7 @@ class Routes:
         app = web.Application(client_max_size=LARGEST_BODY, middlewares=[_refusals])
         app.router.add_post("/v1/chat/completions", self.chat)
         app.router.add_post("/v1/completions", self.text)
+        app.router.add_post("/tokenize", self.tokenize)
         app.router.add_get("/v1/models", self.models)
         app.router.add_get("/health", self.health)
         app.on_response_prepare.append(self._stamp)
@@ -45,9 +46,7 @@ class Routes:
     async def chat(self, request: web.Request) -> web.StreamResponse:
         body = _decode(await request.read(), _chat_decoder)
         _check_tool_choice(body.tool_choice)
-        prompt = self._chat.prompt(
-            bytes(body.messages), bytes(body.tools), bytes(body.chat_template_kwargs)
-        )
+        prompt = self._prompt(body)
         body.max_tokens = body.max_completion_tokens or body.max_tokens
         form = self._format(
             body,
@@ -67,6 +66,12 @@ class Routes:
         )
         return await self._answer(request, body, form)
 
+    async def tokenize(self, request: web.Request) -> web.Response:
+        """The prompt of a conversation, as vLLM tells it."""
+        prompt = self._prompt(_decode(await request.read(), _chat_decoder))
+        limit = self._calls.max_context
+        return _json({"count": len(prompt), "max_model_len": limit, "tokens": prompt})
+
     async def models(self, request: web.Request) -> web.Response:
         card = {
             "object": "model",
@@ -80,6 +85,11 @@ class Routes:
         if not self._calls.engine.alive:
             raise RequestError("the engine has stopped; restart the algorithm process", status=503)
         return _json({"status": "ok", "version": self._calls.versions[self._name]})
+
+    def _prompt(self, body: ChatRequest) -> tuple[int, ...]:
+        return self._chat.prompt(
+            bytes(body.messages), bytes(body.tools), bytes(body.chat_template_kwargs)
+        )
 
     def _format(
         self,

@@ -126,7 +126,8 @@ class Door:
 
 def is_call(path: str) -> bool:
     """Whether anybody may ask for it."""
-    return path == "/health" or (path.startswith("/v1/") and path not in ADAPTERS)
+    open = path in ("/health", "/tokenize")
+    return open or (path.startswith("/v1/") and path not in ADAPTERS)
 
 
 def model_of(body: bytes) -> str:

@@ -7,7 +7,8 @@ events. Always true: what has a meaning and no equivalent is refused, never left
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -65,12 +66,25 @@ class Dialect:
     translate: Callable[[Body, Memory], Translation] | None = None  # None: the same API
 
 
-def refuse_unless(body: Mapping[str, Json], allowed: Mapping[str, tuple[Json, ...]]) -> None:
-    """Take out of `body` the fields that only some values of leave the answer as it is."""
+@contextmanager
+def typed() -> Iterator[None]:
+    """What stumbles inside over a field of another type than its API has, refuses the request."""
+    try:
+        yield
+    except (AttributeError, TypeError) as error:
+        why = f"a field is not of its type ({error})"
+        raise UntranslatableError("request", why, code="invalid_type") from None
+
+
+def refuse_unless(
+    body: Mapping[str, Json], allowed: Mapping[str, tuple[Json, ...]], where: str = ""
+) -> None:
+    """Refuse the fields of `body`, itself at `where`, that have any but the allowed values."""
     for name, values in allowed.items():
         if name in body and body[name] not in values:
             raise UntranslatableError(
-                name, f"{body[name]!r:.80} is not possible behind this gateway; leave it out"
+                f"{where}{name}",
+                f"{body[name]!r:.80} is not possible behind this gateway; leave it out",
             )
 
 

@@ -21,6 +21,7 @@ from agentrl.runners.dialects.base import (
     objects,
     refuse_unless,
     text,
+    typed,
 )
 from agentrl.types import Json
 
@@ -37,6 +38,7 @@ ALLOWED: dict[str, tuple[Json, ...]] = {
 IDLE = {"cache_control", "diagnostics", "metadata", "user_profile_id", "workspace_id"}
 TRANSLATED = {"max_tokens", "messages", "output_config", "stop_sequences", "system", "thinking"}
 TRANSLATED |= {"tool_choice", "tools"}
+RENDERED = ("messages", "tools", "chat_template_kwargs")
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 TYPES |= {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
 TYPES |= {504: "timeout_error", 529: "overloaded_error"}
@@ -78,6 +80,13 @@ def chat_request(body: Body, memory: Memory) -> Body:
         raise UntranslatableError("thinking", why)
     output = _output(body.get("output_config") or {})
     return chat | _tool_choice(body.get("tool_choice") or {}) | output
+
+
+def prompt_of(body: Body, memory: Memory) -> Body:
+    """What of a request is rendered into its prompt, as fields of a chat completion."""
+    with typed():
+        chat = chat_request(body | {"max_tokens": 1}, memory)
+    return {k: chat[k] for k in ("model", *RENDERED) if k in chat}
 
 
 def _system(system: Json) -> list[Body]:

@@ -30,16 +30,27 @@ ALLOWED: dict[str, tuple[Json, ...]] = {
     "background": (None, False),
     "context_management": (None, []),
     "conversation": (None,),
-    "image": (None,),
     "moderation": (None,),
     "prompt": (None,),
-    "truncation": (None, "disabled"),
+    "truncation": (None, "auto", "disabled"),  # a prompt that is too long is refused either way
 }
-# Fields without a meaning once those are refused: limits of built-in tools, hints to caches.
-IDLE = {"access_programs", "max_tool_calls", "prompt_cache_options", "store", "stream_options"}
+# Fields without a meaning once those are refused: limits of built-in tools, hints to caches, what
+# is kept beside an answer. Others that leave it as it is, such as `service_tier` and `user`, chat
+# completions have too, and they are passed on.
+IDLE = {"access_programs", "background_options", "image", "max_tool_calls", "metadata"}
+IDLE |= {"prompt_cache_options", "store", "stream_options"}
 TRANSLATED = {"include", "input", "instructions", "max_output_tokens", "previous_response_id"}
 TRANSLATED |= {"reasoning", "text", "tool_choice", "tools"}
 LOGPROBS = "message.output_text.logprobs"
+# What else an answer may include: the reasoning is in it as it is, and the others are of built-in
+# tools or of what the agent itself said.
+INCLUDED = {"reasoning.encrypted_content", "message.input_image.image_url"}
+INCLUDED |= {"code_interpreter_call.outputs", "computer_call_output.output.image_url"}
+INCLUDED |= {"file_search_call.results", "web_search_call.action.sources"}
+INCLUDED |= {"web_search_call.results"}
+# Of `reasoning`, as in `ALLOWED`; its summary would come beside the answer, and is left out.
+REASONING: dict[str, tuple[Json, ...]] = {"context": (None, "auto"), "mode": (None, "standard")}
+UNSAID = {"generate_summary", "summary"}
 REASONS = {"length": "max_output_tokens", "content_filter": "content_filter"}
 
 # By the key of a chat message: type of the item, of its part, and the part's field.
@@ -69,9 +80,10 @@ def chat_request(body: Body, earlier: list[Body]) -> Body:
     if (choice := body.get("tool_choice")) is not None:
         chat["tool_choice"] = _tool_choice(choice)
     for item in body.get("include") or ():
-        if item != LOGPROBS:
+        if item != LOGPROBS and item not in INCLUDED:
             raise UntranslatableError("include", f"{item!r:.80} does not exist behind this gateway")
-        chat["logprobs"] = True
+        if item == LOGPROBS:
+            chat["logprobs"] = True
     return chat | _format(body.get("text") or {}) | _reasoning(body.get("reasoning") or {})
 
 
@@ -102,7 +114,9 @@ def _format(options: Body) -> Body:
 
 
 def _reasoning(options: Body) -> Body:
-    given = {k: v for k, v in options.items() if v is not None}
+    refuse_unless(options, REASONING, "reasoning.")
+    known = REASONING.keys() | UNSAID
+    given = {k: v for k, v in options.items() if v is not None and k not in known}
     effort = given.pop("effort", None)
     if given:
         raise UntranslatableError(

@@ -71,6 +71,7 @@ class FakeModel:
         app = web.Application(client_max_size=2**28)
         app.router.add_post("/v1/chat/completions", self.handle)
         app.router.add_post("/v1/completions", self.handle)
+        app.router.add_post("/tokenize", self.handle)
         self.server = TestServer(app, host="127.0.0.1", port=port)
         await self.server.start_server(shutdown_timeout=0.0)
 
@@ -89,6 +90,8 @@ class FakeModel:
             scripted = await self.script.popleft()(request, body)
             if scripted is not None:
                 return scripted
+        if request.path == "/tokenize":
+            return web.json_response({"count": len(ids(json.dumps(body["messages"])))})
         headers = {} if self.version is None else {"x-policy-version": self.version}
         if body.get("stream"):
             return await self.stream(request, body, headers)
@@ -153,7 +156,8 @@ class FakeModel:
             return base | {"choices": [choice | extra]}
 
         events = [chunk({"role": "assistant", "content": ""}) | self.prompt(body)]
-        said = message["content"] or ""
+        thought, said = message.get("reasoning_content") or "", message["content"] or ""
+        events += [chunk({"reasoning_content": letter}) for letter in thought]
         events += [chunk({"content": letter}, **self.tokens(letter, body)) for letter in said]
         for position, call in enumerate(message.get("tool_calls") or ()):
             whole, function = json.dumps(message["tool_calls"]), call["function"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import anthropic
 import httpx
@@ -13,7 +13,14 @@ import openai
 import pytest
 from aiohttp import web
 from langchain_openai import ChatOpenAI
+from openai.types.responses import ResponseIncludable
+from openai.types.responses.response_create_params import (
+    ResponseCreateParamsBase,
+    ResponseCreateParamsNonStreaming,
+)
+from openai.types.shared_params import Reasoning
 
+from agentrl.runners.dialects import responses
 from agentrl.runners.gateway import Gateway
 
 TOOL = {
@@ -182,15 +189,59 @@ async def test_structured_output_and_logprobs(bench: Any, live: Any, sdk: Any) -
     assert (sent["top_k"], sent["stop"]) == (3, ["x"])
 
 
+# What leaves the answer as it is. Of `include`, what is not there has nothing to show.
+IDLE = {
+    "background_options": {"completion_window": "2h"},
+    "image": {"context_compression": "auto"},
+    "include": [*get_args(ResponseIncludable)],
+    "max_tool_calls": 3,
+    "metadata": {"a": "b"},
+    "prompt_cache_key": "k",
+    "prompt_cache_options": {"mode": "explicit"},
+    "prompt_cache_retention": "24h",
+    "reasoning": {"summary": "auto", "generate_summary": "concise", "context": "auto"},
+    "safety_identifier": "s",
+    "service_tier": "flex",
+    "store": False,
+    "text": {"verbosity": "low"},
+    "truncation": "auto",
+    "user": "u",
+}
+
+
+@pytest.mark.parametrize("name", IDLE)
+async def test_what_leaves_an_answer_as_it_is(bench: Any, live: Any, sdk: Any, name: str) -> None:
+    answer = await sdk.responses.create(model="m", input="hello", **{name: IDLE[name]})
+    assert answer.output_text == "echo hello"
+    assert bench.model.requests[0]["messages"] == [USER]
+    (row,) = await rows(bench, live)
+    assert row.exact
+
+
+def test_every_field_of_the_sdk_is_decided_upon() -> None:
+    same = {"model", "parallel_tool_calls", "stream", "temperature", "top_logprobs", "top_p"}
+    known = same | IDLE.keys() | responses.ALLOWED.keys() | responses.IDLE | responses.TRANSLATED
+    fields = (
+        ResponseCreateParamsNonStreaming.__annotations__ | ResponseCreateParamsBase.__annotations__
+    )
+    assert fields.keys() <= known
+    assert {*get_args(ResponseIncludable)} <= responses.INCLUDED | {responses.LOGPROBS}
+    told = {"effort"} | responses.REASONING.keys() | responses.UNSAID
+    assert Reasoning.__annotations__.keys() <= told
+
+
 @pytest.mark.parametrize(
     ("extra", "param"),
     [
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"background": True}, "background"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "always"}, "truncation"),
         ({"conversation": "conv_1"}, "conversation"),
-        ({"include": ["reasoning.encrypted_content"]}, "include"),
-        ({"reasoning": {"summary": "auto"}}, "reasoning"),
+        ({"include": ["everything"]}, "include"),
+        ({"reasoning": {"context": "all_turns"}}, "reasoning.context"),
+        ({"reasoning": {"mode": "pro"}}, "reasoning.mode"),
+        ({"reasoning": {"budget": 5}}, "reasoning"),
+        ({"moderation": {"model": "x"}}, "moderation"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": []}, "input"),
         ({"input": 5}, "input"),
@@ -373,6 +424,38 @@ async def test_what_messages_cannot_say_is_refused(
     assert bench.model.requests == []
 
 
+async def test_tokens_are_counted_by_the_server(bench: Any, live: Any, claude: Any) -> None:
+    tools = [{"name": "f", "input_schema": TOOL}]
+    count = await claude.messages.count_tokens(
+        model="m", system="be brief", messages=[USER], tools=tools
+    )
+    sent = bench.model.requests[0]
+    assert sent["messages"] == [{"role": "system", "content": "be brief"}, USER]
+    assert sent.keys() == {"model", "messages", "tools"}
+    assert count.input_tokens == len(json.dumps(sent["messages"]))
+    assert await rows(bench, live) == []
+
+
+async def test_tokens_that_nobody_can_count(bench: Any, live: Any, claude: Any) -> None:
+    async def missing(request: web.Request, body: Any) -> web.Response:
+        return web.json_response({"detail": "Not Found"}, status=404)
+
+    async def refuse(request: web.Request, body: Any) -> web.Response:
+        return web.json_response({"error": {"message": "no template"}}, status=400)
+
+    bench.model.then(missing, refuse)
+    ask = {"model": "m", "messages": [USER]}
+    with pytest.raises(anthropic.NotFoundError, match="does not tell how many tokens"):
+        await claude.messages.count_tokens(**ask)
+    with pytest.raises(anthropic.BadRequestError, match="no template"):
+        await claude.messages.count_tokens(**ask)
+    with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\]"):
+        await claude.messages.count_tokens(model="m", messages=[{"role": "user", "content": 5}])
+    with pytest.raises(anthropic.BadRequestError, match="not of its type"):
+        await claude.messages.count_tokens(**ask, thinking="deep")
+    assert live.failures == {}
+
+
 async def test_errors_have_the_shape_of_messages(bench: Any, live: Any, claude: Any) -> None:
     async def refuse(request: web.Request, body: Any) -> web.Response:
         return web.json_response({"error": {"message": "too long", "code": "x"}}, status=400)
@@ -462,11 +545,12 @@ async def test_both_on_the_embedded_server(store: Any, tiny_llama_dir: Path) -> 
         url = url.removesuffix("/v1")
         async with anthropic.AsyncAnthropic(api_key=live.key, base_url=url) as claude:
             third = await claude.messages.create(model="m", max_tokens=5, messages=[USER])
+            count = await claude.messages.count_tokens(model="m", messages=[USER])
         found = list((await store.trace("r")).transitions)
         assert [row.exact for row in found] == [True] * 3
         assert [row.version for row in found] == [4] * 3
         assert found[1].answer["content"] == said
-        assert len(found[2].prompt) == third.usage.input_tokens
+        assert len(found[2].prompt) == third.usage.input_tokens == count.input_tokens
         assert json.dumps(found[1].messages).count("hello") == 1
     finally:
         gateway.close()

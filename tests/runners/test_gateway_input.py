@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -80,6 +81,29 @@ async def test_what_is_no_json_object(
     answer = await http.post(f"/{api}", content=content, headers=key(live))
     assert answer.status_code == 400
     assert "not a JSON object" in reason(api, answer)
+    assert bench.model.requests == []
+
+
+@APIS
+async def test_what_is_no_gzip(bench: Any, live: Any, http: httpx.AsyncClient, api: str) -> None:
+    headers = key(live) | {"content-encoding": "gzip"}
+    answer = await http.post(f"/{api}", content=b"{}", headers=headers)
+    assert answer.status_code == 400
+    assert "does not decompress" in reason(api, answer)
+    good = gzip.compress(json.dumps(ASK[api]).encode())
+    answer = await http.post(f"/{api}", content=good, headers=headers)
+    assert answer.status_code == 200
+    assert len(bench.model.requests) == 1
+
+
+@APIS
+@pytest.mark.parametrize("stream", ["yes", 1, 0, [True]])
+async def test_stream_is_true_or_false(
+    bench: Any, live: Any, http: httpx.AsyncClient, api: str, stream: Any
+) -> None:
+    answer = await http.post(f"/{api}", json=ASK[api] | {"stream": stream}, headers=key(live))
+    assert answer.status_code == 400
+    assert reason(api, answer) == f"stream: {stream!r} is neither true nor false"
     assert bench.model.requests == []
 
 
@@ -193,6 +217,35 @@ async def test_an_upstream_that_answers_nonsense(
     assert "at http://127.0.0.1" in reason(api, answer) or answer.status_code == 504
     assert await rows(bench, live) == []
     assert len(live.failures) == 1
+
+
+@APIS
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_upstream_that_answers_too_much(
+    bench: Any, live: Any, http: Any, api: str, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upstream, "LARGEST_ANSWER", 2**16)
+    monkeypatch.setattr(upstream, "LARGEST_STREAM", 2**17)
+    bench.model.answer = lambda body: {"role": "assistant", "content": "x" * 2**17}
+    bench.model.chunks = lambda body: [{"choices": [], "padding": "x" * 2**17}]
+    answer = await http.post(f"/{api}", json=ASK[api] | {"stream": stream}, headers=key(live))
+    assert answer.status_code == 502
+    assert "is the most that the gateway reads" in reason(api, answer)
+    assert await rows(bench, live) == []
+    assert len(bench.model.requests) == len(live.failures) == 1
+
+
+async def test_a_stream_of_too_many_events(
+    bench: Any, live: Any, http: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent has read some of it by then: the connection is cut."""
+    monkeypatch.setattr(upstream, "LARGEST_STREAM", 2**17)
+    bench.model.answer = lambda body: {"role": "assistant", "content": "x" * 1000}
+    body = ASK["chat/completions"] | {"stream": True}
+    with pytest.raises(httpx.RemoteProtocolError):
+        await http.post("/chat/completions", json=body, headers=key(live))
+    (message,) = live.failures.values()
+    assert "more than 131072 bytes" in message
 
 
 @APIS
