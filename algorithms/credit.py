@@ -102,12 +102,11 @@ def _baseline(x: Tensor, by: Tensor, base: Base | Tensor, weight: Tensor) -> Ten
 
 
 def gae(
-    r: Tensor, v: Tensor, following: Tensor, gamma: float, lam: float, boot: Tensor | float = 0.0
+    r: Tensor, v: Tensor, following: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantages and returns, float64 [U] each, along links (-1 ends a chain).
-
-    boot: value after the last unit, 0 if terminated, V(last state) if cut off. arXiv 1506.02438."""
-    after = torch.where(following >= 0, v.double()[following], boot)
+    """Generalised advantages and returns, float64 [U] each, along links (-1 ends a chain, after
+    which nothing is worth anything). arXiv 1506.02438."""
+    after = torch.where(following >= 0, v.double()[following], 0.0)
     advantage = scan(r + gamma * after - v, gamma * lam, following)
     return advantage, advantage + v
 
@@ -181,8 +180,9 @@ class Togo:
 class Gae:
     """GAE over the action tokens of a rollout; `value` gives V [N]. PPO, arXiv 1707.06347.
 
-    The value after the end is 0; that of a rollout cut off by a token limit is its last one. toll:
-    what every token costs [N]."""
+    A reward ends its rollout, also one that a token limit cut off: a value on top of it would make
+    the critic's target R + V, which no V meets. Where the cut came before any reward, the last V
+    stands for the return from there. toll: what every token costs [N]."""
 
     value: Column
     reward: str | Column = "outcome"
@@ -199,10 +199,10 @@ class Gae:
 
     def _solved(self, batch: Batch) -> tuple[Tensor, Tensor]:
         following = links(batch)
-        v = self.value(batch)
-        boot = torch.where(truncated(batch)[batch.token_rollout], v.double(), 0.0)
+        v = self.value(batch).double()
         r = terminal(batch, self.reward, following, self.toll)
-        return gae(r, v, following, self.gamma, self.lam, boot)
+        cut = truncated(batch)[batch.token_rollout] & (following < 0) & r.isnan()
+        return gae(torch.where(cut, v, r), v, following, self.gamma, self.lam)
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,12 +168,6 @@ def test_gae() -> None:
     assert near(steps[1], [0.81, 1])
 
 
-def test_gae_bootstraps_a_rollout_that_was_cut_off() -> None:
-    r, v, end = torch.zeros(1), torch.tensor([0.5]), torch.tensor([-1])
-    assert near(gae(r, v, end, 1.0, 1.0)[0], [-0.5])
-    assert near(gae(r, v, end, 0.5, 1.0, boot=torch.tensor([0.8]))[0], [-0.1])
-
-
 def test_comparing_calls_instead_of_rollouts_lets_busy_rollouts_dominate() -> None:
     batch = flat([1, 0], calls=[3, 1])
     assert near(Rel(at="transition")(batch), [0.25, 0.25, 0.25, -0.75])
