@@ -55,12 +55,14 @@ def standardise(
 
     x [U]: NaN = missing: in no statistic, result 0. by, norm_by (default `by`) int64 [U]: whom to
     compare with, and whose scale to divide by. base: nothing, the mean, the mean of the others, or
-    given values [U]. norm: the standard deviation of x - baseline (plus eps), or the mean of x.
-    w, bw [U]: frequency weights of all statistics, and of the baseline alone.
+    given values [U]. norm: the standard deviation of x - baseline (plus eps), or the mean of x, at
+    least the largest |w x| over the sum of w, which it never is below where no x is below 0: so of
+    n rewards of any sign the result is within 2 n. w, bw [U]: frequency weights of all statistics,
+    and of the baseline alone.
 
     The result is exactly 0, never rounding noise over eps, for a unit without others to compare
     with, for one within tol of its baseline (relative to the largest |x| of its id) and where the
-    scale is not positive."""
+    mean or deviation that it is divided by is not positive."""
     known = ~(x - base if isinstance(base, Tensor) else x).isnan()
     x = torch.where(known, x.double(), 0.0)
     weight = known.double() if w is None else known * w.double()
@@ -83,11 +85,15 @@ def _scale(
 ) -> Tensor:  # fmt: skip
     total = seg(weight, by)
     if norm == "mean":
-        return (seg(weight * x, by) / total)[by]
-    mean = seg(weight * centred, by) / total
-    variance = seg(weight * (centred - mean[by]) ** 2, by) / (total - ddof)
-    scale = variance.sqrt()
-    return torch.where(scale > tol * seg(x.abs(), by, how="amax"), scale + eps, 0.0)[by]
+        mean = seg(weight * x, by) / total
+        least = seg(weight * x.abs(), by, how="amax") / total
+        return torch.where(mean > 0, mean.clamp(min=least), 0.0)[by]
+    largest = seg(x.abs(), by, how="amax")
+    # In shares of the largest, whose squares neither overflow nor vanish.
+    share = torch.where(centred == 0, 0.0, centred / largest[by])
+    mean = seg(weight * share, by) / total
+    deviation = (seg(weight * (share - mean[by]) ** 2, by) / (total - ddof)).sqrt()
+    return torch.where(deviation > tol, largest * deviation + eps, 0.0)[by]
 
 
 def _baseline(x: Tensor, by: Tensor, base: Base | Tensor, weight: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.credit import Column, Credit, Critic, walk
 from agentrl.algorithms.gates import LOG_LIMIT, GateFn, TopDiv
 from agentrl.algorithms.ids import How, Unit, seg, units
-from agentrl.algorithms.shaping import Greedy, Toll
+from agentrl.algorithms.shaping import Greedy, PassAtK, Toll
 from agentrl.algorithms.state import Memory
 from agentrl.errors import TrainingError
 
@@ -100,6 +100,12 @@ class Algo:
     def symbols(self) -> int:
         """Of how many tokens it reads the log-probs at every place, besides p; 0: of none."""
         return max((gate.fn.k for gate in self.gates if isinstance(gate.fn, TopDiv)), default=0)
+
+    @property
+    def group(self) -> int:
+        """How many rollouts a group must have for it to learn anything from them."""
+        subsets = (part for part in walk(self.credit) if isinstance(part, PassAtK))
+        return max((part.k + 1 for part in subsets), default=1)
 
     @property
     def critic(self) -> bool:

@@ -18,6 +18,7 @@ from agentrl.algorithms.gates import Inside, Opsm
 from agentrl.algorithms.objective import STREAMS, Algo, Stream
 from agentrl.config import nearest
 from agentrl.errors import ConfigError
+from agentrl.sections import AlgorithmConfig
 
 Num = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 Discount = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -129,6 +130,18 @@ def check_symbols(algo: Algo, supplies: Collection[str]) -> None:
             f"algorithm.preset = {algo.name!r} needs the most probable tokens at every place, "
             "which the learner of this run does not give; choose dppo-tv or dppo-kl, which compare "
             "the sampled token alone"
+        )
+
+
+def check_group(config: AlgorithmConfig, algo: Algo) -> None:
+    """Raises ConfigError for groups that are too small to learn anything from. Branches make a
+    group larger than it was asked for."""
+    if config.branching.kind == "none" and config.group_size < algo.group:
+        raise ConfigError(
+            f"algorithm.group_size = {config.group_size}: {algo.name!r} with these options learns "
+            f"nothing from groups of fewer than {algo.group} rollouts, because the baseline of a "
+            f"rollout is made of k others; set algorithm.group_size = {algo.group} or more, or a "
+            "smaller algorithm.options.k"
         )
 
 
