@@ -55,10 +55,10 @@ def standardise(
 
     x [U]: NaN = missing: in no statistic, result 0. by, norm_by (default `by`) int64 [U]: whom to
     compare with, and whose scale to divide by. base: nothing, the mean, the mean of the others, or
-    given values [U]. norm: the standard deviation of x - baseline (plus eps), or the mean of x, at
-    least the largest |w x| over the sum of w, which it never is below where no x is below 0: so of
-    n rewards of any sign the result is within 2 n. w, bw [U]: frequency weights of all statistics,
-    and of the baseline alone.
+    given values [U]. norm: the standard deviation of x - baseline (plus eps), or the mean of |x|,
+    which is that of x where none is below 0, and keeps the result of n rewards within n + 1 where
+    those of both signs nearly cancel. w, bw [U]: frequency weights of all statistics, and of the
+    baseline alone.
 
     The result is exactly 0, never rounding noise over eps, for a unit without others to compare
     with, for one within tol of its baseline (relative to the largest |x| of its id) and where the
@@ -85,9 +85,7 @@ def _scale(
 ) -> Tensor:  # fmt: skip
     total = seg(weight, by)
     if norm == "mean":
-        mean = seg(weight * x, by) / total
-        least = seg(weight * x.abs(), by, how="amax") / total
-        return torch.where(mean > 0, mean.clamp(min=least), 0.0)[by]
+        return torch.where(seg(weight * x, by) > 0, seg(weight * x.abs(), by) / total, 0.0)[by]
     largest = seg(x.abs(), by, how="amax")
     # In shares of the largest, whose squares neither overflow nor vanish.
     share = torch.where(centred == 0, 0.0, centred / largest[by])
@@ -107,9 +105,7 @@ def _baseline(x: Tensor, by: Tensor, base: Base | Tensor, weight: Tensor) -> Ten
     return mean - (x - mean) / (total - 1).clamp(min=0) if base == "loo" else mean
 
 
-def gae(
-    r: Tensor, v: Tensor, following: Tensor, gamma: float, lam: float
-) -> tuple[Tensor, Tensor]:
+def gae(r: Tensor, v: Tensor, following: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Generalised advantages and returns, float64 [U] each, along links (-1 ends a chain, after
     which nothing is worth anything). arXiv 1506.02438."""
     after = torch.where(following >= 0, v.double()[following], 0.0)
