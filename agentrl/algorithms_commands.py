@@ -19,7 +19,7 @@ from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.types import Credit, Group, Purpose, Rollout
 
-EVERYTHING: tuple[Supply, ...] = ("o", "b", "q", "t", "v", "k")
+EVERYTHING: tuple[Supply, ...] = ("o", "b", "q", "t", "v", "k", "e")
 
 
 def catalogue() -> list[str]:
@@ -50,6 +50,7 @@ def answers(algo: Algo) -> dict[str, str]:
         "credit": brief(algo.credit),
         "gates": ", ".join(map(brief, algo.gates)) or "none",
         "penalties": ", ".join(map(brief, algo.regs)) or "none",
+        "entropy": str(algo.entropy) if algo.entropy else "none",
         "average": brief(algo.agg),
         "filter": brief(algo.keep) if algo.keep else "none",
         "rewards": ", ".join(algo.rewards) or "none",

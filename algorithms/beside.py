@@ -38,7 +38,7 @@ def supplied(config: RunConfig) -> frozenset[Supply]:
     policy began as."""
     streams: set[Supply] = {"o", "b", "q"}
     if config.learner.kind == "torch":
-        streams.add("k")
+        streams |= {"k", "e"}
     if config.critic.model:
         streams.add("v")
     if config.teacher.model:

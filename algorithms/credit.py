@@ -55,12 +55,14 @@ def standardise(
 
     x [U]: NaN = missing: in no statistic, result 0. by, norm_by (default `by`) int64 [U]: whom to
     compare with, and whose scale to divide by. base: nothing, the mean, the mean of the others, or
-    given values [U]. norm: the standard deviation of x - baseline (plus eps), or the mean of x.
-    w, bw [U]: frequency weights of all statistics, and of the baseline alone.
+    given values [U]. norm: the standard deviation of x - baseline (plus eps), or the mean of |x|,
+    which is that of x where none is below 0, and keeps the result of n rewards within n + 1 where
+    those of both signs nearly cancel. w, bw [U]: frequency weights of all statistics, and of the
+    baseline alone.
 
     The result is exactly 0, never rounding noise over eps, for a unit without others to compare
     with, for one within tol of its baseline (relative to the largest |x| of its id) and where the
-    scale is not positive."""
+    mean or deviation that it is divided by is not positive."""
     known = ~(x - base if isinstance(base, Tensor) else x).isnan()
     x = torch.where(known, x.double(), 0.0)
     weight = known.double() if w is None else known * w.double()
@@ -83,11 +85,13 @@ def _scale(
 ) -> Tensor:  # fmt: skip
     total = seg(weight, by)
     if norm == "mean":
-        return (seg(weight * x, by) / total)[by]
-    mean = seg(weight * centred, by) / total
-    variance = seg(weight * (centred - mean[by]) ** 2, by) / (total - ddof)
-    scale = variance.sqrt()
-    return torch.where(scale > tol * seg(x.abs(), by, how="amax"), scale + eps, 0.0)[by]
+        return torch.where(seg(weight * x, by) > 0, seg(weight * x.abs(), by) / total, 0.0)[by]
+    largest = seg(x.abs(), by, how="amax")
+    # In shares of the largest, whose squares neither overflow nor vanish.
+    share = torch.where(centred == 0, 0.0, centred / largest[by])
+    mean = seg(weight * share, by) / total
+    deviation = (seg(weight * (share - mean[by]) ** 2, by) / (total - ddof)).sqrt()
+    return torch.where(deviation > tol, largest * deviation + eps, 0.0)[by]
 
 
 def _baseline(x: Tensor, by: Tensor, base: Base | Tensor, weight: Tensor) -> Tensor:
@@ -101,13 +105,10 @@ def _baseline(x: Tensor, by: Tensor, base: Base | Tensor, weight: Tensor) -> Ten
     return mean - (x - mean) / (total - 1).clamp(min=0) if base == "loo" else mean
 
 
-def gae(
-    r: Tensor, v: Tensor, following: Tensor, gamma: float, lam: float, boot: Tensor | float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """Generalised advantages and returns, float64 [U] each, along links (-1 ends a chain).
-
-    boot: value after the last unit, 0 if terminated, V(last state) if cut off. arXiv 1506.02438."""
-    after = torch.where(following >= 0, v.double()[following], boot)
+def gae(r: Tensor, v: Tensor, following: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Generalised advantages and returns, float64 [U] each, along links (-1 ends a chain, after
+    which nothing is worth anything). arXiv 1506.02438."""
+    after = torch.where(following >= 0, v.double()[following], 0.0)
     advantage = scan(r + gamma * after - v, gamma * lam, following)
     return advantage, advantage + v
 
@@ -181,8 +182,9 @@ class Togo:
 class Gae:
     """GAE over the action tokens of a rollout; `value` gives V [N]. PPO, arXiv 1707.06347.
 
-    The value after the end is 0; that of a rollout cut off by a token limit is its last one. toll:
-    what every token costs [N]."""
+    A reward ends its rollout, also one that a token limit cut off: a value on top of it would make
+    the critic's target R + V, which no V meets. Where the cut came before any reward, the last V
+    stands for the return from there. toll: what every token costs [N]."""
 
     value: Column
     reward: str | Column = "outcome"
@@ -199,10 +201,10 @@ class Gae:
 
     def _solved(self, batch: Batch) -> tuple[Tensor, Tensor]:
         following = links(batch)
-        v = self.value(batch)
-        boot = torch.where(truncated(batch)[batch.token_rollout], v.double(), 0.0)
+        v = self.value(batch).double()
         r = terminal(batch, self.reward, following, self.toll)
-        return gae(r, v, following, self.gamma, self.lam, boot)
+        cut = truncated(batch)[batch.token_rollout] & (following < 0) & r.isnan()
+        return gae(torch.where(cut, v, r), v, following, self.gamma, self.lam)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,21 +25,30 @@ MAX_LOGITS = 2**24  # elements of one chunk of logits: 64 MiB in float32
 
 
 def action_logprobs(
-    head: Module, hidden_NH: Tensor, tokens_N: Tensor, temperature_N: Tensor, *, fp32: bool = False
+    head: Module,
+    hidden_NH: Tensor,
+    tokens_N: Tensor,
+    temperature_N: Tensor,
+    *,
+    fp32: bool = False,
+    learn_entropy: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(head(hidden) / temperature)[token] [N], differentiable in hidden states and head,
-    and the entropy of that distribution in nats [N], detached. float32; float64 from float64.
+    and the entropy of that distribution in nats [N], detached unless it is to be learned. float32;
+    float64 from float64.
 
     fp32: also multiply in float32 where hidden states and head are bfloat16, which keeps learner
     and sampler closer. ScaleRL, arXiv 2510.13786."""
     if type(head) is Linear:
-        given = (hidden_NH, head.weight, head.bias, tokens_N, temperature_N, fp32)
+        given = (hidden_NH, head.weight, head.bias, tokens_N, temperature_N, fp32, learn_entropy)
         logprobs_N, entropy_N = _Head.apply(*given)  # type: ignore[no-untyped-call]
         return logprobs_N, entropy_N
     # Something wraps the head, such as an adapter: only calling it gives its logits.
     chunk = max(1, MAX_LOGITS // _vocabulary(head))
     parts = _chunks(chunk, hidden_NH, tokens_N, temperature_N)
-    scored = [checkpoint(_call, head, *part, fp32, use_reentrant=False) for part in parts]
+    scored = [
+        checkpoint(_call, head, *part, fp32, learn_entropy, use_reentrant=False) for part in parts
+    ]
     logprobs, entropies = zip(*scored, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
 
@@ -105,6 +114,7 @@ class _Head(torch.autograd.Function):
         tokens_N: Tensor,
         temperature_N: Tensor,
         fp32: bool,
+        learn_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.chunk = max(1, MAX_LOGITS // len(weight_VH))
         ctx.fp32 = fp32
@@ -117,18 +127,24 @@ class _Head(torch.autograd.Function):
             )
         ]
         logprobs_N, entropy_N, normaliser_N = map(torch.cat, zip(*scores, strict=True))
-        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, tokens_N, temperature_N, normaliser_N)
-        ctx.mark_non_differentiable(entropy_N)
+        ctx.save_for_backward(
+            hidden_NH, weight_VH, bias_V, tokens_N, temperature_N, normaliser_N, entropy_N
+        )
+        if not learn_entropy:
+            ctx.mark_non_differentiable(entropy_N)
         return logprobs_N, entropy_N
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_N: Tensor | None, _: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
-        if grad_N is None:
-            return None, None, None, None, None, None
-        hidden_NH, weight_VH, bias_V, tokens_N, temperature_N, normaliser_N = ctx.saved_tensors
+        ctx: Any, grad_N: Tensor | None, pull_N: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None]:
+        if grad_N is None and pull_N is None:
+            return None, None, None, None, None, None, None
+        hidden_NH, weight_VH, bias_V, tokens_N, temperature_N, normaliser_N, entropy_N = (
+            ctx.saved_tensors
+        )
+        grad_N = torch.zeros_like(normaliser_N) if grad_N is None else grad_N
         weight, bias = _operands(weight_VH, bias_V, ctx.fp32)
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         # The weight's gradient is summed over chunks in the dtype of the logits.
@@ -139,8 +155,17 @@ class _Head(torch.autograd.Function):
             part = slice(start, start + ctx.chunk)
             logits_CV = _logits(hidden_NH[part], weight, bias, temperature_N[part])
             scale_C1 = (grad_N[part] / temperature_N[part].to(grad_N))[:, None]
+            logp_CV = logits_CV.sub_(normaliser_N[part, None])
             # d log softmax(z)[token] / d z = one-hot(token) - softmax(z)
-            grad_CV = logits_CV.sub_(normaliser_N[part, None]).exp_().mul_(-scale_C1)
+            if pull_N is None:
+                grad_CV = logp_CV.exp_().mul_(-scale_C1)
+            else:
+                # d entropy / d z = - softmax(z) * (log softmax(z) + entropy)
+                pull_C1 = (pull_N[part] / temperature_N[part].to(grad_N))[:, None]
+                p_CV = logp_CV.exp()
+                grad_CV = logp_CV.add_(entropy_N[part, None]).mul_(-pull_C1).sub_(scale_C1)
+                grad_CV.mul_(p_CV)
+                del p_CV
             grad_CV.scatter_add_(1, tokens_N[part, None], scale_C1)
             narrow_CV = grad_CV.to(weight.dtype)
             if grad_hidden is not None:
@@ -149,7 +174,7 @@ class _Head(torch.autograd.Function):
                 _add_product(grad_weight, narrow_CV, hidden_NH[part].to(weight.dtype))
             if grad_bias is not None:
                 grad_bias += grad_CV.sum(0)
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
 def _chunks(size: int, *columns: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -189,12 +214,17 @@ def _score(logits_CV: Tensor, tokens_C: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _call(
-    head: Module, hidden_CH: Tensor, tokens_C: Tensor, temperature_C: Tensor, fp32: bool
+    head: Module,
+    hidden_CH: Tensor,
+    tokens_C: Tensor,
+    temperature_C: Tensor,
+    fp32: bool,
+    learn_entropy: bool,
 ) -> tuple[Tensor, Tensor]:
     """`action_logprobs` of one chunk by calling the head."""
     logprobs_CV = _divided(_called(head, hidden_CH, fp32), temperature_C).log_softmax(-1)
-    detached = logprobs_CV.detach()
-    entropy_C = -(detached.exp() * detached).sum(-1)
+    judged = logprobs_CV if learn_entropy else logprobs_CV.detach()
+    entropy_C = -(judged.exp() * judged).sum(-1)
     return logprobs_CV.gather(1, tokens_C[:, None])[:, 0], entropy_C
 
 

@@ -33,6 +33,7 @@ from agentrl.algorithms.objective import Algo
 from agentrl.algorithms.opponents import Opponents
 from agentrl.algorithms.players import serve
 from agentrl.algorithms.policies import Base, load_bases
+from agentrl.algorithms.registry import check_group
 from agentrl.algorithms.requests import TaskStream
 from agentrl.algorithms.retokenize import Retokenizer
 from agentrl.algorithms.selfplay import PART as GAMES
@@ -137,6 +138,7 @@ def algorithm(config: RunConfig) -> Algo:
     """The record that the run file asks for. Raises ConfigError for what it could not use."""
     streams = beside.supplied(config)
     algo = presets.make(config.algorithm.preset, config.algorithm.options, streams=streams)
+    check_group(config.algorithm, algo)
     beside.check_used(config, algo)
     return coalitions.lenient(config, algo)
 

@@ -24,7 +24,7 @@ from agentrl.algorithms.credit import level_of, spread
 from agentrl.algorithms.gates import ratio
 from agentrl.algorithms.ids import seg, units
 from agentrl.algorithms.learners.base import StepReport
-from agentrl.algorithms.objective import Algo, Terms, gated, kl_value, streams_at
+from agentrl.algorithms.objective import Algo, Terms, eta, gated, kl_value, streams_at
 from agentrl.types import POLICY, Group, Rollout, RolloutState, Scope, Transition
 
 Metrics = dict[str, float]
@@ -208,7 +208,7 @@ def optimizer_step(
     algo: Algo, batch: Batch, terms: Terms, report: StepReport, sizes: Mapping[str, int]
 ) -> Metrics:
     """Metrics of one optimizer step; `sizes` is what `call_tokens` gave. policy/entropy is the mean
-    over the tokens in the loss."""
+    over the tokens in the loss, policy/entropy_bonus what it takes off the loss."""
     metrics = {
         "loss": report.loss,
         "grad_norm": report.grad_norm,
@@ -219,6 +219,8 @@ def optimizer_step(
     live = terms.weight > 0
     if report.entropy is not None and live.any():
         metrics["policy/entropy"] = _mean(report.entropy[live])
+        if (bonus := eta(algo, terms)) is not None:
+            metrics["policy/entropy_bonus"] = float(bonus[live] @ report.entropy[live].double())
     if per_call := sum(sizes.get(call, 0) for call in batch.transitions):
         metrics["tokens/unique_fraction"] = report.tokens / per_call
     return metrics

@@ -2,8 +2,9 @@
 
     c_t   = prod_g fn_g(pool(s_num - s_den))
     psi_t = u_t * (c_t * A_t - sum_r beta_r * kappa_r(p_t - s_r))
-    loss  = - sum_t sg[psi_t] * log pi_t
+    loss  = - sum_t sg[psi_t] * log pi_t - sum_t eta_t * H_t,  eta_t = entropy * u_t
 
+H is the entropy of the distribution that token t was sampled from, with its exact gradient.
 Streams of log-probs, one number per action token: p current, o before the first update of the
 batch, b the sampler's own, q reference, t teacher. A `Terms` holds everything that is fixed during
 one optimizer step, counted over the whole of it, so the gradient does not depend on how the step is
@@ -24,7 +25,7 @@ from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.credit import Column, Credit, Critic, walk
 from agentrl.algorithms.gates import LOG_LIMIT, GateFn, TopDiv
 from agentrl.algorithms.ids import How, Unit, seg, units
-from agentrl.algorithms.shaping import Greedy, Toll
+from agentrl.algorithms.shaping import Greedy, PassAtK, Toll
 from agentrl.algorithms.state import Memory
 from agentrl.errors import TrainingError
 
@@ -82,6 +83,7 @@ class Algo:
     regs: tuple[Reg, ...] = ()
     agg: Average = Average()
     keep: Column | None = None
+    entropy: float = 0.0  # how much a nat of the policy's entropy is worth
     rewards: tuple[str, ...] = ("outcome",)
     optional: tuple[str, ...] = ()
     resample: str | None = None
@@ -100,6 +102,12 @@ class Algo:
     def symbols(self) -> int:
         """Of how many tokens it reads the log-probs at every place, besides p; 0: of none."""
         return max((gate.fn.k for gate in self.gates if isinstance(gate.fn, TopDiv)), default=0)
+
+    @property
+    def group(self) -> int:
+        """How many rollouts a group must have for it to learn anything from them."""
+        subsets = (part for part in walk(self.credit) if isinstance(part, PassAtK))
+        return max((part.k + 1 for part in subsets), default=1)
 
     @property
     def critic(self) -> bool:
@@ -206,6 +214,11 @@ def psi(algo: Algo, terms: Terms, p: Tensor, index: Tensor) -> Tensor:
     return (terms.weight[index] * total).to(p)
 
 
+def eta(algo: Algo, terms: Terms) -> Tensor | None:
+    """What a nat of entropy before each token adds to the objective, float64 [N]; none: nothing."""
+    return algo.entropy * terms.weight if algo.entropy else None
+
+
 def trust(algo: Algo, terms: Terms, p: Tensor) -> Tensor:
     """c [N]: the product of all gates at log-probs p, [N] or [N, K], of the whole step, float64."""
     now, index = p.detach().double().cpu(), torch.arange(len(p))
@@ -301,6 +314,6 @@ def _skip(algo: Algo, batch: Batch, live: Tensor, credit: Tensor) -> str | None:
     if not live.any():
         return f"every token of {len(batch.groups)} groups is missing its reward or filtered out"
     # A critic learns from every known return, also where it was right or no rollout was better.
-    if not algo.regs and not algo.critic and not credit.any():
+    if not (algo.regs or algo.critic or algo.entropy or credit.any()):
         return f"no rollout of {len(batch.groups)} groups did better or worse than the others"
     return None

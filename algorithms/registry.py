@@ -18,13 +18,14 @@ from agentrl.algorithms.gates import Inside, Opsm
 from agentrl.algorithms.objective import STREAMS, Algo, Stream
 from agentrl.config import nearest
 from agentrl.errors import ConfigError
+from agentrl.sections import AlgorithmConfig
 
 Num = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 Discount = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Cap = Annotated[float, msgspec.Meta(gt=0)]  # inf: none
 Share = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
 Mix = Annotated[dict[str, Share], msgspec.Meta(min_length=1)]  # reward name to weight
-Supply = Stream | Literal["v", "k"]
+Supply = Stream | Literal["v", "k", "e"]
 Preset = Callable[..., Algo]
 EMPTY = inspect.Parameter.empty
 presets: dict[str, Preset] = {}
@@ -47,9 +48,10 @@ def make(
     """The algorithm that a run file names as `algorithm.preset` with `algorithm.options`.
 
     streams: what the learner can supply besides the log-probs of the current policy: other
-    log-probs, values ("v") if it has a critic, and the most probable tokens ("k"). Raises
-    ConfigError for an unknown preset, modifier or option, a missing one, an option of the wrong
-    type or out of range, a stream that is not to be had, and two corrections of one mismatch."""
+    log-probs, values ("v") if it has a critic, the most probable tokens ("k") and the gradient of
+    the entropy ("e"). Raises ConfigError for an unknown preset, modifier or option, a missing one,
+    an option of the wrong type or out of range, a stream that is not to be had, and two corrections
+    of one mismatch."""
     host, *added = _split(name)
     accepted = [_keywords(part) for part in (host, *added)]
     valid = {option: kind for keywords in accepted for option, kind in keywords.items()}
@@ -89,7 +91,13 @@ def _split(name: str) -> list[Preset]:
             raise ConfigError(
                 f"algorithm.preset: no modifier +{word} for {host!r}; {nearest(word, modifiers)}"
             )
-    return [presets[host], *(modifiers[word] for word in added)]
+    return [presets[host], *(modifiers[word] for word in added), with_entropy]
+
+
+def with_entropy(algo: Algo, *, entropy: Num = 0.0) -> Algo:
+    """What every preset accepts: a bonus for the entropy of the policy at every token in the loss,
+    averaged as the loss is. PPO, arXiv 1707.06347."""
+    return replace(algo, entropy=entropy) if entropy else algo
 
 
 def _keywords(part: Preset) -> dict[str, Any]:
@@ -122,13 +130,31 @@ def _check_tables(option: str, value: Any, kind: Any) -> None:
                 )
 
 
-def check_symbols(algo: Algo, supplies: Collection[str]) -> None:
-    """Raises ConfigError for an algorithm that reads symbols where none are to be had."""
+def check_supplies(algo: Algo, supplies: Collection[str]) -> None:
+    """Raises ConfigError for an algorithm that reads symbols where none are to be had, or learns
+    entropy where its gradient is not."""
+    if algo.entropy and "e" not in supplies:
+        raise ConfigError(
+            f"algorithm.options.entropy = {algo.entropy}: the learner of this run does not give "
+            "the gradient of the entropy; set it to 0, or learner.kind = 'torch'"
+        )
     if algo.symbols and "k" not in supplies:
         raise ConfigError(
             f"algorithm.preset = {algo.name!r} needs the most probable tokens at every place, "
             "which the learner of this run does not give; choose dppo-tv or dppo-kl, which compare "
             "the sampled token alone"
+        )
+
+
+def check_group(config: AlgorithmConfig, algo: Algo) -> None:
+    """Raises ConfigError for groups that are too small to learn anything from. Branches make a
+    group larger than it was asked for."""
+    if config.branching.kind == "none" and config.group_size < algo.group:
+        raise ConfigError(
+            f"algorithm.group_size = {config.group_size}: {algo.name!r} with these options learns "
+            f"nothing from groups of fewer than {algo.group} rollouts, because the baseline of a "
+            f"rollout is made of k others; set algorithm.group_size = {algo.group} or more, or a "
+            "smaller algorithm.options.k"
         )
 
 
@@ -139,7 +165,7 @@ def _checked(algo: Algo, streams: Collection[str]) -> Algo:
             "run does not have; set critic.model, choose another preset, or where there is an "
             "option `value`, name a reward that holds them"
         )
-    check_symbols(algo, streams)
+    check_supplies(algo, streams)
     for stream in sorted(algo.needs - set(streams)):
         raise ConfigError(
             f"algorithm.preset = {algo.name!r} needs the log-probs of a {STREAMS[stream]}, which "

@@ -48,6 +48,7 @@ from agentrl.algorithms.shaping import (
     Greedy,
     Overlong,
     PassAtK,
+    PassAtKWithout,
     Sampled,
     Toll,
 )
@@ -372,8 +373,10 @@ def best_of(
 def pass_at_k(
     *, reward: str = "outcome", k: Count = 2, clip_low: Num = 0.2, clip_high: Num = 0.2
 ) -> Algo:
-    """Unbiased pass@k of a reward that is positive on success (PKPO). arXiv 2505.15201."""
-    return Algo(Rel(PassAtK(reward, k), base="loo"), clipped(clip_low, clip_high))
+    """Unbiased pass@k of a reward that is positive on success (PKPO), k below the size of groups.
+    arXiv 2505.15201."""
+    credit = Rel(PassAtK(reward, k), base=PassAtKWithout(reward, k))
+    return Algo(credit, clipped(clip_low, clip_high))
 
 
 @preset("ppo")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.batch import Batch
-from agentrl.algorithms.credit import Column, lengths, rewards, truncated
+from agentrl.algorithms.credit import Column, lengths, rewards, standardise, truncated
 from agentrl.algorithms.ids import known_mean, seg
 from agentrl.errors import TrainingError
 
@@ -66,7 +66,7 @@ class Best:
     def __call__(self, batch: Batch) -> Tensor:
         x, group, n = rewards(batch, self.reward), batch.rollout_group, len(batch.groups)
         known = ~x.isnan()
-        size, mean = seg(known, group, n)[group], known_mean(x, group, n)[group]
+        size = seg(known, group, n)[group]
         top = seg(x.nan_to_num(nan=-torch.inf), group, n, "amax")[group]
         best = known & (x == top)
         rest = torch.where(known & ~best, x, -torch.inf)
@@ -75,31 +75,54 @@ class Best:
         gap = torch.where(single, x - second, torch.where(known, 0.0, torch.nan))
         if not self.std:
             return gap
-        squares = seg(((x - mean) ** 2).nan_to_num(nan=0.0), group, n)[group]
-        variance = squares / (size - 1).clamp(min=1)
-        return torch.where(single, gap / (variance.sqrt() + 1e-6), gap)
+        return torch.where(single, gap / standardise(x, group, norm="std").scale, gap)
 
 
 @dataclass(frozen=True, slots=True)
 class PassAtK:
-    """Share of the k-subsets of the group that the rollout makes contain a success: k / n for a
-    success, k / n * (1 - C(n-1-c, k-1) / C(n-1, k-1)) for a failure, of n rollouts with c
-    successes (reward > 0). Missing in groups of fewer than k. PKPO, arXiv 2505.15201."""
+    """k / n times the share of the k-subsets with the rollout that contain a success: all of them
+    for a success, 1 - C(n-1-c, k-1) / C(n-1, k-1) for a failure, of n rollouts with c successes
+    (reward > 0). Missing in groups of k or fewer, whose baseline is not known. PKPO, arXiv
+    2505.15201."""
 
     reward: str = "outcome"
     k: int = 2
 
     def __call__(self, batch: Batch) -> Tensor:
-        x, group, m = rewards(batch, self.reward), batch.rollout_group, len(batch.groups)
-        n = seg(~x.isnan(), group, m)[group]
-        c = seg(x > 0, group, m)[group]
-        # ln of (n-1-c)! (n-k)! / (n-c-k)! / (n-1)!, the share of subsets that fail without it.
-        left = (n - c - self.k + 1).clamp(min=1)
-        log = (n - c).clamp(min=1).lgamma() + (n - self.k + 1).clamp(min=1).lgamma()
-        log = log - left.lgamma() - n.clamp(min=1).lgamma()
-        fails = torch.where(n - c >= self.k, log.exp(), 0.0)
-        share = self.k / n * torch.where(x > 0, 1.0, 1 - fails)
-        return torch.where(x.isnan() | (n < self.k), torch.nan, share)
+        x, n, c = _successes(batch, self.reward)
+        share = self.k / n * torch.where(x > 0, 1.0, 1 - _all_fail(n - 1, c, self.k - 1))
+        return torch.where(x.isnan() | (n <= self.k), torch.nan, share)
+
+
+@dataclass(frozen=True, slots=True)
+class PassAtKWithout:
+    """[U] k / n times the share of the k-subsets without the rollout that contain a success. It
+    does not depend on the rollout, so as a baseline it leaves the gradient of pass@k what it is.
+    PKPO's s^(loo), arXiv 2505.15201, has 1 / (n - 1) in the place of 1 / n, by which it would
+    punish every rollout of a group that has no failures."""
+
+    reward: str = "outcome"
+    k: int = 2
+
+    def __call__(self, batch: Batch) -> Tensor:
+        x, n, c = _successes(batch, self.reward)
+        share = self.k / n * (1 - _all_fail(n - 1, c - (x > 0).double(), self.k))
+        return torch.where(n <= self.k, torch.nan, share)
+
+
+def _successes(batch: Batch, reward: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Rewards, and of the group of each how many are known, and how many of these are above 0."""
+    x, group, m = rewards(batch, reward), batch.rollout_group, len(batch.groups)
+    return x, seg(~x.isnan(), group, m)[group], seg(x > 0, group, m)[group]
+
+
+def _all_fail(n: Tensor, c: Tensor, k: int) -> Tensor:
+    """C(n - c, k) / C(n, k): the share of the k-subsets of n without one of c successes; exactly 1
+    where there are none."""
+    share = torch.ones_like(n)
+    for drawn in range(k):
+        share = share * (n - c - drawn).clamp(min=0) / (n - drawn)
+    return share
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,7 +113,10 @@ class StepGae:
     value: what gives V of the state before each call. Where it is missing, what was received counts
     for the call before, as if both were one, and the call itself is compared with `base`, which
     only has to be a value that does not depend on it; without either, nothing is learned from it,
-    and if it has no tokens, it is missing itself."""
+    and if it has no tokens, it is missing itself.
+
+    What was received ends a rollout, also one that a token limit cut off. Where that came before
+    anything was received, from the last call with a value on, this value stands for the return."""
 
     value: Column
     reward: str | Column = "outcome"
@@ -123,18 +126,20 @@ class StepGae:
     level: ClassVar[Level] = "transition"
 
     def __call__(self, batch: Batch) -> Tensor:
-        rollout, r, v = batch.transition_rollout, received(batch, self.reward), self.value(batch)
+        rollout, x, v = batch.transition_rollout, received(batch, self.reward), self.value(batch)
         valued, following = ~v.isnan(), chain(rollout)
-        missing = ahead(r, 1.0, following).isnan()
         # Rewards and calls up to the next call that has a value, and which one that is.
         inside = torch.where(valued[following], -1, following)
-        r = scan(r.nan_to_num(nan=0.0), self.gamma, inside)
+        known = ~ahead(x, 1.0, inside).isnan()
+        r = scan(x.nan_to_num(nan=0.0), self.gamma, inside)
         gamma = self.gamma ** scan(torch.ones_like(r), 1.0, inside)
         number = torch.where(valued[following], following + 1, 0)
         following = scan(number, 1.0, inside).long() - 1
+        cut = truncated(batch)[rollout] & (following < 0) & valued & ~known
+        r = torch.where(cut, v, r)
+        missing = scan((known | cut).double(), 1.0, following) == 0
         v = v if self.base is None else torch.where(valued, v, self.base(batch))
-        after = torch.where(truncated(batch)[rollout], v, 0.0)
-        after = torch.where(following >= 0, v[following], after)
+        after = torch.where(following >= 0, v[following], 0.0)
         learned = ~v.isnan()
         delta = torch.where(learned, r + gamma * after - v, 0.0)
         advantage = scan(delta, gamma * self.lam, torch.where(learned, following, -1))

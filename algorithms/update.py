@@ -21,7 +21,7 @@ from agentrl.algorithms.ledger import Ledger
 from agentrl.algorithms.merge import build_batch
 from agentrl.algorithms.metrics import Metrics
 from agentrl.algorithms.objective import Algo, Terms
-from agentrl.algorithms.registry import check_symbols
+from agentrl.algorithms.registry import check_supplies
 from agentrl.algorithms.schedule import learning_rate, minibatches, moved
 from agentrl.algorithms.state import State
 from agentrl.config import RunConfig
@@ -46,8 +46,7 @@ class Updater:
     policy: str = POLICY
 
     def __post_init__(self) -> None:
-        if self.algo.symbols:
-            check_symbols(self.algo, self.learner.supplies)
+        check_supplies(self.algo, self.learner.supplies)
 
     def update(self, step: int, groups: list[Group], turn: int | None = None) -> Metrics:
         """Learn from the groups of one step; returns its metrics. `turn`: in how many steps the
@@ -92,7 +91,8 @@ class Updater:
             if terms.skip:
                 log.warning("step %d changes no weight: %s", step.number, terms.skip)
                 continue
-            report = self.learner.step(part, step.psi(terms), lr=lr, critic=critic)
+            eta = objective.eta(step.algo, terms)
+            report = self.learner.step(part, step.psi(terms), lr=lr, critic=critic, eta=eta)
             if not self.made(step, number, part, terms, report):
                 bad += 1
                 continue

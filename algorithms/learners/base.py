@@ -1,6 +1,6 @@
 """The learner protocol: few verbs suffice for every algorithm, because one loss exists.
 
-loss = - sum_t sg[psi_t] * log pi_t
+loss = - sum_t sg[psi_t] * log pi_t - sum_t eta_t * H_t
 
 and, where there is a critic, a squared error of its values beside it.
 """
@@ -23,7 +23,7 @@ Psi = Callable[[Tensor, Tensor], Tensor]
 whole rows; detached input, detached output. Indices point into the batch's token level. Of a batch
 with `symbols` the log-probs are those of the symbols, [n, K], the sampled token's first."""
 
-Supply = Literal["o", "b", "q", "t", "v", "k"]
+Supply = Literal["o", "b", "q", "t", "v", "k", "e"]
 Scored = Literal["o", "q", "t"]
 """Whose log-probs: of the weights as they are, of the reference model, of the teacher."""
 
@@ -61,8 +61,8 @@ class Learner(Protocol):
     """Owns weights, optimizer and their random state. One caller at a time."""
 
     supplies: frozenset[Supply]
-    """What it can answer besides the current log-probs: streams, values (v) and the most probable
-    tokens (k)."""
+    """What it can answer besides the current log-probs: streams, values (v), the most probable
+    tokens (k), and a step on `eta` (e)."""
 
     def logprobs(self, batch: Batch, of: Scored = "o") -> Tensor:
         """Log-probs of every action token at its sampling temperature, float32 [N], no graph."""
@@ -78,9 +78,16 @@ class Learner(Protocol):
         ...
 
     def step(
-        self, batch: Batch, psi: Psi, *, lr: float, critic: ValueTerms | None = None
+        self,
+        batch: Batch,
+        psi: Psi,
+        *,
+        lr: float,
+        critic: ValueTerms | None = None,
+        eta: Tensor | None = None,
     ) -> StepReport:
-        """One forward, backward and update on psi. A non-finite gradient changes nothing."""
+        """One forward, backward and update on psi and, where it is given, eta [N]. A non-finite
+        gradient changes nothing."""
         ...
 
     def save(self, directory: Path) -> None:

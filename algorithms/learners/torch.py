@@ -83,7 +83,7 @@ class TorchLearner:
         self.trainers = tuple(trainers)
         values: tuple[Literal["v"], ...] = () if critic is None else ("v",)
         self.supplies = frozenset[Supply](
-            {"o", "b", "k", *self.frozen, *values, *(("q",) if adapters is not None else ())}
+            {"o", "b", "k", "e", *self.frozen, *values, *(("q",) if adapters is not None else ())}
         )
         self.max_grad_norm = max_grad_norm
         self.packing = usable(model, packing)
@@ -118,10 +118,16 @@ class TorchLearner:
             return self._within_memory(lambda: self._top(batch, k))
 
     def step(
-        self, batch: Batch, psi: Psi, *, lr: float, critic: ValueTerms | None = None
+        self,
+        batch: Batch,
+        psi: Psi,
+        *,
+        lr: float,
+        critic: ValueTerms | None = None,
+        eta: Tensor | None = None,
     ) -> StepReport:
-        """One forward, backward and update on psi, and of the critic on its terms. A log-prob,
-        value, loss or gradient that is not finite changes nothing.
+        """One forward, backward and update on psi, on the entropies that eta [N] weighs, and of the
+        critic on its terms. A log-prob, value, loss or gradient that is not finite changes nothing.
 
         metrics: memory/retries, 1 if memory ran out once; memory/*peak_mb (see `memory.peak`);
         critic/loss, before its coefficient, critic/clip_fraction, of the tokens it learns from, and
@@ -132,7 +138,7 @@ class TorchLearner:
         memory.start_measuring(device)
         with _threads(self.threads), self._adapted():
             try:
-                sums = self._within_memory(lambda: self._backward(batch, psi, critic))
+                sums = self._within_memory(lambda: self._backward(batch, psi, critic, eta))
                 norm = self.optimizer.clip(self.max_grad_norm)
                 pull = learning.optimizer.clip(learning.max_grad_norm) if learning else 0.0
                 finite = math.isfinite(norm + sums.loss + pull + sums.value_loss)
@@ -245,17 +251,19 @@ class TorchLearner:
             values_N[pack.index] = critic.values(pack, hidden).double().cpu()
         return values_N
 
-    def _backward(self, batch: Batch, psi: Psi, terms: ValueTerms | None) -> _Sums:
+    def _backward(
+        self, batch: Batch, psi: Psi, terms: ValueTerms | None, eta: Tensor | None
+    ) -> _Sums:
         """Accumulate the gradient, until a log-prob is not finite."""
         sums = _Sums(*torch.full((2, batch.n_tokens), math.nan))
         if batch.symbols.numel():
             sums.symbols = torch.full(batch.symbols.shape, math.nan)
         for pack in packs(batch, self.packing, self.token_budget):
             with memory.recomputing(self.recomputed):
-                p, entropy, hidden = self._forward(pack, self.model)
+                p, entropy, hidden = self._forward(pack, self.model, eta is not None)
             current = p.detach().cpu()
             sums.logprobs[pack.index] = current.float()
-            sums.entropy[pack.index] = entropy.float().cpu()
+            sums.entropy[pack.index] = entropy.detach().float().cpu()
             sums.tokens += len(pack.tokens)
             if not current.isfinite().all():
                 sums.loss = math.nan
@@ -267,6 +275,11 @@ class TorchLearner:
             psi_n = psi(shown, pack.index)
             sums.loss -= float(psi_n.double() @ current.double())
             roots, gradients = [p], [-psi_n.to(p)]
+            if eta is not None:
+                eta_n = eta[pack.index].to(entropy)
+                sums.loss -= float(eta_n @ entropy.detach())
+                roots.append(entropy)
+                gradients.append(-eta_n)
             if self.critic and terms is not None:
                 if self.critic.decoder is not None:
                     # Its graph shares nothing with that of the policy, which is freed before it.
@@ -298,7 +311,9 @@ class TorchLearner:
         if self.critic:
             self.critic.optimizer.zero_grad()
 
-    def _forward(self, pack: Pack, model: PreTrainedModel) -> tuple[Tensor, Tensor, Tensor]:
+    def _forward(
+        self, pack: Pack, model: PreTrainedModel, learn_entropy: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-prob and entropy [n] of the actions of a pack, and the hidden states [n, H] before
         them."""
         hidden_NH, device = hidden_states(model, pack), model.device
@@ -308,6 +323,7 @@ class TorchLearner:
             pack.actions.to(device),
             pack.temperature.to(device),
             fp32=self.fp32_head,
+            learn_entropy=learn_entropy,
         )
         return logprobs_N, entropy_N, hidden_NH
 

@@ -120,7 +120,13 @@ class VerlLearner:
         return _gathered(batch, shards, self.workers.each("values", shards)).double()
 
     def step(
-        self, batch: Batch, psi: Psi, *, lr: float, critic: ValueTerms | None = None
+        self,
+        batch: Batch,
+        psi: Psi,
+        *,
+        lr: float,
+        critic: ValueTerms | None = None,
+        eta: Tensor | None = None,
     ) -> StepReport:
         """One forward, backward and update on psi, and of the critic on its terms, then the copy
         follows. A log-prob, value or gradient that is not finite changes nothing.
@@ -131,6 +137,8 @@ class VerlLearner:
         stopped."""
         if critic is not None and self.critic is None:
             raise PolicyError("the learner has no critic (stream v)")
+        if eta is not None:
+            raise PolicyError("the verl learner gives no gradient of the entropy (supply e)")
         if not batch.n_tokens:
             return StepReport(
                 loss=0.0, grad_norm=0.0, logprobs=torch.empty(0), tokens=0, applied=False

@@ -66,12 +66,13 @@ def naive_histories(plays: Plays, name: str, gamma: float, depth: int, std: bool
 def naive_gae(plays: Plays, name: str, gamma: float, lam: float) -> list[float]:
     out = []
     for play in plays:
-        r, v = rewards_of(play, name), [call.rewards["v"] for call in play.calls]
+        r, v = list(rewards_of(play, name)), [call.rewards["v"] for call in play.calls]
+        if play.calls[-1].truncated and r[-1] != r[-1]:
+            r[-1] = v[-1]  # cut off without a reward: all that is known of the return
         known = returns(r, 1.0)
         advantage, last = [0.0] * len(r), 0.0
         for i in reversed(range(len(r))):
-            end = v[i] if play.calls[i].truncated else 0.0
-            after = v[i + 1] if i + 1 < len(r) else end
+            after = v[i + 1] if i + 1 < len(r) else 0.0
             last = (0.0 if r[i] != r[i] else r[i]) + gamma * after - v[i] + gamma * lam * last
             advantage[i] = last
         out += [NAN if g != g else a for g, a in zip(known, advantage, strict=True)]
@@ -95,9 +96,15 @@ def naive_peers(plays: Plays, name: str, gamma: float, lam: float) -> list[float
 
     out = []
     for u, play in enumerate(plays):
-        r = [0.0 if value != value else value for value in rewards_of(play, name)]
-        n = len(r)
+        given = rewards_of(play, name)
+        n = len(given)
         v = [mean(u, i, lambda call, _: call.state) for i in range(n)]
+        last = max((i for i in range(n) if v[i] == v[i]), default=n)
+        worth = list(x[u])
+        if play.calls[-1].truncated and last < n and x[u][last] != x[u][last]:
+            worth[: last + 1] = [0.0] * (last + 1)  # known, by the value of the last state
+            given = [*given[:last], v[last], *given[last + 1 :]]
+        r = [0.0 if value != value else value for value in given]
         base = [mean(u, i, lambda _, j: j) for i in range(n)]
         base = [b if value != value else value for b, value in zip(base, v, strict=True)]
         advantage = [0.0] * n
@@ -107,11 +114,10 @@ def naive_peers(plays: Plays, name: str, gamma: float, lam: float) -> list[float
             later = [j for j in range(i + 1, n) if v[j] == v[j]]
             j = later[0] if later else n
             received = sum(gamma ** (k - i) * r[k] for k in range(i, j))
-            end = base[n - 1] if play.calls[-1].truncated else 0.0
             step = gamma ** (j - i)
-            advantage[i] = received + step * (v[j] if later else end) - base[i]
+            advantage[i] = received + step * (v[j] if later else 0.0) - base[i]
             advantage[i] += step * lam * (advantage[j] if later else 0.0)
-        out += [NAN if g != g else a for g, a in zip(x[u], advantage, strict=True)]
+        out += [NAN if g != g else a for g, a in zip(worth, advantage, strict=True)]
     return out
 
 
@@ -199,11 +205,12 @@ def naive_bi_level(plays: Plays, values: list[float], name: str) -> list[float]:
             [values[position + sum(tokens[:i]) + k] for k in range(n)] for i, n in enumerate(tokens)
         ]
         position += sum(tokens)
+        if play.calls[-1].truncated and r[-1] != r[-1]:
+            r = [*r[:-1], v[-1][-1]]
         known, following, result = returns(r, 1.0), NAN, []
         for i in reversed(range(len(r))):
-            end = v[i][-1] if play.calls[i].truncated and i + 1 == len(r) else 0.0
             reward = 0.0 if r[i] != r[i] else r[i]
-            after = end if i + 1 == len(r) else v[i + 1][-1]
+            after = 0.0 if i + 1 == len(r) else v[i + 1][-1]
             a = reward + 0.9 * after - v[i][-1]
             a += 0.0 if i + 1 == len(r) else 0.9 * 0.8 * following
             following = a

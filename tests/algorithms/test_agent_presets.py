@@ -96,11 +96,11 @@ def ppo(plays: Plays, values: list[float]) -> list[float]:
     for play in plays:
         n = sum(call.tokens for call in play.calls)
         v, values = values[:n], values[n:]
-        cut = play.calls[-1].truncated
+        unknown = play.outcome != play.outcome and play.calls[-1].truncated
         a, last = [0.0] * n, 0.0
         for t in reversed(range(n)):
-            r = play.outcome if t == n - 1 else 0.0
-            after = v[t + 1] if t < n - 1 else v[t] if cut else 0.0
+            r = (v[t] if unknown else play.outcome) if t == n - 1 else 0.0
+            after = v[t + 1] if t < n - 1 else 0.0
             last = r + after - v[t] + 0.95 * last
             a[t] = last
         out += a

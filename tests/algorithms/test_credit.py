@@ -17,6 +17,7 @@ from agentrl.algorithms.credit import (
     Compensated,
     Credit,
     Gae,
+    Norm,
     Rel,
     Survivors,
     Togo,
@@ -27,7 +28,7 @@ from agentrl.algorithms.credit import (
     plus,
     standardise,
 )
-from agentrl.algorithms.shaping import Toll
+from agentrl.algorithms.shaping import Best, Toll
 from agentrl.errors import TrainingError
 
 NAN = math.nan
@@ -168,12 +169,6 @@ def test_gae() -> None:
     assert near(steps[1], [0.81, 1])
 
 
-def test_gae_bootstraps_a_rollout_that_was_cut_off() -> None:
-    r, v, end = torch.zeros(1), torch.tensor([0.5]), torch.tensor([-1])
-    assert near(gae(r, v, end, 1.0, 1.0)[0], [-0.5])
-    assert near(gae(r, v, end, 0.5, 1.0, boot=torch.tensor([0.8]))[0], [-0.1])
-
-
 def test_comparing_calls_instead_of_rollouts_lets_busy_rollouts_dominate() -> None:
     batch = flat([1, 0], calls=[3, 1])
     assert near(Rel(at="transition")(batch), [0.25, 0.25, 0.25, -0.75])
@@ -246,6 +241,33 @@ def test_standardise_gives_zero_for_missing_units() -> None:
 def test_maxrl_without_success_or_with_losses_is_zero() -> None:
     x = torch.tensor([-1.0, 0.5, 0.0, 0.0])
     assert advantages(x, ONE, norm="mean").tolist() == [0, 0, 0, 0]
+
+
+def test_maxrl_is_bounded_where_gains_and_losses_nearly_cancel() -> None:
+    x = torch.tensor([1.0, -1.0 + 1e-9, 0.0, 0.0], dtype=torch.float64)
+    assert near(advantages(x, ONE, norm="mean"), [2, -2, 0, 0], within=1e-6)
+    # Of n rewards none is further than n + 1: all but one of n are a little below 0 here.
+    rare = torch.tensor([1.0, *[-0.0099] * 99], dtype=torch.float64)
+    most = advantages(rare, torch.zeros(100).long(), norm="mean").abs().max()
+    assert 45 < most <= 101
+
+
+@pytest.mark.parametrize("size", [1e200, 1e-3, 5e303])
+def test_deviations_do_not_overflow(size: float) -> None:
+    x = size * torch.tensor([1.0, 0, 0, 0], dtype=torch.float64)
+    expected = torch.tensor([1.5, -0.5, -0.5, -0.5], dtype=torch.float64) / (1 + 2e-6 / size)
+    assert near(advantages(x, ONE, norm="std"), expected.tolist(), within=1e-12)
+    assert near(Best()(flat(x.tolist())), [2 / (1 + 2e-6 / size), 0, 0, 0], within=1e-12)
+
+
+@pytest.mark.parametrize("norm", ["none", "std", "mean"])
+def test_differences_below_a_millionth_of_the_largest_reward_are_none(norm: Norm) -> None:
+    """The same number as in CREDIT.md: from the mean, in shares of the group's largest |reward|."""
+    x = 1e6 * torch.ones(4, dtype=torch.float64)
+    x[0] += 1.2  # 0.9 above the mean
+    assert advantages(x, ONE, norm=norm).tolist() == [0, 0, 0, 0]
+    x[0] += 3.0
+    assert (advantages(x, ONE, norm=norm) != 0).any()
 
 
 def test_a_constant_reward_without_baseline_is_not_divided_by_rounding() -> None:

@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from msgspec.structs import replace
 
 import agentrl.algorithms
@@ -31,6 +32,8 @@ from agentrl.types import (
     float32,
     int32,
 )
+
+from .limits import learned, limits, summed
 
 PAGE = Path(str(agentrl.algorithms.__file__)).parent / "CREDIT.md"
 BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
@@ -116,6 +119,20 @@ def test_the_page_says_what_the_code_does() -> None:
     assert letters == [row[1] for row in ROW.finditer(page)]
     assert len(set(letters)) == len(letters) > 8
     assert written(page) == page
+
+
+def test_the_limits_are_what_enumeration_gives() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    rows = [f"| {name} | {figures} |" for name, figures in limits()]
+    assert [row for row in rows if row not in page] == []
+
+
+def test_a_trained_qmix_critic_sees_no_more_of_a_game_that_is_not_monotone() -> None:
+    assert abs(learned("qmix")) < 1 < summed()["exact"]
+
+
+def test_a_vdn_critic_comes_to_the_nearest_sum() -> None:
+    assert learned("vdn") == pytest.approx(summed()["vdn"], abs=0.2)
 
 
 if __name__ == "__main__":

@@ -62,24 +62,31 @@ def test_values_and_gradients_are_those_of_all_logits(name: str) -> None:
     ours, entropy = action_logprobs(module, hidden, tokens, temperature)
     theirs, expected = naive(module, hidden, tokens, temperature)
     assert not entropy.requires_grad
+    entropy = action_logprobs(module, hidden, tokens, temperature, learn_entropy=True)[1]
     torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=0)
     torch.testing.assert_close(entropy, expected.detach(), atol=1e-12, rtol=0)
     weights = torch.linspace(-1, 1, N, dtype=torch.float64)
-    for got, want in zip(
-        torch.autograd.grad(ours @ weights, learned),
-        torch.autograd.grad(theirs @ weights, learned),
-        strict=True,
+    both = action_logprobs(module, hidden, tokens, temperature, learn_entropy=True)
+    for loss, naive_loss in (
+        (ours @ weights, theirs @ weights),
+        (entropy @ weights.exp(), expected @ weights.exp()),
+        (both[0] @ weights + both[1] @ weights.exp(), theirs @ weights + expected @ weights.exp()),
     ):
-        torch.testing.assert_close(got, want, atol=1e-12, rtol=0)
+        for got, want in zip(
+            torch.autograd.grad(loss, learned),
+            torch.autograd.grad(naive_loss, learned, retain_graph=True),
+            strict=True,
+        ):
+            torch.testing.assert_close(got, want, atol=1e-12, rtol=0)
 
 
 def test_gradients_agree_with_finite_differences() -> None:
     module, (hidden, tokens, temperature) = make_head(bias=True), make_inputs()
 
-    def logprobs(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return head._Head.apply(hidden, weight, bias, tokens, temperature, False)[0]
+    def scores(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        return head._Head.apply(hidden, weight, bias, tokens, temperature, False, True)
 
-    assert torch.autograd.gradcheck(logprobs, (hidden, module.weight, module.bias))
+    assert torch.autograd.gradcheck(scores, (hidden, module.weight, module.bias))
 
 
 def test_a_frozen_head_gets_no_gradient_and_passes_it_on() -> None:
@@ -111,7 +118,8 @@ class Sizes(TorchDispatchMode):
 def test_no_tensor_holds_more_than_a_chunk_of_logits(name: str) -> None:
     module, (hidden, tokens, temperature) = HEADS[name](), make_inputs()
     with Sizes() as sizes:
-        action_logprobs(module, hidden, tokens, temperature)[0].sum().backward()
+        logprobs, entropy = action_logprobs(module, hidden, tokens, temperature, learn_entropy=True)
+        (logprobs + entropy).sum().backward()
     weight = HIDDEN * VOCABULARY  # its gradient is larger than a chunk here
     assert max(size for size in sizes.seen if size != weight) == 4 * VOCABULARY
 

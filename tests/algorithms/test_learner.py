@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,8 +26,9 @@ from agentrl.types import Group, Purpose, Rollout, RolloutState, Transition, flo
 VOCABULARY = 512
 
 
-def make_batch(seed: int = 0, rollouts: int = 6) -> Batch:
-    """Rollouts of two calls, the second of which extends the first."""
+def make_batch(seed: int = 0, rollouts: int = 6, shared: int = 0) -> Batch:
+    """Rollouts of two calls, the second of which extends the first; all begin with some shared
+    tokens."""
     generator = random.Random(seed)
 
     def tokens(least: int, most: int) -> list[int]:
@@ -40,7 +42,7 @@ def make_batch(seed: int = 0, rollouts: int = 6) -> Batch:
         )  # fmt: skip
 
     def rollout(index: int) -> Rollout:
-        first = call(f"{index}/0", tokens(1, 20))
+        first = call(f"{index}/0", [*range(shared), *tokens(1, 20)])
         second = call(f"{index}/1", [*first.prompt, *first.completion, *tokens(0, 10)])
         return Rollout(
             id=str(index), run="run", group="g", index=index, task={}, purpose=Purpose.TRAIN,
@@ -119,6 +121,34 @@ def test_the_gradient_is_that_of_the_one_loss(make_learner: MakeLearner) -> None
     states = learner.optimizer.inner.state.values()
     for gradient, state in zip(expected, states, strict=True):
         torch.testing.assert_close(state["exp_avg"], gradient * (1 - 0.9), atol=1e-12, rtol=1e-9)
+
+
+@pytest.mark.parametrize("packing", ["rows", "trie"])
+def test_the_gradient_of_the_entropy_is_that_of_all_logits(
+    make_learner: MakeLearner, packing: str
+) -> None:
+    """At the temperatures of the tokens, weighed by eta beside psi."""
+    batch = make_batch(shared=9)
+    psi = psi_for(batch)
+    for number, row in enumerate(batch.rows):
+        row.temperature.fill_(0.5 + number / 4)
+    eta = torch.linspace(0, 0.3, batch.n_tokens, dtype=torch.float64)
+    learner = make_learner(torch.float64, max_grad_norm=1e9, token_budget=64, packing=packing)
+    dense = []
+    for row in batch.rows:
+        logits = learner.model(row.tokens[None]).logits[0, row.actions - 1]
+        dense.append((logits / row.temperature[:, None]).log_softmax(-1))
+    every = torch.cat(dense)
+    actions = torch.cat([row.tokens[row.actions] for row in batch.rows])
+    logprobs = every.gather(1, actions[:, None])[:, 0]
+    entropy = -(every.exp() * every).sum(-1)
+    loss = -(psi(logprobs.detach(), torch.arange(batch.n_tokens)) * logprobs + eta * entropy).sum()
+    expected = torch.autograd.grad(loss, list(learner.optimizer.parameters.values()))
+    report = learner.step(batch, psi, lr=1e-3, eta=eta)
+    assert report.applied
+    assert report.loss == pytest.approx(loss.item(), rel=1e-6)
+    for gradient, state in zip(expected, learner.optimizer.inner.state.values(), strict=True):
+        torch.testing.assert_close(state["exp_avg"] / 0.1, gradient, atol=1e-6, rtol=1e-6)
 
 
 def test_logprobs_are_those_the_step_sees(make_learner: MakeLearner) -> None:
@@ -317,8 +347,8 @@ def short_of_memory(learner: TorchLearner, failures: int, monkeypatch: pytest.Mo
     """The last pack of a pass does not fit, so often."""
     compute, left = learner._forward, [failures]
 
-    def forward(pack: Pack, model: PreTrainedModel) -> tuple[Tensor, Tensor, Tensor]:
-        result = compute(pack, model)
+    def forward(pack: Pack, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        result = compute(pack, *rest)
         if left[0] and 0 in pack.index:
             left[0] -= 1
             raise torch.OutOfMemoryError(

@@ -293,6 +293,11 @@ def test_only_tokens_in_the_loss_are_measured() -> None:
     metrics = optimizer_step(algo, batch, terms, report, {"0": 5, "1": 6, "2": 7, "other": 99})
     assert metrics["tokens/unique_fraction"] == 9 / 18
     assert (metrics["loss"], metrics["grad_norm"], metrics["policy/entropy"]) == (0.5, 2.0, 2.5)
+    assert "policy/entropy_bonus" not in metrics
+    algo = replace(algo, entropy=0.1)  # rows of 1 and 3 tokens have a reward
+    metrics = optimizer_step(algo, batch, terms, report, {})
+    bonus = 0.1 * float(terms.weight[:4] @ torch.tensor([1.0, 2, 3, 4]).double())
+    assert metrics["policy/entropy_bonus"] == pytest.approx(bonus)
 
 
 def test_on_the_sampled_policy_all_is_quiet() -> None:

@@ -45,6 +45,8 @@ EVERY: tuple[Supply, ...] = ("o", "b", "q", "t", "v", "k")
 class Recorder:
     """A learner with values given by token, which records the critic's terms."""
 
+    supplies = frozenset({"o", "b", "q", "v"})
+
     by_token: dict[int, float]
     critics: list[ValueTerms | None] = dataclasses.field(default_factory=list)
     psis: list[Tensor] = dataclasses.field(default_factory=list)
@@ -57,7 +59,13 @@ class Recorder:
         return torch.tensor([self.by_token.get(t, 0.0) for t in tokens], dtype=torch.float64)
 
     def step(
-        self, batch: Batch, psi: Psi, *, lr: float, critic: ValueTerms | None = None
+        self,
+        batch: Batch,
+        psi: Psi,
+        *,
+        lr: float,
+        critic: ValueTerms | None = None,
+        eta: Tensor | None = None,
     ) -> StepReport:
         self.critics.append(critic)
         self.psis.append(psi(batch.behaviour, torch.arange(batch.n_tokens)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import random
 import statistics
@@ -231,17 +232,14 @@ def pass_at_2(data: Padded) -> dict[int, float]:
     """By enumerating the pairs."""
     result = {}
     for group in members(data):
-        if len(group) < 2:
-            continue
         n = len(group)
-        weights = {}
+        if n < 3:
+            continue
         for u, r in group:
             others = [x for v, x in group if v != u]
-            won = sum(max(r, x) > 0 for x in others)
-            weights[u] = won / (n * (n - 1) / 2)
-        for u, w in weights.items():
-            rest = [x for v, x in weights.items() if v != u]
-            result[u] = w - statistics.fmean(rest)
+            won = sum(max(r, x) > 0 for x in others) / (n * (n - 1) / 2)
+            without = [max(pair) > 0 for pair in itertools.combinations(others, 2)]
+            result[u] = won - 2 / n * statistics.fmean(without)
             result[u] = 0.0 if abs(result[u]) < 1e-9 else result[u]
     return result
 

@@ -41,7 +41,7 @@ def learner_with(directory: Path, every: int = 0) -> TorchLearner:
 def test_the_reference_stays_where_the_policy_began(tiny_model_dir: Path) -> None:
     learner, batch = learner_with(tiny_model_dir), make_batch()
     start = learner.logprobs(batch)
-    assert learner.supplies == {"o", "b", "q", "k"}
+    assert learner.supplies == {"o", "b", "q", "k", "e"}
     torch.testing.assert_close(learner.logprobs(batch, "q"), start)
     learner.step(batch, psi_for(batch), lr=1e-2)
     learner.frozen["q"].finish(0)
@@ -124,9 +124,9 @@ def test_what_an_algorithm_does_not_read_is_not_loaded(tiny_model_dir: Path) -> 
 
 
 def test_streams_are_those_that_the_run_file_configures() -> None:
-    assert beside.supplied(config()) == {"o", "b", "q", "k"}
+    assert beside.supplied(config()) == {"o", "b", "q", "k", "e"}
     everything = config(critic={"model": "shared"}, teacher={"model": "x"})
-    assert beside.supplied(everything) == {"o", "b", "q", "t", "v", "k"}
+    assert beside.supplied(everything) == {"o", "b", "q", "t", "v", "k", "e"}
     with pytest.raises(ConfigError, match=r"set critic\.model"):
         presets.make("ppo", {}, streams=beside.supplied(config()))
 
@@ -170,7 +170,7 @@ def test_the_reference_of_an_adapter_is_the_model_without_it(tiny_model_dir: Pat
     assert beside.make_frozen(settings, algo, model, tokenizer, str(tiny_model_dir)) == {}
     critic = ValueModel(model, lr=1e-2)
     learner = TorchLearner(model, tokenizer, adapters=adapters, critic=critic, threads=1)
-    assert learner.supplies == {"o", "b", "q", "v", "k"}
+    assert learner.supplies == {"o", "b", "q", "v", "k", "e"}
     for _ in range(2):
         terms = value_terms(start.double(), learner.values(batch), clip=0.2)
         learner.step(batch, psi_for(batch), lr=1e-2, critic=terms)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
 
 import pytest
 
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.credit import Rel
+from agentrl.algorithms.main import algorithm
+from agentrl.algorithms.presets import make
 from agentrl.algorithms.shaping import (
     Best,
     Complete,
@@ -18,7 +24,8 @@ from agentrl.algorithms.shaping import (
     Sampled,
 )
 from agentrl.algorithms.steps import Chosen
-from agentrl.errors import TrainingError
+from agentrl.config import resolve
+from agentrl.errors import ConfigError, TrainingError
 
 from .worlds import NAN, Call, Play, world
 
@@ -71,11 +78,50 @@ def test_pass_at_k() -> None:
     assert PassAtK(k=2)(group(1, 0, 0, 0)).tolist() == pytest.approx([0.5, 1 / 6, 1 / 6, 1 / 6])
     assert PassAtK(k=1)(group(1, 0, 0, 0)).tolist() == pytest.approx([0.25, 0, 0, 0])
     assert PassAtK(k=2)(group(1, 1, 1, 0)).tolist() == pytest.approx([0.5] * 4)
-    assert PassAtK(k=2)(group(0, 0)).tolist() == [0, 0]
+    assert PassAtK(k=2)(group(0, 0, 0)).tolist() == [0, 0, 0]
 
 
 def test_pass_at_k_of_groups_that_are_too_small_is_missing() -> None:
-    assert PassAtK(k=3)(group(1, 0, NAN)).isnan().all()
+    for k in (2, 3):
+        assert PassAtK(k=k)(group(1, 0, NAN)).isnan().all()
+        assert make("pass-at-k", {"k": k}).credit(group(1, 0, NAN)).isnan().all()
+
+
+@pytest.mark.parametrize(("n", "k"), [(3, 1), (3, 2), (5, 2), (5, 4), (6, 3)])
+def test_pass_at_k_has_the_gradient_of_pass_at_k(n: int, k: int) -> None:
+    """Over all outcomes of n rollouts that succeed with probability p = .3 = sigmoid(z): d pass@k /
+    d z = k (1 - p)^k p. Every advantage is also that of lists of subsets."""
+    p, credit, gradient = 0.3, make("pass-at-k", {"k": k}).credit, 0.0
+    for outcomes in itertools.product((0, 1), repeat=n):
+        advantage = credit(group(*outcomes)).tolist()
+        assert advantage == pytest.approx([subsets(outcomes, i, k) for i in range(n)], abs=1e-12)
+        if len(set(outcomes)) == 1:
+            assert advantage == [0.0] * n
+        chance = math.prod(p if won else 1 - p for won in outcomes)
+        score = sum(a * (won - p) for a, won in zip(advantage, outcomes, strict=True))
+        gradient += chance * score
+    assert gradient == pytest.approx(k * (1 - p) ** k * p, rel=1e-12)
+
+
+def subsets(outcomes: Sequence[int], i: int, k: int) -> float:
+    """What the k-subsets with rollout i come to, less k / n of the mean of those without it."""
+    n = len(outcomes)
+    every = list(itertools.combinations(range(n), k))
+    won = {subset: max(outcomes[j] for j in subset) for subset in every}
+    without = [won[subset] for subset in every if i not in subset]
+    return sum(won[s] for s in every if i in s) / len(every) - k / n * fmean(without)
+
+
+def test_pass_at_k_of_all_rollouts_of_a_group_is_refused_at_load() -> None:
+    def loaded(k: int, **more: Any) -> None:
+        settings = {"preset": "pass-at-k", "options": {"k": k}, "group_size": 4, **more}
+        algorithm(resolve({"algorithm": settings}, source="run.toml"))
+
+    loaded(3)
+    loaded(4, branching={"kind": "mc", "width": 1})
+    for k in (4, 5):
+        with pytest.raises(ConfigError, match=f"group_size = 4: .* fewer than {k + 1} rollouts"):
+            loaded(k)
 
 
 def test_overlong() -> None:

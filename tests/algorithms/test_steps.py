@@ -21,6 +21,7 @@ from agentrl.algorithms.steps import (
     Hindsight,
     Hiper,
     Histories,
+    Peers,
     Received,
     Returns,
     Shaped,
@@ -350,6 +351,17 @@ def test_two_time_scales_against_loops(seed: int) -> None:
             Received("transition:high"), Received("transition:v"), part, "transition:p", 0.9, 0.8
         )
         agree(part, hiper(batch).tolist(), naive_hiper(plays, part))
+
+
+def test_a_cut_before_any_reward_is_worth_what_the_last_known_value_says() -> None:
+    """The second state was seen by the other rollout, which came to 1 from there; the third by
+    nobody."""
+    other = Play([Call("s"), Call("t")], outcome=1.0)
+    lost = Play([Call("s"), Call("t"), Call("u", truncated=True)])
+    credit = StepGae(Peers(), "outcome", 1.0, 1.0)
+    near(credit(world(lost, other))[:3], [0.0, 0.0, NAN])
+    won = Play(lost.calls, outcome=0.5)
+    near(credit(world(won, other))[:3], [-0.5, -0.5, 0.0])
 
 
 def test_a_role_receives_its_reward_at_its_last_call() -> None:

@@ -52,6 +52,54 @@ def test_bilevel_returns_are_learned_at_every_token() -> None:
     assert known(targets.returns(algo, batch)) == [1.45, 1.45, 1.0, 1.0]
 
 
+PPOS = ("ppo", "agent-r1", "turn-ppo", "pspo", "ragen")
+
+
+@pytest.mark.parametrize("name", PPOS)
+def test_a_critic_comes_to_the_reward_of_rollouts_that_were_cut_off(name: str) -> None:
+    """Every rollout is worth 1, whatever ended it. A value on top of the reward would be a target
+    that runs away from what learns it."""
+    algo, values = presets.make(name, {}, streams=EVERY), [0.0] * 3
+    for _ in range(200):
+        play = Play([Call(tokens=2), Call(truncated=True)], outcome=1.0)
+        target = targets.returns(algo, world(play, values=values))
+        values = [v if math.isnan(new) else new for v, new in zip(values, target, strict=True)]
+    assert values[-1] == pytest.approx(1.0, abs=1e-12)
+    assert values[0] == pytest.approx(1.0, abs=0.06)  # less the discount of one call
+
+
+@pytest.mark.parametrize("truncated", [True, False])
+@pytest.mark.parametrize("name", ["ppo", "agent-r1", "ragen"])
+def test_without_discount_an_advantage_is_the_outcome_minus_the_value(
+    name: str, truncated: bool
+) -> None:
+    options = {"lam": 1.0, "gamma": 1.0} | ({"gamma_high": 1.0} if name == "ragen" else {})
+    algo = presets.make(name, options, streams=EVERY)
+    values = [0.3, 0.7, 0.2, 0.9]
+    calls = [Call(), Call(), Call(truncated=truncated)]
+    batch = world(Play(calls, outcome=1.0), Play([Call()], outcome=0.0), values=values)
+    advantage = targets.returns(algo, batch) - batch.values
+    assert known(advantage) == pytest.approx([0.7, 0.3, 0.8, -0.9])
+
+
+@pytest.mark.parametrize("name", PPOS)
+def test_a_value_stands_for_the_reward_that_a_cut_left_out(name: str) -> None:
+    """The last action has nothing to be judged by; what came before leads to where V is known. A
+    rollout that ended by itself and has no reward stays missing."""
+    gamma = {"gamma_high": 1.0} if name == "ragen" else {"gamma": 1.0}
+    algo = presets.make(name, {"lam": 1.0, **gamma}, streams=EVERY)
+    calls, values = [Call(), Call(truncated=True)], [0.2, 0.7, 0.4, 0.5, 0.1]
+    batch = world(Play(calls), Play([Call(), Call()]), Play([Call()], outcome=1.0), values=values)
+    assert known(targets.returns(algo, batch)) == [0.7, 0.7, None, None, 1.0]
+
+
+def test_a_price_of_tokens_is_not_paid_again_by_the_value_that_has_it_in_it() -> None:
+    algo = presets.make("ppo", {"lam": 1.0, "kl_reward": 0.1}, streams=EVERY)
+    batch = world(Play([Call(tokens=2, truncated=True)]), values=[0.2, 0.7])
+    batch = dataclasses.replace(batch, reference=batch.behaviour.double() - 1)
+    assert known(targets.returns(algo, batch)) == [0.6, 0.7]
+
+
 def test_a_missing_reward_is_no_target() -> None:
     calls = [Call(tokens=2)]
     batch = world(Play(calls, outcome=1.0), Play(calls), values=[0.0] * 4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,10 @@ from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.dump import BadSteps, load_dump
 from agentrl.algorithms.intake import Intake
 from agentrl.algorithms.learners.base import Psi, StepReport, ValueTerms
+from agentrl.algorithms.main import algorithm
 from agentrl.algorithms.update import Updater
-from agentrl.config import AlgorithmConfig, RunConfig
-from agentrl.errors import TrainingError
+from agentrl.config import AlgorithmConfig, RunConfig, resolve
+from agentrl.errors import ConfigError, TrainingError
 from agentrl.types import (
     Group,
     Purpose,
@@ -35,21 +37,31 @@ from agentrl.types import (
 class Recorder:
     """A learner whose log-probs are the sampler's plus `shift` after each step."""
 
+    supplies = frozenset({"o", "b", "e"})
+
     shift: float = 0.0
     batches: list[Batch] = dataclasses.field(default_factory=list)
     coefficients: list[Tensor] = dataclasses.field(default_factory=list)
     rates: list[float] = dataclasses.field(default_factory=list)
+    etas: list[Tensor | None] = dataclasses.field(default_factory=list)
     broken: set[int] = dataclasses.field(default_factory=set)  # optimizer steps that change nothing
 
     def logprobs(self, batch: Batch) -> Tensor:
         return batch.behaviour + self.shift * len(self.batches)
 
     def step(
-        self, batch: Batch, psi: Psi, *, lr: float, critic: ValueTerms | None = None
+        self,
+        batch: Batch,
+        psi: Psi,
+        *,
+        lr: float,
+        critic: ValueTerms | None = None,
+        eta: Tensor | None = None,
     ) -> StepReport:
         logprobs = self.logprobs(batch)
         self.coefficients.append(psi(logprobs, torch.arange(batch.n_tokens)))
         self.batches.append(batch)
+        self.etas.append(eta)
         self.rates.append(lr)
         if len(self.batches) - 1 in self.broken:
             lost = torch.full_like(logprobs, math.nan)
@@ -60,6 +72,27 @@ class Recorder:
 
     def save(self, directory: Path) -> None: ...
     def load(self, directory: Path) -> None: ...
+
+
+def test_an_entropy_bonus_weighs_tokens_as_the_loss_does_and_learns_where_credit_does_not() -> None:
+    learner = Recorder()
+    algo = presets.make("grpo", {"entropy": 0.25}, streams=learner.supplies)
+    config = RunConfig(steps=5, algorithm=AlgorithmConfig(lr=1.0))
+    found = Updater(config, algo, learner).update(0, [group("a", 1.0, 1.0)])
+    assert found["update/skipped"] == 0
+    assert (learner.coefficients[0] == 0).all()
+    assert learner.etas[0].tolist() == pytest.approx([0.25 / len(learner.etas[0])] * 4)
+    algo = presets.make("grpo", {})
+    Updater(config, algo, learner).update(0, [group("a", 1.0, 0.0)])
+    assert learner.etas[1] is None
+
+
+def test_an_entropy_bonus_is_refused_where_its_gradient_is_not_to_be_had() -> None:
+    settings: dict[str, Any] = {"algorithm": {"options": {"entropy": 0.01}}}
+    assert algorithm(resolve(settings, source="run.toml")).entropy == 0.01
+    settings["learner"] = {"kind": "verl"}
+    with pytest.raises(ConfigError, match=r"options.entropy = 0.01: .* learner.kind = 'torch'"):
+        algorithm(resolve(settings, source="run.toml"))
 
 
 def rollout(group: str, index: int, reward: float | None) -> Rollout:
