@@ -201,6 +201,7 @@ def _state(row: Any) -> RunState:
         step=row["step"],
         checkpoint=row["checkpoint"],
         config=values.load(row["config"]),
+        created=row["created_at"],
     )
 
 

@@ -77,7 +77,8 @@ def test_train_show_evaluate_and_continue(run_folder: Path) -> None:
     assert changed.returncode == 2
     assert "algorithm.lr: 0.001 -> 0.5" in changed.stderr
 
-    checkpoint = read(run_folder, lambda store: store.run("tiny")).checkpoint
+    last = read(run_folder, lambda store: store.run("tiny")).checkpoint
+    checkpoint = str((run_folder / "out" / last).resolve())
     scored = agentrl(run_folder, "eval", "run.toml")
     assert scored.returncode == 0, scored.stderr
     (settings,) = run_folder.glob("*-eval-*/run.json")
