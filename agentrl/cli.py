@@ -70,7 +70,9 @@ def train(
         return
     if start:
         from agentrl.restart import go_back
+        from agentrl.trainer import check
 
+        check(config)
         go_back(config, start)
     from agentrl.trainer import run_training
 

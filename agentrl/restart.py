@@ -29,7 +29,6 @@ def go_back(config: RunConfig, start: str) -> None:
 
 
 async def _go_back(config: RunConfig, start: str) -> None:
-    trainer.check(config)
     async with open_store(config.store, create=False) as store:
         state = await store.run(config.name)
         if state is None:

@@ -234,7 +234,7 @@ def test_an_adapter_is_trained_evaluated_and_merged(run_folder: Path, tiny_model
     trained = agentrl(run_folder, "train", "run.toml", *SMALL, *lora)
     assert trained.returncode == 0, trained.stderr
     run = read(run_folder, lambda store: store.run("tiny"))
-    checkpoint = Path(run.checkpoint)
+    checkpoint = run_folder / "out" / run.checkpoint
     assert json.loads((checkpoint / "adapter_config.json").read_text())["r"] == 4
     assert not list(checkpoint.glob("model*.safetensors"))
     steps = [row for row in read(run_folder, lambda store: store.steps("tiny")) if row.committed]
