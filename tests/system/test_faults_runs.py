@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import signal
 import sqlite3
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from agentrl.store.connection import StoreFile
 from agentrl.trainer import clear
 from tests.algorithms.test_checkpoint import flip
 from tests.system.steady import STEPS, config, run, strike_at
-from tests.system.test_kill import committed
+from tests.system.test_kill import wait_for_progress
 from tests.system.test_resume import Interrupted, assert_same, check_store, interrupt
 
 
@@ -44,15 +43,18 @@ def whole(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Pat
     return folder
 
 
-@pytest.fixture
-def broken(tmp_path: Path, tiny_model_dir: Path) -> RunConfig:
-    """A run that was interrupted after four steps."""
-    folder = tmp_path / "broken"
-    folder.mkdir()
-    settings = config(folder, tiny_model_dir)
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Path:
+    folder = tmp_path_factory.mktemp("interrupted")
     with pytest.raises(Interrupted):
-        start(settings, interrupt, number=4)
-    return settings
+        start(config(folder, tiny_model_dir), interrupt, number=4)
+    return folder
+
+
+@pytest.fixture
+def broken(interrupted: Path, tmp_path: Path, tiny_model_dir: Path) -> RunConfig:
+    """A copy of a run that was interrupted after four steps."""
+    return config(shutil.copytree(interrupted, tmp_path / "broken"), tiny_model_dir)
 
 
 def folder_of(settings: RunConfig) -> Path:
@@ -118,35 +120,25 @@ def test_a_folder_deleted_under_a_live_run_ends_it_and_spares_the_next_one(
 @pytest.mark.timeout(300)
 def test_rm_rf_under_the_command_line_ends_it_with_a_sentence(run_folder: Path) -> None:
     command = [sys.executable, "-m", "agentrl", "train", "run.toml", "steps=500"]
-    small = ["algorithm.groups=1", "algorithm.group_size=2", "eval.tasks=0"]
-    process = subprocess.Popen(
-        [*command, *small],
-        cwd=run_folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command += ["algorithm.groups=1", "algorithm.group_size=2", "eval.tasks=0"]
+    with (run_folder / "said").open("w") as said:
+        process = subprocess.Popen(command, cwd=run_folder, stdout=said, stderr=said)
     try:
-        while committed(run_folder / "out" / "store.db") < 2:
-            assert process.poll() is None
+        wait_for_progress(process, run_folder / "out" / "store.db")
         fresh = subprocess.run(
-            [*command, *small, "--fresh"],
-            cwd=run_folder,
-            capture_output=True,
-            text=True,
-            check=False,
+            [*command, "--fresh"], cwd=run_folder, capture_output=True, text=True, check=False
         )
         assert fresh.returncode == 2
         assert "is live (process" in fresh.stderr
-        while (run_folder / "out").exists():  # what is written meanwhile is in its way
+        while (run_folder / "out").exists() and process.poll() is None:  # it writes meanwhile
             shutil.rmtree(run_folder / "out", ignore_errors=True)
-        _, said = process.communicate(timeout=120)
+        assert process.wait(timeout=120) == 2
     finally:
         if process.poll() is None:
-            process.send_signal(signal.SIGKILL)
-    assert process.returncode == 2
-    assert "was deleted, moved or replaced" in said
-    assert "Traceback" not in said
+            process.kill()
+    told = (run_folder / "said").read_text()
+    assert "was deleted, moved or replaced" in told
+    assert "Traceback" not in told
 
 
 # -- damage ----------------------------------------------------------------------------------------
