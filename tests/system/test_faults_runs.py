@@ -173,6 +173,7 @@ def test_where_no_checkpoint_is_whole_the_run_ends_with_what_to_do(
     assert_same(folder_of(broken), whole)
 
 
+@pytest.mark.slow
 def test_from_the_start_all_steps_are_trained_again(whole: Path, broken: RunConfig) -> None:
     go_back(broken, "0")
     start(broken, nothing)
