@@ -33,6 +33,12 @@ cli.add_command(export)
 @click.option("--seed", type=int, help="Seed of model building, task order and sampling.")
 @click.option("--steps", type=int, help="Training steps.")
 @click.option("--fresh", is_flag=True, help="Delete what an earlier run of this name left.")
+@click.option(
+    "--from",
+    "start",
+    metavar="STEPS|PATH",
+    help="Go on from this checkpoint of the run; the steps after it are trained again.",
+)
 @click.option("--dry-run", is_flag=True, help="Check and print every setting, and stop.")
 def train(
     run_file: Path,
@@ -40,6 +46,7 @@ def train(
     seed: int | None,
     steps: int | None,
     fresh: bool,
+    start: str | None,
     dry_run: bool,
 ) -> None:
     """Train the agent of RUN_FILE, or continue where an earlier start was stopped.
@@ -47,6 +54,8 @@ def train(
     OVERRIDES are settings such as `algorithm.lr=1e-4`."""
     named = {"seed": seed, "steps": steps}
     extra = [f"{key}={value}" for key, value in named.items() if value is not None]
+    if fresh and start:
+        raise click.UsageError("--fresh deletes every checkpoint: leave it or --from out")
     config = load(run_file, [*overrides, *extra])
     if dry_run:
         if find_spec("torch") and find_spec("transformers"):  # the extra `train`
@@ -59,6 +68,12 @@ def train(
 
             click.echo(described(config), nl=False)
         return
+    if start:
+        from agentrl.restart import go_back
+        from agentrl.trainer import check
+
+        check(config)
+        go_back(config, start)
     from agentrl.trainer import run_training
 
     run_training(config, fresh=fresh)

@@ -112,7 +112,8 @@ def differences(old: RunConfig, new: RunConfig) -> list[str]:
     # Either learner goes on from the other's checkpoint, on any number of GPUs.
     placement = ("learner.kind", "learner.packing", "learner.verl.")
     before, after = (
-        flatten(msgspec.to_builtins(config)) | {"policies": list(config.policies)}  # their order
+        _moved(flatten(msgspec.to_builtins(config)), Path(config.output))
+        | {"policies": list(config.policies)}  # their order
         for config in (old, new)
     )
     return [
@@ -122,6 +123,16 @@ def differences(old: RunConfig, new: RunConfig) -> list[str]:
         and not key.startswith(placement)
         and before.get(key) != after.get(key)
     ]
+
+
+def _moved(values: Mapping[str, Any], output: Path) -> dict[str, Any]:
+    """The values, with what is in the output folder by its path from there."""
+    return {
+        key: str(Path(value).relative_to(output))
+        if isinstance(value, str) and Path(value).is_relative_to(output)
+        else value
+        for key, value in values.items()
+    }
 
 
 def _apply(data: dict[str, Any], override: str) -> None:

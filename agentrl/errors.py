@@ -45,6 +45,10 @@ class PolicyError(AgentRLError):
     """A model directory, tokenizer, chat template or policy server is unusable."""
 
 
+class DamagedError(PolicyError):
+    """A checkpoint is missing or not as it was written; an earlier one may be whole."""
+
+
 class SinkError(AgentRLError):
     """A metrics sink cannot be reached or refuses what it is given."""
 

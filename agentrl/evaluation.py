@@ -203,7 +203,7 @@ async def last_checkpoint(config: RunConfig) -> Path:
         state = await store.run(config.name)
     if state is None or state.checkpoint is None:
         raise ConfigError(f"run {config.name!r} has no checkpoint yet: train it, or name one")
-    return Path(state.checkpoint)
+    return config.checkpoint(state.checkpoint)
 
 
 async def _played(config: RunConfig, plan: Plan) -> Played:

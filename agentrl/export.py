@@ -98,6 +98,15 @@ def _of_policy(checkpoint: Path, policy: str | None) -> Path:
     return checkpoint / policy
 
 
+def _found(store_url: str, checkpoint: str, output: str) -> Path:
+    """Where a checkpoint is: beside the store's file, wherever that was moved, or in the folder
+    that the run was started with."""
+    scheme, _, file = store_url.partition(":///")
+    beside = [Path(file.partition("?")[0]).parent] if scheme == "sqlite" else []
+    places = [place / "checkpoints" / Path(checkpoint).name for place in (*beside, Path(output))]
+    return next((place for place in places if place.is_dir()), Path(output, checkpoint))
+
+
 async def _last_checkpoint(store_url: str, run: str) -> Path:
     from agentrl.store import open_store
 
@@ -107,7 +116,7 @@ async def _last_checkpoint(store_url: str, run: str) -> Path:
             raise NotFound(
                 f"run {run!r} has no checkpoint in {store.url}, which has runs {await store.runs()}"
             )
-        return Path(state.checkpoint)
+        return _found(store.url, state.checkpoint, state.config["output"])
 
 
 async def send(

@@ -324,3 +324,9 @@ class RunConfig(Section, frozen=True):
     def path(self, name: str) -> Path:
         """A file named in the run file, relative to its folder."""
         return Path(self.root, name)
+
+    def checkpoint(self, name: str) -> Path:
+        """Where a checkpoint is that the store names, relative to `output`. Earlier versions stored
+        where it was written, from where the folder may have been moved or copied."""
+        own = Path(self.output, "checkpoints", Path(name).name)
+        return own if own.is_dir() else Path(self.output, name)

@@ -23,10 +23,10 @@ from typing import Any, TypeVar
 import msgspec
 from rich.console import Console
 
-from agentrl import report, team, view
+from agentrl import folder_lock, report, team, view
 from agentrl.algorithms.learners import verl_settings
 from agentrl.config import RunConfig, differences, resolve
-from agentrl.errors import AgentRLError, ConfigError, TrainingError
+from agentrl.errors import AgentRLError, ConfigError, StoreError, TrainingError
 from agentrl.loading import check_tasks, load_tasks
 from agentrl.processes import USER_ERROR, Child
 from agentrl.sinks.exporter import Exporter, exporters
@@ -159,16 +159,29 @@ def conceal(config: RunConfig) -> RunConfig:
 
 
 def clear(config: RunConfig) -> None:
-    """Delete what an earlier run of this name wrote, and nothing else in its folder."""
+    """Delete what an earlier run of this name wrote, and nothing else in its folder.
+
+    Raises ConfigError while that run is live. What cannot be seen from here, such as a process of
+    an earlier version, is fenced: at its next commit it learns that it is not the owner."""
     output = Path(config.output)
     if config.store != f"sqlite:///{output / 'store.db'}":
         raise ConfigError(
             f"--fresh: the store {config.store} is not in {output}, so it may hold other runs;"
             " choose another name, or delete it yourself"
         )
-    for pattern in WRITTEN:
-        for path in output.glob(pattern):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if not output.is_dir():
+        return
+    with folder_lock.alone(output):
+        with contextlib.suppress(StoreError):  # there is none, or none that could be trained on
+            blocking(_fence(config))
+        for pattern in WRITTEN:
+            for path in output.glob(pattern):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+async def _fence(config: RunConfig) -> None:
+    async with open_store(config.store, create=False) as store:
+        await store.open_run(config.name, msgspec.to_builtins(config))
 
 
 def folder_at(path: Path) -> Path:
@@ -186,7 +199,7 @@ async def front(config: RunConfig, *, runners: int, local: tuple[Any, Any] | Non
     processes."""
     folder_at(Path(config.output))  # before the store, which is most often in it
     async with open_store(config.store) as store:
-        await _refuse_changes(store, config)
+        await refuse_changes(store, config)
         seconds = await attend(store, config, runners=runners, local=local)
         return await _finish(store, config, seconds)
 
@@ -220,6 +233,7 @@ async def attend(
     sinks = exporters(config, run_file, console)
     started = time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(folder_lock.shared(output))
         stack.push_async_callback(_stop_sinks, sinks)  # last: they wait for the last evaluation
         stack.push_async_callback(algorithm.stop)  # after the runners: they still need a model
         stack.push_async_callback(_stop_runners, workers, config.runner.drain)
@@ -250,15 +264,16 @@ def _to_join(config: RunConfig) -> str:
 
 async def _finish(store: Store, config: RunConfig, seconds: float) -> Result:
     state = await store.run(config.name)
+    last = state.checkpoint if state else None
     steps = await store.steps(config.name)
-    first, last = steps[0].metrics, steps[-1].metrics
+    before, after = steps[0].metrics, steps[-1].metrics
     result = Result(
-        before=first.get("eval/score"),
-        after=last.get("eval/score"),
-        before_sampled=first.get("eval/sampled"),
-        after_sampled=last.get("eval/sampled"),
+        before=before.get("eval/score"),
+        after=after.get("eval/score"),
+        before_sampled=before.get("eval/sampled"),
+        after_sampled=after.get("eval/sampled"),
         seconds=seconds,
-        checkpoint=state.checkpoint if state else None,
+        checkpoint=str(config.checkpoint(last)) if last else None,
         store=config.store,
     )
     await report.write(store, config, steps, result.checkpoint, seconds)
@@ -315,7 +330,7 @@ async def _local_runner(config: RunConfig, agent: Any, verifier: Any) -> None:
         await asyncio.to_thread(runner.stop)
 
 
-async def _refuse_changes(store: Store, config: RunConfig) -> None:
+async def refuse_changes(store: Store, config: RunConfig) -> None:
     """A run is one experiment: continuing it with other settings would be neither of the two."""
     state = await store.run(config.name)
     if state is None or not await store.rollouts(config.name, limit=1):

@@ -330,6 +330,12 @@ class RunState(Record, frozen=True):
     step: int  # the next step to train; 0 for a new run
     checkpoint: str | None
     config: dict[str, Json]
+    created: float = 0.0  # unix seconds
+
+    @property
+    def identity(self) -> str:
+        """Of all runs that ever had the name, this one."""
+        return f"{self.run}@{self.created}"
 
 
 class StepRow(Record, frozen=True):

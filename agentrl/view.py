@@ -52,6 +52,7 @@ async def _follow_plain(
     while True:
         await model.update(store)
         model.warn(console)
+        printed = min(printed, len(model.committed) - 1)
         await failures.say(store, console, model.committed)
         for row in model.rows:
             if row.step > printed and row.committed:
@@ -80,10 +81,12 @@ class Progress:
     ready: bool = False
     warned: bool = False
     unheard: set[str] = field(default_factory=set)  # policies of which that was said
+    again: set[int] = field(default_factory=set)  # steps of which that was said
 
     async def update(self, store: Store) -> None:
-        """Committed steps never change, so only what came after them is read."""
-        done = len(self.committed)
+        """Committed steps change only by being taken back, so only what came after is read."""
+        state = await store.run(self.config.name)
+        done = min(len(self.committed), state.step if state else 0)
         self.rows[done:] = await store.steps(self.config.name, after=done - 1)
         self.counts = await store.counts(self.config.name)
         self.ready = remote(self.config) or bool(await store.policies(self.config.name))
@@ -95,6 +98,15 @@ class Progress:
             if policy not in self.unheard:
                 self.unheard.add(policy)
                 console.print(sentence, highlight=False, markup=False)
+        for row in self.rows:
+            taken = row.metrics.get("steps/taken_back", 0.0)
+            if taken and not row.committed and row.step not in self.again:
+                self.again.add(row.step)
+                console.print(
+                    f"{taken:.0f} steps were taken back, and are trained again from step"
+                    f" {row.step + 1}: their checkpoint was damaged, or --from said so",
+                    highlight=False,
+                )
         without, _ = refused(self.committed)
         if without > 0 and not self.warned:
             self.warned = True

@@ -24,10 +24,11 @@ from torch.nn import Linear, Module, Parameter
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
+from agentrl import digests
 from agentrl.algorithms.checkpoint import atomic_directory
 from agentrl.algorithms.model import load_model
 from agentrl.config import nearest
-from agentrl.errors import PolicyError
+from agentrl.errors import DamagedError, PolicyError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ALL = "all-linear"  # peft's word for every linear layer but the head
@@ -93,6 +94,7 @@ class Adapters:
 
     def open(self, name: str, directory: Path) -> None:
         """Add an adapter as `save`, or peft, wrote it. Raises PolicyError if it does not fit."""
+        digests.check(directory)
         settings = _settings(directory)
         targets = settings.target_modules
         self.add(
@@ -312,7 +314,7 @@ def _tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
             return tensors, opened.metadata() or {}
     except (OSError, SafetensorError) as error:
-        raise PolicyError(
+        raise DamagedError(
             f"adapter {file.parent}: {file.name} is missing or incomplete ({error}); "
             "resume from another checkpoint"
         ) from None

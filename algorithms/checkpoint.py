@@ -1,9 +1,10 @@
 """Checkpoints on disk: a directory that is there is whole, whatever was killed when.
 
-A checkpoint is what the learner saved (an ordinary Hugging Face directory plus optimizer state)
-and `state.json`: the state of the algorithm and of the random number generators. It is written
-beside its place, forced to disk and renamed, before the store commit that names it. Its name holds
-the epoch of its writer, so that a fenced process which is still alive harms nobody's.
+A checkpoint is what the learner saved (an ordinary Hugging Face directory plus optimizer state),
+`state.json`, the state of the algorithm and of the random number generators, and `SHA256SUMS`, the
+digests of both, by which a damaged one is refused. It is written beside its place, forced to disk
+and renamed, before the store commit that names it. Its name holds the epoch of its writer, and its
+state names the run, so that a fenced process which is still alive harms nobody's.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import random
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -23,7 +24,8 @@ from typing import Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from agentrl.errors import PolicyError, TrainingError
+from agentrl import digests
+from agentrl.errors import DamagedError, PolicyError, TrainingError
 from agentrl.types import Json
 
 STATE = "state.json"
@@ -43,15 +45,25 @@ class Kept(Protocol):
     def load(self, directory: Path) -> None: ...
 
 
-def save_checkpoint(directory: Path, learner: Kept, state: Mapping[str, Json]) -> None:
-    """Write a checkpoint, replacing one of the same name. `state` must survive JSON.
+def numbers(path: Path) -> tuple[int, int] | None:
+    """Steps and epoch of what has a `checkpoint_name`."""
+    found = NAME.match(path.name)
+    return (int(found[1]), int(found[2] or 1)) if found else None
+
+
+def save_checkpoint(
+    directory: Path, learner: Kept, state: Mapping[str, Json], run: str = ""
+) -> None:
+    """Write a checkpoint, replacing one of the same name. `state` must survive JSON. run: whose it
+    is, which no other run has been.
 
     Raises TrainingError when the disk refuses, with nothing left behind."""
-    content = {"state": state, "random": random_state()}
+    content = {"run": run, "state": state, "random": random_state()}
     try:
         with atomic_directory(directory) as partial:
             learner.save(partial)
             (partial / STATE).write_text(json.dumps(content), encoding="utf-8")
+            digests.write(partial)
     except (OSError, SafetensorError) as error:
         raise TrainingError(
             f"checkpoint {directory}: it cannot be written ({error}); free disk space or check "
@@ -62,9 +74,16 @@ def save_checkpoint(directory: Path, learner: Kept, state: Mapping[str, Json]) -
 def load_checkpoint(directory: Path, learner: Kept) -> dict[str, Json]:
     """Restore learner and random state; returns the `state` given to `save_checkpoint`.
 
-    Raises PolicyError, with nothing changed, if it is damaged or of another model."""
+    Raises DamagedError, with nothing changed, if it is not as it was written, PolicyError if it is
+    of another model."""
+    digests.check(directory)
     try:
         content = json.loads((directory / STATE).read_text(encoding="utf-8"))
+        if "run" in content and not (directory / digests.FILE).is_file():
+            raise DamagedError(
+                f"checkpoint {directory}: {digests.FILE} is missing, so nothing says that it is"
+                " whole; restore a copy, or take another checkpoint"
+            )
         state: dict[str, Json] = content["state"]
         before = random_state()
         try:
@@ -72,7 +91,7 @@ def load_checkpoint(directory: Path, learner: Kept) -> dict[str, Json]:
         finally:
             set_random_state(before)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise PolicyError(
+        raise DamagedError(
             f"checkpoint {directory}: {STATE} is missing or incomplete; "
             "resume from another checkpoint"
         ) from error
@@ -91,6 +110,7 @@ def save_policy(directory: Path, learner: Kept) -> None:
             for file in partial.iterdir():
                 if not _of_the_policy(file):
                     file.unlink()
+            digests.write(partial)
     except (OSError, SafetensorError) as error:
         raise TrainingError(
             f"{directory}: the policy cannot be written ({error}); free disk space or check the "
@@ -109,6 +129,7 @@ def export_checkpoint(source: Path, target: Path) -> None:
     whole = any((folder / STATE).is_file() for folder in (source, source.parent))
     if not whole or not any(map(_weights, files)):
         raise PolicyError(f"{source}: it is no checkpoint of a run; give <output>/checkpoints/...")
+    digests.check(source)
     for file in filter(_weights, files):
         try:
             with safe_open(file, framework="pt"):
@@ -125,20 +146,48 @@ def export_checkpoint(source: Path, target: Path) -> None:
         raise PolicyError(f"{target}: it cannot be written ({error})") from None
 
 
-def prune(folder: Path, *, keep: int, protect: Iterable[Path] = ()) -> None:
-    """Delete all but the `keep` newest checkpoints of a folder, and what killed processes left.
+def prune(folder: Path, *, keep: int, last: Path, run: str = "") -> None:
+    """Delete all but the `keep` newest checkpoints of a run up to `last`, which its owner has just
+    committed, those of steps that were taken back, and what killed processes left.
 
-    Checkpoints are the directories with a `checkpoint_name`; anything else and every path in
-    `protect` stays."""
-    protected = {path.resolve() for path in protect}
-    folders = (path for path in folder.iterdir() if path.is_dir())
-    named = [(match, path) for path in folders if (match := NAME.match(path.name))]
-    named.sort(key=lambda item: [int(number or 1) for number in item[0].groups()], reverse=True)
-    for _, path in named[keep:]:
-        if path.resolve() not in protected:
+    What is of another run, or of an owner after that of `last`, stays, and so does all that has no
+    `checkpoint_name`."""
+    present = numbers(last)
+    assert present is not None
+    own = {}
+    for path in folder.iterdir():
+        named = numbers(path)
+        if named and path.is_dir() and named[1] <= present[1] and _is_of(path, run):
+            own[path] = named
+    ahead = [path for path, named in own.items() if named[0] > present[0]]
+    kept = sorted(own.keys() - ahead, key=lambda path: own[path], reverse=True)
+    for path in (*ahead, *kept[keep:]):
+        if path.resolve() != last.resolve():
             _delete(path)
     for path in folder.glob(f"*{PARTIAL}*"):
-        shutil.rmtree(path, ignore_errors=True)
+        named = numbers(Path(path.name.partition(PARTIAL)[0]))
+        if named and named[1] <= present[1]:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def earlier(folder: Path, last: Path, run: str) -> list[Path]:
+    """The run's checkpoints on disk of fewer steps than `last`, newest first."""
+    present = numbers(last) or (0, 0)
+    found = [
+        (named, path)
+        for path in (folder.iterdir() if folder.is_dir() else ())
+        if (named := numbers(path)) and path.is_dir() and named[0] < present[0]
+    ]
+    return [path for _, path in sorted(found, reverse=True) if _is_of(path, run)]
+
+
+def _is_of(path: Path, run: str) -> bool:
+    """Earlier versions did not say whose a checkpoint is. One that cannot be read is not whole."""
+    try:
+        content = json.loads((path / STATE).read_text(encoding="utf-8"))
+        return content.get("run", "") in ("", run)
+    except (OSError, ValueError, AttributeError):
+        return True
 
 
 @contextmanager
@@ -179,7 +228,9 @@ def set_random_state(state: Mapping[str, Json]) -> None:
 
 def _of_the_policy(file: Path) -> bool:
     """Not the optimizer's, the algorithm's or another model's."""
-    return _weights(file) if file.suffix == ".safetensors" else file.name != STATE
+    if file.suffix == ".safetensors":
+        return _weights(file)
+    return file.name not in (STATE, digests.FILE)
 
 
 def _weights(file: Path) -> bool:

@@ -19,6 +19,7 @@ from agentrl.algorithms.opponents import Opponents
 from agentrl.algorithms.serving import Serving
 from agentrl.algorithms.team import Team
 from agentrl.config import RunConfig
+from agentrl.folder_lock import FolderLock
 from agentrl.store.base import Store
 from agentrl.types import Json, RunState, StepCommit
 
@@ -34,6 +35,7 @@ class Loop:
     serving: Serving
     collector: Collector
     heldout: list[dict[str, Json]]
+    lock: FolderLock
     opponents: Opponents | None = None  # none: nobody plays against snapshots
 
     async def run(self) -> None:
@@ -88,11 +90,12 @@ class Loop:
 
     async def commit(self, step: int, collected: Collected, metrics: dict[str, float]) -> None:
         """Write the checkpoint, then make the step true; earlier checkpoints go last."""
+        self.lock.check()
         folder = Path(self.config.output, "checkpoints")
         path = folder / checkpoint_name(step + 1, self.state.epoch)
         if self.opponents is not None:
             await self.opponents.keep(step + 1)
-        save_checkpoint(path, self.team, state=self.team.dump())
+        save_checkpoint(path, self.team, self.team.dump(), self.state.identity)
         await self.store.commit_step(
             StepCommit(
                 run=self.config.name,
@@ -103,11 +106,12 @@ class Loop:
                 credits=self.team.credits(step),
                 judgements=self.team.judgements(step),
                 versions=self.team.versions(step + 1),
-                checkpoint=str(path),
+                checkpoint=f"checkpoints/{path.name}",
                 metrics=metrics,
             )
         )
-        prune(folder, keep=self.config.keep_checkpoints, protect=[path])
+        keep = self.config.keep_checkpoints
+        prune(folder, keep=keep, last=path, run=self.state.identity)
 
     async def publish(self) -> None:
         """Tell the runners where each policy is served."""

@@ -13,8 +13,8 @@ import msgspec
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from agentrl.algorithms import beside, coalitions, evaluate, presets
-from agentrl.algorithms.checkpoint import load_checkpoint
+from agentrl import folder_lock
+from agentrl.algorithms import beside, coalitions, evaluate, presets, resume
 from agentrl.algorithms.coalitions import RoleRewards, shares
 from agentrl.algorithms.collect import Collector, rule
 from agentrl.algorithms.controller import Anchor, Following
@@ -69,7 +69,9 @@ async def run(config: RunConfig) -> None:
     disable_progress_bar()  # the view is the only one
     random.seed(config.seed)
     torch.manual_seed(config.seed)
-    async with open_store(config.store) as store, AsyncExitStack() as stack:
+    async with AsyncExitStack() as stack:
+        lock = stack.enter_context(folder_lock.shared(Path(config.output)))
+        store = await stack.enter_async_context(open_store(config.store))
         # Opened before the policies are built, so that runners load their agents in the meantime.
         state = await store.open_run(config.name, msgspec.to_builtins(config))
         started = time.monotonic()
@@ -78,8 +80,7 @@ async def run(config: RunConfig) -> None:
             await store.log(config.name, 0, {"time/build": time.monotonic() - started})
         team, difficulty = make_team(config, algos, bases, stack)
         pool = make_pool(config, team)
-        if state.checkpoint:
-            team.restore(load_checkpoint(Path(state.checkpoint), team))
+        state = await resume.resumed(store, config, state, team)
         tasks = TaskStream(config, train, greedy, difficulty, pool)
         collector = Collector(config, store, state.epoch, tasks, resample)
         serving = Serving(config, bases)
@@ -92,7 +93,7 @@ async def run(config: RunConfig) -> None:
             opponents = make_opponents(config, team, serving, store, pool)
             if opponents is not None:
                 await opponents.start(state.step)
-            loop = Loop(config, store, state, team, serving, collector, heldout, opponents)
+            loop = Loop(config, store, state, team, serving, collector, heldout, lock, opponents)
             await serving.during(loop.run())
         finally:
             await serving.close()

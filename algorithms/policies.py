@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from agentrl import team
+from agentrl import digests, team
 from agentrl.algorithms.adapters import Adapters
 from agentrl.algorithms.checkpoint import atomic_directory
 from agentrl.algorithms.model import Tokenizer, load_model
@@ -50,6 +50,7 @@ def load_bases(config: RunConfig) -> list[Base]:
 
 
 def load_base(source: str, config: RunConfig, *, adapted: bool, built: bool = False) -> Base:
+    digests.check(Path(source))
     model, tokenizer = load_model(source, config.policy.dtype, config.policy.device)
     adapters = Adapters(model) if adapted else None
     return Base(source, model, tokenizer, adapters, built=built)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from agentrl.algorithms.model import load_model, no_progress_bars
-from agentrl.errors import PolicyError
+from agentrl.errors import DamagedError, PolicyError
 
 
 def save_weights(module: Module, file: Path) -> None:
@@ -33,7 +33,7 @@ def read_weights(module: Module, file: Path) -> dict[str, Tensor]:
     try:
         saved: dict[str, Tensor] = load_file(file)
     except (OSError, SafetensorError) as error:
-        raise PolicyError(
+        raise DamagedError(
             f"checkpoint {file.parent}: {file.name} is missing or incomplete ({error}); "
             "resume from another checkpoint"
         ) from None

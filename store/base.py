@@ -6,7 +6,7 @@ Always true:
   * A write that carries an old fence or comes after its attempt ended is kept for inspection
     (`late`) and never trained.
   * A group is trained by at most one step: `commit_step` marks groups, policy versions,
-    checkpoint and metrics in one transaction.
+    checkpoint and metrics in one transaction, and only `rewind` takes a step back.
   * What was claimed and not committed comes back.
 Who may call: each section says whose it is; reading is everybody's. Over HTTP a `runner` key may
 call the verbs of runners and gateways (not `enqueue` and `cancel`) and, of reading, what these
@@ -89,6 +89,17 @@ class Store(Protocol):
         trained or discarded; NotFound for a run or group unknown here, and for credit of what is
         no call and judgements of what is no rollout of `groups`. The rewards of judgements join
         those of the rollout."""
+        ...
+
+    async def rewind(self, run: str, epoch: int, step: int, checkpoint: str | None) -> None:
+        """Take back the committed steps from `step` on: the run has `step` steps again, those of
+        `checkpoint`, or of the start where it is None.
+
+        All of it or nothing: their groups, discarded ones too, can be claimed again, groups whose
+        evidence is pruned enqueued again; their credit, judgements and metrics go, and so do the
+        evaluations of later steps. Rollouts and what runners said of them stay. A repeat does
+        nothing. Raises Fenced if `epoch` is old; Conflict if the run has fewer steps; NotFound for
+        an unknown run; Invalid for a negative step."""
         ...
 
     async def claim_groups(

@@ -4,8 +4,9 @@ Owns: one Unix datagram socket per open store, in a folder of the temporary dire
 the file's device and inode, and one thread that listens to it. Always true: the folder, whose name
 can be guessed, is this user's and open to nobody else, or it is not used; a ring is only a hint to
 look; what it carries is one byte of topics, and a lost one costs at most `SLOW` seconds, because
-the thread also watches the file's own change counter (`pragma data_version`). That is all there is
-where sockets are missing or the processes share no temporary directory.
+the thread also watches the file's own change counter (`pragma data_version`), and whether the file
+is still there: who waits must look, and hear of it. That is all there is where sockets are missing
+or the processes share no temporary directory.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
-from agentrl.store.connection import Location
+from agentrl.store.connection import Location, StoreFile
 from agentrl.store.feed import ALL
 
 SLOW = 1.0  # seconds
@@ -33,8 +34,8 @@ CLOSE = b"\0"
 class Bell:
     """Rings the other processes and passes their rings to `ring`."""
 
-    def __init__(self, location: Location, ring: Callable[[int], None]) -> None:
-        self._location = location
+    def __init__(self, location: Location, file: StoreFile, ring: Callable[[int], None]) -> None:
+        self._location, self._file = location, file
         self._ring = ring
         self._folder = folder(location.path)
         self._name = f"{os.getpid()}-{secrets.token_hex(4)}"
@@ -97,6 +98,7 @@ class Bell:
     def _listen(self) -> None:
         while not self._closed.is_set():
             try:
+                self._file.check()
                 with closing(self._location.connect(readonly=True)) as conn:
                     self._hear(conn)
             except Exception:  # noqa: BLE001 - whoever waits here would not hear of it
@@ -109,6 +111,7 @@ class Bell:
         while not self._closed.is_set():
             topics = self._receive()
             if time.monotonic() - checked >= SLOW:
+                self._file.check()
                 version, checked = _version(conn), time.monotonic()
                 if version != seen:
                     seen, topics = version, ALL

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import threading
 import time
@@ -87,6 +88,30 @@ class Location:
             raise explained(self.path, error) from error
 
 
+class Moved(sqlite3.OperationalError):
+    """Nobody will find what is written: the file is not at its path any more."""
+
+
+class StoreFile:
+    """The file that a store was opened at. While it is open, no other file has its number."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._number = self._found()
+
+    def check(self) -> None:
+        """Raises Moved where its path leads to another file by now, or to none."""
+        if self._found() != self._number:
+            raise Moved
+
+    def _found(self) -> tuple[int, int] | None:
+        try:
+            found = os.stat(self._path)  # noqa: PTH116 - on the path of every commit
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
+
+
 class SqliteSession:
     """The writing connection of a process: see `Session`."""
 
@@ -95,10 +120,11 @@ class SqliteSession:
     def __init__(
         self,
         location: Location,
+        file: StoreFile,
         committed: Callable[[sqlite3.Connection], None],
         clock: Callable[[], float],
     ) -> None:
-        self._path, self._clock = location.path, clock
+        self._path, self._clock, self._file = location.path, clock, file
         self._committed = committed  # called after every commit
         self.conn = location.connect()  # waits while another process recovers or closes the file
         self.conn.execute("pragma busy_timeout = 0")  # from here on `begin` waits by itself
@@ -106,6 +132,7 @@ class SqliteSession:
     def begin(self) -> float:
         """Takes the write lock of the file. SQLite's own waiting sleeps for up to 100 ms at a
         time, so that one busy process would starve the others; this looks every millisecond."""
+        self._file.check()
         deadline = time.monotonic() + BUSY
         while True:
             try:
@@ -144,14 +171,15 @@ class SqliteSnapshots:
     threads = 2
     errors: tuple[type[Exception], ...] = (sqlite3.Error, *UNFIT)
 
-    def __init__(self, location: Location) -> None:
+    def __init__(self, location: Location, file: StoreFile) -> None:
         self.name = str(location.path)
-        self._location = location
+        self._location, self._file = location, file
         self._local = threading.local()
         self._opened: list[sqlite3.Connection] = []
 
     @contextmanager
     def snapshot(self) -> Iterator[sqlite3.Connection]:
+        self._file.check()
         conn: sqlite3.Connection | None = getattr(self._local, "conn", None)
         if conn is None:
             conn = self._local.conn = self._location.connect(readonly=True)
@@ -185,6 +213,11 @@ def explained(path: Path, error: Exception) -> Exception:
 
 def explain(path: Path, error: sqlite3.Error) -> str:
     """What happened to the file and what to do."""
+    if isinstance(error, Moved):
+        return (
+            f"Store {path}: the file was deleted, moved or replaced while it was in use; start "
+            "again where it is now."
+        )
     advice = {
         "SQLITE_NOTADB": "it is not an SQLite database; choose another path",
         "SQLITE_CORRUPT": "the file is damaged; restore a copy or choose another path",

@@ -329,8 +329,9 @@ def clean_outcome(outcome: Outcome) -> Outcome:
 
 
 def reward_columns(
-    attempt: str, position: int, reward: Reward, *, late: bool = False
+    attempt: str, position: int, reward: Reward, *, late: bool = False, step: int | None = None
 ) -> dict[str, Any]:
+    """step: the training step that gave it; none: it came with the attempt."""
     return {
         "attempt": attempt,
         "late": late,
@@ -340,6 +341,7 @@ def reward_columns(
         "name": reward.name,
         "value": reward.value,
         "source": reward.source,
+        "step": step,
     }
 
 

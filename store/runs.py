@@ -201,6 +201,7 @@ def _state(row: Any) -> RunState:
         step=row["step"],
         checkpoint=row["checkpoint"],
         config=values.load(row["config"]),
+        created=row["created_at"],
     )
 
 
@@ -247,7 +248,10 @@ def _add_judgements(
         if lost := next((call for call in about if owners.get(str(call)) != rollout), None):
             raise NotFound(f"{where} transition {lost!r}, which is no call of {rollout!r}.")
         attempt, first = members[rollout]["attempt_id"], members[rollout]["rewards"]
-        columns = (rows.reward_columns(attempt, first + i, r) for i, r in enumerate(rewards))
+        columns = (
+            rows.reward_columns(attempt, first + i, reward, step=commit.step)
+            for i, reward in enumerate(rewards)
+        )
         conn.executemany(SQL["add_judgement"], columns)
 
 

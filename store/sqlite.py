@@ -8,7 +8,7 @@ from collections.abc import Callable
 from agentrl.store import migrations
 from agentrl.store.bell import Bell
 from agentrl.store.checkpoint import Checkpoints
-from agentrl.store.connection import Location, SqliteSession, SqliteSnapshots
+from agentrl.store.connection import Location, SqliteSession, SqliteSnapshots, StoreFile
 from agentrl.store.feed import Feed
 from agentrl.store.sqlstore import SqlStore
 
@@ -19,7 +19,8 @@ class SqliteStore(SqlStore):
     ) -> None:
         migrations.prepare(location, create=create)
         feed = Feed()
-        bell = Bell(location, feed.ring)
+        file = StoreFile(location.path)
+        bell = Bell(location, file, feed.ring)
         checkpoints = Checkpoints(location)
 
         def ring(topics: int) -> None:
@@ -30,8 +31,8 @@ class SqliteStore(SqlStore):
             bell.close()
             checkpoints.close()
 
-        session = SqliteSession(location, checkpoints.committed, clock or time.time)
-        snapshots = SqliteSnapshots(location)
+        session = SqliteSession(location, file, checkpoints.committed, clock or time.time)
+        snapshots = SqliteSnapshots(location, file)
         super().__init__(
             location.url,
             session,

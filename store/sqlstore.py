@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from agentrl.errors import Invalid
-from agentrl.store import evidence, queries, rows, runs, upkeep
+from agentrl.store import evidence, queries, rewind, rows, runs, upkeep
 from agentrl.store import rollouts as queue
 from agentrl.store.database import Connection, Session, Snapshots
 from agentrl.store.feed import ANY, GROUPS, QUEUE, Feed
@@ -94,6 +94,10 @@ class SqlStore:
 
     async def commit_step(self, commit: StepCommit) -> None:
         await self._writer.post(partial(runs.commit_step, step=runs.prepare(commit)))
+
+    async def rewind(self, run: str, epoch: int, step: int, checkpoint: str | None) -> None:
+        back = partial(rewind.rewind, run=run, epoch=epoch, step=step, checkpoint=checkpoint)
+        await self._writer.post(back)
 
     async def claim_groups(
         self, run: str, epoch: int, n: int, *, timeout: float | None = None

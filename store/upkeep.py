@@ -85,7 +85,7 @@ async def prune(read: Read, write: Write, limits: Limits, *, dry_run: bool) -> P
             total = _sum([total, _pruned(found)])
         else:
             for part in _parts(found):
-                total = _sum([total, await write(partial(_remove, limits=limits, rollouts=part))])
+                total = _sum([total, await write(partial(remove, rollouts=part))])
     for run in await read(partial(_runs, limits=limits)):
         events = await _prune_events(read, write, limits, run, dry_run=dry_run)
         total = _sum([total, Pruned(events=events)])
@@ -123,7 +123,7 @@ def _parts(found: Sequence[Any]) -> Iterator[list[str]]:
         yield part
 
 
-def _remove(tx: Transaction, limits: Limits, rollouts: Sequence[str]) -> Pruned:
+def remove(tx: Transaction, rollouts: Sequence[str]) -> Pruned:
     """Those of the rollouts whose group is still at rest: an evaluation may have grown since."""
     tx.conn.execute(SQL["lock_payloads"])
     tx.conn.execute(SQL["lock_groups"], _ids(rollouts))

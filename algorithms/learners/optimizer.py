@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_
 
 from agentrl.algorithms.learners.memory import is_out_of_memory
-from agentrl.errors import PolicyError, TrainingError
+from agentrl.errors import DamagedError, PolicyError, TrainingError
 
 FILE = "optimizer.safetensors"  # tensors "<parameter>/<moment>", and "<parameter>/master"
 MASTER = "master"
@@ -126,7 +126,7 @@ def read_state(directory: Path, parameters: Mapping[str, Tensor], kind: Kind) ->
             found = (file.metadata() or {}).get("optimizer")
             saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise PolicyError(
+        raise DamagedError(
             f"checkpoint {directory}: {FILE} is missing or incomplete ({error}); "
             "resume from another checkpoint"
         ) from None

@@ -52,6 +52,7 @@ RUNNER, ADMIN = Scope
 SCOPES = {
     "open_run": ADMIN,
     "commit_step": ADMIN,
+    "rewind": ADMIN,
     "claim_groups": ADMIN,
     "publish": ADMIN,
     "log": ADMIN,

@@ -45,8 +45,8 @@ insert into spans (
 on conflict (attempt_id, id) do nothing;
 
 -- name: add_reward
-insert into rewards (attempt_id, late, position, scope, target, name, value, source)
-values (:attempt, :late, :position, :scope, :target, :name, :value, :source)
+insert into rewards (attempt_id, late, position, scope, target, name, value, source, step)
+values (:attempt, :late, :position, :scope, :target, :name, :value, :source, :step)
 on conflict (attempt_id, late, position) do nothing;
 
 -- name: rollout

@@ -55,4 +55,4 @@ def test_fresh_deletes_what_the_run_wrote_and_nothing_else(tmp_path: Path) -> No
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "store.db").touch()
     trainer.clear(config)
-    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "run.lock"]

@@ -1,20 +1,24 @@
 from __future__ import annotations
 
+import json
 import random
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from agentrl import digests
 from agentrl.algorithms.batch import Batch
 from agentrl.algorithms.checkpoint import (
     STATE,
     atomic_directory,
     checkpoint_name,
+    earlier,
     export_checkpoint,
     load_checkpoint,
     prune,
@@ -23,7 +27,7 @@ from agentrl.algorithms.checkpoint import (
     set_random_state,
 )
 from agentrl.algorithms.learners.base import Psi, StepReport
-from agentrl.errors import PolicyError, TrainingError
+from agentrl.errors import DamagedError, PolicyError, TrainingError
 
 
 class OneNumber:
@@ -108,7 +112,7 @@ with atomic_directory(pathlib.Path({str(tmp_path)!r}, "2")) as partial:
     assert killed.returncode == -signal.SIGKILL
     assert not (tmp_path / "2").exists()
     assert len(names(tmp_path)) == 2
-    prune(tmp_path, keep=1)
+    prune(tmp_path, keep=2, last=tmp_path / "2")
     assert names(tmp_path) == ["1"]
 
 
@@ -131,6 +135,7 @@ def test_a_checkpoint_without_its_state_is_refused_before_anything_is_loaded(
 ) -> None:
     save_checkpoint(tmp_path / "1", OneNumber(7), {})
     (tmp_path / "1" / STATE).unlink()
+    (tmp_path / "1" / digests.FILE).unlink()  # as an earlier version left it
     if content is not None:
         (tmp_path / "1" / STATE).write_text(content)
     learner, before = OneNumber(3), random_state()
@@ -140,13 +145,81 @@ def test_a_checkpoint_without_its_state_is_refused_before_anything_is_loaded(
     assert random_state() == before
 
 
-def test_prune_keeps_the_newest_the_protected_and_what_is_not_a_checkpoint(tmp_path: Path) -> None:
+def checkpoints(folder: Path, *made: str, run: str = "mine@1") -> None:
+    for name in made:
+        save_checkpoint(folder / name, OneNumber(), {}, run)
+
+
+def test_prune_keeps_the_newest_of_the_run_and_what_is_not_a_checkpoint(tmp_path: Path) -> None:
     ten = checkpoint_name(10, epoch=1), checkpoint_name(10, epoch=2)
-    for name in ("000001", "000002", "000009", *ten, "best"):
-        (tmp_path / name).mkdir()
+    checkpoints(tmp_path, "000001", "000002", "000009", *ten, "best")
     (tmp_path / "000003").write_text("a file")
-    prune(tmp_path, keep=2, protect=[tmp_path / "x" / ".." / "000001"])
-    assert names(tmp_path) == ["000001", "000003", "000010", "000010.2", "best"]
+    prune(tmp_path, keep=2, last=tmp_path / ten[1], run="mine@1")
+    assert names(tmp_path) == ["000003", "000010", "000010.2", "best"]
+
+
+def test_prune_leaves_alone_what_another_run_or_a_later_owner_wrote(tmp_path: Path) -> None:
+    checkpoints(tmp_path, "000001.2", "000002.2", "000003.2")
+    checkpoints(tmp_path, "000001", "000001.3", run="other@2")
+    checkpoints(tmp_path, "000001.4", "000009.4")
+    (tmp_path / "000002.4.tmp-1234").mkdir()
+    (tmp_path / "000002.2.tmp-1234").mkdir()
+    prune(tmp_path, keep=1, last=tmp_path / "000003.2", run="mine@1")
+    stay = ["000001", "000001.3", "000001.4", "000002.4.tmp-1234", "000003.2", "000009.4"]
+    assert names(tmp_path) == stay
+
+
+def test_prune_deletes_what_was_trained_in_steps_that_were_taken_back(tmp_path: Path) -> None:
+    checkpoints(tmp_path, "000002", "000003", "000004", "000003.3")
+    prune(tmp_path, keep=2, last=tmp_path / "000003.3", run="mine@1")
+    assert names(tmp_path) == ["000003", "000003.3"]
+
+
+def test_earlier_checkpoints_are_those_of_the_run_newest_first(tmp_path: Path) -> None:
+    checkpoints(tmp_path, "000001", "000002", "000002.3", "000003", "000004")
+    checkpoints(tmp_path, "000002.5", run="other@2")
+    found = earlier(tmp_path, tmp_path / "000003", "mine@1")
+    assert [path.name for path in found] == ["000002.3", "000002", "000001"]
+    assert earlier(tmp_path / "none", tmp_path / "000003", "mine@1") == []
+
+
+def flip(file: Path) -> None:
+    """2 kB of it, or what it has, as a failing disk or a bad copy would."""
+    content = bytearray(file.read_bytes())
+    start = len(content) // 2
+    content[start : start + 2048] = bytes(byte ^ 0xFF for byte in content[start : start + 2048])
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("file", ["weight", STATE, digests.FILE])
+@pytest.mark.parametrize("how", [flip, Path.unlink])
+def test_a_damaged_checkpoint_is_refused_before_anything_is_loaded(
+    tmp_path: Path, file: str, how: Callable[[Path], None]
+) -> None:
+    save_checkpoint(tmp_path / "1", OneNumber(7), {}, "mine@1")
+    how(tmp_path / "1" / file)
+    learner, before = OneNumber(3), random_state()
+    with pytest.raises(DamagedError, match=r"is damaged|is missing"):
+        load_checkpoint(tmp_path / "1", learner)
+    assert learner.weight == 3
+    assert random_state() == before
+
+
+def test_a_checkpoint_without_digests_of_an_earlier_version_is_loaded(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "1", OneNumber(7), {})
+    (tmp_path / "1" / digests.FILE).unlink()
+    content = json.loads((tmp_path / "1" / STATE).read_text())
+    del content["run"]
+    (tmp_path / "1" / STATE).write_text(json.dumps(content))
+    learner = OneNumber()
+    load_checkpoint(tmp_path / "1", learner)
+    assert learner.weight == 7
+
+
+def test_digests_are_what_sha256sum_checks(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "1", OneNumber(7), {})
+    command = ["sha256sum", "--check", "--strict", digests.FILE]
+    assert subprocess.run(command, cwd=tmp_path / "1", check=False).returncode == 0
 
 
 def make_checkpoint(folder: Path) -> Path:

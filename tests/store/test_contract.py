@@ -456,6 +456,103 @@ async def test_a_step_that_learned_nothing_keeps_the_checkpoint_before_it(store,
     assert (state.step, state.checkpoint) == (2, "step-0")
 
 
+async def train_steps(store, kit, n, *, epoch=1):
+    """So many committed steps of a group each, with credit and a judgement for its one call, and
+    an evaluation of the weights after it."""
+    for step in range(n):
+        group = f"g{step}"
+        (attempt,) = await settle_with_call(store, kit, group)
+        await store.claim_groups("run", epoch, 1)
+        (call,) = (await store.trace(attempt.rollout.id)).transitions
+        hunch = Reward(value=0.5, name="hunch", source="model:hunch")
+        given = {
+            "credits": [credit(call.id, float(step))],
+            "judgements": [Judgement(rollout=attempt.rollout.id, reward=hunch)],
+        }
+        await store.commit_step(kit.step(step, [group], epoch=epoch, **given))
+        await store.enqueue(kit.group(f"e{step + 1}", 1, purpose=Purpose.EVAL, step=step + 1))
+        await store.finish([kit.good(attempt) for attempt in await claim(store)])
+        await store.log("run", step + 1, {"eval/score": 0.1 * step}, epoch=epoch)
+
+
+async def test_steps_are_taken_back_and_trained_again_once(store, kit):
+    await train_steps(store, kit, 3)
+    await settle(store, kit, "g3")
+    await store.claim_groups("run", 1, 1)  # held by the step that never came
+    cursor = await store.cursor()
+    for _ in range(2):
+        await store.rewind("run", 1, 1, "step-0")
+    assert await store.cursor() > cursor
+    state = await store.run("run")
+    assert (state.step, state.checkpoint, state.epoch) == (1, "step-0", 1)
+    rows = [(row.step, row.committed, row.metrics) for row in await store.steps("run")]
+    assert rows == [(0, True, {"reward": 0.5}), (1, False, {"eval/score": 0.0})]
+    counts = await store.counts("run")
+    assert (counts.groups_settled, counts.groups_trained) == (3, 1)
+    evaluated = await store.rollouts("run", purpose=Purpose.EVAL)
+    assert [row.group for row in evaluated] == ["e1"]
+    assert len(await store.credits("g0/0")) == 1
+    for group in ("g1", "g2"):
+        (row,) = await store.rollouts("run", group=group)
+        assert [reward.name for reward in row.rewards] == ["outcome"]
+        assert await store.credits(row.id) == []
+    for step, group in enumerate(("g1", "g2", "g3"), start=1):
+        assert [one.id for one in await store.claim_groups("run", 1, 1)] == [group]
+        (call,) = (await store.trace(f"{group}/0")).transitions or [None]
+        credits = [credit(call.id, 1.0)] if call else []
+        await store.commit_step(kit.step(step, [group], credits=credits))
+    assert await store.claim_groups("run", 1, 1, timeout=0) == []
+    assert (await store.counts("run")).groups_trained == 4
+    assert [row.committed for row in await store.steps("run")] == [True] * 4
+
+
+async def test_discarded_groups_come_back_and_pruned_ones_are_asked_for_again(store, kit):
+    await settle(store, kit, "a")
+    await settle(store, kit, "b")
+    await store.claim_groups("run", 1, 2)
+    await store.commit_step(kit.step(0, ["a"], discarded=["b"]))
+    await settle(store, kit, "c")
+    await store.claim_groups("run", 1, 1)
+    await store.commit_step(kit.step(1, ["c"]))
+    await store.prune(keep_last=1)  # a and b leave no evidence
+    await store.rewind("run", 1, 1, "step-0")
+    assert (await store.counts("run")).groups_discarded == 1
+    await store.rewind("run", 1, 0, None)
+    counts = await store.counts("run")
+    assert (counts.groups_settled, counts.groups_trained, counts.groups_discarded) == (1, 0, 0)
+    assert (await store.run("run")).checkpoint is None
+    await settle(store, kit, "a")
+    assert [one.id for one in await store.claim_groups("run", 1, 2)] == ["a", "c"]
+    await store.commit_step(kit.step(0, ["a", "c"]))
+
+
+async def test_steps_are_taken_back_by_the_owner_alone_and_only_there_are_any(store, kit):
+    await train_steps(store, kit, 1)
+    with pytest.raises(Conflict, match="has 1 committed steps"):
+        await store.rewind("run", 1, 2, "step-1")
+    with pytest.raises(Invalid, match="not -1"):
+        await store.rewind("run", 1, -1, None)
+    with pytest.raises(NotFound):
+        await store.rewind("none", 1, 0, None)
+    await store.open_run("run", {})
+    with pytest.raises(Fenced):
+        await store.rewind("run", 1, 0, None)
+    assert (await store.run("run")).step == 1
+
+
+async def test_who_evaluates_weights_that_are_taken_back_is_cancelled(store, kit):
+    await train_steps(store, kit, 1)
+    await store.enqueue(kit.group("late", 3, purpose=Purpose.EVAL, step=2))
+    (attempt,) = await claim(store, 1)
+    await store.rewind("run", 1, 0, None)
+    assert await store.heartbeat([attempt.id], lease=10.0) == []
+    assert await store.finish([kit.good(attempt)]) == [False]
+    (row,) = await store.rollouts("run", purpose=Purpose.EVAL)
+    assert row.state is RolloutState.CANCELLED
+    counts = await store.counts("run")
+    assert (counts.queued, counts.running) == (0, 0)
+
+
 async def test_commit_refuses_the_wrong_step_and_groups_it_does_not_hold(store, kit):
     await settle(store, kit, "a")
     await settle(store, kit, "b")

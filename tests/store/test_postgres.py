@@ -25,7 +25,7 @@ from agentrl.store.readonly import Answer, ask
 from agentrl.store.urls import without_password
 from agentrl.types import RolloutState
 
-NOUNS = ("evidence", "feed", "requests", "rollouts", "runs")
+NOUNS = ("evidence", "feed", "requests", "rewind", "rollouts", "runs")
 
 
 def refused(url: str, **options: object) -> str:

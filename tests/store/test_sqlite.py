@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -294,3 +295,25 @@ def test_importing_the_package_is_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("fate", ["deleted", "replaced"])
+async def test_a_file_that_goes_away_in_use_ends_every_verb_with_a_sentence(
+    tmp_path: Path, fate: str
+) -> None:
+    path = tmp_path / "run" / "store.db"
+    async with open_store(str(path)) as store:
+        await store.open_run("run", {})
+        waits = [
+            asyncio.create_task(store.claim(1, runner="r", lease=1.0, run="run", timeout=60.0)),
+            asyncio.create_task(store.wait(2**40, timeout=60.0)),
+        ]
+        await asyncio.sleep(0)
+        shutil.rmtree(path.parent)
+        if fate == "replaced":
+            async with open_store(str(path)) as other:
+                await other.open_run("other", {})
+        for verb in (*waits, store.open_run("run", {}), store.run("run")):
+            with pytest.raises(Unavailable, match="was deleted, moved or replaced while"):
+                await asyncio.wait_for(verb, 10)
+    assert path.exists() is (fate == "replaced")  # nobody made an empty one in its place

@@ -99,7 +99,7 @@ async def check(folder: Path, database: Path) -> None:
     assert state.step == STEPS
     assert [row.step for row in steps] == list(range(STEPS))
     assert state.checkpoint is not None
-    assert Path(state.checkpoint, "model.safetensors").is_file()
+    assert (folder / "out" / state.checkpoint / "model.safetensors").is_file()
     assert len(rollouts) == STEPS * GROUPS * SIZE
     assert {row.state for row in rollouts} == {RolloutState.SUCCEEDED}
     with sqlite3.connect(f"file:{database}?mode=ro", uri=True) as connection:

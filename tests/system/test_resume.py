@@ -48,7 +48,7 @@ def outcome(folder: Path) -> tuple[list[dict[str, float]], dict[str, torch.Tenso
             state = await store.run("steady")
         assert state is not None
         assert state.checkpoint is not None
-        return [shown(row.metrics) for row in rows], state.checkpoint
+        return [shown(row.metrics) for row in rows], str(folder / "out" / state.checkpoint)
 
     losses, checkpoint = asyncio.run(read())
     tensors = {
@@ -169,7 +169,7 @@ def check_store(folder: Path, steps: set[int]) -> None:
     assert rows == list(range(state.step))
     assert trained == [(step, 2) for step in rows]
     assert state.checkpoint is not None
-    assert Path(state.checkpoint, "state.json").is_file()
+    assert (folder / "out" / state.checkpoint / "state.json").is_file()
 
 
 async def kept(folder: Path) -> tuple[list[int], RunState | None]:

@@ -77,7 +77,8 @@ def test_train_show_evaluate_and_continue(run_folder: Path) -> None:
     assert changed.returncode == 2
     assert "algorithm.lr: 0.001 -> 0.5" in changed.stderr
 
-    checkpoint = read(run_folder, lambda store: store.run("tiny")).checkpoint
+    last = read(run_folder, lambda store: store.run("tiny")).checkpoint
+    checkpoint = str((run_folder / "out" / last).resolve())
     scored = agentrl(run_folder, "eval", "run.toml")
     assert scored.returncode == 0, scored.stderr
     (settings,) = run_folder.glob("*-eval-*/run.json")
@@ -199,7 +200,7 @@ def test_an_adapter_is_trained_evaluated_and_merged(run_folder: Path, tiny_model
     trained = agentrl(run_folder, "train", "run.toml", *SMALL, *lora)
     assert trained.returncode == 0, trained.stderr
     run = read(run_folder, lambda store: store.run("tiny"))
-    checkpoint = Path(run.checkpoint)
+    checkpoint = run_folder / "out" / run.checkpoint
     assert json.loads((checkpoint / "adapter_config.json").read_text())["r"] == 4
     assert not list(checkpoint.glob("model*.safetensors"))
     steps = [row for row in read(run_folder, lambda store: store.steps("tiny")) if row.committed]

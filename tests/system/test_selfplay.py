@@ -71,7 +71,7 @@ async def read(folder: Path) -> tuple[list[dict[str, float]], list[Rollout], Pat
     assert state is not None
     assert state.checkpoint is not None
     games = [{k: v for k, v in row.metrics.items() if "selfplay" in k} for row in rows]
-    return games, rollouts, Path(state.checkpoint)
+    return games, rollouts, folder / "out" / state.checkpoint
 
 
 def remembered(checkpoint: Path) -> Json:

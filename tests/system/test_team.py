@@ -95,7 +95,7 @@ async def test_a_graph_of_two_roles_trains_two_adapters(folder: Path) -> None:
         assert row.metrics["rollouts"] == 8
     assert state is not None
     assert state.checkpoint is not None
-    check_what_reads_it(folder, Path(state.checkpoint))
+    check_what_reads_it(folder, folder / "out" / state.checkpoint)
 
 
 def check_what_reads_it(folder: Path, checkpoint: Path) -> None:

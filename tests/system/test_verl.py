@@ -84,7 +84,8 @@ def outcome(folder: Path) -> tuple[list[list[float]], dict[str, Tensor]]:
             state = await store.run("steady")
         assert state is not None
         assert state.checkpoint is not None
-        return [[row.metrics[name] for name in SHOWN] for row in rows], state.checkpoint
+        losses = [[row.metrics[name] for name in SHOWN] for row in rows]
+        return losses, str(folder / "out" / state.checkpoint)
 
     losses, checkpoint = asyncio.run(read())
     folder = Path(checkpoint)

@@ -1,0 +1,75 @@
+"""Digests of every file of a directory, by which damage is seen before anything is loaded.
+
+They are in a file of the form that `sha256sum` writes and checks (`sha256sum -c SHA256SUMS`), so
+whoever copies a checkpoint can check it without this package.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from agentrl.errors import DamagedError
+
+FILE = "SHA256SUMS"
+LINE = re.compile(r"([0-9a-f]{64})  (.+)")
+THREADS = min(8, os.cpu_count() or 1)  # hashing lets other threads run
+
+
+def write(directory: Path) -> None:
+    """Of all that is there, last of all that is written."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != FILE)
+    lines = [
+        f"{digest}  {file.relative_to(directory).as_posix()}\n"
+        for file, digest in zip(files, _digests(files), strict=True)
+    ]
+    (directory / FILE).write_text("".join(lines), encoding="utf-8")
+
+
+def check(directory: Path) -> None:
+    """Raises DamagedError if a file of a directory, or of a part of one, is not as it was written.
+    Directories of other programs and of earlier versions have no digests, and pass."""
+    whole = next((one for one in (directory, directory.parent) if (one / FILE).is_file()), None)
+    if whole is None:
+        return
+    known = {file: digest for file, digest in _read(whole) if file.is_relative_to(directory)}
+    missing = [file for file in known if not file.is_file()]
+    damaged = missing or [
+        file
+        for file, found in zip(known, _digests(list(known)), strict=True)
+        if found != known[file]
+    ]
+    if damaged:
+        names = ", ".join(str(file.relative_to(whole)) for file in damaged)
+        raise DamagedError(
+            f"checkpoint {directory}: {names} {'is missing' if missing else 'is damaged'}, by the "
+            f"digests in {FILE}; restore a copy, or take another checkpoint"
+        )
+
+
+def _read(whole: Path) -> Iterator[tuple[Path, str]]:
+    text = (whole / FILE).read_text(encoding="utf-8", errors="replace")
+    for line in text.removesuffix("\n").split("\n"):
+        found = LINE.fullmatch(line)
+        if found is None or not text.endswith("\n"):
+            raise DamagedError(
+                f"checkpoint {whole}: {FILE} is damaged; restore a copy, or take another checkpoint"
+            )
+        yield whole / found[2], found[1]
+
+
+def _digests(files: list[Path]) -> list[str]:
+    with ThreadPoolExecutor(THREADS) as threads:
+        return list(threads.map(_digest, files))
+
+
+def _digest(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:  # a disk that cannot read it back
+        return f"unreadable: {error.strerror}"

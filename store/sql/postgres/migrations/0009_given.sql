@@ -1,0 +1,10 @@
+-- Which training step gave a reward: it goes when that step is taken back.
+
+alter table rewards add column step integer;  -- null: it came with the attempt
+
+update rewards set step = (
+    select g.trained_step
+    from attempts a join rollouts r on r.id = a.rollout_id join groups g on g.id = r.group_id
+    where a.id = rewards.attempt_id
+)
+where source in ('counterfactual', 'hindsight') or source like 'model:%';
