@@ -30,11 +30,11 @@ from agentrl.errors import Conflict, Forbidden, Invalid, StoreError, Unavailable
 from agentrl.store import requests
 from agentrl.store.base import Store
 from agentrl.store.http import ingest, openapi, wire
+from agentrl.store.http.bodies import Bodies
 from agentrl.store.http.keys import Keys, addressed_here
 from agentrl.store.http.wire import ENCODE, JSON, VERBS, Verb
 
 LARGEST = 64 * 2**20  # bytes of a request
-SILENCE = 30.0  # seconds without a byte after which the rest of a body is not waited for
 REMEMBERED = 4096  # calls whose answers are kept for their repeats
 AGAIN = object()  # the answer to a wait that takes longer than one request may
 VERB_OF = {f"/v1/{name}": verb for name, verb in VERBS.items()}
@@ -48,6 +48,7 @@ class App:
 
     def __init__(self, store: Store, keys: Keys, *, largest: int = LARGEST) -> None:
         self.store, self._keys, self._largest = store, keys, largest
+        self._bodies = Bodies(largest)
         self._draining = False
         self._waits: set[asyncio.Task[Any]] = set()
         self._once: dict[str, tuple[str, asyncio.Task[Any]]] = {}
@@ -87,7 +88,7 @@ class App:
             scope = self._admit(headers)
             if form is None:
                 raise HTTPException(415, f"Content-Type must be {' or '.join(ENCODE)}.")
-            body = await _body(headers, receive, self._largest)
+            body = await self._bodies.read(headers, receive)
             if verb is None:
                 result: Any = await self._batch(body, form, scope)
             else:
@@ -235,7 +236,7 @@ class App:
     async def _traces(self, request: Request) -> Response:
         headers = dict(request.scope["headers"])
         _allow(VERBS["add_spans"], self._admit(headers))
-        body = await _body(headers, request.receive, self._largest)
+        body = await self._bodies.read(headers, request.receive)
         encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
         kind = headers.get(b"content-type", b"").decode("latin-1")
         body = ingest.unpacked(body, encoding, self._largest)
@@ -267,31 +268,6 @@ def _key(given: bytes | None) -> str:
     if not re.fullmatch(wire.KEY, key := given.decode("latin-1")):
         raise Invalid(f"An idempotency-key must match {wire.KEY}.")
     return key
-
-
-async def _body(headers: dict[bytes, bytes], receive: Receive, largest: int) -> bytes:
-    """The whole body. Raises HTTPException as soon as it is known to be too large, Unavailable when
-    the rest does not come."""
-    length = headers.get(b"content-length", b"0")
-    size, parts = int(length) if length.isdigit() else 0, list[bytes]()
-    more = size <= largest
-    while more:
-        try:
-            async with asyncio.timeout(SILENCE):
-                message = await receive()
-        except TimeoutError:
-            raise Unavailable("The rest of the body did not come: repeat the call.") from None
-        if message["type"] == "http.disconnect":
-            raise ConnectionAbortedError
-        parts.append(message.get("body", b""))
-        more = message.get("more_body", False)
-        size = sum(map(len, parts)) if more else size
-        if size > largest:
-            break
-    body = parts[0] if len(parts) == 1 else b"".join(parts)
-    if max(size, len(body)) > largest:
-        raise HTTPException(413, f"The body is larger than {largest} bytes: send less at a time.")
-    return body
 
 
 def _decoded(decode: wire.Decode, body: bytes) -> Any:
