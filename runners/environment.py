@@ -7,6 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from urllib.request import getproxies
 
+MODEL = (
+    *("OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY", "OPENAI_AGENTS_DISABLE_TRACING"),
+    *("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "NO_PROXY", "no_proxy"),
+)  # what `environment` sets
 LOCAL = "127.0.0.1,localhost"
 
 

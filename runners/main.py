@@ -20,7 +20,7 @@ import msgspec
 
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
-from agentrl.processes import log_to_stderr, seal
+from agentrl.processes import log_to_stderr
 from agentrl.runners import tracing, verifiers
 from agentrl.runners.environment import environment
 from agentrl.runners.execution import Execution
@@ -41,7 +41,6 @@ def main(store_url: str, run: str, *, root: Path | None = None, name: str | None
 
     Raises AgentRLError for what the user can mend: an agent or verifier that cannot be loaded, a
     port that is taken, a store that cannot be opened."""
-    seal()
     log_to_stderr()
 
     async def until_signal() -> None:
