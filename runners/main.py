@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from agentrl import agent_env
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.processes import log_to_stderr
@@ -184,7 +185,7 @@ async def _config(store: Store, run: str, stop: asyncio.Event) -> RunConfig | No
     while not stop.is_set():
         state = await store.run(run)
         if state is not None:
-            return msgspec.convert(state.config, RunConfig)
+            return agent_env.look_up(msgspec.convert(state.config, RunConfig))
         cursor = await store.wait(cursor, timeout=1.0)
     return None
 

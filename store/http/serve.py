@@ -16,7 +16,7 @@ from agentrl.errors import ConfigError
 from agentrl.processes import allow_files
 from agentrl.store.base import Store
 from agentrl.store.http.guard import Guard
-from agentrl.store.http.keys import VARIABLE, Keys, loopback
+from agentrl.store.http.keys import VARIABLE, KeyFile, Keys, loopback
 from agentrl.store.http.server import App
 from agentrl.store.sqlstore import SqlStore
 
@@ -65,7 +65,7 @@ class Server(uvicorn.Server):
         yield
 
 
-def listen(host: str, port: int, keys: Keys) -> socket.socket:
+def listen(host: str, port: int, keys: Keys | KeyFile) -> socket.socket:
     """The listening socket. Raises ConfigError when it cannot be had, or when others than this
     machine could reach a server without keys."""
     if not keys and not loopback(host):
@@ -97,7 +97,9 @@ async def serve(
     await Server(app, ready).serve([listening])
 
 
-def run(store: Callable[[], Store], host: str, port: int, keys: Keys, *, largest: int) -> None:
+def run(
+    store: Callable[[], Store], host: str, port: int, keys: Keys | KeyFile, *, largest: int
+) -> None:
     """The whole life of a server process; prints its address."""
     with listen(host, port, keys) as listening:
         bound = listening.getsockname()[1]

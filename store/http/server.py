@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
+import time
 from collections.abc import Coroutine
 from typing import Any
 
@@ -31,8 +32,9 @@ from agentrl.store import requests
 from agentrl.store.base import Store
 from agentrl.store.http import ingest, openapi, wire
 from agentrl.store.http.bodies import Bodies
-from agentrl.store.http.keys import Keys, addressed_here
+from agentrl.store.http.keys import Caller, KeyFile, Keys, addressed_here
 from agentrl.store.http.wire import ENCODE, JSON, VERBS, Verb
+from agentrl.types import Trace
 
 LARGEST = 64 * 2**20  # bytes of a request
 REMEMBERED = 4096  # calls whose answers are kept for their repeats
@@ -46,7 +48,7 @@ MORE = {503: {"retry-after": "1"}, 401: {"www-authenticate": "Bearer"}}  # heade
 class App:
     """POST /v1/<verb>, /v1/batch and /v1/traces; GET /healthz and /openapi.json."""
 
-    def __init__(self, store: Store, keys: Keys, *, largest: int = LARGEST) -> None:
+    def __init__(self, store: Store, keys: Keys | KeyFile, *, largest: int = LARGEST) -> None:
         self.store, self._keys, self._largest = store, keys, largest
         self._bodies = Bodies(largest)
         self._draining = False
@@ -85,16 +87,16 @@ class App:
     ) -> None:
         form = _form(headers)
         try:
-            scope = self._admit(headers)
+            caller = self._admit(headers)
             if form is None:
                 raise HTTPException(415, f"Content-Type must be {' or '.join(ENCODE)}.")
             body = await self._bodies.read(headers, receive)
             if verb is None:
-                result: Any = await self._batch(body, form, scope)
+                result: Any = await self._batch(body, form, caller)
             else:
-                _allow(verb, scope)
+                _allow(verb, caller)
                 key = headers.get(b"idempotency-key")
-                result = await self._call(verb, body, form, _key(key), receive)
+                result = await self._call(verb, body, form, _key(key), caller, receive)
             status, out = (202, b"") if result is AGAIN else (200, _encoded(form, result))
         except StoreError as error:
             status, refused = wire.refusal(error)
@@ -105,24 +107,33 @@ class App:
             return
         await _send(send, status, out, form or JSON)
 
-    def _admit(self, headers: dict[bytes, bytes]) -> wire.Scope:
+    def _admit(self, headers: dict[bytes, bytes]) -> Caller:
         if self._draining:
             raise Unavailable("The store's server is shutting down: repeat the call.")
         if not self._keys and not addressed_here(headers.get(b"host", b"")):
             raise Forbidden("Without keys, the store is only served as localhost or 127.0.0.1.")
-        scope = self._keys.scope(headers.get(b"authorization", b""))
-        if scope is None:
+        caller = self._keys.caller(headers.get(b"authorization", b""), time.time())
+        if caller is None:
             raise HTTPException(
-                401, "The key is missing or unknown: send it as `Authorization: Bearer KEY`."
+                401,
+                "The key is missing, unknown or expired: send it as `Authorization: Bearer KEY`.",
             )
-        return scope
+        return caller
 
     async def _call(
-        self, verb: Verb, body: bytes, form: str, key: str, receive: Receive | None
+        self,
+        verb: Verb,
+        body: bytes,
+        form: str,
+        key: str,
+        caller: Caller,
+        receive: Receive | None,
     ) -> Any:
         """The result of one verb. Without `receive`, as in a batch, it must not wait."""
         arguments = _decoded(verb.decoders[form], body)
         given = {name: getattr(arguments, name) for name in verb.arguments.__struct_fields__}
+        if caller.run and given.get("run", caller.run) != caller.run:
+            raise Forbidden(f"{verb.name}: this key is for run {caller.run!r} only.")
         method = getattr(self.store, verb.name)
         try:
             if verb.waits and given["timeout"] != 0:
@@ -131,7 +142,10 @@ class App:
                 digest = hashlib.blake2b(body, digest_size=16).hexdigest()
                 request = requests.Request(f"{verb.name} {key}", digest)
                 return await self._remembered(request, method(**given))
-            return await method(**given)
+            result = await method(**given)
+            if caller.run and isinstance(result, Trace) and result.rollout.run != caller.run:
+                raise Forbidden(f"{verb.name}: this key is for run {caller.run!r} only.")
+            return result
         except OverflowError as error:
             raise Invalid(f"{verb.name}: a number is out of range: {error}.") from error
 
@@ -191,7 +205,7 @@ class App:
         if oldest is not None:
             del self._once[oldest]
 
-    async def _batch(self, body: bytes, form: str, scope: wire.Scope) -> wire.Answers:
+    async def _batch(self, body: bytes, form: str, caller: Caller) -> wire.Answers:
         """Calls after more answers than one body may hold are refused, and not executed."""
         results, size = [], 0
         for call in _decoded(BATCHES[form], body).calls:
@@ -201,7 +215,7 @@ class App:
                         413,
                         f"The answers before are {size} bytes: send this call in another batch.",
                     )
-                result = _encoded(form, await self._one(call, form, scope))
+                result = _encoded(form, await self._one(call, form, caller))
                 results.append(wire.Answer(result=msgspec.Raw(result)))
                 size += len(result)
             except StoreError as error:
@@ -210,14 +224,14 @@ class App:
                 results.append(wire.Answer(error=_refusal(error).error))
         return wire.Answers(results=results)
 
-    async def _one(self, call: wire.Call, form: str, scope: wire.Scope) -> Any:
+    async def _one(self, call: wire.Call, form: str, caller: Caller) -> Any:
         verb = VERBS.get(call.verb)
         if verb is None:
             raise Invalid(f"There is no verb {call.verb!r}: see /openapi.json.")
-        _allow(verb, scope)
+        _allow(verb, caller)
         key = _key(None if call.key is None else call.key.encode())
         while True:  # an answer that takes long is no reason to cut a batch short
-            result = await self._call(verb, bytes(call.arguments), form, key, None)
+            result = await self._call(verb, bytes(call.arguments), form, key, caller, None)
             if result is not AGAIN:
                 return result
 
@@ -250,8 +264,8 @@ class App:
 # -- parts -----------------------------------------------------------------------------------------
 
 
-def _allow(verb: Verb, scope: wire.Scope) -> None:
-    if scope < verb.scope:
+def _allow(verb: Verb, caller: Caller) -> None:
+    if caller.scope < verb.scope:
         raise Forbidden(f"{verb.name} needs a key of scope {verb.scope.name.lower()}.")
 
 
