@@ -14,7 +14,7 @@ from agentrl import __version__
 from agentrl.config import RunConfig, load, to_toml
 from agentrl.errors import AgentRLError
 from agentrl.export import export
-from agentrl.processes import ERROR_MARK, USER_ERROR, die_with_parent
+from agentrl.processes import ERROR_MARK, USER_ERROR, die_with_parent, seal
 from agentrl.store_commands import store as store_group
 
 
@@ -294,7 +294,9 @@ cli.add_command(store_group)
 
 
 def main() -> None:
-    """Entry point of `agentrl`."""
+    """Entry point of `agentrl`. Agents run as the same user, so no process of this package lets
+    others read its memory, or the keys in its environment."""
+    seal()
     try:
         cli(standalone_mode=False)
     except AgentRLError as error:

@@ -6,12 +6,14 @@ import asyncio
 import ctypes
 import logging
 import os
+import resource
 import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4  # linux/prctl.h
+FILES = 65_536  # open files of a server, where the system allows them
 PARENT = "AGENTRL_PARENT"  # pid of the process that must outlive this one
 
 
@@ -40,6 +42,17 @@ def seal() -> None:
     A no-op where the kernel is not Linux; root is not kept out."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def allow_files() -> int:
+    """How many files this process may open, connections included: raised to FILES or to what the
+    system allows, as many systems begin at 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return FILES if soft == resource.RLIM_INFINITY else soft
 
 
 def environment() -> dict[str, str]:

@@ -38,9 +38,9 @@ class AgentConfig(Section, frozen=True):
     path: str = ""  # "file.py:name" or "package.module:name"
     command: str | list[str] = []  # in any language; a string is split as a shell would
     folder: str = ""  # where the command works; default: the run file's folder, or the image's
-    env: dict[str, str] = {}  # the command's own variables
-    # Patterns of the runner's variables it sees: a command beside PATH and the like, and one by
-    # `path` beside all but the keys of models.
+    env: dict[str, str] = {}  # the agent's own variables; only their names are stored
+    # Patterns of the runner's variables it sees: a command or a pool beside PATH and the like, and
+    # one in the runner's process beside all but the keys of models.
     pass_env: list[str] = []
     timeout: Seconds = 60.0  # for one attempt
     max_attempts: Count = 3  # tries at one rollout when the infrastructure fails

@@ -39,7 +39,8 @@ def store() -> None:
     "--keys",
     "file",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    help="File with a line admin:KEY or runner:KEY for each key.",
+    help="File with a line admin:KEY, runner:KEY or runner@RUN:KEY for each key, with"
+    " ;until=YYYY-MM-DD if it expires. Changes hold without a restart.",
 )
 @click.option("--max-body", default=64, show_default=True, help="MiB of one request.")
 def serve(url: str, host: str, port: int, file: Path | None, max_body: int) -> None:
@@ -50,7 +51,7 @@ def serve(url: str, host: str, port: int, file: Path | None, max_body: int) -> N
     scope runner claims, records and ends rollouts; admin may do everything. Clients open
     http://KEY@HOST:PORT, or http://HOST:PORT with the key in AGENTRL_STORE_KEY."""
     try:
-        from agentrl.store.http.keys import VARIABLE, Keys
+        from agentrl.store.http.keys import VARIABLE, KeyFile, Keys
         from agentrl.store.http.serve import run
     except ImportError as error:
         raise ConfigError(f"{error.name} is missing: pip install 'agentrl[server]'") from None
@@ -58,7 +59,7 @@ def serve(url: str, host: str, port: int, file: Path | None, max_body: int) -> N
     if url.startswith(("http://", "https://")):
         raise ConfigError(f"{url} is served already: give the URL of the store behind it")
     if file is not None:
-        keys = Keys.parse(file.read_text(), str(file))
+        keys: Keys | KeyFile = KeyFile(file)
     else:
         given = os.environ.get(VARIABLE)
         keys = Keys() if given is None else Keys.parse(given, VARIABLE)

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import msgspec
 from rich.console import Console
 
-from agentrl import folder_lock, report, team, view
+from agentrl import agent_env, folder_lock, report, team, view
 from agentrl.algorithms.learners import verl_settings
 from agentrl.config import RunConfig, differences, resolve
 from agentrl.errors import AgentRLError, ConfigError, StoreError, TrainingError
@@ -151,11 +151,12 @@ def check(config: RunConfig) -> None:
 
 
 def conceal(config: RunConfig) -> RunConfig:
-    """Take password or key out of the store's URL: what is printed, written to files or given as
-    arguments is read by others. Every process finds them in its environment."""
+    """Take password or key out of the store's URL, and the values out of `agent.env`: what is
+    printed, stored, written to files or given as arguments is read by others. Every process finds
+    them in its environment."""
     store, secrets = concealed(config.store)
     os.environ.update(secrets)
-    return msgspec.structs.replace(config, store=store)
+    return agent_env.hide(msgspec.structs.replace(config, store=store))
 
 
 def clear(config: RunConfig) -> None:
@@ -217,11 +218,13 @@ async def attend(
     it took. play: a plan of games to play instead of training.
 
     Raises what ended a process that should have gone on."""
-    output = Path(config.output)
+    config, output = agent_env.hide(config), Path(config.output)
     logs = folder_at(output / "logs")
     # Runners read the settings from the store; and an algorithm left over is fenced from here.
     await store.open_run(config.name, msgspec.to_builtins(config))
     run_file = output / "run.json"
+    run_file.touch(mode=0o600)
+    run_file.chmod(0o600)  # also one of an earlier start
     run_file.write_bytes(msgspec.json.format(msgspec.json.encode(config)))
     order = ["start", str(run_file)] if play is None else ["play", str(run_file), str(play)]
     algorithm = Child("algorithm", ["algorithm", *order], logs / "algorithm.log")

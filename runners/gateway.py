@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import resource
 import secrets
 import threading
 from collections.abc import Collection, Coroutine, Iterator, Mapping
@@ -25,6 +24,7 @@ from msgspec.structs import replace
 from agentrl.addresses import is_loopback
 from agentrl.config import UpstreamConfig
 from agentrl.errors import ConfigError
+from agentrl.processes import allow_files
 from agentrl.runners.attribution import Attempts, Live
 from agentrl.runners.endpoints import LARGEST, Endpoints
 from agentrl.runners.routing import Router
@@ -33,7 +33,6 @@ from agentrl.store.base import Store
 from agentrl.types import Attempt
 
 BACKLOG = 4096  # connections that may wait to be accepted
-FILES = 65_536  # open files of this process, where the system allows them
 CUTTING = 5.0  # seconds for calls that are cut to store what they had shown
 
 
@@ -68,7 +67,7 @@ class Gateway:
 
     def start(self) -> None:
         """Returns when it listens. Raises ConfigError when the port is taken."""
-        _allow_connections()
+        allow_files()  # a call in flight is two of them
         self._thread.start()
         try:
             port = self._listening.result()
@@ -166,14 +165,6 @@ class Gateway:
             await upstream.close()
             with contextlib.suppress(asyncio.CancelledError):
                 await following
-
-
-def _allow_connections() -> None:
-    """A call in flight is two of this process's open files, and many systems begin at 1024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def _cut(live: Live) -> None:

@@ -18,9 +18,10 @@ from typing import Any
 
 import msgspec
 
+from agentrl import agent_env
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
-from agentrl.processes import log_to_stderr, seal
+from agentrl.processes import log_to_stderr
 from agentrl.runners import tracing, verifiers
 from agentrl.runners.environment import environment
 from agentrl.runners.execution import Execution
@@ -41,7 +42,6 @@ def main(store_url: str, run: str, *, root: Path | None = None, name: str | None
 
     Raises AgentRLError for what the user can mend: an agent or verifier that cannot be loaded, a
     port that is taken, a store that cannot be opened."""
-    seal()
     log_to_stderr()
 
     async def until_signal() -> None:
@@ -186,7 +186,7 @@ async def _config(store: Store, run: str, stop: asyncio.Event) -> RunConfig | No
     while not stop.is_set():
         state = await store.run(run)
         if state is not None:
-            return msgspec.convert(state.config, RunConfig)
+            return agent_env.look_up(msgspec.convert(state.config, RunConfig))
         cursor = await store.wait(cursor, timeout=1.0)
     return None
 

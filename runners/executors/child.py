@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.runners import agents, tracing
 from agentrl.runners.agents import Agent
-from agentrl.runners.executors import Ran
+from agentrl.runners.executors import Ran, contract
 from agentrl.runners.executors.inprocess import guarded, in_trace
 from agentrl.runners.executors.keeper import run_template
 from agentrl.runners.executors.wire import Done, Hello, Job, Settings, pack, read
@@ -84,6 +84,8 @@ async def _run(agent: Agent, job: Job, writer: asyncio.StreamWriter) -> None:
     try:
         ran = await in_trace(job.attempt, guarded(agent, job.input))
         ran = replace(ran, result=as_json(ran.result))
+        if len(msgspec.json.encode(ran.result)) > contract.LARGEST_RESULT:
+            ran = replace(ran, result=None, failure=contract.too_large("its result"))
         message = pack(Done(job.attempt, ran, _resident()))
     except Exception as error:  # noqa: BLE001 - what the agent left here is a boundary
         failed = Ran(failure=failure_of(ErrorKind.AGENT, error))

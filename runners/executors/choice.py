@@ -66,5 +66,5 @@ def _python(config: RunConfig, kind: str, path: str, root: Path) -> Executor:
     if not path:
         raise ConfigError("agent.path is missing: write it as file.py:name")
     if kind == "pool":
-        return Pool(path, config.runner, root=root)
+        return Pool(path, config.agent, config.runner, root=root)
     return InProcess(agents.as_agent(agents.load(path, root)), threaded=kind == "threads")

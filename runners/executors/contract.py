@@ -34,6 +34,8 @@ from agentrl.types import ErrorKind, Failure, Json, Span
 TASK, RESULT = "task.json", "result"  # in the folder of one attempt
 LARGEST_VARIABLE = 100_000  # bytes; Linux refuses variables above 128 KiB
 LARGEST_RESULT = 16 * 2**20  # bytes
+LARGEST_PRINT = 2**20  # bytes of one rollout in the runner's log
+PYTHON = ("PYTHON*", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "HF_HOME", "*_PROXY")
 PASSED = ("PATH", "HOME", "USER", "LANG", "LC_*", "TZ", "TMPDIR", "SSL_CERT_FILE", "SSL_CERT_DIR")
 
 

@@ -137,21 +137,44 @@ class Launcher:
         await self.close()
 
 
-class Output(asyncio.Protocol):
+class Pipe(asyncio.Protocol):
+    """Out of a process."""
+
+    async def open(self) -> int:
+        """The end for the process, to be closed once it has it."""
+        ours, theirs = os.pipe()
+        pipe = os.fdopen(ours, "rb", buffering=0)
+        await asyncio.get_running_loop().connect_read_pipe(lambda: self, pipe)
+        return theirs
+
+
+class Printed(Pipe):
+    """What a process that runs many rollouts prints, passed on to this process's stderr: at most
+    `limit` bytes until `reset`, and then a sentence instead of the rest."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._left = limit, limit
+
+    def reset(self) -> None:
+        self._left = self._limit
+
+    def data_received(self, data: bytes) -> None:
+        if self._left <= 0:
+            return
+        sys.stderr.write(data[: self._left].decode(errors="replace"))
+        self._left -= len(data)
+        if self._left <= 0:
+            sys.stderr.write(f"\n(agents printed over {self._limit} bytes; the rest is not kept)\n")
+        sys.stderr.flush()
+
+
+class Output(Pipe):
     """What a process writes into a pipe: its beginning or its end, at most `limit` bytes."""
 
     def __init__(self, limit: int, *, tail: bool = False) -> None:
         self.cut = False
         self._limit, self._tail, self._data = limit, tail, bytearray()
         self._closed = asyncio.get_running_loop().create_future()
-        self._transport: asyncio.BaseTransport | None = None
-
-    async def open(self) -> int:
-        """The end for the process, to be closed once it has it."""
-        ours, theirs = os.pipe()
-        pipe = os.fdopen(ours, "rb", buffering=0)
-        self._transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: self, pipe)
-        return theirs
 
     async def text(self) -> str:
         """All of it, once every writer has closed the pipe."""

@@ -20,13 +20,14 @@ from pathlib import Path
 
 import msgspec
 
-from agentrl.config import RunnerConfig
+from agentrl.config import AgentConfig, RunnerConfig
 from agentrl.errors import AgentError
 from agentrl.runners.attribution import Live
+from agentrl.runners.environment import MODEL
 from agentrl.runners.executors import Ran, contract, input_of, out_of_time
 from agentrl.runners.executors.keeper import Spec
-from agentrl.runners.executors.launcher import KEEPER, KeeperLost, Kept, Launcher
-from agentrl.runners.executors.wire import Done, Hello, Job, Settings, pack, read
+from agentrl.runners.executors.launcher import KEEPER, KeeperLost, Kept, Launcher, Printed
+from agentrl.runners.executors.wire import LARGEST, Done, Hello, Job, Settings, pack, read
 from agentrl.types import ErrorKind, Failure
 
 log = logging.getLogger("agentrl.runner")
@@ -40,9 +41,13 @@ class Process:
     """One warm process, as the pool sees it."""
 
     def __init__(
-        self, kept: Kept, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        kept: Kept,
+        printed: Printed,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
     ) -> None:
-        self.kept, self._reader, self._writer = kept, reader, writer
+        self.kept, self._printed, self._reader, self._writer = kept, printed, reader, writer
         self.jobs: dict[str, asyncio.Future[Ran]] = {}
         self.served, self.resident = 0, 0
         self.retired = False
@@ -63,13 +68,15 @@ class Process:
         """Hand out what it answers, until it ends."""
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
-                done = msgspec.json.decode(await read(self._reader), type=Done)
+                done = msgspec.json.decode(await read(self._reader, LARGEST), type=Done)
                 self.served, self.resident = self.served + 1, done.resident
+                self._printed.reset()
                 if (future := self.jobs.get(done.attempt)) and not future.done():
                     future.set_result(done.ran)
 
     async def died(self) -> None:
         """Tell those who wait for it."""
+        self.kept.kill()  # it may only have stopped to make sense
         failure = _death(await self._status(), len(self.jobs))
         for future in self.jobs.values():
             if not future.done():
@@ -93,15 +100,19 @@ class Pool:
 
     sealed = False
 
-    def __init__(self, path: str, runner: RunnerConfig, *, root: Path) -> None:
-        """`path` names the agent, relative to `root`; the environment is taken when it starts."""
+    def __init__(self, path: str, agent: AgentConfig, runner: RunnerConfig, *, root: Path) -> None:
+        """`path` names the agent, relative to `root`. Of this process's environment, which holds
+        the keys of store and database, it gets what Python and the model's clients need, and
+        `agent.pass_env`."""
         self.config, self.memory = runner.pool, runner.memory_mb * MB
         self.processes = self.config.processes or min(os.cpu_count() or 1, runner.concurrency)
         self.limit: int | None = self.processes * self.config.rollouts
         settings = Settings(path, str(root), self.config.start, runner.framework_spans)
         self._program = (*CHILD, msgspec.json.encode(settings).decode())
         self._forks = self.config.start == "fork"
-        self._launcher = Launcher(self._program if self._forks else KEEPER)
+        patterns = (*contract.PYTHON, *MODEL, *agent.pass_env)
+        self._env = contract.passed(os.environ, patterns) | agent.env
+        self._launcher = Launcher(self._program if self._forks else KEEPER, self._env)
         self._places: asyncio.Queue[Process] = asyncio.Queue()
         self._following: dict[Process, asyncio.Task[None]] = {}
         self._starting: set[asyncio.Task[None]] = set()
@@ -201,18 +212,21 @@ class Pool:
         null = os.open(os.devnull, os.O_RDONLY)
         spec = Spec()
         if not self._forks:
-            spec = Spec(argv=[sys.executable, *self._program, "3"], env=dict(os.environ))
+            spec = Spec(argv=[sys.executable, *self._program, "3"], env=self._env)
         if self.memory:
             spec["memory"] = self.memory
+        printed = Printed(contract.LARGEST_PRINT)
+        out = await printed.open()
         try:
-            kept = await self._launcher.launch(spec, [null, 1, 2, theirs.fileno()])
+            kept = await self._launcher.launch(spec, [null, out, out, theirs.fileno()])
         except KeeperLost:
             ours.close()
             raise
         finally:
             os.close(null)
+            os.close(out)
             theirs.close()
-        return Process(kept, *await asyncio.open_unix_connection(sock=ours))
+        return Process(kept, printed, *await asyncio.open_unix_connection(sock=ours))
 
 
 def _death(status: int, together: int) -> Failure:

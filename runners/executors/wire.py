@@ -11,6 +11,8 @@ from agentrl.runners.executors import Ran
 from agentrl.runners.executors.keeper import HEADER
 from agentrl.types import Json
 
+LARGEST = 64 * 2**20  # bytes of an answer: result, rewards and spans
+
 
 class Settings(msgspec.Struct, frozen=True):
     """What a process is started with."""
@@ -47,7 +49,10 @@ def pack(message: msgspec.Struct) -> bytes:
     return HEADER.pack(len(body)) + body
 
 
-async def read(stream: asyncio.StreamReader) -> bytes:
-    """The next message. Raises IncompleteReadError when there is none any more."""
+async def read(stream: asyncio.StreamReader, most: int = 2**32) -> bytes:
+    """The next message. Raises IncompleteReadError when there is none any more, ConnectionError
+    when it has more than `most` bytes."""
     (size,) = HEADER.unpack(await stream.readexactly(HEADER.size))
+    if size > most:
+        raise ConnectionError(f"a message of {size} bytes")
     return await stream.readexactly(size)

@@ -6,18 +6,23 @@ import asyncio
 import contextlib
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
 import uvicorn
 
 from agentrl.errors import ConfigError
+from agentrl.processes import allow_files
 from agentrl.store.base import Store
-from agentrl.store.http.keys import VARIABLE, Keys, loopback
+from agentrl.store.http.guard import Guard
+from agentrl.store.http.keys import VARIABLE, KeyFile, Keys, loopback
 from agentrl.store.http.server import App
 from agentrl.store.sqlstore import SqlStore
 
 BACKLOG = 4096  # connections that may wait to be accepted
+OWN_FILES = 256  # that the server opens for itself
+UNREAD = 60_000  # milliseconds that an answer waits for its reader
 GRACE = 10  # seconds that calls in progress get to end after SIGTERM
 
 
@@ -29,6 +34,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=Guard(allow_files() - OWN_FILES).protocol(),
                 access_log=False,
                 log_level="warning",
                 lifespan="off",
@@ -59,7 +65,7 @@ class Server(uvicorn.Server):
         yield
 
 
-def listen(host: str, port: int, keys: Keys) -> socket.socket:
+def listen(host: str, port: int, keys: Keys | KeyFile) -> socket.socket:
     """The listening socket. Raises ConfigError when it cannot be had, or when others than this
     machine could reach a server without keys."""
     if not keys and not loopback(host):
@@ -78,6 +84,8 @@ def listen(host: str, port: int, keys: Keys) -> socket.socket:
     # Connections inherit it. The event loop sets it only on sockets that it has made itself, and
     # without it the body of an answer, written after the headers, waits 40 ms for their receipt.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if sys.platform.startswith("linux"):
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD)
     return listening
 
 
@@ -89,7 +97,9 @@ async def serve(
     await Server(app, ready).serve([listening])
 
 
-def run(store: Callable[[], Store], host: str, port: int, keys: Keys, *, largest: int) -> None:
+def run(
+    store: Callable[[], Store], host: str, port: int, keys: Keys | KeyFile, *, largest: int
+) -> None:
     """The whole life of a server process; prints its address."""
     with listen(host, port, keys) as listening:
         bound = listening.getsockname()[1]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
+import time
 from collections.abc import Coroutine
 from typing import Any
 
@@ -30,11 +31,12 @@ from agentrl.errors import Conflict, Forbidden, Invalid, StoreError, Unavailable
 from agentrl.store import requests
 from agentrl.store.base import Store
 from agentrl.store.http import ingest, openapi, wire
-from agentrl.store.http.keys import Keys, addressed_here
+from agentrl.store.http.bodies import Bodies
+from agentrl.store.http.keys import Caller, KeyFile, Keys, addressed_here
 from agentrl.store.http.wire import ENCODE, JSON, VERBS, Verb
+from agentrl.types import Trace
 
 LARGEST = 64 * 2**20  # bytes of a request
-SILENCE = 30.0  # seconds without a byte after which the rest of a body is not waited for
 REMEMBERED = 4096  # calls whose answers are kept for their repeats
 AGAIN = object()  # the answer to a wait that takes longer than one request may
 VERB_OF = {f"/v1/{name}": verb for name, verb in VERBS.items()}
@@ -46,8 +48,9 @@ MORE = {503: {"retry-after": "1"}, 401: {"www-authenticate": "Bearer"}}  # heade
 class App:
     """POST /v1/<verb>, /v1/batch and /v1/traces; GET /healthz and /openapi.json."""
 
-    def __init__(self, store: Store, keys: Keys, *, largest: int = LARGEST) -> None:
+    def __init__(self, store: Store, keys: Keys | KeyFile, *, largest: int = LARGEST) -> None:
         self.store, self._keys, self._largest = store, keys, largest
+        self._bodies = Bodies(largest)
         self._draining = False
         self._waits: set[asyncio.Task[Any]] = set()
         self._once: dict[str, tuple[str, asyncio.Task[Any]]] = {}
@@ -84,16 +87,16 @@ class App:
     ) -> None:
         form = _form(headers)
         try:
-            scope = self._admit(headers)
+            caller = self._admit(headers)
             if form is None:
                 raise HTTPException(415, f"Content-Type must be {' or '.join(ENCODE)}.")
-            body = await _body(headers, receive, self._largest)
+            body = await self._bodies.read(headers, receive)
             if verb is None:
-                result: Any = await self._batch(body, form, scope)
+                result: Any = await self._batch(body, form, caller)
             else:
-                _allow(verb, scope)
+                _allow(verb, caller)
                 key = headers.get(b"idempotency-key")
-                result = await self._call(verb, body, form, _key(key), receive)
+                result = await self._call(verb, body, form, _key(key), caller, receive)
             status, out = (202, b"") if result is AGAIN else (200, _encoded(form, result))
         except StoreError as error:
             status, refused = wire.refusal(error)
@@ -104,24 +107,33 @@ class App:
             return
         await _send(send, status, out, form or JSON)
 
-    def _admit(self, headers: dict[bytes, bytes]) -> wire.Scope:
+    def _admit(self, headers: dict[bytes, bytes]) -> Caller:
         if self._draining:
             raise Unavailable("The store's server is shutting down: repeat the call.")
         if not self._keys and not addressed_here(headers.get(b"host", b"")):
             raise Forbidden("Without keys, the store is only served as localhost or 127.0.0.1.")
-        scope = self._keys.scope(headers.get(b"authorization", b""))
-        if scope is None:
+        caller = self._keys.caller(headers.get(b"authorization", b""), time.time())
+        if caller is None:
             raise HTTPException(
-                401, "The key is missing or unknown: send it as `Authorization: Bearer KEY`."
+                401,
+                "The key is missing, unknown or expired: send it as `Authorization: Bearer KEY`.",
             )
-        return scope
+        return caller
 
     async def _call(
-        self, verb: Verb, body: bytes, form: str, key: str, receive: Receive | None
+        self,
+        verb: Verb,
+        body: bytes,
+        form: str,
+        key: str,
+        caller: Caller,
+        receive: Receive | None,
     ) -> Any:
         """The result of one verb. Without `receive`, as in a batch, it must not wait."""
         arguments = _decoded(verb.decoders[form], body)
         given = {name: getattr(arguments, name) for name in verb.arguments.__struct_fields__}
+        if caller.run and given.get("run", caller.run) != caller.run:
+            raise Forbidden(f"{verb.name}: this key is for run {caller.run!r} only.")
         method = getattr(self.store, verb.name)
         try:
             if verb.waits and given["timeout"] != 0:
@@ -130,7 +142,10 @@ class App:
                 digest = hashlib.blake2b(body, digest_size=16).hexdigest()
                 request = requests.Request(f"{verb.name} {key}", digest)
                 return await self._remembered(request, method(**given))
-            return await method(**given)
+            result = await method(**given)
+            if caller.run and isinstance(result, Trace) and result.rollout.run != caller.run:
+                raise Forbidden(f"{verb.name}: this key is for run {caller.run!r} only.")
+            return result
         except OverflowError as error:
             raise Invalid(f"{verb.name}: a number is out of range: {error}.") from error
 
@@ -190,7 +205,7 @@ class App:
         if oldest is not None:
             del self._once[oldest]
 
-    async def _batch(self, body: bytes, form: str, scope: wire.Scope) -> wire.Answers:
+    async def _batch(self, body: bytes, form: str, caller: Caller) -> wire.Answers:
         """Calls after more answers than one body may hold are refused, and not executed."""
         results, size = [], 0
         for call in _decoded(BATCHES[form], body).calls:
@@ -200,7 +215,7 @@ class App:
                         413,
                         f"The answers before are {size} bytes: send this call in another batch.",
                     )
-                result = _encoded(form, await self._one(call, form, scope))
+                result = _encoded(form, await self._one(call, form, caller))
                 results.append(wire.Answer(result=msgspec.Raw(result)))
                 size += len(result)
             except StoreError as error:
@@ -209,14 +224,14 @@ class App:
                 results.append(wire.Answer(error=_refusal(error).error))
         return wire.Answers(results=results)
 
-    async def _one(self, call: wire.Call, form: str, scope: wire.Scope) -> Any:
+    async def _one(self, call: wire.Call, form: str, caller: Caller) -> Any:
         verb = VERBS.get(call.verb)
         if verb is None:
             raise Invalid(f"There is no verb {call.verb!r}: see /openapi.json.")
-        _allow(verb, scope)
+        _allow(verb, caller)
         key = _key(None if call.key is None else call.key.encode())
         while True:  # an answer that takes long is no reason to cut a batch short
-            result = await self._call(verb, bytes(call.arguments), form, key, None)
+            result = await self._call(verb, bytes(call.arguments), form, key, caller, None)
             if result is not AGAIN:
                 return result
 
@@ -235,7 +250,7 @@ class App:
     async def _traces(self, request: Request) -> Response:
         headers = dict(request.scope["headers"])
         _allow(VERBS["add_spans"], self._admit(headers))
-        body = await _body(headers, request.receive, self._largest)
+        body = await self._bodies.read(headers, request.receive)
         encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
         kind = headers.get(b"content-type", b"").decode("latin-1")
         body = ingest.unpacked(body, encoding, self._largest)
@@ -249,8 +264,8 @@ class App:
 # -- parts -----------------------------------------------------------------------------------------
 
 
-def _allow(verb: Verb, scope: wire.Scope) -> None:
-    if scope < verb.scope:
+def _allow(verb: Verb, caller: Caller) -> None:
+    if caller.scope < verb.scope:
         raise Forbidden(f"{verb.name} needs a key of scope {verb.scope.name.lower()}.")
 
 
@@ -267,31 +282,6 @@ def _key(given: bytes | None) -> str:
     if not re.fullmatch(wire.KEY, key := given.decode("latin-1")):
         raise Invalid(f"An idempotency-key must match {wire.KEY}.")
     return key
-
-
-async def _body(headers: dict[bytes, bytes], receive: Receive, largest: int) -> bytes:
-    """The whole body. Raises HTTPException as soon as it is known to be too large, Unavailable when
-    the rest does not come."""
-    length = headers.get(b"content-length", b"0")
-    size, parts = int(length) if length.isdigit() else 0, list[bytes]()
-    more = size <= largest
-    while more:
-        try:
-            async with asyncio.timeout(SILENCE):
-                message = await receive()
-        except TimeoutError:
-            raise Unavailable("The rest of the body did not come: repeat the call.") from None
-        if message["type"] == "http.disconnect":
-            raise ConnectionAbortedError
-        parts.append(message.get("body", b""))
-        more = message.get("more_body", False)
-        size = sum(map(len, parts)) if more else size
-        if size > largest:
-            break
-    body = parts[0] if len(parts) == 1 else b"".join(parts)
-    if max(size, len(body)) > largest:
-        raise HTTPException(413, f"The body is larger than {largest} bytes: send less at a time.")
-    return body
 
 
 def _decoded(decode: wire.Decode, body: bytes) -> Any:

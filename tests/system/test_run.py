@@ -103,8 +103,10 @@ def test_a_run_over_postgres_is_interrupted_and_continues(
     url = f"{postgres()}&password=secret"
     small = ["algorithm.groups=1", "algorithm.group_size=2", "eval.tasks=0", f"store={url}"]
     for steps in (1, 2):
-        trained = agentrl(run_folder, "train", "run.toml", *small, f"steps={steps}")
+        hidden = "agent.env.TOKEN='secret'"
+        trained = agentrl(run_folder, "train", "run.toml", *small, hidden, f"steps={steps}")
         assert trained.returncode == 0, trained.stderr
+        assert (run_folder / "out" / "run.json").stat().st_mode & 0o777 == 0o600
         written = [path.read_bytes() for path in (run_folder / "out").rglob("*.json")]
         assert not any(b"secret" in text for text in written)
         assert "secret" not in trained.stdout + trained.stderr

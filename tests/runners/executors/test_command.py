@@ -86,20 +86,33 @@ sys.argv = ["keeper", str(theirs.detach())]
 runpy.run_path({keeper.__file__!r}, run_name="__main__")
 {SEALED}
 """
-AS_RUNNER = f"""
-from agentrl.errors import AgentRLError
-from agentrl.runners.main import main
-try:
-    main("nothing://", "test")
-except AgentRLError:
-    {SEALED}
+AS_COMMAND = f"""
+import atexit, sys
+from agentrl.cli import main
+atexit.register(lambda: exec({SEALED!r}))
+sys.argv = ["agentrl", *sys.argv[1:]]
+main()
 """
+COMMANDS = (
+    ["train", "none.toml"],
+    ["algorithm", "start", "none.json"],
+    ["runner", "start", "--store", "nothing://", "--run", "test"],
+    ["store", "serve", "nothing://"],
+)
 
 
-@pytest.mark.parametrize("code", [AS_KEEPER, AS_RUNNER], ids=["keeper", "runner"])
-def test_memory_and_environment_are_sealed(code: str) -> None:
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_process_of_a_run_is_sealed(command: list[str]) -> None:
     """Tried as root, who may look into everything: so the process is asked."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    program = [sys.executable, "-c", AS_COMMAND, *command]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert done.stdout.endswith("0\n")
+
+
+def test_keepers_are_sealed() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", AS_KEEPER], capture_output=True, text=True, check=True
+    )
     assert done.stdout == "0\n"
 
 

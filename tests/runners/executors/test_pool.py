@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.config import PoolConfig, RetriesConfig, RunnerConfig
+from agentrl.config import AgentConfig, PoolConfig, RetriesConfig, RunnerConfig
 from agentrl.errors import AgentRLError
 from agentrl.runners.executors import pool as module
 from agentrl.runners.executors.pool import Pool
@@ -43,7 +43,8 @@ async def pool(tmp_path: Path) -> AsyncIterator[Any]:
     async def start(text: str = AGENT, path: str = "pool_agent.py:build", **pool: Any) -> Pool:
         (tmp_path / "pool_agent.py").write_text(text)
         config = RunnerConfig(pool=PoolConfig(**{"processes": 1} | pool))
-        made.append(Pool(path, config, root=tmp_path))
+        agent = AgentConfig(pass_env=["MY_*"], env={"ADDED": "1"})
+        made.append(Pool(path, agent, config, root=tmp_path))
         await made[-1].start()
         return made[-1]
 
@@ -201,3 +202,41 @@ async def test_a_replacement_that_does_not_load_is_tried_again(
     broken.unlink()
     (third,) = await bench.run(executor, {"input": ""})
     assert third.result != first.result
+
+
+GREEDY = """
+import os
+
+
+def agent(doing):
+    if doing == "print":
+        print("x" * 100_000_000)
+    return "x" * 100_000_000 if doing == "answer" else dict(os.environ)
+"""
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+async def test_processes_get_no_secrets(
+    bench: Any, pool: Any, monkeypatch: pytest.MonkeyPatch, start: str
+) -> None:
+    for name in ("AGENTRL_STORE_KEY", "PGPASSWORD", "SECRET_KEY", "MY_FLAG"):
+        monkeypatch.setenv(name, "hush")
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://gateway/v1")
+    executor = await pool(GREEDY, "pool_agent.py:agent", start=start)
+    (rollout,) = await bench.run(executor, {"input": ""})
+    assert [name for name, value in rollout.result.items() if value == "hush"] == ["MY_FLAG"]
+    assert rollout.result["ADDED"] == "1"
+    assert rollout.result["OPENAI_BASE_URL"] == "http://gateway/v1"
+
+
+async def test_what_is_too_large_is_limited_and_said(
+    bench: Any, pool: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    executor = await pool(GREEDY, "pool_agent.py:agent")
+    tasks = [{"input": doing} for doing in ("print", "answer", "")]
+    printed, answered, after = await bench.run(executor, *tasks, concurrency=1)
+    assert printed.state is after.state is RolloutState.SUCCEEDED
+    assert "more than 16777216 bytes to its result" in answered.failure.message
+    said = capfd.readouterr().err
+    assert "the rest is not kept" in said
+    assert len(said) < 2_000_000

@@ -1,0 +1,46 @@
+"""Values of `agent.env`: kept out of the store and of files, where only their names are.
+
+Always true: settings that were hidden can be hidden again. The values travel in the environment,
+from the front to the runners that it starts; a runner elsewhere has them in its own.
+"""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+
+from agentrl.config import RunConfig
+from agentrl.errors import ConfigError
+
+VARIABLE = "AGENTRL_AGENT_ENV"  # JSON object of the values
+
+
+def hide(config: RunConfig) -> RunConfig:
+    """The settings with empty values, which this process and what it starts can look up."""
+    known = _known()
+    values = {name: value for name, value in config.agent.env.items() if value or name not in known}
+    if values:
+        os.environ[VARIABLE] = msgspec.json.encode(known | values).decode()
+    return _with(config, dict.fromkeys(config.agent.env, ""))
+
+
+def look_up(config: RunConfig) -> RunConfig:
+    """The settings with the values. Raises ConfigError for a variable that has none here."""
+    given = {name: value for name, value in config.agent.env.items() if value}
+    known = os.environ | _known() | given
+    for name in config.agent.env:
+        if name not in known:
+            raise ConfigError(
+                f"agent.env: {name} has no value on this machine, as values are not kept in the"
+                " store; set it in the environment of the runner"
+            )
+    return _with(config, {name: known[name] for name in config.agent.env})
+
+
+def _known() -> dict[str, str]:
+    return msgspec.json.decode(os.environ.get(VARIABLE, "{}"), type=dict[str, str])
+
+
+def _with(config: RunConfig, env: dict[str, str]) -> RunConfig:
+    return msgspec.structs.replace(config, agent=msgspec.structs.replace(config.agent, env=env))
