@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4  # linux/prctl.h
+LOG_LEVEL = "AGENTRL_LOG_LEVEL"  # of the log files of a run's processes
+PHASE = 25  # level of what a run is doing now: on the console unless it is to be quiet
+logging.addLevelName(PHASE, "PHASE")
 PARENT = "AGENTRL_PARENT"  # pid of the process that must outlive this one
 
 
@@ -28,9 +31,10 @@ def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
 
 
 def log_to_stderr() -> None:
-    """What this package says, from INFO on; of libraries, which tell much, warnings."""
-    logging.basicConfig(format="%(asctime)s %(name)s: %(message)s")
-    logging.getLogger("agentrl").setLevel(logging.INFO)
+    """What this package says, from the level of `LOG_LEVEL` on; of libraries, which tell much,
+    warnings."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("agentrl").setLevel(os.environ.get(LOG_LEVEL, "INFO"))
 
 
 def seal() -> None:

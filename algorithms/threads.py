@@ -18,7 +18,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-log = logging.getLogger("agentrl.phase")
+from agentrl.processes import PHASE
+
+log = logging.getLogger("agentrl.algorithm")
 SMALL = 5_000_000  # parameters; operations of larger models take longer than threads wait
 EVERY = 150  # calls from one trial to the next
 PAIRS = 3  # of calls in a trial: with one thread, with all
@@ -71,7 +73,8 @@ class Threads:
         if self._said != count:
             self._said = count
             chosen = "1 thread" if count == 1 else f"{count} threads"
-            log.info(f"{self.name} with {chosen}: {self.most} take {ratio:.1f} times as long as 1")
+            slower = f"{self.most} take {ratio:.1f} times as long as 1"
+            log.log(PHASE, f"{self.name} with {chosen}: {slower}")
 
 
 def threads_of(parameters: int, name: str, otherwise: int) -> Threads:

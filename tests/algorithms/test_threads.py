@@ -73,7 +73,7 @@ def test_a_crowded_machine_pays_for_one_pair_only() -> None:
 def test_what_was_chosen_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     machine = Machine({1: 1.0, 4: 20.0})
     measured = Threads(4, 4, "it computes", machine.clock)
-    with caplog.at_level(logging.INFO, logger="agentrl.phase"):
+    with caplog.at_level(logging.INFO, logger="agentrl.algorithm"):
         machine.work(measured, 4 * EVERY)
     assert caplog.messages == ["it computes with 1 thread: 4 take 20.0 times as long as 1"]
 
