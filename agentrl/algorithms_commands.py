@@ -115,10 +115,11 @@ def _spelling(config: RunConfig, policy: str) -> Callable[[int], str] | None:
     own = team.view(config, policy)
     built = Path(config.output, "policy")
     source = own.path(own.policy.model) if own.policy.model else built
+    name = str(source) if source.is_dir() else own.policy.model
+    if not name:
+        return None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(source) if source.is_dir() else own.policy.model, local_files_only=True
-        )
+        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True)
     except (OSError, ValueError):
         return None
     return lambda token: str(tokenizer.decode([token]))

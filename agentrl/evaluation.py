@@ -89,8 +89,8 @@ def evaluate(
 def scored(checkpoint: Path) -> str:
     """Which weights are scored, for the console."""
     named = STEPS.match(checkpoint.name)
-    after = f"after step {int(named[1])}" if named else "of no run's step"
-    return f"scoring the policy {after}: {checkpoint}"
+    after = f" after step {int(named[1])}" if named else ""
+    return f"scoring the policy{after}: {checkpoint}"
 
 
 def checkpoint_at(path: Path) -> Checkpoint:
