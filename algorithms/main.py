@@ -65,9 +65,9 @@ def main(config: RunConfig) -> None:
 
 async def run(config: RunConfig) -> None:
     """Open the run, load the policies of its last committed step and what trains them, and loop."""
-    log.log(PHASE, "reading the tasks")
     algos = algorithms(config)
     greedy, resample = sampled_for(config, algos)
+    log.log(PHASE, "reading the tasks")
     train, heldout = _tasks(config, "train"), _tasks(config, "heldout")
     disable_progress_bar()  # the view is the only one
     random.seed(config.seed)
