@@ -90,7 +90,7 @@ def is_number_free() -> bool:
     """Whether this process computes the same with one thread as with a power of two of them: torch
     multiplies with MKL, which was told so (see `agentrl.processes.environment`)."""
     strict = os.environ.get("MKL_CBWR", "").endswith("STRICT")
-    return strict and torch.backends.mkl.is_available()
+    return strict and torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
 
 
 def largest_power_of_two(most: int) -> int:
