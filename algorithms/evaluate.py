@@ -48,7 +48,8 @@ async def held_out(
     if "eval/score" in done.get(step, {}):
         return
     if step in (0, config.steps):
-        log.log(PHASE, f"scoring {len(tasks)} held-out tasks after {step} steps")
+        after = f" after {step} steps" if config.steps else ""
+        log.log(PHASE, f"scoring {len(tasks)} held-out tasks{after}")
     started = time.monotonic()
     metrics = await score(store, config, step, tasks, temperatures)
     metrics["time/eval"] = time.monotonic() - started
