@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import click
 import msgspec
@@ -88,7 +89,8 @@ async def explained(store_url: str, rollout: str, *, tokens: bool) -> list[str]:
             if rollout not in explanation.batch.rollouts:
                 lines.append("  no call of it in this rollout is trained")
                 continue
-        lines += report(explanation, rollout, groups, tokens)
+        spelt = _spelling(config, policy) if tokens else None
+        lines += report(explanation, rollout, groups, tokens, spelt)
     if step is None:
         return [*lines, "this rollout is not trained yet, or was discarded"]
     if not credits:
@@ -104,6 +106,24 @@ def _of_policy(
     algo = presets.make(settings.preset, settings.options, streams=EVERYTHING)
     own = {row.transition: row for row in credits if row.policy == policy}
     return explain(algo, groups, min_group=settings.min_group, credits=own, policy=policy)
+
+
+def _spelling(config: RunConfig, policy: str) -> Callable[[int], str] | None:
+    """The text of a token id, by the tokenizer that the policy was trained with; None where it is
+    not on this machine."""
+    from transformers import AutoTokenizer
+
+    own = team.view(config, policy)
+    built = Path(config.output, "policy")
+    source = own.path(own.policy.model) if own.policy.model else built
+    name = str(source) if source.is_dir() else own.policy.model
+    if not name:
+        return None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True)
+    except (OSError, ValueError):
+        return None
+    return lambda token: str(tokenizer.decode([token]))
 
 
 async def _groups(store: Store, rollout: Rollout) -> list[Group]:

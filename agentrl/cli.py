@@ -12,9 +12,10 @@ import click
 
 from agentrl import __version__
 from agentrl.config import RunConfig, load, to_toml
+from agentrl.console import console_level
 from agentrl.errors import AgentRLError
 from agentrl.export import export
-from agentrl.processes import ERROR_MARK, USER_ERROR, die_with_parent, seal
+from agentrl.processes import ERROR_MARK, LOG_LEVEL, PARENT, USER_ERROR, die_with_parent, seal
 from agentrl.store_commands import store as store_group
 
 
@@ -27,9 +28,34 @@ def cli() -> None:
 cli.add_command(export)
 
 
+def _log_level(context: click.Context, option: click.Parameter, value: str | None) -> None:
+    if value is not None:
+        os.environ[LOG_LEVEL] = value  # the processes of a run are started with it
+
+
+log_level = click.option(
+    "--log-level",
+    type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"], case_sensitive=False),
+    callback=_log_level,
+    expose_value=False,
+    help="Of the log files of a run's processes; default: INFO.",
+)
+quiet = click.option("--quiet", "-q", is_flag=True, help="Show warnings and the result alone.")
+verbose = click.option("--verbose", "-v", is_flag=True, help="Show what the processes log, too.")
+
+
+def _console_level(*, quiet: bool, verbose: bool) -> int:
+    if quiet and verbose:
+        raise click.UsageError("--quiet or --verbose, not both")
+    return console_level(quiet=quiet, verbose=verbose)
+
+
 @cli.command()
 @click.argument("run_file", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1)
+@quiet
+@verbose
+@log_level
 @click.option("--seed", type=int, help="Seed of model building, task order and sampling.")
 @click.option("--steps", type=int, help="Training steps.")
 @click.option("--fresh", is_flag=True, help="Delete what an earlier run of this name left.")
@@ -48,10 +74,13 @@ def train(
     fresh: bool,
     start: str | None,
     dry_run: bool,
+    quiet: bool,
+    verbose: bool,
 ) -> None:
     """Train the agent of RUN_FILE, or continue where an earlier start was stopped.
 
     OVERRIDES are settings such as `algorithm.lr=1e-4`."""
+    level = _console_level(quiet=quiet, verbose=verbose)
     named = {"seed": seed, "steps": steps}
     extra = [f"{key}={value}" for key, value in named.items() if value is not None]
     if fresh and start:
@@ -76,14 +105,19 @@ def train(
         go_back(config, start)
     from agentrl.trainer import run_training
 
-    run_training(config, fresh=fresh)
+    run_training(config, fresh=fresh, level=level)
 
 
 @cli.command("eval")
 @click.argument("run_file", type=click.Path(path_type=Path))
 @click.argument("rest", nargs=-1, metavar="[CHECKPOINT] [KEY=VALUE]...")
 @click.option("--tasks", help="Task file to score on; default: the run file's held-out tasks.")
-def evaluate(run_file: Path, rest: tuple[str, ...], tasks: str | None) -> None:
+@quiet
+@verbose
+@log_level
+def evaluate(
+    run_file: Path, rest: tuple[str, ...], tasks: str | None, quiet: bool, verbose: bool
+) -> None:
     """Score CHECKPOINT, by default the run's last one, with the agent and verifier of RUN_FILE.
 
     Of a RUN_FILE without a model of its own, score what its [upstreams] answer."""
@@ -94,7 +128,8 @@ def evaluate(run_file: Path, rest: tuple[str, ...], tasks: str | None) -> None:
         raise click.UsageError(f"one checkpoint at a time, not {', '.join(checkpoints)}")
     overrides = [argument for argument in rest if "=" in argument]
     config = load(run_file, overrides)
-    evaluation.evaluate(config, Path(checkpoints[0]) if checkpoints else None, tasks)
+    level = _console_level(quiet=quiet, verbose=verbose)
+    evaluation.evaluate(config, Path(checkpoints[0]) if checkpoints else None, tasks, level=level)
 
 
 @cli.command()
@@ -233,14 +268,17 @@ def runner() -> None:
     type=click.Path(path_type=Path, file_okay=False, exists=True),
     help="Folder of the agent's files here; default: where they are on the machine that trains.",
 )
+@log_level
 def start_runner(store: str, run: str, key: str | None, root: Path | None) -> None:
-    """Run rollouts of a run until SIGTERM, on any machine that reaches its store and policy."""
+    """Run rollouts of a run until it has ended, or until SIGTERM, on any machine that reaches its
+    store and policy."""
+    own = PARENT not in os.environ  # else it is the front that knows when to stop
     die_with_parent()
     if key is not None:
         os.environ["AGENTRL_STORE_KEY"] = key
     from agentrl.runners.main import main as run_forever
 
-    sys.exit(run_forever(store, run, root=root))
+    sys.exit(run_forever(store, run, root=root, until_ended=own))
 
 
 @cli.group(hidden=True)

@@ -27,7 +27,7 @@ class LearnerConfig(Section, frozen=True):
     optimizer: Literal["adamw", "adamw8bit", "paged_adamw8bit"] = "adamw"
     # What branches have in common: again, or once. auto: trie; with verl rows, as it has no other
     packing: Literal["auto", "rows", "trie"] = "auto"
-    threads: Natural = 0  # 0: all cores
+    threads: Natural = 0  # 0: all cores; of a small model one, where that is measured to be faster
     verl: VerlConfig = VerlConfig()
 
     @property

@@ -26,6 +26,7 @@ from agentrl.config import LoraConfig, MetricsConfig, PolicyConfig, RunConfig, S
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.lineups import Plan, Player
 from agentrl.loading import load_tasks
+from agentrl.processes import PHASE
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.types import POLICY, Json, Purpose, Rollout, RolloutState
@@ -55,7 +56,9 @@ class Checkpoint:
         return directory
 
 
-def evaluate(config: RunConfig, checkpoint: Path | None, tasks: str | None) -> trainer.Result:
+def evaluate(
+    config: RunConfig, checkpoint: Path | None, tasks: str | None, *, level: int = PHASE
+) -> trainer.Result:
     """Score a checkpoint, by default the run's last, or what `[upstreams]` answer where the run has
     no model of its own: a run of no steps in a folder of its own."""
     if team.remote(config):
@@ -78,7 +81,16 @@ def evaluate(config: RunConfig, checkpoint: Path | None, tasks: str | None) -> t
         selfplay=SelfplayConfig(),  # nobody meets a pool
     )
     trainer.check(config)
-    return trainer.blocking(trainer.front(config, runners=config.runner.processes))
+    if checkpoint:
+        Console().print(scored(checkpoint), highlight=False, markup=False, soft_wrap=True)
+    return trainer.blocking(trainer.front(config, runners=config.runner.processes, level=level))
+
+
+def scored(checkpoint: Path) -> str:
+    """Which weights are scored, for the console."""
+    named = STEPS.match(checkpoint.name)
+    after = f" after step {int(named[1])}" if named else ""
+    return f"scoring the policy{after}: {checkpoint}"
 
 
 def checkpoint_at(path: Path) -> Checkpoint:
@@ -197,11 +209,20 @@ def _policy_at(policy: PolicyConfig, checkpoint: Path) -> PolicyConfig:
     return replace(policy, model=adapter["base_model_name_or_path"], build="", lora=lora)
 
 
+def _is_missing(store: str) -> bool:
+    return store.startswith("sqlite:///") and not Path(store.removeprefix("sqlite:///")).is_file()
+
+
 async def last_checkpoint(config: RunConfig) -> Path:
     """Of a run's store. Raises ConfigError if it has none."""
+    untrained = f"run {config.name!r} has not been trained yet; train it first: agentrl train"
+    if _is_missing(config.store):
+        raise ConfigError(f"{untrained} (there is no {config.store})")
     async with open_store(config.store, create=False) as store:
         state = await store.run(config.name)
-    if state is None or state.checkpoint is None:
+    if state is None:
+        raise ConfigError(untrained)
+    if state.checkpoint is None:
         raise ConfigError(f"run {config.name!r} has no checkpoint yet: train it, or name one")
     return config.checkpoint(state.checkpoint)
 

@@ -14,6 +14,9 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4  # linux/prctl.h
 FILES = 65_536  # open files of a server, where the system allows them
+LOG_LEVEL = "AGENTRL_LOG_LEVEL"  # of the log files of a run's processes
+PHASE = 25  # level of what a run is doing now: on the console unless it is to be quiet
+logging.addLevelName(PHASE, "PHASE")
 PARENT = "AGENTRL_PARENT"  # pid of the process that must outlive this one
 
 
@@ -30,9 +33,10 @@ def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
 
 
 def log_to_stderr() -> None:
-    """What this package says, from INFO on; of libraries, which tell much, warnings."""
-    logging.basicConfig(format="%(asctime)s %(name)s: %(message)s")
-    logging.getLogger("agentrl").setLevel(logging.INFO)
+    """What this package says, from the level of `LOG_LEVEL` on; of libraries, which tell much,
+    warnings."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("agentrl").setLevel(os.environ.get(LOG_LEVEL, "INFO"))
 
 
 def seal() -> None:
@@ -58,9 +62,10 @@ def allow_files() -> int:
 def environment() -> dict[str, str]:
     """What a child is started with. Unless this process was told otherwise, threads of torch that
     wait for each other soon sleep: by default they spin for long, which on cores that other
-    programs use as well makes a step of small tensors cost ten times the CPU time."""
-    waiting = {"GOMP_SPINCOUNT": "20000"}
-    return waiting | os.environ | {PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+    programs use as well makes a step of small tensors cost ten times the CPU time. And MKL
+    multiplies to the same bits with any number of threads, so that it may be changed."""
+    threads = {"GOMP_SPINCOUNT": "20000", "MKL_CBWR": "AUTO,STRICT"}
+    return threads | os.environ | {PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
 
 
 @dataclass(slots=True)

@@ -26,7 +26,9 @@ async def write(
 ) -> None:
     """Print the report of a run and save its learning curve."""
     console = console or Console()
-    console.print(scores(steps))
+    table = scores(steps)
+    if table.row_count:
+        console.print(table)
     if (pool := standings(steps)) is not None:
         console.print(pool)
     for title, rollout in (await _examples(store, config)).items():

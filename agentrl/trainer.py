@@ -26,9 +26,10 @@ from rich.console import Console
 from agentrl import agent_env, folder_lock, report, team, view
 from agentrl.algorithms.learners import verl_settings
 from agentrl.config import RunConfig, differences, resolve
+from agentrl.console import LogFollower
 from agentrl.errors import AgentRLError, ConfigError, StoreError, TrainingError
 from agentrl.loading import check_tasks, load_tasks
-from agentrl.processes import USER_ERROR, Child
+from agentrl.processes import PHASE, USER_ERROR, Child
 from agentrl.sinks.exporter import Exporter, exporters
 from agentrl.store import open_store
 from agentrl.store.base import Store
@@ -60,13 +61,14 @@ class Result:
     store: str
 
 
-def run_training(config: RunConfig, *, fresh: bool = False) -> Result:
-    """Train to the end with runner processes, show it, print the report."""
+def run_training(config: RunConfig, *, fresh: bool = False, level: int = PHASE) -> Result:
+    """Train to the end with runner processes, show it, print the report. level: the lowest, of
+    `logging`, of what is shown while it works."""
     config = conceal(config)
     check(config)
     if fresh:
         clear(config)
-    return blocking(front(config, runners=config.runner.processes))
+    return blocking(front(config, runners=config.runner.processes, level=level))
 
 
 class Trainer:
@@ -122,14 +124,9 @@ class Trainer:
 
 
 def check(config: RunConfig) -> None:
-    """Refuse, before anything starts, what can be seen to be wrong from here."""
+    """Refuse, before anything starts, what can be seen to be wrong from here: the tasks, which may
+    take long to make, last."""
     root = Path(config.root)
-    for key, value in (
-        ("tasks.train", config.tasks.train),
-        ("tasks.heldout", config.tasks.heldout),
-    ):
-        if value:
-            load_tasks(value, root, key=key)
     if config.steps and not config.tasks.train:
         raise ConfigError("tasks.train is missing: name a .jsonl file or file.py:name")
     if not config.steps and not config.tasks.heldout:
@@ -148,6 +145,12 @@ def check(config: RunConfig) -> None:
         raise ConfigError("policy.model is missing: a Hugging Face directory or name")
     if config.learner.kind == "verl":
         verl_settings.check(config)
+    for key, value in (
+        ("tasks.train", config.tasks.train),
+        ("tasks.heldout", config.tasks.heldout),
+    ):
+        if value:
+            load_tasks(value, root, key=key)
 
 
 def conceal(config: RunConfig) -> RunConfig:
@@ -195,13 +198,19 @@ def folder_at(path: Path) -> Path:
     return path
 
 
-async def front(config: RunConfig, *, runners: int, local: tuple[Any, Any] | None = None) -> Result:
+async def front(
+    config: RunConfig,
+    *,
+    runners: int,
+    local: tuple[Any, Any] | None = None,
+    level: int = PHASE,
+) -> Result:
     """Train to the end and report. local: agent and verifier of this process, in place of runner
-    processes."""
+    processes. level: as of `run_training`."""
     folder_at(Path(config.output))  # before the store, which is most often in it
     async with open_store(config.store) as store:
         await refuse_changes(store, config)
-        seconds = await attend(store, config, runners=runners, local=local)
+        seconds = await attend(store, config, runners=runners, local=local, level=level)
         return await _finish(store, config, seconds)
 
 
@@ -213,6 +222,7 @@ async def attend(
     local: tuple[Any, Any] | None = None,
     play: Path | None = None,
     console: Console | None = None,
+    level: int = PHASE,
 ) -> float:
     """Start the processes of a run, show it, and stop them when the algorithm is done; the seconds
     it took. play: a plan of games to play instead of training.
@@ -233,6 +243,7 @@ async def attend(
     console = console or Console()
     if not runners and not local:
         console.print(_to_join(config), soft_wrap=True, highlight=False)
+    said = LogFollower(console, level, [child.log for child in (algorithm, *workers)])
     sinks = exporters(config, run_file, console)
     started = time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
@@ -244,7 +255,9 @@ async def attend(
         watchers += [asyncio.create_task(_keep_alive(child)) for child in workers]
         if local:
             watchers.append(asyncio.create_task(_local_runner(config, *local)))
-        following = [asyncio.create_task(view.follow(store, config, console))]
+        quiet = level > PHASE
+        following = [asyncio.create_task(view.follow(store, config, console, quiet=quiet))]
+        following += [asyncio.create_task(said.follow())]
         following += [asyncio.create_task(sink.keep()) for sink in sinks]
         try:
             done, _ = await asyncio.wait(watchers, return_when=asyncio.FIRST_COMPLETED)

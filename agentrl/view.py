@@ -16,22 +16,26 @@ from agentrl.config import RunConfig
 from agentrl.failures import EMPTY, FirstFailures
 from agentrl.report import refused, unheard
 from agentrl.store.base import Store
-from agentrl.team import remote
-from agentrl.types import Counts, StepRow
+from agentrl.team import claims, remote
+from agentrl.types import Counts, Purpose, StepRow
 
 REFRESH = 0.5  # seconds between redraws
 PLAIN_LINES = 20  # step lines of a whole run where there is no terminal to redraw
 
 
-async def follow(store: Store, config: RunConfig, console: Console | None = None) -> None:
-    """Show the run until cancelled: redrawn on a terminal, as lines elsewhere."""
+async def follow(
+    store: Store, config: RunConfig, console: Console | None = None, *, quiet: bool = False
+) -> None:
+    """Show the run until cancelled: redrawn on a terminal, as lines elsewhere; quiet: only what it
+    warns of."""
     console = console or Console()
     model, failures = Progress(config), FirstFailures(config)
-    where = escape(config.output)
-    console.print(f"[bold]{config.name}[/]: {config.steps} steps, {where}", highlight=False)
+    if not quiet:
+        where = escape(config.output)
+        console.print(f"[bold]{config.name}[/]: {config.steps} steps, {where}", highlight=False)
     try:
-        if not console.is_terminal:
-            return await _follow_plain(store, model, console, failures)
+        if quiet or not console.is_terminal:
+            return await _follow_plain(store, model, console, failures, quiet=quiet)
         with Live(model.table(), console=console, refresh_per_second=4, transient=True) as live:
             while True:
                 await model.update(store)
@@ -45,7 +49,7 @@ async def follow(store: Store, config: RunConfig, console: Console | None = None
 
 
 async def _follow_plain(
-    store: Store, model: Progress, console: Console, failures: FirstFailures
+    store: Store, model: Progress, console: Console, failures: FirstFailures, *, quiet: bool = False
 ) -> None:
     printed = -1
     every = max(1, model.config.steps // PLAIN_LINES)
@@ -54,12 +58,40 @@ async def _follow_plain(
         model.warn(console)
         printed = min(printed, len(model.committed) - 1)
         await failures.say(store, console, model.committed)
-        for row in model.rows:
+        for row in [] if quiet else model.rows:
             if row.step > printed and row.committed:
                 printed = row.step
                 if row.step % every == 0 or row.step + 1 == model.config.steps:
                     console.print(model.line(row), highlight=False)
         await _next_change(store)
+
+
+async def silent_roles(store: Store, config: RunConfig) -> str:
+    """A sentence about the roles that the run file names and no call of the first trained step has;
+    empty where all spoke. Of several policies, one without any call is reported by `unheard`."""
+    named = claims(config)
+    if not named:
+        return ""
+    heard: set[str] = set()
+    for row in await store.rollouts(config.name, purpose=Purpose.TRAIN, trained=0):
+        trace = await store.trace(row.id)
+        heard.update(call.role for call in (trace.transitions if trace else ()))
+        if heard >= named.keys():
+            return ""
+    playing = {named[role] for role in heard & named.keys()}
+    silent = [
+        repr(role)
+        for role, player in named.items()
+        if role not in heard and (player in playing or player not in config.policies)
+    ]
+    if not silent:
+        return ""
+    spoke = ", ".join(map(repr, sorted(heard))) or "none"
+    return (
+        f"no call was made in the first step in the role {', '.join(silent)}, which the run file "
+        f"names; the roles that spoke are {spoke}. Roles are graph nodes, agent names, model names "
+        "or what `with agentrl.role(...)` says"
+    )
 
 
 async def _next_change(store: Store) -> None:
@@ -80,6 +112,7 @@ class Progress:
     counts: Counts = field(default_factory=Counts)
     ready: bool = False
     warned: bool = False
+    silent: str | None = None  # once it is known: a sentence, or nothing to say
     unheard: set[str] = field(default_factory=set)  # policies of which that was said
     again: set[int] = field(default_factory=set)  # steps of which that was said
 
@@ -89,11 +122,13 @@ class Progress:
         done = min(len(self.committed), state.step if state else 0)
         self.rows[done:] = await store.steps(self.config.name, after=done - 1)
         self.counts = await store.counts(self.config.name)
+        if self.committed and self.silent is None:
+            self.silent = await silent_roles(store, self.config)
         self.ready = remote(self.config) or bool(await store.policies(self.config.name))
 
     def warn(self, console: Console) -> None:
         """Says once that there are calls which are not learned from, and how many, and of each
-        policy that has none."""
+        policy that has none, and the roles of the run file in which nobody has spoken."""
         for policy, sentence in unheard(self.config, self.committed).items():
             if policy not in self.unheard:
                 self.unheard.add(policy)
@@ -107,6 +142,9 @@ class Progress:
                     f" {row.step + 1}: their checkpoint was damaged, or --from said so",
                     highlight=False,
                 )
+        if self.silent:
+            console.print(self.silent, highlight=False, markup=False)
+            self.silent = ""
         without, _ = refused(self.committed)
         if without > 0 and not self.warned:
             self.warned = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Sequence
@@ -14,9 +15,12 @@ from msgspec.structs import replace
 from agentrl.algorithms.requests import evaluation
 from agentrl.config import RunConfig
 from agentrl.loading import load_tasks
+from agentrl.processes import PHASE
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.types import Json, Rollout, Scope
+from agentrl.types import ENDED, Json, Rollout, Scope
+
+log = logging.getLogger("agentrl.algorithm")
 
 
 async def remote(config: RunConfig) -> None:
@@ -28,6 +32,7 @@ async def remote(config: RunConfig) -> None:
         state = await store.open_run(config.name, msgspec.to_builtins(config))
         limit = config.eval.tasks or None
         await held_out(store, config, state.epoch, 0, tasks[:limit], temperatures)
+        await store.log(config.name, 0, {ENDED: 1.0}, epoch=state.epoch)
 
 
 async def held_out(
@@ -42,6 +47,9 @@ async def held_out(
     done = {row.step: row.metrics for row in await store.steps(config.name)}
     if "eval/score" in done.get(step, {}):
         return
+    if step in (0, config.steps):
+        after = f" after {step} steps" if config.steps else ""
+        log.log(PHASE, f"scoring {len(tasks)} held-out tasks{after}")
     started = time.monotonic()
     metrics = await score(store, config, step, tasks, temperatures)
     metrics["time/eval"] = time.monotonic() - started

@@ -9,7 +9,7 @@ policy still is the sampler's, which is where the first optimizer step begins.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from math import inf
 from types import MappingProxyType
@@ -132,8 +132,15 @@ def brief(record: object, leave_out: tuple[str, ...] = ()) -> str:
     return f"{type(record).__name__}({', '.join(said)})"
 
 
-def report(explanation: Explanation, rollout: str, groups: list[Group], tokens: bool) -> list[str]:
-    """Lines about one rollout: its reward rows, then each of its calls, or tokens.
+def report(
+    explanation: Explanation,
+    rollout: str,
+    groups: list[Group],
+    tokens: bool,
+    spelt: Callable[[int], str] | None = None,
+) -> list[str]:
+    """Lines about one rollout: its reward rows, then each of its calls, or tokens. spelt: the text
+    of a token id; without, tokens are shown by their ids.
 
     Raises TrainingError for a rollout that is not in the batch."""
     batch = explanation.batch
@@ -155,11 +162,16 @@ def report(explanation: Explanation, rollout: str, groups: list[Group], tokens: 
         at = (batch.token_transition == call).nonzero().squeeze(1)
         role = batch.roles[int(batch.transition_role[call])]
         lines.append(f"call {batch.transitions[call]}, {role}, {at.numel()} tokens")
-        lines += _call(explanation, at, tokens)
+        lines += _call(explanation, at, tokens, spelt)
     return lines + _gates(explanation)
 
 
-def _call(explanation: Explanation, at: Tensor, tokens: bool) -> list[str]:
+def _call(
+    explanation: Explanation,
+    at: Tensor,
+    tokens: bool,
+    spelt: Callable[[int], str] | None,
+) -> list[str]:
     lines = []
     for link in explanation.chain:
         numbers = [
@@ -175,8 +187,12 @@ def _call(explanation: Explanation, at: Tensor, tokens: bool) -> list[str]:
     lines += _disagreement(explanation, at)
     if tokens:
         advantage = explanation.chain[-1].columns["advantage"]
+        rows = explanation.batch.rows
+        ids = torch.cat([row.tokens[row.actions] for row in rows]).tolist()
+        names = {t: repr(spelt(ids[t])) if spelt else f"id {ids[t]}" for t in at.tolist()}
         lines += [
-            f"    token {number}: advantage {_number(advantage[t : t + 1])}, "
+            f"    token {number} {names[t]}: "
+            f"advantage {_number(advantage[t : t + 1])}, "
             f"{_listed(used, torch.tensor([t]))}, "
             f"log-prob of the sampler {float(explanation.batch.behaviour[t]):.4f}"
             for number, t in enumerate(at.tolist())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -47,12 +48,14 @@ from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.lineups import Player, first_version
 from agentrl.loading import load_tasks
-from agentrl.processes import log_to_stderr
+from agentrl.processes import PHASE, log_to_stderr
 from agentrl.selfplay import player
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.team import FIRST, player_of, remote, trained, view
-from agentrl.types import POLICY, Json
+from agentrl.types import ENDED, POLICY, Json
+
+log = logging.getLogger("agentrl.algorithm")
 
 
 def main(config: RunConfig) -> None:
@@ -65,6 +68,7 @@ async def run(config: RunConfig) -> None:
     """Open the run, load the policies of its last committed step and what trains them, and loop."""
     algos = algorithms(config)
     greedy, resample = sampled_for(config, algos)
+    log.log(PHASE, "reading the tasks")
     train, heldout = _tasks(config, "train"), _tasks(config, "heldout")
     disable_progress_bar()  # the view is the only one
     random.seed(config.seed)
@@ -84,6 +88,7 @@ async def run(config: RunConfig) -> None:
         tasks = TaskStream(config, train, greedy, difficulty, pool)
         collector = Collector(config, store, state.epoch, tasks, resample)
         serving = Serving(config, bases)
+        log.log(PHASE, f"starting the policy server ({config.engine.kind})")
         await serving.start()
         try:
             await serving.publish(team.versions(state.step))
@@ -95,6 +100,7 @@ async def run(config: RunConfig) -> None:
                 await opponents.start(state.step)
             loop = Loop(config, store, state, team, serving, collector, heldout, lock, opponents)
             await serving.during(loop.run())
+            await store.log(config.name, config.steps, {ENDED: 1.0}, epoch=state.epoch)
         finally:
             await serving.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from agentrl.algorithms.model import Tokenizer, load_model
 from agentrl.config import LoraConfig, RunConfig
 from agentrl.errors import ConfigError, PolicyError
 from agentrl.loading import load_attribute
+from agentrl.processes import PHASE
+
+log = logging.getLogger("agentrl.algorithm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,7 @@ def load_bases(config: RunConfig) -> list[Base]:
 
 def load_base(source: str, config: RunConfig, *, adapted: bool, built: bool = False) -> Base:
     digests.check(Path(source))
+    log.log(PHASE, f"loading the model {source}")
     model, tokenizer = load_model(source, config.policy.dtype, config.policy.device)
     adapters = Adapters(model) if adapted else None
     return Base(source, model, tokenizer, adapters, built=built)
@@ -86,6 +91,7 @@ def policy_directory(config: RunConfig) -> tuple[str, bool]:
     build = load_attribute(settings.build, Path(config.root), key="policy.build")
     if not callable(build):
         raise ConfigError(f"policy.build = {settings.build!r}: it is not a function")
+    log.log(PHASE, f"building the model with {settings.build}")
     with atomic_directory(directory) as partial:
         try:
             build(partial, config.seed)

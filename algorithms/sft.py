@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from agentrl.algorithms.batch import Row
 from agentrl.algorithms.model import Tokenizer
 from agentrl.algorithms.packing import forward_logprobs, pack_rows
+from agentrl.algorithms.threads import threads_of
 from agentrl.errors import TrainingError
 from agentrl.types import Json
 
@@ -62,15 +63,17 @@ def imitate(
     linearly to zero. Returns the mean loss in nats per action token over the last tenth."""
     dice = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), betas=betas, weight_decay=0.0, fused=True)
+    threads = threads_of(model.num_parameters(), "imitation computes", torch.get_num_threads())
     losses = []
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = lr * min((step + 1) / warmup, 1 - step / steps)
         (pack,) = pack_rows(dice.sample(rows, batch), "trie", sys.maxsize)
-        loss = -forward_logprobs(model, pack).mean()
-        optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(float(loss.detach()))
+        with threads.working(len(pack.tokens)):
+            loss = -forward_logprobs(model, pack).mean()
+            optimizer.zero_grad()
+            torch.autograd.backward(loss)
+            clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            losses.append(float(loss.detach()))
     last = losses[-max(1, steps // 10) :]
     return sum(last) / len(last)

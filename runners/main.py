@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -20,8 +20,8 @@ import msgspec
 
 from agentrl import agent_env
 from agentrl.config import RunConfig
-from agentrl.errors import ConfigError
-from agentrl.processes import log_to_stderr
+from agentrl.errors import ConfigError, StoreError
+from agentrl.processes import PHASE, log_to_stderr
 from agentrl.runners import tracing, verifiers
 from agentrl.runners.environment import environment
 from agentrl.runners.execution import Execution
@@ -34,11 +34,22 @@ from agentrl.runners.worker import Worker
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.team import claims, remote
+from agentrl.types import ENDED
+
+log = logging.getLogger("agentrl.runner")
+LOOK = 2.0  # seconds between looks whether the run has ended
 
 
-def main(store_url: str, run: str, *, root: Path | None = None, name: str | None = None) -> int:
+def main(
+    store_url: str,
+    run: str,
+    *,
+    root: Path | None = None,
+    name: str | None = None,
+    until_ended: bool = False,
+) -> int:
     """Run rollouts of `run` until SIGTERM or SIGINT, which leaves those in progress
-    `runner.drain` seconds; the exit code.
+    `runner.drain` seconds, or `until_ended`; the exit code.
 
     Raises AgentRLError for what the user can mend: an agent or verifier that cannot be loaded, a
     port that is taken, a store that cannot be opened."""
@@ -54,6 +65,7 @@ def main(store_url: str, run: str, *, root: Path | None = None, name: str | None
             root=root,
             name=name,
             stop=stop,
+            until_ended=until_ended,
             ready=_tune_collector,
             on_blocked=_end_process,
         )
@@ -69,19 +81,23 @@ async def start_runner(
     root: Path | None = None,
     name: str | None = None,
     stop: asyncio.Event,
+    until_ended: bool = False,
     agent: object = None,
     verifier: Callable[..., Any] | str | None = None,
     ready: Callable[[], None] | None = None,
     on_blocked: Callable[[str], None] | None = None,
 ) -> None:
-    """Run rollouts of `run` until `stop` is set; `ready` is called when all is loaded.
+    """Run rollouts of `run` until `stop` is set, or also `until_ended`: the run's algorithm said
+    that it is done; `ready` is called when all is loaded.
 
     Waits for the run to exist. `agent` and `verifier` default to those of the run's settings,
     whose paths are relative to `root`, by default the run's own. Raises as `main` does."""
-    async with open_store(store_url) as store:
+    async with open_store(store_url) as store, contextlib.AsyncExitStack() as stack:
         config = await _config(store, run, stop)
         if config is None:
             return
+        if until_ended:
+            stack.enter_context(_cancelled_after(_stop_at_end(store, run, config.steps, stop)))
         folder, name = root or Path(config.root), name or _name()
         gateway = Gateway(
             store,
@@ -118,6 +134,27 @@ async def start_runner(
                     await worker.run(stop)
         finally:
             await asyncio.to_thread(gateway.close)
+
+
+@contextlib.contextmanager
+def _cancelled_after(work: Coroutine[Any, Any, None]) -> Iterator[None]:
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+async def _stop_at_end(store: Store, run: str, steps: int, stop: asyncio.Event) -> None:
+    while not stop.is_set():
+        try:
+            rows = await store.steps(run, after=steps - 1)
+            if any(ENDED in row.metrics for row in rows):
+                log.log(PHASE, f"run {run} has ended after {steps} steps, and with it this runner")
+                stop.set()
+        except StoreError:  # the worker says so, and decides what becomes of it
+            pass
+        await store.wait(2**62, timeout=LOOK)
 
 
 @contextlib.asynccontextmanager

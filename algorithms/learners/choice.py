@@ -16,6 +16,7 @@ from agentrl.algorithms.learners.verl_settings import settings
 from agentrl.algorithms.model import Tokenizer
 from agentrl.algorithms.objective import Algo
 from agentrl.algorithms.reference import check_vocabulary
+from agentrl.algorithms.threads import Threads, threads_of
 from agentrl.config import RunConfig
 from agentrl.errors import PolicyError
 from agentrl.types import POLICY
@@ -61,11 +62,19 @@ def make_learner(
         gradient_checkpointing=config.learner.gradient_checkpointing,
         fp32_head=config.learner.fp32_head,
         optimizer=config.learner.optimizer,
-        threads=config.learner.threads or os.cpu_count() or 1,
+        threads=_threads(config, model),
         adapters=adapters,
         policy=policy,
         trainers=trainers,
     )
+
+
+def _threads(config: RunConfig, model: PreTrainedModel) -> Threads:
+    """As many as the run file says, all cores, or what is measured."""
+    number = config.learner.threads
+    if number or model.device.type != "cpu":
+        return Threads(number or os.cpu_count() or 1)
+    return threads_of(model.num_parameters(), "training computes", os.cpu_count() or 1)
 
 
 def _frozen(

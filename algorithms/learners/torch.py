@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,6 +32,7 @@ from agentrl.algorithms.learners.optimizer import Kind, Optimizer
 from agentrl.algorithms.model import Tokenizer, no_progress_bars
 from agentrl.algorithms.packing import Pack, Packing, check_model, hidden_states, packs, usable
 from agentrl.algorithms.reference import Reference
+from agentrl.algorithms.threads import Threads
 from agentrl.algorithms.weights import read_policy
 from agentrl.errors import PolicyError, TrainingError
 from agentrl.types import POLICY
@@ -64,7 +65,7 @@ class TorchLearner:
         fp32_head: bool = False,
         adapters: Adapters | None = None,
         policy: str = POLICY,
-        threads: int | None = None,
+        threads: Threads | int | None = None,
         betas: tuple[float, float] = (0.9, 0.95),
         critic: ValueModel | None = None,
         frozen: Mapping[Literal["q", "t"], Reference] | None = None,
@@ -93,7 +94,8 @@ class TorchLearner:
             layer for each in decoders if gradient_checkpointing for layer in memory.layers_of(each)
         ]
         self.fp32_head = fp32_head
-        self.threads = threads or torch.get_num_threads()
+        number = threads or torch.get_num_threads()
+        self.threads = number if isinstance(number, Threads) else Threads(number)
         self.tokenizer_files = _files_of(tokenizer)
 
     def logprobs(self, batch: Batch, of: Scored = "o") -> Tensor:
@@ -102,19 +104,19 @@ class TorchLearner:
             raise PolicyError(f"the learner has no model for stream {of}")
         model = self.frozen[of].model if of in self.frozen else self.model
         alone = of == "q" and of not in self.frozen  # the base of the adapters
-        with _threads(self.threads), self._adapted(alone), torch.no_grad():
+        with self.threads.computing(), self._adapted(alone), torch.no_grad():
             return self._within_memory(lambda: self._logprobs(batch, model))
 
     def values(self, batch: Batch) -> Tensor:
         """The critic's value of the state before every action token, float64 [N], no graph."""
         critic = self._critic()
-        with _threads(self.threads), self._adapted(), torch.no_grad():
+        with self.threads.computing(), self._adapted(), torch.no_grad():
             return self._within_memory(lambda: self._values(batch, critic))
 
     def top(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
         """Every action token and the k - 1 most probable others in its place, int64 [N, K], and
         their log-probs, float32 [N, K], at its temperature, no graph."""
-        with _threads(self.threads), self._adapted(), torch.no_grad():
+        with self.threads.computing(), self._adapted(), torch.no_grad():
             return self._within_memory(lambda: self._top(batch, k))
 
     def step(
@@ -136,7 +138,7 @@ class TorchLearner:
         learning = None if critic is None else self._critic()
         device, budget = self.model.device, self.token_budget
         memory.start_measuring(device)
-        with _threads(self.threads), self._adapted():
+        with self.threads.working(batch.n_tokens), self._adapted():
             try:
                 sums = self._within_memory(lambda: self._backward(batch, psi, critic, eta))
                 norm = self.optimizer.clip(self.max_grad_norm)
@@ -379,14 +381,3 @@ def _files_of(tokenizer: Tokenizer) -> dict[str, bytes]:
     with TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
-
-
-@contextmanager
-def _threads(number: int) -> Iterator[None]:
-    """Compute with so many threads in the calling thread; others keep theirs."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -61,3 +61,15 @@ def test_of_several_policies_those_that_learned_are_the_checkpoints(tmp_path: Pa
     assert (found["solver"].model, found["solver"].lora["rank"]) == ("/base", 8)
     assert found["solver"].lora["adapter"] == str(directory)
     assert found["judge"] == config.policies["judge"]
+
+
+def test_a_run_that_never_was_is_to_be_trained_first(tmp_path: Path) -> None:
+    config = resolve({"name": "never", "output": str(tmp_path / "never")}, source="test")
+    with pytest.raises(ConfigError, match="'never' has not been trained yet; train it first"):
+        evaluation.evaluate(config, None, None)
+    assert not (tmp_path / "never").exists()
+
+
+def test_what_is_scored_is_named_by_its_step(tmp_path: Path) -> None:
+    assert evaluation.scored(tmp_path / "000020.3").startswith("scoring the policy after step 20: ")
+    assert evaluation.scored(tmp_path / "mine") == f"scoring the policy: {tmp_path / 'mine'}"

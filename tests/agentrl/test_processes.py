@@ -14,6 +14,7 @@ def test_threads_soon_sleep_while_they_wait_unless_told_otherwise(
 ) -> None:
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     assert environment()["GOMP_SPINCOUNT"] == "20000"
+    assert environment()["MKL_CBWR"].endswith("STRICT")
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
     assert environment()["GOMP_SPINCOUNT"] == "7"
 

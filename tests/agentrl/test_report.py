@@ -39,6 +39,10 @@ def test_held_out_scores_of_roles_are_shown_under_those_of_all() -> None:
     ]
 
 
+def test_without_held_out_tasks_there_is_no_table() -> None:
+    assert scores([row(0, **{"reward/mean": 0.5}), row(1)]).row_count == 0
+
+
 def test_a_policy_whose_roles_never_speak_is_named() -> None:
     members = {
         name: {"roles": [name], "lora": {"rank": 2}} for name in ("solver", "planer", "late")

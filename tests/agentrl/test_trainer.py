@@ -9,7 +9,7 @@ import pytest
 
 from agentrl import trainer
 from agentrl.config import resolve
-from agentrl.errors import TrainingError
+from agentrl.errors import ConfigError, TrainingError
 
 
 class Mortal:
@@ -56,3 +56,11 @@ def test_fresh_deletes_what_the_run_wrote_and_nothing_else(tmp_path: Path) -> No
     (tmp_path / "store.db").touch()
     trainer.clear(config)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "run.lock"]
+
+
+def test_what_is_cheap_to_check_is_checked_before_tasks_are_made(tmp_path: Path) -> None:
+    (tmp_path / "dear.py").write_text("raise SystemError('made')")
+    made = {"root": str(tmp_path), "steps": 1, "tasks": {"train": "dear.py:tasks"}}
+    made |= {"policy": {"model": "m"}, "agent": {"path": "absent.py:agent"}}
+    with pytest.raises(ConfigError, match=r"agent.path = 'absent.py:agent': there is no file"):
+        trainer.check(resolve(made, source="test"))

@@ -183,3 +183,34 @@ async def test_report(config: RunConfig) -> None:
     assert "9 s in all: build 0, rollouts 4, update 2, eval 0" in text
     assert "4 model calls without token ids were not trained; 2 model calls longer than" in text
     assert Path(config.output, "curve.png").stat().st_size > 1000
+
+
+async def test_a_role_of_the_run_file_that_never_speaks_is_named(tmp_path: Path) -> None:
+    made = {"name": "r", "output": str(tmp_path), "steps": 4, "policy": {"model": "m"}}
+    spoken = resolve(made | {"roles": {"agent": "policy"}}, source="test")
+    config = resolve(made | {"roles": {"agent": "policy", "critc": "policy"}}, source="test")
+    async with open_store(config.store) as store:
+        await short_run(store)
+        model, console = view.Progress(config), Console(file=io.StringIO(), width=400)
+        for _ in range(2):
+            await model.update(store)
+            model.warn(console)
+        assert await view.silent_roles(store, resolve(made, source="test")) == ""
+        assert "the role 'agent'" in await view.silent_roles(store, spoken)
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert text.count("no call was made in the first step in the role 'agent', 'critc'") == 1
+    assert "the roles that spoke are none" in text
+
+
+async def test_a_quiet_view_prints_what_it_warns_of_alone(config: RunConfig) -> None:
+    console = Console(file=io.StringIO(), width=120)
+    async with open_store(config.store) as store:
+        await short_run(store)
+        following = asyncio.create_task(view.follow(store, config, console, quiet=True))
+        assert isinstance(console.file, io.StringIO)
+        cursor = await store.cursor()
+        while "not trained" not in console.file.getvalue():
+            cursor = await store.wait(cursor, timeout=0.05)
+        following.cancel()
+    assert "step" not in console.file.getvalue()

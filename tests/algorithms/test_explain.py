@@ -125,6 +125,8 @@ def test_a_report_says_where_each_number_is_from() -> None:
     assert "Gate(Trunc(0.0, hi=2.0), num='o', den='b'): factor 1 where p = o = b" in text
     assert "token 0" not in text
     each = report(explain(algo, groups), "a", groups, tokens=True)
+    spelt = report(explain(algo, groups), "a", groups, True, lambda token: f"<{token}>\n")
+    assert any(line.startswith("    token 0 '<") and "\\n'" in line for line in spelt)
     assert sum("token " in line and "log-prob of the sampler" in line for line in each) == 4
 
 

@@ -18,7 +18,7 @@ import pytest
 from agentrl.config import RunConfig, resolve
 from agentrl.runners.environment import environment
 from agentrl.runners.main import RunnerThread
-from agentrl.types import NewRollout, PolicyVersion, RolloutState
+from agentrl.types import ENDED, NewRollout, PolicyVersion, RolloutState
 
 RUN = "main"
 AGENT = """
@@ -118,6 +118,20 @@ async def test_a_process_works_and_drains_on_sigterm(
     assert await process.wait() == 0
     (attempt,) = await store.claim(1, runner="next", lease=60.0, run=RUN)
     assert (attempt.rollout.id, attempt.fence) == ("d", 2)
+
+
+async def test_a_process_ends_when_its_run_has_ended(
+    store: Any, model: Any, config: RunConfig, runner: Start
+) -> None:
+    config = msgspec.structs.replace(config, steps=3)
+    await open_run(store, model, config)
+    await store.log(RUN, 2, {ENDED: 1.0})  # it had fewer steps then
+    process = await runner()
+    await enqueue(store, "a")
+    await store.settled("a")
+    assert process.returncode is None
+    await store.log(RUN, 3, {ENDED: 1.0})
+    assert await asyncio.wait_for(process.wait(), 60) == 0
 
 
 async def test_a_killed_runner_loses_no_rollout(

@@ -54,6 +54,10 @@ def test_train_show_evaluate_and_continue(run_folder: Path) -> None:
     trained = agentrl(run_folder, "train", "run.toml", *SMALL)
     assert trained.returncode == 0, trained.stderr
     assert "held-out tasks" in trained.stdout
+    phases = ("reading the tasks", "loading the model ", "starting the policy server", "scoring 4 ")
+    assert [trained.stdout.index(f"\n{phase}") for phase in phases] == sorted(
+        trained.stdout.index(f"\n{phase}") for phase in phases
+    )
     assert (run_folder / "out" / "curve.png").is_file()
 
     steps = read(run_folder, lambda store: store.steps("tiny"))
@@ -84,6 +88,7 @@ def test_train_show_evaluate_and_continue(run_folder: Path) -> None:
     (settings,) = run_folder.glob("*-eval-*/run.json")
     assert json.loads(settings.read_text())["policy"]["model"] == checkpoint
     assert "held-out tasks" in scored.stdout
+    assert "scoring the policy after step 2: " in scored.stdout
 
     fewer = agentrl(run_folder, "train", "run.toml", *SMALL, "steps=1")
     assert fewer.returncode == 2

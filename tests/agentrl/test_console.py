@@ -1,0 +1,87 @@
+"""What processes log is on the console, from the level the user chose."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from agentrl.console import LogFollower, console_level
+from agentrl.processes import LOG_LEVEL, PHASE
+
+LOGGED = """
+import logging
+from agentrl.processes import PHASE, log_to_stderr
+log_to_stderr()
+log = logging.getLogger("agentrl.runner")
+log.debug("very fine"), log.info("fine"), log.log(PHASE, "building"), log.warning("it is slow")
+logging.getLogger("other").warning("theirs")
+"""
+
+
+def shown(folder: Path, level: int, *, again: str = "") -> list[str]:
+    """The console's lines of two runners that log the same."""
+    console = Console(file=io.StringIO(), width=30)
+    files = [folder / "runner-0.log", folder / "runner-1.log"]
+    files[0].write_text("2026-01-01 00:00:00,000 ERROR agentrl.runner: of an earlier start\n")
+    follower = LogFollower(console, level, files)
+    environment = dict(os.environ) | ({LOG_LEVEL: again} if again else {})
+    for file in files:
+        with file.open("ab") as log:
+            subprocess.run([sys.executable, "-c", LOGGED], env=environment, stderr=log, check=True)
+    follower.look()
+    follower.look()
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def test_phases_and_warnings_are_shown_and_the_same_warning_once(tmp_path: Path) -> None:
+    assert shown(tmp_path, PHASE) == ["building", "warning: it is slow (runner-0.log)", "building"]
+
+
+def test_a_quiet_console_shows_warnings_and_a_verbose_one_all(tmp_path: Path) -> None:
+    quiet = console_level(quiet=True, verbose=False)
+    assert shown(tmp_path, quiet) == ["warning: it is slow (runner-0.log)"]
+    verbose = shown(tmp_path, console_level(quiet=False, verbose=True))
+    assert "info: fine (runner-0.log)" in verbose
+    assert not any("very fine" in line for line in verbose)
+
+
+def test_the_log_level_decides_what_is_in_the_files(tmp_path: Path) -> None:
+    assert any("very fine" in line for line in shown(tmp_path, logging.DEBUG, again="DEBUG"))
+    assert not any("building" in line for line in shown(tmp_path, 0, again="WARNING"))
+
+
+async def test_half_a_line_waits_and_the_last_words_are_shown(tmp_path: Path) -> None:
+    console, file = Console(file=io.StringIO(), width=80), tmp_path / "algorithm.log"
+    follower = LogFollower(console, PHASE, [file])
+    file.write_bytes(b"2026-01-01 00:00:00,000 PHASE agentrl.algorithm: loading")
+    following = asyncio.create_task(follower.follow())
+    await asyncio.sleep(0)
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue() == ""
+    file.write_bytes(file.read_bytes() + b" the model\n")
+    following.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await following
+    assert console.file.getvalue() == "loading the model\n"
+
+
+def test_quiet_and_verbose_together_are_refused() -> None:
+    command = [sys.executable, "-m", "agentrl", "train", "none.toml", "--quiet", "--verbose"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "not both" in done.stderr
+
+
+def test_an_unknown_level_is_refused() -> None:
+    command = [sys.executable, "-m", "agentrl", "train", "none.toml", "--log-level", "LOUD"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, "LOUD" in done.stderr) == (2, True)
