@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from agentrl.config import RunConfig
-from agentrl.report import refused, unheard
+from agentrl.report import refused, unheard, unread
 from agentrl.store.base import Store
 from agentrl.team import remote
 from agentrl.types import Counts, StepRow
@@ -70,6 +70,7 @@ class Progress:
     counts: Counts = field(default_factory=Counts)
     ready: bool = False
     warned: bool = False
+    unreadable: int = 0  # groups of which that was said
     unheard: set[str] = field(default_factory=set)  # policies of which that was said
 
     async def update(self, store: Store) -> None:
@@ -81,11 +82,15 @@ class Progress:
 
     def warn(self, console: Console) -> None:
         """Says once that there are calls which are not learned from, and how many, and of each
-        policy that has none."""
+        policy that has none; and of every step that had to do without groups."""
         for policy, sentence in unheard(self.config, self.committed).items():
             if policy not in self.unheard:
                 self.unheard.add(policy)
                 console.print(sentence, highlight=False, markup=False)
+        unreadable = sum(int(row.metrics.get("groups/unreadable", 0)) for row in self.committed)
+        if unreadable > self.unreadable:
+            self.unreadable = unreadable
+            console.print(unread(self.config, unreadable), highlight=False, markup=False)
         without, _ = refused(self.committed)
         if without > 0 and not self.warned:
             self.warned = True

@@ -33,6 +33,7 @@ from agentrl.algorithms.objective import Algo
 from agentrl.algorithms.opponents import Opponents
 from agentrl.algorithms.players import serve
 from agentrl.algorithms.policies import Base, load_bases
+from agentrl.algorithms.readable import vocabulary
 from agentrl.algorithms.requests import TaskStream
 from agentrl.algorithms.retokenize import Retokenizer
 from agentrl.algorithms.selfplay import PART as GAMES
@@ -80,7 +81,7 @@ async def run(config: RunConfig) -> None:
         if state.checkpoint:
             team.restore(load_checkpoint(Path(state.checkpoint), team))
         tasks = TaskStream(config, train, greedy, difficulty, pool)
-        collector = Collector(config, store, state.epoch, tasks, resample)
+        collector = Collector(config, store, state.epoch, tasks, resample, vocabulary(bases))
         serving = Serving(config, bases)
         await serving.start()
         try:
