@@ -161,7 +161,7 @@ def conceal(config: RunConfig) -> RunConfig:
 def clear(config: RunConfig) -> None:
     """Delete what an earlier run of this name wrote, and nothing else in its folder."""
     output = Path(config.output)
-    if config.store != f"sqlite:///{output / 'store.db'}":
+    if not has_own_store(config):
         raise ConfigError(
             f"--fresh: the store {config.store} is not in {output}, so it may hold other runs;"
             " choose another name, or delete it yourself"
@@ -169,6 +169,11 @@ def clear(config: RunConfig) -> None:
     for pattern in WRITTEN:
         for path in output.glob(pattern):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def has_own_store(config: RunConfig) -> bool:
+    """Whether the store is the one in the output folder, which no other run has."""
+    return config.store == f"sqlite:///{Path(config.output) / 'store.db'}"
 
 
 def folder_at(path: Path) -> Path:
