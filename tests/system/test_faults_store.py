@@ -18,18 +18,16 @@ from tests.runners.conftest import FakeModel
 HEALTHY = 40
 CODE = 3
 AGENT = f"""
-import asyncio, json, os, time, urllib.request
+import asyncio, os, time
+import httpx
 
 def ask(text):
     body = {{"model": "policy", "messages": [{{"role": "user", "content": text}}]}}
     url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-    headers = {{"content-type": "application/json"}}
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request) as answer:
-        said = json.load(answer)["choices"][0]["message"]["content"]
+    answer = httpx.post(url, json=body, timeout=30).raise_for_status().json()
     if text == "crash":
         os._exit({CODE})
-    return said
+    return answer["choices"][0]["message"]["content"]
 
 def threads(text):
     time.sleep(0.2)
