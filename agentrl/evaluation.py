@@ -60,7 +60,8 @@ def evaluate(
     config: RunConfig, checkpoint: Path | None, tasks: str | None, *, level: int = PHASE
 ) -> trainer.Result:
     """Score a checkpoint, by default the run's last, or what `[upstreams]` answer where the run has
-    no model of its own: a run of no steps in a folder of its own."""
+    no model of its own: a run of no steps in a folder of its own, and in the store that the run
+    file names, if it names one."""
     if team.remote(config):
         if checkpoint:
             raise ConfigError(
@@ -74,8 +75,10 @@ def evaluate(
     replace = msgspec.structs.replace
     name = f"{config.name}-eval-{time.strftime('%Y%m%d-%H%M%S')}"
     heldout = str(Path(tasks).resolve()) if tasks and ":" not in tasks else tasks
+    own = untrained(config, name, checkpoint and checkpoint.resolve())
     config = replace(
-        untrained(config, name, checkpoint and checkpoint.resolve()),
+        own,
+        store=own.store if trainer.has_own_store(config) else config.store,
         tasks=replace(config.tasks, heldout=heldout or config.tasks.heldout),
         eval=replace(config.eval, tasks=0) if tasks else config.eval,
         selfplay=SelfplayConfig(),  # nobody meets a pool

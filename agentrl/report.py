@@ -156,6 +156,15 @@ def _refused(steps: list[StepRow]) -> str:
     return "; ".join(parts)
 
 
+def unread(config: RunConfig, groups: int) -> str:
+    """What is said of groups that were discarded because the models cannot read them."""
+    log = Path(config.output, "logs", "algorithm.log")
+    return (
+        f"{groups} groups were discarded: they have token ids that the policy does not have, or "
+        f"rewards or log-probs that cannot be. Which, and why, is in {log}."
+    )
+
+
 def unheard(config: RunConfig, steps: list[StepRow]) -> dict[str, str]:
     """Of several policies those that had their turn to learn and no call to learn from, each with a
     sentence: its roles may have other names in the agent."""

@@ -168,7 +168,7 @@ def clear(config: RunConfig) -> None:
     Raises ConfigError while that run is live. What cannot be seen from here, such as a process of
     an earlier version, is fenced: at its next commit it learns that it is not the owner."""
     output = Path(config.output)
-    if config.store != f"sqlite:///{output / 'store.db'}":
+    if not has_own_store(config):
         raise ConfigError(
             f"--fresh: the store {config.store} is not in {output}, so it may hold other runs;"
             " choose another name, or delete it yourself"
@@ -186,6 +186,11 @@ def clear(config: RunConfig) -> None:
 async def _fence(config: RunConfig) -> None:
     async with open_store(config.store, create=False) as store:
         await store.open_run(config.name, msgspec.to_builtins(config))
+
+
+def has_own_store(config: RunConfig) -> bool:
+    """Whether the store is the one in the output folder, which no other run has."""
+    return config.store == f"sqlite:///{Path(config.output) / 'store.db'}"
 
 
 def folder_at(path: Path) -> Path:

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from agentrl.config import RunConfig
 from agentrl.failures import EMPTY, FirstFailures
-from agentrl.report import refused, unheard
+from agentrl.report import refused, unheard, unread
 from agentrl.store.base import Store
 from agentrl.team import claims, remote
 from agentrl.types import Counts, Purpose, StepRow
@@ -113,6 +113,7 @@ class Progress:
     ready: bool = False
     warned: bool = False
     silent: str | None = None  # once it is known: a sentence, or nothing to say
+    unreadable: int = 0  # groups of which that was said
     unheard: set[str] = field(default_factory=set)  # policies of which that was said
     again: set[int] = field(default_factory=set)  # steps of which that was said
 
@@ -128,7 +129,8 @@ class Progress:
 
     def warn(self, console: Console) -> None:
         """Says once that there are calls which are not learned from, and how many, and of each
-        policy that has none, and the roles of the run file in which nobody has spoken."""
+        policy that has none, the roles of the run file in which nobody has spoken, and every step
+        that had to do without groups."""
         for policy, sentence in unheard(self.config, self.committed).items():
             if policy not in self.unheard:
                 self.unheard.add(policy)
@@ -145,6 +147,10 @@ class Progress:
         if self.silent:
             console.print(self.silent, highlight=False, markup=False)
             self.silent = ""
+        unreadable = sum(int(row.metrics.get("groups/unreadable", 0)) for row in self.committed)
+        if unreadable > self.unreadable:
+            self.unreadable = unreadable
+            console.print(unread(self.config, unreadable), highlight=False, markup=False)
         without, _ = refused(self.committed)
         if without > 0 and not self.warned:
             self.warned = True

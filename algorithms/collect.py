@@ -9,15 +9,17 @@ committed comes back. So a step ends with the same groups however often it was b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isnan
 from statistics import fmean
 
+from agentrl.algorithms import readable
 from agentrl.algorithms.branching import grow
 from agentrl.algorithms.columns import reference
 from agentrl.algorithms.credit import SPREAD
 from agentrl.algorithms.merge import valid
 from agentrl.algorithms.objective import Algo
+from agentrl.algorithms.readable import Vocabulary
 from agentrl.algorithms.requests import TaskStream
 from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.errors import ConfigError
@@ -39,13 +41,15 @@ class Collected:
 @dataclass(frozen=True, slots=True)
 class Collector:
     """Asks for groups and claims them. `resample`: the reward that must differ within a group for
-    it to be trained; none: all are."""
+    it to be trained; none: all are. `vocabulary`: what the policies can read; groups with anything
+    else are discarded."""
 
     config: RunConfig
     store: Store
     epoch: int
     tasks: TaskStream
     resample: str | None = None
+    vocabulary: Vocabulary = field(default_factory=dict)
 
     async def collect(self, step: int) -> Collected:
         """The groups of a step, `algorithm.groups` of them.
@@ -53,14 +57,17 @@ class Collector:
         With `resample` each that teaches nothing is discarded and another one asked for, up to
         `algorithm.max_rounds` times; then the step does with what there is."""
         claimed, asked = await self.rounds(step)
+        claimed, unreadable = readable.split(claimed, self.vocabulary)
         if self.tasks.difficulty is not None:
             self.tasks.difficulty.learn(claimed)
         played = self.tasks.pool.learn(claimed) if self.tasks.pool is not None else {}
+        if unreadable:
+            played["groups/unreadable"] = len(unreadable)
         if self.resample is None:
-            return Collected(claimed, [], played)
+            return Collected(claimed, unreadable, played)
         kept = [group for group in claimed if self.teaches(group)]
-        discarded = [group for group in claimed if not self.teaches(group)]
-        return Collected(kept, discarded, measured(claimed, discarded, asked) | played)
+        idle = [group for group in claimed if not self.teaches(group)]
+        return Collected(kept, idle + unreadable, measured(claimed, idle, asked) | played)
 
     async def rounds(self, step: int) -> tuple[list[Group], int]:
         """All that was claimed, and how many groups were asked for in the place of others."""
@@ -94,9 +101,12 @@ class Collector:
         return await self.store.claim_groups(self.config.name, self.epoch, n)
 
     def teaches(self, group: Group) -> bool:
-        """Whether enough rollouts of the group have the reward, and not all the same."""
+        """Whether enough rollouts of the group have the reward, and not all the same, and it can be
+        read."""
         values = known(group, self.resample) if self.resample else []
         if len(values) < max(2, self.config.algorithm.min_group):
+            return False
+        if readable.unreadable(group, self.vocabulary):
             return False
         return max(values) - min(values) > SPREAD * max(map(abs, values))
 

@@ -34,6 +34,7 @@ from agentrl.algorithms.objective import Algo
 from agentrl.algorithms.opponents import Opponents
 from agentrl.algorithms.players import serve
 from agentrl.algorithms.policies import Base, load_bases
+from agentrl.algorithms.readable import vocabulary
 from agentrl.algorithms.registry import check_group
 from agentrl.algorithms.requests import TaskStream
 from agentrl.algorithms.retokenize import Retokenizer
@@ -86,7 +87,7 @@ async def run(config: RunConfig) -> None:
         pool = make_pool(config, team)
         state = await resume.resumed(store, config, state, team)
         tasks = TaskStream(config, train, greedy, difficulty, pool)
-        collector = Collector(config, store, state.epoch, tasks, resample)
+        collector = Collector(config, store, state.epoch, tasks, resample, vocabulary(bases))
         serving = Serving(config, bases)
         log.log(PHASE, f"starting the policy server ({config.engine.kind})")
         await serving.start()

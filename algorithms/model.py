@@ -89,6 +89,12 @@ def context_of(model: Model) -> int | None:
     return tokens
 
 
+def vocabulary_of(model: Model) -> int:
+    """How many token ids a model has an embedding for."""
+    network: Any = model
+    return int(network.get_input_embeddings().weight.shape[0])
+
+
 def _check_directory(name: str) -> None:
     """A path that is not there would otherwise be looked up, and reported, as a hub name."""
     path = Path(name)

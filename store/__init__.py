@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from agentrl.errors import Fenced, StoreError
 from agentrl.store.base import Store
+from agentrl.store.urls import scheme_of
 
 __all__ = ["Fenced", "Store", "StoreError", "open_store"]
 
@@ -21,16 +22,11 @@ def open_store(url: str, *, create: bool = True, clock: Callable[[], float] | No
     are judged by this machine's clock where the store is a file, else by that of its server; tests
     give another `clock`, of unix seconds.
     """
-    scheme, separator, _ = url.partition("://")
-    if scheme in ("postgresql", "postgres") and separator:
+    scheme = scheme_of(url)
+    if scheme in ("postgresql", "postgres"):
         return _postgres(url, create=create, clock=clock)
-    if scheme in ("http", "https") and separator:
+    if scheme in ("http", "https"):
         return _http(url)
-    if separator and scheme != "sqlite":
-        raise StoreError(
-            f"Store URL: {scheme}:// is not supported, use sqlite:///path, "
-            "postgresql://host/database or http://host:port."
-        )
 
     from agentrl.store.connection import Location
     from agentrl.store.sqlite import SqliteStore

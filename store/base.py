@@ -151,10 +151,12 @@ class Store(Protocol):
         """Lease up to `n` rollouts for `lease` seconds, highest priority then oldest first.
 
         Waits up to `timeout` seconds for the first. Expired leases are turned into new attempts
-        here, up to `max_attempts` of the rollout. A repeat with the same `claim_id` returns at
-        once those of the same attempts that are still live, and claims no more; without one, a
-        repeat claims more. Raises Invalid unless `n` and `lease` are positive, and for an empty
-        `claim_id`."""
+        here: of a rollout that its runner held alone up to `max_attempts`; others that were lost
+        together had no try, and a runner is given fewer of them at a time. A repeat with the same
+        `claim_id` returns at once those of the same attempts that are still live, and claims no
+        more; without one, a
+        repeat claims more. Raises Invalid unless `n` and `lease` are positive, for a lease of more
+        than an hour, and for an empty `claim_id`."""
         ...
 
     async def heartbeat(self, attempts: Sequence[str], *, lease: float) -> list[str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.errors import Conflict, Invalid, NotFound
-from agentrl.store import queries, rows, values
+from agentrl.store import limits, queries, rows, values
 from agentrl.store.database import Connection
 from agentrl.store.tree import Node, deepest, digest
 from agentrl.store.writer import Transaction
@@ -51,7 +51,7 @@ class Call:
 
 def prepare(transition: Transition) -> Call:
     """Raises Invalid for what could not be stored or trained on."""
-    rows.check_transition(transition)
+    limits.check_transition(transition)
     columns, prompt = rows.transition_columns(transition), values.blob(transition.prompt)
     what, answer = f"of transition {transition.id}", columns["answer"]
     lines = [values.dump(message, f"A message {what}") for message in transition.messages]

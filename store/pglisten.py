@@ -16,8 +16,8 @@ from collections.abc import Callable
 import psycopg
 
 from agentrl.store.feed import ALL
-from agentrl.store.pgserver import Row, Server
-from agentrl.store.pgsession import CHANNEL, PAUSE
+from agentrl.store.pgserver import PAUSE, Row, Server
+from agentrl.store.pgsession import CHANNEL
 
 SLOW = 5.0  # seconds
 

@@ -20,9 +20,11 @@ def prepare(server: Server, *, create: bool = True) -> None:
     """Apply what is missing to the first schema of the search path.
 
     Raises StoreError for a database that has no store (unless `create`), one that holds something
-    else, or one that a newer version of agentrl has written; Unavailable where none answers.
+    else, or one that a newer version of agentrl has written; Unavailable where none answers, also
+    not after a restart.
     """
     try:
+        server.wait()
         with server.connect() as conn:
             if pending(conn, server, create=create):
                 _apply(conn, server, create=create)

@@ -6,7 +6,9 @@ only to the driver.
 
 from __future__ import annotations
 
+import logging
 import re
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -22,6 +24,10 @@ from agentrl.store.database import Parameters
 from agentrl.store.queries import Statement
 from agentrl.store.urls import without_password
 
+log = logging.getLogger("agentrl.store")
+STARTING = 60.0  # seconds in which a server that says that it starts or stops must be there
+REFUSED = 3.0  # seconds in which one that is restarted listens again
+PAUSE = 0.2  # seconds between two tries
 CONNECT = 10  # seconds until a server that does not answer counts as away
 ADVICE = (
     ("password authentication failed", "check user and password"),
@@ -112,6 +118,23 @@ class Server:
         configure(conn)
         return conn
 
+    def wait(self) -> None:
+        """Returns when the server takes connections, which one that is being restarted soon does.
+        Raises psycopg.Error where it does not."""
+        since, said = time.monotonic(), False
+        while True:
+            try:
+                self.connect().close()
+                return
+            except psycopg.OperationalError as error:
+                why = _said(error)
+                if time.monotonic() - since >= _patience(why):
+                    raise
+                if not said:
+                    log.warning("Store %s: %s; waiting for it", self.url, why)
+                said = True
+            time.sleep(PAUSE)
+
     def vacuum(self) -> None:
         """Writes the tables anew, without free space. Everybody waits for each while it is done."""
         try:
@@ -159,6 +182,12 @@ def row_factory(cursor: psycopg.Cursor[Any]) -> Callable[[Sequence[Any]], Row]:
 def _row_type(names: tuple[bytes, ...]) -> type[Row]:
     columns = {name.decode(): i for i, name in enumerate(names)}
     return type("Row", (Row,), {"columns": columns, "__slots__": ()})
+
+
+def _patience(why: str) -> float:
+    if re.search("starting up|shutting down|recovery|not yet accepting", why):
+        return STARTING
+    return REFUSED if re.search("refused|No such file", why) else 0.0
 
 
 def _said(error: Exception) -> str:

@@ -18,10 +18,9 @@ import psycopg
 from psycopg.pq import TransactionStatus
 from psycopg_pool import ConnectionPool
 
-from agentrl.store.pgserver import Connection, Row, Server, configure, row_factory
+from agentrl.store.pgserver import PAUSE, Connection, Row, Server, configure, row_factory
 
 PATIENCE = 60.0  # seconds in which a server must be back before callers hear of it
-PAUSE = 0.2  # seconds between two tries
 CHANNEL = "agentrl"
 BEGIN = b"begin; select extract(epoch from clock_timestamp())::float8"
 AGAIN = (

@@ -2,11 +2,16 @@
 
 Always true: an attempt is live while its state is running and its lease has not run out; a rollout
 has at most one such attempt, its last; `groups.pending` is the number of its rollouts that are
-not terminal.
+not terminal. Where a rollout has a number in `together`, its runner holds no more than so many.
+
+An agent that ends its process takes its neighbours with it, and nobody saw which it was. So when a
+runner falls silent, all that it held are suspects: that was no try of theirs, and they are claimed
+in smaller company, until the one that does it is alone. What falls silent alone has had a try.
 """
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections import Counter
 from collections.abc import Sequence
@@ -33,6 +38,8 @@ from agentrl.types import (
 )
 
 SQL = queries.load("rollouts")
+APART = 4  # suspects share a runner with a quarter of those they were lost with
+SLACK = 5.0  # seconds by which transactions that wait for each other may differ in what time it is
 CANCELLED = Failure(kind=ErrorKind.CANCELLED, message="The rollout was cancelled.")
 
 
@@ -76,8 +83,12 @@ def claim(
                 if row["claimed_state"] == AttemptState.RUNNING and row["lease_until"] > tx.now
             ]
     query = SQL["queued"] if run is None else SQL["queued_of_run"]
-    claimed = []
+    held, most = _company(tx.conn, runner)
+    claimed: list[Attempt] = []
     for row in tx.conn.execute(query, {"n": n, "run": run}).fetchall():
+        most = min(most, row["together"] or most)
+        if held + len(claimed) >= most:
+            break  # those that come later in the queue wait too, else it would never be its turn
         columns = {
             "attempt": uuid.uuid4().hex,
             "rollout": row["id"],
@@ -85,6 +96,7 @@ def claim(
             "fence": row["attempts"] + 1,
             "runner": runner,
             "claim_id": claim_id,
+            "lease": lease,
             "lease_until": tx.now + lease,
             "now": tx.now,
             "seq": row["seq"],
@@ -101,6 +113,7 @@ def heartbeat(tx: Transaction, attempts: Sequence[str], lease: float) -> list[st
     """Leases are no news: nothing is added to the feed."""
     columns = {
         "attempts": values.dump(attempts, "Attempts"),
+        "lease": lease,
         "until": tx.now + lease,
         "now": tx.now,
     }
@@ -129,24 +142,26 @@ def cancel(tx: Transaction, rollouts: Sequence[str]) -> int:
 
 def expire(tx: Transaction) -> bool:
     """Gives the rollouts of runners that fell silent to others, or gives up on them; whether there
-    were any."""
+    were any. A lease that ends later than it could, had it been asked for now, was given before the
+    clock was set back, and is shortened to that."""
+    leases = tx.conn.execute(SQL["leases"]).fetchone()
+    if leases["ends"] is None:
+        return False
+    if leases["heard"] > tx.now + SLACK:
+        tx.conn.execute(SQL["shorten"], {"now": tx.now, "slack": SLACK})
+    if leases["ends"] > tx.now:
+        return False
+    tx.conn.execute(SQL["lock_expiry"])
     overdue = tx.conn.execute(SQL["expired"], (tx.now,)).fetchall()
+    held = {runner: _suspects(tx.conn, runner) for runner in sorted({r["runner"] for r in overdue})}
     for row in overdue:
-        tried = f"attempt {row['attempts']} of {row['max_attempts']}"
-        lost = Failure(
-            kind=ErrorKind.LOST_RUNNER, message=f"The runner of {tried} sent no heartbeat."
-        )
-        _end_attempt(tx, row, AttemptState.EXPIRED, lost)
-        if row["attempts"] < row["max_attempts"]:
-            _requeue(tx, row)
-        else:
-            _end_rollout(tx, row, RolloutState.FAILED, lost)
+        _lose(tx, row, max(held[row["runner"]], row["known"] or 0))
     return bool(overdue)
 
 
 def next_expiry(tx: Transaction) -> float | None:
     """In how many seconds the earliest lease runs out."""
-    (until,) = tx.conn.execute(SQL["next_expiry"]).fetchone()
+    until = tx.conn.execute(SQL["leases"]).fetchone()["ends"]
     return None if until is None else max(0.0, float(until) - tx.now)
 
 
@@ -171,6 +186,48 @@ def settled(conn: Connection, group: str) -> bool:
 
 
 # -- parts -----------------------------------------------------------------------------------------
+
+
+def _company(conn: Connection, runner: str) -> tuple[int, float]:
+    """How many rollouts a runner holds, and how many it may hold because of these; not counted
+    while there is no suspect anywhere."""
+    if conn.execute(SQL["any_suspect"]).fetchone() is None:
+        return 0, math.inf
+    row = conn.execute(SQL["held"], (runner,)).fetchone()
+    return row["held"], row["most"] or math.inf
+
+
+def _suspects(conn: Connection, runner: str) -> int:
+    """How many rollouts a silent runner held: those whose leases run out later are told."""
+    held: int = conn.execute(SQL["held"], (runner,)).fetchone()["held"]
+    if held > 1:
+        conn.execute(SQL["suspect"], {"runner": runner, "together": held})
+    return held
+
+
+def _lose(tx: Transaction, row: Any, together: int) -> None:
+    """Ends an attempt whose runner fell silent with so many rollouts in it."""
+    tried = f"The runner of attempt {row['attempts']} of {row['max_attempts']}"
+    most = max(1, min(together, row["together"] or together) // APART)
+    if together > 1:
+        message = (
+            f"{tried} fell silent with {together} rollouts in it: this one is tried again among at "
+            f"most {most}, and this does not count as a try."
+        )
+    else:
+        message = (
+            f"{tried} fell silent while rollout {row['id']} was the only one in it: probably its "
+            "agent ends or blocks the process, or takes more memory than there is. Mend it, or set "
+            'runner.executor = "pool", which keeps that from the runner.'
+        )
+    lost = Failure(kind=ErrorKind.LOST_RUNNER, message=message)
+    _end_attempt(tx, row, AttemptState.EXPIRED, lost)
+    if together > 1:
+        _requeue(tx, row, "requeue_free", together=most)
+    elif row["attempts"] < row["max_attempts"]:
+        _requeue(tx, row, "requeue", together=most)
+    else:
+        _end_rollout(tx, row, RolloutState.FAILED, lost)
 
 
 def _open_group(tx: Transaction, member: NewRollout) -> None:
@@ -229,7 +286,7 @@ def _finish(tx: Transaction, outcome: Outcome) -> bool:
     lost = outcome.failure is not None and outcome.failure.kind is ErrorKind.LOST_RUNNER
     if outcome.retry and lost:
         # Given back by a runner that was told to stop: no fault of the rollout, so not a try.
-        _requeue(tx, row, statement="give_back")
+        _requeue(tx, row, "requeue_free", together=row["together"])
     elif outcome.retry and row["attempts"] < row["max_attempts"]:
         _requeue(tx, row)
     else:
@@ -238,8 +295,10 @@ def _finish(tx: Transaction, outcome: Outcome) -> bool:
     return True
 
 
-def _requeue(tx: Transaction, row: Any, statement: str = "requeue") -> None:
-    tx.conn.execute(SQL[statement], (row["id"],))
+def _requeue(
+    tx: Transaction, row: Any, statement: str = "requeue", *, together: int | None = None
+) -> None:
+    tx.conn.execute(SQL[statement], {"id": row["id"], "together": together})
     tx.count(row["run_id"], running=-1, queued=1)
     tx.note(row["run_id"], "rollout", row["id"], QUEUE)
 
@@ -271,6 +330,7 @@ def _end_rollout(
         "seconds": max(0.0, tx.now - (row["started_at"] or tx.now)),  # clocks are set back
     }
     tx.conn.execute(SQL["end_rollout"], {**columns, **rows.failure_columns(failure)})
-    tx.note(row["run_id"], "rollout", row["id"])
+    # Its runner may hold more without a suspect.
+    tx.note(row["run_id"], "rollout", row["id"], QUEUE if row["together"] else 0)
     tx.count(row["run_id"], **{was.value: -1, state.value: 1})
     tx.end(row["run_id"], row["group_id"])

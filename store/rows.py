@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from array import array
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
 
-from agentrl.errors import Invalid
 from agentrl.store.values import blob, clean, dump, load, unblob
 from agentrl.types import (
     Attempt,
@@ -27,11 +24,9 @@ from agentrl.types import (
     Sampling,
     Scope,
     Span,
-    StepCommit,
     Transition,
 )
 
-LATEST = 2**33  # seconds: what OpenTelemetry can say in nanoseconds
 NO_ERROR = {"kind": None, "message": None, "traceback": None}
 
 
@@ -42,35 +37,6 @@ class Row(Protocol):
 
 
 # -- queue -----------------------------------------------------------------------------------------
-
-
-def check_rollout(rollout: NewRollout) -> None:
-    if rollout.max_attempts < 1 or not 0 < rollout.timeout < math.inf:
-        raise Invalid(
-            f"Rollout {rollout.id}: max_attempts must be at least 1 and timeout a positive "
-            "number of seconds."
-        )
-    if rollout.branch is not None and rollout.branch.calls < 1:
-        raise Invalid(
-            f"Rollout {rollout.id}: a branch repeats at least one call; leave `branch` out for a "
-            "rollout that starts afresh."
-        )
-    if rollout.branch is not None and not rollout.seats.keys() >= set(rollout.branch.without):
-        raise Invalid(
-            f"Rollout {rollout.id}: a branch is without {', '.join(rollout.branch.without)}, and "
-            "not all of them have a seat; say in `seats` who plays them instead."
-        )
-    if not all(role and policy for role, policy in rollout.seats.items()):
-        raise Invalid(
-            f"Rollout {rollout.id}: a seat is a role and the policy that plays it, and both have "
-            "names."
-        )
-    _check_sampling(f"Rollout {rollout.id}", rollout.sampling)
-
-
-def _check_sampling(where: str, sampling: Sampling) -> None:
-    if not (math.isfinite(sampling.temperature) and math.isfinite(sampling.top_p)):
-        raise Invalid(f"{where}: temperature and top_p must be finite numbers.")
 
 
 def new_rollout_columns(rollout: NewRollout) -> dict[str, Any]:
@@ -172,32 +138,6 @@ def failure_columns(failure: Failure | None) -> dict[str, str | None]:
 # -- evidence --------------------------------------------------------------------------------------
 
 
-def check_transition(transition: Transition) -> None:
-    """Refuses what could not be trained on, before anything is written."""
-    where = f"Transition {transition.id}"
-    t = transition
-    for name, values, code in (
-        ("prompt", t.prompt, "i"),
-        ("completion", t.completion, "i"),
-        ("logprobs", t.logprobs, "f"),
-    ):
-        if not isinstance(values, array) or values.typecode != code:
-            raise Invalid(
-                f"{where}: {name} must be an array made by agentrl.types."
-                f"{'int32' if code == 'i' else 'float32'}, not {type(values).__name__}."
-            )
-    if t.exact and len(t.logprobs) != len(t.completion):
-        raise Invalid(
-            f"{where}: {len(t.logprobs)} log-probs for {len(t.completion)} completion tokens; "
-            "send one for each, or mark the call as not exact."
-        )
-    if not math.isfinite(sum(t.logprobs)):
-        raise Invalid(f"{where}: a log-prob is not finite.")
-    if not (0 <= t.started < LATEST and abs(t.seconds) < LATEST):  # clocks are set back
-        raise Invalid(f"{where}: started and seconds must be finite, from 0 to below {LATEST}.")
-    _check_sampling(where, t.sampling)
-
-
 def transition_columns(t: Transition) -> dict[str, Any]:
     """Everything but prompt, messages, tools and position in the tree."""
     return {
@@ -295,29 +235,6 @@ def span(row: Row) -> Span:
     )
 
 
-def check_outcome(outcome: Outcome) -> None:
-    """Refuses an outcome of which a part could not be written."""
-    if outcome.retry and outcome.failure is None:
-        raise Invalid(f"Attempt {outcome.attempt} succeeded: only a failure can be retried.")
-    for reward in outcome.rewards:
-        _check_reward(reward, f"attempt {outcome.attempt}")
-    for span in outcome.spans:
-        if span.attempt != outcome.attempt:
-            raise Invalid(
-                f"Span {span.id} of attempt {span.attempt} came with attempt {outcome.attempt}."
-            )
-
-
-def _check_reward(reward: Reward, owner: str) -> None:
-    where = f"Reward {reward.name!r} of {owner}"
-    if not math.isfinite(reward.value):
-        raise Invalid(
-            f"{where} is {reward.value}: a reward must be finite; leave a missing one out."
-        )
-    if (reward.target is None) is not (reward.scope is Scope.ROLLOUT):
-        raise Invalid(f"{where}: name a target for scope transition or role, none for rollout.")
-
-
 def clean_outcome(outcome: Outcome) -> Outcome:
     """With the text that came from the agent as it can be stored."""
     failure, replace = outcome.failure, msgspec.structs.replace
@@ -358,20 +275,6 @@ def reward(row: Row) -> Reward:
 # -- credit ----------------------------------------------------------------------------------------
 
 CREDIT = ("advantage", "baseline", "gate", "weight", "psi")
-
-
-def check_commit(commit: StepCommit) -> None:
-    """Refuses credit and rewards that could not be read again."""
-    for judgement in commit.judgements:
-        _check_reward(judgement.reward, f"rollout {judgement.rollout}")
-    for credit in commit.credits:
-        for name in CREDIT:
-            values = getattr(credit, name)
-            if not isinstance(values, array) or values.typecode != "f":
-                raise Invalid(
-                    f"Credit of transition {credit.transition}: {name} must be an array made by "
-                    f"agentrl.types.float32, not {type(values).__name__}."
-                )
 
 
 def credit_columns(credit: Credit) -> dict[str, Any]:

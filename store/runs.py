@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from agentrl.errors import Conflict, Fenced, NotFound
-from agentrl.store import queries, rows, values
+from agentrl.store import limits, queries, rows, values
 from agentrl.store.database import Connection
 from agentrl.store.feed import GROUPS
 from agentrl.store.tree import digest
@@ -55,7 +55,7 @@ class Step:
 
 def prepare(commit: StepCommit) -> Step:
     """Raises Invalid for credit and rewards that could not be read again."""
-    rows.check_commit(commit)
+    limits.check_commit(commit)
     credits = [rows.credit_columns(credit) for credit in commit.credits]
     return Step(commit, _record(commit, credits), credits)
 

@@ -8,7 +8,6 @@ One object may be used from several event loops and threads.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,7 +15,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from agentrl.errors import Invalid
-from agentrl.store import evidence, queries, rewind, rows, runs, upkeep
+from agentrl.store import evidence, limits, queries, rewind, rows, runs, upkeep
 from agentrl.store import rollouts as queue
 from agentrl.store.database import Connection, Session, Snapshots
 from agentrl.store.feed import ANY, GROUPS, QUEUE, Feed
@@ -89,6 +88,7 @@ class SqlStore:
     # -- runs --------------------------------------------------------------------------------------
 
     async def open_run(self, run: str, config: dict[str, Json]) -> RunState:
+        limits.check_id("The name of a run", run)
         open_run = partial(runs.open_run, run=run, config=config)
         return await self._writer.post(once(open_run, RunState))
 
@@ -102,7 +102,7 @@ class SqlStore:
     async def claim_groups(
         self, run: str, epoch: int, n: int, *, timeout: float | None = None
     ) -> list[Group]:
-        _positive("n", n)
+        limits.positive("n", n)
 
         def claim(tx: Transaction, last: bool) -> list[str] | None:
             return runs.claim_groups(tx, run, epoch, n, last=last)
@@ -111,11 +111,13 @@ class SqlStore:
         return await self._readers.read(partial(evidence.groups, run=run, ids=ids))
 
     async def publish(self, version: PolicyVersion, *, epoch: int | None = None) -> None:
+        limits.check_id("The name of a policy", version.policy)
         await self._writer.post(partial(runs.publish, version=version, epoch=epoch))
 
     async def log(
         self, run: str, step: int, metrics: dict[str, float], *, epoch: int | None = None
     ) -> None:
+        limits.check_names("A metric's name", metrics)
         log = partial(runs.log, run=run, step=step, metrics=metrics, epoch=epoch)
         await self._writer.post(log)
 
@@ -123,7 +125,7 @@ class SqlStore:
 
     async def enqueue(self, rollouts: Sequence[NewRollout]) -> int:
         for rollout in rollouts:
-            rows.check_rollout(rollout)
+            limits.check_rollout(rollout)
         return await self._writer.post(once(partial(queue.enqueue, rollouts=rollouts), int))
 
     async def claim(
@@ -136,8 +138,9 @@ class SqlStore:
         claim_id: str | None = None,
         timeout: float = 0.0,
     ) -> list[Attempt]:
-        _positive("n", n)
-        _positive("lease", lease)
+        limits.positive("n", n)
+        limits.check_lease(lease)
+        limits.check_names("A claim's id or runner", (runner, claim_id or ""))
         if claim_id == "":
             raise Invalid("claim_id is empty: give each claim an id of its own, or none.")
 
@@ -148,13 +151,13 @@ class SqlStore:
         return await self._until(QUEUE, claim, timeout)
 
     async def heartbeat(self, attempts: Sequence[str], *, lease: float) -> list[str]:
-        _positive("lease", lease)
+        limits.check_lease(lease)
         beat = partial(queue.heartbeat, attempts=attempts, lease=lease)
         return await self._writer.post(beat)
 
     async def finish(self, outcomes: Sequence[Outcome]) -> list[bool]:
         for outcome in outcomes:
-            rows.check_outcome(outcome)
+            limits.check_outcome(outcome)
         clean = [rows.clean_outcome(outcome) for outcome in outcomes]
         return await self._writer.post(partial(queue.finish, outcomes=clean))
 
@@ -169,6 +172,7 @@ class SqlStore:
         return await self._writer.post(add)
 
     async def add_spans(self, spans: Sequence[Span]) -> None:
+        limits.check_spans(spans)
         await self._writer.post(partial(evidence.add_spans, spans=spans))
 
     # -- reading -----------------------------------------------------------------------------------
@@ -315,8 +319,3 @@ class _Deadline:
     @property
     def passed(self) -> bool:
         return self.left == 0.0
-
-
-def _positive(name: str, value: float) -> None:
-    if not 0 < value < math.inf:
-        raise Invalid(f"{name} must be positive and finite, not {value}.")

@@ -2,7 +2,42 @@
 
 from __future__ import annotations
 
+import re
+from difflib import get_close_matches
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit, urlunsplit
+
+from agentrl.errors import Invalid
+
+SCHEMES = {
+    "sqlite": "sqlite:///path",
+    "postgresql": "postgresql://host/database",
+    "postgres": "postgresql://host/database",
+    "http": "http://host:port",
+    "https": "https://host:port",
+}
+BEGINNING = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)(://|:/{0,2}|//)")
+
+
+def scheme_of(url: str) -> str | None:
+    """The scheme of a store's URL; none: it is the path of a file.
+
+    Raises Invalid for one that no store has, and for what is a misspelled URL rather than a path,
+    such as `postgres//host/db`."""
+    begins = BEGINNING.match(url)
+    if begins is None:
+        return None
+    scheme, separator = begins.groups()
+    if separator == "://" and scheme in SCHEMES:
+        return scheme
+    near = get_close_matches(scheme.lower(), SCHEMES, n=1)
+    if not near and separator != "://":
+        return None
+    forms = (
+        SCHEMES[near[0]]
+        if near
+        else "sqlite:///path, postgresql://host/database or http://host:port"
+    )
+    raise Invalid(f"Store URL {without_password(url)[0]!r} is not understood: write it as {forms}.")
 
 
 def without_password(url: str) -> tuple[str, str | None]:

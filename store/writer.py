@@ -69,7 +69,7 @@ class Transaction:
     def resume(self) -> None:
         """Every lease holds for a while: nobody could extend it. Those that ran out, and were given
         to nobody else, hold again."""
-        self.conn.execute(RESUME, {"until": self.now + GRACE})
+        self.conn.execute(RESUME, {"until": self.now + GRACE, "grace": GRACE})
 
     def add(self, other: Transaction) -> None:
         """Everything that another verb changed."""

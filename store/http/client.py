@@ -25,7 +25,7 @@ import aiohttp
 import msgspec
 
 from agentrl.errors import Invalid, StoreError, Unavailable
-from agentrl.store import rows, values
+from agentrl.store import limits, rows, values
 from agentrl.store.base import Store
 from agentrl.store.http import wire
 from agentrl.store.http.wire import ENCODE, MSGPACK, VERBS, Verb
@@ -41,10 +41,10 @@ LOST = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError)
 TRANSIENT = frozenset({502, 503, 504})
 REFUSAL = wire.decoders(wire.Refusal)
 CHECKS: dict[str, Callable[[Any], None]] = {
-    "commit_step": rows.check_commit,
-    "enqueue": rows.check_rollout,
-    "add_transitions": rows.check_transition,
-    "finish": rows.check_outcome,
+    "commit_step": limits.check_commit,
+    "enqueue": limits.check_rollout,
+    "add_transitions": limits.check_transition,
+    "finish": limits.check_outcome,
 }
 Arguments = msgspec.Struct
 

@@ -35,9 +35,9 @@ update rollouts set state = 'running', attempts = :fence, attempt_id = :attempt 
 
 -- name: start_attempt
 insert into attempts (
-    id, rollout_id, run_id, fence, state, runner, claim_id, lease_until, started_at
+    id, rollout_id, run_id, fence, state, runner, claim_id, lease, lease_until, started_at
 ) values (
-    :attempt, :rollout, :run, :fence, 'running', :runner, :claim_id, :lease_until, :now
+    :attempt, :rollout, :run, :fence, 'running', :runner, :claim_id, :lease, :lease_until, :now
 );
 
 -- name: lock_claim
@@ -49,29 +49,60 @@ from attempts a join rollouts r on r.id = a.rollout_id
 where a.claim_id = ?
 order by a.rowid;
 
+-- name: any_suspect
+select 1 from rollouts where together is not null and state in ('queued', 'running') limit 1;
+
+-- name: held
+select count(*) as held, min(r.together) as most
+from attempts a join rollouts r on r.id = a.rollout_id
+where a.state = 'running' and a.runner = ?;
+
 -- name: heartbeat
-update attempts set lease_until = max(lease_until, :until)
+update attempts set
+    lease = case when lease_until < :until then :lease else lease end,
+    lease_until = max(lease_until, :until),
+    together = null
 where id in (select value from json_each(:attempts)) and state = 'running' and lease_until > :now;
 
 -- name: resume
-update attempts set lease_until = :until where state = 'running' and lease_until < :until;
+update attempts set lease_until = :until, lease = max(lease, :grace)
+where state = 'running' and lease_until < :until;
 
 -- name: live
 select json_group_array(id) from attempts
 where id in (select value from json_each(:attempts)) and state = 'running' and lease_until > :now;
 
--- name: next_expiry
-select min(lease_until) from attempts where state = 'running';
+-- name: leases
+select
+    (select min(lease_until) from attempts where state = 'running') as ends,
+    (
+        select lease_until - lease from attempts where state = 'running'
+        order by lease_until desc limit 1
+    ) as heard;
+
+-- name: shorten
+update attempts set lease_until = :now + lease
+where state = 'running' and lease_until > :now + lease + :slack;
+
+-- name: lock_expiry
+select null;  -- there is one writer
 
 -- name: expired
-select a.id as attempt, a.started_at, r.id, r.run_id, r.group_id, r.attempts, r.max_attempts
+select
+    a.id as attempt, a.runner, a.together as known, a.started_at,
+    r.id, r.run_id, r.group_id, r.attempts, r.max_attempts, r.together
 from attempts a join rollouts r on r.id = a.rollout_id
-where a.state = 'running' and a.lease_until <= ?;
+where a.state = 'running' and a.lease_until <= ?
+order by r.seq;
+
+-- name: suspect
+update attempts set together = max(coalesce(together, 0), :together)
+where state = 'running' and runner = :runner;
 
 -- name: attempt
 select
     a.id as attempt, a.fence, a.state, a.lease_until, a.started_at, a.outcome,
-    r.id, r.run_id, r.group_id, r.attempts, r.max_attempts
+    r.id, r.run_id, r.group_id, r.attempts, r.max_attempts, r.together
 from attempts a join rollouts r on r.id = a.rollout_id
 where a.id = ?;
 
@@ -82,10 +113,11 @@ set state = :state, ended_at = :now, outcome = :outcome,
 where id = :attempt;
 
 -- name: requeue
-update rollouts set state = 'queued' where id = ?;
+update rollouts set state = 'queued', together = :together where id = :id;
 
--- name: give_back
-update rollouts set state = 'queued', max_attempts = max_attempts + 1 where id = ?;
+-- name: requeue_free
+update rollouts set state = 'queued', max_attempts = max_attempts + 1, together = :together
+where id = :id;
 
 -- name: end_rollout
 update rollouts
@@ -94,7 +126,7 @@ set state = :state, result = :result, seconds = :seconds,
 where id = :id;
 
 -- name: cancellable
-select r.id, r.run_id, r.group_id, r.state, a.id as attempt, a.started_at
+select r.id, r.run_id, r.group_id, r.state, r.together, a.id as attempt, a.started_at
 from rollouts r left join attempts a on a.id = r.attempt_id
 where r.id = ? and r.state in ('queued', 'running');
 

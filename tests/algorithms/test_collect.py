@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from agentrl.algorithms import readable
 from agentrl.algorithms.collect import Collected, Collector, rule
 from agentrl.algorithms.presets import make
 from agentrl.algorithms.requests import TaskStream
@@ -19,7 +20,10 @@ from agentrl.store import Store, open_store
 from agentrl.types import (
     Group,
     Outcome,
+    Purpose,
     Reward,
+    Rollout,
+    RolloutState,
     StepCommit,
     Transition,
     float32,
@@ -34,6 +38,7 @@ REWARDS: dict[str, list[float | None]] = {
     "missing": [1.0, None],
     "good": [1.0, 0.0],
     "broken": [None],
+    "foreign": [1.0, 0.0],  # of a model with another tokenizer
 }
 
 
@@ -49,7 +54,8 @@ def config(**algorithm: Any) -> RunConfig:
 def collector(store: Store, epoch: int = 1, tasks: list[Any] = TASKS, **more: Any) -> Collector:
     settings = config(**more)
     stream = TaskStream(settings, tasks)
-    return Collector(settings, store, epoch, stream, rule(settings.algorithm, make("grpo", {})))
+    reward = rule(settings.algorithm, make("grpo", {}))
+    return Collector(settings, store, epoch, stream, reward, {"policy": 7})
 
 
 @contextlib.asynccontextmanager
@@ -59,12 +65,13 @@ async def running(store: Store) -> AsyncIterator[None]:
     async def work() -> None:
         while True:
             for attempt in await store.claim(64, runner="w", lease=60, timeout=60):
-                values = REWARDS[attempt.rollout.task["input"]]
+                name = attempt.rollout.task["input"]
+                values, token = REWARDS[name], 7 if name == "foreign" else 2
                 value = values[attempt.rollout.index % len(values)]
                 calls = [
                     Transition(
                         id=f"{attempt.rollout.id}/{index}", attempt=attempt.id, index=index,
-                        prompt=int32([1]), completion=int32([2]), logprobs=float32([-1.0]),
+                        prompt=int32([1]), completion=int32([token]), logprobs=float32([-1.0]),
                     )
                     for index in range(2)
                 ]  # fmt: skip
@@ -105,11 +112,56 @@ async def asked(store: Store) -> dict[str, str]:
     return {row.id: row.task["input"] for row in await store.rollouts("r")}
 
 
+def inputs(groups: list[Group]) -> list[str]:
+    return [group.rollouts[0].task["input"] for group in groups]
+
+
 async def test_without_a_rule_a_step_takes_what_it_asked_for(store: Store) -> None:
     plain = collector(store, dynamic_sampling=False, max_rounds=None)
     collected = await plain.collect(1)
     assert ids(collected.groups) == [f"r/train/000000{number}" for number in (3, 4, 5)]
     assert (collected.discarded, collected.metrics) == ([], {})
+
+
+@pytest.mark.parametrize("again", [True, False])
+async def test_a_group_that_no_model_can_read_is_discarded_and_the_run_goes_on(
+    store: Store, caplog: pytest.LogCaptureFixture, again: bool
+) -> None:
+    tasks = [{"input": name} for name in ("good", "foreign", "good", "good", "good", "good")]
+    more = {} if again else {"max_rounds": None}
+    own = collector(store, tasks=tasks, dynamic_sampling=again, **more)
+    collected = await own.collect(0)
+    await store.commit_step(commit(0, collected))
+    after = await own.collect(1)
+    assert inputs(collected.groups) == ["good"] * (3 if again else 2)
+    assert inputs(collected.discarded) == ["foreign"]
+    assert collected.metrics["groups/unreadable"] == 1
+    assert collected.metrics.get("groups/discarded", 0) == 0
+    (said,) = {record.message for record in caplog.records if "discarded" in record.message}
+    assert "the token id 7, and policy 'policy' has those below 7" in said
+    assert len(after.groups) == 3
+
+
+@pytest.mark.parametrize("value", [1e308, -1e16, float("nan")])
+def test_what_an_older_store_did_not_refuse_is_not_learned_from(value: float) -> None:
+    def group(reward: float, logprob: float, *, exact: bool = True) -> Group:
+        call = Transition(
+            id="call", attempt="a", index=0, exact=exact,
+            prompt=int32([1]), completion=int32([2]), logprobs=float32([logprob]),
+        )  # fmt: skip
+        row = Rollout(
+            id="g/0", run="r", group="g", index=0, task={}, purpose=Purpose.TRAIN, step=0,
+            state=RolloutState.SUCCEEDED, attempts=1, attempt="a", result=None, failure=None,
+            rewards=[Reward(value=reward)], transitions=[call],
+        )  # fmt: skip
+        return Group(id="g", run="r", step=0, rollouts=[row])
+
+    good, bad = group(1e15, 1e-6), [group(value, -1.0), group(1.0, 0.5)]
+    assert readable.split([good, group(1.0, 0.5, exact=False)], {}) == (
+        [good, group(1.0, 0.5, exact=False)],
+        [],
+    )
+    assert [readable.unreadable(one, {}) is None for one in bad] == [False, False]
 
 
 async def test_groups_that_teach_nothing_are_replaced(store: Store) -> None:

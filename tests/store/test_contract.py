@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
+import string
 
 import pytest
 from msgspec import structs
 
 from agentrl.errors import Conflict, Fenced, Invalid, NotFound, StoreError
+from agentrl.store.limits import LEASE
 from agentrl.types import (
     Branch,
     Counts,
@@ -31,8 +34,8 @@ from agentrl.types import (
 SOON = 10.0  # seconds in which whatever is waited for must have happened
 
 
-async def claim(store, n=1, *, lease=10.0, **more):
-    return await store.claim(n, runner="test", lease=lease, **more)
+async def claim(store, n=1, *, lease=10.0, runner="test", **more):
+    return await store.claim(n, runner=runner, lease=lease, **more)
 
 
 async def settle(store, kit, group, n=1):
@@ -202,6 +205,82 @@ async def test_too_many_lost_runners_fail_the_rollout(store, kit, clock):
     assert (row.state, row.attempts) == (RolloutState.FAILED, 2)
     assert row.failure.kind is ErrorKind.LOST_RUNNER
     assert await store.settled("a", timeout=0)
+
+
+async def test_who_falls_silent_with_others_is_tried_apart(store, kit, clock):
+    await store.enqueue(kit.group("a", 20, max_attempts=1))
+    assert len(await claim(store, 20, runner="died")) == 20
+    clock.now += 10
+    held = await claim(store, 20, runner="one")  # a quarter of those it was lost with
+    assert [one.rollout.id for one in held] == [f"a/{i}" for i in range(5)]
+    assert {one.rollout.max_attempts for one in held} == {2}
+    assert await claim(store, 1, runner="one") == []
+    assert len(await claim(store, 20, runner="two")) == 5
+    await store.finish([kit.good(held[0])])
+    assert [one.rollout.id for one in await claim(store, 20, runner="one")] == ["a/10"]
+    clock.now += 10
+    (alone,) = await claim(store, 20, runner="three")
+    assert alone.rollout.id == "a/1"
+    await store.finish([kit.good(alone)])
+    assert (await store.counts("run")).failed == 0
+
+
+async def test_who_falls_silent_alone_fails_and_is_named(store, kit, clock):
+    await store.enqueue(kit.group("a", 2, max_attempts=2))
+    await claim(store, 2, runner="died")
+    done = []
+    for number in range(9):
+        clock.now += 10
+        for one in await claim(store, 9, runner=f"r{number}"):
+            if one.rollout.id == "a/1":
+                done += await store.finish([kit.good(one)])
+    rows = {row.id: row for row in await store.rollouts("run")}
+    assert (rows["a/1"].state, done) == (RolloutState.SUCCEEDED, [True])
+    assert (rows["a/0"].state, rows["a/0"].attempts) == (RolloutState.FAILED, 3)
+    assert rows["a/0"].failure.kind is ErrorKind.LOST_RUNNER
+    assert "while rollout a/0 was the only one in it" in rows["a/0"].failure.message
+
+
+async def test_leases_of_one_runner_that_end_one_after_the_other_are_one_death(store, kit, clock):
+    await store.enqueue(kit.group("a", 2, max_attempts=1))
+    await claim(store, 1, runner="died")
+    clock.now += 3
+    await claim(store, 1, runner="died")  # after its last heartbeat
+    clock.now += 7
+    (first,) = await claim(store, 9, runner="one")
+    await store.finish([kit.good(first)])
+    clock.now += 3
+    (second,) = await claim(store, 9, runner="one")
+    assert (second.rollout.id, second.fence, second.rollout.max_attempts) == ("a/1", 2, 2)
+
+
+async def test_a_runner_that_is_heard_again_was_not_silent(store, kit, clock):
+    """It let go of one rollout, and keeps the other."""
+    await store.enqueue(kit.group("a", 2, max_attempts=1))
+    _, kept = await claim(store, 2, runner="one")
+    clock.now += 5
+    assert await store.heartbeat([kept.id], lease=10) == [kept.id]
+    clock.now += 5
+    assert await claim(store, 1, runner="other", run="none") == []
+    assert await store.heartbeat([kept.id], lease=10) == [kept.id]
+    clock.now += 10
+    assert await claim(store, 1, runner="other", run="none") == []
+    rows = {row.id: row for row in await store.rollouts("run")}
+    assert (rows["a/0"].state, rows["a/1"].state) == (RolloutState.QUEUED, RolloutState.FAILED)
+
+
+@pytest.mark.parametrize("back", [6, 3600, 86400])
+async def test_a_clock_set_back_keeps_no_dead_runner_alive(store, kit, clock, back):
+    await store.enqueue(kit.group("a", 2))
+    lost, kept = await claim(store, 2, lease=10)
+    clock.now -= back
+    assert await claim(store) == []
+    clock.now += 9
+    assert await store.heartbeat([kept.id], lease=10) == [kept.id]
+    clock.now += 1
+    (again,) = await claim(store, 2, runner="other")
+    assert again.rollout.id == lost.rollout.id
+    assert await store.heartbeat([kept.id], lease=10) == [kept.id]
 
 
 async def test_a_late_writer_changes_nothing(store, kit, clock):
@@ -858,6 +937,10 @@ async def test_calls_are_ordered_by_index_not_by_arrival(store, kit):
         ({"logprobs": float32([-1.0, -math.inf])}, "not finite"),
         ({"logprobs": [-1.0, -1.0]}, "made by agentrl.types.float32"),
         ({"prompt": float32([1.0])}, "made by agentrl.types.int32"),
+        ({"prompt": int32([1, -1])}, "no token id"),
+        ({"completion": int32([-(2**31), 2])}, "no token id"),
+        ({"logprobs": float32([-1.0, 0.5])}, "none is above 0"),
+        ({"id": "é" * 257}, "longer than 512 bytes"),
         ({"started": math.nan}, "finite"),
         ({"started": -1.0}, "from 0"),
         ({"started": 1e30}, "from 0"),
@@ -909,6 +992,22 @@ async def test_an_impossible_reward_is_refused_and_nothing_written(store, kit, v
         await store.finish([kit.good(one), kit.good(two, value)])
     assert (await store.counts("run")).running == 2
     assert (await store.trace("a/0")).rollout.rewards == []
+
+
+@pytest.mark.parametrize("value", [1e308, -1e308, 1.1e15])
+async def test_a_reward_of_which_no_mean_can_be_made_is_refused(store, kit, value):
+    await store.enqueue(kit.group("a", 1))
+    (attempt,) = await claim(store)
+    with pytest.raises(Invalid, match=r"between -1e\+15 and 1e\+15; scale it"):
+        await store.finish([kit.good(attempt, value)])
+    assert await store.finish([kit.good(attempt, 1e15)]) == [True]
+
+
+async def test_a_log_prob_may_be_above_0_by_rounding(store, kit):
+    await store.enqueue(kit.group("a", 1))
+    (attempt,) = await claim(store)
+    call = kit.call(attempt, [1], [2], logprobs=float32([1e-6]))
+    assert await store.add_transitions([call]) == [True]
 
 
 async def test_rewards_of_every_scope(store, kit):
@@ -1020,6 +1119,51 @@ async def test_a_claim_of_nothing_is_refused(store):
             await claim(store, lease=lease)
         with pytest.raises(Invalid, match="lease must be positive"):
             await store.heartbeat([], lease=lease)
+
+
+async def test_a_lease_has_a_longest(store):
+    for lease in (LEASE + 1, 1e300):
+        with pytest.raises(Invalid, match="by heartbeats"):
+            await claim(store, lease=lease)
+        with pytest.raises(Invalid, match="by heartbeats"):
+            await store.heartbeat([], lease=lease)
+    assert await claim(store, lease=LEASE) == []
+
+
+async def test_ids_have_a_longest(store, kit):
+    """In bytes, and the longest ones fit into every index together."""
+    long = "é" * 257
+    await store.enqueue(kit.group("a", 1))
+    (attempt,) = await claim(store)
+    version = PolicyVersion(run="run", policy=long, version=1, base_url="http://x/v1", model="m")
+    for refused in (
+        lambda: store.open_run(long, {}),
+        lambda: store.enqueue(kit.group(long, 1)),
+        lambda: claim(store, claim_id=long),
+        lambda: claim(store, runner=long),
+        lambda: store.add_spans([kit.span(attempt, id=long)]),
+        lambda: store.finish([kit.good(attempt, spans=[kit.span(attempt, id=long)])]),
+        lambda: store.publish(version),
+        lambda: store.log("run", 0, {long: 1.0}),
+        lambda: store.commit_step(kit.step(0, [], metrics={long: 1.0})),
+    ):
+        with pytest.raises(Invalid, match="longer than 512 bytes"):
+            await refused()
+    run, group = "r" + random_text(510), "g" + random_text(509)
+    await store.open_run(run, {})
+    await store.enqueue(kit.group(group, 1, run=run))
+    (attempt,) = await claim(store, run=run, claim_id=random_text(512), runner=random_text(512))
+    await store.add_transitions([kit.call(attempt, [1], [2], id=random_text(512))])
+    await store.finish([kit.good(attempt, spans=[kit.span(attempt, id=random_text(512))])])
+    await store.log(run, 0, {random_text(512): 1.0})
+    await store.publish(structs.replace(version, run=run, policy=random_text(512)))
+    (group,) = await store.claim_groups(run, 1, 1)
+    assert group.run == run
+
+
+def random_text(size):
+    """What no index can compress."""
+    return "".join(random.choices(string.ascii_letters, k=size))
 
 
 # -- change feed -----------------------------------------------------------------------------------

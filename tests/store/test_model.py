@@ -8,6 +8,8 @@ the clock jumps.
 from __future__ import annotations
 
 import asyncio
+import math
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -26,6 +28,7 @@ from hypothesis.stateful import (
 
 from agentrl.errors import Conflict, Fenced
 from agentrl.store import Store, open_store
+from agentrl.store.rollouts import APART, SLACK
 from agentrl.types import (
     Attempt,
     Counts,
@@ -42,6 +45,7 @@ from agentrl.types import (
 )
 
 LEASE = 10.0
+RUNNERS = ("one", "two")
 JUDGED = Reward(value=0.5, name="judge", source="model:judge")
 HOUR = 3600.0
 BROKEN = Failure(kind=ErrorKind.AGENT, message="boom")
@@ -59,6 +63,8 @@ ENDS = {
 class Try:
     attempt: Attempt
     until: float
+    runner: str
+    together: int = 0  # that its runner held when it fell silent
     state: str = "running"
     calls: list[str] = field(default_factory=list)  # that count
     sent: list[Outcome] = field(default_factory=list)
@@ -71,6 +77,7 @@ class Row:
     new: NewRollout
     state: str = "queued"
     tries: list[Try] = field(default_factory=list)
+    together: float = math.inf  # that its runner may hold
 
     @property
     def spent(self) -> bool:
@@ -139,10 +146,41 @@ class Machine(RuleBasedStateMachine):
         return one.state == "running" and one.until > self.now
 
     def expire(self) -> None:
-        for row in self.rows.values():
-            if row.state == "running" and not self.live(row.tries[-1]):
-                row.tries[-1].state = "expired"
-                row.state = "failed" if row.spent else "queued"
+        running = [one for one in self.tries.values() if one.state == "running"]
+        for one in running:
+            if one.until > self.now + LEASE + SLACK:
+                one.until = self.now + LEASE
+        lost = [one for one in running if not self.live(one)]
+        held = Counter(one.runner for one in running)
+        for one in running:
+            if held[one.runner] > 1 and one.runner in {other.runner for other in lost}:
+                one.together = max(one.together, held[one.runner])
+        for one in lost:
+            self.lose(one, self.rows[one.attempt.rollout.id])
+
+    def lose(self, one: Try, row: Row) -> None:
+        one.state = "expired"
+        if one.together > 1:  # nobody knows which of them it was
+            self.forgive(row)
+            row.together = max(1, min(one.together, row.together) // APART)
+        else:
+            row.together = 1
+        row.state = "failed" if row.spent else "queued"
+
+    def forgive(self, row: Row) -> None:
+        row.new = msgspec.structs.replace(row.new, max_attempts=row.new.max_attempts + 1)
+
+    def admitted(self, runner: str, n: int) -> list[Row]:
+        """The first in the queue, as many as the runner may hold with each other."""
+        held = [row for row in self.rows.values() if row.state == "running"]
+        held = [row for row in held if row.tries[-1].runner == runner]
+        most, size = min((row.together for row in held), default=math.inf), len(held)
+        for row in [row for row in self.rows.values() if row.state == "queued"][:n]:
+            most = min(most, row.together)
+            if len(held) >= most:
+                break
+            held.append(row)
+        return held[size:]
 
     def groups(self) -> dict[str, list[Row]]:
         found: dict[str, list[Row]] = {}
@@ -162,24 +200,25 @@ class Machine(RuleBasedStateMachine):
 
     @rule(
         n=st.integers(1, 4),
+        runner=st.sampled_from(RUNNERS),
         claim_id=st.none() | st.integers(0, 3).map("claim {}".format),
     )
-    def claim(self, n: int, claim_id: str | None) -> None:
-        name = claim_id and f"{self.run} {claim_id}"
-        got = self.do(self.store.claim(n, runner="r", lease=LEASE, run=self.run, claim_id=name))
+    def claim(self, n: int, runner: str, claim_id: str | None) -> None:
+        name, runner = claim_id and f"{self.run} {claim_id}", f"{self.run} {runner}"
+        got = self.do(self.store.claim(n, runner=runner, lease=LEASE, run=self.run, claim_id=name))
         self.expire()
         if name in self.claims:
             live = [one for one in self.claims[name] if self.live(one)]
             told = [(one.attempt.id, one.attempt.fence) for one in live]
             assert [(attempt.id, attempt.fence) for attempt in got] == told
             return
-        queued = [row for row in self.rows.values() if row.state == "queued"]
-        assert [attempt.rollout for attempt in got] == [row.new for row in queued[:n]]
-        for row, attempt in zip(queued, got, strict=False):
+        admitted = self.admitted(runner, n)
+        assert [attempt.rollout for attempt in got] == [row.new for row in admitted]
+        for row, attempt in zip(admitted, got, strict=True):
             assert attempt.id not in self.tries
             assert attempt.fence == len(row.tries) + 1
             row.state = "running"
-            row.tries.append(Try(attempt, self.now + LEASE))
+            row.tries.append(Try(attempt, self.now + LEASE, runner))
             self.tries[attempt.id] = row.tries[-1]
         if got and name is not None:
             self.claims[name] = [self.tries[attempt.id] for attempt in got]
@@ -243,6 +282,7 @@ class Machine(RuleBasedStateMachine):
         assert beat == [one.attempt.id] * self.live(one)
         if self.live(one):
             one.until = max(one.until, self.now + LEASE)
+            one.together = 0
 
     def call(self, one: Try) -> None:
         call = Transition(
@@ -267,7 +307,9 @@ class Machine(RuleBasedStateMachine):
         one.accepted = outcome
         one.state = "failed" if outcome.failure else "succeeded"
         if outcome.failure == STOPPED:  # it was no try
-            row.new = msgspec.structs.replace(row.new, max_attempts=row.new.max_attempts + 1)
+            self.forgive(row)
+        elif outcome.retry and not row.spent:
+            row.together = math.inf  # nothing fell silent
         row.state = "queued" if outcome.retry and not row.spent else one.state
 
     # -- what the algorithm does -------------------------------------------------------------------

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import psycopg
 import pytest
@@ -16,6 +17,7 @@ from agentrl.store import (
     open_store,
     pglisten,
     pgmigrations,
+    pgserver,
     pgsession,
     queries,
     readonly,
@@ -48,7 +50,8 @@ def url(postgres: Callable[[], str]) -> str:
 # -- opening ---------------------------------------------------------------------------------------
 
 
-def test_wrong_addresses(server) -> None:
+def test_wrong_addresses(server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pgserver, "REFUSED", 0.0)
     there = server.url("postgres")
     assert "is it running there?" in refused("postgresql://u:secret@127.0.0.1:1/x")
     assert "is it running there?" in refused("postgresql:///x?host=/nowhere&password=secret")
@@ -66,7 +69,56 @@ def test_a_wrong_password_is_a_sentence_without_it(server, url: str) -> None:
         open_store(f"{locked}right")
 
 
-def test_no_error_and_no_url_has_the_password(server) -> None:
+def test_a_server_that_is_restarted_is_waited_for_at_the_start(
+    server, url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pgserver, "REFUSED", 60.0)
+    server.kill()
+    starting = threading.Thread(target=server.start)
+
+    def started(seconds: float) -> None:
+        if not starting.ident:
+            assert "waiting for it" in caplog.text
+            starting.start()
+        time.sleep(seconds)
+
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=started)
+    monkeypatch.setattr(pgserver, "time", clock)
+    store = open_store(url)
+    starting.join()
+    asyncio.run(store.close())
+    assert caplog.text.count("waiting for it") == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds"),
+    [
+        ("FATAL:  the database system is starting up", 60),
+        ("FATAL:  the database system is shutting down", 60),
+        ("FATAL:  the database system is not yet accepting connections", 60),
+        ("connection refused", 3),
+        ('FATAL:  role "x" does not exist', 0),
+    ],
+)
+def test_how_long_a_server_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, said: str, seconds: int
+) -> None:
+    now = [0.0]
+
+    def connect(*_: object, **__: object) -> None:
+        raise psycopg.OperationalError(f"connection failed: {said}")
+
+    monkeypatch.setattr(pgserver.psycopg, "connect", connect)
+    clock = SimpleNamespace(
+        monotonic=lambda: now[0], sleep=lambda pause: now.append(now.pop() + pause)
+    )
+    monkeypatch.setattr(pgserver, "time", clock)
+    refused("postgresql:///x")
+    assert now[0] == pytest.approx(seconds, abs=0.3)
+
+
+def test_no_error_and_no_url_has_the_password(server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pgserver, "REFUSED", 0.0)
     for url in ("postgresql://u:secret@127.0.0.1:1/x", "postgresql://u@h:x/?password=secret"):
         assert "secret" not in refused(url)
     database = server.make()
@@ -163,7 +215,8 @@ def test_every_override_has_a_statement_to_override(noun: str) -> None:
         ("queued", "rollouts_queue"),
         ("queued_of_run", "rollouts_queue_of_run"),
         ("expired", "attempts_by_lease"),
-        ("next_expiry", "attempts_by_lease"),
+        ("leases", "attempts_by_lease"),
+        ("any_suspect", "rollouts_suspect"),
         ("claimed", "attempts_by_claim"),
     ],
 )

@@ -42,7 +42,7 @@ def test_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("url", "why"),
     [
-        ("mysql://host/db", "mysql:// is not supported, use sqlite:///path"),
+        ("mysql://host/db", "is not understood: write it as sqlite:///path"),
         ("sqlite://", "names no file"),
         ("sqlite://host/x.db", "names no file"),
         (":memory:", "names no file"),
@@ -268,7 +268,8 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
         ("queued", "rollouts_queue"),
         ("queued_of_run", "rollouts_queue_of_run"),
         ("expired", "attempts_by_lease"),
-        ("next_expiry", "attempts_by_lease"),
+        ("leases", "attempts_by_lease"),
+        ("any_suspect", "rollouts_suspect"),
         ("claimed", "attempts_by_claim"),
         ("group_of", "sqlite_autoindex_rollouts_1"),
     ],

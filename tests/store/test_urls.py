@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from agentrl.store.urls import concealed
+from agentrl.errors import Invalid
+from agentrl.store import open_store
+from agentrl.store.urls import concealed, scheme_of
 
 
 @pytest.mark.parametrize(
@@ -25,3 +29,38 @@ from agentrl.store.urls import concealed
 )
 def test_concealed(url: str, public: str, secrets: dict[str, str]) -> None:
     assert concealed(url) == (public, secrets)
+
+
+@pytest.mark.parametrize(
+    ("url", "form"),
+    [
+        ("postgres//x", "postgresql://host/database"),
+        ("postgresql:/host/db", "postgresql://host/database"),
+        ("postgrsql://host/db", "postgresql://host/database"),
+        ("Postgres://host/db", "postgresql://host/database"),
+        ("http:/host:7411", "http://host:port"),
+        ("https//host", "https://host:port"),
+        ("sqlite//store.db", "sqlite:///path"),
+        ("sqlite:store.db", "sqlite:///path"),
+        ("sqllite:///store.db", "sqlite:///path"),
+        ("redis://host", "sqlite:///path, postgresql://host/database or http://host:port"),
+    ],
+)
+def test_a_misspelled_url_is_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, form: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Invalid, match=f"is not understood: write it as {form}"):
+        open_store(url)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("path", ["runs/store.db", "/tmp/x.db", "runs//s.db", "sqlite/s.db", "s"])
+def test_a_path_is_a_file(path: str) -> None:
+    assert scheme_of(path) is None
+
+
+def test_a_misspelled_url_does_not_tell_its_password() -> None:
+    with pytest.raises(Invalid) as raised:
+        scheme_of("postgre://me:secret@host/db")
+    assert "secret" not in str(raised.value)

@@ -22,7 +22,10 @@ where a.claim_id = ?
 order by a.seq;
 
 -- name: heartbeat
-update attempts set lease_until = greatest(lease_until, :until)
+update attempts set
+    lease = case when lease_until < :until then :lease else lease end,
+    lease_until = greatest(lease_until, :until),
+    together = null
 from (
     select id as locked from attempts
     where id = any (array(select json_array_elements_text(:attempts::json)))
@@ -33,7 +36,7 @@ where id = locked and state = 'running' and lease_until > :now;
 
 -- name: resume
 -- Whoever holds the others extends or ends them.
-update attempts set lease_until = :until
+update attempts set lease_until = :until, lease = greatest(lease, :grace)
 from (
     select id as silent from attempts
     where state = 'running' and lease_until < :until
@@ -46,17 +49,42 @@ select coalesce(json_agg(id)::text, '[]') from attempts
 where id = any (array(select json_array_elements_text(:attempts::json)))
   and state = 'running' and lease_until > :now;
 
+-- name: shorten
+update attempts set lease_until = :now + lease
+from (
+    select id as long from attempts
+    where state = 'running' and lease_until > :now + lease + :slack
+    for no key update skip locked
+) as far
+where id = long;
+
+-- name: lock_expiry
+-- Whoever counts what a silent runner held sees all of it, or what another made of it.
+select pg_advisory_xact_lock(hashtextextended('agentrl leases', 0));
+
 -- name: expired
-select a.id as attempt, a.started_at, r.id, r.run_id, r.group_id, r.attempts, r.max_attempts
+select
+    a.id as attempt, a.runner, a.together as known, a.started_at,
+    r.id, r.run_id, r.group_id, r.attempts, r.max_attempts, r.together
 from attempts a join rollouts r on r.id = a.rollout_id
 where a.state = 'running' and a.lease_until <= ?
 order by r.seq
 for update of r, a skip locked;
 
+-- name: suspect
+-- Whoever holds the others extends or ends them.
+update attempts set together = greatest(coalesce(together, 0), :together)
+from (
+    select id as held from attempts
+    where state = 'running' and runner = :runner
+    for no key update skip locked
+) as others
+where id = held;
+
 -- name: attempt
 select
     a.id as attempt, a.fence, a.state, a.lease_until, a.started_at, a.outcome,
-    r.id, r.run_id, r.group_id, r.attempts, r.max_attempts
+    r.id, r.run_id, r.group_id, r.attempts, r.max_attempts, r.together
 from attempts a join rollouts r on r.id = a.rollout_id
 where a.id = ?
 for no key update of r, a;
@@ -64,7 +92,7 @@ for no key update of r, a;
 -- name: cancellable
 -- A rollout that was claimed while its lock was awaited has an attempt that is not seen yet.
 select
-    r.id, r.run_id, r.group_id, r.state, r.attempt_id as attempt,
+    r.id, r.run_id, r.group_id, r.state, r.together, r.attempt_id as attempt,
     (select a.started_at from attempts a where a.id = r.attempt_id) as started_at
 from rollouts r
 where r.id = ? and r.state in ('queued', 'running')

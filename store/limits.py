@@ -1,0 +1,154 @@
+"""What every store refuses before anything is written: what could not be stored, read again or
+trained on. Each function raises Invalid with a sentence that says what to send instead."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Sequence
+
+from agentrl.errors import Invalid
+from agentrl.store.rows import CREDIT
+from agentrl.store.values import blob
+from agentrl.types import NewRollout, Outcome, Reward, Sampling, Scope, Span, StepCommit, Transition
+
+LATEST = 2**33  # seconds: what OpenTelemetry can say in nanoseconds
+LEASE = 3600.0  # seconds: how long a dead runner may keep a rollout at most
+ID = 512  # bytes of an id: several fit into a row of an index, which in PostgreSQL has 2704
+LARGEST = 1e15  # of a reward: the sum of many squares still fits into a float32
+ROUNDING = 0.01  # by which a sampler's log-prob of a certain token may exceed 0
+
+
+def positive(name: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise Invalid(f"{name} must be positive and finite, not {value}.")
+
+
+def check_lease(lease: float) -> None:
+    positive("lease", lease)
+    if lease > LEASE:
+        raise Invalid(
+            f"lease is {lease:g} seconds, and {LEASE:g} are the most: hold on to an attempt for "
+            "longer by heartbeats."
+        )
+
+
+def check_id(what: str, id: str) -> None:
+    """`what` begins the sentence."""
+    if len(id) * 4 > ID and len(id.encode("utf-8", "surrogatepass")) > ID:
+        raise Invalid(f"{what} is longer than {ID} bytes ({id[:40]}...): choose a shorter one.")
+
+
+def check_names(what: str, names: Iterable[str]) -> None:
+    for name in names:
+        check_id(what, name)
+
+
+def check_spans(spans: Sequence[Span]) -> None:
+    check_names("The id of a span", (span.id for span in spans))
+
+
+def check_rollout(rollout: NewRollout) -> None:
+    for what, id in (("id", rollout.id), ("run", rollout.run), ("group", rollout.group)):
+        check_id(f"The {what} of a rollout", id)
+    if rollout.max_attempts < 1 or not 0 < rollout.timeout < math.inf:
+        raise Invalid(
+            f"Rollout {rollout.id}: max_attempts must be at least 1 and timeout a positive "
+            "number of seconds."
+        )
+    if rollout.branch is not None and rollout.branch.calls < 1:
+        raise Invalid(
+            f"Rollout {rollout.id}: a branch repeats at least one call; leave `branch` out for a "
+            "rollout that starts afresh."
+        )
+    if rollout.branch is not None and not rollout.seats.keys() >= set(rollout.branch.without):
+        raise Invalid(
+            f"Rollout {rollout.id}: a branch is without {', '.join(rollout.branch.without)}, and "
+            "not all of them have a seat; say in `seats` who plays them instead."
+        )
+    if not all(role and policy for role, policy in rollout.seats.items()):
+        raise Invalid(
+            f"Rollout {rollout.id}: a seat is a role and the policy that plays it, and both have "
+            "names."
+        )
+    _check_sampling(f"Rollout {rollout.id}", rollout.sampling)
+
+
+def _check_sampling(where: str, sampling: Sampling) -> None:
+    if not (math.isfinite(sampling.temperature) and math.isfinite(sampling.top_p)):
+        raise Invalid(f"{where}: temperature and top_p must be finite numbers.")
+
+
+def check_transition(transition: Transition) -> None:
+    """Refuses what could not be trained on, before anything is written."""
+    t, where = transition, f"Transition {transition.id}"
+    check_id("The id of a transition", t.id)
+    for name, values, code in (
+        ("prompt", t.prompt, "i"),
+        ("completion", t.completion, "i"),
+        ("logprobs", t.logprobs, "f"),
+    ):
+        if not isinstance(values, array) or values.typecode != code:
+            raise Invalid(
+                f"{where}: {name} must be an array made by agentrl.types."
+                f"{'int32' if code == 'i' else 'float32'}, not {type(values).__name__}."
+            )
+    if t.exact and len(t.logprobs) != len(t.completion):
+        raise Invalid(
+            f"{where}: {len(t.logprobs)} log-probs for {len(t.completion)} completion tokens; "
+            "send one for each, or mark the call as not exact."
+        )
+    for name, values in (("prompt", t.prompt), ("completion", t.completion)):
+        if not blob(values)[3::4].isascii():  # the byte with the sign
+            raise Invalid(f"{where}: its {name} has a negative number, which is no token id.")
+    if not math.isfinite(sum(t.logprobs)):
+        raise Invalid(f"{where}: a log-prob is not finite.")
+    if t.logprobs and (most := max(t.logprobs)) > ROUNDING:
+        raise Invalid(f"{where}: a log-prob is {most:g}, and none is above 0.")
+    if not (0 <= t.started < LATEST and abs(t.seconds) < LATEST):  # clocks are set back
+        raise Invalid(f"{where}: started and seconds must be finite, from 0 to below {LATEST}.")
+    _check_sampling(where, t.sampling)
+
+
+def check_outcome(outcome: Outcome) -> None:
+    """Refuses an outcome of which a part could not be written."""
+    if outcome.retry and outcome.failure is None:
+        raise Invalid(f"Attempt {outcome.attempt} succeeded: only a failure can be retried.")
+    for reward in outcome.rewards:
+        _check_reward(reward, f"attempt {outcome.attempt}")
+    check_spans(outcome.spans)
+    for span in outcome.spans:
+        if span.attempt != outcome.attempt:
+            raise Invalid(
+                f"Span {span.id} of attempt {span.attempt} came with attempt {outcome.attempt}."
+            )
+
+
+def _check_reward(reward: Reward, owner: str) -> None:
+    where = f"Reward {reward.name!r} of {owner}"
+    if not math.isfinite(reward.value):
+        raise Invalid(
+            f"{where} is {reward.value}: a reward must be finite; leave a missing one out."
+        )
+    if abs(reward.value) > LARGEST:
+        raise Invalid(
+            f"{where} is {reward.value:g}: means and spreads need it between -{LARGEST:g} and "
+            f"{LARGEST:g}; scale it."
+        )
+    if (reward.target is None) is not (reward.scope is Scope.ROLLOUT):
+        raise Invalid(f"{where}: name a target for scope transition or role, none for rollout.")
+
+
+def check_commit(commit: StepCommit) -> None:
+    """Refuses credit and rewards that could not be read again."""
+    check_names("A metric's name", commit.metrics)
+    for judgement in commit.judgements:
+        _check_reward(judgement.reward, f"rollout {judgement.rollout}")
+    for credit in commit.credits:
+        for name in CREDIT:
+            values = getattr(credit, name)
+            if not isinstance(values, array) or values.typecode != "f":
+                raise Invalid(
+                    f"Credit of transition {credit.transition}: {name} must be an array made by "
+                    f"agentrl.types.float32, not {type(values).__name__}."
+                )

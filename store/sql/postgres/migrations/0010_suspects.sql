@@ -1,0 +1,9 @@
+-- Who is tried apart after the death of a runner, and how long a lease was asked for: one that ends
+-- later than that from now was given before the clock was set back.
+
+alter table rollouts add column together bigint;  -- its runner may hold so many; null: any number
+alter table attempts add column together bigint;  -- its silent runner held so many; null: not silent
+alter table attempts add column lease double precision not null default 3600;  -- seconds
+
+create index rollouts_suspect on rollouts (state)
+where together is not null and state in ('queued', 'running');
