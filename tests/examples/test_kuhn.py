@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from agentrl.store import open_store
 from agentrl.types import Purpose, Rollout, RolloutState, StepRow, Transition
+from tests import warm
 from tests.benchmarks.selfplay import EXAMPLE, rated
 
 pytest.importorskip("pyspiel")
@@ -20,14 +19,9 @@ UNIFORM = 0.458333  # exploitability of passing and betting half of the time eac
 
 def train(output: Path, *settings: str) -> tuple[list[StepRow], list[Rollout], list[Transition]]:
     """Committed steps, rollouts, and the calls of the last step."""
-    command = [sys.executable, "-m", "agentrl", "train", str(EXAMPLE / "run.toml")]
-    trained = subprocess.run(
-        [*command, f"output={output}", "algorithm.group_size=8", "algorithm.groups=6", *settings],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    small = [f"output={output}", "algorithm.group_size=8", "algorithm.groups=6"]
+    command = ["-m", "agentrl", "train", str(EXAMPLE / "run.toml")]
+    trained = warm.run(*command, *small, *settings, timeout=110)
     assert trained.returncode == 0, trained.stderr
     return asyncio.run(read(output))
 
