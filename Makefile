@@ -23,7 +23,7 @@ demo: $(STAMP) ## Train the example agent (about three minutes)
 	$(BIN)/agentrl train examples/staff/run.toml
 
 test: $(STAMP) ## Run the tests
-	$(BIN)/python -m pytest -rs -n $(WORKERS) --dist loadgroup
+	$(BIN)/python -m pytest -rs -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-slow: $(STAMP) ## Run the tests that take minutes: long faults, whole recipes
 	$(BIN)/python -m pytest -rs -m slow || [ $$? = 5 ]

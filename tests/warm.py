@@ -117,7 +117,9 @@ def _template() -> socket.socket:
 
 
 def _start_template(folder: Path, tests: int) -> None:
-    command = [sys.executable, "-m", "tests.warm", str(folder), str(tests)]
+    # It has threads, those of numpy, which know how to be forked.
+    quiet = ["-W", "ignore:This process:DeprecationWarning"]
+    command = [sys.executable, *quiet, "-m", "tests.warm", str(folder), str(tests)]
     environment = os.environ | {"GOMP_SPINCOUNT": "20000", "MPLBACKEND": "agg"}
     root = Path(__file__).parents[1]
     template = subprocess.Popen(command, cwd=root, env=environment, start_new_session=True)
@@ -164,13 +166,6 @@ def supervise(command: Command, files: list[int]) -> NoReturn:
         if channel in select.select([os.pidfd_open(pid), channel], [], [])[0]:
             os.kill(pid, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        if os.environ.get("WARMCOST"):
-            import resource
-
-            r = resource.getrusage(resource.RUSAGE_CHILDREN)
-            open(os.environ["WARMCOST"], "a").write(
-                f"{r.ru_utime + r.ru_stime:.2f} {command['arguments']}\n"
-            )
         with contextlib.suppress(BrokenPipeError):
             channel.send(str(code).encode())
     os._exit(0)
