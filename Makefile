@@ -1,12 +1,17 @@
 # Two commands: `make demo` trains the example agent, `make test` runs every test that needs neither
 # verl nor vLLM; `make test-engines` installs those two (3 GB) and runs the rest.
-# PYTHON chooses the interpreter the virtual environment is made from.
+# PYTHON chooses the interpreter the virtual environment is made from, WORKERS how many processes run
+# the tests; a test starts processes of its own, so that two keep two cores busy.
 PYTHON ?= python3
+WORKERS ?= 2
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ENGINES := .venv-engines
 PIP    := python -m pip install --quiet --disable-pip-version-check
+
+# Without bytecode every process of a test would compile the package again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-slow test-engines check clean
 .DEFAULT_GOAL := help
@@ -18,7 +23,7 @@ demo: $(STAMP) ## Train the example agent (about three minutes)
 	$(BIN)/agentrl train examples/staff/run.toml
 
 test: $(STAMP) ## Run the tests
-	$(BIN)/python -m pytest -rs
+	$(BIN)/python -m pytest -rs -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-slow: $(STAMP) ## Run the tests that take minutes: long faults, whole recipes
 	$(BIN)/python -m pytest -rs -m slow || [ $$? = 5 ]

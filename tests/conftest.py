@@ -24,6 +24,7 @@ from tests.store import postgres_server
 
 torch.set_num_threads(1)
 
+LONG = ("tests/system/", "tests/examples/")
 VOCABULARY = 512
 CORPUS = [
     "You are a helpful assistant. Answer with one word after calling a tool.",
@@ -103,6 +104,12 @@ SHAPE = {
     "bos_token_id": None,
     "pad_token_id": 0,
 }
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With several workers the longest come first: none waits for another at the end."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: not item.nodeid.startswith(LONG))
 
 
 @pytest.fixture(scope="session")

@@ -31,6 +31,7 @@ from agentrl.types import (
     float32,
     int32,
 )
+from tests import factories
 
 ROLES = ["first", "second"]
 PLAYERS = {name: Player(policy="policy", directory="", steps=0) for name in "ab"}
@@ -43,12 +44,8 @@ def game(*values: float, outcome: float | None = None, **changed: Any) -> Rollou
         for role, value in zip(ROLES, values, strict=False)
     ]
     rewards += [] if outcome is None else [Reward(value=outcome)]
-    known = {
-        "id": "r", "run": "run", "group": "g", "index": 0, "task": {}, "purpose": Purpose.EVAL,
-        "state": RolloutState.SUCCEEDED, "step": 0, "attempts": 1, "attempt": "a",
-        "result": None, "failure": None, "rewards": rewards,
-    }  # fmt: skip
-    return Rollout(**known | changed)
+    known = {"purpose": Purpose.EVAL, "attempt": "a", "rewards": rewards}
+    return factories.rollout(**known | changed)
 
 
 def run_of(folder: Path, **more: Any) -> RunConfig:

@@ -7,15 +7,14 @@ from agentrl.types import (
     Branch,
     ErrorKind,
     Failure,
-    Purpose,
     Reward,
-    Rollout,
     RolloutState,
     Trace,
     Transition,
     float32,
     int32,
 )
+from tests import factories
 
 CALL = {
     "role": "assistant",
@@ -41,21 +40,19 @@ def transition(index: int, messages: list[dict], answer: dict) -> Transition:
 
 def printed(failure: Failure | None = None, **more: Any) -> str:
     second = [*OPENING, CALL, {"role": "tool", "content": "1", "tool_call_id": "c1"}]
-    rollout = Rollout(
-        id="staff/train/0000001/0002",
+    rollout = factories.rollout(
+        "staff/train/0000001/0002",
         run="staff",
         group="staff/train/0000001",
         index=2,
         task={"input": "What is one?"},
-        purpose=Purpose.TRAIN,
         state=RolloutState.FAILED if failure else RolloutState.SUCCEEDED,
-        step=0,
         attempts=2,
         attempt="a" * 32,
         result="1",
         failure=failure,
-        rewards=[] if failure else [Reward(value=1.0), Reward(name="[/b]", value=0.5)],
         seconds=0.25,
+        rewards=[] if failure else [Reward(value=1.0), Reward(name="[/b]", value=0.5)],
         **more,
     )
     transitions = [

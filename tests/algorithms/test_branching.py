@@ -22,6 +22,7 @@ from agentrl.types import (
     float32,
     int32,
 )
+from tests import factories
 
 
 def rollout(name: str, *surprises: float, **changed: Any) -> Rollout:
@@ -33,13 +34,8 @@ def rollout(name: str, *surprises: float, **changed: Any) -> Rollout:
         )
         for i, surprise in enumerate(surprises)
     ]  # fmt: skip
-    values = {
-        "id": name, "run": "run", "group": "g", "index": 0, "task": {"input": "x"},
-        "purpose": Purpose.TRAIN, "state": RolloutState.SUCCEEDED, "step": 3, "attempts": 1,
-        "attempt": name, "result": None, "failure": None, "rewards": [Reward(value=1.0)],
-        "transitions": calls,
-    }  # fmt: skip
-    return Rollout(**values | changed)
+    known = {"task": {"input": "x"}, "step": 3, "rewards": [Reward(value=1.0)]}
+    return factories.rollout(name, calls, **known | changed)
 
 
 def config(**branching: Any) -> RunConfig:

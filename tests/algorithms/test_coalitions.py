@@ -39,6 +39,7 @@ from agentrl.types import (
     float32,
     int32,
 )
+from tests import factories
 
 GAME = {"1": 0.2, "12": 0.6, "13": 0.4, "23": 0.0, "123": 1.0}  # the catalogue's, E13
 ROLES = ["1", "2", "3"]
@@ -65,13 +66,9 @@ def rollout(name: str, roles: str = "123", outcome: float = 1.0, **changed: Any)
         )
         for i, role in enumerate(roles)
     ]  # fmt: skip
-    values = {
-        "id": name, "run": "run", "group": "g", "index": 0, "task": {"input": "x"},
-        "purpose": Purpose.TRAIN, "state": RolloutState.SUCCEEDED, "step": 3, "attempts": 1,
-        "attempt": name, "result": None, "failure": None,
-        "rewards": [] if isnan(outcome) else [Reward(value=outcome)], "transitions": calls,
-    }  # fmt: skip
-    return Rollout(**values | changed)
+    rewards = [] if isnan(outcome) else [Reward(value=outcome)]
+    known = {"task": {"input": "x"}, "step": 3, "rewards": rewards}
+    return factories.rollout(name, calls, **known | changed)
 
 
 def played(asked: NewRollout, outcome: float) -> Rollout:

@@ -16,7 +16,6 @@ from agentrl.algorithms.merge import build_batch
 from agentrl.errors import TrainingError
 from agentrl.types import (
     Group,
-    Purpose,
     Reward,
     Rollout,
     RolloutState,
@@ -26,6 +25,7 @@ from agentrl.types import (
     float32,
     int32,
 )
+from tests import factories
 
 NAN = math.nan
 
@@ -40,11 +40,9 @@ def call(name: str, role: str = "agent", **fields: object) -> Transition:
 def rollout(
     index: int, calls: Sequence[Transition], rewards: Sequence[Reward] = (), group: str = "g"
 ) -> Rollout:
-    return Rollout(
-        id=f"{group}/{index}", run="r", group=group, index=index, task={}, purpose=Purpose.TRAIN,
-        state=RolloutState.SUCCEEDED, step=7, attempts=1, attempt="a", result=None, failure=None,
-        rewards=list(rewards), transitions=list(calls),
-    )  # fmt: skip
+    return factories.rollout(
+        f"{group}/{index}", calls, rewards, group=group, index=index, step=7, attempt="a"
+    )
 
 
 def of_call(value: float, target: str, name: str = "quality") -> Reward:

@@ -23,15 +23,14 @@ from agentrl.types import (
     POLICY,
     Branch,
     Group,
-    Purpose,
     Reward,
     Rollout,
-    RolloutState,
     Scope,
     Transition,
     float32,
     int32,
 )
+from tests import factories
 
 from .limits import learned, limits, summed
 
@@ -65,11 +64,7 @@ def trace(block: str) -> Group:
                         scope=Scope.TRANSITION, target=f"{name}{i + 1}",
                     )
                 )  # fmt: skip
-        whole = Rollout(
-            id=name, run="r", group="g", index=u, task={}, purpose=Purpose.TRAIN,
-            state=RolloutState.SUCCEEDED, step=0, attempts=1, attempt=name, result=None,
-            failure=None, rewards=rewards, transitions=calls,
-        )  # fmt: skip
+        whole = factories.rollout(name, calls, rewards, index=u)
         rollouts += [whole, *replayed(whole, played.get("without", {}))]
     return Group(id="g", run="r", step=0, rollouts=rollouts)
 

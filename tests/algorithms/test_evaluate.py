@@ -5,18 +5,21 @@ from __future__ import annotations
 from math import nan
 
 from agentrl.algorithms.evaluate import summary
-from agentrl.types import Purpose, Reward, Rollout, RolloutState, Scope
+from agentrl.types import Purpose, Reward, Rollout, Scope
+from tests import factories
 
 
 def played(outcome: float, **roles: float) -> Rollout:
     """With an outcome of its own for each role; NaN: the rollout has none."""
     rewards = [Reward(value=x, scope=Scope.ROLE, target=role) for role, x in roles.items()]
     rewards.append(Reward(value=-9.0, name="invalid", scope=Scope.ROLE, target="first"))
-    return Rollout(
-        id="g/0", run="run", group="g", index=0, task={"input": "x"}, purpose=Purpose.EVAL,
-        state=RolloutState.SUCCEEDED, step=0, attempts=1, attempt="a", result=None, failure=None,
+    return factories.rollout(
+        "g/0",
+        task={"input": "x"},
+        purpose=Purpose.EVAL,
+        attempt="a",
         rewards=rewards + ([Reward(value=outcome)] if outcome == outcome else []),
-    )  # fmt: skip
+    )
 
 
 def test_the_mean_of_all_and_of_each_role_of_what_is_known() -> None:

@@ -34,9 +34,7 @@ from agentrl.types import (
     NewRollout,
     Outcome,
     PolicyVersion,
-    Purpose,
     Reward,
-    Rollout,
     RolloutState,
     Scope,
     StepCommit,
@@ -44,6 +42,7 @@ from agentrl.types import (
     float32,
     int32,
 )
+from tests import factories
 
 from .test_update import Recorder
 
@@ -73,11 +72,7 @@ def rewards(name: str, outcome: float, process: float) -> list[Reward]:
 
 def group() -> Group:
     rollouts = [
-        Rollout(
-            id=name, run="r", group="g", index=i, task={}, purpose=Purpose.TRAIN,
-            state=RolloutState.SUCCEEDED, step=4, attempts=1, attempt=name, result=None,
-            failure=None, rewards=rewards(name, 1.0 - i, 0.5), transitions=calls(name),
-        )
+        factories.rollout(name, calls(name), rewards(name, 1.0 - i, 0.5), index=i, step=4)
         for i, name in enumerate(("a", "b"))
     ]  # fmt: skip
     return Group(id="g", run="r", step=4, rollouts=rollouts)

@@ -19,14 +19,12 @@ from agentrl.algorithms.update import Updater
 from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.types import (
     Group,
-    Purpose,
     Reward,
-    Rollout,
-    RolloutState,
     Transition,
     float32,
     int32,
 )
+from tests import factories
 
 QUESTION = {"role": "user", "content": "What is the team of Ada Berg?"}
 TOLD = "\n\n(In the end, this attempt was rewarded with 0.5.)"
@@ -54,11 +52,7 @@ def group(hindsight: Hindsight, *, told: str = "", rewards: list[Reward]) -> Gro
                 logprobs=float32([-1.0] * len(encode("sales", add_special_tokens=False))),
             )
         )  # fmt: skip
-    rollout = Rollout(
-        id="r", run="run", group="g", index=0, task={}, purpose=Purpose.TRAIN,
-        state=RolloutState.SUCCEEDED, step=0, attempts=1, attempt="a", result=None,
-        failure=None, rewards=rewards, transitions=calls,
-    )  # fmt: skip
+    rollout = factories.rollout(attempt="a", calls=calls, rewards=rewards)
     return Group(id="g", run="run", step=0, rollouts=[rollout])
 
 

@@ -21,7 +21,8 @@ from agentrl.algorithms.merge import build_batch
 from agentrl.algorithms.model import load_model
 from agentrl.algorithms.packing import Pack, forward_logprobs, pack_rows, packs
 from agentrl.errors import PolicyError, TrainingError
-from agentrl.types import Group, Purpose, Rollout, RolloutState, Transition, float32, int32
+from agentrl.types import Group, Rollout, Transition, float32, int32
+from tests import factories
 
 VOCABULARY = 512
 
@@ -44,11 +45,7 @@ def make_batch(seed: int = 0, rollouts: int = 6, shared: int = 0) -> Batch:
     def rollout(index: int) -> Rollout:
         first = call(f"{index}/0", [*range(shared), *tokens(1, 20)])
         second = call(f"{index}/1", [*first.prompt, *first.completion, *tokens(0, 10)])
-        return Rollout(
-            id=str(index), run="run", group="g", index=index, task={}, purpose=Purpose.TRAIN,
-            state=RolloutState.SUCCEEDED, step=0, attempts=1, attempt="a", result=None,
-            failure=None, transitions=[first, second],
-        )  # fmt: skip
+        return factories.rollout(str(index), [first, second], index=index, attempt="a")
 
     return build_batch(
         [Group(id="g", run="run", step=0, rollouts=list(map(rollout, range(rollouts))))]

@@ -26,12 +26,12 @@ from agentrl.types import (
     Purpose,
     Reward,
     Rollout,
-    RolloutState,
     Scope,
     Transition,
     float32,
     int32,
 )
+from tests import factories
 
 CASES = {"spiral", "reinforce+ema", "agent-r1+table"}  # presets and modifiers that are tested here
 ROLES = ("black", "white")
@@ -54,11 +54,7 @@ def play(name: str, group: str, outcomes: dict[str, float], game: str, cells: li
     ]
     scores = [Reward(value=v, scope=Scope.ROLE, target=role) for role, v in outcomes.items()]
     total = [Reward(value=sum(outcomes.values()))] if outcomes else []
-    return Rollout(
-        id=name, run="r", group=group, index=0, task={"game": game}, purpose=Purpose.TRAIN,
-        state=RolloutState.SUCCEEDED, step=0, attempts=1, attempt=name, result=None, failure=None,
-        rewards=scores + total, transitions=calls,
-    )  # fmt: skip
+    return factories.rollout(name, calls, scores + total, group=group, task={"game": game})
 
 
 def step_of(seed: int, step: int) -> list[Group]:

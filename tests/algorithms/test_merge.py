@@ -22,6 +22,7 @@ from agentrl.types import (
     float32,
     int32,
 )
+from tests import factories
 
 NAN = float("nan")
 
@@ -42,11 +43,15 @@ def rollout(
     index: int = 0,
 ) -> Rollout:
     rewards = [] if math.isnan(reward) else [Reward(value=reward)]
-    return Rollout(
-        id=f"rollout-{index}", run="run", group="g", index=index, task={}, purpose=purpose,
-        state=state, step=0, attempts=1, attempt="a", result=None, failure=None,
-        rewards=rewards, transitions=transitions,
-    )  # fmt: skip
+    return factories.rollout(
+        f"rollout-{index}",
+        transitions,
+        rewards,
+        index=index,
+        purpose=purpose,
+        state=state,
+        attempt="a",
+    )
 
 
 def group(*rollouts: Rollout, id: str = "g") -> Group:

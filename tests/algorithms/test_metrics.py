@@ -35,7 +35,6 @@ from agentrl.types import (
     ErrorKind,
     Failure,
     Group,
-    Purpose,
     Reward,
     Rollout,
     RolloutState,
@@ -44,6 +43,7 @@ from agentrl.types import (
     float32,
     int32,
 )
+from tests import factories
 
 from .test_objective import three_rows
 
@@ -63,21 +63,7 @@ def call(name: str, tokens: int, **more: Any) -> Transition:
 
 def rollout(name: str, rewards: Sequence[Reward], *calls: Transition, **more: Any) -> Rollout:
     fields: dict[str, Any] = {"state": RolloutState.SUCCEEDED, "failure": None} | more
-    return Rollout(
-        id=name,
-        run="r",
-        group="g",
-        index=0,
-        task={},
-        purpose=Purpose.TRAIN,
-        step=0,
-        attempts=1,
-        attempt=name,
-        result=None,
-        rewards=list(rewards),
-        transitions=list(calls),
-        **fields,
-    )
+    return factories.rollout(name, calls, rewards, **fields)
 
 
 def outcome(value: float) -> Reward:

@@ -29,7 +29,6 @@ from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.errors import TrainingError
 from agentrl.types import (
     Group,
-    Purpose,
     Reward,
     Rollout,
     RolloutState,
@@ -37,6 +36,7 @@ from agentrl.types import (
     float32,
     int32,
 )
+from tests import factories
 
 EVERY: tuple[Supply, ...] = ("o", "b", "q", "t", "v", "k")
 
@@ -82,11 +82,7 @@ def play(
         )
         for number, (prompt, completion) in enumerate(calls)
     ]  # fmt: skip
-    return Rollout(
-        id=name, run="r", group=name[0], index=int(name[1:]), task={}, purpose=Purpose.TRAIN,
-        state=RolloutState.SUCCEEDED, step=0, attempts=1, attempt=name, result=None, failure=None,
-        rewards=[Reward(value=reward)], transitions=made,
-    )  # fmt: skip
+    return factories.rollout(name, made, [Reward(value=reward)], group=name[0], index=int(name[1:]))
 
 
 def group(*rollouts: Rollout) -> Group:

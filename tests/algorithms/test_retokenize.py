@@ -13,15 +13,14 @@ from agentrl.algorithms.model import load_model
 from agentrl.algorithms.retokenize import Retokenizer
 from agentrl.types import (
     Group,
-    Purpose,
     Reward,
-    Rollout,
     RolloutState,
     Sampling,
     Transition,
     float32,
     int32,
 )
+from tests import factories
 
 QUESTION = {"role": "user", "content": "What is the team of Ada Berg?"}
 
@@ -43,11 +42,7 @@ def inexact(id: str, **more: object) -> Transition:
 
 
 def group(*calls: Transition) -> Group:
-    rollout = Rollout(
-        id="r", run="run", group="g", index=0, task={}, purpose=Purpose.TRAIN,
-        state=RolloutState.SUCCEEDED, step=0, attempts=1, attempt="a", result=None,
-        failure=None, rewards=[Reward(value=1.0)], transitions=list(calls),
-    )  # fmt: skip
+    rollout = factories.rollout(attempt="a", calls=calls, rewards=[Reward(value=1.0)])
     return Group(id="g", run="run", step=0, rollouts=[rollout])
 
 

@@ -18,7 +18,6 @@ from agentrl.config import resolve
 from agentrl.errors import ConfigError, PolicyError, TrainingError
 from agentrl.types import (
     Group,
-    Purpose,
     Reward,
     Rollout,
     RolloutState,
@@ -27,6 +26,7 @@ from agentrl.types import (
     float32,
     int32,
 )
+from tests import factories
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +51,7 @@ def call(id: str, prompt: list[int], completion: list[int], exact: bool = True) 
 def rollout(
     id: str, calls: list[Transition], state: RolloutState = RolloutState.SUCCEEDED
 ) -> Rollout:
-    return Rollout(
-        id=id, run="r", group="g", index=0, task={}, purpose=Purpose.TRAIN, state=state, step=0,
-        attempts=1, attempt="a", result=None, failure=None, rewards=[Reward(value=1.0)],
-        transitions=calls,
-    )  # fmt: skip
+    return factories.rollout(id, calls, [Reward(value=1.0)], state=state, attempt="a")
 
 
 def groups() -> list[Group]:

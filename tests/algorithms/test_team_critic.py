@@ -36,14 +36,13 @@ from agentrl.config import resolve
 from agentrl.errors import PolicyError, TrainingError
 from agentrl.types import (
     Group,
-    Purpose,
     Reward,
     Rollout,
-    RolloutState,
     Transition,
     float32,
     int32,
 )
+from tests import factories
 
 CASES = {"coma"}  # presets that are tested here
 KINDS: tuple[Kind, ...] = ("central", "vdn", "qmix")
@@ -206,11 +205,7 @@ def rollout(name: str, says: Sequence[int], outcome: float | None) -> Rollout:
         )
         for i, said in enumerate(says)
     ]  # fmt: skip
-    return Rollout(
-        id=name, run="r", group="g", index=0, task={}, purpose=Purpose.TRAIN,
-        state=RolloutState.SUCCEEDED, step=0, attempts=1, attempt=name, result=None, failure=None,
-        rewards=[] if outcome is None else [Reward(value=outcome)], transitions=calls,
-    )  # fmt: skip
+    return factories.rollout(name, calls, [] if outcome is None else [Reward(value=outcome)])
 
 
 def step_of(seed: int) -> list[Group]:

@@ -23,7 +23,6 @@ from agentrl.config import AlgorithmConfig, RunConfig, resolve
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.types import (
     Group,
-    Purpose,
     Reward,
     Rollout,
     RolloutState,
@@ -31,6 +30,7 @@ from agentrl.types import (
     float32,
     int32,
 )
+from tests import factories
 
 
 @dataclasses.dataclass
@@ -105,21 +105,13 @@ def rollout(group: str, index: int, reward: float | None) -> Rollout:
         completion=int32([4 + index, 5]),
         logprobs=float32([-0.5, -1.0]),
     )
-    return Rollout(
-        id=name,
-        run="r",
+    return factories.rollout(
+        name,
+        [call],
+        [] if reward is None else [Reward(value=reward)],
         group=group,
         index=index,
-        task={},
-        purpose=Purpose.TRAIN,
         state=RolloutState.FAILED if reward is None else RolloutState.SUCCEEDED,
-        step=0,
-        attempts=1,
-        attempt=name,
-        result=None,
-        failure=None,
-        rewards=[] if reward is None else [Reward(value=reward)],
-        transitions=[call],
     )
 
 

@@ -20,6 +20,7 @@ from agentrl.config import load
 from agentrl.loading import load_tasks
 from agentrl.store import open_store
 from agentrl.types import NewRollout, PolicyVersion, Trace
+from tests import warm
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 Message = dict[str, Any]
@@ -74,7 +75,7 @@ async def _event(response: web.StreamResponse, event: Message) -> None:
 @pytest.fixture
 async def run_example(tmp_path: Path) -> AsyncIterator[Run]:
     """`await run_example("name", answer, *overrides)`: the traces of its first two tasks."""
-    processes: list[asyncio.subprocess.Process] = []
+    processes: list[warm.Process] = []
 
     async def run(name: str, answer: Answer, *overrides: str) -> list[Trace]:
         config = load(EXAMPLES / name / "run.toml", [f"output={tmp_path}", *overrides])
@@ -97,18 +98,18 @@ async def run_example(tmp_path: Path) -> AsyncIterator[Run]:
                     for i, task in enumerate(tasks[:2])
                 ]
             )
-            command = [sys.executable, "-m", "agentrl", "runner", "start", "--store", config.store]
+            command = ["-m", "agentrl", "runner", "start", "--store", config.store, "--run", name]
             environment = {k: v for k, v in os.environ.items() if not k.startswith("OPENAI")}
-            processes.append(
-                await asyncio.create_subprocess_exec(*command, "--run", name, env=environment)
-            )
-            ended = asyncio.create_task(processes[-1].wait())
+            runner = await asyncio.to_thread(warm.start, *command, env=environment)
+            processes.append(runner)
+            ended = asyncio.create_task(asyncio.to_thread(runner.wait))
             for group in ("g0", "g1"):
                 settled = asyncio.create_task(store.settled(group, timeout=60))
                 await asyncio.wait((ended, settled), return_when=asyncio.FIRST_COMPLETED)
                 assert not ended.done(), "the runner has ended; its output says why"
                 assert await settled
-            ended.cancel()
+            runner.terminate()
+            assert await ended == 0
             traces = [await store.trace(rollout) for rollout in ("r0", "r1")]
         await policy.server.close()
         assert [trace and trace.rollout.failure for trace in traces] == [None, None]
@@ -116,9 +117,7 @@ async def run_example(tmp_path: Path) -> AsyncIterator[Run]:
 
     yield run
     for process in processes:
-        if process.returncode is None:
-            process.terminate()
-        assert await process.wait() == 0
+        process.close()
 
 
 def _tasks(path: str, root: str) -> list[Message]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 from agentrl.loading import load_attribute
+from tests import warm
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -40,13 +40,6 @@ async def train_once(example: str, model: Path, output: Path, *more: str) -> Non
     everything."""
     small = ["steps=1", "algorithm.groups=2", "algorithm.group_size=2", "sampling.max_tokens=4"]
     small += ["eval.tasks=1", "eval.sampled=false", f"output={output}", f"policy.model={model}"]
-    command = [sys.executable, "-m", "agentrl", "train", str(EXAMPLES / example / "run.toml")]
-    trained = await asyncio.to_thread(
-        subprocess.run,
-        [*command, *small, *more],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    command = ["-m", "agentrl", "train", str(EXAMPLES / example / "run.toml")]
+    trained = await asyncio.to_thread(warm.run, *command, *small, *more)
     assert trained.returncode == 0, trained.stderr

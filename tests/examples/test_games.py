@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from agentrl.loading import load_attribute
 from agentrl.runners.games import Game, View
 from agentrl.store import open_store
 from agentrl.types import RolloutState, Scope
+from tests import warm
 
 pytest.importorskip("pyspiel")
 
@@ -116,10 +116,8 @@ async def test_a_built_policy_plays_and_trains(
     load_model(tmp_path / "policy", device="cpu")
     small = ["steps=1", "algorithm.groups=2", "algorithm.group_size=2", "eval.tasks=2"]
     small += ["eval.sampled=false", f"output={tmp_path}", f"policy.model={tmp_path / 'policy'}"]
-    command = [sys.executable, "-m", "agentrl", "train", str(EXAMPLES / name / "run.toml")]
-    trained = await asyncio.to_thread(
-        subprocess.run, [*command, *small], capture_output=True, text=True, timeout=100, check=False
-    )
+    command = ["-m", "agentrl", "train", str(EXAMPLES / name / "run.toml")]
+    trained = await asyncio.to_thread(warm.run, *command, *small)
     assert trained.returncode == 0, trained.stderr
     async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
         rollouts = await store.rollouts(name, step=0)

@@ -3,36 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
+import shutil
 from pathlib import Path
 
 import pytest
 
 from agentrl.store import open_store
 from agentrl.types import Purpose, Rollout, RolloutState, StepRow, Transition
+from tests import warm
 from tests.benchmarks.selfplay import EXAMPLE, rated
 
 pytest.importorskip("pyspiel")
 
 UNIFORM = 0.458333  # exploitability of passing and betting half of the time each
+Trained = tuple[list[StepRow], list[Rollout], list[Transition]]
 
 
-def train(output: Path, *settings: str) -> tuple[list[StepRow], list[Rollout], list[Transition]]:
+def train(output: Path, *settings: str) -> Trained:
     """Committed steps, rollouts, and the calls of the last step."""
-    command = [sys.executable, "-m", "agentrl", "train", str(EXAMPLE / "run.toml")]
-    trained = subprocess.run(
-        [*command, f"output={output}", "algorithm.group_size=8", "algorithm.groups=6", *settings],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    small = [f"output={output}", "algorithm.group_size=8", "algorithm.groups=6"]
+    command = ["-m", "agentrl", "train", str(EXAMPLE / "run.toml")]
+    trained = warm.run(*command, *small, *settings, timeout=110)
     assert trained.returncode == 0, trained.stderr
     return asyncio.run(read(output))
 
 
-async def read(output: Path) -> tuple[list[StepRow], list[Rollout], list[Transition]]:
+async def read(output: Path) -> Trained:
     async with open_store(f"sqlite:///{output / 'store.db'}") as store:
         steps = [row for row in await store.steps("kuhn") if row.committed]
         rollouts = await store.rollouts("kuhn", purpose=Purpose.TRAIN)
@@ -41,23 +37,33 @@ async def read(output: Path) -> tuple[list[StepRow], list[Rollout], list[Transit
     return steps, rollouts, [call for trace in traces if trace for call in trace.transitions]
 
 
-def test_against_itself_it_begins_to_learn(tmp_path: Path) -> None:
-    steps, rollouts, calls = train(tmp_path, "steps=8", "algorithm.schedule=constant")
+@pytest.fixture(scope="module")
+def against_itself(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trained]:
+    """Where a run of eight steps was, and what came of it."""
+    output = tmp_path_factory.mktemp("kuhn")
+    return output, train(output, "steps=8", "algorithm.schedule=constant")
+
+
+def test_against_itself_it_begins_to_learn(against_itself: tuple[Path, Trained]) -> None:
+    output, (steps, rollouts, calls) = against_itself
     assert {row.state for row in rollouts} == {RolloutState.SUCCEEDED}
     assert {row.seats["player_0"] for row in rollouts} == {"policy"}
     assert {(call.role, call.policy) for call in calls} == {
         ("player_0", "policy"), ("player_1", "policy"),
     }  # fmt: skip
     assert steps[-1].metrics["selfplay/unscored"] == 0
-    last = max((tmp_path / "checkpoints").iterdir())
-    before, after = rated(tmp_path / "policy", last)
+    last = max((output / "checkpoints").iterdir())
+    before, after = rated(output / "policy", last)
     assert before["exploitability"] == pytest.approx(UNIFORM, abs=0.02)
     assert before["illegal_max"] < 0.05
     assert after["exploitability"] < 0.95 * before["exploitability"]
     assert after["against_first"] > 0
 
 
-def test_snapshots_play_the_other_seat(tmp_path: Path) -> None:
+def test_snapshots_play_the_other_seat(
+    against_itself: tuple[Path, Trained], tmp_path: Path
+) -> None:
+    shutil.copytree(against_itself[0] / "policy", tmp_path / "policy")  # built once for both
     settings = ["opponents=uniform", "self_share=0.0", "every=1", "pool=2"]
     steps, rollouts, calls = train(tmp_path, "steps=3", *(f"selfplay.{s}" for s in settings))
     assert {row.state for row in rollouts} == {RolloutState.SUCCEEDED}

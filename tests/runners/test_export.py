@@ -21,7 +21,8 @@ from agentrl import Reward, Scope, export, genai
 from agentrl.cli import cli
 from agentrl.errors import AgentRLError, NotFound, Unavailable
 from agentrl.runners import steps, tracing
-from agentrl.types import Purpose, Rollout, RolloutState, Span, Trace, Transition, float32, int32
+from agentrl.types import Span, Trace, Transition, float32, int32
+from tests import factories
 
 
 class Receiver:
@@ -256,19 +257,9 @@ def span(id: str, parent: str | None, kind: str, *times: float, **attributes: An
 
 
 def exported(transitions: list[Transition], spans: list[Span]) -> dict[str, tuple[str, str | None]]:
-    rollout = Rollout(
-        id="r",
-        run="run",
-        group="g",
-        index=0,
+    rollout = factories.rollout(
         task={"input": 1},
-        purpose=Purpose.TRAIN,
-        state=RolloutState.SUCCEEDED,
-        step=0,
-        attempts=1,
         attempt=ATTEMPT,
-        result=None,
-        failure=None,
         rewards=[Reward(value=1, scope=Scope.ROLE, target="critic")],
     )
     trace = Trace(rollout=rollout, attempt=ATTEMPT, transitions=transitions, spans=spans)

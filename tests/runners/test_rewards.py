@@ -18,14 +18,13 @@ from agentrl.runners.rewards import settle
 from agentrl.runners.verifiers import VerifierError
 from agentrl.types import (
     ErrorKind,
-    Purpose,
-    Rollout,
     RolloutState,
     Span,
     Transition,
     float32,
     int32,
 )
+from tests import factories
 
 TASK = {"input": "x"}
 
@@ -209,11 +208,7 @@ def test_spans_of_the_users_own_between_call_and_request_are_skipped() -> None:
         logprobs=float32(),
         span=inner,
     )
-    rollout = Rollout(
-        id="r", run="run", group="g", index=0, task=TASK, purpose=Purpose.TRAIN, step=0,
-        state=RolloutState.RUNNING, attempts=1, attempt=attempt, result=None, failure=None,
-        rewards=[],
-    )  # fmt: skip
+    rollout = factories.rollout(task=TASK, state=RolloutState.RUNNING, attempt=attempt)
     trace = Trace(rollout=rollout, attempt=attempt, transitions=[made], spans=[])
     row = Reward(value=1.0, scope=Scope.TRANSITION, target=f"call:{outer}")
     assert [found.target for found in settle([row], trace, [span])] == [made.id]

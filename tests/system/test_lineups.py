@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 
 from agentrl.store import open_store
 from agentrl.types import Rollout
+from tests import warm
 from tests.system.test_run import agentrl
 
 RUN = """
@@ -134,12 +134,12 @@ async def killed_in_the_middle(folder: Path, *command: str) -> Path:
     """Of an evaluation of four lineups, once all games of the first task have ended and those of
     the second are played; its folder."""
     (folder / "hold").touch()
-    arguments = ["-m", "agentrl", *command]
-    process = await asyncio.create_subprocess_exec(sys.executable, *arguments, cwd=folder)
+    process = await asyncio.to_thread(warm.start, "-m", "agentrl", *command, cwd=folder)
+    ended = asyncio.create_task(asyncio.to_thread(process.wait))
     try:
         deadline = time.monotonic() + 100
         while True:
-            assert process.returncode is None
+            assert not ended.done()
             assert time.monotonic() < deadline
             await asyncio.sleep(0.1)
             found = list(folder.glob("debate-ablation-*/run.json"))
@@ -147,7 +147,8 @@ async def killed_in_the_middle(folder: Path, *command: str) -> Path:
                 return found[0].parent
     finally:
         process.kill()
-        await process.wait()
+        await ended
+        process.close()
         (folder / "hold").unlink()
 
 

@@ -6,8 +6,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -25,6 +23,7 @@ from agentrl.errors import NotFound, PolicyError
 from agentrl.export import export
 from agentrl.store import open_store
 from agentrl.types import RunState
+from tests import warm
 from tests.system.steady import (
     KINDS,
     POINTS,
@@ -202,9 +201,9 @@ def test_killed_in_an_update_and_before_a_commit_a_run_ends_bitwise_the_same(
     whole, broken = folders
     config = KINDS[kind]
     asyncio.run(run(config(whole, tiny_model_dir), lambda point: None))
-    command = [sys.executable, "-m", "tests.system.steady", kind, str(broken), str(tiny_model_dir)]
+    command = ["-m", "tests.system.steady", kind, str(broken), str(tiny_model_dir)]
     for where in ("optimizer:6", "checkpoint:2"):
-        killed = subprocess.run([*command, where], check=False, timeout=100)
+        killed = warm.run(*command, where)
         assert killed.returncode == -signal.SIGKILL
     asyncio.run(run(config(broken, tiny_model_dir), lambda point: None))
     assert_same(broken, whole)

@@ -6,7 +6,6 @@ import asyncio
 import json
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,16 +20,14 @@ from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.trainer import clear, conceal
 from agentrl.types import Rollout, RolloutState
+from tests import warm
 
 T = TypeVar("T")
 SMALL = ["steps=2", "algorithm.groups=2", "algorithm.group_size=4"]
 
 
 def agentrl(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "agentrl", *arguments]
-    return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=100, check=False
-    )
+    return warm.run("-m", "agentrl", *arguments, cwd=folder)
 
 
 def read(folder: Path, query: Callable[[Store], Awaitable[T]]) -> T:
@@ -134,36 +131,28 @@ async def test_a_run_over_http_outlives_its_server(run_folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
     url = f"http://secret-key@127.0.0.1:{port}"
-    command = [sys.executable, "-m", "agentrl"]
     serve = ["store", "serve", "sqlite:///served.db", "--port", str(port), "--keys", "keys"]
     small = ["algorithm.groups=1", "algorithm.group_size=2", "eval.tasks=2", "steps=3"]
 
-    async def started(*arguments: str) -> asyncio.subprocess.Process:
-        return await asyncio.create_subprocess_exec(
-            *command,
-            *arguments,
-            cwd=run_folder,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.DEVNULL,
-        )
+    def started(*arguments: str) -> warm.Process:
+        return warm.start("-m", "agentrl", *arguments, cwd=run_folder)
 
-    server = await started(*serve)
-    training = await started("train", "run.toml", *small, f"store={url}")
+    server = started(*serve)
+    training = started("train", "run.toml", *small, f"store={url}")
     try:
         async with open_store(url) as store:
             cursor = 0
             while (state := await store.run("tiny")) is None or state.step < 1:
                 cursor = await store.wait(cursor, timeout=5.0)
             server.kill()
-            await server.wait()
-            server = await started(*serve)
-            assert await training.wait() == 0
+            server.wait()
+            server.close()
+            server = started(*serve)
+            assert await asyncio.to_thread(training.wait) == 0
             committed = [row.step for row in await store.steps("tiny") if row.committed]
     finally:
         for process in (server, training):
-            if process.returncode is None:
-                process.terminate()
-                await process.wait()
+            process.close()
     assert committed == [0, 1, 2]
     assert not (run_folder / "out" / "store.db").exists()
     assert b"secret" not in (run_folder / "out" / "run.json").read_bytes()
@@ -260,9 +249,8 @@ async def test_a_run_without_a_model_of_its_own_is_evaluated(run_folder: Path, f
     """No policy is ever published, and nobody waits for one."""
     own = ["policy.model=", f"upstreams.far.base_url={far}"]
     command = ["-m", "agentrl", "eval", "run.toml", *own, "roles.agent=far"]
-    process = await asyncio.create_subprocess_exec(sys.executable, *command, cwd=run_folder)
-    async with asyncio.timeout(100):
-        assert await process.wait() == 0
+    evaluated = await asyncio.to_thread(warm.run, *command, cwd=run_folder)
+    assert evaluated.returncode == 0, evaluated.stderr
     (folder,) = run_folder.glob("tiny-eval-*")
     async with open_store(f"sqlite:///{folder / 'store.db'}", create=False) as store:
         (row,) = await store.steps(folder.name)

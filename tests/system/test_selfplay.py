@@ -11,7 +11,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from safetensors.torch import load_file
 from agentrl.config import RunConfig, SelfplayConfig
 from agentrl.store import open_store
 from agentrl.types import Attempt, Json, Outcome, Reward, Rollout, Scope, Transition, float32, int32
+from tests import warm
 from tests.system import steady
 
 SEATS = ["player_0", "player_1"]
@@ -85,10 +85,10 @@ def test_killed_anywhere_a_run_meets_the_same_opponents(
     for folder in (whole, broken):
         folder.mkdir()
     run(config(whole, tiny_model_dir))
-    command = [sys.executable, "-m", "tests.system.test_selfplay", str(broken), str(tiny_model_dir)]
+    command = ["-m", "tests.system.test_selfplay", str(broken), str(tiny_model_dir)]
     # With a snapshot written and nothing committed, and with one committed and not yet served.
     for where in ("checkpoint:2", "commit:2"):
-        killed = subprocess.run([*command, where], check=False, timeout=100)
+        killed = warm.run(*command, where)
         assert killed.returncode == -signal.SIGKILL
     run(config(broken, tiny_model_dir))
 

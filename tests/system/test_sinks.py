@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from agentrl.sinks.base import Mark
+from tests import warm
 
 pytest.importorskip("tensorboard")
 pytest.importorskip("mlflow")
@@ -23,19 +24,12 @@ print([event.step for event in events.Scalars("reward/mean")], len(events.Scalar
 
 
 def test_a_sink_that_fails_is_said_once_and_stops_nothing(run_folder: Path) -> None:
-    command = [sys.executable, "-m", "agentrl", "train", "run.toml", "steps=2"]
+    command = ["-m", "agentrl", "train", "run.toml", "steps=2"]
     command += ["algorithm.groups=2", "algorithm.group_size=4"]
     command += ['metrics.sinks=["tensorboard", "mlflow"]']
     nowhere = {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
-    trained = subprocess.run(
-        command,
-        cwd=run_folder,
-        env=os.environ | nowhere | {"COLUMNS": "500"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    environment = os.environ | nowhere | {"COLUMNS": "500"}
+    trained = warm.run(*command, cwd=run_folder, env=environment, timeout=110)
     assert trained.returncode == 0, trained.stderr
     assert trained.stdout.count("metrics sink mlflow: ") == 1
     marks = {

@@ -1,0 +1,78 @@
+"""How large the library is: lines, functions, modules, folders.
+
+python -m tests.benchmarks.size [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "agentrl"
+LONG = 400  # lines of a module that is too long
+
+
+def folders(top: Path) -> set[Path]:
+    """The package with what is linked into it, each folder once."""
+    own = {folder for folder in top.rglob("*") if folder.is_dir()} | {top}
+    links = {link.resolve() for link in own if link.is_symlink()}
+    linked = {folder for link in links for folder in folders(link)}
+    return {folder for folder in own if not folder.is_symlink()} | linked
+
+
+def lines(file: Path) -> int:
+    return len(file.read_text().splitlines())
+
+
+def functions(file: Path) -> Iterator[int]:
+    """Lines of each function, those inside others too."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def measure(package: Path = PACKAGE) -> dict[str, Any]:
+    root = package.resolve().parent
+    modules = [file for folder in sorted(folders(package)) for file in sorted(folder.glob("*.py"))]
+    sizes = {file: lines(file) for file in modules}
+    lengths = [length for file in modules for length in functions(file)]
+    by_folder: Counter[str] = Counter()
+    for file, size in sizes.items():
+        by_folder[str(file.parent.relative_to(root))] += size
+    return {
+        "lines": sum(sizes.values()),
+        "lines_by_folder": dict(by_folder),
+        "sql_lines": sum(lines(file) for f in folders(package) for file in f.glob("*.sql")),
+        "modules": len(modules),
+        "function_median": median(lengths),
+        "function_p95": quantiles(lengths, n=20)[-1],
+        "modules_over_400": sum(size > LONG for size in sizes.values()),
+        "most_modules_in_a_folder": max(
+            Counter(file.parent for file in modules if file.name != "__init__.py").values()
+        ),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", action="store_true")
+    measured = measure()
+    if parser.parse_args().json:
+        print(json.dumps(measured))
+        return
+    for name, value in measured.items():
+        if name != "lines_by_folder":
+            print(f"{name:26} {value:8g}")
+    for folder, size in measured["lines_by_folder"].items():
+        print(f"  {folder:24} {size:8}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""Each line counts once, however a folder is reached."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.benchmarks.size import measure
+
+
+def test_what_is_linked_counts_once(tmp_path: Path) -> None:
+    package, linked = tmp_path / "package", tmp_path / "linked"
+    (package / "inner").mkdir(parents=True)
+    (linked / "sql").mkdir(parents=True)
+    (package / "linked").symlink_to(linked)
+    (package / "one.py").write_text("def f():\n    def g():\n        return 1\n    return g\n")
+    (package / "inner" / "two.py").write_text("x = 1\n" * 401)
+    (linked / "three.py").write_text("x = 1\n")
+    (linked / "sql" / "four.sql").write_text("select 1;\n" * 7)
+    found = measure(package)
+    assert found["lines"] == 4 + 401 + 1
+    assert found["lines_by_folder"] == {"package": 4, "package/inner": 401, "linked": 1}
+    assert found["sql_lines"] == 7
+    assert (found["modules"], found["modules_over_400"]) == (3, 1)
+    assert (found["function_median"], found["most_modules_in_a_folder"]) == (3.0, 1)
+
+
+def test_the_library_is_measured_whole() -> None:
+    found = measure()
+    assert sum(found["lines_by_folder"].values()) == found["lines"] > 10_000
+    assert {"agentrl", "store", "runners", "algorithms"} <= found["lines_by_folder"].keys()
+    assert not any("tests" in folder for folder in found["lines_by_folder"])
+    assert found["function_median"] <= found["function_p95"]
