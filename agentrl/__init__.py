@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from agentrl.types import Attempt, Reward, Rollout, Scope, Task, Trace, Transition
 
 if TYPE_CHECKING:
-    from agentrl.runners.rewards import reward
-    from agentrl.runners.roles import role
+    from agentrl.runners.scoring.rewards import reward
+    from agentrl.runners.tracing.roles import role
     from agentrl.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -28,8 +28,8 @@ __all__ = [
 # Imported late: `import agentrl` stays fast in every agent process.
 LATE = {
     "Trainer": "agentrl.trainer",
-    "reward": "agentrl.runners.rewards",
-    "role": "agentrl.runners.roles",
+    "reward": "agentrl.runners.scoring.rewards",
+    "role": "agentrl.runners.tracing.roles",
 }
 
 

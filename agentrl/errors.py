@@ -1,5 +1,10 @@
 """Every error a user can meet: one class per boundary, and the message says what to do next."""
 
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
 
 class AgentRLError(Exception):
     """Base of all errors raised on purpose; the command line prints the message alone."""
@@ -55,3 +60,16 @@ class SinkError(AgentRLError):
 
 class TrainingError(AgentRLError):
     """An update cannot be computed from the data at hand."""
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """ "; did you mean 'x'?" or the list of what is valid."""
+    names = sorted(valid)
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(names)}"
+
+
+def brief(message: str, longest: int = 400) -> str:
+    """A message on one line, of bounded length."""
+    line = " ".join(message.split())
+    return line if len(line) <= longest else f"{line[:longest]} ..."

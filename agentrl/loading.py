@@ -10,8 +10,7 @@ from typing import Any
 
 import msgspec
 
-from agentrl.config import nearest
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, nearest
 from agentrl.types import Json
 
 

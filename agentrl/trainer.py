@@ -23,17 +23,20 @@ from typing import Any, TypeVar
 import msgspec
 from rich.console import Console
 
-from agentrl import agent_env, folder_lock, report, team, view
-from agentrl.algorithms.learners import verl_settings
-from agentrl.config import RunConfig, differences, resolve
-from agentrl.console import LogFollower
+from agentrl import folder_lock
+from agentrl.algorithms.learners.verl import settings as verl_settings
+from agentrl.config import RunConfig, agent_env, differences, resolve
+from agentrl.config import policies as team
 from agentrl.errors import AgentRLError, ConfigError, StoreError, TrainingError
 from agentrl.loading import check_tasks, load_tasks
 from agentrl.processes import PHASE, USER_ERROR, Child
-from agentrl.sinks.exporter import Exporter, exporters
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.store.urls import concealed
+from agentrl.telemetry import console as view
+from agentrl.telemetry import report
+from agentrl.telemetry.log_follower import LogFollower
+from agentrl.telemetry.sinks.exporter import Exporter, exporters
 from agentrl.types import Json
 
 WRITTEN = (

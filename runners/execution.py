@@ -15,14 +15,14 @@ from typing import Any
 from msgspec.structs import replace
 
 from agentrl.config import RetriesConfig
-from agentrl.runners import tracing
-from agentrl.runners.attribution import Live
 from agentrl.runners.executors import Executor, Ran
-from agentrl.runners.gateway import Gateway
-from agentrl.runners.replay import recording
-from agentrl.runners.results import as_json, failure_of
-from agentrl.runners.rewards import settle, unsettled
-from agentrl.runners.verifiers import Verifier, VerifierError
+from agentrl.runners.gateway.attribution import Live
+from agentrl.runners.gateway.replay import recording
+from agentrl.runners.gateway.server import Gateway
+from agentrl.runners.scoring.results import as_json, failure_of
+from agentrl.runners.scoring.rewards import settle, unsettled
+from agentrl.runners.scoring.verifiers import Verifier, VerifierError
+from agentrl.runners.tracing import core as tracing
 from agentrl.store.base import Store
 from agentrl.types import Attempt, ErrorKind, Failure, Outcome, Reward, Span, Trace
 

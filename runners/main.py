@@ -18,22 +18,22 @@ from typing import Any
 
 import msgspec
 
-from agentrl import agent_env
-from agentrl.config import RunConfig
+from agentrl.config import RunConfig, agent_env
+from agentrl.config.policies import claims, remote
 from agentrl.errors import ConfigError, StoreError
 from agentrl.processes import PHASE, log_to_stderr
-from agentrl.runners import tracing, verifiers
-from agentrl.runners.environment import environment
 from agentrl.runners.execution import Execution
 from agentrl.runners.executors import Executor
-from agentrl.runners.executors.choice import choose
-from agentrl.runners.gateway import Gateway
-from agentrl.runners.threads import DaemonThreads
-from agentrl.runners.verifiers import Verifier
+from agentrl.runners.executors.environment import environment
+from agentrl.runners.executors.factory import choose
+from agentrl.runners.gateway.server import Gateway
+from agentrl.runners.scoring import verifiers
+from agentrl.runners.scoring.verifiers import Verifier
+from agentrl.runners.tracing import core as tracing
 from agentrl.runners.worker import Worker
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.team import claims, remote
+from agentrl.threads import DaemonThreads
 from agentrl.types import ENDED
 
 log = logging.getLogger("agentrl.runner")

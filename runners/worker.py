@@ -18,8 +18,8 @@ from msgspec.structs import replace
 
 from agentrl.config import RunnerConfig
 from agentrl.errors import Invalid, StoreError
-from agentrl.runners.attribution import Live
 from agentrl.runners.execution import Execution
+from agentrl.runners.gateway.attribution import Live
 from agentrl.types import Attempt, ErrorKind, Failure, Outcome
 
 log = logging.getLogger("agentrl.runner")

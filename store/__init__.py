@@ -28,15 +28,15 @@ def open_store(url: str, *, create: bool = True, clock: Callable[[], float] | No
     if scheme in ("http", "https"):
         return _http(url)
 
-    from agentrl.store.connection import Location
-    from agentrl.store.sqlite import SqliteStore
+    from agentrl.store.sqlite.connection import Location
+    from agentrl.store.sqlite.store import SqliteStore
 
     return SqliteStore(Location.parse(url), create=create, clock=clock)
 
 
 def _postgres(url: str, *, create: bool, clock: Callable[[], float] | None) -> Store:
     try:
-        from agentrl.store.postgres import PostgresStore
+        from agentrl.store.postgres.store import PostgresStore
     except ImportError as error:
         raise StoreError(
             f"postgresql:// needs psycopg ({error}): pip install 'agentrl[postgres]'."

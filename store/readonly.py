@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from agentrl.errors import Invalid, NotFound, Unavailable
 from agentrl.store import values
-from agentrl.store.connection import Location, explain
+from agentrl.store.sqlite.connection import Location, explain
 
 if TYPE_CHECKING:
     import psycopg

@@ -13,8 +13,8 @@ EXPECTED = {
     "agentrl/__init__.py",
     "agentrl/py.typed",
     "agentrl/store/base.py",
-    "agentrl/runners/gateway.py",
-    "agentrl/algorithms/loop.py",
+    "agentrl/runners/gateway/server.py",
+    "agentrl/algorithms/train/loop.py",
     "agentrl/algorithms/learners/base.py",
 }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from agentrl.algorithms.main import algorithms
+from agentrl.algorithms.train.main import algorithms
 from agentrl.config import RunConfig, load
 
 README = Path(__file__).parents[1] / "README.md"

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 IMPORTED = (
-    "agentrl.cli", "agentrl.algorithms.main", "agentrl.runners.main", "langchain.agents",
+    "agentrl.cli.main", "agentrl.algorithms.train.main", "agentrl.runners.main", "langchain.agents",
     "langchain_openai", "langgraph.graph", "matplotlib.figure", "numpy", "openai", "peft",
     "psycopg_pool", "safetensors.torch", "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2.modeling_qwen2", "tests.system.steady",

@@ -8,15 +8,14 @@ and, where there is a critic, a squared error of its values beside it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 from typing import Literal, Protocol
 
 import msgspec
 from torch import Tensor
 
-from agentrl.algorithms.batch import Batch
+from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.objective.values import ValueTerms
 
 Psi = Callable[[Tensor, Tensor], Tensor]
 """(current log-probs [n], token indices int64 [n]) -> psi [n]. Called once per micro-batch with
@@ -26,17 +25,6 @@ with `symbols` the log-probs are those of the symbols, [n, K], the sampled token
 Supply = Literal["o", "b", "q", "t", "v", "k", "e"]
 Scored = Literal["o", "q", "t"]
 """Whose log-probs: of the weights as they are, of the reference model, of the teacher."""
-
-
-@dataclass(frozen=True, slots=True)
-class ValueTerms:
-    """What the critic learns in one optimizer step: the mean, weighted, of
-    max((v - returns)^2, (old + clamp(v - old, -clip, clip) - returns)^2) / 2. arXiv 1707.06347."""
-
-    returns: Tensor  # float64 [N], computed with the values that credit was computed with
-    old: Tensor  # float64 [N], those values
-    weight: Tensor  # float64 [N], 0: not in the loss; sums to 1
-    clip: float = inf
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):

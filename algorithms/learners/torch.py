@@ -21,19 +21,27 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agentrl.algorithms.adapters import Adapters
-from agentrl.algorithms.batch import Batch
-from agentrl.algorithms.critic import ValueModel
-from agentrl.algorithms.head import action_logprobs, other_logprobs, top_tokens
-from agentrl.algorithms.implicit import ImplicitTrainer
+from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.learners import memory
-from agentrl.algorithms.learners.base import Psi, Scored, StepReport, Supply, ValueTerms
+from agentrl.algorithms.learners.base import Psi, Scored, StepReport, Supply
+from agentrl.algorithms.learners.critic import ValueModel
+from agentrl.algorithms.learners.implicit_reward import ImplicitTrainer
 from agentrl.algorithms.learners.optimizer import Kind, Optimizer
-from agentrl.algorithms.model import Tokenizer, no_progress_bars
-from agentrl.algorithms.packing import Pack, Packing, check_model, hidden_states, packs, usable
-from agentrl.algorithms.reference import Reference
-from agentrl.algorithms.threads import Threads
-from agentrl.algorithms.weights import read_policy
+from agentrl.algorithms.learners.reference import Reference
+from agentrl.algorithms.model.cpu_threads import Threads
+from agentrl.algorithms.model.lm_head import action_logprobs, other_logprobs, top_tokens
+from agentrl.algorithms.model.load import Tokenizer, no_progress_bars
+from agentrl.algorithms.model.lora import Adapters
+from agentrl.algorithms.model.packing import (
+    Pack,
+    Packing,
+    check_model,
+    hidden_states,
+    packs,
+    usable,
+)
+from agentrl.algorithms.model.weights import read_policy
+from agentrl.algorithms.objective.values import ValueTerms
 from agentrl.errors import PolicyError, TrainingError
 from agentrl.types import POLICY
 

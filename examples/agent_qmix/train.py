@@ -28,13 +28,13 @@ from topology import MODES
 from verifier import verify
 from world import Task, tasks
 
-from agentrl.algorithms.checkpoint import atomic_directory
-from agentrl.algorithms.engines.embedded import EmbeddedServer
-from agentrl.algorithms.episodes import Episode
-from agentrl.algorithms.model import load_model
-from agentrl.algorithms.qmix import QMix
+from agentrl.algorithms.engines.embedded.server import EmbeddedServer
+from agentrl.algorithms.model.load import load_model
+from agentrl.algorithms.multiagent.episodes import Episode
+from agentrl.algorithms.multiagent.qmix import QMix
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import TrainingError
+from agentrl.files import atomic_directory
 from agentrl.runners.main import RunnerThread
 from agentrl.store import open_store
 from agentrl.store.base import Store

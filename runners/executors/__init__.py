@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
-from agentrl.runners.attribution import Live
+from agentrl.runners.gateway.attribution import Live
 from agentrl.types import ErrorKind, Failure, Json, Reward, Span
 
 

@@ -19,14 +19,14 @@ import msgspec
 from msgspec.structs import replace
 
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.runners import agents, tracing
-from agentrl.runners.agents import Agent
-from agentrl.runners.executors import Ran, contract
+from agentrl.runners.executors import Ran, agents, contract
+from agentrl.runners.executors.agents import Agent
 from agentrl.runners.executors.inprocess import guarded, in_trace
 from agentrl.runners.executors.keeper import run_template
 from agentrl.runners.executors.wire import Done, Hello, Job, Settings, pack, read
-from agentrl.runners.results import as_json, failure_of
-from agentrl.runners.threads import DaemonThreads
+from agentrl.runners.scoring.results import as_json, failure_of
+from agentrl.runners.tracing import core as tracing
+from agentrl.threads import DaemonThreads
 from agentrl.types import ErrorKind
 
 PAGE = os.sysconf("SC_PAGE_SIZE")

@@ -15,11 +15,11 @@ from msgspec.structs import replace
 
 from agentrl.config import AgentConfig, RunnerConfig
 from agentrl.errors import ConfigError
-from agentrl.runners.attribution import Live
 from agentrl.runners.executors import Ran, contract, input_of, out_of_time
 from agentrl.runners.executors.keeper import Spec
 from agentrl.runners.executors.launcher import KeeperLost, Kept, Launcher, Output
-from agentrl.runners.results import LONGEST_TRACEBACK
+from agentrl.runners.gateway.attribution import Live
+from agentrl.runners.scoring.results import LONGEST_TRACEBACK
 from agentrl.types import ErrorKind, Failure, Json
 
 MB = 2**20

@@ -18,11 +18,11 @@ import msgspec
 
 from agentrl.config import AgentConfig, RunnerConfig
 from agentrl.errors import ConfigError
-from agentrl.runners.attribution import Live
 from agentrl.runners.executors import Ran, contract, input_of
 from agentrl.runners.executors.command import run_process
 from agentrl.runners.executors.keeper import Spec
 from agentrl.runners.executors.launcher import Launcher
+from agentrl.runners.gateway.attribution import Live
 from agentrl.types import ErrorKind, Failure, Json
 
 HOST = "host.docker.internal"  # what a container calls the machine it is on

@@ -27,8 +27,8 @@ import msgspec
 from agentrl.addresses import is_loopback
 from agentrl.config import RunnerConfig
 from agentrl.errors import ConfigError
-from agentrl.runners.attribution import Live
-from agentrl.runners.results import LONGEST_TRACEBACK
+from agentrl.runners.gateway.attribution import Live
+from agentrl.runners.scoring.results import LONGEST_TRACEBACK
 from agentrl.types import ErrorKind, Failure, Json, Span
 
 TASK, RESULT = "task.json", "result"  # in the folder of one attempt

@@ -8,11 +8,12 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.runners import threads, tracing
-from agentrl.runners.agents import Agent
-from agentrl.runners.attribution import Live
+from agentrl import threads
 from agentrl.runners.executors import Ran, input_of, out_of_time
-from agentrl.runners.results import failure_of
+from agentrl.runners.executors.agents import Agent
+from agentrl.runners.gateway.attribution import Live
+from agentrl.runners.scoring.results import failure_of
+from agentrl.runners.tracing import core as tracing
 from agentrl.types import ErrorKind, Failure, Json
 
 

@@ -28,8 +28,8 @@ from msgspec.structs import replace
 
 from agentrl.config import AgentConfig, RunnerConfig
 from agentrl.errors import ConfigError
-from agentrl.runners.attribution import Live
 from agentrl.runners.executors import Ran, contract, input_of, out_of_time
+from agentrl.runners.gateway.attribution import Live
 from agentrl.types import ErrorKind, Failure, Json
 
 try:

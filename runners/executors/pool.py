@@ -22,12 +22,12 @@ import msgspec
 
 from agentrl.config import AgentConfig, RunnerConfig
 from agentrl.errors import AgentError
-from agentrl.runners.attribution import Live
-from agentrl.runners.environment import MODEL
 from agentrl.runners.executors import Ran, contract, input_of, out_of_time
+from agentrl.runners.executors.environment import MODEL
 from agentrl.runners.executors.keeper import Spec
 from agentrl.runners.executors.launcher import KEEPER, KeeperLost, Kept, Launcher, Printed
 from agentrl.runners.executors.wire import LARGEST, Done, Hello, Job, Settings, pack, read
+from agentrl.runners.gateway.attribution import Live
 from agentrl.types import ErrorKind, Failure
 
 log = logging.getLogger("agentrl.runner")

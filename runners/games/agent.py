@@ -12,9 +12,9 @@ import httpx
 import msgspec
 
 from agentrl.errors import PolicyError
-from agentrl.runners import journal
 from agentrl.runners.games.match import Match, Message, Prompt, Result, read_task
 from agentrl.runners.games.rules import View, role_of
+from agentrl.runners.tracing import attempt_log
 from agentrl.types import Json
 
 PUBLIC = "https://api.openai.com/v1"
@@ -55,7 +55,7 @@ class GameAgent:
             return said
 
         result = await Match(read_task(task), self.prompt, ask).play()
-        here = journal.current()
+        here = attempt_log.current()
         if here is not None and not answered:  # the moves of others, or the clock, ended the game
             here.needs_no_call = True
         return result

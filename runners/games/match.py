@@ -15,12 +15,11 @@ from typing import Literal, TypedDict
 
 import msgspec
 
-from agentrl.config import nearest
-from agentrl.errors import ConfigError
+from agentrl.config.base import Count, Seconds
+from agentrl.errors import ConfigError, nearest
 from agentrl.runners.games.rules import Game, Parameter, View, role_of
 from agentrl.runners.games.scripted import Scripted, scripted
-from agentrl.runners.roles import role
-from agentrl.section import Count, Seconds
+from agentrl.runners.tracing.roles import role
 from agentrl.types import Json
 
 Message = dict[str, str]

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from agentrl.config import nearest
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, nearest
 
 Parameter = bool | int | float | str
 SEED = "rng_seed"  # OpenSpiel's parameter for games that draw their chance themselves

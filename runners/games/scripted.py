@@ -7,8 +7,7 @@ from functools import lru_cache
 from random import Random
 from typing import Any
 
-from agentrl.config import nearest
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, nearest
 from agentrl.runners.games.rules import Game, library
 
 Scripted = Callable[[Any], int]

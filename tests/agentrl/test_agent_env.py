@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl import agent_env
-from agentrl.config import RunConfig, resolve
+from agentrl.config import RunConfig, agent_env, resolve
 from agentrl.errors import ConfigError
 
 

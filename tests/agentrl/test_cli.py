@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from agentrl.cli import cli
+from agentrl.cli.main import cli
 from agentrl.config import load
 from agentrl.store import open_store
 

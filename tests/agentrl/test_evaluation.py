@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from agentrl import evaluation
 from agentrl.config import LoraConfig, PolicyConfig, RunConfig, resolve
 from agentrl.errors import ConfigError
+from agentrl.evaluation import core as evaluation
 
 
 def adapter(directory: Path) -> Path:

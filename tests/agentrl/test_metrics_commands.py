@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from agentrl.cli import cli
+from agentrl.cli.main import cli
 from agentrl.errors import NotFound
 from agentrl.store import open_store
 from agentrl.types import StepCommit

@@ -10,9 +10,9 @@ import pytest
 from msgspec.structs import replace
 
 from agentrl.config import LoraConfig, differences, resolve, to_toml
+from agentrl.config.policies import claims, view
+from agentrl.config.policies import stand_ins as in_place
 from agentrl.errors import ConfigError
-from agentrl.team import claims, view
-from agentrl.team import stand_ins as in_place
 
 
 def team(**changes: Any) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from agentrl.config import resolve
-from agentrl.report import roles, scores, unheard
-from agentrl.standings import standings
+from agentrl.telemetry.report import roles, scores, unheard
+from agentrl.telemetry.standings import standings
 from agentrl.types import StepRow
 
 

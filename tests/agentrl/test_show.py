@@ -2,7 +2,7 @@ from typing import Any
 
 from rich.console import Console
 
-from agentrl.show import render
+from agentrl.telemetry.show import render
 from agentrl.types import (
     Branch,
     ErrorKind,

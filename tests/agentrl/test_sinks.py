@@ -14,13 +14,13 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from agentrl import sinks
 from agentrl.config import MetricsConfig, RunConfig, resolve
 from agentrl.errors import ConfigError, SinkError
 from agentrl.processes import Child
-from agentrl.sinks import exporter, follow
-from agentrl.sinks.base import Mark, load_mark, mark_file, plain, save_mark, settings
 from agentrl.store import open_store
+from agentrl.telemetry import sinks
+from agentrl.telemetry.sinks import exporter, follow
+from agentrl.telemetry.sinks.base import Mark, load_mark, mark_file, plain, save_mark, settings
 from agentrl.types import StepCommit, StepRow
 
 NAN = float("nan")
@@ -199,7 +199,7 @@ async def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.Mon
 
 STUCK = """
 import sys, time
-from agentrl.sinks import follow
+from agentrl.telemetry.sinks import follow
 class Stuck:
     def write(self, row): print("writing", flush=True); time.sleep(600)
     def close(self): ...

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from agentrl.cli import cli
+from agentrl.cli.main import cli
 from agentrl.errors import Invalid, NotFound, StoreError, Unavailable
 from agentrl.store.readonly import ask
 from tests.store.filled import fill

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from agentrl import report, view
 from agentrl.config import RunConfig, resolve
-from agentrl.failures import FirstFailures
 from agentrl.store import open_store
 from agentrl.store.base import Store
+from agentrl.telemetry import console as view
+from agentrl.telemetry import report
+from agentrl.telemetry.failures import FirstFailures
 from agentrl.types import (
     ErrorKind,
     Failure,

@@ -12,9 +12,9 @@ from math import prod
 
 import torch
 
-from agentrl.algorithms.episodes import Episode
-from agentrl.algorithms.presets import make
-from agentrl.algorithms.team_critic import Kind, Shape, TeamCritic, Training
+from agentrl.algorithms.multiagent.critics import Kind, Shape, TeamCritic, Training
+from agentrl.algorithms.multiagent.episodes import Episode
+from agentrl.algorithms.presets.catalogue import make
 from agentrl.team_rewards import Coalition, shapley
 
 from .worlds import Call, Play, world

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import agentrl.algorithms
-from agentrl.algorithms.registry import presets
-from tests.algorithms.test_update import Recorder, group, updater
+from agentrl.algorithms.presets.registry import presets
+from tests.algorithms.train.test_update import Recorder, group, updater
 from tests.algorithms.worlds import Call, Play, world
 
 FOLDER = Path(str(agentrl.algorithms.__file__)).parent

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from agentrl.algorithms.batch import Batch
-from agentrl.algorithms.columns import dense
+from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.data.rewards import dense
 
 NAN = math.nan
 

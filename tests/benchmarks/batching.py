@@ -23,9 +23,9 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from agentrl.algorithms.batch import Row
-from agentrl.algorithms.merge import merge
-from agentrl.algorithms.packing import Packing, forward_logprobs, pack_rows
+from agentrl.algorithms.data.batch import Row
+from agentrl.algorithms.data.merge import merge
+from agentrl.algorithms.model.packing import Packing, forward_logprobs, pack_rows
 from agentrl.types import Transition, float32, int32
 
 SCALE = 25  # lengths are so many times shorter than at real sizes

@@ -15,11 +15,11 @@ from statistics import fmean, stdev
 
 import torch
 
-from agentrl.algorithms.batch import Batch
-from agentrl.algorithms.credit import Credit, Rel
-from agentrl.algorithms.objective import credited, plan, psi
-from agentrl.algorithms.presets import make
-from agentrl.algorithms.steps import Peers, Returns, StepGae, Values
+from agentrl.algorithms.credit.core import Credit, Rel
+from agentrl.algorithms.credit.turns import Peers, Returns, StepGae, Values
+from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.objective.core import credited, plan, psi
+from agentrl.algorithms.presets.catalogue import make
 
 from .team_variance import team_variance
 

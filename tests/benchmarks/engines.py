@@ -33,11 +33,11 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from agentrl.algorithms.adapters import Adapters
 from agentrl.algorithms.engines.base import PolicyServer
-from agentrl.algorithms.engines.choice import policy_server
-from agentrl.algorithms.engines.vllm import VllmServer
-from agentrl.algorithms.model import load_model
+from agentrl.algorithms.engines.factory import policy_server
+from agentrl.algorithms.engines.vllm.server import VllmServer
+from agentrl.algorithms.model.load import load_model
+from agentrl.algorithms.model.lora import Adapters
 from agentrl.config import resolve
 from agentrl.store import open_store
 from agentrl.types import POLICY

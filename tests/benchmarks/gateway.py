@@ -121,7 +121,7 @@ def gateway(pipe: Connection, folder: str, ports: Sequence[int]) -> None:
     "seated" does so with two seats; "end" ends all of them; "memory" sends the resident bytes."""
     import psutil
 
-    from agentrl.runners.gateway import Gateway
+    from agentrl.runners.gateway.server import Gateway
     from agentrl.store import open_store
     from agentrl.types import NewRollout, Outcome, PolicyVersion
 

@@ -30,12 +30,12 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from agentrl.algorithms.batch import Batch
+from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.learners.torch import TorchLearner
-from agentrl.algorithms.merge import build_batch
-from agentrl.algorithms.objective import plan, psi
-from agentrl.algorithms.packing import packs
-from agentrl.algorithms.presets import make
+from agentrl.algorithms.model.packing import packs
+from agentrl.algorithms.objective.core import plan, psi
+from agentrl.algorithms.presets.catalogue import make
 from agentrl.types import (
     Group,
     Purpose,

@@ -20,12 +20,12 @@ import time
 from pathlib import Path
 
 from agentrl.config import RunConfig, resolve
-from agentrl.runners.environment import environment
 from agentrl.runners.execution import Execution
 from agentrl.runners.executors import Executor
-from agentrl.runners.executors.choice import choose
-from agentrl.runners.gateway import Gateway
-from agentrl.runners.verifiers import Verifier
+from agentrl.runners.executors.environment import environment
+from agentrl.runners.executors.factory import choose
+from agentrl.runners.gateway.server import Gateway
+from agentrl.runners.scoring.verifiers import Verifier
 from agentrl.runners.worker import Worker
 from agentrl.store import open_store
 from agentrl.store.base import Store

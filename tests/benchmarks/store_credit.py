@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from agentrl.algorithms import objective
-from agentrl.algorithms.ledger import Ledger
-from agentrl.algorithms.presets import make
+from agentrl.algorithms.diagnostics.credit_records import Ledger
+from agentrl.algorithms.objective import core as objective
+from agentrl.algorithms.presets.catalogue import make
 from agentrl.store import Store, open_store
 from agentrl.types import Credit, NewRollout, Outcome, StepCommit, Transition, float32, int32
 from tests.benchmarks.credit import batch

@@ -13,8 +13,8 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.batch import Batch
-from agentrl.algorithms.credit import Credit, Rel
+from agentrl.algorithms.credit.core import Credit, Rel
+from agentrl.algorithms.data.batch import Batch
 
 ROLES, GROUPS, GROUP, NOISE = 4, 4000, 8, 0.5
 BY = ("group", "role")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from agentrl.algorithms.batch import Row
-from agentrl.algorithms.packing import Packing, pack_rows
+from agentrl.algorithms.data.batch import Row
+from agentrl.algorithms.model.packing import Packing, pack_rows
 from tests.benchmarks import batching
 
 

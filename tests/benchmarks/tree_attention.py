@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from agentrl.algorithms.merge import merge
-from agentrl.algorithms.packing import Pack, pack_rows
-from agentrl.algorithms.tree_attention import TreePlan, visible
+from agentrl.algorithms.data.merge import merge
+from agentrl.algorithms.model.packing import Pack, pack_rows
+from agentrl.algorithms.model.tree_attention import TreePlan, visible
 from tests.benchmarks import batching
 
 HEADS, KEY_HEADS, DIM = 8, 2, 64

@@ -13,18 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.algorithms import objective
-from agentrl.algorithms.batch import Batch
-from agentrl.algorithms.credit import Critic, Gae, Rel
-from agentrl.algorithms.gates import Clip
-from agentrl.algorithms.learners.base import Psi, ValueTerms
-from agentrl.algorithms.learners.choice import make_learner
+from agentrl.algorithms.credit.core import Critic, Gae, Rel
+from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.learners.base import Psi
+from agentrl.algorithms.learners.factory import make_learner
 from agentrl.algorithms.learners.torch import TorchLearner
-from agentrl.algorithms.objective import Algo, Gate, Reg
-from agentrl.algorithms.policies import load_bases
-from agentrl.algorithms.targets import value_terms
+from agentrl.algorithms.objective import core as objective
+from agentrl.algorithms.objective.core import Algo, Gate, Reg
+from agentrl.algorithms.objective.ratios import Clip
+from agentrl.algorithms.objective.values import ValueTerms, value_terms
+from agentrl.algorithms.train.load_policies import load_bases
 from agentrl.config import resolve
-from tests.algorithms.test_learner import make_batch
+from tests.algorithms.learners.test_learner import make_batch
 from tests.engines.program import program
 
 RANKS = (2, 1)

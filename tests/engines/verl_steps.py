@@ -17,12 +17,13 @@ import ray
 import torch
 from torch import Tensor
 
-from agentrl.algorithms import objective
-from agentrl.algorithms.batch import Batch
-from agentrl.algorithms.learners.base import Psi, ValueTerms
-from agentrl.algorithms.learners.choice import make_learner
-from agentrl.algorithms.learners.verl import VerlLearner
-from agentrl.algorithms.policies import load_bases
+from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.learners.base import Psi
+from agentrl.algorithms.learners.factory import make_learner
+from agentrl.algorithms.learners.verl.learner import VerlLearner
+from agentrl.algorithms.objective import core as objective
+from agentrl.algorithms.objective.values import ValueTerms
+from agentrl.algorithms.train.load_policies import load_bases
 from agentrl.config import resolve
 from agentrl.errors import AgentRLError
 

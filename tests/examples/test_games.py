@@ -11,8 +11,8 @@ from types import ModuleType
 
 import pytest
 
-from agentrl.algorithms.model import load_model
-from agentrl.algorithms.tiny import word_tokenizer
+from agentrl.algorithms.model.load import load_model
+from agentrl.algorithms.model.tiny import word_tokenizer
 from agentrl.config import load
 from agentrl.loading import load_attribute
 from agentrl.runners.games import Game, View

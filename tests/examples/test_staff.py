@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from agentrl.algorithms.tiny import make_tokenizer
+from agentrl.algorithms.model.tiny import make_tokenizer
 from agentrl.config import load
 from agentrl.loading import load_attribute, load_tasks
 

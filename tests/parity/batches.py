@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.batch import Batch
+from agentrl.algorithms.data.batch import Batch
 
 GROUPS = (0, 0, 0, 0, 1, 1, 1, 2, 2, 2)
 WIDTH = 9

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.gates import Band, Inside
-from agentrl.algorithms.objective import Algo, Gate
-from agentrl.algorithms.presets import make
+from agentrl.algorithms.objective.core import Algo, Gate
+from agentrl.algorithms.objective.ratios import Band, Inside
+from agentrl.algorithms.presets.catalogue import make
 
 from .batches import Rollouts, rollouts
 from .test_verl_losses import AVERAGES, ours, theirs

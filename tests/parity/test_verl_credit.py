@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.presets import make, presets
+from agentrl.algorithms.presets.catalogue import make, presets
 
 from .batches import WHITE, Rollouts, rollouts
 

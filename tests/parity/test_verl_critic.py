@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.batch import Batch
-from agentrl.algorithms.controller import KlController
-from agentrl.algorithms.presets import make
-from agentrl.algorithms.targets import returns, value_loss, value_terms
+from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.objective.kl_control import KlController
+from agentrl.algorithms.objective.values import returns, value_loss, value_terms
+from agentrl.algorithms.presets.catalogue import make
 
 from .batches import WHITE, Rollouts, rollouts
 

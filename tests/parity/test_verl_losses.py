@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.batch import Batch
-from agentrl.algorithms.gates import Clip, Trunc
-from agentrl.algorithms.objective import (
+from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.objective.core import (
     Algo,
     Average,
     Gate,
@@ -22,7 +21,8 @@ from agentrl.algorithms.objective import (
     psi,
     weights,
 )
-from agentrl.algorithms.presets import make
+from agentrl.algorithms.objective.ratios import Clip, Trunc
+from agentrl.algorithms.presets.catalogue import make
 
 from .batches import Rollouts, rollouts
 

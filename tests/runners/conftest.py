@@ -15,14 +15,15 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from agentrl.config import RetriesConfig, RunnerConfig
-from agentrl.runners import upstream, worker
-from agentrl.runners.agents import as_agent
-from agentrl.runners.environment import environment
+from agentrl.runners import worker
 from agentrl.runners.execution import Execution
 from agentrl.runners.executors import Executor
+from agentrl.runners.executors.agents import as_agent
+from agentrl.runners.executors.environment import environment
 from agentrl.runners.executors.inprocess import InProcess
-from agentrl.runners.gateway import Gateway
-from agentrl.runners.verifiers import Verifier
+from agentrl.runners.gateway import upstream
+from agentrl.runners.gateway.server import Gateway
+from agentrl.runners.scoring.verifiers import Verifier
 from agentrl.runners.worker import Worker
 from agentrl.store import open_store
 from agentrl.store.base import Store

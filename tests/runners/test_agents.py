@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from agentrl.errors import AgentError, ConfigError
-from agentrl.runners.agents import as_agent, load
-from agentrl.runners.threads import DaemonThreads, call
+from agentrl.runners.executors.agents import as_agent, load
+from agentrl.threads import DaemonThreads, call
 
 
 class Runnable:

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from agentrl.config import RunnerConfig
-from agentrl.runners.environment import environment
+from agentrl.runners.executors.environment import environment
 from agentrl.runners.executors.pool import Pool
 from agentrl.runners.games import GameAgent, verify
 from agentrl.types import ErrorKind, Rollout, RolloutState

@@ -16,11 +16,11 @@ from aiohttp import web
 
 import agentrl
 from agentrl.config import RetriesConfig
-from agentrl.runners import upstream
 from agentrl.runners import worker as module
-from agentrl.runners.agents import as_agent
 from agentrl.runners.executors import Ran
+from agentrl.runners.executors.agents import as_agent
 from agentrl.runners.executors.inprocess import InProcess
+from agentrl.runners.gateway import upstream
 from agentrl.types import ErrorKind, Outcome, RolloutState
 
 TASK = {"input": "question", "answer": "secret"}

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 from sqlite_utils import Database
 
-from agentrl.store import migrations, open_store, pgmigrations
-from agentrl.store.connection import Location
-from agentrl.store.pgserver import Server
+from agentrl.store import open_store
+from agentrl.store.postgres import migrations as postgres_migrations
+from agentrl.store.postgres.connection import Server
+from agentrl.store.sqlite import migrations
+from agentrl.store.sqlite.connection import Location
 from agentrl.types import Counts, ErrorKind, RolloutState, float32, int32
 
 SCHEMAS = Path(__file__).with_name("schemas")
@@ -38,12 +40,12 @@ def path(request: pytest.FixtureRequest, tmp_path: str) -> str:
 
 
 def postgres_of(url: str, name: str, rows: str) -> str:
-    server, scripts = Server.parse(url), dict(pgmigrations.SCRIPTS)
+    server, scripts = Server.parse(url), dict(postgres_migrations.SCRIPTS)
     with server.connect() as conn, pytest.MonkeyPatch.context() as patch:
         for last in (NAMES[0], name):
             known = {one: scripts[one] for one in NAMES[: NAMES.index(last) + 1]}
-            patch.setattr(pgmigrations, "SCRIPTS", known)
-            pgmigrations.prepare(server)
+            patch.setattr(postgres_migrations, "SCRIPTS", known)
+            postgres_migrations.prepare(server)
             if rows:
                 conn.execute(re.sub(r"X'(\w*)'", r"'\\x\1'", rows).encode())
                 for table in ("rollouts", "transitions", "events"):
@@ -52,7 +54,10 @@ def postgres_of(url: str, name: str, rows: str) -> str:
                     conn.execute(f"select setval({sequence}, {highest})".encode())
             rows = ""
         patch.undo()
-        assert pgmigrations.pending(conn, server, create=False) == NAMES[NAMES.index(name) + 1 :]
+        assert (
+            postgres_migrations.pending(conn, server, create=False)
+            == NAMES[NAMES.index(name) + 1 :]
+        )
     return url
 
 

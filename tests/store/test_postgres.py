@@ -12,18 +12,12 @@ import psycopg
 import pytest
 
 from agentrl.errors import Invalid, NotFound, StoreError, Unavailable
-from agentrl.store import (
-    migrations,
-    open_store,
-    pglisten,
-    pgmigrations,
-    pgserver,
-    pgsession,
-    queries,
-    readonly,
-    requests,
-)
+from agentrl.store import open_store, queries, readonly, requests
+from agentrl.store.postgres import connection, notify
+from agentrl.store.postgres import migrations as postgres_migrations
+from agentrl.store.postgres import session as pgsession
 from agentrl.store.readonly import Answer, ask
+from agentrl.store.sqlite import migrations
 from agentrl.store.urls import without_password
 from agentrl.types import RolloutState
 
@@ -51,7 +45,7 @@ def url(postgres: Callable[[], str]) -> str:
 
 
 def test_wrong_addresses(server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pgserver, "REFUSED", 0.0)
+    monkeypatch.setattr(connection, "REFUSED", 0.0)
     there = server.url("postgres")
     assert "is it running there?" in refused("postgresql://u:secret@127.0.0.1:1/x")
     assert "is it running there?" in refused("postgresql:///x?host=/nowhere&password=secret")
@@ -72,7 +66,7 @@ def test_a_wrong_password_is_a_sentence_without_it(server, url: str) -> None:
 def test_a_server_that_is_restarted_is_waited_for_at_the_start(
     server, url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pgserver, "REFUSED", 60.0)
+    monkeypatch.setattr(connection, "REFUSED", 60.0)
     server.kill()
     starting = threading.Thread(target=server.start)
 
@@ -83,7 +77,7 @@ def test_a_server_that_is_restarted_is_waited_for_at_the_start(
         time.sleep(seconds)
 
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=started)
-    monkeypatch.setattr(pgserver, "time", clock)
+    monkeypatch.setattr(connection, "time", clock)
     store = open_store(url)
     starting.join()
     asyncio.run(store.close())
@@ -108,17 +102,17 @@ def test_how_long_a_server_is_waited_for(
     def connect(*_: object, **__: object) -> None:
         raise psycopg.OperationalError(f"connection failed: {said}")
 
-    monkeypatch.setattr(pgserver.psycopg, "connect", connect)
+    monkeypatch.setattr(connection.psycopg, "connect", connect)
     clock = SimpleNamespace(
         monotonic=lambda: now[0], sleep=lambda pause: now.append(now.pop() + pause)
     )
-    monkeypatch.setattr(pgserver, "time", clock)
+    monkeypatch.setattr(connection, "time", clock)
     refused("postgresql:///x")
     assert now[0] == pytest.approx(seconds, abs=0.3)
 
 
 def test_no_error_and_no_url_has_the_password(server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pgserver, "REFUSED", 0.0)
+    monkeypatch.setattr(connection, "REFUSED", 0.0)
     for url in ("postgresql://u:secret@127.0.0.1:1/x", "postgresql://u@h:x/?password=secret"):
         assert "secret" not in refused(url)
     database = server.make()
@@ -173,7 +167,7 @@ async def test_the_schema_is_applied_once_by_all_who_start_together(server) -> N
 
 
 async def test_the_schema_is_that_of_sqlite(url: str, tmp_path) -> None:
-    assert list(pgmigrations.SCRIPTS) == list(migrations.SCRIPTS)
+    assert list(postgres_migrations.SCRIPTS) == list(migrations.SCRIPTS)
     async with open_store(str(tmp_path / "store.db")) as store:
         tables = "select name from sqlite_master where type = 'table'"
         names = await store._readers.read(lambda conn: conn.execute(tables).fetchall())
@@ -395,7 +389,7 @@ async def test_a_follower_misses_no_event(url: str, kit, opener) -> None:
 
 async def test_a_notice_of_somebody_else_is_no_ring(url: str, monkeypatch) -> None:
     async with open_store(url) as one, open_store(url) as other, asyncio.timeout(20):
-        monkeypatch.setattr(pglisten, "SLOW", 60.0)
+        monkeypatch.setattr(notify, "SLOW", 60.0)
         waiting = asyncio.create_task(one.wait(await one.cursor()))
         sql(url, "notify agentrl, 'hello'", "notify agentrl")
         await other.open_run("run", {})

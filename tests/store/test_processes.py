@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 
-from agentrl.store import bell, open_store, pglisten
+from agentrl.store import open_store
 from agentrl.store.feed import Feed
+from agentrl.store.postgres import notify as postgres_notify
+from agentrl.store.sqlite import notify as sqlite_notify
 from agentrl.types import RolloutState
 
 PEER = Path(__file__).with_name("peer.py")
@@ -65,7 +67,7 @@ async def test_processes_write_at_once_and_nothing_is_lost_or_done_twice(
 async def test_another_process_wakes_a_waiter_at_once(
     url: str, spawn: Spawn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for listener in (bell, pglisten):
+    for listener in (sqlite_notify, postgres_notify):
         monkeypatch.setattr(listener, "SLOW", 60.0)  # the ring, not the slow look
     async with open_store(url) as store:
         await store.open_run("run", {})
@@ -84,9 +86,12 @@ async def test_another_process_wakes_a_waiter_at_once(
 async def test_an_error_while_listening_is_a_ring_and_not_the_end(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for listener in (bell, pglisten):
+    for listener in (sqlite_notify, postgres_notify):
         monkeypatch.setattr(listener, "SLOW", 0.05)
-    names = {"sqlite": (bell.Bell, "_receive"), "postgresql": (pglisten.Listener, "_heard")}
+    names = {
+        "sqlite": (sqlite_notify.Bell, "_receive"),
+        "postgresql": (postgres_notify.Listener, "_heard"),
+    }
     kind, name = names[url.partition(":")[0]]
     look, failed = getattr(kind, name), []
 
@@ -113,8 +118,8 @@ async def test_what_is_written_before_the_file_is_watched_is_heard_of(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(socket, "AF_UNIX")
-    monkeypatch.setattr(bell, "SLOW", 0.05)
-    begin, version = threading.Event(), bell._version
+    monkeypatch.setattr(sqlite_notify, "SLOW", 0.05)
+    begin, version = threading.Event(), sqlite_notify._version
 
     def late(conn: sqlite3.Connection) -> int:
         begin.wait(20)
@@ -126,7 +131,7 @@ async def test_what_is_written_before_the_file_is_watched_is_heard_of(
         looked.set()
         await changed(feed, *arguments)
 
-    monkeypatch.setattr(bell, "_version", late)
+    monkeypatch.setattr(sqlite_notify, "_version", late)
     monkeypatch.setattr(Feed, "changed", after_looking)
     async with open_store(str(path)) as one, open_store(str(path)) as other:
         waiting = asyncio.create_task(one.wait(await one.cursor()))
@@ -141,7 +146,7 @@ async def test_without_sockets_the_file_is_watched(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(socket, "AF_UNIX")
-    monkeypatch.setattr(bell, "SLOW", 0.05)
+    monkeypatch.setattr(sqlite_notify, "SLOW", 0.05)
     async with open_store(str(path)) as one, open_store(str(path)) as other:
         waiting = asyncio.create_task(one.wait(await one.cursor()))
         await other.open_run("run", {})
@@ -154,7 +159,7 @@ async def test_a_bell_that_cannot_be_taken_down_harms_nobody(
 ) -> None:
     async with open_store(str(path)) as store:
         with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) as dead:
-            dead.bind(str(bell.folder(path) / "dead"))
+            dead.bind(str(sqlite_notify.folder(path) / "dead"))
 
         def refuse(*_: object, **__: object) -> None:
             raise PermissionError("somebody else's")
@@ -171,7 +176,7 @@ async def test_a_bell_that_cannot_be_taken_down_harms_nobody(
 @pytest.mark.parametrize("made", ["open to all", "a link"])
 async def test_a_folder_of_bells_that_others_may_enter_is_not_used(path: Path, made: str) -> None:
     await open_store(str(path)).close()
-    bells, own = bell.folder(path), path.parent / "own"
+    bells, own = sqlite_notify.folder(path), path.parent / "own"
     own.mkdir(mode=0o700)
     if made == "a link":
         bells.symlink_to(own)
@@ -218,7 +223,7 @@ async def test_the_bells_of_the_dead_are_taken_down(url: str, spawn: Spawn) -> N
         assert peer.stdout.readline() == "ready\n"
         peer.kill()
         peer.wait()
-        bells = bell.folder(Path(url.removeprefix("sqlite:///")))
+        bells = sqlite_notify.folder(Path(url.removeprefix("sqlite:///")))
         assert len(list(bells.iterdir())) == 2
         await store.log("run", 0, {})
         await store.counts("run")  # the ring comes before the next verb

@@ -21,11 +21,11 @@ import msgspec
 import pytest
 import torch
 
-from agentrl import team
-from agentrl.algorithms import loop, main, serving
 from agentrl.algorithms.learners.torch import TorchLearner
-from agentrl.algorithms.learners.verl import VerlLearner
+from agentrl.algorithms.learners.verl.learner import VerlLearner
+from agentrl.algorithms.train import loop, main, serving
 from agentrl.config import RunConfig, resolve
+from agentrl.config import policies as team
 from agentrl.errors import PolicyError
 from agentrl.store import open_store
 from agentrl.types import (

@@ -13,21 +13,21 @@ from typing import Any
 import openai
 import pytest
 
-from agentrl.algorithms.branching import measure
-from agentrl.algorithms.collect import Collector
-from agentrl.algorithms.engines.embedded import EmbeddedServer
-from agentrl.algorithms.merge import build_batch
-from agentrl.algorithms.model import load_model
-from agentrl.algorithms.objective import credited
-from agentrl.algorithms.presets import make
-from agentrl.algorithms.requests import TaskStream
+from agentrl.algorithms.data.merge import build_batch
+from agentrl.algorithms.engines.embedded.server import EmbeddedServer
+from agentrl.algorithms.model.load import load_model
+from agentrl.algorithms.objective.core import credited
+from agentrl.algorithms.presets.catalogue import make
+from agentrl.algorithms.sampling.branching import measure
+from agentrl.algorithms.sampling.collect import Collector
+from agentrl.algorithms.sampling.task_sampler import TaskStream
 from agentrl.config import RunConfig, RunnerConfig, resolve
-from agentrl.runners.agents import as_agent
-from agentrl.runners.environment import environment
 from agentrl.runners.execution import Execution
+from agentrl.runners.executors.agents import as_agent
+from agentrl.runners.executors.environment import environment
 from agentrl.runners.executors.inprocess import InProcess
-from agentrl.runners.gateway import Gateway
-from agentrl.runners.verifiers import Verifier
+from agentrl.runners.gateway.server import Gateway
+from agentrl.runners.scoring.verifiers import Verifier
 from agentrl.runners.worker import Worker
 from agentrl.store import open_store
 from agentrl.store.base import Store

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from agentrl import digests, folder_lock
+from agentrl.cli.restart import go_back
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, DamagedError, Fenced, TrainingError
-from agentrl.restart import go_back
-from agentrl.store.connection import StoreFile
+from agentrl.store.sqlite.connection import StoreFile
 from agentrl.trainer import clear
-from tests.algorithms.test_checkpoint import flip
+from tests.algorithms.train.test_checkpoint import flip
 from tests.system.steady import STEPS, config, run, strike_at
 from tests.system.test_kill import wait_for_progress
 from tests.system.test_resume import Interrupted, assert_same, check_store, interrupt

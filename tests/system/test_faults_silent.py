@@ -12,9 +12,8 @@ import pytest
 from msgspec.structs import replace
 
 from agentrl.errors import TrainingError
-from agentrl.failures import EMPTY
 from agentrl.store import open_store
-from agentrl.types import Purpose, Rollout, RolloutState, StepRow
+from agentrl.types import EMPTY, Purpose, Rollout, RolloutState, StepRow
 from tests.system.steady import config, failing_config, run
 
 SMALL = ["algorithm.groups=1", "algorithm.group_size=2", "steps=4", "tasks.heldout="]

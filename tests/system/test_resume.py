@@ -17,10 +17,10 @@ from msgspec.structs import replace
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from agentrl.algorithms_commands import explained
+from agentrl.cli.algorithms import explained
+from agentrl.cli.export import export
 from agentrl.config import RewardModelConfig, RunConfig
 from agentrl.errors import NotFound, PolicyError
-from agentrl.export import export
 from agentrl.store import open_store
 from agentrl.types import RunState
 from tests import warm

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from agentrl.sinks.base import Mark
+from agentrl.telemetry.sinks.base import Mark
 from tests import warm
 
 pytest.importorskip("tensorboard")

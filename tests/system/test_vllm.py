@@ -22,13 +22,13 @@ import pytest
 import pytest_asyncio
 import torch
 
-from agentrl.algorithms.engines.choice import vllm_server
-from agentrl.algorithms.engines.sync import MemorySync
-from agentrl.algorithms.engines.vllm import VllmServer
-from agentrl.algorithms.model import load_model
+from agentrl.algorithms.engines.factory import vllm_server
+from agentrl.algorithms.engines.vllm.server import VllmServer
+from agentrl.algorithms.engines.vllm.weight_sync import MemorySync
+from agentrl.algorithms.model.load import load_model
 from agentrl.config import resolve
 from agentrl.errors import PolicyError
-from agentrl.runners.gateway import Gateway
+from agentrl.runners.gateway.server import Gateway
 from agentrl.store import open_store
 from agentrl.types import NewRollout, PolicyVersion, Purpose, Sampling, Transition
 from tests.system.test_run import measured

@@ -19,9 +19,9 @@ import steady
 import torch
 from msgspec.structs import replace
 
-from agentrl.deployment import VerlConfig
+from agentrl.config.infrastructure import VerlConfig
+from agentrl.config.schema import CriticConfig, ReferenceConfig, RunConfig
 from agentrl.errors import AgentRLError
-from agentrl.sections import CriticConfig, ReferenceConfig, RunConfig
 
 
 def config(folder: Path, model: Path) -> RunConfig:

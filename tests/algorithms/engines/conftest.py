@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.algorithms.engines.embedded import EmbeddedServer
-from agentrl.algorithms.model import load_model
+from agentrl.algorithms.engines.embedded.server import EmbeddedServer
+from agentrl.algorithms.model.load import load_model
 from agentrl.types import Sampling
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from agentrl.algorithms.engines.chat import Chat
-from agentrl.algorithms.engines.text import Codec
-from agentrl.algorithms.engines.wire import RequestError
+from agentrl.algorithms.model.chat import Chat
+from agentrl.algorithms.model.request_error import RequestError
+from agentrl.algorithms.model.text import Codec
 
 TOOL = {"type": "function", "function": {"name": "query", "parameters": {}}}
 

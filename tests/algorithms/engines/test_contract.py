@@ -21,10 +21,10 @@ import pytest
 import pytest_asyncio
 import torch
 
-from agentrl.algorithms.adapters import Adapters
 from agentrl.algorithms.engines.base import PolicyServer
-from agentrl.algorithms.engines.choice import policy_server
-from agentrl.algorithms.model import load_model
+from agentrl.algorithms.engines.factory import policy_server
+from agentrl.algorithms.model.load import load_model
+from agentrl.algorithms.model.lora import Adapters
 from agentrl.config import resolve
 from agentrl.errors import PolicyError
 from agentrl.types import POLICY
@@ -133,7 +133,7 @@ def vllm_of_somebody_else(model_dir: Path, log: Path) -> Iterator[str]:
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
         *("--max-model-len", "512", "--served-model-name", "theirs", "--enforce-eager"),
         *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
-        *("--worker-extension-cls", "agentrl.algorithms.engines.vllm_worker.Extension"),
+        *("--worker-extension-cls", "agentrl.algorithms.engines.vllm.worker_extension.Extension"),
         *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
     ]
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}

@@ -17,8 +17,8 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from openai import AsyncOpenAI
 
-from agentrl.algorithms.engines.embedded import EmbeddedServer
-from agentrl.algorithms.model import load_model
+from agentrl.algorithms.engines.embedded.server import EmbeddedServer
+from agentrl.algorithms.model.load import load_model
 from agentrl.errors import PolicyError
 
 HELLO = [{"role": "user", "content": "Hello"}]

@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from agentrl.algorithms.batch import Row
-from agentrl.algorithms.engines import engine as engine_module
-from agentrl.algorithms.engines.engine import Engine, Updates
-from agentrl.algorithms.engines.rows import Call, Update
-from agentrl.algorithms.model import load_model
-from agentrl.algorithms.packing import forward_logprobs, pack_rows
+from agentrl.algorithms.data.batch import Row
+from agentrl.algorithms.engines.embedded import engine as engine_module
+from agentrl.algorithms.engines.embedded.engine import Engine, Updates
+from agentrl.algorithms.engines.embedded.scheduler import Call, Update
+from agentrl.algorithms.model.load import load_model
+from agentrl.algorithms.model.packing import forward_logprobs, pack_rows
 from agentrl.errors import PolicyError
 from agentrl.types import Sampling
 

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from agentrl.algorithms.adapters import Adapters
-from agentrl.algorithms.engines import engine as engine_module
-from agentrl.algorithms.engines.embedded import EmbeddedServer
+from agentrl.algorithms.engines.embedded import engine as engine_module
+from agentrl.algorithms.engines.embedded.server import EmbeddedServer
 from agentrl.algorithms.learners.torch import TorchLearner
-from agentrl.algorithms.model import load_model
+from agentrl.algorithms.model.load import load_model
+from agentrl.algorithms.model.lora import Adapters
 from agentrl.types import Sampling
 from tests.algorithms.engines.test_engine import Desk, reference
-from tests.algorithms.test_adapters import BOTH, make
-from tests.algorithms.test_learner import make_batch, psi_for
+from tests.algorithms.learners.test_learner import make_batch, psi_for
+from tests.algorithms.model.test_lora import BOTH, make
 
 POLICIES = [*BOTH, None]  # None: the base alone
 HELLO = [{"role": "user", "content": "Hello"}]

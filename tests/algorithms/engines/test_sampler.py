@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentrl.algorithms.engines.sampler import sample, uniforms
+from agentrl.algorithms.engines.embedded.sampler import sample, uniforms
 
 
 def draw(logits: torch.Tensor, n: int, **settings: float) -> tuple[np.ndarray, np.ndarray]:

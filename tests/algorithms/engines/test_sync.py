@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.engines import sync
-from agentrl.algorithms.engines.sync import Means, choose
-from agentrl.algorithms.engines.vllm_serving import MEMORY, Learned, Serving
-from agentrl.algorithms.model import checkpoint_weights, load_model
+from agentrl.algorithms.engines.vllm import weight_sync
+from agentrl.algorithms.engines.vllm.serving import MEMORY, Learned, Serving
+from agentrl.algorithms.engines.vllm.weight_sync import Means, choose
+from agentrl.algorithms.model.load import checkpoint_weights, load_model
 from agentrl.errors import PolicyError
 
 CHILD = Means(backend=None)
@@ -100,7 +100,7 @@ def weights() -> dict[str, Tensor]:
 
 async def test_what_is_in_the_memory_is_what_was_taken_last(tmp_path: Path) -> None:
     current = weights()
-    memory = sync.make("shared_memory", learned(current), tmp_path, 1.0)
+    memory = weight_sync.make("shared_memory", learned(current), tmp_path, 1.0)
     serving, servers = Serving(tmp_path / "w", tmp_path / "t"), Asked()
     memory.prepare(serving)
     assert serving.backend == MEMORY
@@ -110,7 +110,7 @@ async def test_what_is_in_the_memory_is_what_was_taken_last(tmp_path: Path) -> N
         tensor.add_(1)
     await memory.send("policy", servers)
     paths = [path for path, _ in servers.asked]
-    assert paths == [sync.INIT, sync.START, sync.UPDATE, sync.FINISH]
+    assert paths == [weight_sync.INIT, weight_sync.START, weight_sync.UPDATE, weight_sync.FINISH]
     where, layout = servers.asked[0][1]["init_info"], servers.asked[2][1]["update_info"]["weights"]
 
     def read() -> dict[str, Tensor]:
@@ -132,7 +132,7 @@ async def test_what_is_in_the_memory_is_what_was_taken_last(tmp_path: Path) -> N
 
 async def test_a_new_version_of_an_adapter_replaces_the_old_one_by_name(tmp_path: Path) -> None:
     """With `load_inplace` vLLM would read it again at every forward pass."""
-    adapters = sync.make("adapter", learned(weights()), tmp_path, 1.0)
+    adapters = weight_sync.make("adapter", learned(weights()), tmp_path, 1.0)
     servers = Asked()
     adapters.prepare(Serving(tmp_path / "w", tmp_path / "t"))
     for _ in range(2):
@@ -140,21 +140,21 @@ async def test_a_new_version_of_an_adapter_replaces_the_old_one_by_name(tmp_path
         adapters.take("other")
         for policy in ("policy", "other"):
             await adapters.send(policy, servers)
-    assert [path for path, _ in servers.asked] == [sync.UNLOAD, sync.LOAD] * 4
-    loads = [body for path, body in servers.asked if path == sync.LOAD]
+    assert [path for path, _ in servers.asked] == [weight_sync.UNLOAD, weight_sync.LOAD] * 4
+    loads = [body for path, body in servers.asked if path == weight_sync.LOAD]
     assert [body["lora_name"] for body in loads] == ["policy", "other"] * 2
     assert not any("load_inplace" in body for body in loads)
     newest = {Path(body["lora_path"]) for body in loads[2:]}
     assert set(tmp_path.glob("adapter-*")) == newest
-    assert isinstance(adapters, sync.AdapterSync)
+    assert isinstance(adapters, weight_sync.AdapterSync)
     adapters.forget("other")
     await adapters.drop("other", servers)
-    assert servers.asked[-1] == (sync.UNLOAD, {"lora_name": "other"})
+    assert servers.asked[-1] == (weight_sync.UNLOAD, {"lora_name": "other"})
     assert len(set(tmp_path.glob("adapter-*"))) == 1
 
 
 async def test_a_checkpoint_is_read_from_where_it_was_written_last(tmp_path: Path) -> None:
-    checkpoints = sync.make("reload", learned(weights()), tmp_path, 1.0)
+    checkpoints = weight_sync.make("reload", learned(weights()), tmp_path, 1.0)
     serving, servers = Serving(tmp_path / "w", tmp_path / "t"), Asked()
     checkpoints.prepare(serving)
     for _ in range(2):

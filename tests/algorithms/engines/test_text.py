@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from agentrl.algorithms.engines.text import Codec, TextStream, cut
+from agentrl.algorithms.model.text import Codec, TextStream, cut
 
 TEXTS = [
     "",

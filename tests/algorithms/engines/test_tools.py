@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentrl.algorithms.engines.tools import ToolCall, ToolParser, parse
+from agentrl.algorithms.model.tool_parser import ToolCall, ToolParser, parse
 
 CALL = '<tool_call>\n{"name": "query", "arguments": {"sql": "SELECT 1"}}\n</tool_call>'
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from agentrl.algorithms.engines import vllm_process
-from agentrl.algorithms.engines.vllm_child import ADAPTERS, KEY, Door
-from agentrl.algorithms.engines.vllm_process import Settings, VllmProcess, check_installed
-from agentrl.algorithms.engines.vllm_serving import HOLD, OPEN, Serving
+from agentrl.algorithms.engines.vllm import process as vllm_process
+from agentrl.algorithms.engines.vllm.child import ADAPTERS, KEY, Door
+from agentrl.algorithms.engines.vllm.process import Settings, VllmProcess, check_installed
+from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN, Serving
 from agentrl.errors import PolicyError
 
 # Answers /health on the port that follows --port, and starts a process that ignores SIGTERM.

@@ -12,10 +12,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from agentrl.algorithms.engines import vllm_fleet
-from agentrl.algorithms.engines.vllm_child import CONTROL, SERVER
-from agentrl.algorithms.engines.vllm_fleet import VllmFleet
-from agentrl.algorithms.engines.vllm_serving import HOLD, OPEN, Serving
+from agentrl.algorithms.engines.vllm import fleet as vllm_fleet
+from agentrl.algorithms.engines.vllm.child import CONTROL, SERVER
+from agentrl.algorithms.engines.vllm.fleet import VllmFleet
+from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN, Serving
 from agentrl.errors import PolicyError
 from tests.algorithms.engines.fake_vllm import FakeVllm
 

@@ -11,11 +11,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from agentrl.algorithms.engines import vllm, vllm_fleet
 from agentrl.algorithms.engines.base import unless_given_up
-from agentrl.algorithms.engines.vllm import VllmServer
-from agentrl.algorithms.engines.vllm_fleet import VllmFleet
-from agentrl.algorithms.engines.vllm_serving import Learned
+from agentrl.algorithms.engines.vllm import fleet as vllm_fleet
+from agentrl.algorithms.engines.vllm import server as vllm
+from agentrl.algorithms.engines.vllm.fleet import VllmFleet
+from agentrl.algorithms.engines.vllm.server import VllmServer
+from agentrl.algorithms.engines.vllm.serving import Learned
 from agentrl.errors import PolicyError
 from tests.algorithms.engines.fake_vllm import FakeVllm
 

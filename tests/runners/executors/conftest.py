@@ -14,7 +14,7 @@ import pytest
 
 from agentrl.config import RunConfig, resolve
 from agentrl.runners.executors import Executor
-from agentrl.runners.executors.choice import choose
+from agentrl.runners.executors.factory import choose
 from tests.runners.executors.fake_kubernetes import FakeKubernetes
 
 HERE = Path(__file__).parent

@@ -10,8 +10,8 @@ import pytest
 
 from agentrl.config import resolve
 from agentrl.errors import ConfigError
-from agentrl.runners.executors.choice import choose
 from agentrl.runners.executors.command import Command
+from agentrl.runners.executors.factory import choose
 from agentrl.runners.executors.inprocess import InProcess
 from agentrl.runners.executors.pool import Pool
 

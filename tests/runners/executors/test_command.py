@@ -88,7 +88,7 @@ runpy.run_path({keeper.__file__!r}, run_name="__main__")
 """
 AS_COMMAND = f"""
 import atexit, sys
-from agentrl.cli import main
+from agentrl.cli.main import main
 atexit.register(lambda: exec({SEALED!r}))
 sys.argv = ["agentrl", *sys.argv[1:]]
 main()

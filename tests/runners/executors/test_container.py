@@ -12,7 +12,7 @@ import pytest
 
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError
-from agentrl.runners.executors.choice import choose
+from agentrl.runners.executors.factory import choose
 from agentrl.types import ErrorKind
 
 OUTSIDE = {"host": "0.0.0.0", "executor": "container"}

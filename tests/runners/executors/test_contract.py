@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from agentrl.runners import upstream
+from agentrl.runners.gateway import upstream
 from agentrl.types import ErrorKind, RolloutState
 from tests.runners.executors.conftest import settings
 

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from typing import Any
 
-from agentrl.runners.agents import as_agent
+from agentrl.runners.executors.agents import as_agent
 from agentrl.runners.executors.inprocess import InProcess
 from agentrl.types import ErrorKind
 

@@ -1,0 +1,218 @@
+"""`agentrl export`: what the store holds and what a run has made, for other people's tools."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Mapping, Sequence
+from gzip import compress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from agentrl.errors import AgentRLError, ConfigError, NotFound, Unavailable
+from agentrl.types import Span
+
+if TYPE_CHECKING:
+    import httpx
+
+    from agentrl.store.base import Store
+
+ROUTE = "/v1/traces"
+BATCH = 500  # spans in a request, unless one attempt has more
+TRIES = 6
+BACKOFF = 0.5  # seconds before the first repetition; doubles
+TRANSIENT = frozenset({429, 502, 503, 504})  # those that the OTLP specification repeats
+TIMEOUT = 30.0  # seconds of one request
+
+
+@click.group()
+def export() -> None:
+    """Hand traces and models to other tools."""
+
+
+@export.command()
+@click.option("--store", required=True, help="Store URL.")
+@click.option("--run", required=True, help="Name of the run.")
+@click.option("--rollout", "rollouts", multiple=True, help="Only this rollout; may be repeated.")
+@click.option("--to", "url", required=True, help="OTLP/HTTP endpoint, such as a Phoenix's URL.")
+@click.option("--header", "headers", multiple=True, help="KEY=VALUE to send along, such as a key.")
+def otlp(
+    store: str, run: str, rollouts: tuple[str, ...], url: str, headers: tuple[str, ...]
+) -> None:
+    """Send the attempts of a run as traces to Phoenix, Langfuse, Jaeger or any OTLP receiver.
+
+    Of each rollout its last attempt is sent; sending it again changes nothing, as ids stay."""
+    sent = asyncio.run(send(store, run, rollouts, url, _headers(headers)))
+    click.echo(f"sent {sent[0]} attempts as {sent[1]} spans")
+
+
+@export.command()
+@click.argument("checkpoint", required=False, type=click.Path(path_type=Path))
+@click.option("--run", help="Name of a run, for its last committed checkpoint.")
+@click.option("--store", help="Store URL; default: the one in runs/<run>.")
+@click.option("--to", "directory", required=True, type=click.Path(path_type=Path))
+@click.option("--policy", help="Which one, of a run of several.")
+@click.option("--merge", is_flag=True, help="Add an adapter to its base: a model of its own.")
+@click.option("--base", default="", help="With --merge: where the base is now, if it has moved.")
+def model(
+    checkpoint: Path | None,
+    run: str | None,
+    store: str | None,
+    directory: Path,
+    policy: str | None,
+    merge: bool,
+    base: str,
+) -> None:
+    """Copy the policy of CHECKPOINT, or of a run, to a Hugging Face directory for any tool."""
+    from agentrl.algorithms.model.lora import export_merged
+    from agentrl.algorithms.train.checkpoint import export_checkpoint
+
+    if base and not merge:
+        raise click.UsageError("--base belongs to --merge")
+    if (checkpoint is None) == (run is None):
+        raise click.UsageError("give a checkpoint directory or --run")
+    if run is not None:
+        url = store or f"sqlite:///{Path('runs', run, 'store.db').resolve()}"
+        checkpoint = asyncio.run(_last_checkpoint(url, run))
+    assert checkpoint is not None
+    checkpoint = _of_policy(checkpoint, policy)
+    if merge:
+        export_merged(checkpoint, directory, base=base)
+    else:
+        export_checkpoint(checkpoint, directory)
+    click.echo(f"wrote {directory} from {checkpoint}")
+
+
+def _of_policy(checkpoint: Path, policy: str | None) -> Path:
+    """Where in a checkpoint a policy is. Raises ConfigError for one it does not have, and where
+    there are several to choose from."""
+    held = sorted(path.parent.name for path in checkpoint.glob("*/tokenizer_config.json"))
+    if policy is None and not held:
+        return checkpoint
+    if policy not in held:
+        hint = f"give --policy, one of {', '.join(held)}" if held else "leave --policy out"
+        what = f"{policy!r} is not in it" if policy else "it holds several policies"
+        raise ConfigError(f"{checkpoint}: {what}; {hint}")
+    return checkpoint / policy
+
+
+def _found(store_url: str, checkpoint: str, output: str) -> Path:
+    """Where a checkpoint is: beside the store's file, wherever that was moved, or in the folder
+    that the run was started with."""
+    scheme, _, file = store_url.partition(":///")
+    beside = [Path(file.partition("?")[0]).parent] if scheme == "sqlite" else []
+    places = [place / "checkpoints" / Path(checkpoint).name for place in (*beside, Path(output))]
+    return next((place for place in places if place.is_dir()), Path(output, checkpoint))
+
+
+async def _last_checkpoint(store_url: str, run: str) -> Path:
+    from agentrl.store import open_store
+
+    async with open_store(store_url, create=False) as store:
+        state = await store.run(run)
+        if state is None or state.checkpoint is None:
+            raise NotFound(
+                f"run {run!r} has no checkpoint in {store.url}, which has runs {await store.runs()}"
+            )
+        return _found(store.url, state.checkpoint, state.config["output"])
+
+
+async def send(
+    store_url: str, run: str, rollouts: Sequence[str], url: str, headers: Mapping[str, str]
+) -> tuple[int, int]:
+    """Attempts and spans sent. Raises NotFound for an unknown run or rollout, Unavailable when the
+    receiver cannot be reached, AgentRLError when it refuses something."""
+    import httpx
+
+    from agentrl import otlp as wire
+    from agentrl.store import open_store
+
+    attempts = spans = 0
+    target = url if url.rstrip("/").endswith(ROUTE) else url.rstrip("/") + ROUTE
+    about = {"service.name": "agentrl", "openinference.project.name": run}
+    async with (
+        open_store(store_url, create=False) as store,
+        httpx.AsyncClient(timeout=TIMEOUT, headers=dict(headers)) as client,
+    ):
+        batch: list[Span] = []
+        async for found in _traces(store, run, rollouts):
+            attempts, spans = attempts + 1, spans + len(found)
+            if batch and len(batch) + len(found) > BATCH:
+                await _post(client, target, wire.encode(batch, about))
+                batch = []
+            batch += found
+        if batch:
+            await _post(client, target, wire.encode(batch, about))
+    return attempts, spans
+
+
+async def _traces(store: Store, run: str, rollouts: Sequence[str]) -> AsyncIterator[list[Span]]:
+    from agentrl.telemetry.genai import spans_of
+
+    if await store.run(run) is None:
+        raise NotFound(f"there is no run {run!r} in {store.url}; it has {await store.runs()}")
+    for rollout in rollouts or [row.id for row in await store.rollouts(run) if row.attempt]:
+        trace = await store.trace(rollout)
+        if trace is None or trace.rollout.run != run:
+            raise NotFound(f"run {run!r} has no rollout {rollout!r} with an attempt to send")
+        yield spans_of(trace)
+
+
+async def _post(client: httpx.AsyncClient, url: str, body: bytes) -> None:
+    import httpx
+
+    from agentrl.otlp import PROTOBUF
+
+    headers = {"content-type": PROTOBUF, "content-encoding": "gzip"}
+    said, pause = "", 0.0
+    for attempt in range(TRIES):
+        await asyncio.sleep(pause)
+        pause = BACKOFF * 2**attempt * random.uniform(0.5, 1.0)
+        try:
+            answer = await client.post(url, content=compress(body), headers=headers)
+        except httpx.TransportError as error:
+            said = f"{type(error).__name__}: {error}"
+            continue
+        if answer.status_code not in TRANSIENT:
+            return _accept(answer)
+        said = f"status {answer.status_code}"
+        wait = answer.headers.get("retry-after", "")
+        pause = float(wait) if wait.isdigit() else pause
+    raise Unavailable(f"nothing takes traces at {url} ({said}); start the receiver, and try again")
+
+
+def _accept(answer: httpx.Response) -> None:
+    from google.protobuf.message import DecodeError
+    from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
+
+    if answer.status_code in (401, 403):
+        raise AgentRLError(
+            f"{answer.url} refuses the traces with status {answer.status_code}; give its key with"
+            " --header 'Authorization=...'"
+        )
+    if not answer.is_success:
+        raise AgentRLError(
+            f"{answer.url} refuses the traces with status {answer.status_code}: {answer.text:.200}"
+        )
+    if answer.headers.get("content-type", "").startswith("application/x-protobuf"):
+        try:
+            said = trace_service_pb2.ExportTraceServiceResponse.FromString(answer.content)
+        except DecodeError:
+            raise AgentRLError(
+                f"{answer.url} answered what is no OTLP; is it the URL of an OTLP/HTTP receiver?"
+            ) from None
+        if said.partial_success.rejected_spans:
+            count, reason = said.partial_success.rejected_spans, said.partial_success.error_message
+            raise AgentRLError(
+                f"{answer.url} rejected {count} spans: {reason or 'no reason given'}"
+            )
+
+
+def _headers(given: Sequence[str]) -> dict[str, str]:
+    pairs = [header.partition("=") for header in given]
+    for name, equals, _ in pairs:
+        if not equals or not name:
+            raise ConfigError(f"--header {name!r}: write it as KEY=VALUE")
+    return {name: value for name, _, value in pairs}

@@ -1,0 +1,352 @@
+"""The command line. Every error a user can cause is one sentence and exit code 2."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import click
+
+from agentrl import __version__
+from agentrl.cli.export import export
+from agentrl.cli.store import store as store_group
+from agentrl.config import RunConfig, load, to_toml
+from agentrl.errors import AgentRLError
+from agentrl.processes import ERROR_MARK, LOG_LEVEL, PARENT, USER_ERROR, die_with_parent, seal
+from agentrl.telemetry.log_follower import console_level
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__)
+def cli() -> None:
+    """Reinforcement learning for the agents people already have."""
+
+
+cli.add_command(export)
+
+
+def _log_level(context: click.Context, option: click.Parameter, value: str | None) -> None:
+    if value is not None:
+        os.environ[LOG_LEVEL] = value  # the processes of a run are started with it
+
+
+log_level = click.option(
+    "--log-level",
+    type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"], case_sensitive=False),
+    callback=_log_level,
+    expose_value=False,
+    help="Of the log files of a run's processes; default: INFO.",
+)
+quiet = click.option("--quiet", "-q", is_flag=True, help="Show warnings and the result alone.")
+verbose = click.option("--verbose", "-v", is_flag=True, help="Show what the processes log, too.")
+
+
+def _console_level(*, quiet: bool, verbose: bool) -> int:
+    if quiet and verbose:
+        raise click.UsageError("--quiet or --verbose, not both")
+    return console_level(quiet=quiet, verbose=verbose)
+
+
+@cli.command()
+@click.argument("run_file", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1)
+@quiet
+@verbose
+@log_level
+@click.option("--seed", type=int, help="Seed of model building, task order and sampling.")
+@click.option("--steps", type=int, help="Training steps.")
+@click.option("--fresh", is_flag=True, help="Delete what an earlier run of this name left.")
+@click.option(
+    "--from",
+    "start",
+    metavar="STEPS|PATH",
+    help="Go on from this checkpoint of the run; the steps after it are trained again.",
+)
+@click.option("--dry-run", is_flag=True, help="Check and print every setting, and stop.")
+def train(
+    run_file: Path,
+    overrides: tuple[str, ...],
+    seed: int | None,
+    steps: int | None,
+    fresh: bool,
+    start: str | None,
+    dry_run: bool,
+    quiet: bool,
+    verbose: bool,
+) -> None:
+    """Train the agent of RUN_FILE, or continue where an earlier start was stopped.
+
+    OVERRIDES are settings such as `algorithm.lr=1e-4`."""
+    level = _console_level(quiet=quiet, verbose=verbose)
+    named = {"seed": seed, "steps": steps}
+    extra = [f"{key}={value}" for key, value in named.items() if value is not None]
+    if fresh and start:
+        raise click.UsageError("--fresh deletes every checkpoint: leave it or --from out")
+    config = load(run_file, [*overrides, *extra])
+    if dry_run:
+        if find_spec("torch") and find_spec("transformers"):  # the extra `train`
+            from agentrl.algorithms.train.main import algorithms, sampled_for
+
+            sampled_for(config, algorithms(config))
+        click.echo(to_toml(config), nl=False)
+        if config.learner.kind == "verl":
+            from agentrl.algorithms.learners.verl.settings import described
+
+            click.echo(described(config), nl=False)
+        return
+    if start:
+        from agentrl.cli.restart import go_back
+        from agentrl.trainer import check
+
+        check(config)
+        go_back(config, start)
+    from agentrl.trainer import run_training
+
+    run_training(config, fresh=fresh, level=level)
+
+
+@cli.command("eval")
+@click.argument("run_file", type=click.Path(path_type=Path))
+@click.argument("rest", nargs=-1, metavar="[CHECKPOINT] [KEY=VALUE]...")
+@click.option("--tasks", help="Task file to score on; default: the run file's held-out tasks.")
+@quiet
+@verbose
+@log_level
+def evaluate(
+    run_file: Path, rest: tuple[str, ...], tasks: str | None, quiet: bool, verbose: bool
+) -> None:
+    """Score CHECKPOINT, by default the run's last one, with the agent and verifier of RUN_FILE.
+
+    Of a RUN_FILE without a model of its own, score what its [upstreams] answer."""
+    from agentrl.evaluation import core as evaluation
+
+    checkpoints = [argument for argument in rest if "=" not in argument]
+    if len(checkpoints) > 1:
+        raise click.UsageError(f"one checkpoint at a time, not {', '.join(checkpoints)}")
+    overrides = [argument for argument in rest if "=" in argument]
+    config = load(run_file, overrides)
+    level = _console_level(quiet=quiet, verbose=verbose)
+    evaluation.evaluate(config, Path(checkpoints[0]) if checkpoints else None, tasks, level=level)
+
+
+@cli.command()
+@click.argument("run_file", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1)
+@click.option("--checkpoints", multiple=True, type=click.Path(path_type=Path), help="Repeatable.")
+@click.option("--every", type=click.IntRange(1), default=None, help="Of the run's, in steps.")
+@click.option("--games", type=click.IntRange(1), default=20, help="Of each against each other.")
+@click.option("--fresh", is_flag=True, help="Play again what has been played.")
+@click.option("--json", "plain", is_flag=True, help="JSON instead of a table.")
+def crossplay(
+    run_file: Path,
+    overrides: tuple[str, ...],
+    checkpoints: tuple[Path, ...],
+    every: int | None,
+    games: int,
+    fresh: bool,
+    plain: bool,
+) -> None:
+    """Play checkpoints of RUN_FILE's policy, by default all on disk, against each other.
+
+    Prints the return of each against each, with seats swapped, and Elo ratings."""
+    from rich.console import Console
+
+    from agentrl.evaluation import crossplay as commands
+
+    found = commands.crossplay(
+        load(run_file, overrides), checkpoints, every=every or 0, games=games, fresh=fresh
+    )
+    if plain:
+        click.echo(commands.as_json(found))
+    else:
+        Console().print(commands.table(found))
+
+
+@cli.command()
+@click.argument("run_file", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1)
+@click.option("--role", "roles", multiple=True, help="Repeatable; default: each in turn.")
+@click.option("--with", "replacement", type=click.Path(path_type=Path), help="A checkpoint.")
+@click.option("--fresh", is_flag=True, help="Play again what has been played.")
+@click.option("--json", "plain", is_flag=True, help="JSON instead of a table.")
+def ablate(
+    run_file: Path,
+    overrides: tuple[str, ...],
+    roles: tuple[str, ...],
+    replacement: Path | None,
+    fresh: bool,
+    plain: bool,
+) -> None:
+    """Score RUN_FILE's team with one role played by the first version of its policy."""
+    from rich.console import Console
+
+    from agentrl.evaluation import ablation
+
+    rows = ablation.ablate(load(run_file, overrides), roles, replacement, fresh=fresh)
+    if plain:
+        click.echo(ablation.as_json(rows))
+    else:
+        Console().print(ablation.table(rows))
+
+
+@cli.command()
+@click.argument("rollout")
+@click.option("--store", help="Store URL; default: the one of the run the rollout names.")
+def show(rollout: str, store: str | None) -> None:
+    """Print the trace of ROLLOUT: every message, tool call, reward and failure."""
+    from agentrl.telemetry.show import show_rollout
+
+    asyncio.run(show_rollout(store or _store_of(rollout), rollout))
+
+
+@cli.command()
+@click.argument("rollout")
+@click.option("--tokens", is_flag=True, help="Every token instead of every call.")
+@click.option("--store", help="Store URL; default: the one of the run the rollout names.")
+def explain(rollout: str, tokens: bool, store: str | None) -> None:
+    """Print how the tokens of ROLLOUT got their numbers: from reward rows to psi."""
+    from agentrl.cli.algorithms import echo, explained
+
+    echo(asyncio.run(explained(store or _store_of(rollout), rollout, tokens=tokens)))
+
+
+@cli.command()
+@click.argument("run")
+@click.option("--csv", "form", flag_value="csv", help="A line for each step.")
+@click.option("--json", "form", flag_value="json", help="A JSON object for each step.")
+@click.option("--store", help="Store URL; default: the one that `agentrl train` makes for RUN.")
+def metrics(run: str, form: str | None, store: str | None) -> None:
+    """Print what the steps of RUN measured: the first and last of each, or all."""
+    from rich.console import Console
+
+    from agentrl.cli import metrics as commands
+
+    rows = asyncio.run(commands.read(store or _store_of(run), run))
+    if form is None:
+        Console().print(commands.table(rows))
+    else:
+        click.echo((commands.as_csv if form == "csv" else commands.as_json)(rows), nl=False)
+
+
+@cli.group(invoke_without_command=True)
+@click.pass_context
+def algorithms(context: click.Context) -> None:
+    """List the presets and modifiers of `algorithm.preset`."""
+    if context.invoked_subcommand is None:
+        from agentrl.cli.algorithms import catalogue, echo
+
+        echo(catalogue())
+
+
+@algorithms.command("show")
+@click.argument("name")
+def show_algorithm(name: str) -> None:
+    """Print the record of NAME, such as gspo or grpo+tis, and its options."""
+    from agentrl.cli.algorithms import echo, record
+
+    echo(record(name))
+
+
+@cli.group()
+def runner() -> None:
+    """The agents' side."""
+
+
+@runner.command("start")
+@click.option("--store", required=True, help="Store URL.")
+@click.option("--run", "run", required=True, help="Name of the run.")
+@click.option(
+    "--key",
+    help="Key of a store over HTTP, of scope runner; better in the variable AGENTRL_STORE_KEY, for "
+    "every user of a machine can read its command lines.",
+)
+@click.option(
+    "--root",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Folder of the agent's files here; default: where they are on the machine that trains.",
+)
+@log_level
+def start_runner(store: str, run: str, key: str | None, root: Path | None) -> None:
+    """Run rollouts of a run until it has ended, or until SIGTERM, on any machine that reaches its
+    store and policy."""
+    own = PARENT not in os.environ  # else it is the front that knows when to stop
+    die_with_parent()
+    if key is not None:
+        os.environ["AGENTRL_STORE_KEY"] = key
+    from agentrl.runners.main import main as run_forever
+
+    sys.exit(run_forever(store, run, root=root, until_ended=own))
+
+
+@cli.group(hidden=True)
+def algorithm() -> None:
+    """The learning side; `agentrl train` starts it."""
+
+
+@algorithm.command("start")
+@click.argument("config_file", type=click.Path(path_type=Path))
+def start_algorithm(config_file: Path) -> None:
+    die_with_parent()
+    import msgspec
+
+    from agentrl.algorithms.train.main import main as run_algorithm
+
+    run_algorithm(msgspec.json.decode(config_file.read_bytes(), type=RunConfig))
+
+
+@algorithm.command("play")
+@click.argument("config_file", type=click.Path(path_type=Path))
+@click.argument("plan_file", type=click.Path(path_type=Path))
+def play_lineups(config_file: Path, plan_file: Path) -> None:
+    die_with_parent()
+    import msgspec
+
+    from agentrl.algorithms.train.play import main as play
+    from agentrl.config.players import Plan
+
+    config = msgspec.json.decode(config_file.read_bytes(), type=RunConfig)
+    play(config, msgspec.json.decode(plan_file.read_bytes(), type=Plan))
+
+
+@cli.group(hidden=True)
+def sink() -> None:
+    """Metrics sinks; `agentrl train` starts them."""
+
+
+@sink.command("start")
+@click.argument("name")
+@click.argument("config_file", type=click.Path(path_type=Path))
+def start_sink(name: str, config_file: Path) -> None:
+    """Write metrics until standard input ends."""
+    import msgspec
+
+    from agentrl.telemetry.sinks.follow import main as export_metrics
+
+    export_metrics(msgspec.json.decode(config_file.read_bytes(), type=RunConfig), name)
+
+
+cli.add_command(store_group)
+
+
+def main() -> None:
+    """Entry point of `agentrl`. Agents run as the same user, so no process of this package lets
+    others read its memory, or the keys in its environment."""
+    seal()
+    try:
+        cli(standalone_mode=False)
+    except AgentRLError as error:
+        click.echo(f"{ERROR_MARK}{error}", err=True)
+        sys.exit(USER_ERROR)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("\nStopped. The same command continues after the last committed step.", err=True)
+        sys.exit(130)
+
+
+def _store_of(rollout: str) -> str:
+    return f"sqlite:///{Path('runs', rollout.split('/')[0], 'store.db').resolve()}"

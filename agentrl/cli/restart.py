@@ -1,0 +1,79 @@
+"""`agentrl train --from`: a run goes on from an earlier checkpoint of its own.
+
+The steps after it are taken back in the store, so their groups are trained again.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from agentrl import digests, trainer
+from agentrl.config import RunConfig
+from agentrl.errors import ConfigError
+from agentrl.evaluation.core import Checkpoint, checkpoint_at, checkpoints_of
+from agentrl.store import open_store
+from agentrl.types import RunState
+
+
+def go_back(config: RunConfig, start: str) -> None:
+    """Make the run's next step the one after `start`, a number of steps or a checkpoint's path.
+
+    Raises ConfigError, with nothing changed, for what this run has not been, DamagedError for what
+    is not whole."""
+    trainer.blocking(_go_back(trainer.conceal(config), start))
+
+
+async def _go_back(config: RunConfig, start: str) -> None:
+    async with open_store(config.store, create=False) as store:
+        state = await store.run(config.name)
+        if state is None:
+            raise ConfigError(f"--from {start}: run {config.name!r} has no steps yet; leave it out")
+        await trainer.refuse_changes(store, config)
+        found = None if start == "0" else _chosen(config, state, start)
+        state = await store.open_run(config.name, msgspec.to_builtins(config))  # fences who is live
+        name = None if found is None else _kept(config, found, state.epoch)
+        steps = found.steps if found else 0
+        await store.rewind(config.name, state.epoch, steps, name)
+        taken = {"steps/taken_back": float(state.step - steps)}
+        await store.log(config.name, steps, taken, epoch=state.epoch)
+
+
+def _chosen(config: RunConfig, state: RunState, start: str) -> Checkpoint:
+    if start.isdecimal():
+        own = checkpoints_of(config)
+        found = next((one for one in reversed(own) if one.steps == int(start)), None)
+        if found is None:
+            there = ", ".join(sorted({str(one.steps) for one in own})) or "none"
+            raise ConfigError(
+                f"--from {start}: there is no checkpoint of {start} steps in {config.output}, which"
+                f" has those of {there}; choose one of them, or 0 for the start"
+            )
+    else:
+        found = checkpoint_at(Path(start))
+    content = json.loads((found.path / "state.json").read_text(encoding="utf-8"))
+    if content.get("run", "") not in ("", state.identity):
+        raise ConfigError(f"--from {start}: it is a checkpoint of another run than {state.run!r}")
+    if found.steps > state.step:
+        raise ConfigError(
+            f"--from {start}: run {state.run!r} has {state.step} steps, and the checkpoint is of"
+            f" {found.steps}; choose an earlier one"
+        )
+    digests.check(found.path)
+    return found
+
+
+def _kept(config: RunConfig, found: Checkpoint, epoch: int) -> str:
+    """Its name in the run's folder, relative to that; copied to there from elsewhere."""
+    folder = Path(config.output, "checkpoints")
+    if found.path.parent == folder.resolve():
+        return f"checkpoints/{found.path.name}"
+    name = f"{found.steps:06d}.{epoch}"
+    partial = folder / f"{name}.tmp-{secrets.token_hex(4)}"
+    shutil.copytree(found.path, partial)
+    partial.rename(folder / name)
+    return f"checkpoints/{name}"

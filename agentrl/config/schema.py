@@ -1,0 +1,332 @@
+"""The tables of the run file: every setting with its type, its default and what it means.
+
+Numbers that cannot be are refused by their types, tables that contradict themselves by
+`__post_init__`; what settings of several tables mean together is checked in `checks`. By what and
+where a run is done, which changes nothing of what it learns, is said in `deployment`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from agentrl.config.base import Count, Name, Natural, NonNegative, Positive, Seconds, Section
+from agentrl.config.infrastructure import EngineConfig, LearnerConfig, RunnerConfig
+from agentrl.team_rewards import EXACT
+from agentrl.types import Sampling
+
+MODEL_LR = 1e-5  # of a critic that is a model of its own, where the run file says none
+
+
+class RetriesConfig(Section, frozen=True):
+    """After which failures a rollout is tried again: when fewer than so many attempts came before,
+    and never beyond `max_attempts`. None: as often as that allows."""
+
+    agent_error: Natural | None = 0
+    timeout: Natural | None = 0
+    model_error: Natural | None = None
+    verifier_error: Natural | None = 0
+    no_model_call: Natural | None = 0
+    lost_runner: Natural = 2  # by the sandbox; a runner that dies is bounded by `max_attempts`
+
+
+class AgentConfig(Section, frozen=True):
+    """The unmodified agent and how it is run: a Python object by `path`, or a `command`."""
+
+    path: str = ""  # "file.py:name" or "package.module:name"
+    command: str | list[str] = []  # in any language; a string is split as a shell would
+    folder: str = ""  # where the command works; default: the run file's folder, or the image's
+    env: dict[str, str] = {}  # the agent's own variables; only their names are stored
+    # Patterns of the runner's variables it sees: a command or a pool beside PATH and the like, and
+    # one in the runner's process beside all but the keys of models.
+    pass_env: list[str] = []
+    timeout: Seconds = 60.0  # for one attempt
+    max_attempts: Count = 3  # tries at one rollout when the infrastructure fails
+    retries: RetriesConfig = RetriesConfig()
+    calls_optional: bool = False  # a rollout without a model call is none that failed
+    error_reward: float | None = None  # outcome when the agent itself raises; none: missing
+
+
+class TasksConfig(Section, frozen=True):
+    """Each a "file.jsonl", or a "file.py:name" that is an iterable of tasks or returns one."""
+
+    train: str = ""
+    heldout: str = ""
+    # Of training: every task once an epoch, or drawn by how often it was solved, most often those
+    # that are solved half of the time. Outcomes are taken to be from 0 to 1.
+    order: Literal["shuffle", "difficulty"] = "shuffle"
+
+
+class VerifierConfig(Section, frozen=True):
+    path: str = ""  # "file.py:name"
+
+
+class LoraConfig(Section, frozen=True):
+    """A low-rank adapter is trained, the model stays as it is. The default scale is that of
+    thinkingmachines.ai/blog/lora, which leaves the best learning rate independent of the rank."""
+
+    rank: Natural = 0  # 0: no adapter, all weights are trained
+    alpha: Positive = 32.0  # what the adapter adds is scaled by alpha / rank
+    targets: list[str] = []  # names of linear layers, such as "q_proj"; default: all but the head
+    adapter: str = ""  # directory of an adapter to start from; default: one that changes nothing
+
+
+class PolicyConfig(Section, frozen=True):
+    """The model to train: a Hugging Face checkpoint directory or hub name."""
+
+    model: str = ""  # default with `build`: <output>/policy
+    build: str = ""  # "file.py:name": called as (directory, seed) to make `model` if it is absent
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "auto"
+    lora: LoraConfig = LoraConfig()
+
+
+class MemberConfig(Section, frozen=True):
+    """One of several policies: the roles it plays, its weights, and what of how it learns differs
+    from the tables of the run."""
+
+    roles: list[str] = []
+    model: str = ""  # weights of its own; default: an adapter on those of policy.model
+    lora: dict[str, Any] = {}  # what differs from policy.lora
+    frozen: bool = False  # served from `model` or `lora.adapter` and never trained
+    algorithm: dict[str, Any] = {}
+    critic: dict[str, Any] = {}
+    reference: dict[str, Any] = {}
+    teacher: dict[str, Any] = {}
+
+
+class TeamConfig(Section, frozen=True):
+    """Which of several policies learn in a step.
+
+    together: all of them. alternating: one after the other, in the order of the run file and again
+    from the first. sequence: the same once; the last one learns to the end."""
+
+    schedule: Literal["together", "alternating", "sequence"] = "together"
+    every: Count = 1  # steps of a policy before the next one's turn
+
+
+class BranchingConfig(Section, frozen=True):
+    """Rollouts that repeat the first calls of those of a group and are sampled from there, asked
+    for when these have ended.
+
+    mc: from the state before each call of every rollout. tree: from the calls of the group where
+    the policy is least certain."""
+
+    kind: Literal["none", "mc", "tree"] = "none"
+    width: Count = 1  # branches from each of them
+    calls: Natural = 0  # at most so many, the least certain: of each rollout (mc), of the group
+
+    def __post_init__(self) -> None:
+        if self.kind == "none" and (self.width, self.calls) != (1, 0):
+            raise ValueError("width and calls mean nothing without kind = 'mc' or 'tree'")
+        if self.kind == "tree" and not self.calls:
+            raise ValueError("kind = 'tree' needs to know from how many `calls` of a group")
+
+
+class CounterfactualConfig(Section, frozen=True):
+    """Rollouts played again with others in some roles, asked for when the rollouts have ended: what
+    the team comes to without what a role does. See `algorithms.coalitions`."""
+
+    # Role -> who plays it instead: a policy or an upstream, or "first": the role's own policy as
+    # training began with it. These are the roles whose part is measured.
+    stand_ins: dict[str, str] = {}
+    # The reward of roles that it comes to: the team less the team without the role, or what the
+    # role adds to all coalitions of the others.
+    value: Literal["difference", "shapley"] = "difference"
+    orders: Natural = 0  # of joining that are drawn, for Shapley values of more than 4 roles
+    width: Count = 1  # replays of each coalition, of which the mean counts
+
+    def __post_init__(self) -> None:
+        if not self.stand_ins and (self.value, self.orders, self.width) != ("difference", 0, 1):
+            raise ValueError("value, orders and width mean nothing without stand_ins")
+        many = self.value == "shapley" and len(self.stand_ins) > EXACT
+        if many and not self.orders:
+            raise ValueError(
+                f"{len(self.stand_ins)} roles can join in too many orders to take them all; set "
+                "how many `orders` are drawn"
+            )
+        if self.orders and not many:
+            raise ValueError(f"orders are for Shapley values of more than {EXACT} roles")
+
+
+class AlgorithmConfig(Section, frozen=True):
+    """What is learned from a batch. `options` are the preset's own arguments."""
+
+    preset: str = "grpo"
+    options: dict[str, Any] = {}
+    groups: Count = 8  # per step
+    group_size: Count = 8
+    min_group: Count = 2  # valid rollouts below which a group is dropped
+    inexact: Literal["refuse", "retokenize"] = "refuse"  # calls whose token ids are unknown
+    max_staleness: Natural = 0  # steps that may be asked for ahead of the update
+    dynamic_sampling: bool | None = None  # replace groups that teach nothing; none: as the preset
+    max_rounds: Count | None = None  # in which they are; then the step does with fewer. Default 10
+    store_credit: bool = True  # advantages, baselines and gates with each step, for `explain`
+    minibatches: Count = 1  # optimizer steps a batch is split into
+    epochs: Count = 1  # passes over a batch
+    lr: Positive = 1e-6
+    warmup: Natural = 0  # steps of linear learning-rate warm-up
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after it
+    min_lr: NonNegative = 0.0  # at the end of a linear or cosine schedule
+    target_kl: Positive | None = None  # nats by which a batch moves the policy; then no more steps
+    max_bad_steps: Count = 3  # optimizer steps in a row that are not finite, until the run ends
+    weight_decay: NonNegative = 0.0
+    max_grad_norm: Positive = 1.0
+    branching: BranchingConfig = BranchingConfig()
+    counterfactual: CounterfactualConfig = CounterfactualConfig()
+
+
+class CriticConfig(Section, frozen=True):
+    """What gives the values that a preset such as ppo reads."""
+
+    # "shared": a head on the policy's hidden states; "copy": a model of its own that begins as the
+    # policy did; or a checkpoint directory or hub name of one with its vocabulary. Empty: none.
+    model: str = ""
+    # Constant; of a shared critic that of its head, which begins at 0. None: 0.05 over its width
+    # for a head, so that a value moves as fast in any model, and 1e-5 for a model of its own.
+    lr: Positive | None = None
+    coefficient: Positive = 0.5  # of the value loss beside the policy's, for a shared one
+    clip: Positive = 0.2  # how far a value may move in one step, value clipping; inf: any
+    weight_decay: NonNegative = 0.0
+
+
+class ReferenceConfig(Section, frozen=True):
+    """What a penalty on leaving the reference is about."""
+
+    # A checkpoint directory or hub name; empty: what the policy begins as, or for an adapter the
+    # model without it.
+    model: str = ""
+    every: Natural = 0  # steps after which the policy as it is becomes the reference; 0: never
+    target: NonNegative = 0.0  # nats per token: adapts the penalty to keep their KL there; 0: fixed
+    horizon: Count = 10_000  # rollouts over which it adapts
+
+
+class TeacherConfig(Section, frozen=True):
+    """Whom the preset distill imitates."""
+
+    model: str = ""  # a checkpoint directory or hub name with the policy's vocabulary
+
+
+class RewardModelConfig(Section, frozen=True):
+    """A model whose scores are rewards, under its name."""
+
+    model: str  # a checkpoint directory or hub name with the policy's vocabulary
+    # scalar: a decoder with a head of one label; implicit: a decoder, of which it is beta * (log
+    # probability - that of the reference) that is the reward
+    kind: Literal["scalar", "implicit"] = "scalar"
+    scope: Literal["rollout", "transition"] = "rollout"  # a reward of the rollout, or of each call
+    beta: Positive = 0.05  # of an implicit one
+    reference: str = ""  # of an implicit one; empty: what the policy begins as
+    train: bool = False  # an implicit one learns from every step, once it has scored it
+    # from outcomes from 0 to 1 (PRIME), or from pairs of rollouts of a group (iStar)
+    loss: Literal["outcome", "pairs"] = "outcome"
+    lr: Positive = 1e-6  # constant, where it learns
+
+
+class UpstreamConfig(Section, frozen=True):
+    """An endpoint that answers calls and is not trained: a judge, an opponent, a tool's model, or
+    in its place one `text` that is the answer to every call."""
+
+    base_url: Annotated[str, msgspec.Meta(pattern=r"^(https?://.*)?$")] = ""  # ends in /v1
+    model: str = ""  # the name it answers to; empty: the one the agent asks for
+    key_env: str = ""  # environment variable of the runner that holds its API key
+    text: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.text is None) != bool(self.base_url):
+            raise ValueError("give either its base_url or the text that is its answer")
+        if self.text is not None and (self.model or self.key_env):
+            raise ValueError("model and key_env are of a base_url, and text is the answer itself")
+
+
+class EvalConfig(Section, frozen=True):
+    """Held-out evaluations before and after training, and every so many steps between."""
+
+    every: Natural = 0  # steps; 0: only before and after
+    tasks: Natural = 0  # before and after; 0: all held-out tasks
+    curve_tasks: Natural = 64  # in the evaluations between; 0: all
+    sampled: bool = True  # before and after, also at temperature 1
+    temperature: NonNegative = 0.0  # everything else is sampled as in training
+
+
+class SelfplayConfig(Section, frozen=True):
+    """Whom the trained policy plays against, in games of several seats."""
+
+    seats: list[str] = []  # roles of the game; the policy plays one of them, or against itself all
+    policy: str = ""  # whose games they are; default: the one policy that is trained
+    # self: no others. Of the pool: the newest snapshot, any, or by how often the policy beats them:
+    # the hardest, or those of its own strength.
+    opponents: Literal["self", "latest", "uniform", "pfsp"] = "self"
+    pfsp: Literal["hard", "variance"] = "hard"
+    self_share: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.5  # of groups, against itself
+    every: Count = 10  # steps from one snapshot to the next
+    pool: Count = 8  # snapshots that are kept
+    k: Positive = 16.0  # points of Elo that a game is about
+
+    def __post_init__(self) -> None:
+        if len(set(self.seats)) != len(self.seats) or len(self.seats) == 1:
+            raise ValueError("seats are two or more roles, each named once")
+        fields = [field for field in msgspec.structs.fields(self) if field.name != "seats"]
+        given = [field.name for field in fields if getattr(self, field.name) != field.default]
+        if given and not self.seats:
+            raise ValueError(f"{given[0]} means nothing without seats: the roles of the game")
+        pooled = [name for name in given if name not in ("policy", "opponents")]
+        if pooled and self.opponents == "self":
+            raise ValueError(
+                f"{pooled[0]} is about a pool of opponents, and opponents = 'self' has none"
+            )
+        if "pfsp" in given and self.opponents != "pfsp":
+            raise ValueError("pfsp is for opponents = 'pfsp'")
+
+
+class MetricsConfig(Section, frozen=True):
+    """Where metrics go besides the store. Each sink is an extra: `pip install 'agentrl[wandb]'`."""
+
+    sinks: list[str] = []  # tensorboard, wandb, mlflow, trackio
+    project: Annotated[str, msgspec.Meta(min_length=1)] = "agentrl"  # there; MLflow's experiment
+
+
+class RunConfig(Section, frozen=True):
+    """One training job. Files are looked up in `root`, the run file's folder; what the run writes
+    goes to `output`, relative to the working directory."""
+
+    name: Name = "run"
+    root: str = "."
+    output: str = ""  # folder of store, checkpoints and figures; default runs/<name>
+    store: str = ""  # store URL; default: SQLite in the output folder
+    seed: Natural = 0
+    steps: Natural = 100
+    keep_checkpoints: Count = 2
+    max_empty_steps: Count = 3  # steps in a row without one usable rollout, until the run ends
+    agent: AgentConfig = AgentConfig()
+    tasks: TasksConfig = TasksConfig()
+    verifier: VerifierConfig = VerifierConfig()
+    policy: PolicyConfig = PolicyConfig()
+    policies: dict[str, MemberConfig] = {}  # by name; none: one, of the name "policy"
+    team: TeamConfig = TeamConfig()
+    sampling: Sampling = Sampling()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+    teacher: TeacherConfig = TeacherConfig()
+    reward_models: dict[Name, RewardModelConfig] = {}  # by the name of their reward
+    learner: LearnerConfig = LearnerConfig()
+    engine: EngineConfig = EngineConfig()
+    runner: RunnerConfig = RunnerConfig()
+    eval: EvalConfig = EvalConfig()
+    selfplay: SelfplayConfig = SelfplayConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    upstreams: dict[Name, UpstreamConfig] = {}  # by name, which is a model name for the agent too
+    roles: dict[str, str] = {}  # role -> the upstream or policy that answers it
+
+    def path(self, name: str) -> Path:
+        """A file named in the run file, relative to its folder."""
+        return Path(self.root, name)
+
+    def checkpoint(self, name: str) -> Path:
+        """Where a checkpoint is that the store names, relative to `output`. Earlier versions stored
+        where it was written, from where the folder may have been moved or copied."""
+        own = Path(self.output, "checkpoints", Path(name).name)
+        return own if own.is_dir() else Path(self.output, name)

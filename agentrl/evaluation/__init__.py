@@ -1,0 +1,1 @@
+"""Held-out evaluation of checkpoints: alone, against each other, and with roles replaced."""

@@ -1,0 +1,108 @@
+"""`agentrl ablate`: what a team is worth without what one of its roles has learned.
+
+Each lineup is the team with one role played by the first version of its policy, or by that of
+another checkpoint. All play the same held-out tasks, so the differences are paired by task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+
+from rich.table import Table
+
+from agentrl import trainer
+from agentrl.config import RunConfig
+from agentrl.config import policies as team
+from agentrl.config.players import Plan, Seats, first_version
+from agentrl.errors import ConfigError, nearest
+from agentrl.evaluation import core as evaluation
+from agentrl.types import Rollout
+
+TEAM = "team"  # the lineup in which nobody is replaced
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The team without what one role has learned. Scores are mean outcomes."""
+
+    role: str
+    player: str  # that plays it instead
+    team: float
+    without: float
+    loss: float  # mean of team minus without, over the tasks that have both
+    error: float  # its standard error
+    pairs: int
+
+
+def ablate(
+    config: RunConfig, roles: Sequence[str], replacement: Path | None, *, fresh: bool = False
+) -> list[Row]:
+    """For each role, by default every one that a trained policy plays, how the team of the run's
+    last checkpoint scores with and without it. fresh: play again what has been played.
+
+    Raises ConfigError for a role that nobody plays, and a checkpoint without its policy."""
+    known = evaluation.claimed(config)
+    for role in roles:
+        if config.policies and role not in known:
+            raise ConfigError(f"--role {role}: no trained policy plays it; {nearest(role, known)}")
+    wanted = {role: known.get(role, _only(config)) for role in roles or known}
+    if not wanted:
+        raise ConfigError(
+            "the run file names no role that the policy plays: name one with --role, such as the "
+            "agent's --role agent"
+        )
+    last = evaluation.checkpoint_at(trainer.blocking(evaluation.last_checkpoint(config)))
+    other = evaluation.checkpoint_at(replacement) if replacement else None
+    found = {
+        role: evaluation.player(config, other, policy) if other else first_version(config, policy)
+        for role, policy in wanted.items()
+    }
+    players = {role: name for role, (name, _) in found.items()}
+    lineups: dict[str, Seats] = {TEAM: {}}
+    lineups |= {f"{role}={name}": {role: name} for role, name in players.items()}
+    plan = Plan(
+        players=dict(found.values()),
+        lineups=lineups,
+        tasks=evaluation.tasks_of(config, config.eval.tasks),
+        temperature=config.eval.temperature,
+        steps=last.steps,
+    )
+    played = evaluation.run_plan(config, last, plan, "ablation", fresh=fresh)
+    return [
+        row(role, name, played[TEAM], played[f"{role}={name}"]) for role, name in players.items()
+    ]
+
+
+def row(role: str, player: str, whole: Sequence[Rollout], without: Sequence[Rollout]) -> Row:
+    """`whole` and `without` are of the same tasks, in the same order."""
+    scores, rest = evaluation.outcomes(whole), evaluation.outcomes(without)
+    gaps = [a - b for a, b in zip(scores, rest, strict=True)]
+    loss, error = evaluation.mean_error(gaps)
+    means = [evaluation.mean_error(values)[0] for values in (scores, rest)]
+    return Row(role, player, means[0], means[1], loss, error, sum(map(isfinite, gaps)))
+
+
+def table(rows: Sequence[Row]) -> Table:
+    shown = Table("role", "played by", title="the team without what a role has learned")
+    shown.title_justify = "left"
+    for column in ("team", "without", "loss", "tasks"):
+        shown.add_column(column, justify="right")
+    for one in rows:
+        error = f" ± {one.error:.3f}" if isfinite(one.error) else ""
+        numbers = (f"{one.team:.3f}", f"{one.without:.3f}", f"{one.loss:+.3f}{error}")
+        shown.add_row(one.role, one.player, *numbers, str(one.pairs))
+    return shown
+
+
+def as_json(rows: Sequence[Row]) -> str:
+    return evaluation.as_json(
+        [{name: getattr(one, name) for name in Row.__slots__} for one in rows]
+    )
+
+
+def _only(config: RunConfig) -> str:
+    """The policy that plays a role which the run file does not name."""
+    return team.trained(config)[0]

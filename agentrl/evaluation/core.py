@@ -1,0 +1,322 @@
+"""What a trained run has come to, measured beside it: its held-out score, or lineups that play.
+
+Every evaluation is a run of no steps in a folder of its own, beside that of the run it is about.
+That of lineups is named by all that decides a game, so the same command finds the games that have
+ended, and goes on with the rest after `kill -9`; other weights or settings are another evaluation.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from math import isfinite, sqrt
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from agentrl import trainer
+from agentrl.config import LoraConfig, MetricsConfig, PolicyConfig, RunConfig, SelfplayConfig
+from agentrl.config import policies as team
+from agentrl.config.players import Plan, Player
+from agentrl.errors import AgentRLError, ConfigError
+from agentrl.loading import load_tasks
+from agentrl.processes import PHASE
+from agentrl.store import open_store
+from agentrl.store.base import Store
+from agentrl.types import POLICY, Json, Purpose, Rollout, RolloutState
+
+STEPS = re.compile(r"(\d+)(?:\.\d+)?$")  # a checkpoint's name: its steps, and its writer's epoch
+GAMES = ("agent", "verifier", "sampling", "policy", "policies", "upstreams", "roles", "seed")
+"""Settings that decide, beside a plan, how its games go."""
+Played = dict[str, list[Rollout]]  # by lineup, in the order of the tasks
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A directory that `agentrl train` wrote."""
+
+    path: Path
+    steps: int
+
+    def of(self, config: RunConfig, policy: str) -> Path:
+        """Where in it a policy is. Raises ConfigError if it is not."""
+        directory = self.path / policy if config.policies else self.path
+        files = ("config.json", "adapter_config.json")
+        if not any((directory / file).is_file() for file in files):
+            raise ConfigError(
+                f"{self.path}: the policy {policy!r} is not in it; give a checkpoint of a run with "
+                f"{'these policies' if config.policies else 'one policy'}"
+            )
+        return directory
+
+
+def evaluate(
+    config: RunConfig, checkpoint: Path | None, tasks: str | None, *, level: int = PHASE
+) -> trainer.Result:
+    """Score a checkpoint, by default the run's last, or what `[upstreams]` answer where the run has
+    no model of its own: a run of no steps in a folder of its own, and in the store that the run
+    file names, if it names one."""
+    if team.remote(config):
+        if checkpoint:
+            raise ConfigError(
+                f"{checkpoint}: [upstreams] answer every call, so no checkpoint is played; leave "
+                "it out, or set policy.model"
+            )
+    else:
+        checkpoint = checkpoint or trainer.blocking(last_checkpoint(config))
+        if not checkpoint.is_dir():
+            raise ConfigError(f"{checkpoint}: no such checkpoint directory")
+    replace = msgspec.structs.replace
+    name = f"{config.name}-eval-{time.strftime('%Y%m%d-%H%M%S')}"
+    heldout = str(Path(tasks).resolve()) if tasks and ":" not in tasks else tasks
+    own = untrained(config, name, checkpoint and checkpoint.resolve())
+    config = replace(
+        own,
+        store=own.store if trainer.has_own_store(config) else config.store,
+        tasks=replace(config.tasks, heldout=heldout or config.tasks.heldout),
+        eval=replace(config.eval, tasks=0) if tasks else config.eval,
+        selfplay=SelfplayConfig(),  # nobody meets a pool
+    )
+    trainer.check(config)
+    if checkpoint:
+        Console().print(scored(checkpoint), highlight=False, markup=False, soft_wrap=True)
+    return trainer.blocking(trainer.front(config, runners=config.runner.processes, level=level))
+
+
+def scored(checkpoint: Path) -> str:
+    """Which weights are scored, for the console."""
+    named = STEPS.match(checkpoint.name)
+    after = f" after step {int(named[1])}" if named else ""
+    return f"scoring the policy{after}: {checkpoint}"
+
+
+def checkpoint_at(path: Path) -> Checkpoint:
+    """Raises ConfigError for what is no checkpoint of a run."""
+    named = STEPS.match(path.name)
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such checkpoint directory")
+    if named is None or not (path / "state.json").is_file():
+        raise ConfigError(f"{path}: it is no checkpoint of a run; give <output>/checkpoints/...")
+    return Checkpoint(path.resolve(), int(named[1]))
+
+
+def checkpoints_of(config: RunConfig) -> list[Checkpoint]:
+    """Those of a run that are on disk, oldest first."""
+    folder = Path(config.output, "checkpoints")
+    found = [path for path in folder.glob("*") if STEPS.match(path.name) and path.is_dir()]
+    return sorted(map(checkpoint_at, found), key=lambda made: (made.steps, made.path.name))
+
+
+def player(config: RunConfig, checkpoint: Checkpoint, policy: str) -> tuple[str, Player]:
+    """A policy as a checkpoint has it, and its name: the policy's, or that of another run."""
+    output = checkpoint.path.parent.parent
+    who = policy if output == Path(config.output).resolve() else f"{output.name}-{policy}"
+    name = f"{who}@{checkpoint.path.name}".replace(".", "-")  # adapters have no dots in their names
+    directory = checkpoint.of(config, policy)
+    return name, Player(policy=policy, directory=str(directory), steps=checkpoint.steps)
+
+
+def tasks_of(config: RunConfig, limit: int = 0) -> list[dict[str, Json]]:
+    """The held-out tasks, or else those of training; the first `limit`, 0: all."""
+    key = "heldout" if config.tasks.heldout else "train"
+    if not getattr(config.tasks, key):
+        raise ConfigError("tasks.heldout is missing: there is nothing to play")
+    found = load_tasks(getattr(config.tasks, key), Path(config.root), key=f"tasks.{key}")
+    return found[: limit or None]
+
+
+def run_plan(
+    config: RunConfig, checkpoint: Checkpoint, plan: Plan, kind: str, *, fresh: bool = False
+) -> Played:
+    """The games of a plan, by lineup. `config`: the trained run; `checkpoint`: where its own
+    policies are taken from; `fresh`: play again what has been played. Raises AgentRLError where
+    nothing can be learned from them."""
+    own = beside(config, checkpoint, plan, kind)
+    trainer.check(own)
+    if fresh:
+        trainer.clear(own)
+    return trainer.blocking(_played(own, plan))
+
+
+def beside(config: RunConfig, checkpoint: Checkpoint, plan: Plan, kind: str) -> RunConfig:
+    """The settings of the evaluation run."""
+    settings = [getattr(config, key) for key in GAMES]
+    directories = [str(checkpoint.path), *(one.directory for one in plan.players.values())]
+    weights = [(directory, _written(Path(directory))) for directory in directories if directory]
+    about = msgspec.json.encode([plan, weights, settings])
+    name = f"{config.name}-{kind}-{sha256(about).hexdigest()[:8]}"
+    return msgspec.structs.replace(
+        untrained(config, name, checkpoint.path),
+        metrics=MetricsConfig(),
+        tasks=msgspec.structs.replace(
+            config.tasks, heldout=config.tasks.heldout or config.tasks.train
+        ),
+    )
+
+
+def _written(directory: Path) -> int:
+    """When what is there was written, in ns: a run that began anew has other weights by the same
+    name. 0 for a model of the hub."""
+    return max((file.stat().st_mtime_ns for file in directory.rglob("*")), default=0)
+
+
+def untrained(config: RunConfig, name: str, checkpoint: Path | None) -> RunConfig:
+    """A run of no steps, of that name and in a folder beside, with a checkpoint's policies."""
+    own = policies_at(config, checkpoint) if checkpoint else {}
+    output = Path(config.output).with_name(name)
+    return msgspec.structs.replace(
+        config,
+        name=name,
+        output=str(output),
+        store=f"sqlite:///{output / 'store.db'}",
+        steps=0,
+        **own,
+    )
+
+
+def policies_at(config: RunConfig, checkpoint: Path) -> dict[str, Any]:
+    """Settings that load the policies of a checkpoint; frozen ones stay what they are."""
+    if not config.policies:
+        return {"policy": _policy_at(config.policy, checkpoint)}
+    members = dict(config.policies)
+    for name in team.trained(config):
+        folder = checkpoint / name
+        if not folder.is_dir():
+            raise ConfigError(f"{checkpoint}: it has no policy {name!r}, which the run file trains")
+        found = _policy_at(team.view(config, name).policy, folder)
+        members[name] = msgspec.structs.replace(
+            members[name], model=found.model, lora=msgspec.to_builtins(found.lora)
+        )
+    return {"policies": members}
+
+
+def _policy_at(policy: PolicyConfig, checkpoint: Path) -> PolicyConfig:
+    """Settings that load a checkpoint: a model, or an adapter, which says on what."""
+    replace, file = msgspec.structs.replace, checkpoint / "adapter_config.json"
+    if not file.is_file():
+        return replace(policy, model=str(checkpoint), build="")
+    adapter = json.loads(file.read_text(encoding="utf-8"))
+    targets = adapter.get("target_modules")
+    lora = LoraConfig(
+        rank=adapter["r"],
+        alpha=adapter["lora_alpha"],
+        targets=sorted(targets) if isinstance(targets, list) else [],
+        adapter=str(checkpoint),
+    )
+    return replace(policy, model=adapter["base_model_name_or_path"], build="", lora=lora)
+
+
+def _is_missing(store: str) -> bool:
+    return store.startswith("sqlite:///") and not Path(store.removeprefix("sqlite:///")).is_file()
+
+
+async def last_checkpoint(config: RunConfig) -> Path:
+    """Of a run's store. Raises ConfigError if it has none."""
+    untrained = f"run {config.name!r} has not been trained yet; train it first: agentrl train"
+    if _is_missing(config.store):
+        raise ConfigError(f"{untrained} (there is no {config.store})")
+    async with open_store(config.store, create=False) as store:
+        state = await store.run(config.name)
+    if state is None:
+        raise ConfigError(untrained)
+    if state.checkpoint is None:
+        raise ConfigError(f"run {config.name!r} has no checkpoint yet: train it, or name one")
+    return config.checkpoint(state.checkpoint)
+
+
+async def _played(config: RunConfig, plan: Plan) -> Played:
+    output = trainer.folder_at(Path(config.output))
+    async with open_store(config.store) as store:
+        found = await _ended(store, config, plan)
+        if found is None:
+            file = output / "plan.json"
+            file.write_bytes(msgspec.json.encode(plan))
+            console = Console(stderr=True)  # what is printed in the end is the result alone
+            runners = config.runner.processes
+            await trainer.attend(store, config, runners=runners, play=file, console=console)
+            found = await _ended(store, config, plan)
+        if found is None:
+            raise AgentRLError(f"{output}: games are missing; give the same command again")
+        for name, seats in plan.lineups.items():
+            await _check_heard(store, name, found[name], seats)
+    return found
+
+
+async def _ended(store: Store, config: RunConfig, plan: Plan) -> Played | None:
+    """The games of each lineup, if all have ended."""
+    found: Played = {name: [] for name in plan.lineups}
+    if await store.run(config.name) is None:
+        return None
+    for row in await store.rollouts(config.name, purpose=Purpose.EVAL):
+        if row.state.terminal:
+            found[row.group.rpartition("/")[2]].append(row)
+    if any(len(rows) < len(plan.tasks) for rows in found.values()):
+        return None
+    return {name: sorted(rows, key=lambda row: row.index) for name, rows in found.items()}
+
+
+async def _check_heard(
+    store: Store, lineup: str, rows: Sequence[Rollout], seats: Mapping[str, str]
+) -> None:
+    """That somebody spoke in every seat in some game: a role that nobody has is a mistake of who
+    named it, and the numbers would mean nothing."""
+    silent = set(seats)
+    for row in rows:
+        if not silent:
+            return
+        trace = await store.trace(row.id)
+        silent.difference_update(call.role for call in (trace.transitions if trace else ()))
+    failures = [row.failure.message for row in rows if row.failure]
+    if silent and len(failures) == len(rows):
+        raise AgentRLError(
+            f"{lineup}: every game failed, such as by: {failures[0]}; mend it, and repeat the "
+            "command with --fresh"
+        )
+    if silent:
+        raise ConfigError(
+            f"nobody plays the role {sorted(silent)[0]!r} in {lineup}: no call of the agent has "
+            "it; name the roles of its calls (agentrl.role, graph nodes or model names), and "
+            "repeat the command with --fresh"
+        )
+
+
+def outcomes(rows: Iterable[Rollout]) -> list[float]:
+    """The outcome of each game; NaN where it is missing."""
+    return [row.reward() if row.state is RolloutState.SUCCEEDED else float("nan") for row in rows]
+
+
+def mean_error(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and its standard error, of the values that are known; NaN where there are too few."""
+    known = [value for value in values if isfinite(value)]
+    mean = fmean(known) if known else float("nan")
+    error = stdev(known) / sqrt(len(known)) if len(known) > 1 else float("nan")
+    return mean, error
+
+
+def as_json(value: Json) -> str:
+    """What a program reads: a number that is not known is null."""
+    return json.dumps(_known(value), indent=2)
+
+
+def _known(value: Json) -> Json:
+    if isinstance(value, Mapping):
+        return {key: _known(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_known(item) for item in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
+
+
+def claimed(config: RunConfig) -> dict[str, str]:
+    """Role -> the trained policy that plays it."""
+    trained = team.trained(config)
+    roles = team.claims(config)
+    return {role: name for role, name in roles.items() if name in trained} or (
+        {} if config.policies else dict.fromkeys(config.selfplay.seats, POLICY)
+    )

@@ -1,0 +1,48 @@
+"""Directories that are whole or absent, whatever is killed when."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PARTIAL = ".tmp-"  # in the name of a directory that is being written or deleted
+
+
+@contextmanager
+def atomic_directory(path: Path) -> Iterator[Path]:
+    """A new directory to write into, which becomes `path` on leaving, or vanishes on an error."""
+    partial = partial_name(path)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        for file in partial.rglob("*"):
+            _sync(file)
+        _sync(partial)
+        if path.exists():
+            delete_directory(path)
+        partial.rename(path)
+        _sync(path.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # gone already, unless something failed
+
+
+def partial_name(path: Path) -> Path:
+    return path.with_name(f"{path.name}{PARTIAL}{secrets.token_hex(4)}")
+
+
+def delete_directory(path: Path) -> None:
+    """Never leaves half a checkpoint under its name."""
+    doomed = path.rename(partial_name(path))
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""What a person or another tool sees of a run: console, report, OpenTelemetry, metrics sinks."""

@@ -1,0 +1,1 @@
+"""Credit assignment: rewards in, one advantage for each token out."""

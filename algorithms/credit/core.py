@@ -1,0 +1,393 @@
+"""Credit: what every action token is worth, from rewards to advantages.
+
+Credit is a function of the batch that returns A float64 [N]. NaN in it means *missing*: a rollout
+without a reward is in no statistic and not in the loss. 0 means *no lesson*: a rollout that nothing
+can be compared with, or that did as well as the others; it counts in the denominators of the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.data.ids import Level, Unit, chain, lift, owner, scan, seg, units
+from agentrl.algorithms.data.rewards import split
+from agentrl.errors import TrainingError, nearest
+
+Credit = Callable[[Batch], Tensor]
+"""Batch -> A [N]."""
+Column = Callable[[Batch], Tensor]
+"""Batch -> one number per unit of a level."""
+Base = Literal["none", "mean", "loo"]
+Norm = Literal["none", "std", "mean"]
+
+SPREAD = 1e-6  # differences below this share of the largest reward are rounding, not information
+
+
+class Standard(NamedTuple):
+    """Advantages with what they were computed from, float64 [U] each; scale 0: divided by none."""
+
+    advantage: Tensor
+    baseline: Tensor
+    scale: Tensor
+
+
+def standardise(
+    x: Tensor,
+    by: Tensor,
+    *,
+    base: Base | Tensor = "mean",
+    norm: Norm = "none",
+    norm_by: Tensor | None = None,
+    w: Tensor | None = None,
+    bw: Tensor | None = None,
+    ddof: int = 1,
+    eps: float = 1e-6,
+    tol: float = SPREAD,
+) -> Standard:
+    """(x - baseline) / scale within units of equal id.
+
+    x [U]: NaN = missing: in no statistic, result 0. by, norm_by (default `by`) int64 [U]: whom to
+    compare with, and whose scale to divide by. base: nothing, the mean, the mean of the others, or
+    given values [U]. norm: the standard deviation of x - baseline (plus eps), or the mean of |x|,
+    which is that of x where none is below 0, and keeps the result of n rewards within n + 1 where
+    those of both signs nearly cancel. w, bw [U]: frequency weights of all statistics, and of the
+    baseline alone.
+
+    The result is exactly 0, never rounding noise over eps, for a unit without others to compare
+    with, for one within tol of its baseline (relative to the largest |x| of its id) and where the
+    mean or deviation that it is divided by is not positive."""
+    known = ~(x - base if isinstance(base, Tensor) else x).isnan()
+    x = torch.where(known, x.double(), 0.0)
+    weight = known.double() if w is None else known * w.double()
+    baseline = _baseline(x, by, base, weight if bw is None else known * bw.double())
+    centred = x - baseline
+    live = known & centred.isfinite()
+    live &= centred.abs() > tol * seg(x.abs(), by, how="amax")[by]
+    if not isinstance(base, Tensor) and base != "none":
+        live &= seg(weight > 0, by)[by] > 1
+    centred = torch.where(live, centred, 0.0)
+    if norm == "none":
+        return Standard(centred, baseline, torch.zeros_like(centred))
+    scale = _scale(x, centred, weight, by if norm_by is None else norm_by, norm, ddof, eps, tol)
+    return Standard(torch.where(scale > 0, centred / scale, 0.0), baseline, scale)
+
+
+def _scale(
+    x: Tensor, centred: Tensor, weight: Tensor, by: Tensor, norm: Norm,
+    ddof: int, eps: float, tol: float,
+) -> Tensor:  # fmt: skip
+    total = seg(weight, by)
+    if norm == "mean":
+        return torch.where(seg(weight * x, by) > 0, seg(weight * x.abs(), by) / total, 0.0)[by]
+    largest = seg(x.abs(), by, how="amax")
+    # In shares of the largest, whose squares neither overflow nor vanish.
+    share = torch.where(centred == 0, 0.0, centred / largest[by])
+    mean = seg(weight * share, by) / total
+    deviation = (seg(weight * (share - mean[by]) ** 2, by) / (total - ddof)).sqrt()
+    return torch.where(deviation > tol, largest * deviation + eps, 0.0)[by]
+
+
+def _baseline(x: Tensor, by: Tensor, base: Base | Tensor, weight: Tensor) -> Tensor:
+    if isinstance(base, Tensor):
+        return base.double()
+    if base == "none":
+        return torch.zeros_like(x)
+    total = seg(weight, by)[by]
+    mean = seg(weight * x, by)[by] / total
+    # Weights are frequencies: leaving one out takes away a whole unit of weight.
+    return mean - (x - mean) / (total - 1).clamp(min=0) if base == "loo" else mean
+
+
+def gae(r: Tensor, v: Tensor, following: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Generalised advantages and returns, float64 [U] each, along links (-1 ends a chain, after
+    which nothing is worth anything). arXiv 1506.02438."""
+    after = torch.where(following >= 0, v.double()[following], 0.0)
+    advantage = scan(r + gamma * after - v, gamma * lam, following)
+    return advantage, advantage + v
+
+
+@dataclass(frozen=True, slots=True)
+class Rel:
+    """Rewards standardised among the units of a level, copied to their tokens: GRPO and relatives.
+
+    reward: a reference, or a function of the batch. at: the level of comparison, by default the
+    reward's own (see `level_of`); a reward of a level above is copied down to it first. The rest as
+    in `standardise`; functions for it give values at the level of comparison."""
+
+    reward: str | Column = "outcome"
+    at: Level | None = None
+    by: tuple[Unit, ...] = ("group",)
+    base: Base | Column = "mean"
+    norm: Norm = "none"
+    norm_by: tuple[Unit, ...] | None = None
+    w: Column | None = None
+    bw: Column | None = None
+    ddof: int = 1
+    eps: float = 1e-6
+
+    @property
+    def level(self) -> Level:
+        return self.at or level_of(self.reward)
+
+    def standard(self, batch: Batch) -> tuple[Tensor, Standard]:
+        """Rewards and what they come to, at the level."""
+        at = self.level
+        x = lift(batch, rewards(batch, self.reward), level_of(self.reward), at)
+        return x, standardise(
+            x,
+            units(batch, at, *self.by),
+            base=self.base(batch) if callable(self.base) else self.base,
+            norm=self.norm,
+            norm_by=None if self.norm_by is None else units(batch, at, *self.norm_by),
+            w=None if self.w is None else self.w(batch),
+            bw=None if self.bw is None else self.bw(batch),
+            ddof=self.ddof,
+            eps=self.eps,
+        )
+
+    def of_units(self, batch: Batch) -> Tensor:
+        """Advantages at the level, NaN = missing."""
+        x, standard = self.standard(batch)
+        return torch.where(x.isnan(), torch.nan, standard.advantage)
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return self.of_units(batch)[owner(batch, self.level)]
+
+
+@dataclass(frozen=True, slots=True)
+class Togo:
+    """Discounted reward-to-go per token, the rollout's reward falling on its last action token.
+
+    gamma counts action tokens only: a tool result in between costs nothing. toll: what every token
+    costs [N]."""
+
+    reward: str | Column = "outcome"
+    gamma: float = 1.0
+    toll: Column | None = None
+
+    def __call__(self, batch: Batch) -> Tensor:
+        following = links(batch)
+        r = terminal(batch, self.reward, following, self.toll)
+        return scan(r, self.gamma, following)
+
+
+@dataclass(frozen=True, slots=True)
+class Gae:
+    """GAE over the action tokens of a rollout; `value` gives V [N]. PPO, arXiv 1707.06347.
+
+    A reward ends its rollout, also one that a token limit cut off: a value on top of it would make
+    the critic's target R + V, which no V meets. Where the cut came before any reward, the last V
+    stands for the return from there. toll: what every token costs [N]."""
+
+    value: Column
+    reward: str | Column = "outcome"
+    gamma: float = 1.0
+    lam: float = 0.95
+    toll: Column | None = None
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return self._solved(batch)[0]
+
+    def returns(self, batch: Batch) -> Tensor:
+        """What `value` should have said, float64 [N], NaN = missing."""
+        return self._solved(batch)[1]
+
+    def _solved(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        following = links(batch)
+        v = self.value(batch).double()
+        r = terminal(batch, self.reward, following, self.toll)
+        cut = truncated(batch)[batch.token_rollout] & (following < 0) & r.isnan()
+        return gae(torch.where(cut, v, r), v, following, self.gamma, self.lam)
+
+
+@dataclass(frozen=True, slots=True)
+class Critic:
+    """V [N] of the learner's critic."""
+
+    def __call__(self, batch: Batch) -> Tensor:
+        if batch.values.numel() != batch.n_tokens:
+            raise TrainingError(
+                f"step {batch.step}: the algorithm needs the values of a critic for "
+                f"{batch.n_tokens} tokens (stream v), and there are none; choose a preset that "
+                "does without, or name a reward that holds the values of calls as its `value`"
+            )
+        if bad := int((~batch.values.isfinite()).sum()):
+            raise TrainingError(
+                f"step {batch.step}: {bad} of {batch.n_tokens} values of the critic are NaN or "
+                "infinite; set a smaller critic.lr"
+            )
+        return batch.values.double()
+
+
+@dataclass(frozen=True, slots=True)
+class Whiten:
+    """Mean 0 and standard deviation 1 over all tokens of the batch, or of each of its units.
+    REINFORCE++, 2501.03262."""
+
+    credit: Credit
+    by: tuple[Unit, ...] = ("all",)
+
+    def __call__(self, batch: Batch) -> Tensor:
+        advantage = self.credit(batch)
+        ids = units(batch, "token", *self.by)
+        white = standardise(advantage, ids, norm="std", eps=1e-8).advantage
+        return torch.where(advantage.isnan(), torch.nan, white)
+
+
+@dataclass(frozen=True, slots=True)
+class Plus:
+    """Weighted sum of credits (or of columns of one level); a weight may be a column. What is
+    missing in one term counts as 0 there; what every term misses is missing."""
+
+    terms: tuple[tuple[Credit, float | Column], ...]
+
+    def __call__(self, batch: Batch) -> Tensor:
+        parts = [c(batch) * (w(batch) if callable(w) else w) for c, w in self.terms]
+        missing = torch.stack([part.isnan() for part in parts]).all(0)
+        total = sum((part.nan_to_num(nan=0.0) for part in parts), torch.zeros(()))
+        return torch.where(missing, torch.nan, total)
+
+
+def plus(*terms: tuple[Credit, float | Column]) -> Plus:
+    return Plus(terms)
+
+
+@dataclass(frozen=True, slots=True)
+class Zero:
+    """No credit: the algorithm learns from its penalties alone."""
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return torch.zeros(batch.n_tokens, dtype=torch.float64)
+
+
+def walk(part: object) -> Iterator[object]:
+    """A credit and every record inside it, outermost first."""
+    if isinstance(part, tuple):
+        for item in part:
+            yield from walk(item)
+    elif is_dataclass(part) and not isinstance(part, type):
+        yield part
+        for field in fields(part):
+            yield from walk(getattr(part, field.name))
+
+
+def reads(*parts: object) -> tuple[str, ...]:
+    """The rewards that credits read: every `reward` field that is a reference, in order."""
+    found = (getattr(record, "reward", None) for record in walk(parts))
+    return tuple(dict.fromkeys(name for name in found if isinstance(name, str)))
+
+
+def rewritten(part: Any, change: Callable[[Any], Any]) -> Any:
+    """A credit with every record inside it changed, innermost first."""
+    if isinstance(part, tuple):
+        return tuple(rewritten(item, change) for item in part)
+    if not is_dataclass(part) or isinstance(part, type):
+        return part
+    inner = {field.name: rewritten(getattr(part, field.name), change) for field in fields(part)}
+    return change(replace(part, **inner))
+
+
+def level_of(reward: str | Column) -> Level:
+    """The level of a reward's scope, or of a function: its `level`, by default rollout."""
+    if isinstance(reward, str):
+        return split(reward)[0].value
+    level: Level = getattr(reward, "level", "rollout")
+    return level
+
+
+def rewards(batch: Batch, reward: str | Column) -> Tensor:
+    """The values of a reward by reference or of a function of the batch: float64, NaN = missing.
+
+    Raises TrainingError for a reward that the batch does not carry and for an infinite one."""
+    if isinstance(reward, str) and reward not in batch.rewards:
+        raise TrainingError(
+            f"step {batch.step}: none of {len(batch.rollouts)} rollouts has a reward {reward!r}; "
+            f"{nearest(reward, batch.rewards)}"
+        )
+    x = batch.rewards[reward].double() if isinstance(reward, str) else reward(batch)
+    if infinite := int(x.isinf().sum()):
+        raise TrainingError(
+            f"step {batch.step}: {infinite} of {x.numel()} values of reward {reward!r} are infinite"
+        )
+    return x
+
+
+def terminal(
+    batch: Batch, reward: str | Column, following: Tensor, toll: Column | None = None
+) -> Tensor:
+    """The rollout's reward at its last action token, 0 at the others, float64 [N], less a toll."""
+    r = torch.where(following < 0, rewards(batch, reward)[batch.token_rollout], 0.0)
+    return r if toll is None else r - toll(batch)
+
+
+def links(batch: Batch) -> Tensor:
+    """int64 [N]: the next action token of the same rollout in order of its calls, -1 at its end."""
+    # Calls are numbered rollout by rollout, so their order is that of both.
+    order = batch.token_transition.argsort(stable=True)
+    following = torch.full_like(order, -1)
+    rollout = batch.token_rollout[order]
+    same = rollout[1:] == rollout[:-1]
+    following[order[:-1][same]] = order[1:][same]
+    return following
+
+
+def truncated(batch: Batch) -> Tensor:
+    """bool [U]: whether the last call of the rollout was cut off by a token limit."""
+    cut = torch.zeros(len(batch.rollouts), dtype=torch.bool)
+    if batch.transition_truncated.numel():
+        last = chain(batch.transition_rollout) < 0
+        cut[batch.transition_rollout[last]] = batch.transition_truncated[last]
+    return cut
+
+
+def lengths(batch: Batch) -> Tensor:
+    """Action tokens per rollout, float64 [U]."""
+    return seg(torch.ones(batch.n_tokens), batch.token_rollout, len(batch.rollouts))
+
+
+def spread(batch: Batch, reward: str | Column = "outcome") -> Tensor:
+    """bool, one per unit of the reward: whether the known rewards of its group differ."""
+    x, group = rewards(batch, reward), units(batch, level_of(reward), "group")
+    high = seg(x.nan_to_num(nan=-torch.inf), group, how="amax")
+    low = seg(x.nan_to_num(nan=torch.inf), group, how="amin")
+    largest = seg(x.nan_to_num(nan=0.0).abs(), group, how="amax")
+    return (high - low > SPREAD * largest)[group]
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """bool [N]: tokens of groups whose rewards differ. DAPO's filter, arXiv 2503.14476."""
+
+    reward: str = "outcome"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return spread(batch, self.reward)[owner(batch, level_of(self.reward))]
+
+
+@dataclass(frozen=True, slots=True)
+class Survivors:
+    """The reward, missing where the rewards of the group do not differ."""
+
+    reward: str = "outcome"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return torch.where(spread(batch, self.reward), rewards(batch, self.reward), torch.nan)
+
+
+@dataclass(frozen=True, slots=True)
+class Compensated:
+    """The reward times known / surviving rollouts, which makes up for the zero gradients of groups
+    whose rewards do not differ. GPG, arXiv 2504.02546."""
+
+    reward: str = "outcome"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        x = rewards(batch, self.reward)
+        known = ~x.isnan()
+        return x * known.sum() / (spread(batch, self.reward) & known).sum().clamp(1)

@@ -1,0 +1,1 @@
+"""Batches: transitions, the ids that group them, rewards, and state that outlives a step."""

@@ -1,0 +1,178 @@
+"""Integer id vectors: who is compared, pooled or averaged with whom is a column, never a code path.
+
+All functions are pure and work on flat tensors of one level with U units.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from agentrl.algorithms.data.batch import Batch
+from agentrl.errors import TrainingError
+
+Level = Literal["token", "transition", "role", "rollout"]
+"""What has a number: a token, a call, a role of a rollout [U * K], a rollout."""
+Unit = Literal[
+    "all", "transition", "row", "role", "turn", "state", "prompt", "node", "tree", "rollout",
+    "group",
+]  # fmt: skip
+"""What has an id. turn: number of calls before; state, prompt, node: see Batch; tree: the rollouts
+that share their first call."""
+How = Literal["sum", "mean", "amax", "amin"]
+
+
+def key(*columns: Tensor) -> Tensor:
+    """Dense ids int64 [U] of the tuples that one or more integer columns [U] spell out."""
+    ids: Tensor = torch.unique(columns[0], return_inverse=True)[1]
+    for column in columns[1:]:
+        other: Tensor = torch.unique(column, return_inverse=True)[1]
+        pairs = ids * max(other.numel(), 1) + other
+        ids = torch.unique(pairs, return_inverse=True)[1]
+    return ids
+
+
+def seg(x: Tensor, ids: Tensor, n: int | None = None, how: How = "sum") -> Tensor:
+    """Reduce x [U] to one value per id, float64 [n]; an id without members gets 0."""
+    size = n if n is not None else int(ids.max()) + 1 if ids.numel() else 0
+    total = torch.zeros(size, dtype=torch.float64, device=x.device)
+    if how == "sum":
+        return total.index_add_(0, ids, x.double())
+    return total.scatter_reduce_(0, ids, x.double(), how, include_self=False)
+
+
+def known_mean(x: Tensor, ids: Tensor, n: int | None = None) -> Tensor:
+    """Per id, the mean of the x [U] that are not NaN, float64 [n]; NaN where there is none."""
+    return seg(x.nan_to_num(nan=0.0), ids, n) / seg(~x.isnan(), ids, n)
+
+
+def scan(x: Tensor, decay: Tensor | float, following: Tensor) -> Tensor:
+    """y_i = x_i + decay_i * y_following_i along links, float64 [U]; following_i = -1 ends a chain.
+
+    Pointer jumping: log2(longest chain) vectorised rounds, for links in any order. Raises
+    TrainingError if the links form a cycle."""
+    y, link = x.double().clone(), following.clone()
+    factor = torch.as_tensor(decay, dtype=torch.float64, device=x.device).expand_as(y).clone()
+    live = (link >= 0).nonzero().squeeze(1)
+    for _ in range(x.numel().bit_length()):
+        after = link[live]
+        y[live] += factor[live] * y[after]
+        factor[live] *= factor[after]
+        link[live] = link[after]
+        live = live[link[live] >= 0]
+    if live.numel():
+        raise TrainingError(f"the links of {live.numel()} units form a cycle")
+    return y
+
+
+def units(batch: Batch, at: Level, *names: Unit) -> Tensor:
+    """Ids [U] of the units that `names` together span, at a level: ("group", "role") compares
+    within one role of one group.
+
+    Raises TrainingError for a unit that is below the level or not known."""
+    columns = [_column(batch, at, name) for name in names]
+    return columns[0] if len(columns) == 1 else key(*columns)
+
+
+def owner(batch: Batch, at: Level) -> Tensor:
+    """int64 [N]: the token's unit at a level."""
+    if at == "token":
+        return torch.arange(batch.n_tokens)
+    if at == "transition":
+        return batch.token_transition
+    if at == "rollout":
+        return batch.token_rollout
+    return batch.token_rollout * len(batch.roles) + batch.transition_role[batch.token_transition]
+
+
+def lift(batch: Batch, x: Tensor, level: Level, at: Level) -> Tensor:
+    """Values of a level read at a lower one; a role without calls in a rollout has none (NaN).
+
+    Raises TrainingError where `at` is above `level`."""
+    if level == at:
+        return x
+    if level == "rollout" and at == "role":
+        roles = len(batch.roles)
+        called = torch.full((len(batch.rollouts) * roles,), torch.nan, dtype=torch.float64)
+        called[batch.transition_rollout * roles + batch.transition_role] = 0.0
+        return x.repeat_interleave(roles) + called
+    if at == "transition" and level == "rollout":
+        return x[batch.transition_rollout]
+    if at == "transition" and level == "role":
+        return x[batch.transition_rollout * len(batch.roles) + batch.transition_role]
+    if at == "token":
+        return x[owner(batch, level)]
+    raise TrainingError(f"a value per {level} is not one per {at}: compare at a lower level")
+
+
+def chain(ids: Tensor, order: Tensor | None = None) -> Tensor:
+    """int64 [U]: the next unit with the same id, by `order` (default: position), -1 at the end."""
+    ranks = torch.arange(ids.numel()) if order is None else order
+    place = (ids * (int(ranks.max()) + 1 if ranks.numel() else 1) + ranks).argsort(stable=True)
+    following = torch.full_like(place, -1)
+    same = ids[place[1:]] == ids[place[:-1]]
+    following[place[:-1][same]] = place[1:][same]
+    return following
+
+
+def reverse(following: Tensor) -> Tensor:
+    """int64 [U]: the unit before along links, -1 at the start."""
+    before = torch.full_like(following, -1)
+    linked = following >= 0
+    before[following[linked]] = linked.nonzero().squeeze(1)
+    return before
+
+
+def _column(batch: Batch, at: Level, name: Unit) -> Tensor:
+    if at == "token" and name == "row":
+        return batch.token_row
+    if name in ("transition", "turn", "state", "prompt", "node") and at in ("token", "transition"):
+        ids = of_calls(batch, name)
+        return ids if at == "transition" else ids[batch.token_transition]
+    if name == "role":
+        if at == "role":
+            return torch.arange(len(batch.roles)).repeat(len(batch.rollouts))
+        if at != "rollout":
+            role = batch.transition_role
+            return role if at == "transition" else role[batch.token_transition]
+    if name not in ("all", "tree", "rollout", "group"):
+        raise TrainingError(f"a {at} belongs to no single {name}: compare at a lower level")
+    rollout = rollout_of(batch, at)
+    if name == "all":
+        return torch.zeros_like(rollout)
+    if name == "tree":
+        return _trees(batch)[rollout]
+    return batch.rollout_group[rollout] if name == "group" else rollout
+
+
+def rollout_of(batch: Batch, at: Level) -> Tensor:
+    """int64 [U]: the rollout that each unit of a level belongs to."""
+    if at == "token":
+        return batch.token_rollout
+    if at == "transition":
+        return batch.transition_rollout
+    rollout = torch.arange(len(batch.rollouts))
+    return rollout if at == "rollout" else rollout.repeat_interleave(len(batch.roles))
+
+
+def of_calls(batch: Batch, name: str) -> Tensor:
+    """A column of calls [S] by its name. Raises TrainingError where the batch does not know it."""
+    if name == "transition":
+        return torch.arange(len(batch.transitions))
+    ids: Tensor = getattr(batch, f"transition_{name}")
+    if ids.numel() != len(batch.transitions):
+        raise TrainingError(
+            f"step {batch.step}: the {len(batch.transitions)} calls of this batch carry no {name}; "
+            "build it with `build_batch`"
+        )
+    return ids
+
+
+def _trees(batch: Batch) -> Tensor:
+    """int64 [U]: the node of the first call; a rollout without calls is a tree of its own."""
+    nodes, first = of_calls(batch, "node"), batch.transition_turn == 0
+    trees = len(batch.transitions) + torch.arange(len(batch.rollouts))
+    trees[batch.transition_rollout[first]] = nodes[first]
+    return trees

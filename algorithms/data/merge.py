@@ -1,0 +1,199 @@
+"""From stored model calls to rows: one row per branch of an attempt's token tree.
+
+A call extends an earlier row when the row's tokens are an exact prefix of the call's prompt; the
+row then grows by what is new. Everything else (a sub-agent, a second sample of one prompt, a
+compacted history) starts a row of its own. Always true: each sampled token is an action exactly
+once, behind exactly the tokens it was sampled from; its other appearances are context.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from agentrl.algorithms.data.batch import Batch, Row
+from agentrl.algorithms.data.rewards import column, content, dense, observation, prompted, scored
+from agentrl.types import POLICY, Group, Purpose, Rollout, RolloutState, Transition
+
+
+def trainable(transition: Transition, policy: str = POLICY) -> bool:
+    """Whether `policy` sampled it and every sampled token is known with its log-prob and has
+    something before it."""
+    return (
+        transition.policy == policy
+        and transition.exact
+        and len(transition.prompt) > 0
+        and len(transition.logprobs) == len(transition.completion)
+        and all(map(math.isfinite, transition.logprobs))
+    )
+
+
+def valid(
+    rollout: Rollout, reward_names: Sequence[str] = ("outcome",), policy: str = POLICY
+) -> bool:
+    """Whether `policy` may learn from a rollout: a training rollout, and no replay without some
+    roles, with a trainable call that ended well, or failed with a reward all the same
+    (`agent.error_reward`)."""
+    return (
+        rollout.purpose is Purpose.TRAIN
+        and not rollout.counterfactual
+        and (rollout.state is RolloutState.SUCCEEDED or scored(rollout, reward_names))
+        and any(trainable(call, policy) for call in rollout.transitions)
+    )
+
+
+def merge(transitions: Sequence[Transition]) -> list[Row]:
+    """Rows of one attempt. `Row.transition` indexes `transitions`; all must be `trainable`.
+
+    Calls are taken by length of prompt and each continues the longest row that is a prefix of it,
+    which forwards the fewest tokens: the rows a call can continue are prefixes of one another, so
+    taking the longest leaves the others to every call that could have used them. A call without
+    sampled tokens is in no row, nor is one that repeats another's: it was trained there, and what
+    it led to has it in its prompt. Rows come in the order of their first call."""
+    branches: list[_Branch] = []
+    by_length = sorted(range(len(transitions)), key=lambda i: (len(transitions[i].prompt), i))
+    for index in by_length:
+        if len(transitions[index].completion) == 0 or transitions[index].repeats is not None:
+            continue
+        prompt = transitions[index].prompt.tobytes()
+        open_branches = (branch for branch in branches if prompt.startswith(branch.tokens))
+        branch = max(open_branches, key=lambda branch: len(branch.tokens), default=None)
+        if branch is None:
+            branch = _Branch()
+            branches.append(branch)
+        branch.tokens = prompt + transitions[index].completion.tobytes()
+        branch.calls.append(index)
+    branches.sort(key=lambda branch: min(branch.calls))
+    return [_row(branch, transitions) for branch in branches]
+
+
+def build_batch(
+    groups: Iterable[Group],
+    *,
+    reward_names: Sequence[str] = ("outcome",),
+    min_group: int = 0,
+    policy: str = POLICY,
+    state: Callable[[Transition], Hashable] = observation,
+) -> Batch:
+    """The batch of one training step of `policy`, with everything in it that it may learn from.
+
+    reward_names: references of the rewards it carries; none: no reward is asked for. state: what
+    makes two calls of a group start from the same state.
+
+    Failed rollouts without a reward, inexact calls and those of other policies are left out; a
+    rollout whose reward is missing stays, with NaN, and one without sampled tokens stays, without
+    rows, because its reward counts. A group with fewer than `min_group` scored rollouts is left out
+    as a whole."""
+    tables = _Tables(policy)
+    step = 0
+    for group in groups:
+        step = group.step
+        rollouts = [rollout for rollout in group.rollouts if valid(rollout, reward_names, policy)]
+        known = sum(not reward_names or scored(rollout, reward_names) for rollout in rollouts)
+        if not rollouts or known < min_group:
+            continue
+        for rollout in rollouts:
+            tables.add(rollout, group=len(tables.groups))
+        tables.groups.append(group.id)
+    return tables.batch(reward_names, step, state)
+
+
+@dataclass(slots=True)
+class _Branch:
+    tokens: bytes = b""  # int32, compared as bytes: one memcmp per candidate
+    calls: list[int] = field(default_factory=list)
+
+
+def _row(branch: _Branch, transitions: Sequence[Transition]) -> Row:
+    calls = [transitions[index] for index in branch.calls]
+    sizes = torch.tensor([len(call.completion) for call in calls])
+    return Row(
+        tokens=torch.frombuffer(bytearray(branch.tokens), dtype=torch.int32).long(),
+        actions=torch.cat([_positions(call) for call in calls]),
+        logprobs=torch.cat([torch.frombuffer(c.logprobs, dtype=torch.float32) for c in calls]),
+        temperature=torch.tensor([_temperature(call) for call in calls]).repeat_interleave(sizes),
+        transition=torch.tensor(branch.calls).repeat_interleave(sizes),
+    )
+
+
+def _positions(call: Transition) -> Tensor:
+    return torch.arange(len(call.prompt), len(call.prompt) + len(call.completion))
+
+
+def _temperature(call: Transition) -> float:
+    # Log-probs of greedy calls are those of the model itself (see engines.base).
+    return call.sampling.temperature or 1.0
+
+
+@dataclass(slots=True)
+class _Tables:
+    """The columns of a batch while rollouts are added."""
+
+    policy: str
+    rows: list[Row] = field(default_factory=list)
+    row_rollout: list[int] = field(default_factory=list)
+    transitions: list[Transition] = field(default_factory=list)
+    transition_rollout: list[int] = field(default_factory=list)
+    rollouts: list[Rollout] = field(default_factory=list)
+    rollout_group: list[int] = field(default_factory=list)
+    groups: list[str] = field(default_factory=list)
+
+    def add(self, rollout: Rollout, *, group: int) -> None:
+        calls = [call for call in rollout.transitions if trainable(call, self.policy)]
+        first = len(self.transitions)
+        rows = [replace(row, transition=row.transition + first) for row in merge(calls)]
+        self.rows += rows
+        self.row_rollout += [len(self.rollouts)] * len(rows)
+        self.transitions += calls
+        self.transition_rollout += [len(self.rollouts)] * len(calls)
+        self.rollouts.append(rollout)
+        self.rollout_group.append(group)
+
+    def batch(
+        self, reward_names: Sequence[str], step: int, state: Callable[[Transition], Hashable]
+    ) -> Batch:
+        calls = self.transitions
+        roles = sorted({call.role for call in calls})
+        sizes = [row.actions.numel() for row in self.rows]
+        return Batch(
+            rows=self.rows,
+            token_row=_ids(range(len(sizes))).repeat_interleave(_ids(sizes)),
+            token_transition=_cat([row.transition for row in self.rows], torch.int64),
+            behaviour=_cat([row.logprobs for row in self.rows], torch.float32),
+            transition_rollout=_ids(self.transition_rollout),
+            transition_role=_ids(roles.index(call.role) for call in calls),
+            row_rollout=_ids(self.row_rollout),
+            rollout_group=_ids(self.rollout_group),
+            rewards={
+                name: column(name, self.rollouts, calls, roles, self.policy)
+                for name in reward_names
+            },
+            roles=roles,
+            groups=self.groups,
+            rollouts=[rollout.id for rollout in self.rollouts],
+            transitions=[call.id for call in calls],
+            step=step,
+            transition_state=dense(map(state, calls)),
+            transition_prompt=dense(map(prompted, calls)),
+            transition_node=dense(map(content, calls)),
+            transition_repeats=torch.tensor([call.repeats is not None for call in calls]).bool(),
+            transition_truncated=torch.tensor([call.finish == "length" for call in calls]).bool(),
+            rollout_greedy=self._greedy(),
+        )
+
+    def _greedy(self) -> Tensor:
+        warm = [call.sampling.temperature > 0 for call in self.transitions]
+        rollouts = {r for r, hot in zip(self.transition_rollout, warm, strict=True) if hot}
+        return torch.tensor([r not in rollouts for r in range(len(self.rollouts))]).bool()
+
+
+def _ids(values: Iterable[int]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.int64)
+
+
+def _cat(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.cat(parts) if parts else torch.empty(0, dtype=dtype)

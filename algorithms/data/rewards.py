@@ -1,0 +1,147 @@
+"""From reward rows to columns: one number per rollout, role or call, NaN where there is no row.
+
+A reward is referred to as `name` (of the rollout), `role:name` or `transition:name`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Iterable, Sequence
+from math import isnan, nan
+
+import msgspec
+import torch
+from torch import Tensor
+
+from agentrl.errors import TrainingError, nearest
+from agentrl.types import POLICY, Group, Reward, Rollout, RolloutState, Scope, Transition
+
+
+def split(reference: str) -> tuple[Scope, str]:
+    """Scope and name of a reward reference; what does not begin with a scope is a rollout's."""
+    scope, colon, name = reference.partition(":")
+    if colon and scope in (Scope.ROLLOUT, Scope.ROLE, Scope.TRANSITION):
+        return Scope(scope), name
+    return Scope.ROLLOUT, reference
+
+
+def reference(reward: Reward) -> str:
+    """How a reward row is referred to."""
+    return reward.name if reward.scope is Scope.ROLLOUT else f"{reward.scope}:{reward.name}"
+
+
+def scored(rollout: Rollout, references: Sequence[str]) -> bool:
+    """Whether any of the rewards is known."""
+    return any(reference(row) in references and not isnan(row.value) for row in rollout.rewards)
+
+
+def column(
+    name: str,
+    rollouts: Sequence[Rollout],
+    calls: Sequence[Transition],
+    roles: Sequence[str],
+    policy: str = POLICY,
+) -> Tensor:
+    """float64: a rollout's reward [U], a role's [U * K] (all roles of a rollout in a row) or a
+    call's [S]. Of two rows about the same thing the first counts. What a role got is missing where
+    another one than `policy` played it: an opponent's returns are nothing to compare with."""
+    rows = [_rows(rollout, name) for rollout in rollouts]
+    scope, _ = split(name)
+    values: Iterable[float]
+    if scope is Scope.ROLLOUT:
+        values = (next(iter(row.values()), nan) for row in rows)
+    elif scope is Scope.ROLE:
+        taken = (opposing(rollout, policy) for rollout in rollouts)
+        values = (
+            nan if role in others else row.get(role, nan)
+            for row, others in zip(rows, taken, strict=True)
+            for role in roles
+        )
+    else:
+        by_id = {target: value for row in rows for target, value in row.items()}
+        values = (by_id.get(call.id, nan) for call in calls)
+    return torch.tensor(list(values), dtype=torch.float64)
+
+
+def opposing(rollout: Rollout, policy: str) -> set[str]:
+    """The roles of a rollout that others than `policy` played."""
+    own = {call.role for call in rollout.transitions if call.policy == policy}
+    seated = {role for role, name in rollout.seats.items() if name != policy}
+    return seated.union(call.role for call in rollout.transitions) - own
+
+
+def check(groups: Sequence[Group], references: Iterable[str]) -> None:
+    """Raises TrainingError for a reward that succeeded rollouts have no row of at all, and for rows
+    about a role or call that is none of theirs. One that only some miss is fine: it is missing."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    done = sum(rollout.state is RolloutState.SUCCEEDED for rollout in rollouts)
+    where = f"of the {len(rollouts)} rollouts of step {groups[0].step}" if groups else ""
+    present = {reference(row) for rollout in rollouts for row in rollout.rewards}
+    for name in references:
+        if name not in present and done:
+            hint = nearest(name, present) if present else "they have no reward at all"
+            raise TrainingError(
+                f"algorithm.options: none {where}, {done} of which succeeded, has a reward "
+                f"{name!r}; {hint}. Let the verifier return it, or name another reward"
+            )
+        _check_targets(rollouts, name, where)
+
+
+def _check_targets(rollouts: Sequence[Rollout], name: str, where: str) -> None:
+    scope, _ = split(name)
+    if scope is Scope.ROLLOUT:
+        return
+    roles = {call.role for rollout in rollouts for call in rollout.transitions}
+    roles.update(seat for rollout in rollouts for seat in rollout.seats)
+    lost: list[str] = []
+    for rollout in rollouts:
+        ids = {call.id for call in rollout.transitions}
+        lost += [
+            t for t in _rows(rollout, name) if t not in (roles if scope is Scope.ROLE else ids)
+        ]
+    if lost:
+        what, valid = ("role", roles) if scope is Scope.ROLE else ("call", set[str]())
+        hint = f"; {nearest(lost[0], valid)}" if valid else ""
+        raise TrainingError(
+            f"{len(lost)} rewards {name!r} {where} are about a {what} that no transition carries, "
+            f"such as {lost[0]!r}{hint}"
+        )
+
+
+def _rows(rollout: Rollout, name: str) -> dict[str, float]:
+    """Values by target."""
+    rows: dict[str, float] = {}
+    for row in rollout.rewards:
+        if reference(row) == name:
+            rows.setdefault(row.target or "", row.value)
+    return rows
+
+
+def observation(call: Transition) -> Hashable:
+    """What the agent saw last, which is a call's state: the messages after its newest answer, or
+    the whole prompt where the messages are not known. Ids of tool calls are left out, because they
+    differ between equal states."""
+    newest = len(call.messages)
+    while newest and call.messages[newest - 1].get("role") != "assistant":
+        newest -= 1
+    seen = [(m.get("role"), m.get("content")) for m in call.messages[newest:]]
+    return msgspec.json.encode(seen) if seen else call.prompt.tobytes()
+
+
+def prompted(call: Transition) -> Hashable:
+    """The tokens that a call was sampled after: the place in a tree of rollouts where it was."""
+    return hashlib.blake2b(call.prompt.tobytes(), digest_size=16).digest()
+
+
+def content(call: Transition) -> Hashable:
+    """A call by its tokens: the same for the calls that branches of one tree of rollouts share."""
+    digest = hashlib.blake2b(call.prompt.tobytes(), digest_size=16)
+    digest.update(b"%d" % len(call.prompt))
+    digest.update(call.completion.tobytes())
+    return digest.digest()
+
+
+def dense(values: Iterable[Hashable]) -> Tensor:
+    """int64: equal values get equal ids."""
+    ids: dict[Hashable, int] = {}
+    return torch.tensor([ids.setdefault(value, len(ids)) for value in values], dtype=torch.int64)

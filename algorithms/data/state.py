@@ -1,0 +1,186 @@
+"""What a run remembers from step to step besides its weights: baselines, value tables, difficulty.
+
+Owns: one `Part` per name, which is what `state.json` of a checkpoint holds. Always true: a part
+changes once per trained step, after credit was computed from what it said before, so a step that is
+replayed from the checkpoint before it comes to the same psi, bit for bit. Credit itself stays pure:
+it reads the columns that `recall` puts into the batch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.data.ids import Level, chain, scan, seg
+from agentrl.errors import PolicyError, nearest
+from agentrl.types import Group, Json, Rollout
+
+log = logging.getLogger(__name__)
+
+
+class Part(Protocol):
+    """One thing that is remembered. JSON holds it exactly: floats are written so that they are read
+    again bit for bit."""
+
+    def dump(self) -> Json: ...
+
+    def restore(self, data: Json) -> None:
+        """Take over what `dump` wrote. Raises msgspec.ValidationError for what it cannot have."""
+        ...
+
+
+@dataclass(slots=True)
+class Decaying:
+    """A running mean per name, b <- decay * b + (1 - decay) * x, which begins at 0."""
+
+    decay: float
+    values: dict[str, float] = field(default_factory=dict)
+
+    def read(self, names: Sequence[str], x: Tensor) -> tuple[Tensor, dict[str, float]]:
+        """The mean of its name before each x [U], float64 [U], and the means after all of them. An
+        x that is missing (NaN) changes nothing."""
+        index = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        ids = torch.tensor([index[name] for name in names], dtype=torch.int64)
+        start = torch.tensor([self.values.get(name, 0.0) for name in names], dtype=torch.float64)
+        known = (~x.isnan()).nonzero().squeeze(1)
+        previous = chain(ids[known], torch.arange(known.numel() - 1, -1, -1))
+        first = torch.where(previous < 0, self.decay * start[known], 0.0)
+        after = scan((1 - self.decay) * x[known] + first, self.decay, previous)
+        before = start.clone()
+        before[known] = torch.where(previous < 0, start[known], after[previous])
+        newest = {names[at]: float(b) for at, b in zip(known.tolist(), after, strict=True)}
+        return before, self.values | newest
+
+    def dump(self) -> Json:
+        return self.values
+
+    def restore(self, data: Json) -> None:
+        self.values = msgspec.convert(data, dict[str, float])
+
+
+@dataclass(slots=True)
+class Means:
+    """The mean of all that was ever seen of a name, with its count."""
+
+    values: dict[str, tuple[float, int]] = field(default_factory=dict)
+
+    def read(self, names: Sequence[str], x: Tensor) -> tuple[Tensor, dict[str, tuple[float, int]]]:
+        """The mean of each name [U], 0 if it was never seen, and the means with x [U] as well. An x
+        that is missing (NaN) changes nothing."""
+        index = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        ids = torch.tensor([index[name] for name in names], dtype=torch.int64)
+        count = seg(~x.isnan(), ids, len(index)).tolist()
+        total = seg(x.nan_to_num(nan=0.0), ids, len(index)).tolist()
+        after = dict(self.values)
+        for name, number in index.items():
+            mean, seen = self.values.get(name, (0.0, 0))
+            if count[number]:
+                whole = seen + int(count[number])
+                after[name] = (mean + (total[number] - count[number] * mean) / whole, whole)
+        before = [self.values.get(name, (0.0, 0))[0] for name in names]
+        return torch.tensor(before, dtype=torch.float64), after
+
+    def dump(self) -> Json:
+        return self.values
+
+    def restore(self, data: Json) -> None:
+        self.values = msgspec.convert(data, dict[str, tuple[float, int]])
+
+
+class Memory:
+    """A record of a credit whose numbers come from earlier steps: see `memory`."""
+
+    __slots__ = ()
+
+    @property
+    def name(self) -> str:
+        """Of its part: two records that are equal remember the same."""
+        return repr(self)
+
+    @property
+    def level(self) -> Level:
+        """Of its numbers."""
+        raise NotImplementedError
+
+    def part(self, seed: int) -> Part:
+        """What it remembers, as it is before the first step. seed: of what begins at random."""
+        raise NotImplementedError
+
+    def recall(self, part: Part, batch: Batch, rollouts: Sequence[Rollout]) -> tuple[Tensor, Part]:
+        """What the part says of each unit, float64, and the part as it will be once the batch is
+        trained; it stays as it is itself. `rollouts` are those of the batch."""
+        raise NotImplementedError
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """What `recall` put into the batch."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """What the state says of a batch, and what it will be once the batch is trained."""
+
+    columns: dict[str, Tensor]  # by name of the memory: `Batch.memory`
+    after: dict[str, Part]  # by the same names
+
+
+@dataclass(slots=True)
+class State:
+    """Everything a run remembers. `memories` are those of its algorithm; other parts, such as a
+    controller of the KL penalty, are added under names of their own. seed: the run's."""
+
+    memories: tuple[Memory, ...] = ()
+    parts: dict[str, Part] = field(default_factory=dict)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for memory in self.memories:
+            self.parts.setdefault(memory.name, memory.part(self.seed))
+
+    def recall(self, batch: Batch, groups: Sequence[Group]) -> Recall:
+        """Pure: nothing is remembered before `adopt`."""
+        found = {rollout.id: rollout for group in groups for rollout in group.rollouts}
+        rollouts = [found[name] for name in batch.rollouts]
+        recall = Recall({}, {})
+        for memory in self.memories:
+            part = self.parts[memory.name]
+            column, after = memory.recall(part, batch, rollouts)
+            recall.columns[memory.name], recall.after[memory.name] = column, after
+        return recall
+
+    def adopt(self, recall: Recall) -> None:
+        """Remember what was recalled: once, when the batch is trained."""
+        self.parts |= recall.after
+
+    def dump(self) -> dict[str, Json]:
+        return {name: part.dump() for name, part in self.parts.items()}
+
+    def restore(self, data: Mapping[str, Json]) -> None:
+        """Take over the state of a checkpoint. A part that it does not have, because it is older
+        than the part, begins anew, with a warning.
+
+        Raises PolicyError for one that this run has no place for: it is of another algorithm."""
+        for name in data:
+            if name not in self.parts:
+                hint = nearest(name, self.parts) if self.parts else "this one remembers nothing"
+                raise PolicyError(
+                    f"the checkpoint remembers {name!r} of another algorithm; {hint}. Continue "
+                    "with the algorithm that wrote it, or start a new run from its weights"
+                )
+        for name, part in self.parts.items():
+            if name not in data:
+                log.warning("The checkpoint does not have %s, which begins anew.", name)
+                continue
+            try:
+                part.restore(data[name])
+            except msgspec.ValidationError as error:
+                raise PolicyError(
+                    f"the checkpoint's {name!r} is damaged ({error}); resume from another"
+                ) from error

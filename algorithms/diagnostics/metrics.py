@@ -1,0 +1,356 @@
+"""What a step reports: pure functions of what was collected, planned and done.
+
+Always true: a number that is not known is absent, never NaN and never 0 in its place. Means and
+standard deviations are those of the population. `algorithms/README.md` has the table of names.
+
+An optimizer step measures on "tokens in the loss": those of its batch that have a weight, so not
+those without a reward, filtered out or masked. A token that a gate clips is still one of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import isfinite
+from statistics import fmean, pstdev
+
+import torch
+from torch import Tensor
+
+from agentrl.algorithms.credit.core import level_of, spread
+from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.data.ids import seg, units
+from agentrl.algorithms.data.rewards import reference
+from agentrl.algorithms.learners.base import StepReport
+from agentrl.algorithms.objective.core import Algo, Terms, eta, gated, kl_value, streams_at
+from agentrl.algorithms.objective.ratios import ratio
+from agentrl.algorithms.sampling import branching, counterfactuals
+from agentrl.types import POLICY, Group, Rollout, RolloutState, Scope, Transition
+
+Metrics = dict[str, float]
+"""By name; `/` separates what it is about from what of it was measured."""
+RULES: dict[str, Callable[[Sequence[float]], float]] = {
+    "max": max, "peak": max, "min": min, "forwarded": sum, "retries": sum
+}  # fmt: skip
+"""How the optimizer steps of a training step are merged, by a word of the metric's last part."""
+COUNTS = frozenset(
+    f"{noun}/{what}"
+    for noun, whats in {
+        "calls": ("inexact", "refused", "too_long", "tools_unseen"),
+        "tokens": ("completion", "prompt", "trained", "forwarded"),
+        "update": ("steps", "skipped", "bad"),
+        "rollouts": ("usable",),
+    }.items()
+    for what in whats
+) | {"calls", "rows"}
+"""What is added up over the policies that learn in a step."""
+
+
+# -- what was collected ----------------------------------------------------------------------------
+
+
+def sampled(groups: Sequence[Group]) -> Metrics:
+    """Counts of the groups of a step, and rewards of the rollouts that are no replays, whoever
+    learns from them."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    played = [rollout for rollout in rollouts if not rollout.counterfactual]
+    kinds = Counter(row.failure.kind for row in rollouts if row.failure)
+    return {
+        "rollouts": len(rollouts),
+        "rollouts/failed": sum(row.state is not RolloutState.SUCCEEDED for row in rollouts),
+        **{f"rollouts/failed/{kind}": count for kind, count in kinds.items()},
+        "groups": len(groups),
+        **rewards(played),
+        **by_role(played),
+        **branching.measure(groups),
+        **counterfactuals.measure(groups),
+    }
+
+
+def collected(groups: Sequence[Group], batch: Batch, policy: str = POLICY) -> Metrics:
+    """Counts, rewards and completions of the groups of a step; `batch` is what of them the policy
+    may learn from."""
+    calls = own_calls(groups, policy)
+    return {
+        **sampled(groups),
+        "groups/dropped": len(groups) - len(batch.groups),
+        "rollouts/usable": len(batch.rollouts),
+        "calls": len(calls),
+        "calls/refused": sum(not call.exact for call in calls),
+        "tokens/completion": sum(len(call.completion) for call in calls),
+        "tokens/prompt": sum(len(call.prompt) for call in calls),
+        "tokens/trained": batch.n_tokens,
+        "rows": len(batch.rows),
+        **comparisons(batch),
+        **completions(calls),
+    }
+
+
+def own_calls(groups: Iterable[Group], policy: str = POLICY) -> list[Transition]:
+    """Calls that a trained policy answered: not those of others, nor those that a branch repeats,
+    which were counted where they were sampled, nor those of replays."""
+    rows = [row for group in groups for row in group.rollouts if not row.counterfactual]
+    calls = [call for row in rows for call in row.transitions]
+    return [call for call in calls if call.policy == policy and call.repeats is None]
+
+
+def rewards(rollouts: Sequence[Rollout]) -> Metrics:
+    """reward/mean, std: of the outcomes. reward/<reference>/mean, std: of every other reward there
+    is, and reward/<reference>/<role>/mean, std of those about roles and calls."""
+    found: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        roles = {call.id: call.role for call in rollout.transitions}
+        for row in rollout.rewards:
+            name = reference(row)
+            found.setdefault(name, []).append(row.value)
+            if row.scope is not Scope.ROLLOUT and row.target is not None:
+                role = row.target if row.scope is Scope.ROLE else roles.get(row.target)
+                if role is not None:
+                    found.setdefault(f"{name}/{role}", []).append(row.value)
+    metrics: Metrics = {}
+    for name, values in found.items():
+        known = list(filter(isfinite, values))
+        key = "reward" if name == "outcome" else f"reward/{name}"
+        if known:
+            metrics |= {f"{key}/mean": fmean(known), f"{key}/std": pstdev(known)}
+    return metrics
+
+
+def by_role(rollouts: Sequence[Rollout]) -> Metrics:
+    """role/<role>/reward: the mean of what each role got, where several speak: its own outcome
+    where the verifier gives it one, else that of the rollouts it spoke in. A seat that lost before
+    it was asked has spoken; one that a snapshot took says nothing about how the policy learns, and
+    is left out."""
+    found: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        own = {
+            row.target: row.value
+            for row in rollout.rewards
+            if row.scope is Scope.ROLE and row.name == "outcome"
+        }
+        spoke = {call.role for call in rollout.transitions}
+        for role in spoke | (rollout.seats.keys() & own.keys()):
+            value = own.get(role, rollout.reward())
+            if isfinite(value) and "@" not in rollout.seats.get(role, ""):
+                found.setdefault(role, []).append(value)
+    if len(found) < 2:
+        return {}
+    return {f"role/{role}/reward": fmean(values) for role, values in sorted(found.items())}
+
+
+def comparisons(batch: Batch) -> Metrics:
+    """reward/<reference>/frac_*, of those the algorithm reads: shares of groups with one known
+    value (solo), of groups with several that do not differ (zero_std), of values missing."""
+    metrics: Metrics = {}
+    if not batch.groups:
+        return metrics
+    for name, x in batch.rewards.items():
+        group = units(batch, level_of(name), "group")
+        known = seg(~x.isnan(), group, len(batch.groups))
+        alike = seg(spread(batch, name), group, len(batch.groups)) == 0
+        metrics[f"reward/{name}/frac_solo"] = _mean(known == 1)
+        metrics[f"reward/{name}/frac_zero_std"] = _mean(alike & (known > 1))
+        if x.numel():
+            metrics[f"reward/{name}/frac_missing"] = _mean(x.isnan())
+    return metrics
+
+
+def completions(calls: Sequence[Transition]) -> Metrics:
+    """completion/length_mean, length_max in tokens and completion/truncated, the share that a token
+    limit cut off; where there are several roles also completion/<role>/*."""
+    roles = sorted({call.role for call in calls})
+    parts = {f"completion/{role}": [c for c in calls if c.role == role] for role in roles}
+    if len(roles) < 2:
+        parts = {}
+    if calls:
+        parts["completion"] = list(calls)
+    metrics: Metrics = {}
+    for name, part in parts.items():
+        lengths = [len(call.completion) for call in part]
+        metrics[f"{name}/length_mean"] = fmean(lengths)
+        metrics[f"{name}/length_max"] = max(lengths)
+        metrics[f"{name}/truncated"] = fmean(call.finish == "length" for call in part)
+    return metrics
+
+
+def staleness(
+    step: int, groups: Sequence[Group], policy: str = POLICY, *, version: int | None = None
+) -> Metrics:
+    """How old data is that step `step` trains on. staleness/steps_mean, steps_max: steps since the
+    one that asked for a group. staleness/version_mean, version_max: how many updates the weights
+    have had since they sampled a token, over sampled tokens whose version is known. `version`: how
+    many they have had, default one for each step."""
+    now = step if version is None else version
+    metrics: Metrics = {}
+    if ages := [step - group.step for group in groups]:
+        metrics |= {"staleness/steps_mean": fmean(ages), "staleness/steps_max": max(ages)}
+    lags = [
+        (now - call.version, len(call.completion))
+        for call in own_calls(groups, policy)
+        if call.version is not None and call.completion
+    ]
+    if lags:
+        tokens = sum(count for _, count in lags)
+        metrics["staleness/version_mean"] = sum(lag * count for lag, count in lags) / tokens
+        metrics["staleness/version_max"] = max(lag for lag, _ in lags)
+    return metrics
+
+
+def call_tokens(groups: Iterable[Group], policy: str = POLICY) -> dict[str, int]:
+    """Tokens of each call, prompt and completion, by its id: what training per call forwards."""
+    return {call.id: len(call.prompt) + len(call.completion) for call in own_calls(groups, policy)}
+
+
+# -- what an optimizer step did --------------------------------------------------------------------
+
+
+def optimizer_step(
+    algo: Algo, batch: Batch, terms: Terms, report: StepReport, sizes: Mapping[str, int]
+) -> Metrics:
+    """Metrics of one optimizer step; `sizes` is what `call_tokens` gave. policy/entropy is the mean
+    over the tokens in the loss, policy/entropy_bonus what it takes off the loss."""
+    metrics = {
+        "loss": report.loss,
+        "grad_norm": report.grad_norm,
+        "tokens/forwarded": float(report.tokens),
+        **trust(algo, terms, report.current),
+        **report.metrics,
+    }
+    live = terms.weight > 0
+    if report.entropy is not None and live.any():
+        metrics["policy/entropy"] = _mean(report.entropy[live])
+        if (bonus := eta(algo, terms)) is not None:
+            metrics["policy/entropy_bonus"] = float(bonus[live] @ report.entropy[live].double())
+    if per_call := sum(sizes.get(call, 0) for call in batch.transitions):
+        metrics["tokens/unique_fraction"] = report.tokens / per_call
+    return metrics
+
+
+def trust(algo: Algo, terms: Terms, p: Tensor) -> Metrics:
+    """How far the streams of log-probs are apart, from p, [N] or [N, K], before the update.
+
+    policy/clip_fraction: share of the tokens in the loss that have an advantage and a gate that is
+    neither 1 nor the plain ratio; _low, _high: of those, the ones whose ratio is below or above 1.
+    old/*: of the current policy to the one before the first update of the batch; reference/*: of
+    the current policy to the reference; sampler/*: of the policy before the first update to the
+    sampler's own. Of each the ratio's mean and maximum and the k1 and k3 estimates of the KL
+    (joschu.net/blog/kl-approx.html). sampler/ess: effective sample size, as a share, of the weights
+    that correct for the sampler, which are the plain ratios where the algorithm corrects nothing.
+    logprob_difference/*: |trainer - sampler| over all tokens, before the first update."""
+    live, every = terms.weight > 0, torch.arange(len(p))
+    streams = streams_at(terms, p.detach().double().cpu(), every)
+    now = streams["p"]
+    metrics: Metrics = {}
+    low, high = torch.zeros_like(live), torch.zeros_like(live)
+    correction = ratio(streams["o"] - streams["b"])
+    corrected = torch.ones_like(correction)
+    for gate, lr, factor in gated(algo, terms, streams, every):
+        plain = torch.isclose(factor, ratio(lr), rtol=1e-9, atol=0.0)
+        clipped = (factor != 1) & ~plain & (terms.advantage != 0)
+        low, high = low | (clipped & (lr < 0)), high | (clipped & (lr >= 0))
+        if (gate.num, gate.den) == ("o", "b"):
+            corrected = correction = corrected * factor
+    if live.any():
+        metrics["policy/clip_fraction"] = _mean((low | high)[live])
+        metrics["policy/clip_fraction_low"] = _mean(low[live])
+        metrics["policy/clip_fraction_high"] = _mean(high[live])
+    metrics |= _distance("old", now, terms.streams.get("o"), live)
+    metrics |= _sampler(streams, correction, live)
+    metrics |= _distance("reference", now, terms.streams.get("q"), live, sampled=False)
+    return metrics
+
+
+def _sampler(streams: Mapping[str, Tensor], correction: Tensor, live: Tensor) -> Metrics:
+    metrics = _distance("sampler", streams["o"], streams["b"], live)
+    if (weights := correction[live]).any():
+        effective = weights.sum().square() / weights.square().sum()
+        metrics["sampler/ess"] = float(effective) / weights.numel()
+    if (gap := (streams["o"] - streams["b"]).abs()).numel():
+        metrics["logprob_difference/mean"] = _mean(gap)
+        metrics["logprob_difference/max"] = float(gap.max())
+    return metrics
+
+
+def _distance(
+    word: str, p: Tensor, other: Tensor | None, live: Tensor, *, sampled: bool = True
+) -> Metrics:
+    """Ratio and KL of p to another stream over live tokens, which `other` (or a policy close to it)
+    sampled; if not, p did, and the KL is that from p to it."""
+    if other is None or not live.any():
+        return {}
+    d = (p - other)[live]
+    if not d.isfinite().all():
+        return {}
+    toward = -d if sampled else d
+    return {
+        f"{word}/ratio_mean": _mean(ratio(d)),
+        f"{word}/ratio_max": float(ratio(d).max()),
+        f"{word}/kl_k1": _mean(kl_value(toward, "k1")),
+        f"{word}/kl": _mean(kl_value(toward, "k3")),
+    }
+
+
+# -- over a whole step -----------------------------------------------------------------------------
+
+
+def advantages(planned: Sequence[Terms]) -> Metrics:
+    """advantage/mean, std, min, max, and frac_positive, over the tokens in the loss of all
+    optimizer steps that were planned."""
+    live = [terms.advantage[terms.weight > 0] for terms in planned]
+    x = torch.cat(live) if live else torch.empty(0)
+    if not x.numel():
+        return {}
+    return {
+        "advantage/mean": _mean(x),
+        "advantage/std": float(x.std(correction=0)),
+        "advantage/min": float(x.min()),
+        "advantage/max": float(x.max()),
+        "advantage/frac_positive": _mean(x > 0),
+    }
+
+
+def merged(steps: Sequence[Metrics]) -> Metrics:
+    """One number for all optimizer steps of a training step: by `RULES`, and else the mean. Steps
+    that do not report it, or report NaN or an infinity, are left out."""
+    found: dict[str, list[float]] = {}
+    for step in steps:
+        for name, value in step.items():
+            if isfinite(value):
+                found.setdefault(name, []).append(float(value))
+    return {name: _rule(name)(values) for name, values in found.items()}
+
+
+def of_several(shared: Metrics, measured: Mapping[str, Metrics]) -> Metrics:
+    """The metrics of a step in which several policies may learn: what is `shared`, sums of what is
+    counted for each, and everything that only one of them measured under `<policy>/`."""
+    metrics = dict(shared)
+    for policy, own in measured.items():
+        for name, value in own.items():
+            if name in COUNTS:
+                metrics[name] = metrics.get(name, 0.0) + value
+            if name not in shared:
+                metrics[f"{policy}/{name}"] = value
+    return metrics
+
+
+def _rule(name: str) -> Callable[[Sequence[float]], float]:
+    words = name.rpartition("/")[2].split("_")
+    return next((RULES[word] for word in words if word in RULES), fmean)
+
+
+def throughput(metrics: Mapping[str, float]) -> Metrics:
+    """Tokens per second. throughput/update: tokens forwarded by optimizer steps, per second of the
+    update. throughput/step: tokens of all calls, prompts included, per second of the whole step."""
+    update = metrics.get("time/update", 0.0)
+    whole = update + metrics.get("time/rollouts", 0.0)
+    calls = metrics.get("tokens/prompt", 0.0) + metrics.get("tokens/completion", 0.0)
+    rates: Metrics = {}
+    if update > 0 and "tokens/forwarded" in metrics:
+        rates["throughput/update"] = metrics["tokens/forwarded"] / update
+    if whole > 0 and calls:
+        rates["throughput/step"] = calls / whole
+    return rates
+
+
+def _mean(x: Tensor) -> float:
+    return float(x.double().mean())

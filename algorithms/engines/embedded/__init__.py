@@ -1,0 +1,1 @@
+"""The policy server in the learner's process."""

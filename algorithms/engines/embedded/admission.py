@@ -1,0 +1,225 @@
+"""The calls in flight: what lies between HTTP handlers and the engine.
+
+Owns the version of each policy that is served and the count of unfinished calls. Always true: a
+call starts and ends under one version, because versions change only while none is in flight.
+Everything here runs on the server's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import count
+
+import numpy as np
+
+from agentrl.algorithms.engines.embedded.engine import CLOSED, Engine, Updates
+from agentrl.algorithms.engines.embedded.scheduler import Call, Update
+from agentrl.algorithms.model.load import Model
+from agentrl.algorithms.model.lora import Adapters
+from agentrl.algorithms.model.request_error import RequestError
+from agentrl.algorithms.model.text import Codec, TextStream
+from agentrl.errors import PolicyError
+from agentrl.types import Sampling
+
+
+@dataclass(slots=True)
+class Flight:
+    """`n` completions of one prompt, and what the engine has told about them."""
+
+    version: int
+    calls: list[Call] = field(default_factory=list)
+    updates: asyncio.Queue[tuple[int, Update]] = field(default_factory=asyncio.Queue)
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Update]]:
+        """(index of the completion, new tokens) until all are finished.
+
+        Raises RequestError when the engine fails one."""
+        left = len(self.calls)
+        while left:
+            index, update = await self.updates.get()
+            if update.finish == "error":
+                raise RequestError(update.error, status=503 if update.error is CLOSED else 500)
+            left -= update.finish is not None
+            yield index, update
+
+
+class Calls:
+    """Every call of one server, from admission to its last token."""
+
+    def __init__(
+        self,
+        model: Model,
+        codec: Codec,
+        *,
+        eos: Sequence[int],
+        max_batch: int,
+        max_context: int,
+        threads: int,
+        adapters: Adapters | None,
+        policies: Mapping[str, str | None],
+    ) -> None:
+        """policies: by name, the adapter that each applies to the model."""
+        self.versions = dict.fromkeys(policies, 0)
+        self._numbers = {name: number for number, name in enumerate(policies)}
+        self._unused = count(len(policies))  # numbers: a key in the cache is of one policy for ever
+        self.max_context = max_context
+        self.engine = Engine(
+            model,
+            eos=eos,
+            max_batch=max_batch,
+            max_context=max_context,
+            threads=threads,
+            deliver=self._deliver,
+            adapters=adapters,
+            policies=list(policies.values()),
+        )
+        self._codec = codec
+        self._seeds = random.Random()  # its own: the run's random state belongs to the algorithm
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._flying = 0
+        self._open, self._landed = asyncio.Event(), asyncio.Event()
+        self._updating = asyncio.Lock()
+
+    def start(self) -> None:
+        """Begin to work, on the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._open.set()
+        self._landed.set()
+        self.engine.start()
+
+    async def hold(self) -> None:
+        """Returns once nothing is in flight; new calls wait until `resume`."""
+        await self._updating.acquire()
+        self._open.clear()
+        try:
+            await self._landed.wait()
+        except asyncio.CancelledError:
+            self.resume()
+            raise
+
+    def resume(self) -> None:
+        self._open.set()
+        self._updating.release()
+
+    @property
+    def held(self) -> bool:
+        return self._updating.locked()
+
+    def publish(self, version: int, policy: str) -> None:
+        """The weights of a policy are those of `version` now. Only while held."""
+        if policy not in self._numbers:
+            served = ", ".join(map(repr, self._numbers))
+            raise PolicyError(f"the policies served are {served}, and not {policy!r}")
+        self.versions[policy] = version
+        self.engine.forget(self._numbers[policy])
+
+    def add(self, policy: str, adapter: str | None, version: int) -> None:
+        """Answer calls to one more policy. Only while held."""
+        number = next(self._unused)
+        self.engine.policies[number] = adapter
+        self._numbers[policy], self.versions[policy] = number, version
+
+    def remove(self, policy: str) -> None:
+        """Answer no more calls to a policy. Only while held."""
+        number = self._numbers.pop(policy)
+        del self.versions[policy]
+        self.engine.forget(number)
+        del self.engine.policies[number]
+
+    @asynccontextmanager
+    async def fly(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        policy: str,
+        *,
+        n: int = 1,
+        stop: Sequence[str] = (),
+        stream: bool = False,
+    ) -> AsyncIterator[Flight]:
+        """Submit `n` completions of one prompt; leaving early cancels what is unfinished.
+
+        Raises RequestError when the prompt leaves no room for a token."""
+        self._check(prompt)
+        while not self._open.is_set():  # another update may have begun before this task woke up
+            await self._open.wait()
+        if policy not in self.versions:
+            raise RequestError(f"the policy {policy!r} is not served any more", status=404)
+        flight = Flight(self.versions[policy])
+        tokens = np.asarray(prompt, np.int32)
+        seed = self._seeds.getrandbits(64) if sampling.seed is None else sampling.seed
+        for index in range(n):
+            call = Call(
+                prompt=tokens,
+                sampling=sampling,
+                seed=(seed + index) % 2**64,
+                receive=self._receiver(flight, index),
+                stream=stream,
+                policy=self._numbers[policy],
+                stop=_stopper(self._codec, stop) if stop else None,
+            )
+            flight.calls.append(call)
+        self._flying += n
+        self._landed.clear()
+        unfinished = True
+        for call in flight.calls:
+            self.engine.submit(call)
+        try:
+            yield flight
+            unfinished = False
+        finally:
+            if unfinished:
+                for call in flight.calls:
+                    self.engine.cancel(call)
+
+    def _check(self, prompt: Sequence[int]) -> None:
+        if not prompt:
+            raise RequestError("the prompt has no tokens", param="prompt")
+        size = len(self.engine.eos)
+        if min(prompt) < 0 or max(prompt) >= size:
+            token = next(token for token in prompt if not 0 <= token < size)
+            raise RequestError(
+                f"token {token} is not one of the model's {size} tokens", param="prompt"
+            )
+        if len(prompt) >= self.max_context:
+            raise RequestError(
+                f"the model's context is {self.max_context} tokens, and the prompt of "
+                f"{len(prompt)} tokens leaves no room to answer; shorten the messages or raise "
+                "engine.max_context",
+                param="messages",
+                code="context_length_exceeded",
+            )
+
+    def _receiver(self, flight: Flight, index: int) -> Callable[[Update], None]:
+        def receive(update: Update) -> None:
+            flight.updates.put_nowait((index, update))
+            if update.finish:
+                self._flying -= 1
+                if not self._flying:
+                    self._landed.set()
+
+        return receive
+
+    def _deliver(self, updates: Updates) -> None:
+        """From the engine's thread: one wake-up of the event loop for all that a step has told."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(_receive, updates)
+
+
+def _receive(updates: Updates) -> None:
+    for call, update in updates:
+        call.receive(update)
+
+
+def _stopper(codec: Codec, stop: Sequence[str]) -> Callable[[int], bool]:
+    stream = TextStream(codec, stop)
+
+    def stopped(token: int) -> bool:
+        stream.push((token,))
+        return stream.stopped
+
+    return stopped

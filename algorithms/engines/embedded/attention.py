@@ -1,0 +1,130 @@
+"""Attention over packed rows of unequal length, so that one forward pass serves every call.
+
+A step feeds N tokens as one sequence [1, N] with no padding: first the chunks (prompt tokens before
+the last one fed of a row), then the last token of each of the n rows, in row order. The last tokens
+attend as one batch, which is all there is when nobody is in its prompt; each chunk attends alone.
+
+A step is one forward pass of the model itself with a `Plan` of this module (see
+`algorithms.attention`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from agentrl.algorithms.model import attention
+from agentrl.algorithms.model.load import Model
+from agentrl.errors import PolicyError
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive prompt tokens of one row: `size` of them from packed index `start`."""
+
+    row: int
+    start: int
+    size: int
+    context: int  # keys the last of them sees, itself included
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one step feeds."""
+
+    chunks: list[Chunk]
+    last: Tensor  # int64 [n], position of each row's last token
+    context: int  # 1 + the largest of them
+    masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
+        """`key` and `value` are a layer of the KVPool, [rows, key heads, capacity, dim]."""
+        outputs = [_chunk(self, chunk, query, key, value, scale, window) for chunk in self.chunks]
+        outputs.append(_last(self, query, key, value, scale, window))
+        return torch.cat(outputs, dim=1) if self.chunks else outputs[0]
+
+    def last_mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Additive [n, 1, 1, context]: a row sees its own past and nothing behind it."""
+        key = (-1, window)
+        if key not in self.masks:
+            keys, last = torch.arange(self.context, device=self.last.device), self.last[:, None]
+            hidden = keys > last
+            if window is not None:
+                hidden |= keys <= last - window
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=keys.device)
+            self.masks[key] = mask.masked_fill_(hidden, float("-inf"))[:, None, None]
+        return self.masks[key]
+
+    def chunk_mask(self, chunk: Chunk, window: int | None) -> Tensor:
+        """Boolean [size, context]: true where a query sees a key."""
+        key = (chunk.row, window)
+        if key not in self.masks:
+            keys = torch.arange(chunk.context, device=self.last.device)
+            queries = keys[-chunk.size :, None]
+            visible = keys <= queries
+            if window is not None:
+                visible &= keys > queries - window
+            self.masks[key] = visible
+        return self.masks[key]
+
+
+def install(model: Model) -> None:
+    """Route the model's attention through plans.
+
+    Raises PolicyError for a model that this would change or that depends on its batch."""
+    network: Any = model
+    reason = attention.obstacle(network)
+    if reason:
+        raise PolicyError(
+            f"model type {network.config.model_type!r} {reason}, so the embedded policy server "
+            "cannot batch it; choose a decoder with plain or sliding-window attention"
+        )
+    attention.install(network)
+
+
+def _chunk(
+    plan: Plan,
+    chunk: Chunk,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    rows = slice(chunk.row, chunk.row + 1)
+    whole = chunk.size == chunk.context and window is None
+    output = scaled_dot_product_attention(
+        query[:, :, chunk.start : chunk.start + chunk.size],
+        key[rows, :, : chunk.context],
+        value[rows, :, : chunk.context],
+        attn_mask=None if whole else plan.chunk_mask(chunk, window),
+        is_causal=whole,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output.transpose(1, 2)
+
+
+def _last(
+    plan: Plan,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    # Query heads that share a key head are the query dimension of one product: SDPA would copy
+    # every key once per query head, which costs thirty times more at seven heads per key.
+    n, (heads, dim), shared = plan.last.numel(), (query.shape[1], query.shape[3]), key.shape[1]
+    queries = query[0, :, -n:].transpose(0, 1).reshape(n, shared, heads // shared, dim)
+    queries = queries * (dim**-0.5 if scaling is None else scaling)
+    scores = torch.matmul(queries, key[:n, :, : plan.context].transpose(2, 3))
+    scores = scores + plan.last_mask(window, scores.dtype)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
+    return torch.matmul(weights, value[:n, :, : plan.context]).view(1, n, heads, -1)

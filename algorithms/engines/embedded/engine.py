@@ -1,0 +1,271 @@
+"""Continuous batching: calls join and leave the running batch at every token.
+
+Owns the key-value pool and one thread, the only one that runs the model or touches the rows. Always
+true: one forward pass per step feeds every running row at least one token; nothing runs while no
+call is unfinished, so the owner of the weights may change them then, and must `forget` after.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agentrl.algorithms.engines.embedded import attention
+from agentrl.algorithms.engines.embedded.attention import Chunk, Plan
+from agentrl.algorithms.engines.embedded.kv_cache import KVPool
+from agentrl.algorithms.engines.embedded.sampler import Ints, sample, uniforms
+from agentrl.algorithms.engines.embedded.scheduler import Call, Rows, Update
+from agentrl.algorithms.model.attention import UNUSED
+from agentrl.algorithms.model.load import Model
+from agentrl.algorithms.model.lora import Adapters
+
+PREFILL = 512  # prompt tokens fed per step beside the running calls, so that none of them stalls
+WORTH_WAITING = 16  # tokens that another call is about to compute and this one may then copy
+
+Updates = list[tuple[Call, Update]]
+
+
+class Engine:
+    """Completes calls with any Hugging Face decoder."""
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        eos: Collection[int],
+        max_batch: int,
+        max_context: int,
+        threads: int,
+        deliver: Callable[[Updates], None],
+        adapters: Adapters | None = None,
+        policies: Sequence[str | None] = (None,),
+    ) -> None:
+        """`deliver` gets, on the engine's thread, everything that one step has to tell. `policies`:
+        the adapter of each policy that calls may name by number, None: the model alone."""
+        attention.install(model)
+        config: Any = model.config
+        self.model, self.deliver, self.threads = model, deliver, threads
+        self.adapters = adapters
+        self.policies = dict(enumerate(policies))  # by number; it may change while nothing runs
+        self.device = next(model.parameters()).device
+        self.rows = Rows(max_batch, idle=2 * max_batch, context=max_context)
+        self.pool = KVPool(config.get_text_config().num_hidden_layers, 3 * max_batch)
+        self.eos = np.zeros(config.get_text_config().vocab_size, np.bool_)
+        self.eos[list(eos)] = True
+        self.waiting: deque[Call] = deque()
+        self.orders: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self.thread = threading.Thread(target=self._main, name="engine", daemon=True)
+        self.lock = threading.Lock()  # of `closing`: no order is given to a thread that has ended
+        self.closing = False
+
+    def start(self) -> None:
+        self.thread.start()
+
+    def submit(self, call: Call) -> None:
+        """Every submitted call gets exactly one update with `finish` set, its last."""
+        if not self._order(lambda: self.waiting.append(call)):
+            self.deliver([(call, Update([], [], "error", CLOSED))])
+
+    def cancel(self, call: Call) -> None:
+        """Finish a call whose answer nobody waits for, unless it has finished."""
+        self._order(lambda: self._cancel(call))
+
+    def forget(self, policy: int = 0) -> None:
+        """The weights of a policy have changed: drop its prefix cache."""
+        self._order(lambda: self.rows.forget(policy))
+
+    def close(self) -> None:
+        """Fail what is unfinished and end the thread."""
+        self._order(self._close)
+        self.thread.join()
+
+    @property
+    def alive(self) -> bool:
+        return self.thread.is_alive()
+
+    def _order(self, order: Callable[[], None]) -> bool:
+        with self.lock:
+            if not self.closing:
+                self.orders.put(order)
+            return not self.closing
+
+    @torch.inference_mode()
+    def _main(self) -> None:
+        try:
+            while self._obey():
+                self._admit()
+                self._step()
+        finally:
+            with self.lock:
+                self.closing = True
+            while not self.orders.empty():
+                self.orders.get()()
+            self._fail(CLOSED)
+
+    def _obey(self) -> bool:
+        """Carry out all orders; wait for one when there is nothing else to do."""
+        idle = not (self.rows.n or self.waiting)
+        while True:
+            while idle and not self.closing:
+                self.orders.get()()
+                idle = not self.waiting
+                if not idle:
+                    # Per process in part (MKL): the learner has set its own number in between.
+                    torch.set_num_threads(self.threads)
+            try:
+                self.orders.get_nowait()()
+            except Empty:
+                return not self.closing
+
+    def _admit(self) -> None:
+        """Give waiting calls a row, oldest first, except those whose prefix is being computed."""
+        later: deque[Call] = deque()
+        while self.waiting and self.rows.n < self.rows.limit:
+            call = self.waiting.popleft()
+            source, shared, soon = self.rows.source(call.prompt, call.policy)
+            if soon - shared >= WORTH_WAITING:
+                later.append(call)
+            else:
+                self.rows.add(call, self.pool, source, shared)
+        self.waiting.extendleft(reversed(later))
+
+    def _step(self) -> None:
+        rows, n = self.rows, self.rows.n
+        if not n:
+            return
+        try:
+            logits = self._forward()
+        except RuntimeError as error:  # out of memory, or a model that cannot run like this
+            self._fail(f"the model failed: {str(error).splitlines()[0]}")
+            return
+        counters = rows.known[:n] - rows.prompt[:n]
+        tokens_n, logprobs_n = sample(
+            logits,
+            rows.temperature[:n],
+            rows.top_p[:n],
+            rows.top_k[:n],
+            uniforms(rows.seed[:n], counters),
+        )
+        self._record(tokens_n.cpu().numpy(), logprobs_n.cpu().numpy())
+
+    def _forward(self) -> Tensor:
+        """Feed every row what it knows and has not fed; logits [n, V] after the last fed."""
+        rows, pool, n = self.rows, self.pool, self.rows.n
+        lengths, order = rows.length[:n], np.arange(n)
+        pool.reserve(int(rows.known[:n].max()))
+        before = rows.known[:n] - lengths - 1  # tokens to feed before the last one
+        chunks: list[Chunk] = []
+        fed_rows, fed_positions, start = [], [], 0
+        for row in np.flatnonzero(before):
+            size = min(int(before[row]), PREFILL - start)
+            before[row] = size
+            if size:
+                first = int(lengths[row])
+                chunks.append(Chunk(int(row), start, size, first + size))
+                fed_rows.append(np.full(size, row))
+                fed_positions.append(np.arange(first, first + size))
+                start += size
+        last = lengths + before
+        at = np.concatenate([*fed_rows, order])
+        positions = np.concatenate([*fed_positions, last])
+        ids_N, at_N, positions_N = (
+            torch.from_numpy(values).to(self.device)
+            for values in (rows.tokens[at, positions].astype(np.int64), at, positions)
+        )
+        pool.aim(at_N, positions_N)
+        with self._adapted(rows.policy[at]):
+            logits: Tensor = self.model(
+                input_ids=ids_N[None],
+                position_ids=positions_N[None],
+                attention_mask=UNUSED,
+                past_key_values=pool,
+                use_cache=True,
+                logits_to_keep=n,
+                plan=Plan(chunks, positions_N[-n:], int(last.max()) + 1),
+            ).logits[0]
+        rows.length[:n] = last + 1
+        return logits
+
+    def _adapted(self, policies: Ints) -> AbstractContextManager[None]:
+        """While inside, each token fed is computed by its policy: numbers, int64 [N]."""
+        if self.adapters is None:
+            return nullcontext()
+        present = np.unique(policies).tolist()
+        if len(present) == 1:
+            return self.adapters.using(self.policies[present[0]])
+        return self.adapters.routed(
+            [
+                (adapter, torch.from_numpy(np.flatnonzero(policies == number)).to(self.device))
+                for number in present
+                if (adapter := self.policies[number]) is not None
+            ]
+        )
+
+    def _record(self, tokens: Ints, logprobs: NDArray[np.float32]) -> None:
+        """Add the sampled tokens to rows that are through their prompt; tell and end calls."""
+        rows, n = self.rows, self.rows.n
+        if not np.isfinite(logprobs).all():
+            self._fail("the model's log-probs are not finite: its weights are broken")
+            return
+        at = np.flatnonzero(rows.length[:n] == rows.known[:n])
+        tokens, logprobs = tokens[at], logprobs[at]
+        rows.tokens[at, rows.known[at]] = tokens
+        rows.logprobs[at, rows.known[at]] = logprobs
+        rows.known[at] += 1
+        stopped, full = self.eos[tokens], rows.known[at] >= rows.end[at]
+        updates: Updates = []
+        ended: list[int] = []
+        for index in np.flatnonzero(stopped | full | rows.watched[at]).tolist():
+            row, token = int(at[index]), int(tokens[index])
+            call = rows.calls[row]
+            stop = bool(stopped[index]) or (call.stop is not None and call.stop(token))
+            finish = "stop" if stop else "length" if full[index] else None
+            if call.stream:
+                updates.append((call, Update([token], [float(logprobs[index])], finish)))
+            elif finish:
+                updates.append((call, Update(*rows.completion(row), finish)))
+            if finish:
+                ended.append(row)
+        for row in reversed(ended):  # the last row fills the gap: from the end, none is missed
+            rows.remove(row, self.pool)
+        if updates:
+            self.deliver(updates)
+
+    def _reset(self) -> None:
+        """A masked key still spoils a sum if it is not finite: nothing written may stay."""
+        self.rows.forget()
+        self.pool.wipe()
+
+    def _cancel(self, call: Call) -> None:
+        if call in self.waiting:
+            self.waiting.remove(call)
+        elif call in self.rows.calls:
+            self.rows.remove(self.rows.calls.index(call), self.pool)
+        else:
+            return
+        self.deliver([(call, Update([], [], "cancelled"))])
+
+    def _close(self) -> None:
+        with self.lock:
+            self.closing = True
+
+    def _fail(self, sentence: str) -> None:
+        calls = [*self.rows.calls, *self.waiting]
+        self.waiting.clear()
+        while self.rows.n:
+            self.rows.remove(self.rows.n - 1, self.pool, keep=False)
+        self._reset()
+        if calls:
+            self.deliver([(call, Update([], [], "error", sentence)) for call in calls])
+
+
+CLOSED = "the policy server is shutting down"

@@ -1,0 +1,237 @@
+"""The HTTP face of the embedded server: OpenAI's paths, errors and server-sent events."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+from uuid import uuid4
+
+import msgspec
+from aiohttp import web
+
+from agentrl.algorithms.engines.embedded.admission import Calls, Flight
+from agentrl.algorithms.engines.embedded.protocol import ChatRequest, TextRequest
+from agentrl.algorithms.engines.embedded.responses import Format, StreamedChoice
+from agentrl.algorithms.model.chat import Chat
+from agentrl.algorithms.model.request_error import RequestError
+from agentrl.algorithms.model.text import Codec
+from agentrl.errors import nearest
+from agentrl.types import Sampling
+
+VERSION = "x-policy-version"
+Body = TypeVar("Body")
+LARGEST_BODY = 64 * 2**20  # bytes of a request
+
+_encoder = msgspec.json.Encoder()
+_chat_decoder = msgspec.json.Decoder(ChatRequest)
+_text_decoder = msgspec.json.Decoder(TextRequest)
+
+
+class Routes:
+    """Handlers of one server's requests."""
+
+    def __init__(self, calls: Calls, chat: Chat, codec: Codec, name: str, defaults: Sampling):
+        self._calls, self._chat, self._codec = calls, chat, codec
+        self._name, self._defaults = name, defaults
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=LARGEST_BODY, middlewares=[_refusals])
+        app.router.add_post("/v1/chat/completions", self.chat)
+        app.router.add_post("/v1/completions", self.text)
+        app.router.add_post("/tokenize", self.tokenize)
+        app.router.add_get("/v1/models", self.models)
+        app.router.add_get("/health", self.health)
+        app.on_response_prepare.append(self._stamp)
+        return app
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        body = _decode(await request.read(), _chat_decoder)
+        _check_tool_choice(body.tool_choice)
+        prompt = self._prompt(body)
+        body.max_tokens = body.max_completion_tokens or body.max_tokens
+        form = self._format(
+            body,
+            prompt,
+            chat=True,
+            tools=body.tools != b"null" and body.tool_choice != "none",
+            logprobs=bool(body.logprobs),
+        )
+        return await self._answer(request, body, form)
+
+    async def text(self, request: web.Request) -> web.StreamResponse:
+        body = _decode(await request.read(), _text_decoder)
+        given = body.prompt
+        prompt = self._codec.encode_plain(given) if isinstance(given, str) else given
+        form = self._format(
+            body, tuple(prompt), chat=False, tools=False, logprobs=body.logprobs is not None
+        )
+        return await self._answer(request, body, form)
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        """The prompt of a conversation, as vLLM tells it."""
+        prompt = self._prompt(_decode(await request.read(), _chat_decoder))
+        limit = self._calls.max_context
+        return _json({"count": len(prompt), "max_model_len": limit, "tokens": prompt})
+
+    async def models(self, request: web.Request) -> web.Response:
+        card = {
+            "object": "model",
+            "owned_by": "agentrl",
+            "max_model_len": self._calls.max_context,
+        }
+        cards = [{"id": name} | card for name in self._calls.versions]
+        return _json({"object": "list", "data": cards})
+
+    async def health(self, request: web.Request) -> web.Response:
+        if not self._calls.engine.alive:
+            raise RequestError("the engine has stopped; restart the algorithm process", status=503)
+        return _json({"status": "ok", "version": self._calls.versions[self._name]})
+
+    def _prompt(self, body: ChatRequest) -> tuple[int, ...]:
+        return self._chat.prompt(
+            bytes(body.messages), bytes(body.tools), bytes(body.chat_template_kwargs)
+        )
+
+    def _format(
+        self,
+        body: ChatRequest | TextRequest,
+        prompt: tuple[int, ...],
+        *,
+        chat: bool,
+        tools: bool,
+        logprobs: bool,
+    ) -> Format:
+        stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+        return Format(
+            codec=self._codec,
+            model=body.model or self._name,
+            prompt=prompt,
+            chat=chat,
+            tools=tools,
+            logprobs=logprobs,
+            token_ids=bool(body.return_token_ids),
+            stop=tuple(filter(None, stop)),
+            id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}",
+        )
+
+    async def _answer(
+        self, request: web.Request, body: ChatRequest | TextRequest, form: Format
+    ) -> web.StreamResponse:
+        policy, sampling, n = self._policy(body.model), self._sampling(body), body.n or 1
+        stream = bool(body.stream)
+        async with self._calls.fly(
+            form.prompt, sampling, policy, n=n, stop=form.stop, stream=stream
+        ) as flight:
+            if stream:
+                usage = bool(body.stream_options and body.stream_options.include_usage)
+                return await self._stream(request, flight, form, n, usage=usage)
+            updates = {index: update async for index, update in flight}
+        whole = form.whole([updates[index] for index in range(n)])
+        return _json(whole, headers={VERSION: str(flight.version)})
+
+    def _policy(self, model: str | None) -> str:
+        """The policy that a request names. Where there is one, every name is it: agents keep their
+        own. Raises RequestError for a name that is none of several."""
+        served = self._calls.versions
+        if model in served:
+            return str(model)
+        if model and len(served) > 1:
+            raise RequestError(
+                f"no model {model!r} is served here; {nearest(model, served)}",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+        return self._name
+
+    def _sampling(self, body: ChatRequest | TextRequest) -> Sampling:
+        default = self._defaults
+        return Sampling(
+            temperature=default.temperature if body.temperature is None else body.temperature,
+            top_p=default.top_p if body.top_p is None else body.top_p,
+            top_k=default.top_k if body.top_k is None else max(body.top_k, 0),
+            max_tokens=body.max_tokens or default.max_tokens,
+            seed=default.seed if body.seed is None else body.seed,
+        )
+
+    async def _stream(
+        self, request: web.Request, flight: Flight, form: Format, n: int, *, usage: bool
+    ) -> web.StreamResponse:
+        headers = {
+            "content-type": "text/event-stream; charset=utf-8",
+            "cache-control": "no-cache",
+            VERSION: str(flight.version),
+        }
+        response = web.StreamResponse(headers=headers)
+        await response.prepare(request)
+        choices = [StreamedChoice(form, index) for index in range(n)]
+        tokens, first = 0, True
+        try:
+            async for index, update in flight:
+                tokens += len(update.tokens)
+                choice = choices[index].push(update)
+                if choice is not None:
+                    chunk = form.response([choice], first=first, chunk=True)
+                    first = False
+                    await response.write(_event(chunk))
+            if usage:
+                total = form.response([], usage=form.usage(tokens), first=False, chunk=True)
+                await response.write(_event(total))
+        except RequestError as refusal:  # the status line is long gone: tell it in the stream
+            await response.write(_event(refusal.body))
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def _stamp(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Answers that no version made, such as errors, carry the one that is served now by the
+        policy that requests without a model name get."""
+        response.headers.setdefault(VERSION, str(self._calls.versions[self._name]))
+
+
+@web.middleware
+async def _refusals(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Every refusal, aiohttp's own included, as OpenAI's error object."""
+    try:
+        return await handler(request)
+    except RequestError as error:
+        refusal = error
+    except web.HTTPException as error:
+        refusal = RequestError(
+            f"{request.method} {request.path}: {error.reason}", status=error.status
+        )
+    return _json(refusal.body, status=refusal.status)
+
+
+def _decode(raw: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:
+    try:
+        return decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        raise RequestError(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"the body is not JSON: {error}") from None
+
+
+def _check_tool_choice(choice: object) -> None:
+    if choice not in (None, "auto", "none"):
+        raise RequestError(
+            f"tool_choice {choice!r} needs guided decoding, which the embedded server does not "
+            'have; use "auto" or "none"',
+            param="tool_choice",
+        )
+
+
+def _json(
+    body: object, *, status: int = 200, headers: dict[str, str] | None = None
+) -> web.Response:
+    return web.Response(
+        body=_encoder.encode(body),
+        status=status,
+        headers=headers,
+        content_type="application/json",
+    )
+
+
+def _event(body: object) -> bytes:
+    return b"data: " + _encoder.encode(body) + b"\n\n"

@@ -1,0 +1,168 @@
+"""The embedded policy server: serves the very weights that the learner in this process trains.
+
+Owns one thread with an event loop for HTTP, and the engine's thread. Always true: weights change
+only inside `updating`, while no call is in flight; every answer carries the version it came from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+
+from agentrl.algorithms.engines.embedded.admission import Calls
+from agentrl.algorithms.engines.embedded.routes import Routes
+from agentrl.algorithms.engines.loop_thread import LoopThread
+from agentrl.algorithms.model.chat import Chat
+from agentrl.algorithms.model.load import Model, Tokenizer
+from agentrl.algorithms.model.lora import Adapters
+from agentrl.algorithms.model.text import Codec
+from agentrl.errors import PolicyError
+from agentrl.types import POLICY, Sampling
+
+NO_DEFAULTS = Sampling()
+
+
+class EmbeddedServer:
+    """A PolicyServer on a model object and its adapters. Its methods may be awaited from any event
+    loop."""
+
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        name: str = POLICY,
+        adapters: Adapters | None = None,
+        max_batch: int = 64,
+        max_context: int = 2048,
+        threads: int = 1,
+        defaults: Sampling = NO_DEFAULTS,
+    ) -> None:
+        """`port` 0 takes any free one. `max_context` tokens of prompt and completion are cut to
+        what the model's positions allow. `defaults` are for requests that say nothing.
+
+        Serves every adapter there is now under its name, and under `name` the model alone, if no
+        adapter has that name. Requests that name no model get `name`.
+
+        Raises PolicyError for a model whose attention cannot be batched."""
+        config: Any = model.config
+        positions = getattr(config.get_text_config(), "max_position_embeddings", max_context)
+        self.model = name
+        self.base_url = ""
+        self._host, self._port = host, port
+        codec = Codec(tokenizer)
+        self._calls = Calls(
+            model,
+            codec,
+            eos=_end_of_sequence(model, tokenizer),
+            max_batch=max_batch,
+            max_context=min(max_context, positions),
+            threads=threads,
+            adapters=adapters,
+            policies={name: None} | {each: each for each in (adapters.names if adapters else ())},
+        )
+        self._routes = Routes(self._calls, Chat(tokenizer, codec), codec, name, defaults)
+        self._runner: web.AppRunner | None = None
+        self._http = LoopThread("policy-http")
+
+    async def start(self) -> None:
+        """Listen. Raises PolicyError when the port is taken."""
+        self._http.start()
+        try:
+            await self._http.run(self._listen())
+        except OSError as error:
+            await self.close()
+            reason = os.strerror(error.errno) if error.errno else error
+            raise PolicyError(
+                f"policy server: cannot listen on {self._host}:{self._port}: {reason}; "
+                "set engine.port to a free port, or to 0 for any"
+            ) from None
+
+    @asynccontextmanager
+    async def updating(self) -> AsyncIterator[None]:
+        """While inside, weights may change: calls in flight have finished, new ones are held."""
+        await self._http.run(self._calls.hold())
+        try:
+            yield
+        finally:
+            await self._http.run(self._resume())
+
+    async def publish(self, version: int, policy: str | None = None) -> None:
+        """From now on serve the current weights of a policy, default the server's own `model`, as
+        `version`."""
+        policy = policy or self.model
+        if self._calls.held:
+            await self._http.run(self._publish(version, policy))
+        else:
+            async with self.updating():
+                await self._http.run(self._publish(version, policy))
+
+    async def given_up(self) -> PolicyError:
+        """Never: it lives and dies with the learner."""
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
+
+    async def add(self, policy: str, version: int) -> None:
+        """Also serve the adapter of this name, which the model has by now. Call inside
+        `updating`."""
+        await self._http.run(self._add(policy, version))
+
+    async def remove(self, policy: str) -> None:
+        """Serve a policy no more. Call inside `updating`."""
+        await self._http.run(self._remove(policy))
+
+    async def close(self) -> None:
+        """Refuse what is in flight and stop. A second time does nothing."""
+        if self._http.running:
+            await self._http.run(self._shut())
+            await self._http.stop()
+
+    async def _listen(self) -> None:
+        runner = web.AppRunner(
+            self._routes.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0
+        )
+        self._runner = runner
+        await runner.setup()
+        await web.TCPSite(runner, self._host, self._port, backlog=1024).start()
+        port = runner.addresses[0][1]
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        self._calls.start()
+        self.base_url = f"http://{host}:{port}/v1"
+
+    async def _publish(self, version: int, policy: str) -> None:
+        self._calls.publish(version, policy)
+
+    async def _add(self, policy: str, version: int) -> None:
+        self._calls.add(policy, policy, version)
+
+    async def _remove(self, policy: str) -> None:
+        self._calls.remove(policy)
+
+    async def _resume(self) -> None:
+        self._calls.resume()
+
+    async def _shut(self) -> None:
+        if self._calls.engine.alive:
+            await asyncio.to_thread(self._calls.engine.close)
+        if self._runner is not None:
+            await self._runner.cleanup()
+        await asyncio.get_running_loop().shutdown_default_executor()
+
+
+def _end_of_sequence(model: Model, tokenizer: Tokenizer) -> list[int]:
+    """Tokens that end an answer: the model's own, which may be several, and the tokenizer's."""
+    generation: Any = getattr(model, "generation_config", None)
+    ids = getattr(generation, "eos_token_id", None)
+    tokens = {ids} if isinstance(ids, int) else set(ids or ())
+    if tokenizer.eos_token_id is not None:
+        tokens.add(tokenizer.eos_token_id)
+    if not tokens:
+        raise PolicyError("the model has no end-of-sequence token; set eos_token in its tokenizer")
+    return sorted(tokens)

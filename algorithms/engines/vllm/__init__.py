@@ -1,0 +1,1 @@
+"""vLLM as policy server: a child process or servers that run already."""

@@ -1,0 +1,161 @@
+"""What runs inside vLLM's HTTP server: the door that its calls go through.
+
+`python -m agentrl.algorithms.engines.vllm.child ARGUMENTS` is `vllm serve` that ends with its
+parent. vLLM knows neither versions nor how to keep calls waiting while weights change, and its
+answers do not say which weights they came from; the door adds that. Always true: behind a held door
+no call is in flight, and an answer names the version that was current when its call was let in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import runpy
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN
+from agentrl.processes import die_with_parent
+
+KEY = "AGENTRL_VLLM_KEY"  # environment variable with what the parent proves itself with
+CONTROL = b"x-agentrl-key"
+SERVER = b"x-agentrl-server"  # beside it: the only one of several that is meant
+POLICY_VERSION = b"x-policy-version"
+ADAPTERS = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"  # for who has the key
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+
+class _Request(msgspec.Struct):
+    model: str = ""
+
+
+class Gate:
+    """Lets calls in, or holds them, as it does at first. Versions are a query, `policy=3&other=0`;
+    the empty name is what calls with any other name get."""
+
+    def __init__(self) -> None:
+        self.versions: dict[str, str] = {}
+        self._inside = 0
+        self._open, self._empty = asyncio.Event(), asyncio.Event()
+        self._empty.set()
+
+    def close(self) -> None:
+        """Let no more calls in."""
+        self._open.clear()
+
+    async def hold(self) -> None:
+        """The same; returns once no call is inside."""
+        self.close()
+        await self._empty.wait()
+
+    def open(self, versions: str = "") -> None:
+        """Let calls in again, from now on with these versions; none: those before."""
+        if versions:
+            self.versions = dict(parse_qsl(versions, keep_blank_values=True))
+        self._open.set()
+
+    @asynccontextmanager
+    async def enter(self) -> AsyncIterator[Mapping[str, str]]:
+        """One call is inside; with the versions that serve it."""
+        while not self._open.is_set():
+            await self._open.wait()
+        self._inside += 1
+        self._empty.clear()
+        try:
+            yield self.versions
+        finally:
+            self._inside -= 1
+            if not self._inside:
+                self._empty.set()
+
+
+class Door:
+    """ASGI middleware around vLLM's server. With the key: `POST /agentrl/hold` answers once no call
+    is in flight, `/agentrl/open?VERSIONS` lets calls in, at first as well as again, and every other
+    path is vLLM's. Without it there are /health and what asks the models."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._key = os.environ[KEY].encode()
+        self._gate = Gate()
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif scope["type"] != "http":  # a websocket would pass by the gate
+            await send({"type": "websocket.close", "code": 1008})
+        elif dict(scope["headers"]).get(CONTROL) == self._key:
+            await self._obey(scope, receive, send)
+        elif is_call(scope["path"]):
+            await self._serve(scope, receive, send)
+        else:
+            await _answer(send, 404)
+
+    async def _obey(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["path"] == HOLD:
+            await self._gate.hold()
+            await _answer(send, 200)
+        elif scope["path"] == OPEN:
+            self._gate.open(scope["query_string"].decode())
+            await _answer(send, 200)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _serve(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        async with self._gate.enter() as versions:
+            receive, body = await _read(receive)
+            name = model_of(body)
+            version = versions.get(name, versions.get(""))
+
+            async def stamped(message: Message) -> None:
+                if message["type"] == "http.response.start" and version is not None:
+                    added = POLICY_VERSION, version.encode()
+                    message["headers"] = [*message.get("headers", ()), added]
+                await send(message)
+
+            await self._app(scope, receive, stamped)
+
+
+def is_call(path: str) -> bool:
+    """Whether anybody may ask for it."""
+    open = path in ("/health", "/tokenize")
+    return open or (path.startswith("/v1/") and path not in ADAPTERS)
+
+
+def model_of(body: bytes) -> str:
+    """The model that a request names; empty: none, or it cannot be read."""
+    try:
+        return msgspec.json.decode(body, type=_Request).model
+    except msgspec.DecodeError:
+        return ""
+
+
+async def _read(receive: Receive) -> tuple[Receive, bytes]:
+    """A request's body, and a `receive` that tells it again."""
+    messages: list[Message] = []
+    while not messages or messages[-1].get("more_body"):
+        messages.append(await receive())
+    body = b"".join(message.get("body", b"") for message in messages)
+
+    async def again() -> Message:
+        return messages.pop(0) if messages else await receive()
+
+    return again, body
+
+
+async def _answer(send: Send, status: int) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)

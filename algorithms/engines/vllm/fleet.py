@@ -1,0 +1,352 @@
+"""vLLM servers that somebody else started, behind one gate of our own.
+
+Owns the gate, an HTTP server in a thread, which spreads calls over the servers, and the key to it.
+The servers know neither versions nor holds; nobody else may call them for the same policy, and they
+must be started with
+
+    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs \
+        --generation-config vllm --enable-auto-tool-choice --tool-call-parser hermes
+
+for adapters with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank RANK; for
+weights that are not read from a disk with --weight-transfer-config '{"backend": ...}' (see `sync`);
+on a CPU, and for the backend "agentrl", with
+`--worker-extension-cls agentrl.algorithms.engines.vllm.worker_extension.Extension`.
+Always true: calls go to servers that have had every update. One that is found to be gone gets none,
+and no update either, until it is adopted again, because whoever restarts it does so with old
+weights; when all are gone calls wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+import time
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from agentrl.algorithms.engines.loop_thread import LoopThread
+from agentrl.algorithms.engines.vllm.child import (
+    CONTROL,
+    POLICY_VERSION,
+    SERVER,
+    Gate,
+    is_call,
+    model_of,
+)
+from agentrl.algorithms.engines.vllm.probe import Found, probe
+from agentrl.algorithms.engines.vllm.process import POLL
+from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN, Serving
+from agentrl.errors import PolicyError
+from agentrl.types import POLICY
+
+WATCH = 1.0  # seconds between looks at servers; starting one takes longer
+PATIENCE = 10.0  # seconds that a server has to say that it is well
+DYING = 5.0  # seconds after a failed request until a server that died of it says that it is not
+IDLE = 2.0  # seconds that a connection is kept; vLLM closes it after 5, which looks like its death
+LARGEST = 2**30  # bytes of a request
+HOP = {"connection", "content-length", "host", "keep-alive", "transfer-encoding"}
+
+
+class VllmFleet:
+    """A Host of servers that run already."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        api_key: str = "",
+        start_timeout: float = 300.0,
+        timeout: float = 60.0,
+        adapters: bool = False,
+    ) -> None:
+        """urls: http://host:port of each server. adapters: whether those are what is trained.
+        start_timeout: seconds that servers have to come up, at first and again. timeout: and to
+        take an update, after which one that has not counts as gone."""
+        self.urls = [url.rstrip("/").removesuffix("/v1") for url in urls]
+        self.key, self.url, self.name = secrets.token_hex(16), "", POLICY
+        self.room = sys.maxsize  # vLLM reads those beyond its --max-loras again when they are asked
+        self.found: Found | None = None
+        self._bind, self._adapters = (host, port), adapters
+        self._start_timeout, self._timeout = start_timeout, timeout
+        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._words = "nothing is known about why"
+        self._gone = asyncio.Event()  # all of them
+        self._home: asyncio.AbstractEventLoop | None = None  # where `start` was called
+        # Those below belong to the thread.
+        self._http = LoopThread("vllm-gate")
+        self._runner: web.AppRunner | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self._gate = Gate()
+        self._busy: dict[str, int] = {}  # calls that each server is answering; others are gone
+
+    @property
+    def servers(self) -> Sequence[str]:
+        return tuple(self._busy)
+
+    @property
+    def refuses_adapters(self) -> str:
+        assert self.found is not None, "probe() comes first"
+        if not self._adapters:
+            return "all weights are trained"
+        return (
+            ""
+            if self.found.adapters
+            else ("vLLM was not started with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1")
+        )
+
+    @property
+    def backend(self) -> str | None:
+        assert self.found is not None, "probe() comes first"
+        return self.found.backend
+
+    @property
+    def gpus(self) -> int:
+        """Which ones they compute on only their owner knows: others than the learner's, but for
+        the backend that needs the same."""
+        return 1 if self.backend == "ipc" else 0
+
+    async def probe(self) -> None:
+        """Find out what is possible. Raises PolicyError for servers that cannot be published to."""
+        async with self._client() as http:
+            await asyncio.gather(*(self._healthy(http, url) for url in self.urls))
+            self.found = await probe(http, self.urls)
+        self.name = self.found.name
+
+    async def start(self, serving: Serving) -> None:
+        """Returns once one of them answers, at first all of them.
+
+        Raises PolicyError when the port is taken, and when a server stays silent."""
+        self._gone.clear()
+        self._home = asyncio.get_running_loop()
+        async with self._client() as http:
+            if not self._http.running:
+                self._http.start()
+                await self._http.run(self._listen())
+                up = self.urls
+            else:
+                up = [await _first(self._healthy(http, url) for url in self.urls)]
+        await self._http.run(self._count(up))
+
+    async def ended(self) -> str:
+        """Why, once none of them answers."""
+        await self._gone.wait()
+        return self._words
+
+    async def returned(self) -> AsyncGenerator[str, None]:
+        """Servers that answer again while others went on. Looks after all of them meanwhile."""
+        async with self._client() as http:
+            while True:
+                await asyncio.sleep(WATCH)
+                for url in self.urls:
+                    words = await self._ill(http, url)
+                    if words is not None:
+                        await self._http.run(self._lose(url, words))
+                    elif url not in self._busy and not self._gone.is_set():
+                        yield url
+
+    async def adopt(self, server: str) -> None:
+        await self._http.run(self._count([server]))
+
+    async def stop(self) -> None:
+        """Close the gate; the servers go on. A second time does nothing."""
+        if self._http.running:
+            await self._http.run(self._shut())
+            await self._http.stop()
+
+    def last_words(self) -> str:
+        return self._words
+
+    async def _healthy(self, http: aiohttp.ClientSession, url: str) -> str:
+        deadline = time.monotonic() + self._start_timeout
+        while (words := await self._ill(http, url)) is not None:
+            if time.monotonic() > deadline:
+                raise PolicyError(
+                    f"engine.vllm.urls: {url} {words}, for {self._start_timeout:g} s "
+                    "(engine.vllm.start_timeout); start vLLM there"
+                )
+            await asyncio.sleep(POLL)
+        return url
+
+    async def _ill(self, http: aiohttp.ClientSession, url: str) -> str | None:
+        """What is wrong with a server."""
+        try:
+            async with asyncio.timeout(PATIENCE), http.get(f"{url}/health") as reply:
+                return None if reply.status == 200 else f"answers {reply.status} to /health"
+        except TimeoutError:
+            return "does not answer"
+        except (aiohttp.ClientError, ValueError) as error:
+            return f"does not answer ({type(error).__name__}: {error})"
+
+    def _client(self) -> aiohttp.ClientSession:
+        timeout = aiohttp.ClientTimeout(total=self._start_timeout)
+        return aiohttp.ClientSession(headers=self._headers, timeout=timeout)
+
+    async def _listen(self) -> None:
+        app = web.Application(client_max_size=LARGEST)
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE),
+            timeout=aiohttp.ClientTimeout(total=None),
+            headers=self._headers,
+        )
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0
+        )
+        await self._runner.setup()
+        host, port = self._bind
+        try:
+            await web.TCPSite(self._runner, host, port, backlog=1024).start()
+        except OSError as error:
+            raise PolicyError(
+                f"policy server: cannot listen on {host}:{port}: {error.strerror}; set engine.port "
+                "to a free port, or to 0 for any"
+            ) from None
+        found = self._runner.addresses[0][1]
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{found}"
+
+    async def _count(self, urls: Sequence[str]) -> None:
+        self._busy |= {url: self._busy.get(url, 0) for url in urls}
+
+    async def _lose(self, url: str, words: str) -> None:
+        self._words = f"it is gone: {url} {words}"
+        if self._busy.pop(url, None) is None or self._busy:
+            return
+        self._gate.close()
+        assert self._home is not None
+        self._home.call_soon_threadsafe(self._gone.set)
+
+    async def _shut(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+        if self._session is not None:
+            await self._session.close()
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        if request.headers.get(CONTROL.decode()) == self.key:
+            return await self._obey(request)
+        if not is_call(request.path):
+            return web.Response(status=404)
+        async with self._gate.enter() as versions:
+            body = await request.read()
+            version = versions.get(model_of(body), versions.get(""))
+            if not self._busy:
+                return _retry("no server is left")
+            url = min(self._busy, key=self._busy.__getitem__)
+            self._busy[url] += 1
+            try:
+                return await self._forward(request, url, body, version)
+            finally:
+                if url in self._busy:
+                    self._busy[url] -= 1
+
+    async def _obey(self, request: web.Request) -> web.Response:
+        """As a `Door` does. What is vLLM's goes to the server that is named, or to all that are up
+        to date; the answers are a list. One that does not answer is gone, which is a failure only
+        where no other did."""
+        if request.path == HOLD:
+            await self._gate.hold()
+            return web.Response()
+        if request.path == OPEN:
+            if self._busy:
+                self._gate.open(request.query_string)
+            return web.Response()
+        only, body = request.headers.get(SERVER.decode()), await request.read()
+        urls = [only] if only else list(self._busy)
+        told = await asyncio.gather(*(self._tell(request, url, body) for url in urls))
+        replies = [reply for reply in told if reply is not None]
+        if not replies:
+            return web.Response(status=502, text=self._words)
+        for status, answer in replies:
+            if status != 200:
+                return web.Response(status=status, body=answer)
+        answers = [answer if answer[:1] in (b"{", b"[") else b"null" for _, answer in replies]
+        return web.Response(body=b"[" + b",".join(answers) + b"]")
+
+    async def _tell(self, request: web.Request, url: str, body: bytes) -> tuple[int, bytes] | None:
+        """Status and answer of one server; none: it is gone."""
+        assert self._session is not None
+        kind = {"content-type": "application/json"}
+        try:
+            async with (
+                asyncio.timeout(self._timeout),
+                self._session.request(
+                    request.method, url + request.path, data=body, headers=kind
+                ) as reply,
+            ):
+                status, answer = reply.status, await reply.read()
+                if status < 500 or await self._outlives(url):
+                    return status, answer
+                await self._lose(url, f"{request.path}: {status} {answer[:300]!r}")
+                return None
+        except TimeoutError:
+            late = f"no answer within {self._timeout:g} s (engine.vllm.timeout)"
+            await self._lose(url, f"{request.path}: {late}")
+        except aiohttp.ClientError as error:
+            await self._lose(url, f"does not answer ({type(error).__name__}: {error})")
+        return None
+
+    async def _outlives(self, url: str) -> bool:
+        """Whether a server is still well some time after a request failed there."""
+        assert self._session is not None
+        deadline = time.monotonic() + DYING
+        while time.monotonic() < deadline:
+            if await self._ill(self._session, url) is not None:
+                return False
+            await asyncio.sleep(POLL)
+        return True
+
+    async def _forward(
+        self, request: web.Request, url: str, body: bytes, version: str | None
+    ) -> web.StreamResponse:
+        assert self._session is not None
+        left = HOP | self._headers.keys()
+        sent = {k: v for k, v in request.headers.items() if k.lower() not in left}
+        answer: web.StreamResponse | None = None
+        try:
+            async with self._session.request(
+                request.method, url + request.path_qs, data=body, headers=sent
+            ) as reply:
+                answer = web.StreamResponse(status=reply.status)
+                answer.content_type = reply.content_type
+                if version is not None:
+                    answer.headers[POLICY_VERSION.decode()] = version
+                await answer.prepare(request)
+                async for chunk in reply.content.iter_any():
+                    await answer.write(chunk)
+                await answer.write_eof()
+                return answer
+        except aiohttp.ClientConnectionResetError:  # of the caller, who went away
+            raise
+        except aiohttp.ClientError as error:
+            await self._lose(url, f"does not answer ({type(error).__name__}: {error})")
+            if answer is None or not answer.prepared:
+                return _retry(f"{type(error).__name__}: {error}")
+            if request.transport is not None:  # an end without the end: it may be asked again
+                request.transport.abort()
+            return answer
+
+
+async def _first(healthy: Iterable[Coroutine[Any, Any, str]]) -> str:
+    """The first that is; raises what the last one raises if none is."""
+    left = {asyncio.ensure_future(each) for each in healthy}
+    try:
+        while True:
+            done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+            for each in done:
+                if each.exception() is None or not left:
+                    return each.result()
+    finally:
+        for each in left:
+            each.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+
+def _retry(why: str) -> web.Response:
+    message = f"vLLM is being restarted ({why})"
+    return web.json_response({"error": {"message": message}}, status=503)

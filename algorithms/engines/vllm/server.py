@@ -1,0 +1,304 @@
+"""The policy server of vLLM, in a child process or on servers that somebody else started.
+
+Owns a folder with what servers read and the way that new weights take to them (`sync`). Always
+true: weights change only while the gate before vLLM is held (see `vllm_child`), so every answer
+comes from the one version it names and no version changes within a call; after a publish that
+failed the gate stays held. A server that ends is brought up again with the newest published weights
+under the same URL, and calls that were in flight fail as on a lost connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from pathlib import Path
+
+from agentrl.algorithms.engines.vllm import weight_sync
+from agentrl.algorithms.engines.vllm.control import Control
+from agentrl.algorithms.engines.vllm.parity_check import check, check_temperature
+from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN, Host, Learned, Serving
+from agentrl.algorithms.engines.vllm.weight_sync import AdapterSync, LostError, Servers, WeightSync
+from agentrl.errors import PolicyError
+from agentrl.types import POLICY
+
+log = logging.getLogger(__name__)
+RESTARTS = 3  # between two publishes, before the server is given up
+GRACE = 15.0  # seconds after a failed request until a server that died of it must have ended
+
+
+class VllmServer:
+    """A PolicyServer whose weights are a copy of the learner's."""
+
+    def __init__(
+        self,
+        learned: Learned,
+        host: Host,
+        *,
+        folder: Path,
+        way: str = "auto",
+        timeout: float = 60.0,
+        tolerance: float = 1e-3,
+    ) -> None:
+        """folder: for what servers read, of this server alone. way: of `sync`, for new weights.
+        timeout: seconds that calls in flight have to end before an update, and that vLLM has to
+        take it. tolerance: of the log-probs that are compared after each publish. Servers that
+        somebody else started must find `folder` under the same path."""
+        self.model = POLICY
+        self.base_url = ""
+        self.seconds: dict[str, float] = {}  # of the newest publish, by its parts
+        self._learned, self._host, self._way = learned, host, way
+        self._folder, self._timeout, self._tolerance = folder, timeout, tolerance
+        self._serving = Serving(folder / "weights", folder / "tokenizer")
+        self._sync: WeightSync | None = None
+        self._held = self._wrong = False
+        self._changing = asyncio.Lock()  # by an update, or by a server that returns
+        self._up, self._death = asyncio.Event(), asyncio.Event()
+        self._failed: PolicyError | None = None
+        self._given_up = asyncio.Event()
+        self._restarts = 0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Serve the learner's current weights as version 0. Raises PolicyError when vLLM does not
+        come up, or serves something else."""
+        try:
+            await self._host.probe()
+            self._prepare()
+            await self._host.start(self._serving)
+            for policy in self._serving.versions:
+                await self._load(policy, self._control)
+            at_learner = self._at_learner(self.model)
+            await check_temperature(
+                self._control, self._learned, self.model, at_learner, self._tolerance
+            )
+            await self._open()
+        except LostError:
+            await self.close()
+            raise PolicyError(f"vLLM failed at its first call; {self._host.last_words()}") from None
+        except BaseException:
+            await self.close()
+            raise
+        self.base_url = f"{self._host.url}/v1"
+        self._up.set()
+        self._tasks = [asyncio.create_task(self._keep()), asyncio.create_task(self._adopt())]
+
+    @asynccontextmanager
+    async def updating(self) -> AsyncIterator[None]:
+        """While inside, weights may change: calls in flight have finished, new ones are held."""
+        async with self._changing:
+            await self._reach(self._hold)
+            self._held = True
+            try:
+                yield
+            finally:
+                self._held = False
+                if not self._wrong:  # else the calls that wait would be answered with those weights
+                    await self._reach(self._open)
+
+    async def publish(self, version: int, policy: str | None = None) -> None:
+        """From now on serve the learner's current weights as `version`.
+
+        Raises PolicyError where vLLM's log-probs differ from the learner's afterwards, and for
+        a policy that it does not serve. No call is answered then until a publish succeeds."""
+        policy = policy or self.model
+        if policy not in self._serving.versions:
+            served = ", ".join(map(repr, self._serving.versions))
+            raise PolicyError(f"vLLM serves the policy {served}, and not {policy!r}")
+        if not self._held:
+            async with self.updating():
+                await self.publish(version, policy)
+            return
+        assert self._sync is not None, "start() comes first"
+        self._wrong = True
+        with self._timed("take"):
+            # Once they are taken, a server that is started again gets the new weights.
+            self._sync.take(policy)
+        self._serving.versions[policy] = version
+        await self._reach(lambda: self._load(policy, self._control))
+        self._wrong = False
+        self._restarts = 0
+
+    async def add(self, policy: str, version: int) -> None:
+        """Also serve the adapter of this name, which the learner has by now. Call inside
+        `updating`.
+
+        Raises PolicyError where adapters are not loaded by name, and where there is no room."""
+        carrier, versions = self._adapters(policy), self._serving.versions
+        if policy not in versions and len(versions) >= self._host.room:
+            raise PolicyError(
+                f"vLLM has room for {self._host.room} adapters and serves {', '.join(versions)}; "
+                "raise engine.vllm.max_adapters"
+            )
+        carrier.take(policy)
+        versions[policy] = version
+        await self._reach(lambda: self._load(policy, self._control))
+
+    async def remove(self, policy: str) -> None:
+        """Serve such a policy no more: calls that name it are refused. Call inside `updating`."""
+        carrier = self._adapters(policy)
+        del self._serving.versions[policy]
+        carrier.forget(policy)
+        await self._reach(lambda: carrier.drop(policy, self._control))
+
+    async def given_up(self) -> PolicyError:
+        """Returns why, once no call will ever be answered again."""
+        await self._given_up.wait()
+        assert self._failed is not None
+        return self._failed
+
+    async def close(self) -> None:
+        """Stop the child, or leave the servers alone. A second time does nothing."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+        await self._host.stop()
+        if self._sync is not None:
+            self._sync.close()
+            self._sync = None
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def _control(self) -> Control:
+        return Control(self._host, self._timeout)
+
+    def _at_learner(self, policy: str) -> str:
+        """A policy's name there; servers that run already have one of their own."""
+        if self._serving.adapters:
+            return policy
+        return next(iter(self._learned.adapters), POLICY)
+
+    def _adapters(self, policy: str) -> AdapterSync:
+        if not isinstance(self._sync, AdapterSync):
+            raise PolicyError(
+                f"vLLM cannot serve {policy!r} beside {self.model!r}: that is a whole model here; "
+                "train adapters (policy.lora.rank), or set engine.kind = 'embedded'"
+            )
+        return self._sync
+
+    def _prepare(self) -> None:
+        """Choose the way that weights take, and write what a server starts from."""
+        way, why = weight_sync.choose(self._way, means(self._learned, self._host))
+        adapters = self._learned.adapters
+        if way != "adapter" and len(adapters) > 1:
+            raise PolicyError(
+                f"vLLM can serve one of the policies {', '.join(adapters)}, not all, because "
+                f"{self._host.refuses_adapters}"
+            )
+        log.info("vLLM gets new weights by %s (%s).", way, why)
+        shutil.rmtree(self._folder, ignore_errors=True)  # of a run that was killed
+        self._folder.mkdir(parents=True)
+        self._learned.save_tokenizer(self._serving.tokenizer)
+        self._sync = weight_sync.make(way, self._learned, self._folder, self._timeout)
+        self._serving.adapters = way == "adapter"
+        names = adapters if self._serving.adapters else [self._host.name]
+        self.model = names[0]
+        self._serving.versions = dict.fromkeys(names, 0)
+        self._sync.prepare(self._serving)
+        for policy in names:
+            self._sync.take(policy)
+
+    async def _hold(self) -> None:
+        with self._timed("hold"):
+            await self._control.post(HOLD)
+
+    async def _open(self) -> None:
+        await self._control.post(f"{OPEN}?{self._serving.query()}")
+
+    async def _send(self, policy: str, servers: Servers) -> None:
+        """The newest weights of a policy into running servers that answer no call."""
+        assert self._sync is not None
+        with self._timed("send"):
+            await self._sync.send(policy, servers)
+        with self._timed("reset"):
+            # What was computed with the old weights must not answer for the new ones.
+            resets = await servers.post("/reset_prefix_cache")
+        if not all(reset["success"] for reset in resets):
+            raise PolicyError("vLLM did not give up its prefix cache after a weight update")
+
+    async def _load(self, policy: str, servers: Servers) -> None:
+        """The same, and a comparison with the learner's."""
+        await self._send(policy, servers)
+        version = self._serving.versions[policy]
+        at_learner = self._at_learner(policy)
+        with self._timed("check"):
+            await check(servers, self._learned, policy, at_learner, version, self._tolerance)
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        self.seconds[part] = time.monotonic() - started
+
+    async def _reach(self, work: Callable[[], Awaitable[None]]) -> None:
+        """`work` on a server that is up, and again on the next one if it dies in the meantime."""
+        while True:
+            death = self._death
+            await self._up.wait()  # the keeper sets it within the start's time-out
+            if self._failed is not None:
+                raise self._failed
+            try:
+                return await work()
+            except LostError as error:
+                try:
+                    async with asyncio.timeout(GRACE):
+                        await death.wait()
+                except TimeoutError:
+                    raise PolicyError(f"vLLM: {error}; {self._host.last_words()}") from None
+
+    async def _keep(self) -> None:
+        """Start the server again whenever it ends, and say when it is up or given up."""
+        while self._failed is None:
+            await self._host.ended()
+            self._up.clear()
+            self._death.set()
+            self._death = asyncio.Event()
+            await self._restart()
+            self._up.set()
+        self._given_up.set()
+
+    async def _restart(self) -> None:
+        words = self._host.last_words()
+        while self._restarts < RESTARTS:
+            self._restarts += 1
+            try:
+                await self._host.start(self._serving)
+                for policy in list(self._serving.versions):
+                    await self._send(policy, self._control)
+                if not (self._held or self._wrong):
+                    await self._open()
+                return
+            except (PolicyError, LostError) as error:
+                words = str(error)
+        self._failed = PolicyError(f"vLLM ended {RESTARTS + 1} times in one step; {words}")
+
+    async def _adopt(self) -> None:
+        """Give servers that return, while others went on, the newest weights."""
+        async with aclosing(self._host.returned()) as returned:
+            async for server in returned:
+                async with self._changing:
+                    await self._refresh(server)
+
+    async def _refresh(self, server: str) -> None:
+        try:
+            for policy in self._serving.versions:
+                await self._send(policy, self._control.only(server))
+        except (PolicyError, LostError) as error:
+            log.warning("%s is back and cannot be used: %s", server, error)
+            return
+        await self._host.adopt(server)
+        log.info("%s is back, with the newest weights.", server)
+
+
+def means(learned: Learned, host: Host) -> weight_sync.Means:
+    return weight_sync.Means(
+        adapters=host.refuses_adapters,
+        backend=host.backend,
+        gpu=learned.gpu >= 0,
+        shared=0 <= learned.gpu < host.gpus,
+        alone=host.gpus == 1,
+    )

@@ -1,0 +1,93 @@
+"""What runs inside vLLM's workers, which import it before they load a model.
+
+It gives vLLM's weight transfer an engine for one machine without GPUs, and on a CPU it makes linear
+layers read their weights at every call. vLLM would pack them once, and the packed copy of an output
+layer that shares the embeddings is not replaced when weights are reloaded: log-probs would be wrong
+by 0.1, without an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import vllm.model_executor.layers.utils as layers
+from torch import Tensor
+from torch.nn import functional
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.platforms import current_platform
+
+from agentrl.algorithms.engines.vllm.serving import MEMORY
+
+
+class Extension:
+    """Adds nothing to a worker: naming it has this module imported."""
+
+
+@dataclass
+class Memory(WeightTransferInitInfo):  # type: ignore[misc]
+    """Bytes that the learner shares; it goes on writing to them between two updates."""
+
+    path: str
+    size: int
+
+
+@dataclass
+class Layout(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """Where in them each weight is: name, dtype, shape and start, of a checkpoint's weights."""
+
+    weights: list[dict[str, Any]]
+
+
+class MemoryEngine(WeightTransferEngine[Memory, Layout]):  # type: ignore[misc]
+    """Loads weights from memory that the learner's process shares."""
+
+    init_info_cls = Memory
+    update_info_cls = Layout
+
+    def init_transfer_engine(self, init_info: Memory) -> None:
+        self._memory = torch.from_file(
+            init_info.path, shared=True, size=init_info.size, dtype=torch.uint8
+        )
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        # vLLM's own waits for an accelerator, which there need not be.
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: Layout) -> None:
+        self.model.load_weights(self._read(update_info))
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def _read(self, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+        for told in layout.weights:
+            dtype, shape = getattr(torch, told["dtype"]), torch.Size(told["shape"])
+            end = told["start"] + shape.numel() * dtype.itemsize
+            yield told["name"], self._memory[told["start"] : end].view(dtype).view(shape)
+
+
+def _unpacked(layer: Any, remove_weight: bool) -> None:
+    layer.cpu_linear = functional.linear
+
+
+WeightTransferEngineFactory.register_engine(MEMORY, MemoryEngine)
+if current_platform.is_cpu():
+    layers.dispatch_cpu_unquantized_gemm = _unpacked

@@ -1,0 +1,102 @@
+"""The learner that a run file asks for."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+from transformers import AutoTokenizer, PreTrainedModel
+
+from agentrl.algorithms.learners import auxiliary
+from agentrl.algorithms.learners.implicit_reward import ImplicitTrainer
+from agentrl.algorithms.learners.reference import check_vocabulary
+from agentrl.algorithms.learners.torch import TorchLearner
+from agentrl.algorithms.learners.verl.learner import VerlLearner
+from agentrl.algorithms.learners.verl.settings import settings
+from agentrl.algorithms.model.cpu_threads import Threads, threads_of
+from agentrl.algorithms.model.load import Tokenizer
+from agentrl.algorithms.model.lora import Adapters
+from agentrl.algorithms.objective.core import Algo
+from agentrl.config import RunConfig
+from agentrl.errors import PolicyError
+from agentrl.types import POLICY
+
+
+def make_learner(
+    config: RunConfig,
+    algo: Algo,
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    start: str,
+    adapters: Adapters | None = None,
+    trainers: tuple[ImplicitTrainer, ...] = (),
+    policy: str = POLICY,
+) -> TorchLearner | VerlLearner:
+    """A learner of `model`, which is loaded from `start`, or of its adapter `policy`; to be closed
+    if it is verl's.
+
+    Raises PolicyError for models it cannot load, ConfigError for settings that it cannot follow and
+    where verl is asked for and missing."""
+    if config.learner.kind == "verl":
+        if config.critic.model and config.critic.model != "copy":
+            named = auxiliary.located(config, config.critic.model)
+            _check_reads("critic.model", named, tokenizer)
+        return VerlLearner(
+            model,
+            tokenizer,
+            settings(config, start),
+            adapters=adapters,
+            policy=policy,
+            frozen=_frozen(config, algo, tokenizer, start),
+            every=config.reference.every,
+        )
+    return TorchLearner(
+        model,
+        tokenizer,
+        critic=auxiliary.make_critic(config, model, tokenizer, start),
+        frozen=auxiliary.make_frozen(config, algo, model, tokenizer, start),
+        weight_decay=config.algorithm.weight_decay,
+        max_grad_norm=config.algorithm.max_grad_norm,
+        token_budget=config.learner.token_budget,
+        packing=config.learner.packed,
+        gradient_checkpointing=config.learner.gradient_checkpointing,
+        fp32_head=config.learner.fp32_head,
+        optimizer=config.learner.optimizer,
+        threads=_threads(config, model),
+        adapters=adapters,
+        policy=policy,
+        trainers=trainers,
+    )
+
+
+def _threads(config: RunConfig, model: PreTrainedModel) -> Threads:
+    """As many as the run file says, all cores, or what is measured."""
+    number = config.learner.threads
+    if number or model.device.type != "cpu":
+        return Threads(number or os.cpu_count() or 1)
+    return threads_of(model.num_parameters(), "training computes", os.cpu_count() or 1)
+
+
+def _frozen(
+    config: RunConfig, algo: Algo, tokenizer: Tokenizer, start: str
+) -> dict[Literal["q", "t"], str]:
+    """The models behind the streams that the algorithm reads, for the workers to load. The
+    reference of an adapter is the model without it, unless the run file names another."""
+    asked = {"q": ("reference", config.reference.model), "t": ("teacher", config.teacher.model)}
+    names: dict[Literal["q", "t"], str] = {}
+    for letter in auxiliary.FROZEN:
+        section, given = asked[letter]
+        if letter in algo.needs and (given or not config.policy.lora.rank):
+            names[letter] = auxiliary.located(config, given) if given else start
+            _check_reads(f"{section}.model", names[letter], tokenizer)
+    return names
+
+
+def _check_reads(key: str, name: str, tokenizer: Tokenizer) -> None:
+    """Raises PolicyError unless the model reads the tokens of the policy."""
+    try:
+        own = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise PolicyError(f"{key} = {name!r}: cannot be loaded: {reason}") from None
+    check_vocabulary(key, name, own, tokenizer)

@@ -1,0 +1,1 @@
+"""The learner on verl's worker groups (Ray, FSDP)."""

@@ -1,0 +1,125 @@
+"""verl's FSDP engines of one rank, as the settings of the learner ask for them, and the names that
+checkpoints have for their weights. Imports verl, so only who has it may import this."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+import torch
+import verl.utils.model
+from torch.nn import Module
+from transformers import AutoModelForTokenClassification
+from verl.trainer.config import CheckpointConfig
+from verl.workers.config import (
+    FSDPEngineConfig,
+    FSDPOptimizerConfig,
+    HFModelConfig,
+    TrainingWorkerConfig,
+)
+from verl.workers.engine import EngineRegistry
+
+from agentrl.algorithms.learners.verl.settings import Settings
+from agentrl.errors import ConfigError
+
+ADAPTER, WEIGHT = "base_model.model.", ".default.weight"  # around peft's names for an adapter
+LORA = ("lora_rank", "lora_alpha", "target_modules")
+
+
+def policy_config(settings: Settings) -> TrainingWorkerConfig:
+    """Of the engine that a worker of verl has itself."""
+    return TrainingWorkerConfig(
+        model_type="language_model",
+        model_config=_made(HFModelConfig, settings["model"]),
+        engine_config=_made(FSDPEngineConfig, settings["engine"]),
+        optimizer_config=_made(FSDPOptimizerConfig, settings["optimizer"]),
+        checkpoint_config=CheckpointConfig(),
+    )
+
+
+def scorer(settings: Settings, path: str) -> Any:
+    """An engine of a frozen model, a directory or hub name, which only gives log-probs."""
+    model = {key: value for key, value in settings["model"].items() if key not in LORA}
+    engine = settings["engine"] | {"forward_only": True}
+    return _opened("language_model", model | {"path": path}, engine, None)
+
+
+def value_engine(settings: Settings) -> Any:
+    """The engine of the critic: a decoder with a head of one number, which says 0 everywhere."""
+    asked = settings["critic"]
+    with _value_models():
+        return _opened("value_model", asked["model"], settings["engine"], asked["optimizer"])
+
+
+def names_of(module: Module, of: str) -> dict[str, str]:
+    """verl's names of weights and buffers by those of checkpoints: of a critic "decoder.*" and
+    "head.*", of an adapter peft's without what is around them, of other models their own."""
+    if of == "v":
+        decoder = f"{module.base_model_prefix}."
+        return {_of_critic(key, decoder): key for key in module.state_dict()}
+    return {key.removeprefix(ADAPTER).removesuffix(WEIGHT): key for key in module.state_dict()}
+
+
+def _of_critic(key: str, decoder: str) -> str:
+    if key.startswith(decoder):
+        return "decoder." + key.removeprefix(decoder)
+    return "head." + key.rpartition(".")[2]
+
+
+def _opened(kind: str, model: Mapping[str, Any], engine: Mapping[str, Any], optimizer: Any) -> Any:
+    config = _made(HFModelConfig, model)
+    config.model_type = kind
+    made = EngineRegistry.new(
+        model_type=kind,
+        backend=engine["strategy"],
+        model_config=config,
+        engine_config=_made(FSDPEngineConfig, engine),
+        optimizer_config=optimizer and _made(FSDPOptimizerConfig, optimizer),
+        checkpoint_config=CheckpointConfig(),
+    )
+    made.initialize()
+    return made
+
+
+def _made(kind: type, asked: Mapping[str, Any]) -> Any:
+    """A configuration of verl, or one sentence where this release has no such setting."""
+    known = {field.name for field in fields(kind)}
+    for key in asked:
+        if key not in known:
+            raise ConfigError(
+                f"learner.kind = 'verl': {kind.__name__} of the verl that is installed has no "
+                f"{key!r}; install verl>=0.9,<0.11"
+            )
+    return kind(**asked)
+
+
+@contextmanager
+def _value_models() -> Iterator[None]:
+    """verl 0.9 loads value models with flash attention whatever is asked for, and without it wants
+    trl; its engine looks the loader up by this name."""
+    before = verl.utils.model.load_valuehead_model
+    verl.utils.model.load_valuehead_model = _value_model
+    try:
+        yield
+    finally:
+        verl.utils.model.load_valuehead_model = before
+
+
+def _value_model(
+    local_path: str, torch_dtype: torch.dtype, model_config: Any, trust_remote_code: bool
+) -> Module:
+    """Has the signature of verl's own."""
+    model: Module = AutoModelForTokenClassification.from_pretrained(
+        local_path,
+        dtype=torch_dtype,
+        config=model_config,
+        trust_remote_code=trust_remote_code,
+    )
+    decoder = model.get_submodule(str(model.base_model_prefix))
+    inside = {id(parameter) for parameter in decoder.parameters()}
+    for parameter in model.parameters():
+        if id(parameter) not in inside:
+            torch.nn.init.zeros_(parameter)
+    return model

@@ -1,0 +1,161 @@
+"""verl's workers under Ray, as the driver holds them.
+
+Owns the Ray actors, the GPUs reserved for them and, where there was none, Ray itself. Always true:
+every rank has done the same calls; after a call that failed, or was not answered in time, the
+workers are stopped, because the others wait inside a collective operation for the one that is gone.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from agentrl.algorithms.learners.verl.settings import Settings
+from agentrl.errors import ConfigError, PolicyError, TrainingError
+
+FREE_WITHIN = 60.0  # seconds in which the GPUs of a run that has just ended become free
+
+
+class Workers:
+    """One worker on each GPU, with its models loaded. frozen: directories or hub names of the
+    models that only score, by stream.
+
+    Raises ConfigError without a Ray or the GPUs asked for, PolicyError for a model that the workers
+    cannot load."""
+
+    def __init__(self, settings: Settings, frozen: Mapping[str, str]) -> None:
+        placed = settings["ray"]
+        self.ranks: int = placed["nodes"] * placed["gpus_per_node"]
+        self.timeout: float = placed["timeout"]
+        self.group: Any = None
+        self.pool: Any = None
+        self.started_ray = False
+        try:
+            self._start(settings, dict(frozen))
+        except BaseException:
+            self.close()
+            raise
+
+    def all(self, verb: str, *arguments: Any) -> list[Any]:
+        """What every rank answers to a verb with the same arguments."""
+        return self.each(verb, *([argument] * self.ranks for argument in arguments))
+
+    def each(self, verb: str, *arguments: list[Any]) -> list[Any]:
+        """What every rank answers to a verb; arguments: a list of one for each rank.
+
+        Raises TrainingError when a worker fails or does not answer in time."""
+        import ray
+
+        if self.group is None:
+            raise TrainingError("verl's workers are stopped; start the run again")
+        try:
+            answers: list[Any] = ray.get(
+                self.group.execute_all_async(verb, *arguments), timeout=self.timeout
+            )
+        except ray.exceptions.GetTimeoutError:
+            self.close()
+            raise TrainingError(
+                f"verl's workers did not answer {verb!r} within learner.verl.timeout = "
+                f"{self.timeout:g} s; raise it, or see Ray's logs of the workers"
+            ) from None
+        except ray.exceptions.RayError as error:
+            self.close()
+            if verb != "open" and isinstance(error, ray.exceptions.RayActorError):
+                raise TrainingError(
+                    f"a worker of verl died in {verb!r} ({_exit(error)}); the same command goes on "
+                    "after the last committed step"
+                ) from None
+            reason = [line.strip() for line in str(error).splitlines() if line.strip()]
+            kind = PolicyError if verb == "open" else TrainingError
+            raise kind(f"a worker of verl failed in {verb!r}: {reason[-1][:300]}") from None
+        return answers
+
+    def sent(self, thing: Any) -> Any:
+        """Where the workers of a node find it; it goes to each node once."""
+        import ray
+
+        try:
+            return ray.put(thing)
+        except TypeError as error:
+            raise TrainingError(
+                "the algorithm cannot be sent to verl's workers, because something in it cannot be "
+                f"pickled ({str(error).strip().splitlines()[0]}); take that out of its functions"
+            ) from None
+
+    def close(self) -> None:
+        """Stop the workers, and Ray if it was started here. May be called again."""
+        import ray
+
+        group, self.group = self.group, None
+        for worker in group.workers if group else []:
+            ray.kill(worker)
+        pool, self.pool = self.pool, None
+        for reserved in (pool.pgs if pool else None) or []:
+            ray.util.remove_placement_group(reserved)
+        if self.started_ray:
+            self.started_ray = False
+            ray.shutdown()
+
+    def _start(self, settings: Settings, frozen: dict[str, str]) -> None:
+        import ray
+        from verl.single_controller.ray import (
+            RayClassWithInitArgs,
+            RayResourcePool,
+            RayWorkerGroup,
+        )
+        from verl.utils.device import get_device_name
+
+        from agentrl.algorithms.learners.verl.worker import PolicyWorker
+
+        placed = settings["ray"]
+        if not ray.is_initialized():
+            address = placed["address"] or os.environ.get("RAY_ADDRESS")
+            try:
+                ray.init(address=address, include_dashboard=False, log_to_driver=False)
+            except Exception as error:  # noqa: BLE001 - plain where its processes stay silent
+                why = (str(error).splitlines() or [type(error).__name__])[0]
+                if not address:
+                    raise ConfigError(f"learner.verl: Ray cannot be started here ({why})") from None
+                raise ConfigError(
+                    f"learner.verl.address = {address!r}: Ray cannot be reached there ({why}); "
+                    "give the address that `ray start` printed"
+                ) from None
+            self.started_ray = True
+        self._find_room(placed)
+        self.pool = RayResourcePool(
+            [placed["gpus_per_node"]] * placed["nodes"], use_gpu=True, max_colocate_count=1
+        )
+        start = RayClassWithInitArgs(cls=ray.remote(PolicyWorker), settings=settings, frozen=frozen)
+        self.group = RayWorkerGroup(
+            resource_pool=self.pool,
+            ray_cls_with_init=start,
+            device_name=get_device_name(),
+            ray_wait_register_center_timeout=math.ceil(self.timeout),
+        )
+        self.all("open")
+
+    def _find_room(self, placed: Mapping[str, Any]) -> None:
+        """Wait for the GPUs of a run that has just ended; verl itself would wait without end."""
+        import ray
+
+        each = placed["gpus_per_node"]
+        alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        asked = f"learner.verl: {placed['nodes']} nodes with {each} GPUs are asked for, and "
+        if sum(int(node.get("GPU", 0)) // each for node in alive) < placed["nodes"]:
+            has = ", ".join(str(int(node.get("GPU", 0))) for node in alive)
+            raise ConfigError(f"{asked}Ray's nodes have {has}; lower them or add nodes to it")
+        until = time.monotonic() + min(self.timeout, FREE_WITHIN)
+        while ray.available_resources().get("GPU", 0) < self.ranks:
+            if time.monotonic() > until:
+                free = int(ray.available_resources().get("GPU", 0))
+                raise ConfigError(f"{asked}Ray has {free} that are free; wait for the others' end")
+            time.sleep(0.2)
+
+
+def _exit(error: Exception) -> str:
+    """What Ray says of a worker's end."""
+    _, _, detail = str(error).partition("Worker exit detail: ")
+    return (detail or str(error)).strip().split(". ")[0].splitlines()[0][:200]

@@ -1,0 +1,171 @@
+"""What a run file comes to in verl's own words, before verl or torch is imported."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import socket
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from agentrl.config import RunConfig
+from agentrl.config.keys import flatten
+from agentrl.config.schema import MODEL_LR
+from agentrl.errors import ConfigError
+
+VERL = ((0, 9), (0, 11))  # releases it is made for: from, and below
+REACHED_WITHIN = 10.0  # seconds
+
+Settings = dict[str, dict[str, Any]]
+"""verl's configuration classes by part (model, engine, optimizer; critic, with the model and
+optimizer of its own, empty without one), and where they run (ray)."""
+
+
+def settings(config: RunConfig, model: str) -> Settings:
+    """model: directory or hub name of what the policy begins as.
+
+    Raises ConfigError for what the run file asks for and verl cannot do here."""
+    for key, why in _unable(config):
+        raise ConfigError(f"{key}: {why}; leave it out, or set learner.kind = 'torch'")
+    asked, lora = config.learner.verl, config.policy.lora
+    narrow = "bf16" if config.policy.dtype == "bfloat16" else "fp32"
+    packed = asked.attention == "flash_attention_2"
+    decoder = {
+        "path": model,
+        "use_remove_padding": packed,  # it needs attention that knows where a row ends
+        "enable_gradient_checkpointing": config.learner.gradient_checkpointing,
+        "override_config": {"attn_implementation": asked.attention},
+    }
+    adapter = {
+        "lora_rank": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": lora.targets or "all-linear",
+    }
+    optimizer = {
+        "optimizer": "AdamW",
+        "betas": [0.9, 0.95],
+        "weight_decay": config.algorithm.weight_decay,
+        "clip_grad": config.algorithm.max_grad_norm,
+        "lr": config.algorithm.lr,  # of the first step; each step brings its own
+        "lr_scheduler_type": "constant",
+    }
+    return {
+        "ray": {
+            "address": asked.address,
+            "nodes": asked.nodes,
+            "gpus_per_node": asked.gpus_per_node,
+            "timeout": asked.timeout,
+        },
+        "model": decoder | (adapter if lora.rank else {}),
+        "engine": {
+            "strategy": "fsdp2",
+            "model_dtype": "fp32",  # master weights; computed with in param_dtype
+            "mixed_precision": {
+                "param_dtype": narrow,
+                "reduce_dtype": "fp32",
+                "buffer_dtype": "fp32",
+            },
+            "use_dynamic_bsz": True,
+            "max_token_len_per_gpu": config.learner.token_budget,
+            "infer_max_token_len_per_gpu": config.learner.token_budget,
+            "use_torch_compile": False,
+            "param_offload": asked.offload,
+            "optimizer_offload": asked.offload,
+            "seed": config.seed,
+        },
+        "optimizer": optimizer,
+        "critic": _critic(config, decoder, optimizer),
+    }
+
+
+def described(config: RunConfig) -> str:
+    """`settings` as comments under a run file, for `--dry-run`."""
+    directory = config.path(config.policy.model)
+    if not config.policy.model:
+        model = str(Path(config.output, "policy"))
+    else:
+        model = str(directory) if directory.is_dir() else config.policy.model
+    lines = ["", "# What verl is configured with:"]
+    for key, value in flatten(settings(config, model)).items():
+        lines.append(f"# {key} = {msgspec.json.encode(value).decode()}")
+    return "\n".join(lines) + "\n"
+
+
+def check(config: RunConfig) -> None:
+    """Raises ConfigError for what can be seen to be wrong before anything starts: settings, what is
+    installed, and a Ray that does not answer."""
+    settings(config, config.policy.model)
+    check_installed()
+    _check_reachable(config.learner.verl.address or os.environ.get("RAY_ADDRESS", ""))
+
+
+def check_installed() -> None:
+    """Raises ConfigError where verl is missing or of a release that is not known."""
+    missing = [name for name in ("verl", "ray", "tensordict") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"learner.kind = 'verl': {missing[0]} is not installed: pip install 'agentrl[verl]'"
+        )
+    found = importlib.metadata.version("verl")
+    release = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
+    if not VERL[0] <= release < VERL[1]:
+        raise ConfigError(
+            f"learner.kind = 'verl': verl {found} is not one that is known; install "
+            "'verl>=0.9,<0.11'"
+        )
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself would try for minutes. Names such as "auto" are left to it."""
+    if address.startswith("ray://"):
+        raise ConfigError(
+            f"learner.verl.address = {address!r}: verl needs to be on a node of the cluster, not "
+            "behind Ray's client; run agentrl there and give HOST:PORT"
+        )
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), REACHED_WITHIN).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"learner.verl.address = {address!r}: Ray cannot be reached there ({error}); give the "
+            "address that `ray start` printed"
+        ) from None
+
+
+def _critic(config: RunConfig, decoder: dict[str, Any], optimizer: dict[str, Any]) -> Any:
+    """Model and optimizer of the critic; nothing without one."""
+    asked = config.critic
+    if not asked.model:
+        return {}
+    directory = config.path(asked.model)
+    named = str(directory) if directory.is_dir() else asked.model
+    path = decoder["path"] if asked.model == "copy" else named
+    own = {"weight_decay": asked.weight_decay, "lr": asked.lr or MODEL_LR}
+    return {"model": decoder | {"path": path}, "optimizer": optimizer | own}
+
+
+def _unable(config: RunConfig) -> list[tuple[str, str]]:
+    """Settings of the run file that mean something only to the other learner."""
+    found = []
+    if config.critic.model == "shared":
+        found.append(("critic.model = 'shared'", "a critic of verl is a model of its own ('copy')"))
+    if config.learner.optimizer != "adamw":
+        found.append(("learner.optimizer", "the verl learner has adamw alone"))
+    if config.learner.fp32_head:
+        found.append(("learner.fp32_head", "verl computes the head in policy.dtype"))
+    if config.learner.packing == "trie":
+        found.append(("learner.packing = 'trie'", "verl has rows only"))
+    if config.learner.threads:
+        found.append(("learner.threads", "Ray says how many threads a worker has"))
+    found += [
+        (f"reward_models.{name}.train", "the verl learner's checkpoints hold no reward model")
+        for name, model in config.reward_models.items()
+        if model.train
+    ]
+    return found

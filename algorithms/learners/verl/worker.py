@@ -1,0 +1,319 @@
+"""One rank of the verl learner: verl's FSDP engines, and the few verbs that the driver calls.
+
+Runs inside a Ray actor, or alone in a process with `RANK` and the like in its environment. Imports
+verl, so only who has it may import this. Always true: every rank is called with the same verb at
+the same time, because each contains collective operations; and between calls no gradient is kept.
+Engines go by the stream that they give: o the policy, v the critic, q and t what only scores.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+from verl.utils import tensordict_utils
+from verl.utils.device import get_device_name
+from verl.workers.engine_workers import TrainingWorker
+
+from agentrl.algorithms.learners import memory
+from agentrl.algorithms.learners.base import Psi
+from agentrl.algorithms.learners.verl.engines import names_of, policy_config, scorer, value_engine
+from agentrl.algorithms.learners.verl.settings import Settings
+from agentrl.algorithms.objective.values import ValueTerms, value_loss
+
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+LEARNED = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+SPREAD = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+SPREAD_SOME = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The rows of one rank. Every rank has as many; one without actions only fills up."""
+
+    tokens: list[Tensor]  # int64 [L] each
+    states: list[Tensor]  # int64 [A] each, the positions before the actions
+    index: list[Tensor]  # int64 [A] each, place in the batch's token level
+    temperature: Tensor  # float32 [rows]
+    token_budget: int  # of one micro-batch, at least the longest row of any rank
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of the rows that are not there to fill up."""
+        pairs = zip(self.tokens, self.states, strict=True)
+        return [len(tokens) for tokens, states in pairs if len(states)]
+
+
+@dataclass(slots=True)
+class Step:
+    """What an engine made of one backward pass."""
+
+    loss: float  # of the critic before its coefficient; this rank's share of the sum
+    grad_norm: float  # of all ranks
+    clipped: int = 0  # tokens that value clipping holds, on this rank
+    columns: dict[str, Tensor] = field(default_factory=dict)  # float32, of the actions in order
+
+
+@dataclass(frozen=True, slots=True)
+class ShardReport:
+    """What a rank knows of one step."""
+
+    policy: Step
+    critic: Step | None
+    applied: bool
+    metrics: dict[str, float]
+
+
+class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
+    """A shard of the policy, of the critic and of their optimizers, and of the frozen models."""
+
+    def __init__(self, settings: Settings, frozen: dict[str, str]) -> None:
+        super().__init__(policy_config(settings))
+        self.settings = settings
+        self.paths = frozen
+        self.engines: dict[str, Any] = {"o": self.engine}
+
+    def open(self) -> None:
+        """Load the models."""
+        self.reset()
+        if self.settings["critic"]:
+            self.engines["v"] = value_engine(self.settings)
+        for letter, path in self.paths.items():
+            self.engines[letter] = scorer(self.settings, path)
+        for engine in self.engines.values():
+            _without_dropout(engine.module)
+            for group in engine.optimizer.param_groups if engine.optimizer else []:
+                # Beside an adapter the weights of its base are frozen, and have no moments.
+                group["params"] = [each for each in group["params"] if each.requires_grad]
+
+    def logprobs(self, shard: Shard, of: str) -> Tensor:
+        """Float32, of the shard's actions in order; q without a model of its own: of the policy
+        without its adapter."""
+        engine: Any = self.engines.get(of, self.engine)
+        alone = engine.disable_adapter() if of not in self.engines else nullcontext()
+        with engine.eval_mode(), alone:
+            output = engine.infer_batch(self._data(shard), loss_function=None)
+        return _of_actions(output, shard, "log_probs")
+
+    def values(self, shard: Shard) -> Tensor:
+        """The critic's, float32, of the states before the shard's actions in order."""
+        engine = self.engines["v"]
+        with engine.eval_mode():
+            output = engine.infer_batch(self._data(shard), loss_function=None)
+        return _of_actions(output, shard, "values")
+
+    def step(self, shard: Shard, psi: Psi, lr: float, terms: ValueTerms | None) -> ShardReport:
+        """Forward, backward and update; without the update where anything is not finite."""
+        started, device = time.monotonic(), torch.device(get_device_name())
+        memory.start_measuring(device)
+        critic = None if terms is None else self.engines["v"]
+        with ExitStack() as stack:
+            for engine in filter(None, (self.engine, critic)):
+                stack.enter_context(engine.train_mode())  # which drops the gradients on leaving
+            policy = self._backward(self.engine, shard, partial(policy_loss, psi=psi))
+            value = None
+            if terms is not None:
+                value = self._backward(critic, shard, partial(critic_loss, terms=terms))
+            applied = math.isfinite(policy.grad_norm + (value.grad_norm if value else 0.0))
+            if applied:
+                # Where psi is 0 and only a critic learns, momentum would still move the policy.
+                if policy.grad_norm > 0 or critic is None:
+                    _update(self.engine, lr)
+                if critic is not None:
+                    _update(critic, self.settings["critic"]["optimizer"]["lr"])
+        metrics = self._speed(shard, time.monotonic() - started) | memory.peak(device)
+        return ShardReport(policy, value, applied, metrics)
+
+    def weights(self, of: str) -> dict[str, Tensor]:
+        """All of an engine, or its adapter, in float32 under the names of checkpoints, on rank 0;
+        nothing elsewhere."""
+        module = self.engines[of].module
+        options = LEARNED if self._adapted(of) else FULL
+        found: dict[str, Any] = get_model_state_dict(module, options=options)
+        return {ours: found[key] for ours, key in names_of(module, of).items() if key in found}
+
+    def moments(self, of: str) -> dict[str, Tensor]:
+        """The optimizer's state as "<parameter>/<moment>", on rank 0; nothing before a step."""
+        engine = self.engines[of]
+        if not engine.optimizer.state:
+            return {}
+        state: Any = get_optimizer_state_dict(engine.module, engine.optimizer, options=FULL)
+        found = state.get("state", {})
+        return {
+            f"{ours}/{moment}": torch.as_tensor(value)
+            for ours, key in names_of(engine.module, of).items()
+            for moment, value in found.get(key, {}).items()
+        }
+
+    def restore(
+        self, of: str, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor], begun: bool
+    ) -> None:
+        """Take over what `weights` and `moments` returned, which rank 0 is given. begun: whether
+        there are moments."""
+        module, optimizer = self.engines[of].module, self.engines[of].optimizer
+        keys = names_of(module, of)
+        found: dict[str, Any] = {keys[name]: weight for name, weight in weights.items()}
+        options = SPREAD_SOME if self._adapted(of) else SPREAD
+        set_model_state_dict(module, found, options=options)
+        if optimizer is None:
+            return
+        if not begun:
+            optimizer.state.clear()
+            return
+        state: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in moments.items():
+            name, _, moment = key.rpartition("/")
+            state.setdefault(keys[name], {})[moment] = tensor
+        groups = get_optimizer_state_dict(module, optimizer, options=FULL).get("param_groups", [])
+        saved: dict[str, Any] = {"state": state, "param_groups": groups} if state else {}
+        set_optimizer_state_dict(module, optimizer, saved, options=SPREAD)
+
+    def follow(self, of: str) -> None:
+        """A frozen model becomes the policy as it is."""
+        pairs = zip(
+            self.engines[of].module.named_parameters(),
+            self.engine.module.named_parameters(),
+            strict=True,
+        )
+        with torch.no_grad():
+            for (name, own), (there, weight) in pairs:
+                assert name == there, f"{name} is not {there}"
+                own.to_local().copy_(weight.to_local())  # both are sharded alike
+
+    def _backward(self, engine: Any, shard: Shard, loss: Any) -> Step:
+        engine.optimizer_zero_grad()
+        output = engine.forward_backward_batch(self._data(shard, entropy=True), loss)
+        told, names = output["metrics"], output["model_output"].keys()
+        return Step(
+            loss=sum(told["loss"]),
+            grad_norm=_grad_norm(engine.module),
+            clipped=sum(told.get("clipped", [])),
+            columns={name: _of_actions(output, shard, name) for name in names},
+        )
+
+    def _adapted(self, of: str) -> bool:
+        return of == "o" and bool(self.settings["model"].get("lora_rank"))
+
+    def _speed(self, shard: Shard, seconds: float) -> dict[str, float]:
+        """throughput/tflops of this GPU, of the policy alone, and throughput/mfu, their share of
+        what the GPU can do; where verl knows the model and the GPU."""
+        done, possible = self.flops_counter.estimate_flops(shard.lengths, seconds)
+        known = {"throughput/tflops": float(done)} if done else {}
+        if done and math.isfinite(possible):
+            known["throughput/mfu"] = float(done / possible)
+        return known
+
+    def _data(self, shard: Shard, *, entropy: bool = False) -> TensorDict:
+        masks, places = [], []
+        for tokens, states, index in zip(shard.tokens, shard.states, shard.index, strict=True):
+            mask, place = torch.zeros_like(tokens), torch.zeros_like(tokens)
+            mask[states] = 1
+            place[states] = index
+            masks.append(mask)
+            places.append(place)
+        return tensordict_utils.get_tensordict(
+            {
+                "input_ids": _jagged(shard.tokens),
+                "position_ids": _jagged([torch.arange(len(row)) for row in shard.tokens]),
+                "loss_mask": _jagged(masks),  # at the position before each action
+                "place": _jagged(places),
+                "temperature": shard.temperature,
+            },
+            non_tensor_dict={
+                "pad_token_id": 0,
+                "use_remove_padding": self.settings["model"]["use_remove_padding"],
+                "use_dynamic_bsz": True,
+                "use_fused_kernels": False,
+                "calculate_entropy": entropy,
+                "max_token_len_per_gpu": shard.token_budget,
+                "return_model_output": True,
+            },
+        )
+
+
+def policy_loss(
+    model_output: dict[str, Tensor], data: TensorDict, dp_group: Any = None, *, psi: Psi
+) -> tuple[Tensor, dict[str, float]]:
+    """The one loss, - sum_t sg[psi_t] * log pi_t, times the ranks that FSDP averages over. Where a
+    log-prob is not finite it is NaN, which makes every rank's gradient so."""
+    logprobs = model_output["log_probs"].values()  # at each position that of the next token
+    chosen = data["loss_mask"].values().bool()
+    if not chosen.any():
+        return (logprobs * 0.0).sum(), {"loss": 0.0}
+    p = logprobs[chosen].float()
+    current = p.detach().cpu()
+    if not current.isfinite().all():
+        return p.sum() * math.nan, {"loss": math.nan}
+    psi_n = psi(current, data["place"].values()[chosen].cpu())
+    ranks = torch.distributed.get_world_size(dp_group)
+    loss = -float(psi_n.double() @ current.double())
+    return -(psi_n.to(p) * p).sum() * ranks, {"loss": loss}
+
+
+def critic_loss(
+    model_output: dict[str, Tensor], data: TensorDict, dp_group: Any = None, *, terms: ValueTerms
+) -> tuple[Tensor, dict[str, float]]:
+    """What pulls the values as `targets.value_loss` does, times the ranks; and that loss."""
+    values = model_output["values"].values()  # at each position that of the state behind it
+    chosen = data["loss_mask"].values().bool()
+    if not chosen.any():
+        return (values * 0.0).sum(), {"loss": 0.0, "clipped": 0}
+    v = values[chosen].float()
+    loss, gradient, clipped = value_loss(terms, v, data["place"].values()[chosen].cpu())
+    ranks = torch.distributed.get_world_size(dp_group)
+    told = {"loss": float(loss), "clipped": int(clipped.sum())}
+    return (gradient.to(v) * v).sum() * ranks, told
+
+
+def _grad_norm(module: torch.nn.Module) -> float:
+    norm = get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def _update(engine: Any, lr: float) -> None:
+    for group in engine.optimizer.param_groups:
+        group["lr"] = lr
+    engine.optimizer_step()
+
+
+def _of_actions(output: dict[str, Any], shard: Shard, name: str) -> Tensor:
+    rows = output["model_output"][name].unbind()
+    found = [row[at.to(row.device)] for row, at in zip(rows, shard.states, strict=True)]
+    return torch.cat(found).float().cpu()
+
+
+def _jagged(rows: list[Tensor]) -> Tensor:
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def _without_dropout(module: torch.nn.Module) -> None:
+    """verl trains in training mode, where dropout would make sampler and learner disagree."""
+    for each in module.modules():
+        if isinstance(each, torch.nn.Dropout):
+            each.p = 0.0
+        for name in _rates(each):
+            setattr(each, name, 0.0)
+
+
+def _rates(module: torch.nn.Module) -> Iterator[str]:
+    """Attributes that say a rate of dropout, as attention layers of transformers have them."""
+    for name, value in vars(module).items():
+        if name.endswith("dropout") and isinstance(value, float):
+            yield name

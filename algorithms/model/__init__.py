@@ -1,0 +1,1 @@
+"""Language models: loading, adapters, packing, attention, chat templates."""

@@ -1,0 +1,122 @@
+"""Chat messages into prompt tokens, through the chat template of the model."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+import msgspec
+
+from agentrl.algorithms.model.load import Tokenizer
+from agentrl.algorithms.model.request_error import RequestError
+from agentrl.algorithms.model.text import Codec
+from agentrl.types import Json
+
+PROMPTS = 1024  # whole prompts remembered: the rollouts of a group begin with the same request
+
+
+class Chat:
+    """Renders requests. Always true: the same bytes give the same tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, codec: Codec) -> None:
+        self._tokenizer, self._codec = tokenizer, codec
+        self.prompt = lru_cache(PROMPTS)(self._prompt)
+        self._shown: set[bytes] = set()  # tool definitions that the template is known to render
+
+    def _prompt(self, messages: bytes, tools: bytes, options: bytes) -> tuple[int, ...]:
+        """Token ids of a request's JSON `messages`, `tools` and `chat_template_kwargs`.
+
+        Raises RequestError when they are not what chat completions take."""
+        conversation = [_message(item, index) for index, item in enumerate(_list(messages))]
+        if not conversation:
+            raise RequestError("messages is empty: send at least one", param="messages")
+        definitions = _list(tools, "tools") or None
+        settings = msgspec.json.decode(options)
+        if not isinstance(settings, dict):
+            raise RequestError(
+                "chat_template_kwargs is not an object", param="chat_template_kwargs"
+            )
+        text = self._render(conversation, definitions, settings)
+        if definitions and tools not in self._shown:
+            without = self._render(conversation, None, settings)
+            self._check_shown(text, without, definitions)
+            self._shown.add(tools)
+        return tuple(self._codec.encode(text))
+
+    def _render(
+        self, messages: list[dict[str, Json]], tools: Json, settings: dict[str, Json]
+    ) -> str:
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                **{"add_generation_prompt": True, **settings, "tokenize": False},
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            raise RequestError(
+                f"the model's chat template cannot render these messages: {error}", param="messages"
+            ) from None
+        return text
+
+    def _check_shown(self, text: str, without: str, tools: list[dict[str, Json]]) -> None:
+        """Refuses tools that the model would never hear of. The agent may have described them in
+        its own words: then their names are in the text."""
+        if text != without or any(name in text for name in tool_names(tools)):
+            return
+        raise RequestError(
+            f"the model's chat template does not render tools, so the model would not see the "
+            f"{len(tools)} of this request; choose a model whose template renders them (an instruct"
+            " model with tool calls), replace its chat_template.jinja, or send no tools",
+            param="tools",
+            code="tools_not_rendered",
+        )
+
+
+def tool_names(tools: list[dict[str, Json]]) -> list[str]:
+    """Names of function tools."""
+    functions = (tool.get("function", tool) for tool in tools)
+    names = (function.get("name") for function in functions if isinstance(function, dict))
+    return [name for name in names if isinstance(name, str) and name]
+
+
+def _list(raw: bytes, param: str = "messages") -> list[dict[str, Json]]:
+    items = msgspec.json.decode(raw)
+    if items is None:
+        return []
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+        raise RequestError(f"{param} is not a list of objects", param=param)
+    return items
+
+
+def _message(message: dict[str, Json], index: int) -> dict[str, Json]:
+    """A message as templates expect it: text content, arguments as objects."""
+    where = f"messages[{index}]"
+    if not isinstance(message.get("role"), str):
+        raise RequestError(f"{where} has no role", param="messages")
+    message["content"] = _content(message.get("content"), where)
+    if message.get("tool_calls"):
+        message["tool_calls"] = [_call(call, where) for call in message["tool_calls"]]
+    return message
+
+
+def _content(content: Json, where: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = content if isinstance(content, list) else [content]
+    texts = [part["text"] for part in parts if isinstance(part, dict) and "text" in part]
+    if len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
+        raise RequestError(f"{where}.content has a part that is not text", param="messages")
+    return "".join(texts)
+
+
+def _call(call: Json, where: str) -> dict[str, Any]:
+    if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
+        raise RequestError(f"{where}.tool_calls has an entry without a function", param="messages")
+    function = dict(call["function"])
+    # Templates print objects: a string would come out quoted a second time. Arguments that the
+    # model itself wrote malformed are shown to it as they were.
+    with suppress(msgspec.DecodeError, TypeError):
+        function["arguments"] = msgspec.json.decode(function.get("arguments") or "{}")
+    return {**call, "function": function}

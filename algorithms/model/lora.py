@@ -1,0 +1,345 @@
+"""Named LoRA adapters on one frozen base model, trained and served from the same process.
+
+Owns the adapters' weights and the choice of what a forward pass applies. peft makes, initialises
+and describes the layers; applying them is done here, because one packed sequence of the policy
+server holds tokens of several adapters, and because peft's own switch walks every layer and turns
+gradients off. Always true: the base is never written; a forward pass outside `using` and `routed`
+is that of the base; one thread at a time is inside either. LoRA: arXiv 2106.09685.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import Linear, Module, Parameter
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+
+from agentrl import digests
+from agentrl.algorithms.model.load import load_model
+from agentrl.errors import DamagedError, PolicyError, nearest
+from agentrl.files import atomic_directory
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ALL = "all-linear"  # peft's word for every linear layer but the head
+PREFIX = "base_model.model."  # of every name in WEIGHTS
+SAMPLES = 64  # elements of each weight that tell one base from another
+
+Selection = Sequence[tuple[str, Tensor | None]]
+"""Adapters of one forward pass, each with the tokens it applies to: int64 indices into the
+second-last axis of activations, None for all."""
+
+
+class Adapters:
+    """The adapters of one model. Adding the first freezes the model's own weights."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.base = str(model.name_or_path)
+        self.fingerprint = fingerprint(model)
+        self._peft: Any = None  # peft's view of `model`, from the first adapter on
+        self._selection: Selection = ()
+        self._lock = threading.RLock()
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._peft.peft_config) if self._peft is not None else []
+
+    def add(
+        self,
+        name: str,
+        *,
+        rank: int,
+        alpha: float,
+        targets: Sequence[str] = (),
+        seed: int = 0,
+    ) -> None:
+        """A new adapter that changes nothing yet: scale * B A with scale = alpha / rank and B = 0.
+
+        targets: names of linear layers, such as "q_proj"; none: every one but the head. The same
+        seed and name give the same A. Raises PolicyError for a target the model does not have."""
+        if name in self.names or "." in name:
+            raise PolicyError(f"adapter {name!r}: the name is taken, or has a dot in it")
+        self._check_targets(targets)
+        peft = _peft()
+        settings = peft.LoraConfig(
+            r=rank,
+            lora_alpha=alpha,
+            target_modules=list(targets) or ALL,
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=self.base or None,
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_seed(seed, name))
+            if self._peft is None:
+                self._peft = peft.get_peft_model(self.model, settings, adapter_name=name)
+            else:
+                self._peft.add_adapter(name, settings)
+        for layer in self._layers().values():
+            layer.enable_adapters(False)  # peft's forward is the base layer's; `_apply` adds to it
+            if not layer._forward_hooks:
+                layer.register_forward_hook(self._apply)
+        self._unfreeze()
+        self.model.eval()
+
+    def open(self, name: str, directory: Path) -> None:
+        """Add an adapter as `save`, or peft, wrote it. Raises PolicyError if it does not fit."""
+        digests.check(directory)
+        settings = _settings(directory)
+        targets = settings.target_modules
+        self.add(
+            name,
+            rank=settings.r,
+            alpha=settings.lora_alpha,
+            targets=() if isinstance(targets, str) else sorted(targets),
+        )
+        self.restore(name, self.read(name, directory))
+
+    def close(self, name: str) -> None:
+        """Remove an adapter, not the first: the model stays what adapters are applied to."""
+        self._check_name(name)
+        if name == self.names[0]:
+            raise PolicyError(f"adapter {name!r}: it is the first one, which stays")
+        self._peft.delete_adapter(name)
+        self._unfreeze()
+
+    def parameters(self, name: str) -> dict[str, Parameter]:
+        """What one adapter learns, by names that do not contain its own."""
+        self._check_name(name)
+        return {
+            f"{path}.{side}": getattr(layer, side)[name].weight
+            for path, layer in self._layers().items()
+            if name in layer.lora_A
+            for side in ("lora_A", "lora_B")
+        }
+
+    @contextmanager
+    def using(self, name: str | None) -> Iterator[None]:
+        """Forward passes within apply one adapter to every token; None: the base alone.
+
+        The backward pass belongs inside as well: it may compute layers again."""
+        if name is not None:
+            self._check_name(name)
+        with self.routed(() if name is None else ((name, None),)):
+            yield
+
+    @contextmanager
+    def routed(self, selection: Selection) -> Iterator[None]:
+        """Forward passes within apply these adapters, each to its tokens."""
+        with self._lock:
+            before, self._selection = self._selection, selection
+            try:
+                yield
+            finally:
+                self._selection = before
+
+    def save(self, name: str, directory: Path) -> None:
+        """Write one adapter as peft does; which base it is for is in the weights' metadata."""
+        directory.mkdir(parents=True, exist_ok=True)
+        tensors = {
+            f"{PREFIX}{key}.weight": parameter.detach().cpu().contiguous()
+            for key, parameter in self.parameters(name).items()
+        }
+        self._peft.peft_config[name].save_pretrained(directory)
+        metadata = {"format": "pt", "base": self.fingerprint}
+        save_file(tensors, directory / WEIGHTS, metadata=metadata)
+
+    def read(self, name: str, directory: Path) -> dict[str, Tensor]:
+        """The weights that `save` wrote, by names of `parameters`.
+
+        Raises PolicyError if they are of another base, rank, scale or target, or incomplete."""
+        parameters, own = self.parameters(name), self._peft.peft_config[name]
+        settings = _settings(directory)
+        tensors, metadata = _tensors(directory / WEIGHTS)
+        # Adapters made elsewhere carry no fingerprint, only the name their base was loaded by.
+        theirs = metadata.get("base", settings.base_model_name_or_path)
+        if theirs != (self.fingerprint if "base" in metadata else self.base):
+            raise PolicyError(
+                f"adapter {directory}: it was trained on another base "
+                f"({settings.base_model_name_or_path!r}), not on {self.base!r}; set policy.model to"
+                f" that base, or if it is the same model, name this one in {CONFIG}"
+            )
+        pairs = [("rank", settings.r, own.r), ("alpha", settings.lora_alpha, own.lora_alpha)]
+        for key, there, here in pairs:
+            if there != here:
+                raise PolicyError(
+                    f"adapter {directory}: its {key} is {there:g}, the policy's {here:g}; "
+                    f"set policy.lora.{key} = {there:g}"
+                )
+        found = {key.removeprefix(PREFIX).removesuffix(".weight"): t for key, t in tensors.items()}
+        for key in sorted(found.keys() | parameters.keys()):
+            shapes = [list(of[key].shape) if key in of else None for of in (found, parameters)]
+            if shapes[0] != shapes[1]:
+                raise PolicyError(
+                    f"adapter {directory}: {key} is {shapes[0]} there and {shapes[1]} in the "
+                    "policy; set policy.lora.targets and policy.model to what it was made with"
+                )
+        return found
+
+    def restore(self, name: str, weights: Mapping[str, Tensor]) -> None:
+        """Take over what `read` returned."""
+        with torch.no_grad():
+            for key, parameter in self.parameters(name).items():
+                parameter.copy_(weights[key])
+
+    def merge(self, name: str, directory: Path) -> None:
+        """Write base + adapter as an ordinary Hugging Face directory; in memory nothing changes."""
+        self.model.save_pretrained(directory, state_dict=self.merged(name))
+
+    def merged(self, name: str) -> dict[str, Tensor]:
+        """Base + adapter, by the base's names; in memory nothing changes."""
+        self._check_name(name)
+        weights = self._base()
+        for path, layer in self._layers().items():
+            if name in layer.lora_A:
+                weight = layer.base_layer.weight.detach()
+                delta = layer.get_delta_weight(name).detach()
+                weights[f"{path}.weight"] = (weight.to(delta.dtype) + delta).to(weight.dtype)
+        return weights
+
+    def save_base(self, directory: Path) -> None:
+        """Write the base alone as an ordinary Hugging Face directory."""
+        self.model.save_pretrained(directory, state_dict=self._base())
+
+    def rank(self, name: str) -> int:
+        self._check_name(name)
+        return int(self._peft.peft_config[name].r)
+
+    def _base(self) -> dict[str, Tensor]:
+        return {
+            key.replace(".base_layer.", "."): tensor
+            for key, tensor in self.model.state_dict().items()
+            if ".lora_" not in key
+        }
+
+    def _apply(self, layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        """Forward hook of every adapted layer: [..., N, in] -> [..., N, out], in place."""
+        for name, tokens in self._selection:
+            if name not in layer.lora_A:  # adapters may have different targets
+                continue
+            down, up = layer.lora_A[name].weight, layer.lora_B[name].weight
+            x = inputs[0] if tokens is None else inputs[0].index_select(-2, tokens)
+            delta = linear(linear(x.to(down.dtype), down), up).to(output.dtype)
+            if tokens is None:
+                output.add_(delta, alpha=layer.scaling[name])
+            else:
+                output.index_add_(-2, tokens, delta, alpha=layer.scaling[name])
+        return output
+
+    def _layers(self) -> dict[str, Any]:
+        """The layers that have adapters, by the base's name for them."""
+        if self._peft is None:
+            return {}
+        named = self.model.named_modules()
+        return {path: module for path, module in named if hasattr(module, "lora_A")}
+
+    def _unfreeze(self) -> None:
+        """peft lets the one that it calls active learn, and no other."""
+        for name in self.names:
+            for parameter in self.parameters(name).values():
+                parameter.requires_grad_(True)
+
+    def _check_name(self, name: str) -> None:
+        if name not in self.names:
+            raise PolicyError(f"no adapter {name!r}; {nearest(name, self.names)}")
+
+    def _check_targets(self, targets: Sequence[str]) -> None:
+        head = self.model.get_output_embeddings()
+        paths = {
+            f".{path.removesuffix('.base_layer')}"
+            for path, module in self.model.named_modules()
+            if isinstance(module, Linear) and module is not head and ".lora_" not in path
+        }
+        for target in targets:
+            if not any(path.endswith(f".{target}") for path in paths):
+                names = {path.rpartition(".")[2] for path in paths}
+                raise PolicyError(
+                    f"policy.lora.targets: {self.base!r} has no linear layers {target!r} beside "
+                    f"its head; {nearest(target, names)}"
+                )
+
+
+def fingerprint(model: Module) -> str:
+    """Of a model's weights, the same in float32 and bfloat16: shapes and a sample of each."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        flat = parameter.detach().flatten()
+        sample = flat[:: max(1, flat.numel() // SAMPLES)].to("cpu", torch.bfloat16)
+        digest.update(f"{name} {list(parameter.shape)}".encode())
+        digest.update(sample.contiguous().view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def base_of(directory: Path) -> str:
+    """Directory or hub name of the model that an adapter says it is for."""
+    return str(_settings(directory).base_model_name_or_path)
+
+
+def _seed(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big")
+
+
+def _settings(directory: Path) -> Any:
+    try:
+        if not (directory / CONFIG).is_file():  # peft would look for the name on the hub
+            raise FileNotFoundError(f"no such file in {directory}")
+        settings = _peft().PeftConfig.from_pretrained(str(directory))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise PolicyError(
+            f"adapter {directory}: {CONFIG} is missing or unreadable ({error}); "
+            "give a directory that peft wrote"
+        ) from None
+    plain = str(settings.peft_type).endswith("LORA") and settings.bias == "none"
+    if not plain or settings.use_dora or settings.use_rslora or settings.modules_to_save:
+        raise PolicyError(
+            f"adapter {directory}: only plain LoRA is supported (no DoRA, rank-stabilised scale, "
+            "bias or modules_to_save)"
+        )
+    return settings
+
+
+def _tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+            return tensors, opened.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        raise DamagedError(
+            f"adapter {file.parent}: {file.name} is missing or incomplete ({error}); "
+            "resume from another checkpoint"
+        ) from None
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise PolicyError(
+            f"policy.lora: peft cannot be imported ({error}); pip install 'agentrl[lora]'"
+        ) from None
+    return peft
+
+
+def export_merged(adapter: Path, directory: Path, *, base: str = "") -> None:
+    """An adapter and its base as one new Hugging Face directory, float32, tokenizer included.
+
+    base: model to use in place of the one the adapter names. Raises PolicyError, with nothing
+    written, if they do not belong together or `directory` exists."""
+    if directory.exists():
+        raise PolicyError(f"{directory}: it is there already; give a directory to be made")
+    settings = _settings(adapter)
+    model, tokenizer = load_model(base or settings.base_model_name_or_path, device="cpu")
+    adapters = Adapters(model)
+    adapters.open("merged", adapter)
+    with atomic_directory(directory) as partial:
+        adapters.merge("merged", partial)
+        tokenizer.save_pretrained(partial)

@@ -1,0 +1,200 @@
+"""Rows through the model: packs under a token budget, log-probs of action tokens only.
+
+A pack is the forest of some rows (see `forest`) as one sequence without padding: linear layers see
+every token once, attention follows the branches. `rows` shares nothing between rows; `trie` makes
+what rows have in common one path, computed once, forward and backward. Whole rows are packed, and a
+row's result does not depend on the rows beside it. What comes after a row's last action, and that
+action itself, predict nothing and are left out.
+
+Hidden states are reduced to action positions before the language-model head (see `head`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from agentrl.algorithms.data.batch import Batch, Row
+from agentrl.algorithms.model import attention
+from agentrl.algorithms.model.forest import Forest, Ids, cut, depth_first, grow
+from agentrl.algorithms.model.lm_head import action_logprobs
+from agentrl.algorithms.model.tree_attention import TreePlan
+from agentrl.errors import PolicyError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Packing = Literal["rows", "trie"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Rows that go through the model together as one sequence without padding: T tokens, n
+    actions. A token of several rows is there once; an action of several rows is there for each."""
+
+    tokens: Tensor  # int64 [T], distinct tokens, depth first
+    positions: Tensor  # int64 [T], depth of each in its own branch
+    end: Tensor  # int64 [T], key j is visible to query i iff j <= i < end[j]
+    states: Tensor  # int64 [n], the packed token whose hidden state predicts each action
+    actions: Tensor  # int64 [n], the token predicted
+    temperature: Tensor  # float32 [n]
+    index: Tensor  # int64 [n], place in the batch's token level
+
+
+def packs(batch: Batch, packing: Packing, token_budget: int) -> list[Pack]:
+    """Every row of the batch once, in packs of at most `token_budget` tokens each, or of one longer
+    row: few packs for `rows`, the fewest tokens twice for `trie`."""
+    return pack_rows(batch.rows, packing, token_budget)
+
+
+def pack_rows(rows: Sequence[Row], packing: Packing, token_budget: int) -> list[Pack]:
+    """`packs` of rows that are in no batch; the token level is their actions, one row after the
+    other."""
+    sequences = [row.tokens[: int(row.actions[-1])].numpy() for row in rows]
+    if packing == "trie":
+        order, shared = depth_first(sequences)
+    else:
+        order = sorted(range(len(rows)), key=lambda i: len(sequences[i]))
+        shared = np.zeros(len(rows), np.int64)
+    lengths = np.array([len(sequences[i]) for i in order], np.int64)
+    sizes = [0, *(len(row.actions) for row in rows)]
+    offsets = np.cumsum(np.array(sizes, np.int64))
+    found = []
+    for start, stop in cut(lengths, shared, token_budget):
+        chosen = order[start:stop]
+        forest = grow([sequences[i] for i in chosen], shared[start:stop])
+        found.append(_pack(forest, [rows[i] for i in chosen], offsets[chosen]))
+    return found
+
+
+def _pack(forest: Forest, rows: list[Row], offsets: Ids) -> Pack:
+    states = [path[row.actions.numpy() - 1] for path, row in zip(forest.paths, rows, strict=True)]
+    index = [
+        np.arange(offset, offset + len(row.actions))
+        for offset, row in zip(offsets.tolist(), rows, strict=True)
+    ]
+    return Pack(
+        tokens=torch.from_numpy(forest.tokens),
+        positions=torch.from_numpy(forest.depth),
+        end=torch.from_numpy(forest.end),
+        states=torch.from_numpy(np.concatenate(states)),
+        actions=torch.cat([row.tokens[row.actions] for row in rows]),
+        temperature=torch.cat([row.temperature for row in rows]),
+        index=torch.from_numpy(np.concatenate(index)),
+    )
+
+
+def hidden_states(model: PreTrainedModel, pack: Pack) -> Tensor:
+    """[n, H]: the last hidden state before each action, on the device of the model and
+    differentiable in its weights. The model's attention is replaced by that of `attention`, which
+    without a pack is SDPA; a model of which that is not possible computes every branch alone.
+    Raises PolicyError for a row that is longer than the model's context."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = int(pack.positions.max()) + 1
+    if limit and longest > limit:
+        raise PolicyError(
+            f"a row of {longest} tokens before its last action is longer than the context of model "
+            f"type {model.config.model_type!r}, {limit} tokens: serve it with that as limit"
+        )
+    if _obstacle(model):
+        return _padded(model, pack)
+    attention.install(model)
+    device = model.device
+    hidden_TH: Tensor = model.base_model(
+        input_ids=pack.tokens[None].to(device),
+        position_ids=pack.positions[None].to(device),
+        attention_mask=attention.UNUSED,
+        use_cache=False,
+        plan=TreePlan(pack.end, pack.positions),
+    ).last_hidden_state[0]
+    return hidden_TH[pack.states.to(device)]
+
+
+def forward_logprobs(model: PreTrainedModel, pack: Pack) -> Tensor:
+    """log pi(action | everything before it in its row) at each action's temperature.
+
+    [n] as in the pack, float32 (float64 for a float64 model), on the device of the model and
+    differentiable in its weights."""
+    logprobs_n, _ = action_logprobs(
+        model.get_output_embeddings(),
+        hidden_states(model, pack),
+        pack.actions.to(model.device),
+        pack.temperature.to(model.device),
+    )
+    return logprobs_n
+
+
+def _obstacle(model: PreTrainedModel) -> str | None:
+    if model.device.type not in ("cpu", "cuda"):
+        return f"is on device {model.device.type!r}, for which there is no tree attention"
+    return attention.obstacle(model)
+
+
+def _padded(model: PreTrainedModel, pack: Pack) -> Tensor:
+    """`hidden_states` of branches as right-padded batches. Padding comes after every real token and
+    attention is causal, so it is inert, for recurrent decoders as well."""
+    number = torch.arange(len(pack.end))
+    leaves = (pack.end == number + 1).nonzero().flatten()
+    # The first leaf from a token on is one that it leads to.
+    branch = torch.searchsorted(leaves, pack.states)
+    parts, order = [], []
+    for micro in _micro_batches((pack.positions[leaves] + 1).tolist(), len(pack.tokens)):
+        ends = leaves[micro][:, None]
+        paths = [pack.tokens[path] for path in (number <= ends) & (pack.end > ends)]
+        tokens_BL = pad_sequence(paths, batch_first=True).to(model.device)
+        hidden_BLH = model.base_model(input_ids=tokens_BL, use_cache=False).last_hidden_state
+        row, at = (branch == torch.tensor(micro)[:, None]).nonzero(as_tuple=True)
+        parts.append(
+            hidden_BLH[row.to(model.device), pack.positions[pack.states[at]].to(model.device)]
+        )
+        order.append(at)
+    return torch.cat(parts)[torch.cat(order).argsort().to(model.device)]
+
+
+def _micro_batches(lengths: Sequence[int], token_budget: int) -> Iterator[list[int]]:
+    """Indices of sequences of similar length: each list, padded to its longest, has at most
+    `token_budget` tokens; a longer one goes alone."""
+    micro: list[int] = []
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if micro and (len(micro) + 1) * lengths[index] > token_budget:
+            yield micro
+            micro = []
+        micro.append(index)
+    if micro:
+        yield micro
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """Raises PolicyError if the log-probs of `forward_logprobs` are not those of the model."""
+    head = model.get_output_embeddings()
+    tokens = torch.arange(4, device=model.device)[None]
+    with torch.no_grad():
+        hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        same = head is not None and torch.equal(
+            head(hidden), model(input_ids=tokens, use_cache=False).logits
+        )
+    if not same:
+        raise PolicyError(
+            f"{type(model).__name__}: its logits are not the output of its language-model head "
+            "alone (soft-capping or scaling after the head); choose a model without"
+        )
+
+
+def usable(model: PreTrainedModel, packing: Packing) -> Packing:
+    """The packing a model can compute, with a warning if it is not the one asked for."""
+    reason = _obstacle(model)
+    if reason and packing != "rows":
+        warnings.warn(
+            f"learner.packing = {packing!r}: model type {model.config.model_type!r} {reason}, so "
+            "its branches are computed one by one, padded to the longest",
+            stacklevel=3,
+        )
+        return "rows"
+    return packing

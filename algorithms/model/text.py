@@ -1,0 +1,118 @@
+"""Between text and tokens: encoding in cached pieces, decoding as a stream, stop strings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+
+from agentrl.algorithms.model.load import Tokenizer
+
+PIECES = 8192  # texts between special tokens whose encoding is remembered
+KEPT = ("<tool_call>", "</tool_call>")  # part of the text even where a tokenizer calls them special
+_PROBE = " a\n b "
+
+
+class Codec:
+    """One tokenizer. Always true: `encode` equals encoding the whole text at once."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._hidden = frozenset(
+            number
+            for number, token in tokenizer.added_tokens_decoder.items()
+            if token.special and token.content not in KEPT
+        )
+        self._piece = lru_cache(PIECES)(self._encode)
+        self.token = lru_cache(None)(self._token)
+        self._border = self._borders()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of rendered text, which spells its special tokens out."""
+        if self._border is None:
+            return self._encode(text)
+        # Conversations repeat themselves between the special tokens; encoding is the largest cost
+        # of a request after the model.
+        return [
+            token for piece in self._border.split(text) if piece for token in self._piece(piece)
+        ]
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of a bare prompt, with the tokens the tokenizer puts around it."""
+        ids: list[int] = self._tokenizer(text)["input_ids"]
+        return ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text without special tokens."""
+        visible = [token for token in tokens if token not in self._hidden]
+        return str((self._backend or self._tokenizer).decode(visible, skip_special_tokens=False))
+
+    def _token(self, token: int) -> tuple[str, list[int]]:
+        """How one token reads, and its UTF-8 bytes."""
+        text = str(self._tokenizer.decode([token]))
+        return text, list(text.encode())
+
+    def _encode(self, text: str) -> list[int]:
+        if self._backend is None:
+            ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        else:
+            ids = self._backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _borders(self) -> re.Pattern[str] | None:
+        """Matches the added tokens, or none if text does not split there without a trace."""
+        added = list(self._tokenizer.added_tokens_decoder.values())
+        if not added or any(token.lstrip or token.rstrip or token.single_word for token in added):
+            return None
+        names = sorted((token.content for token in added), key=len, reverse=True)
+        border = re.compile(f"({'|'.join(map(re.escape, names))})")
+        probe = _PROBE + _PROBE.join(names) + _PROBE
+        pieces = [token for piece in border.split(probe) if piece for token in self._encode(piece)]
+        return border if pieces == self._encode(probe) else None
+
+
+class TextStream:
+    """Text of one completion as its tokens arrive, in whole characters, up to a stop string."""
+
+    def __init__(self, codec: Codec, stop: Sequence[str] = ()) -> None:
+        self._codec, self._stop = codec, stop
+        self._keep = max(map(len, stop), default=1) - 1  # might be the beginning of a stop string
+        self._tokens: list[int] = []
+        self._read = 0  # tokens that are decoded
+        self._shown = 0  # of those, the ones not decoded again as context of the next
+        self._text = ""  # decoded and not yet given out
+        self.stopped = False
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """Text that these tokens add for certain."""
+        self._tokens += tokens
+        known = self._codec.decode(self._tokens[self._shown : self._read])
+        text = self._codec.decode(self._tokens[self._shown :])
+        if not text.endswith("\ufffd"):
+            self._text += text[len(known) :]
+            self._shown, self._read = self._read, len(self._tokens)
+        return self._give(self._keep)
+
+    def finish(self) -> str:
+        """The rest, incomplete characters included."""
+        known = self._codec.decode(self._tokens[self._shown : self._read])
+        self._text += self._codec.decode(self._tokens[self._shown :])[len(known) :]
+        self._shown = self._read = len(self._tokens)
+        return self._give(0)
+
+    def _give(self, keep: int) -> str:
+        if self.stopped:
+            return ""
+        whole = cut(self._text, self._stop)
+        if len(whole) < len(self._text):
+            self.stopped, keep = True, 0
+        end = max(len(whole) - keep, 0)
+        given, self._text = whole[:end], whole[end:]
+        return given
+
+
+def cut(text: str, stop: Sequence[str]) -> str:
+    """Text before the first stop string."""
+    ends = [at for at in (text.find(string) for string in stop) if at >= 0]
+    return text[: min(ends)] if ends else text

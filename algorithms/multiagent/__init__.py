@@ -1,0 +1,1 @@
+"""Credit in teams: counterfactuals, COMA, VDN and QMIX."""

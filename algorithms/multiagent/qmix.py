@@ -1,0 +1,148 @@
+"""Q-learning of a team that shares one reward: VDN and QMIX.
+
+Every agent has utilities of its own actions from what it has seen so far; a mixer makes the team's
+value of them. For choosing among enumerable actions where no policy is trained, such as who talks
+to whom among frozen language models (Agent Q-Mix, arXiv 2604.00344).
+
+Owns: utilities, mixer, target copies of both, the optimizer, and how many episodes were learned.
+Always true: two learners of the same seed that learned the same episodes are the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from agentrl.algorithms.multiagent.episodes import Episode, Episodes, padded
+from agentrl.algorithms.multiagent.mixers import Kind, best, mixer, one_step
+
+
+class Utilities(nn.Module):
+    """q [B, T, n, a] of observations [B, T, n, o]: one recurrent network for all agents, which are
+    told apart by their number. As in pymarl."""
+
+    def __init__(self, agents: int, observation: int, actions: int, hidden: int = 64) -> None:
+        super().__init__()
+        self.agents = agents
+        self.enter = nn.Linear(observation + agents, hidden)
+        self.memory = nn.GRU(hidden, hidden, batch_first=True)
+        self.leave = nn.Linear(hidden, actions)
+
+    def forward(self, observations: Tensor) -> Tensor:
+        count, steps, agents, _ = observations.shape
+        names = torch.eye(agents).expand(count, steps, agents, agents)
+        seen = self.enter(torch.cat([observations, names], -1)).relu()
+        each = seen.transpose(1, 2).flatten(0, 1)  # a sequence per agent [B * n, T, h]
+        kept = self.memory(each)[0].unflatten(0, (count, agents)).transpose(1, 2)
+        out: Tensor = self.leave(kept)
+        return out
+
+
+class Factored:
+    """A team that learns by double Q-learning on its factored value, pymarl's settings.
+
+    network: builds a module that gives the utilities [B, T, n, a] of observations [B, T, n, o];
+    default `Utilities`. every: episodes between copies of the target."""
+
+    kind: ClassVar[Kind]
+
+    def __init__(
+        self, agents: int, observation: int, actions: int, state: int, *,
+        network: Callable[[], nn.Module] | None = None, hidden: int = 64, embed: int = 32,
+        gamma: float = 0.99, lr: float = 5e-4, max_grad_norm: float = 10.0, every: int = 200,
+        seed: int = 0,
+    ) -> None:  # fmt: skip
+        self.agents, self.actions = agents, actions
+        self.gamma, self.max_grad_norm, self.every = gamma, max_grad_norm, every
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            made = network() if network else Utilities(agents, observation, actions, hidden)
+            parts = {"utilities": made, "mixer": mixer(self.kind, agents, state, embed)}
+        self.online = nn.ModuleDict(parts)
+        self.target = copy.deepcopy(self.online).requires_grad_(False)
+        self.optimizer = torch.optim.RMSprop(self.online.parameters(), lr, alpha=0.99, eps=1e-5)
+        self.learned = self.copied = 0  # episodes
+
+    def act(
+        self,
+        observations: Tensor,
+        epsilon: float,
+        rng: random.Random,
+        available: Tensor | None = None,
+    ) -> list[int]:
+        """The action of every agent after what was seen so far [t, n, o], its best one, or with
+        probability epsilon any. available: bool [n, a], now; none: all are."""
+        allowed = torch.ones(self.agents, self.actions).bool() if available is None else available
+        with torch.no_grad():
+            chosen = best(self.online["utilities"](observations[None])[0, -1], allowed).tolist()
+        explored = [rng.choice(row.nonzero().squeeze(1).tolist()) for row in allowed]
+        free = [rng.random() < epsilon for _ in chosen]
+        return [e if f else c for e, c, f in zip(explored, chosen, free, strict=True)]
+
+    def learn(self, episodes: Sequence[Episode]) -> dict[str, float]:
+        """One optimizer step on all of the episodes; what it measured, before it."""
+        data = padded(episodes, self.actions)
+        value = self.value(self.online, data, data.actions)
+        with torch.no_grad():
+            target = self.targets(data)
+        error = torch.where(data.live, value - target, 0.0)
+        loss = error.square().sum() / data.live.sum()
+        self.optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = nn.utils.clip_grad_norm_(self.online.parameters(), self.max_grad_norm)
+        self.optimizer.step()
+        self.learned += len(episodes)
+        if self.learned - self.copied >= self.every:
+            self.target.load_state_dict(self.online.state_dict())
+            self.copied = self.learned
+        mean = value.detach()[data.live].mean()
+        return {"loss": float(loss.detach()), "grad_norm": float(norm), "value": float(mean)}
+
+    def targets(self, data: Episodes) -> Tensor:
+        """[B, T]: the online utilities choose the next actions, the target copy values them."""
+        chosen = best(self.online["utilities"](data.observations), data.available)
+        following = self.value(self.target, data, chosen[:, 1:], first=1)
+        return one_step(data.rewards, following, data.terminated, self.gamma)
+
+    def value(
+        self, parts: nn.ModuleDict, data: Episodes, actions: Tensor, first: int = 0
+    ) -> Tensor:
+        """[B, T]: of the joint actions [B, T, n] in the states from `first` on. Who does not act
+        has no utility."""
+        steps = slice(first, first + actions.shape[1])
+        q = parts["utilities"](data.observations)[:, steps].gather(-1, actions[..., None])
+        taken = torch.where(data.acting[:, steps], q.squeeze(-1), 0.0)
+        value: Tensor = parts["mixer"](taken, data.states[:, steps])
+        return value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "online": self.online.state_dict(),
+            "target": self.target.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "episodes": (self.learned, self.copied),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.online.load_state_dict(state["online"])
+        self.target.load_state_dict(state["target"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.learned, self.copied = state["episodes"]
+
+
+class VDN(Factored):
+    """The team's value is the sum of its agents' utilities. arXiv 1706.05296."""
+
+    kind = "vdn"
+
+
+class QMix(Factored):
+    """The team's value is monotone in its agents' utilities, in a way that depends on its state.
+    arXiv 1803.11485."""
+
+    kind = "qmix"

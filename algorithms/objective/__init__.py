@@ -1,0 +1,1 @@
+"""The one loss: policy-gradient weights, ratios, KL penalties, value targets."""

@@ -1,0 +1,319 @@
+"""The one objective: an algorithm is a record of five answers, and psi is what they come to.
+
+    c_t   = prod_g fn_g(pool(s_num - s_den))
+    psi_t = u_t * (c_t * A_t - sum_r beta_r * kappa_r(p_t - s_r))
+    loss  = - sum_t sg[psi_t] * log pi_t - sum_t eta_t * H_t,  eta_t = entropy * u_t
+
+H is the entropy of the distribution that token t was sampled from, with its exact gradient.
+Streams of log-probs, one number per action token: p current, o before the first update of the
+batch, b the sampler's own, q reference, t teacher. A `Terms` holds everything that is fixed during
+one optimizer step, counted over the whole of it, so the gradient does not depend on how the step is
+cut into micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from agentrl.algorithms.credit.core import Column, Credit, Critic, walk
+from agentrl.algorithms.credit.outcomes import Greedy, PassAtK, Toll
+from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.data.ids import How, Unit, seg, units
+from agentrl.algorithms.data.state import Memory
+from agentrl.algorithms.objective.ratios import LOG_LIMIT, GateFn, TopDiv
+from agentrl.errors import TrainingError
+
+Stream = Literal["p", "o", "b", "q", "t"]
+STREAMS: dict[str, str] = {
+    "p": "current policy", "o": "old policy", "b": "sampler", "q": "reference model",
+    "t": "teacher", "o_K": "old policy's most probable tokens",
+}  # fmt: skip
+Inner = Literal["mean", "sum", "const"]
+Penalty = Literal["k1", "k2", "k3", "abs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """One factor: fn of the log-ratio num - den, pooled over the tokens of a transition or row.
+
+    pre: changes a token's log-ratio before pooling; a token that it changes gets 0."""
+
+    fn: GateFn
+    num: Stream = "p"
+    den: Stream = "o"
+    by: Literal["transition", "row"] | None = None  # units that no micro-batch splits
+    how: How = "mean"
+    pre: GateFn | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reg:
+    """One penalty beta * k(p - den) on leaving a stream."""
+
+    kind: Penalty
+    beta: float
+    den: Stream = "q"
+
+
+@dataclass(frozen=True, slots=True)
+class Average:
+    """How the sum over tokens is averaged: over units, within one over its `parts` (none: it is one
+    itself), and within a part by `inner`."""
+
+    unit: tuple[Unit, ...] = ("row",)
+    inner: Inner = "mean"
+    const: float = 1.0  # tokens, for inner = "const"
+    parts: tuple[Unit, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Algo:
+    """An algorithm. `keep` (bool [N]) says which tokens are in the loss; default all. `rewards` are
+    the references of those it reads, of which a batch need not have the `optional` ones. `resample`
+    is the reward by which a group teaches something, if it asks for another one that does."""
+
+    credit: Credit
+    gates: tuple[Gate, ...] = ()
+    regs: tuple[Reg, ...] = ()
+    agg: Average = Average()
+    keep: Column | None = None
+    entropy: float = 0.0  # how much a nat of the policy's entropy is worth
+    rewards: tuple[str, ...] = ("outcome",)
+    optional: tuple[str, ...] = ()
+    resample: str | None = None
+    name: str = "custom"
+
+    @property
+    def needs(self) -> frozenset[Stream]:
+        """Streams it reads besides the current policy."""
+        read: set[Stream] = {s for gate in self.gates for s in (gate.num, gate.den)}
+        read |= {reg.den for reg in self.regs}
+        if any(isinstance(part, Toll) for part in walk(self.credit)):
+            read.add("q")
+        return frozenset(read) - {"p"}
+
+    @property
+    def symbols(self) -> int:
+        """Of how many tokens it reads the log-probs at every place, besides p; 0: of none."""
+        return max((gate.fn.k for gate in self.gates if isinstance(gate.fn, TopDiv)), default=0)
+
+    @property
+    def group(self) -> int:
+        """How many rollouts a group must have for it to learn anything from them."""
+        subsets = (part for part in walk(self.credit) if isinstance(part, PassAtK))
+        return max((part.k + 1 for part in subsets), default=1)
+
+    @property
+    def critic(self) -> bool:
+        """Whether it reads the values of a critic."""
+        return any(isinstance(part, Critic) for part in walk(self.credit))
+
+    @property
+    def memories(self) -> tuple[Memory, ...]:
+        """What it must remember from step to step."""
+        found = (part for part in walk((self.credit, self.keep)) if isinstance(part, Memory))
+        return tuple({part.name: part for part in found}.values())
+
+    @property
+    def greedy(self) -> bool:
+        """Whether each group must hold a greedy rollout."""
+        return any(isinstance(part, Greedy) for part in walk(self.credit))
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What one optimizer step knows about each of its N tokens before the forward pass."""
+
+    advantage: Tensor  # float64 [N]
+    weight: Tensor  # float64 [N], 0: not in the loss
+    streams: dict[str, Tensor]  # float64 [N] each, o_K [N, K]
+    ids: dict[str, Tensor]  # int64 [N], units that gates pool over
+    skip: str | None  # why there is nothing to learn from this batch, if so
+
+
+def plan(
+    algo: Algo,
+    batch: Batch,
+    streams: Mapping[str, Tensor],
+    *,
+    fresh: bool = False,
+    advantage: Tensor | None = None,
+) -> Terms:
+    """Terms of one optimizer step on the whole of `batch`.
+
+    streams: log-probs [N] by letter, besides b which the batch carries, and as o_K [N, K] those of
+    the batch's symbols before the first update, for an algorithm that has `symbols`. fresh: this is
+    the only step on the batch, so o is p and need not be computed. advantage: what `credited` gave
+    for a larger batch that this one was cut from; default: computed here.
+
+    Raises TrainingError for a missing stream, log-probs that are not finite, infinite credit."""
+    given = {"b": batch.behaviour, **streams}
+    columns = {name: column.detach().double().cpu() for name, column in given.items()}
+    where = f"algorithm {algo.name!r}, step {batch.step},"
+    read: set[str] = {*algo.needs, *(("o_K",) if algo.symbols else ())}
+    for name in sorted(read - ({"o", "o_K"} if fresh else set())):
+        known = len(columns.get(name, ()))
+        if name not in columns or known != batch.n_tokens:
+            raise TrainingError(
+                f"{where} needs {batch.n_tokens} log-probs of the {STREAMS[name]} (stream {name}), "
+                f"and there are {known or 'none'}; choose a preset or options that do without"
+            )
+        _check_finite(columns[name], name, where)
+    credit = credited(algo, batch) if advantage is None else advantage
+    live = ~credit.isnan()
+    credit = torch.where(live, credit, 0.0)
+    agg = algo.agg
+    return Terms(
+        advantage=credit,
+        weight=weights(
+            units(batch, "token", *agg.unit),
+            agg.inner,
+            agg.const,
+            live,
+            units(batch, "token", *agg.unit, *agg.parts),
+        ),
+        streams=columns,
+        ids={gate.by: units(batch, "token", gate.by) for gate in algo.gates if gate.by},
+        skip=_skip(algo, batch, live, credit),
+    )
+
+
+def credited(algo: Algo, batch: Batch) -> Tensor:
+    """Advantages float64 [N], NaN for tokens that are missing or filtered out.
+
+    Raises TrainingError if one is infinite."""
+    credit = algo.credit(batch).detach().double()
+    if infinite := int(credit.isinf().sum()):
+        raise TrainingError(
+            f"algorithm {algo.name!r}, step {batch.step}: {infinite} of {credit.numel()} "
+            "advantages are infinite"
+        )
+    return credit if algo.keep is None else torch.where(algo.keep(batch), credit, torch.nan)
+
+
+def psi(algo: Algo, terms: Terms, p: Tensor, index: Tensor) -> Tensor:
+    """psi [n] of a micro-batch of whole rows: p [n] are the current log-probs of tokens index [n],
+    or p [n, K] those of their symbols.
+
+    Detached, of the dtype and device of p. Raises TrainingError if p is not finite."""
+    now = p.detach().double().cpu()
+    _check_finite(now, "p", f"algorithm {algo.name!r}")
+    index = index.cpu()
+    streams = streams_at(terms, now, index)
+    total = terms.advantage[index]
+    for _, _, factor in gated(algo, terms, streams, index):
+        total = total * factor
+    for reg in algo.regs:
+        total = total - reg.beta * kappa(streams["p"] - streams[reg.den], reg.kind)
+    return (terms.weight[index] * total).to(p)
+
+
+def eta(algo: Algo, terms: Terms) -> Tensor | None:
+    """What a nat of entropy before each token adds to the objective, float64 [N]; none: nothing."""
+    return algo.entropy * terms.weight if algo.entropy else None
+
+
+def trust(algo: Algo, terms: Terms, p: Tensor) -> Tensor:
+    """c [N]: the product of all gates at log-probs p, [N] or [N, K], of the whole step, float64."""
+    now, index = p.detach().double().cpu(), torch.arange(len(p))
+    gates = gated(algo, terms, streams_at(terms, now, index), index)
+    start = torch.ones(len(p), dtype=torch.float64)
+    return math.prod((factor for _, _, factor in gates), start=start)
+
+
+def psi_of(loss: Callable[[Tensor], Tensor], p: Tensor) -> Tensor:
+    """psi = -d loss / d p [N], float64, for any scalar function of the log-probs."""
+    leaf = p.detach().double().requires_grad_()
+    return -torch.autograd.grad(loss(leaf), leaf)[0]
+
+
+def pool(lr: Tensor, ids: Tensor | None, how: How = "mean") -> Tensor:
+    """One value per unit, copied back to its tokens, float64 [n]; without ids lr itself."""
+    return lr if ids is None else seg(lr, ids, how=how)[ids]
+
+
+def weights(
+    unit: Tensor,
+    inner: Inner = "mean",
+    const: float = 1.0,
+    mask: Tensor | None = None,
+    part: Tensor | None = None,
+) -> Tensor:
+    """u float64 [N] = mask / live units / live parts of the unit / (tokens of the part | 1 |
+    const).
+
+    A unit or part is live if the mask keeps one of its tokens; the others are in no denominator.
+    part: ids of what each unit is made of; default: it is one part itself."""
+    kept = torch.ones_like(unit, dtype=torch.bool) if mask is None else mask
+    part = unit if part is None else part
+    tokens = seg(kept, part)[part].clamp(min=1)
+    parts = seg(kept / tokens, unit).round()  # every live part adds up to 1
+    share = torch.where(kept, 1.0, 0.0).double() / (parts > 0).sum().clamp(min=1)
+    share = share / parts[unit].clamp(min=1)
+    if inner == "mean":
+        return share / tokens
+    return share / const if inner == "const" else share
+
+
+def kappa(d: Tensor, kind: Penalty) -> Tensor:
+    """d k / d p [n] at d = p - s: the coefficient of the log-prob gradient of penalty k."""
+    d = d.clamp(-LOG_LIMIT, LOG_LIMIT)
+    return {"k1": torch.ones_like(d), "k2": d, "k3": 1 - (-d).exp(), "abs": d.sign()}[kind]
+
+
+def kl_value(d: Tensor, kind: Penalty) -> Tensor:
+    """k [n] at d = p - s, for metrics: k1 = d, k2 = d^2 / 2, k3 = e^-d - 1 + d, abs = |d|."""
+    d = d.clamp(-LOG_LIMIT, LOG_LIMIT)
+    return {"k1": d, "k2": d.square() / 2, "k3": (-d).expm1() + d, "abs": d.abs()}[kind]
+
+
+def streams_at(terms: Terms, now: Tensor, index: Tensor) -> dict[str, Tensor]:
+    """Streams [n] of the tokens `index` [n] by letter, where their current log-probs are `now`, [n]
+    or those of their symbols [n, K]."""
+    p, symbols = (now, {}) if now.dim() == 1 else (now[:, 0], {"p_K": now})
+    if "o_K" in terms.streams and not symbols:
+        raise TrainingError(
+            "the learner gave the current log-probs of the sampled tokens alone, not of the symbols"
+        )
+    # A plan without o is that of the first step on its batch: o is p.
+    return {"p": p, "o": p} | symbols | {name: x[index] for name, x in terms.streams.items()}
+
+
+def gated(
+    algo: Algo, terms: Terms, streams: Mapping[str, Tensor], index: Tensor
+) -> list[tuple[Gate, Tensor, Tensor]]:
+    """Each gate with its pooled log-ratios [n] and factors [n]."""
+    advantage = terms.advantage[index]
+    found = []
+    for gate in algo.gates:
+        ids = terms.ids[gate.by][index] if gate.by else None
+        raw = streams[gate.num] - streams[gate.den]
+        kept = raw if gate.pre is None else gate.pre(raw, advantage, streams)
+        lr = pool(kept, ids, gate.how)
+        found.append((gate, lr, gate.fn(lr, advantage, streams) * (kept == raw)))
+    return found
+
+
+def _check_finite(x: Tensor, stream: str, where: str) -> None:
+    if bad := int((~x.isfinite()).sum()):
+        raise TrainingError(
+            f"{where} cannot weigh its tokens: {bad} of {x.numel()} log-probs of the "
+            f"{STREAMS[stream]} (stream {stream}) are NaN or infinite"
+        )
+
+
+def _skip(algo: Algo, batch: Batch, live: Tensor, credit: Tensor) -> str | None:
+    if not batch.n_tokens:
+        return "the batch has no sampled tokens"
+    if not live.any():
+        return f"every token of {len(batch.groups)} groups is missing its reward or filtered out"
+    # A critic learns from every known return, also where it was right or no rollout was better.
+    if not (algo.regs or algo.critic or algo.entropy or credit.any()):
+        return f"no rollout of {len(batch.groups)} groups did better or worse than the others"
+    return None

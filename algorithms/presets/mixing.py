@@ -1,0 +1,165 @@
+"""Named reward streams: process and result rewards, each answered for itself, mixed in one place.
+
+Streams are mixed as advantages unless another way is chosen: each is compared and scaled on its
+own, so none drowns another (iStar, arXiv 2509.19199). As returns: each is discounted and centred on
+its own, and the sum is scaled. As rewards: the sum of what a call received is treated as one
+reward. What a stream misses adds nothing; a token that all of them miss is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import inf
+from typing import Literal
+
+import msgspec
+
+from agentrl.algorithms.credit.core import Column, Credit, Plus, Rel
+from agentrl.algorithms.credit.mixtures import (
+    Agreement,
+    Centred,
+    Clamp,
+    Gated,
+    Largest,
+    Others,
+    Sum,
+)
+from agentrl.algorithms.credit.turns import Fade, Received, Returns, Shaped
+from agentrl.algorithms.data.ids import Unit
+from agentrl.algorithms.presets.registry import Cap, Discount, Share
+from agentrl.errors import ConfigError
+from agentrl.types import Scope
+
+Way = Literal["advantages", "returns", "rewards"]
+
+
+class Stream(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How one reward becomes advantages."""
+
+    scope: Scope = Scope.ROLLOUT
+    weight: Share = 1.0
+    gamma: Discount = 1.0  # per call
+    potential: bool = False  # the rewards of calls are potentials of the states before them
+    by: tuple[Unit, ...] = ("group",)  # whom to compare with
+    # prime: what the other rollouts of the group got per call, taken off before the return.
+    base: Literal["none", "mean", "loo", "prime"] = "mean"
+    norm: Literal["none", "std", "mean", "prime"] = "none"  # prime: the largest |return|
+    clip: Cap = inf  # largest |advantage|
+    # agree: only where the advantage of `outcome` has the same sign; positive (negative): what is
+    # good (bad) only where that of `outcome` is, too.
+    gate: Literal["none"] | Agreement = "none"
+    outcome: str = "outcome"  # the stream that gates
+    required: bool = True  # a step in which nobody has it stops the run
+
+
+def mixed(
+    streams: Mapping[str, Stream],
+    way: Way = "advantages",
+    *,
+    gamma: float = 1.0,
+    by: tuple[Unit, ...] = ("group",),
+    norm: Literal["none", "std"] = "none",
+) -> Credit:
+    """One credit of several streams by name. gamma (of rewards), by and norm are those of the sum,
+    where it is not a sum of advantages.
+
+    Raises ConfigError for an answer that cannot matter in this way of mixing."""
+    _check(streams, "streams", way)
+    if way == "advantages" and (gamma != 1 or norm != "none"):
+        raise ConfigError(
+            "algorithm.options: gamma and norm are those of a sum of returns or rewards; give "
+            "each stream its own, or choose another way of mixing"
+        )
+    if way == "advantages":
+        return Plus(tuple((advantage(name, streams), s.weight) for name, s in streams.items()))
+    if way == "returns":
+        terms = tuple((_centred(name, s), s.weight) for name, s in streams.items())
+        return Rel(Sum(terms), by=by, base="none", norm=norm)
+    parts = tuple((_rewards(name, s), s.weight) for name, s in streams.items())
+    return Rel(Returns(Sum(parts), gamma), by=by, norm=norm)
+
+
+def named(name: str, stream: Stream) -> str:
+    """The reference of the stream's reward."""
+    return name if stream.scope is Scope.ROLLOUT else f"{stream.scope}:{name}"
+
+
+def optional(streams: Mapping[str, Stream]) -> tuple[str, ...]:
+    """References of the rewards that a step may lack."""
+    return tuple(named(name, stream) for name, stream in streams.items() if not stream.required)
+
+
+def added(host: Credit, streams: Mapping[str, Stream]) -> Credit:
+    """A credit plus the advantages of streams, gated by the host unless one has that name."""
+    _check(streams, "process_streams", "advantages", host=True)
+    terms = ((advantage(name, streams, host), s.weight) for name, s in streams.items())
+    return Plus(((host, 1.0), *terms))
+
+
+def advantage(name: str, streams: Mapping[str, Stream], host: Credit | None = None) -> Credit:
+    """The credit of one of the streams by itself, before its weight."""
+    stream = streams[name]
+    credit: Credit = _returns(name, stream)
+    if stream.scope is not Scope.TRANSITION and stream.gamma != 1:
+        credit = Fade(credit, stream.gamma)
+    if stream.clip < inf:
+        credit = Clamp(credit, stream.clip)
+    if stream.gate != "none":
+        outcome = host
+        if outcome is None or stream.outcome in streams:
+            outcome = advantage(stream.outcome, streams)
+        credit = Gated(credit, outcome, stream.gate)
+    return credit
+
+
+def _centred(name: str, stream: Stream) -> Column:
+    fades = stream.scope is not Scope.TRANSITION
+    return Centred(_returns(name, stream), stream.gamma if fades else 1.0)
+
+
+def _rewards(name: str, stream: Stream) -> Column:
+    reference = named(name, stream)
+    if stream.potential:
+        return Shaped(reference, stream.gamma)
+    return Received(reference)
+
+
+def _returns(name: str, stream: Stream) -> Rel:
+    """What is compared: rollouts and roles by their reward, calls by their return."""
+    norm = "none" if stream.norm == "prime" else stream.norm
+    base = "none" if stream.base == "prime" else stream.base
+    if stream.scope is not Scope.TRANSITION:
+        return Rel(named(name, stream), by=stream.by, base=base, norm=norm)
+    rewards = _rewards(name, stream)
+    if stream.norm == "prime":
+        rewards = Largest(rewards)
+    if stream.base == "prime":
+        rewards = Others(rewards)
+    return Rel(Returns(rewards, stream.gamma), by=stream.by, base=base, norm=norm)
+
+
+def _check(streams: Mapping[str, Stream], option: str, way: Way, host: bool = False) -> None:
+    for name, stream in streams.items():
+        for field, why in _faults(stream, streams, way, host):
+            raise ConfigError(f"algorithm.options.{option}.{name}{field}: {why}")
+
+
+def _faults(
+    stream: Stream, streams: Mapping[str, Stream], way: Way, host: bool
+) -> Iterator[tuple[str, str]]:
+    """(field, what is wrong with it) of settings that could not matter."""
+    idle = [] if way == "advantages" else ["norm", "clip", "gate"]
+    if way == "rewards":
+        idle += ["base", "by"] + ([] if stream.potential else ["gamma"])
+    for field in idle:
+        if getattr(stream, field) != getattr(Stream(), field):
+            why = f"streams mixed as {way} have none of their own"
+            yield f".{field}", f"{why}; leave it out, or mix them as advantages"
+    of_calls = stream.potential or "prime" in (stream.base, stream.norm)
+    if of_calls and stream.scope is not Scope.TRANSITION:
+        why = "potentials and base or norm 'prime' are about rewards of calls"
+        yield "", f"{why}; give it scope = 'transition'"
+    gate = streams.get(stream.outcome, Stream() if host else None)
+    if stream.gate != "none" and (gate is None or gate.gate != "none"):
+        why = "there is no stream of that name without a gate of its own"
+        yield f".outcome = {stream.outcome!r}", why

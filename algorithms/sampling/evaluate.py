@@ -1,0 +1,92 @@
+"""Scoring the current policy on held-out tasks, through the same queue as training."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+import msgspec
+from msgspec.structs import replace
+
+from agentrl.algorithms.sampling.task_sampler import evaluation
+from agentrl.config import RunConfig
+from agentrl.loading import load_tasks
+from agentrl.processes import PHASE
+from agentrl.store import open_store
+from agentrl.store.base import Store
+from agentrl.types import ENDED, Json, Rollout, Scope
+
+log = logging.getLogger("agentrl.algorithm")
+
+
+async def remote(config: RunConfig) -> None:
+    """The algorithm process of a run without a model of its own: has the held-out tasks played,
+    once, because endpoints keep their own sampling."""
+    tasks = load_tasks(config.tasks.heldout, Path(config.root), key="tasks.heldout")
+    temperatures = {"score": config.eval.temperature}
+    async with open_store(config.store) as store:
+        state = await store.open_run(config.name, msgspec.to_builtins(config))
+        limit = config.eval.tasks or None
+        await held_out(store, config, state.epoch, 0, tasks[:limit], temperatures)
+        await store.log(config.name, 0, {ENDED: 1.0}, epoch=state.epoch)
+
+
+async def held_out(
+    store: Store,
+    config: RunConfig,
+    epoch: int,
+    step: int,
+    tasks: list[dict[str, Json]],
+    temperatures: dict[str, float],
+) -> None:
+    """Log what `score` finds after `step` steps, if an earlier start has not."""
+    done = {row.step: row.metrics for row in await store.steps(config.name)}
+    if "eval/score" in done.get(step, {}):
+        return
+    if step in (0, config.steps):
+        after = f" after {step} steps" if config.steps else ""
+        log.log(PHASE, f"scoring {len(tasks)} held-out tasks{after}")
+    started = time.monotonic()
+    metrics = await score(store, config, step, tasks, temperatures)
+    metrics["time/eval"] = time.monotonic() - started
+    await store.log(config.name, step, metrics, epoch=epoch)
+
+
+async def score(
+    store: Store,
+    config: RunConfig,
+    step: int,
+    tasks: list[dict[str, Json]],
+    temperatures: dict[str, float],
+) -> dict[str, float]:
+    """What one rollout per task comes to after `step` steps, as `eval/<name>` and so on for each
+    named temperature. Asking again for the same step finds the finished rollouts."""
+    groups = {}
+    for name, temperature in temperatures.items():
+        sampling = replace(config.sampling, temperature=temperature)
+        rollouts = evaluation(config, step, name, tasks, sampling)
+        await store.enqueue(rollouts)
+        groups[name] = rollouts[0].group
+    scores: dict[str, float] = {}
+    for name, group in groups.items():
+        await store.settled(group)
+        rows = await store.rollouts(config.name, group=group)
+        scores |= {f"eval/{key}": value for key, value in summary(name, rows).items()}
+    return scores
+
+
+def summary(name: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """<name>: the mean outcome; <name>/<role>: that of each role to which the verifier gives one of
+    its own, such as the players of a game; <name>_missing: how many rollouts have no outcome, such
+    as crashes and time-outs, and are in no mean."""
+    found: dict[str, list[float]] = {name: [rollout.reward() for rollout in rollouts]}
+    for row in (row for rollout in rollouts for row in rollout.rewards):
+        if row.scope is Scope.ROLE and row.name == "outcome":
+            found.setdefault(f"{name}/{row.target}", []).append(row.value)
+    known = {key: [x for x in values if not math.isnan(x)] for key, values in found.items()}
+    missing = {f"{name}_missing": float(len(found[name]) - len(known[name]))}
+    return missing | {key: fmean(values) for key, values in known.items() if values}

@@ -1,0 +1,236 @@
+"""Whom a policy plays against: itself, or snapshots of what it was, and how it does.
+
+Owns the pool: the snapshots of one policy, what it scored against each of them in each seat, and
+Elo ratings. It is a part of the run's state. Always true: which policy plays which seat of a
+rollout is a function of seed, group, index and of the pool as it is when the rollout is asked for;
+all rollouts of a group have the same opponent, and among them the learner plays each seat equally
+often, so that rewards of one seat are compared under equal conditions. Results change the pool once
+per trained step. Checkpoints of snapshots are kept by `opponents`.
+
+The opponent takes every seat but the learner's. A score is 1 where the learner's return is above
+the mean of the other seats', 1/2 where it is equal, so it has a meaning in general-sum games too.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import fmean
+from typing import NamedTuple
+
+import msgspec
+
+from agentrl.algorithms.credit.baselines import Ema
+from agentrl.algorithms.credit.core import Rel, Whiten, walk
+from agentrl.algorithms.objective.core import Algo
+from agentrl.algorithms.sampling.ratings import elo, priorities, win_rate
+from agentrl.config import SelfplayConfig
+from agentrl.config.selfplay import game_score, returns
+from agentrl.errors import ConfigError, TrainingError, nearest
+from agentrl.types import Group, Json, Rollout, RolloutState, Scope
+
+PART = "selfplay"  # its name in the state of the run
+FIRST = 1000.0  # rating of the policy that the run began with
+MEMORY = 0.99  # what is left of a result after another game: AlphaStar's payoffs, Nature 575
+
+
+class Record(msgspec.Struct):
+    """What the learner scored in one seat against one snapshot, fading from game to game."""
+
+    games: float = 0.0
+    score: float = 0.0
+
+    def add(self, score: float) -> None:
+        self.games = MEMORY * self.games + 1
+        self.score = MEMORY * self.score + score
+
+
+class Snapshot(msgspec.Struct):
+    """The policy as it was after so many steps."""
+
+    name: str
+    step: int
+    rating: float
+    records: dict[str, Record] = {}  # of the learner against it, by the learner's seat
+    until: int | None = None  # not drawn any more, and held for so many steps; none: of the pool
+
+    def rate(self) -> float:
+        """The learner's smoothed win rate against it, every seat counting the same."""
+        if not self.records:
+            return win_rate(0.0, 0.0)
+        return fmean(win_rate(record.score, record.games) for record in self.records.values())
+
+
+class Remembered(msgspec.Struct):
+    """What a checkpoint holds of a pool."""
+
+    rating: float = FIRST
+    snapshots: list[Snapshot] = []
+
+
+class Game(NamedTuple):
+    """The score of one rollout that was played by its rules."""
+
+    opponent: str  # the learner's own name, where it played itself
+    scores: dict[str, float]  # of each seat that the learner played
+
+
+@dataclass(slots=True)
+class Pool:
+    """The opponents of `policy`. `ahead`: steps that rollouts may be asked for before theirs.
+    `seen`: the roles of all games since the process began."""
+
+    settings: SelfplayConfig
+    policy: str
+    seed: int
+    ahead: int = 0
+    now: Remembered = field(default_factory=Remembered)
+    seen: set[str] = field(default_factory=set)
+
+    @property
+    def drawn(self) -> list[Snapshot]:
+        """The snapshots that are played against, oldest first."""
+        return [snapshot for snapshot in self.now.snapshots if snapshot.until is None]
+
+    def seats(self, group: str, index: int) -> dict[str, str]:
+        """Who plays each seat of rollout `index` of a group."""
+        roles = self.settings.seats
+        other = self.opponent(group)
+        learner = roles[index % len(roles)]
+        return {role: self.policy if role == learner else other for role in roles}
+
+    def opponent(self, group: str) -> str:
+        """Of all rollouts of a group: a snapshot, or the policy itself."""
+        dice = random.Random(f"{self.seed}/{group}/opponent")
+        kind, known = self.settings.opponents, self.drawn
+        if kind == "self" or not known or dice.random() < self.settings.self_share:
+            return self.policy
+        if kind == "latest":
+            return known[-1].name
+        rates = [snapshot.rate() for snapshot in known]
+        weights = priorities(rates, self.settings.pfsp) if kind == "pfsp" else None
+        return dice.choices(known, weights)[0].name
+
+    def learn(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Remember how the games of a step ended; what they came to, as metrics.
+
+        Raises TrainingError for a seat that the games do not have."""
+        every = (rollout for group in groups for rollout in group.rollouts)
+        rollouts = [rollout for rollout in every if rollout.branch is None]
+        self._look_for_seats(rollouts)
+        games = [self.game(rollout) for rollout in rollouts]
+        scored = [game for game in games if game is not None]
+        by_name = {snapshot.name: snapshot for snapshot in self.now.snapshots}
+        for game in scored:
+            if game.opponent in by_name:
+                self._count(by_name[game.opponent], game)
+        return self.measured(scored, len(games) - len(scored))
+
+    def game(self, rollout: Rollout) -> Game | None:
+        """None: it failed, or the return of a seat is not known."""
+        roles = self.settings.seats
+        got = returns(rollout, roles)
+        if got is None:
+            return None
+        mine = [role for role in roles if rollout.seats.get(role, self.policy) == self.policy]
+        others = {rollout.seats[role] for role in roles if role not in mine}
+        scores = {role: game_score(got, role, roles) for role in mine}
+        return Game(others.pop() if others else self.policy, scores)
+
+    def measured(self, games: Sequence[Game], unscored: int) -> dict[str, float]:
+        """Metrics of the games of one step, and of the pool after them."""
+        found = {"selfplay/games": float(len(games)), "selfplay/unscored": float(unscored)}
+        every = [score for game in games for score in game.scores.values()]
+        if every:
+            found["selfplay/draws"] = fmean(score == 0.5 for score in every)
+        met = [game for game in games if game.opponent != self.policy]
+        if met:
+            found["selfplay/win_rate"] = fmean(s for game in met for s in game.scores.values())
+        for role in self.settings.seats:
+            scores = [game.scores[role] for game in met or games if role in game.scores]
+            if scores:
+                found[f"selfplay/seat/{role}"] = fmean(scores)
+        if self.settings.opponents != "self":
+            found["selfplay/elo"] = self.now.rating
+            found["selfplay/pool"] = float(len(self.drawn))
+            found |= {f"selfplay/win_rate/{s.name}": s.rate() for s in self.drawn}
+            found |= {f"selfplay/elo/{s.name}": s.rating for s in self.drawn}
+        return found
+
+    def finish(self, steps: int, playing: Collection[str] = ()) -> Snapshot | None:
+        """So many steps are trained. The snapshot that is due, to be kept by the commit that
+        remembers it; the pool lets go of others, but for those still `playing`: a slow game may
+        end any number of steps after that which asked for it."""
+        held = self.now.snapshots
+        due = {s.name for s in held if s.until is not None and s.until <= steps} - {*playing}
+        self.now.snapshots = [s for s in held if s.name not in due]
+        if self.settings.opponents == "self" or (held and steps % self.settings.every):
+            return None
+        name = f"{self.policy}@{steps:06d}"
+        self.now.snapshots.append(Snapshot(name, steps, self.now.rating))
+        while len(self.drawn) > self.settings.pool:
+            retired = least(self.drawn)
+            retired.until = steps + self.ahead
+            if not self.ahead:
+                self.now.snapshots.remove(retired)
+        return self.now.snapshots[-1]
+
+    def dump(self) -> Json:
+        made: Json = msgspec.to_builtins(self.now)
+        return made
+
+    def restore(self, data: Json) -> None:
+        """Take over what `dump` wrote. Raises msgspec.ValidationError for what it cannot have."""
+        self.now = msgspec.convert(data, Remembered)
+
+    def _count(self, snapshot: Snapshot, game: Game) -> None:
+        for seat, score in game.scores.items():
+            snapshot.records.setdefault(seat, Record()).add(score)
+            mine, theirs = self.now.rating, snapshot.rating
+            self.now.rating = elo(mine, theirs, score, self.settings.k)
+            snapshot.rating = elo(theirs, mine, 1 - score, self.settings.k)
+
+    def _look_for_seats(self, rollouts: Sequence[Rollout]) -> None:
+        """A seat that lost before it was asked is known by what it got."""
+        done = [rollout for rollout in rollouts if rollout.state is RolloutState.SUCCEEDED]
+        rows = (row for rollout in done for row in rollout.rewards)
+        self.seen.update(row.target for row in rows if row.scope is Scope.ROLE and row.target)
+        self.seen.update(call.role for rollout in done for call in rollout.transitions)
+        for role in self.settings.seats:
+            if self.seen and role not in self.seen:
+                raise TrainingError(
+                    f"selfplay.seats: nobody played {role!r} in any of {len(done)} games, whose "
+                    f"roles are {', '.join(sorted(self.seen))}; {nearest(role, self.seen)}"
+                )
+
+
+def least(snapshots: Sequence[Snapshot]) -> Snapshot:
+    """The one that a pool can best do without, of two or more, oldest first: not the newest, and of
+    the others not the first, but where the steps covered stay the most even."""
+    if len(snapshots) == 2:
+        return snapshots[0]
+    gaps = [after.step - before.step for before, after in pairwise(snapshots)]
+    wide = [before + after for before, after in pairwise(gaps)]
+    return snapshots[1 + wide.index(min(wide))]
+
+
+def check_fair(algo: Algo) -> None:
+    """Raises ConfigError for an algorithm that compares the returns of one seat with another's: who
+    moves first may win more often, which is nobody's merit."""
+    for part in walk(algo.credit):
+        if isinstance(part, Rel):
+            alone = part.base == part.norm == "none"
+            fair = "role" in part.by and "role" in (part.norm_by or part.by)
+            if isinstance(part.base, Ema):
+                fair = part.base.level != "rollout" and (part.norm == "none" or fair)
+        elif isinstance(part, Whiten):
+            alone, fair = False, "role" in part.by
+        else:
+            continue
+        if not (alone or fair):
+            raise ConfigError(
+                f"algorithm.preset = {algo.name!r} compares the seats of a game with each other; "
+                "choose spiral, or add +per-role and set algorithm.options.reward = 'role:outcome'"
+            )

@@ -1,0 +1,1 @@
+"""The training process: the loop, checkpoints, updates, serving of policies."""

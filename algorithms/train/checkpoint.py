@@ -1,0 +1,217 @@
+"""Checkpoints on disk: a directory that is there is whole, whatever was killed when.
+
+A checkpoint is what the learner saved (an ordinary Hugging Face directory plus optimizer state),
+`state.json`, the state of the algorithm and of the random number generators, and `SHA256SUMS`, the
+digests of both, by which a damaged one is refused. It is written beside its place, forced to disk
+and renamed, before the store commit that names it. Its name holds the epoch of its writer, and its
+state names the run, so that a fenced process which is still alive harms nobody's.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from agentrl import digests
+from agentrl.errors import DamagedError, PolicyError, TrainingError
+from agentrl.files import PARTIAL, atomic_directory, delete_directory
+from agentrl.types import Json
+
+STATE = "state.json"
+NAME = re.compile(r"(\d+)(?:\.(\d+))?$")
+
+
+def checkpoint_name(steps: int, epoch: int) -> str:
+    """Of the weights after `steps` steps, written by the run's owner of that epoch."""
+    return f"{steps:06d}" if epoch == 1 else f"{steps:06d}.{epoch}"
+
+
+class Kept(Protocol):
+    """A learner, or several together."""
+
+    def save(self, directory: Path) -> None: ...
+    def load(self, directory: Path) -> None: ...
+
+
+def numbers(path: Path) -> tuple[int, int] | None:
+    """Steps and epoch of what has a `checkpoint_name`."""
+    found = NAME.match(path.name)
+    return (int(found[1]), int(found[2] or 1)) if found else None
+
+
+def save_checkpoint(
+    directory: Path, learner: Kept, state: Mapping[str, Json], run: str = ""
+) -> None:
+    """Write a checkpoint, replacing one of the same name. `state` must survive JSON. run: whose it
+    is, which no other run has been.
+
+    Raises TrainingError when the disk refuses, with nothing left behind."""
+    content = {"run": run, "state": state, "random": random_state()}
+    try:
+        with atomic_directory(directory) as partial:
+            learner.save(partial)
+            (partial / STATE).write_text(json.dumps(content), encoding="utf-8")
+            digests.write(partial)
+    except (OSError, SafetensorError) as error:
+        raise TrainingError(
+            f"checkpoint {directory}: it cannot be written ({error}); free disk space or check "
+            "the permissions of the folder, then start the run again"
+        ) from error
+
+
+def load_checkpoint(directory: Path, learner: Kept) -> dict[str, Json]:
+    """Restore learner and random state; returns the `state` given to `save_checkpoint`.
+
+    Raises DamagedError, with nothing changed, if it is not as it was written, PolicyError if it is
+    of another model."""
+    digests.check(directory)
+    try:
+        content = json.loads((directory / STATE).read_text(encoding="utf-8"))
+        if "run" in content and not (directory / digests.FILE).is_file():
+            raise DamagedError(
+                f"checkpoint {directory}: {digests.FILE} is missing, so nothing says that it is"
+                " whole; restore a copy, or take another checkpoint"
+            )
+        state: dict[str, Json] = content["state"]
+        before = random_state()
+        try:
+            set_random_state(content["random"])  # torch and random alone know what they accept
+        finally:
+            set_random_state(before)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise DamagedError(
+            f"checkpoint {directory}: {STATE} is missing or incomplete; "
+            "resume from another checkpoint"
+        ) from error
+    learner.load(directory)
+    set_random_state(content["random"])
+    return state
+
+
+def save_policy(directory: Path, learner: Kept) -> None:
+    """Write the policy alone, as `export_checkpoint` does, replacing what is there.
+
+    Raises TrainingError when the disk refuses, with nothing left behind."""
+    try:
+        with atomic_directory(directory) as partial:
+            learner.save(partial)
+            for file in partial.iterdir():
+                if not _of_the_policy(file):
+                    file.unlink()
+            digests.write(partial)
+    except (OSError, SafetensorError) as error:
+        raise TrainingError(
+            f"{directory}: the policy cannot be written ({error}); free disk space or check the "
+            "permissions of the folder, then start the run again"
+        ) from error
+
+
+def export_checkpoint(source: Path, target: Path) -> None:
+    """Copy the policy of a checkpoint, without what only a run needs to continue, into a new
+    directory: an ordinary Hugging Face one, or of an adapter that of peft.
+
+    Raises PolicyError, with nothing written, if `target` exists or `source` is no whole one."""
+    if target.exists():
+        raise PolicyError(f"{target}: it is there already; give a directory to be made")
+    files = [file for file in sorted(source.glob("*")) if file.is_file() and _of_the_policy(file)]
+    whole = any((folder / STATE).is_file() for folder in (source, source.parent))
+    if not whole or not any(map(_weights, files)):
+        raise PolicyError(f"{source}: it is no checkpoint of a run; give <output>/checkpoints/...")
+    digests.check(source)
+    for file in filter(_weights, files):
+        try:
+            with safe_open(file, framework="pt"):
+                pass  # its header names every tensor and the file's length
+        except (OSError, SafetensorError) as error:
+            raise PolicyError(
+                f"{source}: {file.name} is incomplete ({error}); export another checkpoint"
+            ) from None
+    try:
+        with atomic_directory(target) as partial:
+            for file in files:
+                shutil.copyfile(file, partial / file.name)
+    except OSError as error:
+        raise PolicyError(f"{target}: it cannot be written ({error})") from None
+
+
+def prune(folder: Path, *, keep: int, last: Path, run: str = "") -> None:
+    """Delete all but the `keep` newest checkpoints of a run up to `last`, which its owner has just
+    committed, those of steps that were taken back, and what killed processes left.
+
+    What is of another run, or of an owner after that of `last`, stays, and so does all that has no
+    `checkpoint_name`."""
+    present = numbers(last)
+    assert present is not None
+    own = {}
+    for path in folder.iterdir():
+        named = numbers(path)
+        if named and path.is_dir() and named[1] <= present[1] and _is_of(path, run):
+            own[path] = named
+    ahead = [path for path, named in own.items() if named[0] > present[0]]
+    kept = sorted(own.keys() - ahead, key=lambda path: own[path], reverse=True)
+    for path in (*ahead, *kept[keep:]):
+        if path.resolve() != last.resolve():
+            delete_directory(path)
+    for path in folder.glob(f"*{PARTIAL}*"):
+        named = numbers(Path(path.name.partition(PARTIAL)[0]))
+        if named and named[1] <= present[1]:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def earlier(folder: Path, last: Path, run: str) -> list[Path]:
+    """The run's checkpoints on disk of fewer steps than `last`, newest first."""
+    present = numbers(last) or (0, 0)
+    found = [
+        (named, path)
+        for path in (folder.iterdir() if folder.is_dir() else ())
+        if (named := numbers(path)) and path.is_dir() and named[0] < present[0]
+    ]
+    return [path for _, path in sorted(found, reverse=True) if _is_of(path, run)]
+
+
+def _is_of(path: Path, run: str) -> bool:
+    """Earlier versions did not say whose a checkpoint is. One that cannot be read is not whole."""
+    try:
+        content = json.loads((path / STATE).read_text(encoding="utf-8"))
+        return content.get("run", "") in ("", run)
+    except (OSError, ValueError, AttributeError):
+        return True
+
+
+def random_state() -> dict[str, Json]:
+    """State of the process-wide generators of `random` and torch (CPU)."""
+    version, words, gauss = random.getstate()
+    torch_bytes = torch.get_rng_state().numpy().tobytes()
+    return {
+        "python": [version, list(words), gauss],
+        "torch": base64.b64encode(torch_bytes).decode(),
+    }
+
+
+def set_random_state(state: Mapping[str, Json]) -> None:
+    """Restore what `random_state` returned."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    torch_bytes = bytearray(base64.b64decode(state["torch"]))
+    torch.set_rng_state(torch.frombuffer(torch_bytes, dtype=torch.uint8))
+
+
+def _of_the_policy(file: Path) -> bool:
+    """Not the optimizer's, the algorithm's or another model's."""
+    if file.suffix == ".safetensors":
+        return _weights(file)
+    return file.name not in (STATE, digests.FILE)
+
+
+def _weights(file: Path) -> bool:
+    """Under the names that transformers and peft look for."""
+    return file.suffix == ".safetensors" and file.name.startswith(("model", "adapter_model"))

@@ -1,0 +1,134 @@
+"""Optimizer steps that could not be made: their batches go to files, and too many end the run.
+
+A file is safetensors: the tensors of the batch, of its terms and the log-probs of the policy; what
+is no tensor is JSON in its metadata. `load_dump` reads it without the model or the store.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from agentrl.algorithms.data.batch import Batch, Row
+from agentrl.algorithms.objective.core import Terms
+from agentrl.errors import TrainingError
+
+ROW = ("tokens", "actions", "logprobs", "temperature", "transition")
+
+
+@dataclass(frozen=True, slots=True)
+class Dump:
+    """Everything psi and the loss of one optimizer step were computed from, but the weights."""
+
+    batch: Batch
+    terms: Terms
+    logprobs: Tensor  # float32 [N], of the policy; NaN also where it was not asked any more
+    loss: float
+    grad_norm: float
+
+
+@dataclass(slots=True)
+class BadSteps:
+    """Counts optimizer steps in a row that changed nothing. A run that starts again counts anew."""
+
+    folder: Path  # of the files; made when it is needed
+    limit: int
+    streak: int = 0
+
+    def good(self) -> None:
+        """A step was made."""
+        self.streak = 0
+
+    def bad(self, step: int, number: int, dump: Dump) -> None:
+        """Write optimizer step `number` of a training step to a file and say so.
+
+        Raises TrainingError when it is the last of too many."""
+        self.streak += 1
+        path = self.folder / f"{step:06d}.{number}.safetensors"
+        unknown = int((~dump.logprobs.isfinite()).sum())
+        what = (
+            f"step {step}: {unknown} of {dump.logprobs.numel()} log-probs of the policy are not "
+            f"finite, the loss is {dump.loss:.3g}, the gradient norm {dump.grad_norm:.3g}"
+        )
+        where = f"its batch is in {path}"
+        try:
+            save_dump(path, dump)
+        except (OSError, SafetensorError) as error:
+            where = f"its batch could not be written to {path} ({error})"
+        if self.streak >= self.limit:
+            raise TrainingError(
+                f"{what}, for the {self.streak}. optimizer step in a row; {where}. Continue from "
+                "the last checkpoint with a smaller algorithm.lr or policy.dtype = 'float32'"
+            )
+        warnings.warn(f"{what}; it is skipped, and {where}", RuntimeWarning, stacklevel=3)
+
+
+def save_dump(path: Path, dump: Dump) -> None:
+    """Write one file, of a batch that has rows, and its folder. Raises OSError."""
+    batch, terms = dump.batch, dump.terms
+    flat = {f"row/{name}": torch.cat([getattr(row, name) for row in batch.rows]) for name in ROW}
+    flat["row/length"] = torch.tensor([len(row.tokens) for row in batch.rows], dtype=torch.int64)
+    flat |= {"logprobs": dump.logprobs, "advantage": terms.advantage, "weight": terms.weight}
+    for prefix, columns in (
+        ("reward", batch.rewards), ("memory", batch.memory),
+        ("stream", terms.streams), ("ids", terms.ids),
+    ):  # fmt: skip
+        flat |= {f"{prefix}/{name}": column for name, column in columns.items()}
+    plain: dict[str, Any] = {"loss": repr(dump.loss), "grad_norm": repr(dump.grad_norm)}
+    for name, value in _columns(batch).items():
+        if isinstance(value, Tensor):
+            flat[f"batch/{name}"] = value
+        else:
+            plain[name] = value
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A file has no room for views: every tensor gets memory of its own.
+    owned = {name: tensor.detach().cpu().clone() for name, tensor in flat.items()}
+    save_file(owned, path, metadata={"dump": json.dumps(plain)})
+
+
+def load_dump(path: Path) -> Dump:
+    """What `save_dump` wrote. Raises TrainingError for another file."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            plain = json.loads(file.metadata()["dump"])
+            tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError, KeyError, TypeError) as error:
+        raise TrainingError(f"{path}: it is no dump of an optimizer step ({error})") from None
+    loss, grad_norm = float(plain.pop("loss")), float(plain.pop("grad_norm"))
+
+    def table(prefix: str) -> dict[str, Tensor]:
+        return {
+            name.removeprefix(f"{prefix}/"): tensor
+            for name, tensor in tensors.items()
+            if name.startswith(f"{prefix}/")
+        }
+
+    columns = plain | table("batch")
+    rows = _rows(table("row"), columns["token_row"])
+    batch = Batch(rows=rows, rewards=table("reward"), memory=table("memory"), **columns)
+    terms = Terms(tensors["advantage"], tensors["weight"], table("stream"), table("ids"), skip=None)
+    return Dump(batch, terms, tensors["logprobs"], loss, grad_norm)
+
+
+def _columns(batch: Batch) -> dict[str, Any]:
+    """Fields of a batch besides its rows and tables."""
+    names = {field.name for field in dataclasses.fields(batch)} - {"rows", "rewards", "memory"}
+    return {name: getattr(batch, name) for name in sorted(names)}
+
+
+def _rows(flat: dict[str, Tensor], token_row: Tensor) -> list[Row]:
+    lengths = flat["length"].tolist()
+    actions = token_row.bincount(minlength=len(lengths)).tolist()
+    parts = {
+        name: torch.split(flat[name], lengths if name == "tokens" else actions) for name in ROW
+    }
+    return [Row(**{name: parts[name][i] for name in ROW}) for i in range(len(lengths))]

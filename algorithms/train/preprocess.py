@@ -1,0 +1,104 @@
+"""What of the collected groups a step learns from: completed by what only the learning side can
+know, without the calls that the model cannot read."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from agentrl.algorithms.diagnostics.metrics import Metrics, own_calls
+from agentrl.algorithms.learners.implicit_reward import ImplicitTrainer
+from agentrl.algorithms.model.chat import tool_names
+from agentrl.types import POLICY, Group, Judgement, Rollout, Transition
+
+
+class Completer(Protocol):
+    """Adds to what was collected what only the learning side can know: token ids of inexact calls,
+    rewards of reward models, after those that are there."""
+
+    def complete(self, groups: list[Group]) -> list[Group]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Intake:
+    """What is done to collected groups before credit. Owns what of it the step is to commit."""
+
+    completers: tuple[Completer, ...] = ()  # in this order
+    trainers: tuple[ImplicitTrainer, ...] = ()  # of reward models that learn what they have scored
+    context: int | None = None  # tokens the model can read; longer calls are left out
+    policy: str = POLICY  # whose calls are learned from
+    judgements: list[Judgement] = field(default_factory=list)  # rewards that completers gave
+    decode: Callable[[Sequence[int]], str] | None = None  # none: what prompts say is not looked at
+
+    def take(self, groups: list[Group]) -> tuple[list[Group], Metrics]:
+        """The groups as they are learned from. Metrics: calls/inexact before they were completed,
+        calls/too_long, calls/tools_unseen."""
+        calls = own_calls(groups, self.policy)
+        inexact = sum(not call.exact for call in calls)
+        unseen = 0 if self.decode is None else unseen_tools(calls, self.decode)
+        collected = groups
+        for completer in self.completers:
+            groups = completer.complete(groups)
+        self.judgements[:] = judged(collected, groups)
+        learned = {k: v for trainer in self.trainers for k, v in trainer.learn(groups).items()}
+        groups, too_long = fitting(groups, self.context, self.policy)
+        counts = {
+            "calls/inexact": inexact,
+            "calls/too_long": too_long,
+            "calls/tools_unseen": unseen,
+        }
+        return groups, {**learned, **counts}
+
+
+def unseen_tools(calls: Iterable[Transition], decode: Callable[[Sequence[int]], str]) -> int:
+    """Calls that sent tools of which the model saw none: the name of none is in the prompt, because
+    the chat template renders no tools. The first call of each role speaks for all of them."""
+    seen: dict[str, bool] = {}
+    unseen = 0
+    for call in calls:
+        names = tool_names(call.tools)
+        if call.exact and call.prompt and names:
+            if call.role not in seen:
+                text = decode(call.prompt)
+                seen[call.role] = any(name in text for name in names)
+            unseen += not seen[call.role]
+    return unseen
+
+
+def judged(collected: list[Group], completed: list[Group]) -> Iterator[Judgement]:
+    """The rewards that were added to what was collected."""
+    before = {row.id: len(row.rewards) for group in collected for row in group.rollouts}
+    for rollout in (row for group in completed for row in group.rollouts):
+        for reward in rollout.rewards[before[rollout.id] :]:
+            yield Judgement(rollout=rollout.id, reward=reward)
+
+
+def fitting(
+    groups: list[Group], context: int | None, policy: str = POLICY
+) -> tuple[list[Group], int]:
+    """Groups of which no call of the policy is longer than the model's context, and how many were:
+    they are refused like calls whose tokens are not known, their rollout's other calls and reward
+    stay."""
+    long = {
+        call.id
+        for call in own_calls(groups, policy)
+        if context is not None and call.exact and len(call.prompt) + len(call.completion) > context
+    }
+    if not long:
+        return groups, 0
+    warnings.warn(
+        f"{len(long)} calls are longer than the {context} tokens that the model can read and are "
+        "left out; lower sampling.max_tokens or engine.max_context",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+    def refused(rollout: Rollout) -> Rollout:
+        calls = [replace(c, exact=c.exact and c.id not in long) for c in rollout.transitions]
+        return replace(rollout, transitions=calls)
+
+    return [replace(g, rollouts=[refused(row) for row in g.rollouts]) for g in groups], len(long)

@@ -1,0 +1,169 @@
+"""What answers the calls of a run: every policy, trained or frozen, by its name.
+
+Owns a policy server for each model in memory; the adapters of a model share one. Always true:
+weights, versions and what is served change only while the servers are quiet, all of them together,
+and a policy that did not learn keeps its version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from agentrl.algorithms.engines.base import PolicyServer, advertised, unless_given_up
+from agentrl.algorithms.engines.factory import policy_server
+from agentrl.algorithms.model import lora
+from agentrl.algorithms.train.load_policies import Base, load_base
+from agentrl.config import RunConfig
+from agentrl.errors import PolicyError
+from agentrl.store.base import Store
+from agentrl.types import PolicyVersion
+
+
+class Serving:
+    """The servers of one run. `bases` are the models it holds, with what they are adapted by."""
+
+    def __init__(self, config: RunConfig, bases: Sequence[Base]) -> None:
+        """Raises PolicyError for a model that cannot be served."""
+        if len(bases) > 1 and config.engine.vllm.urls:
+            raise PolicyError(
+                f"engine.vllm.urls are servers of one model, and the policies have {len(bases)}; "
+                "make them adapters of one (policies.NAME.lora), or remove engine.vllm.urls"
+            )
+        self._config = config
+        self._servers: dict[str, PolicyServer] = {}  # by policy
+        self._versions: dict[str, int] = {}
+        self._bases = list(bases)
+        self._closing: list[PolicyServer] = []  # once nobody is held behind them any more
+        for number, base in enumerate(bases):
+            server = _server(_apart(config, number), base)
+            for name in base.policies:
+                self._servers[name], self._versions[name] = server, 0
+
+    async def start(self) -> None:
+        """Listen. Raises PolicyError when a port is taken, or a server does not come up."""
+        for server in self._each():
+            await server.start()
+
+    @asynccontextmanager
+    async def updating(self) -> AsyncIterator[None]:
+        """While inside, weights may change: calls in flight have finished, new ones are held."""
+        try:
+            async with AsyncExitStack() as stack:
+                for server in self._each():
+                    await stack.enter_async_context(server.updating())
+                yield
+        finally:
+            while self._closing:
+                await self._closing.pop().close()
+
+    async def publish(self, versions: Mapping[str, int]) -> None:
+        """From now on serve the current weights of trained policies, as these versions; one whose
+        version stays has not changed. Call inside `updating`."""
+        for name, version in versions.items():
+            if self._versions[name] != version:
+                await self._servers[name].publish(version, self._wire(name))
+                self._versions[name] = version
+
+    async def freeze(self, name: str, directory: Path, version: int) -> None:
+        """Also serve this checkpoint of a model, or of an adapter of one that is served, under a
+        name of its own, as `version`. Call inside `updating`.
+
+        Raises PolicyError where the name is taken, or the checkpoint cannot be loaded."""
+        if name in self._servers:
+            raise PolicyError(f"{name!r} is served already; drop it first")
+        if (directory / lora.CONFIG).is_file():
+            base = self._base_of(directory)
+            assert base.adapters is not None
+            base.adapters.open(name, directory)
+            server = self._servers[base.policies[0]]
+            await server.add(name, version)
+        else:
+            if self._config.engine.kind != "embedded":
+                raise PolicyError(
+                    f"{name!r}: engine.kind = {self._config.engine.kind!r} serves frozen adapters, "
+                    "and no other model beside the policy's; train adapters (policy.lora.rank), or "
+                    "set engine.kind = 'embedded'"
+                )
+            base = load_base(str(directory), self._config, adapted=False)
+            base.policies.append(name)
+            server = _server(_apart(self._config, 1), base)
+            await server.start()
+            await server.publish(version)
+        self._servers[name], self._versions[name] = server, version
+
+    async def drop(self, name: str) -> None:
+        """Serve a frozen policy no more; calls that still name it are refused. Call inside
+        `updating`."""
+        server = self._servers.pop(name)
+        del self._versions[name]
+        if server not in self._each():
+            self._closing.append(server)
+            return
+        await server.remove(name)
+        for base in self._bases:
+            if base.adapters is not None and name in base.adapters.names:
+                base.adapters.close(name)
+
+    async def during(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do `work`; raises PolicyError in the middle of it once a server is given up."""
+        await unless_given_up(work, self._each())
+
+    def table(self) -> list[tuple[str, int, str, str]]:
+        """(policy, version, base URL, model name there) of all that is served."""
+        host = self._config.engine.advertise
+        return [
+            (name, self._versions[name], advertised(server.base_url, host), self._wire(name))
+            for name, server in self._servers.items()
+        ]
+
+    async def announce(self, store: Store, run: str, epoch: int) -> None:
+        """Tell the runners where each policy is served, as far as that has changed."""
+        known = await store.policies(run)
+        for name, version, base_url, model in self.table():
+            row = PolicyVersion(
+                run=run, policy=name, version=version, base_url=base_url, model=model
+            )
+            if known.get(name) != row:
+                await store.publish(row, epoch=epoch)
+
+    async def close(self) -> None:
+        """Stop. A second time does nothing."""
+        for server in self._each():
+            await server.close()
+
+    def _each(self) -> list[PolicyServer]:
+        return list(dict.fromkeys(self._servers.values()))
+
+    def _wire(self, name: str) -> str:
+        """What a policy's server calls it: where it is alone, that is the server's own name."""
+        server = self._servers[name]
+        alone = sum(other is server for other in self._servers.values()) == 1
+        return server.model if alone else name
+
+    def _base_of(self, directory: Path) -> Base:
+        """The model in memory that an adapter was made for, as far as its name tells."""
+        adapted = [base for base in self._bases if base.adapters is not None]
+        if not adapted:
+            raise PolicyError(
+                f"{directory} is an adapter, and no policy of this run is; give a checkpoint of a "
+                "whole model"
+            )
+        source = lora.base_of(directory)
+        return next((b for b in adapted if b.adapters and b.adapters.base == source), adapted[0])
+
+
+def _server(config: RunConfig, base: Base) -> PolicyServer:
+    return policy_server(config, base.model, base.tokenizer, base.adapters, base.policies[0])
+
+
+def _apart(config: RunConfig, number: int) -> RunConfig:
+    """The settings of one of several servers, which share no port and no folder."""
+    if not number:
+        return config
+    output = str(Path(config.output, "servers", str(number)))
+    return replace(config, engine=replace(config.engine, port=0), output=output)

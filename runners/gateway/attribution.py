@@ -1,0 +1,219 @@
+"""Whose model call is this? By path, W3C trace context or API key, in this order; never guessed.
+
+Owns: the attempts this process runs and what the gateway learns about each of them.
+Always true: an attempt is live from `register` to `unregister`; a call of one that is not is
+refused, and calls in flight when it ends are cancelled. A sealed attempt, whose agent runs outside
+of this process, is reached with its secret key only, and that key reaches nothing else.
+Who may write: the worker registers and unregisters, the gateway's event loop everything else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from urllib.parse import unquote_plus
+
+from agentrl.runners.dialects.base import Memory
+from agentrl.runners.gateway.replay import Recording
+from agentrl.runners.gateway.routing import NOBODY, Seats
+from agentrl.runners.tracing.roles import NAMES, ROLE, read_names, resolve, role_of_model
+from agentrl.types import Attempt
+
+PARENT = re.compile("[0-9a-f]{2}-([0-9a-f]{32})-(?:(?!0{16})([0-9a-f]{16})-)?")
+REMEMBERED = 10_000  # ended attempts that are told apart from ones that never were
+
+
+class Asked(NamedTuple):
+    """A call of an attempt."""
+
+    number: int  # within the attempt
+    key: int  # the same for a repetition of the same request
+    repeats: tuple[int, ...]  # those with its key that had failed when it came
+
+
+@dataclass(slots=True, eq=False)
+class Live:
+    """An attempt in progress, as the gateway sees it."""
+
+    attempt: Attempt
+    deadline: float  # time.monotonic() at which it is out of time
+    sealed: bool = False  # only its key opens it
+    scoring: bool = False  # it is a verifier: it reaches frozen endpoints only, and is not recorded
+    key: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
+    calls: int = 0  # requests so far
+    stored: int = 0  # transitions so far
+    refused: str = ""  # the answer to the latest call that the policy server found wrong
+    failures: dict[int, str] = field(default_factory=dict)  # index of a call -> what broke it
+    ended: dict[int, tuple[int, ...]] = field(default_factory=dict)  # key -> calls that failed
+    tasks: set[asyncio.Task[object]] = field(default_factory=set)  # calls in flight
+    memory: Memory = field(default_factory=Memory)  # conversations that later calls may continue
+    roles: Collection[str] = ()  # those that the run file or a seat names
+    recording: Recording | None = None  # what it repeats of another rollout
+
+    @property
+    def id(self) -> str:
+        return self.attempt.id
+
+    @property
+    def seats(self) -> Seats:
+        """Who plays which role of the agent; a verifier plays none."""
+        return NOBODY if self.scoring else self.attempt.rollout.seats
+
+    @property
+    def left(self) -> float:
+        """Seconds until the deadline."""
+        return self.deadline - time.monotonic()
+
+    def asks(self, raw: bytes) -> Asked:
+        """A new call, whose request is `raw`."""
+        number, self.calls = self.calls, self.calls + 1
+        key = hash(raw)
+        return Asked(number, key, self.ended.get(key, ()))
+
+    def answered(self, asked: Asked) -> None:
+        """What failed before is made good."""
+        for number in (asked.number, *asked.repeats):
+            self.failures.pop(number, None)
+
+    def done(self, asked: Asked) -> None:
+        """The call is over. Has it failed, then only a later request can make it good: the success
+        of an equal one beside it says nothing about it."""
+        if asked.number in self.failures:
+            self.ended[asked.key] = (*self.ended.get(asked.key, ()), asked.number)
+
+    def extend(self, seconds: float) -> None:
+        """A new phase, the verifier's, with time of its own."""
+        self.deadline = time.monotonic() + seconds
+
+
+class Caller(NamedTuple):
+    live: Live
+    role: str | None  # None: still to be read from the requested model, see `roles`
+    span: str | None  # span id of the request's parent, 16 hex digits
+    inside: tuple[str, ...] = ()  # names of nodes and agent around the call, innermost first
+
+    def role_of(self, model: str) -> str:
+        """Who makes the call, which asks for `model`."""
+        return role_of_model(self.role, model, self.live.roles)
+
+
+class RefusedError(Exception):
+    """A request that belongs to no live attempt."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.code, self.message = status, code, message
+
+
+class Attempts:
+    """The registry of live attempts. `open`: attempts that are not sealed may be reached at all,
+    which is right only where nobody else can connect."""
+
+    def __init__(self, *, open: bool = True, roles: Collection[str] = ()) -> None:
+        self.open, self.roles = open, frozenset(roles)
+        self._live: dict[str, Live] = {}
+        self._keys: dict[str, Live] = {}
+        self._ended: OrderedDict[str, str] = OrderedDict()  # keys and ids -> id
+
+    def register(self, attempt: Attempt, *, sealed: bool = False, scoring: bool = False) -> Live:
+        deadline = time.monotonic() + attempt.rollout.timeout
+        roles = self.roles.union(attempt.rollout.seats)
+        live = self._live[attempt.id] = Live(attempt, deadline, sealed, scoring, roles=roles)
+        self._keys[live.key] = live
+        return live
+
+    def unregister(self, attempt: str) -> None:
+        live = self._live.pop(attempt, None)
+        if live is not None:
+            del self._keys[live.key]
+            self._ended |= {attempt: attempt, live.key: attempt}
+            while len(self._ended) > 2 * REMEMBERED:
+                self._ended.popitem(last=False)
+
+    def live(self) -> list[Live]:
+        return list(self._live.values())
+
+    def find(self, attempt: str) -> Live:
+        """Raises RefusedError for an attempt that has ended or never was, or that is sealed."""
+        live = self._live.get(attempt)
+        # The id of a verifier's trace is random and leaves this process for nobody's agent.
+        if live is not None and not live.sealed and (self.open or live.scoring):
+            return live
+        if live is not None:
+            raise RefusedError(
+                401,
+                "key_missing",
+                f"attempt {attempt} is reached with its own API key only: use the one that its"
+                " environment has in OPENAI_API_KEY",
+            )
+        if attempt in self._ended:
+            raise _ended(self._ended[attempt])
+        raise RefusedError(
+            404, "attempt_unknown", f"there is no attempt {attempt!r:.80} in this runner"
+        )
+
+    def caller(self, headers: Mapping[str, str], path: Mapping[str, str]) -> Caller:
+        """Who makes the request. `path` holds `attempt` and `role` where the URL names them.
+
+        Raises RefusedError with a sentence that says how to mend it."""
+        trace, span = _traceparent(headers.get("traceparent", ""))
+        live = self._owner(headers, path, trace)
+        said = _baggage(headers.get("baggage", ""))
+        names = read_names(said.get(NAMES))
+        role = resolve(live.roles, path=path.get("role"), said=said.get(ROLE), names=names)
+        return Caller(live, role, span, tuple(names))
+
+    def _owner(self, headers: Mapping[str, str], path: Mapping[str, str], trace: str) -> Live:
+        """The attempt that a request belongs to."""
+        key = headers.get("x-api-key") or headers.get("authorization", "")
+        key = key.removeprefix("Bearer ").strip()
+        if key in self._keys:
+            live = self._keys[key]
+            stranger = trace != live.id and (trace in self._live or trace in self._ended)
+            if stranger or path.get("attempt", live.id) != live.id:
+                message = "this API key opens no attempt but its own"
+                raise RefusedError(403, "wrong_attempt", message)
+            return live
+        if "attempt" in path:
+            return self.find(path["attempt"])
+        for attempt in (trace, key):
+            if attempt in self._live or attempt in self._ended:
+                return self.find(attempt)
+        raise RefusedError(
+            401,
+            "attempt_missing",
+            "this model call belongs to no rollout: it carries neither a traceparent header of a"
+            " running attempt, nor its id as API key, nor /a/{attempt}/v1 in its base URL. Make it"
+            " inside the agent's own call (in a thread, copy the context with"
+            " contextvars.copy_context().run), or use one of the other two",
+        )
+
+
+def _ended(attempt: str) -> RefusedError:
+    return RefusedError(
+        403,
+        "attempt_ended",
+        f"attempt {attempt} has ended; a model call is possible only while it runs",
+    )
+
+
+def _traceparent(header: str) -> tuple[str, str | None]:
+    """Trace id and span id of a W3C `traceparent`; nothing in place of one that is malformed, as
+    what is stored must be exported again."""
+    found = PARENT.match(header)
+    return (found[1], found[2]) if found else ("", None)
+
+
+def _baggage(header: str) -> dict[str, str]:
+    found = {}
+    for item in header.split(","):
+        name, _, value = item.partition(";")[0].partition("=")
+        if value:
+            found[name.strip()] = unquote_plus(value.strip())
+    return found

@@ -1,0 +1,292 @@
+"""What the gateway adds to a model call, and how it reads and tidies the answer.
+
+The additions are `return_token_ids` and `logprobs`, plus the rollout's sampling parameters where
+the agent is silent. The agent's own words are passed on byte for byte, and what it did not ask for
+is taken out of the answer again, so it sees what the real API would have shown.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from agentrl.runners.dialects import Dialect, Translation, UntranslatableError
+from agentrl.runners.dialects.base import Memory, typed
+from agentrl.runners.dialects.openai import TEXT
+from agentrl.runners.gateway.routing import Route
+from agentrl.types import Json, Sampling, Transition, float32, int32
+
+Fields = dict[str, Any]
+"""A JSON object whose values are `msgspec.Raw`, bytes as they came, or what we put there."""
+
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_choices = msgspec.json.Decoder(list[dict[str, msgspec.Raw]] | None)
+_ids = msgspec.json.Decoder(list[int] | None)
+_object = msgspec.json.Decoder(dict[str, Any] | None)
+
+
+class _Token(msgspec.Struct):
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    """Of chat completions, or of completions."""
+
+    content: list[_Token] | None = None
+    token_logprobs: list[float] | None = None
+
+
+_logprobs = msgspec.json.Decoder(_Logprobs | None)
+
+
+def value(fields: Fields, name: str) -> Json:
+    """The decoded value of a field; None where it is missing."""
+    found = fields.get(name)
+    return msgspec.json.decode(found) if isinstance(found, msgspec.Raw) else found
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request of the agent, ready to forward to whichever server answers."""
+
+    dialect: Dialect
+    fields: Fields  # what is asked of the policy server; `model` as the agent named it
+    translation: Translation | None
+    index: int  # of the request within its attempt
+    model: str
+    stream: bool
+    shows_tokens: bool  # the agent asked for token ids itself
+    shows_logprobs: bool
+    messages: list[dict[str, Json]]  # the conversation; a text prompt is one user message
+    tools: list[dict[str, Json]]
+
+    def encode(self, route: Route, defaults: Sampling, *, capture: bool) -> tuple[bytes, Sampling]:
+        """The body for that server, and the sampling parameters that are in force there.
+
+        `defaults` are those of the rollout; an endpoint that is not trained keeps its own."""
+        body = self.fields | {"model": route.model or self.model}
+        if capture:
+            body["return_token_ids"] = True
+            if not self.shows_logprobs:
+                body["logprobs"] = 1 if self.dialect is TEXT else True
+        sampling = _complete(body, Sampling() if route.frozen else defaults, self.index, route)
+        return msgspec.json.encode(body), sampling
+
+    def tidy(self, part: Part) -> bytes:
+        """A whole answer, or a chunk of a stream, as the agent's API would have sent it."""
+        fields = part.fields | {"model": self.model}
+        if not self.shows_tokens:
+            fields.pop("prompt_token_ids", None)
+        for choice in part.choices:
+            if not self.shows_tokens:
+                choice.pop("token_ids", None)
+                choice.pop("prompt_token_ids", None)
+            if not self.shows_logprobs and "logprobs" in choice:
+                choice["logprobs"] = None
+        if "choices" in fields:
+            fields["choices"] = part.choices
+        return msgspec.json.encode(fields)
+
+
+def read_call(dialect: Dialect, raw: bytes, memory: Memory, index: int) -> Call:
+    """Understand a request.
+
+    Raises msgspec.DecodeError, UnicodeDecodeError or RecursionError unless it is a JSON object,
+    UntranslatableError when its dialect cannot say it to the policy server."""
+    translation = None
+    if dialect.translate is None:
+        fields: Fields = _fields.decode(raw)
+    else:
+        body = msgspec.json.decode(raw, type=dict[str, Any])
+        with typed():
+            translation = dialect.translate(body, memory)
+        fields = translation.chat
+    stream = value(fields, "stream")
+    if stream is not None and not isinstance(stream, bool):
+        why = f"{stream!r:.80} is neither true nor false"
+        raise UntranslatableError("stream", why, code="invalid_type")
+    logprobs = value(fields, "logprobs")
+    return Call(
+        dialect,
+        fields,
+        translation,
+        index=index,
+        model=str(value(fields, "model") or ""),
+        stream=stream is True,
+        shows_tokens=value(fields, "return_token_ids") is True,
+        shows_logprobs=logprobs is not None and logprobs is not False,
+        messages=_objects(_prompt(fields)),
+        tools=_objects(value(fields, "tools")),
+    )
+
+
+def _prompt(fields: Fields) -> Json:
+    if "messages" in fields:
+        return value(fields, "messages")
+    prompt = value(fields, "prompt")
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else None
+
+
+def _objects(found: Json) -> list[dict[str, Json]]:
+    """What is stored of a list; what is none is the policy server's to refuse."""
+    return [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []
+
+
+def _complete(body: Fields, defaults: Sampling, index: int, route: Route) -> Sampling:
+    """Fill the parameters on which the agent is silent; returns all that are in force."""
+    asked = {name: value(body, name) for name in ("temperature", "top_p", "top_k", "seed")}
+    limit = value(body, "max_completion_tokens")
+    limit = value(body, "max_tokens") if limit is None else limit
+    if not route.frozen:
+        if limit is None and defaults.max_tokens is not None:
+            limit = body["max_tokens"] = defaults.max_tokens
+        filling = {"temperature": defaults.temperature, "top_p": defaults.top_p}
+        filling |= {"top_k": defaults.top_k} if defaults.top_k else {}
+        if defaults.seed is not None:  # equal calls of one attempt are still independent
+            filling["seed"] = defaults.seed + index
+        for name, default in filling.items():
+            if asked[name] is None:
+                asked[name] = body[name] = default
+    return Sampling(  # what is no number is the policy server's to refuse
+        temperature=_number(asked["temperature"], float, 1.0),
+        top_p=_number(asked["top_p"], float, 1.0),
+        top_k=_number(asked["top_k"], int, 0),
+        max_tokens=_number(limit, int, None),
+        seed=_number(asked["seed"], int, None),
+    )
+
+
+def _number(given: Json, kind: type, default: Any) -> Any:
+    if isinstance(given, bool) or not isinstance(given, int | kind):
+        return default
+    return kind(given)
+
+
+@dataclass(slots=True)
+class Part:
+    """A whole answer or a chunk of one, its values still bytes."""
+
+    fields: Fields
+    choices: list[Fields]
+
+
+def read_part(raw: bytes) -> Part:
+    """Raises msgspec.DecodeError for what is no completion."""
+    fields = _fields.decode(raw)
+    return Part(fields, _choices.decode(fields.get("choices", b"null")) or [])
+
+
+@dataclass(slots=True)
+class Choice:
+    """One sampled continuation, complete once `finish` is set."""
+
+    prompt: array[int] = field(default_factory=int32)
+    tokens: array[int] = field(default_factory=int32)
+    logprobs: array[float] = field(default_factory=float32)
+    known: bool = False  # the server tells token ids
+    message: dict[str, Json] = field(default_factory=dict)
+    finish: str | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Every sampled token is known, with the log-prob it was sampled at."""
+        return self.known and bool(self.prompt) and len(self.tokens) == len(self.logprobs)
+
+    @property
+    def speaks(self) -> bool:
+        """Its message says something."""
+        return any(said for name, said in self.message.items() if name != "role")
+
+
+@dataclass(slots=True)
+class Answer:
+    """An answer as it becomes known: absorb the whole of it, or chunk by chunk."""
+
+    choices: dict[int, Choice] = field(default_factory=dict)
+    prompt: array[int] = field(default_factory=int32)
+
+    def absorb(self, part: Part) -> bool:
+        """Read one part; true if it may end a choice, so that the agent must not see it early.
+
+        Raises msgspec.DecodeError, OverflowError, TypeError, KeyError or AttributeError for what
+        is no completion."""
+        if ids := _ids.decode(part.fields.get("prompt_token_ids", b"null")):
+            self.prompt = int32(ids)
+        for data in part.choices:
+            self._absorb_choice(data)
+        if part.choices:
+            return any(value(data, "finish_reason") for data in part.choices)
+        return any(choice.finish for choice in self.choices.values())
+
+    def _absorb_choice(self, data: Fields) -> None:
+        choice = self.choices.setdefault(value(data, "index") or 0, Choice())
+        ids = _ids.decode(data.get("prompt_token_ids", b"null"))
+        choice.prompt = int32(ids) if ids else self.prompt or choice.prompt
+        ids = _ids.decode(data.get("token_ids", b"null"))
+        if ids is not None:
+            choice.known = True
+            choice.tokens.extend(ids)
+        logprobs = _logprobs.decode(data.get("logprobs", b"null"))
+        if logprobs is not None:
+            choice.logprobs.extend(logprobs.token_logprobs or ())
+            choice.logprobs.extend([token.logprob for token in logprobs.content or ()])
+        _merge(choice.message, data)
+        choice.finish = value(data, "finish_reason") or choice.finish
+
+    def cut(self, finish: str) -> None:
+        """Nothing comes any more: of the choices that have begun this is the end."""
+        begun = {i: c for i, c in self.choices.items() if c.finish or c.tokens or c.speaks}
+        for choice in begun.values():
+            choice.finish = choice.finish or finish
+            choice.known = choice.known and bool(
+                choice.tokens
+            )  # else its text has come before them
+        self.choices = begun
+
+    @property
+    def complete(self) -> bool:
+        return bool(self.choices) and all(choice.finish for choice in self.choices.values())
+
+
+def _merge(message: dict[str, Json], data: Fields) -> None:
+    """Add a whole message, or a streamed difference, to what is known of it."""
+    if "text" in data:  # completions
+        message["role"] = "assistant"
+        message["content"] = message.get("content", "") + value(data, "text")
+    said = _object.decode(data.get("message") or data.get("delta") or b"null") or {}
+    for key, more in said.items():
+        if key == "tool_calls" and "delta" in data:
+            _merge_tools(message.setdefault(key, []), more or ())
+        elif isinstance(more, str) and key != "role" and isinstance(message.get(key), str):
+            message[key] += more
+        elif more is not None or key not in message:
+            message[key] = more
+
+
+def _merge_tools(calls: list[dict[str, Json]], deltas: Any) -> None:
+    for delta in deltas:
+        position = delta.get("index", len(calls))
+        if not 0 <= position <= len(calls):
+            raise KeyError(f"tool call {position} comes before call {len(calls)}")
+        if position == len(calls):
+            calls.append({"type": "function", "function": {"name": "", "arguments": ""}})
+        call = calls[position]
+        call |= {k: v for k, v in delta.items() if k not in ("index", "function") and v is not None}
+        for key, more in (delta.get("function") or {}).items():
+            call["function"][key] = call["function"].get(key, "") + (more or "")
+
+
+def transition(choice: Choice, **known: Any) -> Transition:
+    """The stored form of a choice. Without exact ids it is kept, marked inexact."""
+    return Transition(
+        prompt=choice.prompt,
+        completion=choice.tokens,
+        logprobs=choice.logprobs if choice.exact else float32(),
+        finish=choice.finish or "stop",
+        exact=choice.exact,
+        answer=choice.message,
+        **known,
+    )

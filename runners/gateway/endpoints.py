@@ -1,0 +1,141 @@
+"""The routes of the gateway. What goes wrong is said in the shape of the API that was spoken."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+import msgspec
+from aiohttp import web
+
+from agentrl.errors import AgentRLError, Invalid
+from agentrl.runners import dialects
+from agentrl.runners.dialects import DIALECTS, Dialect, UntranslatableError
+from agentrl.runners.gateway.attribution import Attempts, Caller, RefusedError
+from agentrl.runners.gateway.handler import Exchange, in_words_of
+from agentrl.runners.gateway.routing import Router
+from agentrl.runners.gateway.unrecorded import count_tokens, embeddings
+from agentrl.runners.gateway.upstream import Upstream, UpstreamError
+from agentrl.store.base import Store
+
+LARGEST = 256 * 2**20  # bytes of a request
+PREFIXES = ("", "/a/{attempt}", "/a/{attempt}/{role}")
+KNOWN = [f"POST /v1/{dialect.route}" for dialect in DIALECTS]
+KNOWN += ["POST /v1/messages/count_tokens", "POST /v1/embeddings", "POST /v1/traces"]
+KNOWN += ["GET /v1/models"]
+UNREADABLE = "invalid_body"
+# We have repeated what made sense: the agent's SDK need not.
+FINAL = {"x-should-retry": "false"}
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Work = Callable[[Caller, web.Request], Awaitable[web.StreamResponse]]
+
+
+class Endpoints:
+    """What agents can ask for, each on behalf of one live attempt."""
+
+    def __init__(
+        self, attempts: Attempts, router: Router, upstream: Upstream, store: Store
+    ) -> None:
+        self._attempts, self._router, self._upstream = attempts, router, upstream
+        self._store = store
+
+    def add_to(self, app: web.Application) -> None:
+        app.middlewares.append(_errors)
+        for prefix in PREFIXES:
+            for dialect in DIALECTS:
+                call = partial(self._of_attempt, partial(self.call, dialect))
+                app.router.add_post(f"{prefix}/v1/{dialect.route}", call)
+            for route, work in (
+                ("messages/count_tokens", partial(count_tokens, self._upstream)),
+                ("embeddings", partial(embeddings, self._upstream)),
+                ("traces", self.traces),
+            ):
+                app.router.add_post(f"{prefix}/v1/{route}", partial(self._of_attempt, work))
+            app.router.add_get(f"{prefix}/v1/models", self.models)
+
+    async def call(
+        self, dialect: Dialect, caller: Caller, request: web.Request
+    ) -> web.StreamResponse:
+        exchange = Exchange(self._upstream, self._store, caller, request, dialect)
+        return await exchange.run()
+
+    async def traces(self, caller: Caller, request: web.Request) -> web.StreamResponse:
+        """Spans of the caller's own attempt; any others are rejected, as OTLP says how."""
+        from agentrl import otlp  # needs the extra that brings OpenTelemetry's messages
+
+        spans, unusable, why = otlp.decode_some(await request.read(), request.content_type)
+        live = caller.live
+        own = [span for span in spans if span.attempt == live.id and not live.scoring]
+        if own:
+            await self._store.add_spans(own)
+        if foreign := len(spans) - len(own):
+            why = "spans of traces other than the attempt's own are not taken"
+        body, kind = otlp.success(request.content_type, foreign + unusable, why)
+        return web.Response(body=body, content_type=kind)
+
+    async def models(self, request: web.Request) -> web.StreamResponse:
+        if not self._attempts.open:
+            self._attempts.caller(request.headers, request.match_info)
+        served = self._router.policies
+        names = sorted({*served, *(p.model for p in served.values()), *self._router.frozen})
+        if "anthropic-version" in request.headers:
+            day = "1970-01-01T00:00:00Z"
+            data = [{"type": "model", "id": n, "display_name": n, "created_at": day} for n in names]
+            ends = {"first_id": names[0], "last_id": names[-1]} if names else {}
+            return _json({"data": data, "has_more": False} | ends)
+        listed = [
+            {"id": name, "object": "model", "created": 0, "owned_by": "agentrl"} for name in names
+        ]
+        return _json({"object": "list", "data": listed})
+
+    async def _of_attempt(self, work: Work, request: web.Request) -> web.StreamResponse:
+        """`work` as long as the attempt lives that makes the request."""
+        caller = self._attempts.caller(request.headers, request.match_info)
+        task = asyncio.current_task()
+        assert task is not None
+        caller.live.tasks.add(task)
+        try:
+            return await work(caller, request)
+        finally:
+            caller.live.tasks.discard(task)
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    words = b""
+    try:
+        return await handler(request)
+    except (RefusedError, UntranslatableError) as refused:
+        status, code, message = refused.status, refused.code, refused.message
+    except UpstreamError as error:
+        status, code, message = error.status or 502, "model_unavailable", error.message
+        words = error.body
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        status, code = 400, "invalid_json"
+        message = f"the request body is not a JSON object: {error}"
+    except web.RequestPayloadError:
+        status, code = 400, UNREADABLE
+        encoding = request.headers.get("content-encoding", "identity")
+        message = f"the request body does not decompress or has no end (encoding {encoding!r:.80})"
+    except Invalid as error:
+        status, code, message = 400, "invalid_request", str(error)
+    except AgentRLError as error:
+        status, code, message = 503, "unavailable", str(error)
+    except web.HTTPRequestEntityTooLarge:
+        status, code = 413, "too_large"
+        message = f"the request is larger than {request.client_max_size} bytes"
+    except web.HTTPException as error:
+        status, code = error.status, "unknown_url"
+        message = f"{request.method} {request.path}: {error.reason}; there is {', '.join(KNOWN)}"
+    dialect = dialects.of(request.path, anthropic="anthropic-version" in request.headers)
+    body = in_words_of(dialect, status, words) if words else None
+    body = body or msgspec.json.encode(dialect.error(status, code, message))
+    answer = web.Response(status=status, body=body, content_type="application/json", headers=FINAL)
+    if code == UNREADABLE:
+        answer.force_close()  # what is left of the request cannot be told from the next one
+    return answer
+
+
+def _json(value: object) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")

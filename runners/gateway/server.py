@@ -1,0 +1,174 @@
+"""The model as the agents see it: OpenAI's and Anthropic's APIs beside the worker.
+
+Owns: a thread with its own event loop, so that an agent that blocks its loop blocks nothing here;
+the listening socket; the connections to the policy servers.
+Always true: a call that belongs to no live attempt is refused; the transition of a call is
+durable before the last byte of its answer leaves; an answer that was not stored is not given.
+Who may write: the worker registers attempts; the store is written only through `add_transitions`
+and `add_spans`, and only for the caller's own attempt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import threading
+from collections.abc import Collection, Coroutine, Iterator, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from aiohttp import web
+from msgspec.structs import replace
+
+from agentrl.addresses import is_loopback
+from agentrl.config import UpstreamConfig
+from agentrl.errors import ConfigError
+from agentrl.processes import allow_files
+from agentrl.runners.gateway.attribution import Attempts, Live
+from agentrl.runners.gateway.endpoints import LARGEST, Endpoints
+from agentrl.runners.gateway.routing import Router
+from agentrl.runners.gateway.upstream import Upstream
+from agentrl.store.base import Store
+from agentrl.types import Attempt
+
+BACKLOG = 4096  # connections that may wait to be accepted
+CUTTING = 5.0  # seconds for calls that are cut to store what they had shown
+
+
+class Gateway:
+    """Start it, register attempts, and point agents at `base_url`."""
+
+    def __init__(
+        self,
+        store: Store,
+        run: str,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        upstreams: Mapping[str, UpstreamConfig] | None = None,
+        roles: Mapping[str, str] | None = None,
+        policies: Collection[str] = (),
+        remote: bool = False,
+    ) -> None:
+        """What is not the server's own is the `Router`'s. With a `host` that others can connect to,
+        only sealed attempts can be reached.
+
+        Raises ConfigError for an upstream without its API key."""
+        self.base_url = ""  # for agents on this machine, known once started; ends in /v1
+        self.port = port
+        self.attempts = Attempts(open=is_loopback(host), roles=roles or ())
+        self.router = Router(store, run, upstreams, roles, policies, remote=remote)
+        self._store, self._host = store, host
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, name="agentrl-gateway", daemon=True)
+        self._listening: Future[int] = Future()
+        self._stop = asyncio.Event()
+
+    def start(self) -> None:
+        """Returns when it listens. Raises ConfigError when the port is taken."""
+        allow_files()  # a call in flight is two of them
+        self._thread.start()
+        try:
+            port = self._listening.result()
+        except OSError as error:
+            self._thread.join()
+            raise ConfigError(
+                f"runner.port = {self.port}: the gateway cannot listen there"
+                f" ({error.strerror or error}); choose another port, or 0 for any free one"
+            ) from error
+        self.port = port
+        here = "127.0.0.1" if self._host in ("", "0.0.0.0") else self._host
+        here = "[::1]" if here == "::" else f"[{here}]" if ":" in here else here
+        self.base_url = f"http://{here}:{port}/v1"
+
+    def close(self) -> None:
+        """Refuse new calls, cut those in flight, end the thread."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join()
+
+    def register(self, attempt: Attempt, *, sealed: bool = False) -> Live:
+        """From now on calls may belong to `attempt`; its time starts to run. A sealed one is
+        reached only with its `key`: give no more than that to what runs outside this process."""
+        return self.attempts.register(attempt, sealed=sealed)
+
+    def unregister(self, live: Live) -> Future[None]:
+        """The attempt is over: later calls are refused, calls in flight are cut. Done when the
+        store has what those had shown to the agent."""
+        self.attempts.unregister(live.id)
+        if self._loop.is_closed():  # and its calls with it
+            over: Future[None] = Future()
+            over.set_result(None)
+            return over
+        return self.spawn(_cut(live))  # a call that found it before is in `tasks` by then
+
+    @contextlib.contextmanager
+    def scoring(self, attempt: Attempt) -> Iterator[str]:
+        """Inside the block the verifier of `attempt` can call frozen endpoints, such as a judge, in
+        the trace whose id it is given. Policies refuse it, and nothing it says is recorded: what a
+        verifier samples is not the agent's doing, and must not be learned from."""
+        own = replace(attempt, id=secrets.token_hex(16))  # whatever is left of the agent stays out
+        live = self.attempts.register(own, scoring=True)
+        try:
+            yield live.id
+        finally:
+            self.unregister(live)
+
+    def pause(self) -> None:
+        """Hold new calls to policies, within the deadlines of their attempts, until `resume`.
+
+        For whoever swaps a policy's weights in this process, with `drain` and `resume`; no part of
+        a runner calls them. Another process has the same effect by publishing a policy with an
+        empty base URL: it is held wherever a gateway runs until it is published with one."""
+        self._loop.call_soon_threadsafe(self.router.pause)
+
+    def resume(self) -> None:
+        """By whoever called `pause`."""
+        self._loop.call_soon_threadsafe(self.router.resume)
+
+    async def drain(self) -> None:
+        """Returns when no policy is answering a call; `pause` first, or there may be no end."""
+        await asyncio.wrap_future(self.spawn(self.router.drain()))
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> Future[None]:
+        """Run `work` beside the server, where no agent can hold it up."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _serve(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._main())
+
+    async def _main(self) -> None:
+        upstream = Upstream(self.router)
+        app = web.Application(client_max_size=LARGEST)
+        Endpoints(self.attempts, self.router, upstream, self._store).add_to(app)
+        runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=0.0
+        )
+        following = asyncio.create_task(self.router.follow())
+        try:
+            await runner.setup()
+            site = web.TCPSite(runner, self._host, self.port, backlog=BACKLOG)
+            try:
+                await site.start()
+            except OSError as error:
+                self._listening.set_exception(error)
+                return
+            self._listening.set_result(runner.addresses[0][1])
+            stopping = asyncio.create_task(self._stop.wait())
+            await asyncio.wait((stopping, following), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            following.cancel()
+            await asyncio.gather(*map(_cut, self.attempts.live()))
+            await runner.cleanup()
+            await upstream.close()
+            with contextlib.suppress(asyncio.CancelledError):
+                await following
+
+
+async def _cut(live: Live) -> None:
+    for task in live.tasks:
+        task.cancel()
+    if live.tasks:
+        await asyncio.wait(live.tasks, timeout=CUTTING)

@@ -1,0 +1,248 @@
+"""The hop to the policy server: one connection pool without a limit, retries within the attempt.
+
+Owns: the connections; what each server has shown about token ids.
+A call is repeated on connection errors, 429 and 5xx as long as nothing of its answer reached the
+agent, each time on the route as it is then: the policy server may be restarting elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+import aiohttp
+from multidict import CIMultiDict
+
+from agentrl.runners.gateway.attribution import Asked, Caller, RefusedError
+from agentrl.runners.gateway.routing import Route, Router
+
+T = TypeVar("T")
+BACKOFF = 0.05  # seconds before the first repetition; doubles
+LONGEST = 1.0  # seconds between repetitions
+TRIES = 6  # for failures that waiting does not mend
+TRANSIENT = frozenset({429, 502, 503, 504})
+LARGE = 2**20  # bytes of a request
+LARGEST_ANSWER = 64 * 2**20  # bytes of an answer in one piece, or of one event of a stream
+LARGEST_STREAM = 4 * LARGEST_ANSWER  # bytes of all its events
+CONNECT = 5.0  # seconds to establish a connection
+FORGET = 300.0  # seconds for which a frozen endpoint is spared what it refused: calls differ
+
+# Between the agent and us, or between us and the server; everything else passes through.
+HOP = {"authorization", "connection", "content-length", "content-encoding", "accept-encoding"}
+HOP |= {"date", "host", "keep-alive", "proxy-authorization", "server", "te", "trailer"}
+HOP |= {"transfer-encoding", "upgrade", "x-api-key", "x-policy-version"}
+# Between us and what we train: of no concern to a frozen endpoint, which may be anybody's.
+PRIVATE = {"baggage", "cookie", "traceparent", "tracestate"}
+
+
+class UpstreamError(Exception):
+    """The policy server failed a call. `status` and `body` are its own words, if it had any."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int | None = None,
+        body: bytes = b"",
+        retry_after: float = 0.0,
+        transient: bool = True,
+        final: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.message, self.status, self.body = message, status, body
+        self.retry_after = retry_after
+        self.transient = transient  # waiting may mend it
+        self.final = final  # it must not be repeated
+
+
+class Upstream:
+    """Posts calls to the server that a router names. Lives on one event loop."""
+
+    def __init__(self, router: Router) -> None:
+        self.router = router
+        self.session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
+            headers={"accept-encoding": "identity"},  # compressing a local hop is a loss
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT),
+            read_bufsize=2**20,
+            cookie_jar=aiohttp.DummyCookieJar(),  # what one attempt is told is not for another
+        )
+        self._tells: set[str] = set()  # base URLs of servers that gave token ids
+        self._refused: dict[str, float] = {}  # base URL -> time.monotonic() of its refusal
+
+    async def close(self) -> None:
+        await self.session.close()
+
+    def tells(self, route: Route) -> bool | None:
+        """Whether the server gives token ids; None while that is not known."""
+        if route.base_url in self._tells:
+            return True
+        since = self._refused.get(route.base_url)
+        return None if since is None or time.monotonic() - since > FORGET else False
+
+    def learn(self, route: Route, *, tells: bool) -> None:
+        """What its answers show. A server that gave ids once is never thought to refuse them. That
+        of a policy, which is to be learned from, is asked again with every call."""
+        if tells:
+            self._tells.add(route.base_url)
+        elif route.frozen:
+            self._refused[route.base_url] = time.monotonic()
+
+    async def retry(
+        self,
+        caller: Caller,
+        model: str,
+        asked: Asked,
+        once: Callable[[Route], Awaitable[T]],
+    ) -> T:
+        """The first success of `once`. The attempt carries the failure of the call until then.
+
+        Raises the last UpstreamError when trying again is of no use or the attempt ran out, and
+        RefusedError for a verifier's call to anything but a frozen endpoint, and for that of a role
+        which nobody plays."""
+        live, role = caller.live, caller.role_of(model)
+        if live.scoring:
+            self._refuse_policies(model, role)
+        seats = live.seats
+        if why := self.router.unplayed(model, role, seats, caller.inside):
+            live.failures[asked.number] = why  # counted, whatever the agent makes of the refusal
+            raise RefusedError(404, "role_unplayed", why)
+        wait, tries = BACKOFF, 0
+        while True:
+            tries += 1
+            if self.router.find(model, role, seats) is None:
+                live.failures[asked.number] = self.router.missing(role, seats)
+            try:
+                async with self.router.route(model, role, seats) as route:
+                    value = await once(route)
+            except UpstreamError as error:
+                live.failures[asked.number] = error.message
+                pause = max(error.retry_after, wait * random.uniform(0.5, 1.0))
+                useless = tries >= TRIES and not error.transient
+                if error.final or useless or pause >= live.left:
+                    raise
+                wait = min(2 * wait, LONGEST)
+                await asyncio.sleep(pause)
+            else:
+                live.answered(asked)
+                return value
+
+    def _refuse_policies(self, model: str, role: str) -> None:
+        route = self.router.find(model, role)
+        if route is None or not route.frozen:
+            raise RefusedError(
+                403,
+                "not_frozen",
+                f"a verifier reaches the endpoints of [upstreams] only, and {model!r:.80} is none"
+                " of them: add it to the run file, or ask for one of"
+                f" {', '.join(map(repr, self.router.frozen)) or 'those that you add'}",
+            )
+
+    @asynccontextmanager
+    async def post(
+        self, route: Route, api: str, body: bytes, headers: Mapping[str, str]
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The server's answer, of any status that is an answer.
+
+        Raises UpstreamError for 3xx, 401, 403, 429, 5xx and a connection that cannot be made or
+        breaks: none of them is the agent's doing."""
+        if route.says is not None:
+            raise UpstreamError(
+                f"the endpoint {route.policy!r} has one text for every call, and none for {api}",
+                final=True,
+            )
+        url = f"{route.base_url}/{api}"
+        sent = forwarded(headers)
+        if route.frozen:
+            for name in PRIVATE:
+                sent.popall(name, None)
+        if route.key:
+            sent["authorization"] = f"Bearer {route.key}"
+        try:
+            # In pieces, where writing it all at once would hold up the other calls.
+            data = body if len(body) < LARGE else io.BytesIO(body)
+            async with self.session.post(
+                url, data=data, headers=sent, allow_redirects=False
+            ) as answer:
+                status = answer.status
+                if 300 <= status < 400 or status in (401, 403):
+                    raise UpstreamError(
+                        f"the endpoint {route.policy!r} at {url} answered {status}; correct its"
+                        " base_url or its API key",
+                        final=True,
+                    )
+                if status == 429 or status >= 500:
+                    raise await _refusal(url, answer)
+                yield answer
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise UpstreamError(
+                f"the policy server at {url} is unreachable ({type(error).__name__}: {error})"
+            ) from error
+
+
+async def read(answer: aiohttp.ClientResponse) -> bytes:
+    """The body of an answer. Raises UpstreamError for one that is too large."""
+    parts = [part async for part in _limited(answer, LARGEST_ANSWER)]
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+async def _limited(answer: aiohttp.ClientResponse, limit: int) -> AsyncIterator[bytes]:
+    size = 0
+    async for part in answer.content.iter_any():
+        size += len(part)
+        if size > limit:
+            raise _too_large(f"the policy server at {answer.url} sent an answer", limit)
+        yield part
+
+
+def _too_large(what: str, limit: int) -> UpstreamError:
+    message = f"{what} of more than {limit} bytes, which is the most that the gateway reads"
+    return UpstreamError(f"{message}; limit max_tokens or n", final=True)
+
+
+async def _refusal(url: str, answer: aiohttp.ClientResponse) -> UpstreamError:
+    body = await read(answer)
+    text = body[:500].decode(errors="replace")
+    after = answer.headers.get("retry-after", "")
+    return UpstreamError(
+        f"the policy server at {url} answered {answer.status}: {text}",
+        status=answer.status,
+        body=body,
+        retry_after=float(after) if after.isdigit() else 0.0,
+        transient=answer.status in TRANSIENT,
+    )
+
+
+def forwarded(headers: Mapping[str, str]) -> CIMultiDict[str]:
+    """The headers that concern both ends."""
+    return CIMultiDict((k, v) for k, v in headers.items() if k.lower() not in HOP)
+
+
+def stream(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """The events of an answer. Raises UpstreamError for one that is too large."""
+    return events(_limited(answer, LARGEST_STREAM))
+
+
+async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Server-sent events of a stream, each with its closing blank line.
+
+    Raises UpstreamError for one that is too large."""
+    rest, pending = b"", b""  # pending: half of a line's end
+    async for chunk in chunks:
+        if pending or b"\r" in chunk:
+            chunk = pending + chunk
+            pending = b"\r" if chunk.endswith(b"\r") else b""
+            chunk = chunk.removesuffix(b"\r").replace(b"\r\n", b"\n")
+        rest += chunk
+        *whole, rest = rest.split(b"\n\n")
+        if len(rest) > LARGEST_ANSWER:
+            raise _too_large("a policy server sent an event", LARGEST_ANSWER)
+        for event in whole:
+            yield event + b"\n\n"
+    if rest.strip():
+        yield rest + pending

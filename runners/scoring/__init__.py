@@ -1,0 +1,1 @@
+"""Rewards: what verifiers return and what agents report."""

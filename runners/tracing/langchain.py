@@ -1,0 +1,90 @@
+"""The steps of LangChain and LangGraph as spans, without their inputs and outputs.
+
+A handler that LangChain finds by itself in every run notes name, kind, parent, times and success of
+agents, chains and tools, and nothing of what they say: that is in the transitions. OpenInference's
+instrumentation, `runner.framework_spans`, records all of it for about a third more CPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from functools import cache, partial
+from typing import Any
+from uuid import UUID
+
+from agentrl.runners.tracing import attempt_log
+from agentrl.runners.tracing.attempt_log import Journal, step_id
+
+GRAPH = "LangGraph"  # the name of a compiled graph that was given none
+
+
+_recorder: Callable[[UUID], Any] | None = None  # gives the span of a run that is recorded already
+
+
+def install() -> None:
+    """Note the steps of LangChain, if the process has imported it."""
+    if "langchain_core" in sys.modules:
+        _register()
+
+
+def leave_to(recorder: Callable[[UUID], Any] | None) -> None:
+    """From now on somebody else records the steps; `recorder` gives the span of a run."""
+    global _recorder
+    _recorder = recorder
+
+
+@cache
+def _register() -> None:
+    from langchain_core.callbacks import BaseCallbackHandler
+    from langchain_core.tracers.context import register_configure_hook
+
+    class Steps(BaseCallbackHandler):  # type: ignore[misc, unused-ignore]
+        """Notes in the journal of the attempt around the step, if there is one."""
+
+        run_inline = True  # in the context of the step, where the attempt is known
+        ignore_llm = ignore_chat_model = ignore_retriever = ignore_custom_event = True
+
+        def on_chain_start(self, serialized: Any, inputs: Any, **about: Any) -> None:
+            here = attempt_log.current()
+            if here is not None:
+                name = str(about.get("name") or "chain")
+                named = (about.get("metadata") or {}).get("lc_agent_name")
+                _enter(here, name, "agent" if name in (GRAPH, named) else "chain", about)
+
+        def on_tool_start(self, serialized: Any, input_str: str, **about: Any) -> None:
+            here = attempt_log.current()
+            if here is not None:
+                name = about.get("name") or (serialized or {}).get("name") or "tool"
+                _enter(here, str(name), "tool", about)
+
+        def on_chain_end(self, outputs: Any, **about: Any) -> None:
+            _leave(about)
+
+        def on_chain_error(self, error: BaseException, **about: Any) -> None:
+            _leave(about, error)
+
+        on_tool_end, on_tool_error = on_chain_end, on_chain_error
+
+    everywhere = ContextVar("agentrl_steps", default=Steps())  # noqa: B039 - it has no state
+    register_configure_hook(everywhere, inheritable=True)
+
+
+def _enter(here: Journal, name: str, kind: str, about: Mapping[str, Any]) -> None:
+    run = about["run_id"]
+    outer = about.get("parent_run_id")
+    recorded = partial(_recorded, run) if _recorder is not None else None
+    here.enter(step_id(run), name, kind, outer and step_id(outer), recorded)
+
+
+def _leave(about: Mapping[str, Any], error: BaseException | None = None) -> None:
+    here = attempt_log.current()
+    if here is not None:
+        said = {} if error is None else {"exception.type": type(error).__name__}
+        here.leave(step_id(about["run_id"]), error is None, said)
+
+
+def _recorded(run: UUID) -> str | None:
+    span = _recorder(run) if _recorder is not None else None
+    return None if span is None else format(span.get_span_context().span_id, "016x")

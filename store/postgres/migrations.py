@@ -1,0 +1,67 @@
+"""Brings a PostgreSQL database to the schema of this version, under one lock, or refuses it.
+
+The scripts `sql/postgres/migrations/*.sql` are the twins of those of SQLite, by name and meaning:
+the two histories are one. The table of applied ones is `_agentrl_migrations`.
+"""
+
+from __future__ import annotations
+
+import psycopg
+
+from agentrl.errors import StoreError
+from agentrl.store.postgres.connection import Row, Server
+from agentrl.store.queries import FOLDER
+
+LOCK = 1634888754  # of the database: who holds it changes the schema
+SCRIPTS = {path.stem: path for path in sorted((FOLDER / "postgres" / "migrations").glob("*.sql"))}
+
+
+def prepare(server: Server, *, create: bool = True) -> None:
+    """Apply what is missing to the first schema of the search path.
+
+    Raises StoreError for a database that has no store (unless `create`), one that holds something
+    else, or one that a newer version of agentrl has written; Unavailable where none answers, also
+    not after a restart.
+    """
+    try:
+        server.wait()
+        with server.connect() as conn:
+            if pending(conn, server, create=create):
+                _apply(conn, server, create=create)
+    except psycopg.Error as error:
+        raise server.explained(error) from error
+
+
+def pending(conn: psycopg.Connection[Row], server: Server, *, create: bool) -> list[str]:
+    """Names of the migrations that the database lacks. Raises StoreError if it has unknown ones."""
+    tables = "select tablename from pg_tables where schemaname = current_schema()"
+    found = {row["tablename"] for row in conn.execute(tables)}
+    if "_agentrl_migrations" not in found:
+        if found:
+            raise StoreError(
+                f"{server.url} is a database but no agentrl store: choose an empty one, or an "
+                "empty schema of it with ?options=-csearch_path%3DNAME."
+            )
+        if not create:
+            raise StoreError(f"There is no store at {server.url}: check the name.")
+        return list(SCRIPTS)
+    applied = {row["name"] for row in conn.execute("select name from _agentrl_migrations")}
+    if unknown := sorted(applied - SCRIPTS.keys()):
+        raise StoreError(
+            f"Store {server.url} was written by a newer agentrl (schema {unknown[-1]}): upgrade "
+            "agentrl or choose another database."
+        )
+    return [name for name in SCRIPTS if name not in applied]
+
+
+def _apply(conn: psycopg.Connection[Row], server: Server, *, create: bool) -> None:
+    with conn.transaction():  # processes that start together apply each script once
+        conn.execute("select pg_advisory_xact_lock(%s)", (LOCK,))
+        todo = pending(conn, server, create=create)
+        conn.execute(
+            "create table if not exists _agentrl_migrations ("
+            "name text primary key, applied_at timestamptz not null default now())"
+        )
+        for name in todo:
+            conn.execute(SCRIPTS[name].read_bytes())
+            conn.execute("insert into _agentrl_migrations (name) values (%s)", (name,))

@@ -1,0 +1,96 @@
+"""The doorbell between processes that share a PostgreSQL database: `LISTEN` and `NOTIFY`.
+
+Owns: one connection that listens, and its thread. Always true: a ring is only a hint to look. It
+is sent inside the transaction it tells of, so it comes after the commit; one that is lost with a
+connection, and what a process that died in a transaction gives back, cost at most `SLOW` seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+from collections.abc import Callable
+
+import psycopg
+
+from agentrl.store.feed import ALL
+from agentrl.store.postgres.connection import PAUSE, Row, Server
+from agentrl.store.postgres.session import CHANNEL
+
+SLOW = 5.0  # seconds
+
+
+class Listener:
+    """Passes the rings of other processes to `ring`; `own` is the server process of the writer,
+    which rings here by itself."""
+
+    def __init__(self, server: Server, ring: Callable[[int], None], own: Callable[[], int]) -> None:
+        self._server = server
+        self._ring = ring
+        self._own = own
+        self._conn: psycopg.Connection[Row] | None = self._connect()
+        self._wake, self._waker = os.pipe()
+        self._open = True
+        self._silent = False
+        self._thread = threading.Thread(target=self._listen, name="store-listener", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        if not self._open:
+            return
+        self._open = False
+        os.write(self._waker, b"\0")
+        self._thread.join()
+        os.close(self._wake)
+        os.close(self._waker)
+
+    def _connect(self) -> psycopg.Connection[Row]:
+        conn = self._server.connect()
+        conn.execute(f"listen {CHANNEL}")
+        return conn
+
+    def _listen(self) -> None:
+        while not self._closed(SLOW if self._conn else PAUSE):
+            try:
+                if self._conn is None:
+                    self._conn = self._connect()
+                    topics = ALL
+                else:
+                    topics = self._heard(self._conn)
+            except psycopg.OperationalError:  # the server is away: nothing can change meanwhile
+                self._hang_up()
+                continue
+            except Exception:  # noqa: BLE001 - whoever waits here would not hear of it
+                self._hang_up()
+                topics = ALL
+            if topics:
+                self._ring(topics)
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        if self._conn is not None:
+            self._conn.close()
+        self._conn = None
+
+    def _closed(self, seconds: float) -> bool:
+        """Waits for a ring, for `seconds`, or for `close`."""
+        files = select.poll()  # unlike `select`, for files of any number
+        files.register(self._wake, select.POLLIN)
+        if self._conn is not None:
+            with contextlib.suppress(psycopg.OperationalError):
+                files.register(self._conn.fileno(), select.POLLIN)
+        ready = {number for number, _ in files.poll(seconds * 1000)}
+        self._silent = not ready
+        return self._wake in ready
+
+    def _heard(self, conn: psycopg.Connection[Row]) -> int:
+        """All that is waiting, as one set of topics; after a silence every topic."""
+        if self._silent:
+            return ALL
+        topics, own = 0, self._own()
+        for notify in conn.notifies(timeout=0):
+            if notify.pid != own and notify.payload.isdecimal():  # anybody may notify
+                topics |= int(notify.payload) & ALL
+        return topics

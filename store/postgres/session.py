@@ -1,0 +1,171 @@
+"""Transactions on PostgreSQL: the writer's session and the readers' snapshots.
+
+Always true: what was told to be committed is committed once. A connection that breaks during a
+commit leaves it open whether the transaction took place; the next connection asks the server
+(`pg_xact_status`) before anything is tried again. Deadlocks and lost connections are no errors of
+a verb: its transaction runs again, for up to `PATIENCE` seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+
+import psycopg
+from psycopg.pq import TransactionStatus
+from psycopg_pool import ConnectionPool
+
+from agentrl.store.postgres.connection import PAUSE, Connection, Row, Server, configure, row_factory
+
+PATIENCE = 60.0  # seconds in which a server must be back before callers hear of it
+CHANNEL = "agentrl"
+BEGIN = b"begin; select extract(epoch from clock_timestamp())::float8"
+AGAIN = (
+    psycopg.errors.DeadlockDetected,
+    psycopg.errors.SerializationFailure,
+    psycopg.errors.LockNotAvailable,
+)
+
+logging.getLogger("psycopg.pool").setLevel(logging.ERROR)  # it warns of each try to reconnect
+
+
+class PostgresSession:
+    """The writing connection of a process: see `database.Session`."""
+
+    errors: tuple[type[Exception], ...] = (psycopg.Error,)
+
+    def __init__(self, server: Server, clock: Callable[[], float] | None = None) -> None:
+        self._server, self._clock = server, clock
+        self._raw = server.connect()
+        self.conn = Connection(self._raw)
+        self._away: psycopg.OperationalError | None = None  # why the last try to connect failed
+
+    @property
+    def pid(self) -> int:
+        """Of the server process, by which a listener knows its own rings."""
+        return self._raw.info.backend_pid
+
+    def begin(self) -> float:
+        if self._clock is not None:
+            self.conn.execute("begin")
+            return self._clock()
+        cursor = self._raw.execute(BEGIN, prepare=False)  # two statements, which go unprepared
+        cursor.nextset()
+        (now,) = cursor.fetchone() or (math.nan,)
+        return float(now)
+
+    def commit(self, topics: int) -> None:
+        if topics:
+            self.conn.execute("select pg_notify(%s, %s)", (CHANNEL, str(topics)))
+        query = "select pg_current_xact_id_if_assigned()::text"
+        (transaction,) = self.conn.execute(query).fetchone() or (None,)
+        try:
+            self.conn.execute("commit")
+        except psycopg.OperationalError as error:
+            if transaction is None or not self._took_place(transaction, error):
+                raise
+
+    def rollback(self) -> None:
+        with contextlib.suppress(psycopg.OperationalError):  # it went with its connection
+            if self._raw.info.transaction_status is not TransactionStatus.IDLE:
+                self.conn.execute("rollback")
+
+    def intact(self, error: Exception) -> bool:
+        return not self._raw.broken and not isinstance(error, AGAIN)
+
+    def recover(self, error: Exception, since: float) -> bool:
+        if self._raw.broken or self._raw.closed:
+            return self._reconnect(since)
+        return isinstance(error, AGAIN) and time.monotonic() - since < PATIENCE
+
+    def explained(self, error: Exception) -> Exception:
+        lost = isinstance(error, psycopg.OperationalError) and self._raw.closed
+        return self._server.explained(self._away if lost and self._away else error)
+
+    def close(self) -> None:
+        self._raw.close()
+
+    def _reconnect(self, since: float) -> bool:
+        self._raw.close()
+        while time.monotonic() - since < PATIENCE:
+            try:
+                self._raw = self._server.connect()
+            except psycopg.OperationalError as error:
+                self._away = error
+                time.sleep(PAUSE)
+            else:
+                self.conn = Connection(self._raw)
+                return True
+        return False
+
+    def _took_place(self, transaction: str, error: psycopg.Error) -> bool:
+        """Whether the transaction, whose commit met an error, was committed all the same."""
+        since = time.monotonic()
+        while self._raw.closed and self._reconnect(since):
+            with contextlib.suppress(psycopg.OperationalError):
+                while (status := self._status(transaction)) == "in progress":
+                    time.sleep(PAUSE)
+                return status == "committed"
+        return False
+
+    def _status(self, transaction: str) -> str | None:
+        query = "select pg_xact_status(%s::xid8)"
+        try:
+            (status,) = self.conn.execute(query, (transaction,)).fetchone() or (None,)
+        except psycopg.DataError:  # a number that this server, restored or promoted, never gave out
+            return None
+        return status
+
+
+class PostgresSnapshots:
+    """A pool of connections for reading: see `database.Snapshots`."""
+
+    threads = 4
+    errors: tuple[type[Exception], ...] = (psycopg.Error, UnicodeError)
+
+    def __init__(self, server: Server) -> None:
+        self.name = server.url
+        self._server = server
+        self._pool: ConnectionPool[psycopg.Connection[Row]] = ConnectionPool(
+            server.url,
+            connection_class=psycopg.Connection[Row],
+            kwargs={**server.options, "autocommit": True, "row_factory": row_factory},
+            configure=configure,
+            min_size=1,
+            max_size=self.threads,
+            timeout=PATIENCE,
+            open=True,
+        )
+
+    @contextlib.contextmanager
+    def snapshot(self) -> Iterator[Connection]:
+        with self._pool.connection() as raw:
+            raw.execute("begin isolation level repeatable read read only")
+            try:
+                yield Connection(raw)
+            finally:
+                if not raw.broken:
+                    raw.execute("rollback")
+
+    def recover(self, error: Exception, since: float) -> bool:
+        if not _lost(error) or time.monotonic() - since > PATIENCE:
+            return False
+        time.sleep(PAUSE)  # the pool makes new connections meanwhile
+        return True
+
+    def explained(self, error: Exception) -> Exception:
+        return self._server.explained(error)
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+def _lost(error: Exception) -> bool:
+    """Whether the connection, not the statement, is at fault."""
+    code = getattr(error, "sqlstate", None)
+    return isinstance(error, psycopg.OperationalError) and (
+        code is None or code.startswith(("08", "57P"))
+    )

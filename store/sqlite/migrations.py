@@ -1,0 +1,125 @@
+"""Brings a store file to the schema of this version, under one lock, or refuses it.
+
+The migrations are the files `sql/migrations/*.sql` in order of name; a published one is never
+changed, and each has a twin of its name in `sql/postgres/migrations`. The table of applied ones is
+that of `sqlite_utils.migrations`, so `sqlite-utils migrate` and this module agree; the library is
+imported only where something is to be applied.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from agentrl.errors import StoreError
+from agentrl.store.queries import FOLDER
+from agentrl.store.sqlite.connection import Location
+
+if TYPE_CHECKING:
+    from sqlite_utils import Database
+    from sqlite_utils.migrations import Migrations
+
+SET = "agentrl"
+APPLICATION_ID = 0x61726C31  # "arl1" in the file's header: this database is a store
+SCRIPTS = {path.stem: path for path in sorted((FOLDER / "migrations").glob("*.sql"))}
+
+
+def prepare(location: Location, *, create: bool = True) -> None:
+    """Create the file if needed and apply what is missing.
+
+    Raises StoreError for a missing file (unless `create`), one that is no store, or one that a
+    newer version of agentrl has written.
+    """
+    if not create and not location.path.exists():
+        raise StoreError(f"There is no store at {location.path}: check the path.")
+    try:
+        location.path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(
+            f"Store {location.path}: its folder cannot be created ({error.strerror}); "
+            "choose a writable one."
+        ) from error
+    with location.explained():
+        conn = location.connect()
+        try:
+            _check_header(conn, location)
+            if pending(conn, location):
+                _write_ahead(conn)
+                _apply(conn, location)
+        finally:
+            conn.close()
+
+
+def pending(conn: sqlite3.Connection, location: Location) -> list[str]:
+    """Names of the migrations that the file lacks. Raises StoreError if it has unknown ones."""
+    table = "select 1 from sqlite_master where name = '_sqlite_migrations'"
+    if conn.execute(table).fetchone() is None:
+        return list(SCRIPTS)
+    rows = conn.execute("select name from _sqlite_migrations where migration_set = ?", (SET,))
+    applied = {row["name"] for row in rows}
+    if unknown := sorted(applied - SCRIPTS.keys()):
+        raise StoreError(
+            f"Store {location.path} was written by a newer agentrl (schema {unknown[-1]}): "
+            "upgrade agentrl or choose another path."
+        )
+    return [name for name in SCRIPTS if name not in applied]
+
+
+def migrations() -> Migrations:
+    """The scripts as a set of `sqlite_utils` migrations."""
+    from sqlite_utils.migrations import Migrations
+
+    known = Migrations(SET)
+    for name in SCRIPTS:
+        known(name=name)(_Script(name))
+    return known
+
+
+class _Script:
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __call__(self, db: Database, /) -> None:
+        for statement in _statements(SCRIPTS[self.__name__].read_text(encoding="utf-8")):
+            db.conn.execute(statement)
+
+
+def _check_header(conn: sqlite3.Connection, location: Location) -> None:
+    """Someone else's database is left alone."""
+    (mark,) = conn.execute("pragma application_id").fetchone()
+    (tables,) = conn.execute("select count(*) from sqlite_master").fetchone()
+    if tables and mark != APPLICATION_ID:
+        raise StoreError(
+            f"{location.path} is a database but no agentrl store: choose another path."
+        )
+
+
+def _write_ahead(conn: sqlite3.Connection) -> None:
+    (mode,) = conn.execute("pragma journal_mode = wal").fetchone()
+    if mode != "wal":
+        raise StoreError("The store's file system has no shared memory: put it on a local disk.")
+
+
+def _apply(conn: sqlite3.Connection, location: Location) -> None:
+    from sqlite_utils import Database
+
+    conn.execute("begin immediate")  # processes that start together apply each script once
+    try:
+        if pending(conn, location):
+            migrations().apply(Database(conn, execute_plugins=False))
+            conn.execute(f"pragma application_id = {APPLICATION_ID}")
+        conn.execute("commit")
+    finally:
+        if conn.in_transaction:
+            conn.execute("rollback")
+
+
+def _statements(script: str) -> Iterator[str]:
+    """`executescript` would commit; these stay inside the caller's transaction."""
+    statement = ""
+    for line in script.splitlines(keepends=True):
+        statement += line
+        if sqlite3.complete_statement(statement):
+            yield statement
+            statement = ""

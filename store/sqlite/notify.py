@@ -1,0 +1,160 @@
+"""The doorbell between processes that share a store file.
+
+Owns: one Unix datagram socket per open store, in a folder of the temporary directory named after
+the file's device and inode, and one thread that listens to it. Always true: the folder, whose name
+can be guessed, is this user's and open to nobody else, or it is not used; a ring is only a hint to
+look; what it carries is one byte of topics, and a lost one costs at most `SLOW` seconds, because
+the thread also watches the file's own change counter (`pragma data_version`), and whether the file
+is still there: who waits must look, and hear of it. That is all there is where sockets are missing
+or the processes share no temporary directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import sqlite3
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+from agentrl.store.feed import ALL
+from agentrl.store.sqlite.connection import Location, StoreFile
+
+SLOW = 1.0  # seconds
+CLOSE = b"\0"
+
+
+class Bell:
+    """Rings the other processes and passes their rings to `ring`."""
+
+    def __init__(self, location: Location, file: StoreFile, ring: Callable[[int], None]) -> None:
+        self._location, self._file = location, file
+        self._ring = ring
+        self._folder = folder(location.path)
+        self._name = f"{os.getpid()}-{secrets.token_hex(4)}"
+        self._socket = self._bind()
+        self._sender = None if self._socket is None else _datagrams()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="store-bell", daemon=True)
+        self._thread.start()
+
+    def ring_others(self, topics: int) -> None:
+        """Called by the writer after a commit. Never blocks, never fails."""
+        if self._sender is None:
+            return
+        message = bytes((topics,))
+        try:
+            names = os.listdir(self._folder)  # noqa: PTH208 - on the path of every commit
+        except OSError:
+            return
+        for name in names:
+            if name != self._name:
+                self._send(message, f"{self._folder}/{name}")
+
+    def close(self) -> None:
+        self._closed.set()
+        self._send(CLOSE, f"{self._folder}/{self._name}")
+        self._thread.join()
+        if self._socket is not None and self._sender is not None:
+            self._socket.close()
+            self._sender.close()
+            with contextlib.suppress(OSError):
+                (self._folder / self._name).unlink(missing_ok=True)
+                self._folder.rmdir()  # succeeds for the last one out
+
+    def _bind(self) -> socket.socket | None:
+        try:
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            if not _private(self._folder):
+                return None
+            bell = _datagrams()
+        except (OSError, AttributeError):  # no folder, or no Unix sockets on this system
+            return None
+        try:
+            bell.bind(str(self._folder / self._name))
+        except OSError:
+            bell.close()
+            return None
+        return bell
+
+    def _send(self, message: bytes, path: str) -> None:
+        if self._sender is None:
+            return
+        try:
+            self._sender.sendto(message, path)
+        except ConnectionRefusedError:  # its process died without closing
+            with contextlib.suppress(OSError):
+                Path(path).unlink()
+        except OSError:  # gone meanwhile, or its buffer is full: it is about to look anyway
+            return
+
+    def _listen(self) -> None:
+        while not self._closed.is_set():
+            try:
+                self._file.check()
+                with closing(self._location.connect(readonly=True)) as conn:
+                    self._hear(conn)
+            except Exception:  # noqa: BLE001 - whoever waits here would not hear of it
+                self._ring(ALL)
+                self._closed.wait(SLOW)
+
+    def _hear(self, conn: sqlite3.Connection) -> None:
+        seen, checked = _version(conn), time.monotonic()
+        self._ring(ALL)  # who looked before this version was seen would not hear of it
+        while not self._closed.is_set():
+            topics = self._receive()
+            if time.monotonic() - checked >= SLOW:
+                self._file.check()
+                version, checked = _version(conn), time.monotonic()
+                if version != seen:
+                    seen, topics = version, ALL
+            if topics:
+                self._ring(topics)
+
+    def _receive(self) -> int:
+        """All that is waiting, as one set of topics; none after `SLOW` seconds of silence."""
+        if self._socket is None:
+            self._closed.wait(SLOW)
+            return 0
+        self._socket.settimeout(SLOW)
+        topics = 0
+        try:
+            topics |= self._socket.recv(1)[0]
+            self._socket.settimeout(0)
+            while True:
+                topics |= self._socket.recv(1)[0]
+        except (TimeoutError, BlockingIOError):
+            return topics
+
+
+def folder(path: Path) -> Path:
+    """Where the bells of a store file hang: the same for every path that leads to the file, and
+    short, because a socket's path has about a hundred bytes."""
+    file = path.stat()
+    return Path(tempfile.gettempdir()) / f"agentrl-bells-{file.st_dev:x}-{file.st_ino:x}"
+
+
+def _private(path: Path) -> bool:
+    """Whether it is a folder, no link to one, that only this user may enter."""
+    found = path.lstat()
+    mine = found.st_uid == os.geteuid()
+    return mine and stat.S_ISDIR(found.st_mode) and stat.S_IMODE(found.st_mode) == 0o700
+
+
+def _datagrams() -> socket.socket:
+    """Not blocking; receiving and sending have one each, since timeouts belong to sockets."""
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    made.setblocking(False)
+    return made
+
+
+def _version(conn: sqlite3.Connection) -> int:
+    (version,) = conn.execute("pragma data_version").fetchone()
+    return int(version)

@@ -1,0 +1,248 @@
+"""Frozen models beside the policy, and what keeps the policy near one."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from agentrl.algorithms.learners import auxiliary
+from agentrl.algorithms.learners.critic import ValueModel
+from agentrl.algorithms.learners.reference import WEIGHTS, Reference, load_beside
+from agentrl.algorithms.learners.torch import TorchLearner
+from agentrl.algorithms.model.load import load_model
+from agentrl.algorithms.model.lora import Adapters
+from agentrl.algorithms.objective.core import Reg
+from agentrl.algorithms.objective.kl_control import KlController, controller, divergence
+from agentrl.algorithms.objective.values import value_terms
+from agentrl.algorithms.presets import catalogue
+from agentrl.algorithms.presets.registry import Supply
+from agentrl.config import RunConfig, resolve
+from agentrl.errors import ConfigError, PolicyError
+from agentrl.types import POLICY
+from tests.algorithms.learners.test_learner import make_batch, psi_for
+
+EVERY: tuple[Supply, ...] = ("o", "b", "q", "t", "v", "k")
+
+
+def config(**sections: object) -> RunConfig:
+    return resolve(sections, source="run.toml")
+
+
+def learner_with(directory: Path, every: int = 0) -> TorchLearner:
+    model, tokenizer = load_model(directory, device="cpu")
+    frozen = load_beside("reference.model", str(directory), model, tokenizer)
+    return TorchLearner(model, tokenizer, threads=1, frozen={"q": Reference(frozen, model, every)})
+
+
+def test_the_reference_stays_where_the_policy_began(tiny_model_dir: Path) -> None:
+    learner, batch = learner_with(tiny_model_dir), make_batch()
+    start = learner.logprobs(batch)
+    assert learner.supplies == {"o", "b", "q", "k", "e"}
+    torch.testing.assert_close(learner.logprobs(batch, "q"), start)
+    learner.step(batch, psi_for(batch), lr=1e-2)
+    learner.frozen["q"].finish(0)
+    assert torch.equal(learner.logprobs(batch, "q"), start)
+    assert not torch.equal(learner.logprobs(batch), start)
+    with pytest.raises(PolicyError, match="no model for stream t"):
+        learner.logprobs(batch, "t")
+
+
+def test_a_reference_follows_the_policy_every_so_many_steps(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    learner, batch = learner_with(tiny_model_dir, every=2), make_batch()
+    start = learner.logprobs(batch, "q")
+    for step in range(3):
+        learner.step(batch, psi_for(batch), lr=1e-2)
+        learner.frozen["q"].finish(step)
+        if step == 0:
+            assert torch.equal(learner.logprobs(batch, "q"), start)
+        if step == 1:
+            followed = learner.logprobs(batch, "q")
+            assert torch.equal(followed, learner.logprobs(batch))
+    learner.save(tmp_path)
+    resumed = learner_with(tiny_model_dir, every=2)
+    resumed.load(tmp_path)
+    assert torch.equal(resumed.logprobs(batch, "q"), followed)
+    assert torch.equal(resumed.logprobs(batch), learner.logprobs(batch))
+    (tmp_path / WEIGHTS).write_bytes(b"half")
+    with pytest.raises(PolicyError, match=r"reference\.safetensors is missing or incomplete"):
+        resumed.load(tmp_path)
+
+
+def test_a_reference_that_stays_is_not_in_the_checkpoint(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    learner_with(tiny_model_dir).save(tmp_path)
+    assert not (tmp_path / WEIGHTS).exists()
+
+
+def test_a_model_with_another_vocabulary_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
+    model, tokenizer = load_model(tiny_model_dir, device="cpu")
+    other = tmp_path / "other"
+    shutil.copytree(tiny_model_dir, other)
+    changed = AutoTokenizer.from_pretrained(other)
+    changed.add_tokens(["<new>"])
+    changed.save_pretrained(other)
+    with pytest.raises(PolicyError, match=r"teacher\.model = .*vocabulary"):
+        load_beside("teacher.model", str(other), model, tokenizer)
+    with pytest.raises(PolicyError, match=r"^teacher\.model: model .*no such directory"):
+        load_beside("teacher.model", str(tmp_path / "no/such/one"), model, tokenizer)
+
+
+def test_a_frozen_model_needs_no_chat_template(tiny_model_dir: Path, tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    shutil.copytree(tiny_model_dir, plain)
+    (plain / "chat_template.jinja").unlink()
+    model, tokenizer = load_model(tiny_model_dir, device="cpu")
+    load_beside("reference.model", str(plain), model, tokenizer)
+
+
+def test_what_an_algorithm_does_not_read_is_not_loaded(tiny_model_dir: Path) -> None:
+    model, tokenizer = load_model(tiny_model_dir, device="cpu")
+    start = str(tiny_model_dir)
+    settings = config(critic={"model": "copy"}, teacher={"model": start})
+    grpo, ppo = catalogue.make("grpo", {}), catalogue.make("ppo", {"kl": 0.1}, streams=EVERY)
+    assert auxiliary.make_frozen(settings, grpo, model, tokenizer, start) == {}
+    frozen = auxiliary.make_frozen(settings, ppo, model, tokenizer, start)
+    assert set(frozen) == {"q"}
+    assert not any(each.requires_grad for each in frozen["q"].model.parameters())
+    critic = auxiliary.make_critic(settings, model, tokenizer, start)
+    assert critic is not None
+    assert critic.decoder is not None
+    assert critic.decoder is not model.base_model
+    shared = auxiliary.make_critic(config(critic={"model": "shared"}), model, tokenizer, start)
+    assert shared is not None
+    assert (critic.lr, shared.lr) == (1e-5, 0.05 / model.config.hidden_size)
+    assert auxiliary.make_critic(config(), model, tokenizer, start) is None
+    distill = catalogue.make("distill", {}, streams=EVERY)
+    assert set(auxiliary.make_frozen(settings, distill, model, tokenizer, start)) == {"t"}
+
+
+def test_streams_are_those_that_the_run_file_configures() -> None:
+    assert auxiliary.supplied(config()) == {"o", "b", "q", "k", "e"}
+    everything = config(critic={"model": "shared"}, teacher={"model": "x"})
+    assert auxiliary.supplied(everything) == {"o", "b", "q", "t", "v", "k", "e"}
+    with pytest.raises(ConfigError, match=r"set critic\.model"):
+        catalogue.make("ppo", {}, streams=auxiliary.supplied(config()))
+
+
+@pytest.mark.parametrize(
+    ("preset", "sections", "message"),
+    [
+        ("grpo", {"critic": {"model": "shared"}}, "critic.model is set, .* reads no values"),
+        ("grpo", {"critic": {"lr": 0.1}}, "critic.lr is set, and there is no critic.model"),
+        (
+            "ppo",
+            {"critic": {"model": "copy", "coefficient": 1.0}},
+            "critic.coefficient is set, and weighs nothing",
+        ),
+        ("grpo", {"reference": {"every": 3}}, "reference.every is set, .* no leaving of a ref"),
+        (
+            "ppo+kl",
+            {"critic": {"model": "shared"}, "reference": {"horizon": 5}},
+            "reference.horizon is set, and there is no reference.target",
+        ),
+        ("grpo", {"teacher": {"model": "x"}}, "teacher.model is set, .* imitates none"),
+    ],
+)
+def test_what_could_not_matter_is_refused(
+    preset: str, sections: dict[str, object], message: str
+) -> None:
+    options = {"kl": 0.1} if preset == "ppo+kl" else {}
+    algo = catalogue.make(preset.removesuffix("+kl"), options, streams=EVERY)
+    with pytest.raises(ConfigError, match=message):
+        auxiliary.check_used(config(**sections), algo)
+
+
+def test_the_reference_of_an_adapter_is_the_model_without_it(tiny_model_dir: Path) -> None:
+    model, tokenizer = load_model(tiny_model_dir, device="cpu")
+    batch = make_batch()
+    start = TorchLearner(model, tokenizer, threads=1).logprobs(batch)
+    adapters = Adapters(model)
+    adapters.add(POLICY, rank=4, alpha=32.0)
+    settings = config(policy={"lora": {"rank": 4}})
+    algo = catalogue.make("ppo", {"kl": 0.1}, streams=EVERY)
+    assert auxiliary.make_frozen(settings, algo, model, tokenizer, str(tiny_model_dir)) == {}
+    critic = ValueModel(model, lr=1e-2)
+    learner = TorchLearner(model, tokenizer, adapters=adapters, critic=critic, threads=1)
+    assert learner.supplies == {"o", "b", "q", "v", "k", "e"}
+    for _ in range(2):
+        terms = value_terms(start.double(), learner.values(batch), clip=0.2)
+        learner.step(batch, psi_for(batch), lr=1e-2, critic=terms)
+    assert learner.values(batch).any()
+    assert not torch.allclose(learner.logprobs(batch), start)
+    torch.testing.assert_close(learner.logprobs(batch, "q"), start)
+    follows = config(policy={"lora": {"rank": 4}}, reference={"every": 2})
+    with pytest.raises(ConfigError, match=r"reference\.every is set, and the reference of an adap"):
+        auxiliary.check_used(follows, algo)
+
+
+def test_settings_that_matter_pass() -> None:
+    algo = catalogue.make("ppo", {"kl": 0.1}, streams=EVERY)
+    sections = {
+        "critic": {"model": "shared", "coefficient": 1.0, "lr": 0.1},
+        "reference": {"every": 3, "target": 0.1, "horizon": 5},
+    }
+    auxiliary.check_used(config(**sections), algo)
+    auxiliary.check_used(config(), catalogue.make("grpo", {}))
+
+
+def test_an_unknown_key_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"'critic\.modle'.*did you mean 'model'"):
+        config(critic={"modle": "shared"})
+
+
+def test_the_penalty_adapts_in_proportion_to_the_rollouts() -> None:
+    # beta *= 1 + clip(KL / target - 1, -.2, .2) * n / horizon
+    kl = KlController(beta=0.1, target=0.05, horizon=100)
+    kl.observe(0.055, rollouts=50)
+    assert kl.beta == pytest.approx(0.1 * (1 + 0.1 * 0.5))
+    kl = KlController(beta=0.1, target=0.05, horizon=100)
+    kl.observe(10.0, rollouts=50)
+    assert kl.beta == pytest.approx(0.1 * 1.1)
+    kl.observe(-1.0, rollouts=100)
+    assert kl.beta == pytest.approx(0.1 * 1.1 * 0.8)
+    # More rollouts than the horizon would make it negative.
+    kl.observe(-1.0, rollouts=1000)
+    assert kl.beta == pytest.approx(0.1 * 1.1 * 0.8 * 0.8)
+    again = KlController(beta=1.0, target=0.05, horizon=100)
+    again.restore(msgspec.json.decode(msgspec.json.encode(kl.dump())))
+    assert again.beta == kl.beta
+    with pytest.raises(msgspec.ValidationError):
+        again.restore("much")
+
+
+@pytest.mark.parametrize("option", ["kl", "kl_reward"])
+def test_the_penalty_is_in_the_loss_or_in_the_reward(option: str) -> None:
+    algo = catalogue.make("ppo", {option: 0.1}, streams=EVERY)
+    kl = controller(algo, target=0.05, horizon=100)
+    assert kl.beta == 0.1
+    kl.beta = 0.3
+    assert kl.tuned(algo) == catalogue.make("ppo", {option: 0.3}, streams=EVERY)
+    # A penalty that is about something else stays.
+    other = catalogue.make("kimi", {})
+    assert kl.tuned(other) == other
+
+
+def test_one_penalty_is_adapted() -> None:
+    for options, number in (({}, 0), ({"kl": 0.1, "kl_reward": 0.1}, 2)):
+        algo = catalogue.make("ppo", options, streams=EVERY)
+        with pytest.raises(ConfigError, match=rf"reference\.target: .* has {number} penalties"):
+            controller(algo, target=0.05, horizon=100)
+    algo = catalogue.make("ppo", {"kl": 0.1}, streams=EVERY)
+    assert algo.regs == (Reg("k3", 0.1),)
+
+
+def test_the_divergence_is_the_mean_of_sampler_minus_reference() -> None:
+    import dataclasses
+
+    batch = make_batch()
+    reference = batch.behaviour.double() - torch.linspace(0, 1, batch.n_tokens).double()
+    batch = dataclasses.replace(batch, reference=reference)
+    assert divergence(batch) == pytest.approx(0.5)

@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import pickle
+import socket
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from agentrl import trainer
+from agentrl.algorithms.data.batch import Batch, Row
+from agentrl.algorithms.learners.base import Psi, StepReport
+from agentrl.algorithms.learners.verl import settings as verl_settings
+from agentrl.algorithms.learners.verl.learner import dealt
+from agentrl.algorithms.learners.verl.settings import check, check_installed, described, settings
+from agentrl.cli.main import cli
+from agentrl.config import RunConfig, load, resolve
+from agentrl.errors import ConfigError
+from tests.algorithms.train.test_update import Recorder, group, updater
+
+
+class Sending(Recorder):
+    """Sends psi to another process, itself cannot be sent."""
+
+    def step(self, batch: Batch, psi: Psi, **rest: Any) -> StepReport:
+        return super().step(batch, pickle.loads(pickle.dumps(psi)), **rest)
+
+    def __reduce__(self) -> str:
+        raise TypeError("a learner cannot be sent")
+
+
+def config_of(**sections: Any) -> RunConfig:
+    learner = {"kind": "verl"} | sections.pop("learner", {})
+    return resolve({"learner": learner, **sections}, source="test")
+
+
+def row(length: int) -> Row:
+    return Row(
+        tokens=torch.arange(length),
+        actions=torch.tensor([length - 1]),
+        logprobs=torch.zeros(1),
+        temperature=torch.ones(1),
+        transition=torch.zeros(1, dtype=torch.int64),
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("count", [0, 1, 5, 8])
+def test_every_row_is_dealt_once_and_every_rank_gets_as_many(ranks: int, count: int) -> None:
+    hands = dealt([row(length + 2) for length in range(count)], ranks)
+    assert len(hands) == ranks
+    assert len({len(hand) for hand in hands}) == 1
+    assert sorted(i for hand in hands for i in hand if i >= 0) == list(range(count))
+    assert sum(i < 0 for hand in hands for i in hand) == -count % ranks
+
+
+def test_ranks_get_about_as_many_tokens() -> None:
+    rows = [row(2 + 3 * number) for number in range(64)]
+    tokens = [sum(len(rows[i].tokens) for i in hand) for hand in dealt(rows, 4)]
+    assert max(tokens) - min(tokens) <= len(rows[-1].tokens)
+
+
+def test_settings_are_those_of_the_run_file() -> None:
+    found = settings(
+        config_of(
+            policy={"dtype": "bfloat16"},
+            learner={"token_budget": 512, "verl": {"nodes": 2, "gpus_per_node": 8}},
+            algorithm={"weight_decay": 0.1, "max_grad_norm": 0.5},
+        ),
+        "somewhere",
+    )
+    assert (found["ray"]["nodes"], found["ray"]["gpus_per_node"]) == (2, 8)
+    assert found["model"]["path"] == "somewhere"
+    assert found["model"]["use_remove_padding"]
+    assert found["engine"]["mixed_precision"]["param_dtype"] == "bf16"
+    assert found["engine"]["max_token_len_per_gpu"] == 512
+    assert found["optimizer"]["weight_decay"] == 0.1
+    assert found["optimizer"]["clip_grad"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("sections", "key"),
+    [
+        ({"critic": {"model": "shared"}}, "critic.model = 'shared'"),
+        ({"learner": {"packing": "trie"}}, "learner.packing = 'trie'"),
+        ({"learner": {"optimizer": "adamw8bit"}}, "learner.optimizer"),
+        ({"learner": {"fp32_head": True}}, "learner.fp32_head"),
+        ({"learner": {"threads": 2}}, "learner.threads"),
+    ],
+)
+def test_what_verl_cannot_follow_is_refused(sections: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{key}: .*learner.kind = 'torch'"):
+        settings(config_of(**sections), "somewhere")
+
+
+def test_a_critic_is_a_model_with_an_optimizer_of_its_own(tmp_path: Path) -> None:
+    assert settings(config_of(), "somewhere")["critic"] == {}
+    copy = settings(config_of(critic={"model": "copy", "weight_decay": 0.3}), "somewhere")["critic"]
+    assert copy["model"]["path"] == "somewhere"
+    assert (copy["optimizer"]["lr"], copy["optimizer"]["weight_decay"]) == (1e-5, 0.3)
+    other = config_of(root=str(tmp_path), critic={"model": "own", "lr": 1e-3})
+    (tmp_path / "own").mkdir()
+    found = settings(other, "somewhere")["critic"]
+    assert found["model"]["path"] == str(tmp_path / "own")
+    assert found["optimizer"]["lr"] == 1e-3
+
+
+def test_an_adapter_is_that_of_the_run_file() -> None:
+    lora = {"rank": 4, "alpha": 8.0, "targets": ["q_proj"]}
+    found = settings(config_of(policy={"lora": lora}, critic={"model": "copy"}), "somewhere")
+    asked = {"lora_rank": 4, "lora_alpha": 8.0, "target_modules": ["q_proj"]}
+    assert asked.items() <= found["model"].items()
+    assert not asked.keys() & found["critic"]["model"].keys()
+    plain = settings(config_of(), "somewhere")
+    assert not asked.keys() & plain["model"].keys()
+
+
+@pytest.mark.parametrize(
+    ("address", "sentence"),
+    [
+        ("127.0.0.1:1", r"learner\.verl\.address = '127\.0\.0\.1:1': Ray cannot be reached there"),
+        ("ray://head:10001", r"not behind Ray's client; run agentrl there and give HOST:PORT"),
+    ],
+)
+@pytest.mark.parametrize("by", ["run file", "environment"])
+def test_a_ray_that_does_not_answer_is_noticed_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, address: str, sentence: str, by: str
+) -> None:
+    monkeypatch.setattr(verl_settings, "check_installed", lambda: None)
+    given = {"verl": {"address": address}} if by == "run file" else {}
+    if by == "environment":
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ConfigError, match=sentence):
+        check(config_of(learner=given))
+
+
+def test_a_ray_that_answers_or_that_ray_finds_itself_is_not_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(verl_settings, "check_installed", lambda: None)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        for address in ("", "auto", f"127.0.0.1:{port}"):
+            check(config_of(learner={"verl": {"address": address}}))
+
+
+def test_the_front_refuses_before_it_starts_anything(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(verl_settings, "find_spec", lambda name: None)
+    (tmp_path / "tasks.jsonl").write_text('{"input": 1}\n')
+    config = config_of(
+        root=str(tmp_path), tasks={"train": "tasks.jsonl"}, policy={"model": "somewhere"}
+    )
+    with pytest.raises(ConfigError, match=r"verl is not installed: pip install 'agentrl\[verl\]'"):
+        trainer.check(config)
+
+
+def test_placement_without_verl_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"learner\.verl\.nodes is for learner\.kind = 'verl'"):
+        resolve({"learner": {"verl": {"nodes": 2}}}, source="test")
+
+
+def test_dry_run_prints_what_verl_is_configured_with(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[learner]\nkind = "verl"\n[learner.verl]\ngpus_per_node = 4\n')
+    printed = CliRunner().invoke(cli, ["train", str(file), "--dry-run"]).output
+    assert printed.endswith(described(load(file)))
+    assert "# ray.gpus_per_node = 4\n" in printed
+    assert '# engine.strategy = "fsdp2"\n' in printed
+    file.write_text(printed)
+    assert load(file).learner.verl.gpus_per_node == 4
+
+
+@pytest.mark.skipif(find_spec("verl") is not None, reason="verl is installed")
+def test_a_missing_verl_is_one_sentence() -> None:
+    with pytest.raises(ConfigError, match=r"pip install 'agentrl\[verl\]'"):
+        check_installed()
+
+
+@pytest.mark.parametrize(
+    ("version", "known"),
+    [("0.8.3", False), ("0.9.0", True), ("0.10.dev0", True), ("0.11.0", False)],
+)
+def test_only_known_releases_of_verl_are_used(
+    monkeypatch: pytest.MonkeyPatch, version: str, known: bool
+) -> None:
+    module = verl_settings.__name__
+    monkeypatch.setattr(f"{module}.find_spec", lambda name: object())
+    monkeypatch.setattr(f"{module}.importlib.metadata.version", lambda name: version)
+    if known:
+        check_installed()
+    else:
+        with pytest.raises(ConfigError, match=rf"verl {version} is not one that is known"):
+            check_installed()
+
+
+def test_psi_can_be_sent_to_other_processes() -> None:
+    """Without the learner, whose workers are not to be sent along."""
+    groups = [group("a", 1.0, 0.0), group("b", 0.0, 1.0)]
+    here, there = Recorder(shift=0.1), Sending(shift=0.1)
+    for learner in (here, there):
+        updater(learner, epochs=2).update(0, groups)
+    assert len(there.coefficients) == 2
+    for mine, theirs in zip(here.coefficients, there.coefficients, strict=True):
+        assert torch.equal(mine, theirs)

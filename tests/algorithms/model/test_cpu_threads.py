@@ -1,0 +1,112 @@
+"""The number of threads: measured with a clock, and without effect on what is computed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from agentrl.algorithms.model import cpu_threads
+from agentrl.algorithms.model.cpu_threads import (
+    EVERY,
+    PAIRS,
+    Threads,
+    largest_power_of_two,
+    threads_of,
+)
+from agentrl.processes import environment
+
+STEP = """
+import hashlib, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from agentrl.algorithms.model.cpu_threads import computing_with
+torch.manual_seed(0)
+config = LlamaConfig(vocab_size=1024, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+                     num_attention_heads=4, num_key_value_heads=2)
+model = LlamaForCausalLM(config)
+tokens = torch.randint(1024, (8, 125))
+for number in (1, 2, 4):
+    model.zero_grad()
+    with computing_with(number):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    sums = b"".join(p.grad.numpy().tobytes() for p in model.parameters())
+    print(hashlib.sha256(sums).hexdigest())
+"""
+
+
+class Machine:
+    """A clock that goes on by what a step costs with the present number of threads."""
+
+    def __init__(self, costs: Mapping[int, float]) -> None:
+        self.now, self.costs = 0.0, costs
+        self.used: list[int] = []
+
+    def clock(self) -> float:
+        return self.now
+
+    def work(self, measured: Threads, steps: int) -> list[int]:
+        """The number of threads of each step."""
+        self.used = []
+        for _ in range(steps):
+            with measured.working(10.0):
+                self.used.append(torch.get_num_threads())
+                self.now += self.costs[torch.get_num_threads()]
+        return self.used
+
+
+def test_the_faster_number_is_kept_and_tried_again_now_and_then() -> None:
+    machine = Machine({1: 3.0, 4: 2.0})
+    measured = Threads(4, 4, "it computes", machine.clock)
+    trial = [1, 4] * PAIRS
+    assert machine.work(measured, 1 + 2 * PAIRS + EVERY) == [4, *trial, *[4] * EVERY]
+    machine.costs = {1: 3.0, 4: 2.9}  # hardly faster: the cores are of more use to others
+    assert machine.work(measured, 2 * PAIRS + EVERY) == trial + [1] * EVERY
+
+
+def test_a_crowded_machine_pays_for_one_pair_only() -> None:
+    machine = Machine({1: 1.0, 4: 20.0})
+    measured = Threads(4, 4, "it computes", machine.clock)
+    assert machine.work(measured, 3 + EVERY) == [4, 1, 4, *[1] * EVERY]
+    assert machine.work(measured, 3) == [1, 4, 1]
+
+
+def test_what_was_chosen_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    machine = Machine({1: 1.0, 4: 20.0})
+    measured = Threads(4, 4, "it computes", machine.clock)
+    with caplog.at_level(logging.INFO, logger="agentrl.algorithm"):
+        machine.work(measured, 4 * EVERY)
+    assert caplog.messages == ["it computes with 1 thread: 4 take 20.0 times as long as 1"]
+
+
+def test_nothing_is_tried_where_the_numbers_would_depend_on_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("MKL_CBWR", raising=False)
+    assert threads_of(1000, "it", otherwise=3) == Threads(3)
+    monkeypatch.setenv("MKL_CBWR", environment()["MKL_CBWR"])
+    monkeypatch.setattr("torch.backends.mkl.is_available", lambda: True)
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    assert threads_of(1000, "it", otherwise=3) == Threads(4, 4, "it")
+    assert threads_of(cpu_threads.SMALL + 1, "it", otherwise=3) == Threads(3)
+    machine = Machine({3: 1.0})
+    assert machine.work(Threads(3, clock=machine.clock), 2 * EVERY) == [3] * 2 * EVERY
+
+
+@pytest.mark.parametrize(("cores", "power"), [(1, 1), (2, 2), (3, 2), (7, 4), (8, 8)])
+def test_the_largest_power_of_two(cores: int, power: int) -> None:
+    assert largest_power_of_two(cores) == power
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch multiplies without MKL")
+def test_a_child_computes_the_same_bits_with_any_power_of_two() -> None:
+    command = [sys.executable, "-c", STEP]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+    digests = done.stdout.split()
+    assert len(digests) == 3
+    assert len(set(digests)) == 1

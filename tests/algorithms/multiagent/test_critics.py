@@ -1,0 +1,308 @@
+"""Counterfactual credit of teams: against loops, through JSON, and where its values are known."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import product
+from math import isnan
+
+import pytest
+import torch
+from torch import Tensor
+
+from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.data.merge import build_batch
+from agentrl.algorithms.data.state import State
+from agentrl.algorithms.multiagent.critics import (
+    Central,
+    Kind,
+    Mixed,
+    Shape,
+    TeamCritic,
+    Training,
+    counterfactual,
+)
+from agentrl.algorithms.multiagent.episodes import Episode, padded
+from agentrl.algorithms.multiagent.rollout_episodes import Stage
+from agentrl.algorithms.objective import core as objective
+from agentrl.algorithms.objective.core import Algo
+from agentrl.algorithms.presets.catalogue import make
+from agentrl.algorithms.train.main import remembered
+from agentrl.config import resolve
+from agentrl.errors import PolicyError, TrainingError
+from agentrl.types import (
+    Group,
+    Reward,
+    Rollout,
+    Transition,
+    float32,
+    int32,
+)
+from tests import factories
+
+CASES = {"coma"}  # presets that are tested here
+KINDS: tuple[Kind, ...] = ("central", "vdn", "qmix")
+OPTIONS = {"roles": ["planner", "solver"], "actions": ["left", "right"], "width": 8}
+SHAPE = Shape(agents=2, observation=3, actions=3, state=4)
+TRAINING = Training(gamma=0.9, hidden=8, embed=4)
+
+
+def test_the_published_baseline() -> None:
+    """E6 of the catalogue."""
+    q, policy = torch.tensor([1.0, 2.0]), torch.tensor([0.2, 0.8])
+    both = [counterfactual(q, policy, torch.tensor(a)).item() for a in (0, 1)]
+    assert both == pytest.approx([-0.8, 0.2])
+    # Where only some actions are available, the policy is that over these.
+    policy = torch.tensor([0.1, 0.4])
+    assert counterfactual(q, policy, torch.tensor(0)).item() == pytest.approx(-0.8)
+
+
+def episodes(seed: int, lengths: Sequence[int] = (1, 3, 2)) -> list[Episode]:
+    """Of random steps; in some of them an agent does not act."""
+    draw = torch.Generator().manual_seed(seed)
+    return [
+        Episode(
+            torch.rand(steps, 2, 3, generator=draw),
+            torch.rand(steps, 4, generator=draw),
+            torch.randint(0, 3, (steps, 2), generator=draw),
+            torch.rand(steps, generator=draw),
+            acting=torch.tensor([[True, True], [False, True], [True, True]])[:steps],
+        )
+        for steps in lengths
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_advantages_are_those_of_one_episode_and_agent_after_the_other(kind: Kind) -> None:
+    critic = TeamCritic(kind, SHAPE, TRAINING)
+    data = episodes(0)
+    found = critic.advantages(data)
+    for row, episode in enumerate(data):
+        for t, agent in product(range(3), range(2)):
+            a = found[row, t, agent].item()
+            if t >= len(episode.rewards) or not episode.acting[t, agent]:  # type: ignore[index]
+                assert isnan(a)
+                continue
+            assert a == pytest.approx(alone(critic, episode, t, agent), abs=1e-6)
+
+
+def alone(critic: TeamCritic, episode: Episode, t: int, agent: int) -> float:
+    """Q of the joint action minus its mean over what the agent could do, each valued anew."""
+    who = torch.eye(2)[agent]
+    seen = torch.cat([episode.observations[t, agent], who])
+    policy = critic.online["policy"].body(seen).softmax(-1)
+    values = []
+    for action in range(3):
+        joint = episode.actions.clone()
+        joint[t, agent] = action
+        changed = padded([replace(episode, actions=joint)], 3)
+        values.append(critic.online["critic"](changed)[0, t, agent, action])
+    q = torch.stack(values)
+    return (q[episode.actions[t, agent]] - (policy * q).sum()).item()
+
+
+def test_a_central_critic_never_sees_the_action_that_it_values() -> None:
+    central, data = Central(SHAPE, 8), padded(episodes(1), 3)
+    other = replace(data, actions=data.actions.clone())
+    other.actions[:, 0, 0] = (other.actions[:, 0, 0] + 1) % 3
+    before, after = central(data)[:, 0], central(other)[:, 0]
+    assert torch.equal(before[:, 0], after[:, 0])
+    assert not torch.allclose(before[:, 1], after[:, 1])
+
+
+@pytest.mark.parametrize("kind", ["vdn", "qmix"])
+def test_a_mixed_critic_replaces_one_utility_at_a_time(kind: Kind) -> None:
+    assert kind != "central"
+    mixed, data = Mixed(kind, SHAPE, TRAINING), padded(episodes(2), 3)
+    q, values = mixed.utilities(data.observations[:, :3]), mixed(data)
+    for row, t, agent, action in product(range(3), range(3), range(2), range(3)):
+        joint = [
+            q[row, t, i, action if i == agent else data.actions[row, t, i]]
+            if i == agent or data.acting[row, t, i]
+            else torch.tensor(0.0)
+            for i in range(2)
+        ]
+        expected = mixed.mixer(torch.stack(joint), data.states[row, t])
+        assert values[row, t, agent, action].item() == pytest.approx(expected.item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_learning_is_of_a_copy_and_padding_changes_nothing(kind: Kind) -> None:
+    critic = TeamCritic(kind, SHAPE, TRAINING)
+    before = json.dumps(critic.dump())
+    short = episodes(3, (1, 2))
+    after = critic.learned(short)
+    assert json.dumps(critic.dump()) == before != json.dumps(after.dump())
+    wide = padded(short, 3)
+    other = copy.deepcopy(critic)
+    grown = replace(
+        wide,
+        **{
+            name: torch.cat([x, torch.ones_like(x[:, -1:])], 1)
+            for name in ("observations", "states", "actions", "rewards", "available", "acting")
+            for x in [getattr(wide, name)]
+        },
+        **{
+            name: torch.cat([x, torch.zeros_like(x[:, -1:])], 1)
+            for name in ("live", "last", "terminated")
+            for x in [getattr(wide, name)]
+        },
+    )
+    for _ in range(TRAINING.updates):
+        other._step(grown)
+    for p, q in zip(after.online.parameters(), other.online.parameters(), strict=True):
+        assert torch.allclose(p, q, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_critic_goes_on_from_its_checkpoint_bit_for_bit(kind: Kind) -> None:
+    critic = TeamCritic(kind, SHAPE, TRAINING).learned(episodes(4))
+    again = TeamCritic(kind, SHAPE, TRAINING, seed=1)
+    again.restore(json.loads(json.dumps(critic.dump())))
+    left, right = critic.learned(episodes(5)), again.learned(episodes(5))
+    assert left.dump() == right.dump() != critic.dump()
+
+
+def team(pays: Callable[[int, int], float], count: int) -> list[Episode]:
+    """One step of two agents that act at random."""
+    draw = random.Random(0)
+    joint = [(draw.randrange(2), draw.randrange(2)) for _ in range(count)]
+    one = torch.ones(1, 2, 3), torch.ones(1, 4)
+    return [Episode(*one, torch.tensor([[a, b]]), torch.tensor([pays(a, b)])) for a, b in joint]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_credit_goes_to_the_agent_whose_action_it_was(kind: Kind) -> None:
+    """The reward is the first agent's action; the second one's does nothing."""
+    played = team(lambda a, b: float(a), 64)
+    critic = TeamCritic(kind, SHAPE, replace(TRAINING, updates=60, lr=0.01)).learned(played)
+    a = critic.advantages(played)[:, 0]
+    first = torch.tensor([episode.actions[0, 0].item() for episode in played])
+    often = (first == 1).float().mean().item()
+    assert a[first == 1, 0].mean().item() == pytest.approx(1 - often, abs=0.1)
+    assert a[first == 0, 0].mean().item() == pytest.approx(-often, abs=0.1)
+    assert a[:, 1].abs().max().item() < 0.1
+
+
+# -- rollouts --------------------------------------------------------------------------------------
+
+SAYS = ("left", " RIGHT ", "what?")
+
+
+def rollout(name: str, says: Sequence[int], outcome: float | None) -> Rollout:
+    """Calls of planner and solver in turns, which see a number and answer."""
+    calls = [
+        Transition(
+            id=f"{name}/{i}", attempt=name, index=i, prompt=int32([i + 1]),
+            completion=int32([5] * (1 + i % 2)), logprobs=float32([-1.0] * (1 + i % 2)),
+            role=("planner", "solver")[i % 2],
+            messages=[{"role": "user", "content": f"see {i} {says[:i]}"}],
+            answer={"role": "assistant", "content": SAYS[said]},
+        )
+        for i, said in enumerate(says)
+    ]  # fmt: skip
+    return factories.rollout(name, calls, [] if outcome is None else [Reward(value=outcome)])
+
+
+def step_of(seed: int) -> list[Group]:
+    draw = random.Random(seed)
+    rollouts = [
+        rollout(
+            f"{seed}-{i}",
+            [draw.randrange(3) for _ in range(draw.randint(1, 5))],
+            draw.choice([0.0, 1.0, None]) if i else 1.0,
+        )
+        for i in range(5)
+    ]
+    return [Group(id="g", run="r", step=seed, rollouts=rollouts)]
+
+
+def taken(algo: Algo, state: State, groups: list[Group]) -> Batch:
+    batch = build_batch(groups, reward_names=algo.rewards)
+    recall = state.recall(batch, groups)
+    state.adopt(recall)
+    return replace(batch, memory=recall.columns)
+
+
+def psi_of(algo: Algo, batch: Batch) -> Tensor:
+    terms = objective.plan(algo, batch, {}, fresh=True)
+    return objective.psi(algo, terms, batch.behaviour.double(), torch.arange(batch.n_tokens))
+
+
+@pytest.mark.parametrize("critic", KINDS)
+@pytest.mark.parametrize("std", [False, True])
+def test_psi_is_the_mean_over_calls_of_what_the_critic_says(critic: Kind, std: bool) -> None:
+    """Of the critic that learned the steps before, as loops over rollouts and calls."""
+    algo = make("coma", {**OPTIONS, "critic": critic, "std": std})
+    state = State(algo.memories, seed=3)
+    own = TeamCritic(critic, Shape(2, 8, 3, 16), Training(), seed=3)
+    stage = Stage(("planner", "solver"), ("left", "right"), 8)
+    for step in range(2):
+        groups = step_of(step)
+        batch = taken(algo, state, groups)
+        known = [row for row in groups[0].rollouts if row.rewards]
+        played = [stage.episode(row, row.reward()) for row in known]
+        said = own.advantages(played)
+        own = own.learned(played)
+        each = {
+            call.id: said[number, i // 2, i % 2].item()
+            for number, row in enumerate(known)
+            for i, call in enumerate(row.transitions)
+        }
+        scale = {
+            role: torch.tensor([a for call, a in each.items() if int(call[-1]) % 2 == role])
+            for role in (0, 1)
+        }
+        expected = []
+        for call in batch.token_transition.tolist():
+            name = batch.transitions[call]
+            role = int(name[-1]) % 2
+            over = scale[role].double().std().item() + 1e-6 if std else 1.0
+            expected.append(each.get(name, 0.0) / over / len(each) / (1 + role))
+        assert psi_of(algo, batch).tolist() == pytest.approx(expected, rel=1e-4, abs=1e-9)
+
+
+def test_a_step_that_is_begun_again_comes_to_the_same() -> None:
+    algo = make("coma", OPTIONS)
+    state = State(algo.memories)
+    taken(algo, state, step_of(0))
+    saved = json.loads(json.dumps(state.dump()))
+    first = psi_of(algo, taken(algo, state, step_of(1)))
+    again = State(algo.memories, seed=1)
+    again.restore(saved)
+    assert torch.equal(psi_of(algo, taken(algo, again, step_of(1))), first)
+    assert again.dump() == state.dump() != saved
+
+
+def test_the_critic_of_a_run_begins_with_the_seed_of_the_run() -> None:
+    algo = make("coma", OPTIONS)
+    first, again, other = (
+        remembered(resolve({"name": "r", "seed": seed}, source="test"), algo, None)[0].dump()
+        for seed in (1, 1, 2)
+    )
+    assert first == again != other
+
+
+def test_nothing_known_teaches_nothing() -> None:
+    algo = make("coma", OPTIONS)
+    state = State(algo.memories)
+    before = json.dumps(state.dump())
+    groups = [Group(id="g", run="r", step=0, rollouts=[rollout("x", [0, 1], None)])]
+    assert (psi_of(algo, taken(algo, state, groups)) == 0).all()
+    assert json.dumps(state.dump()) == before
+
+
+def test_what_it_cannot_use_is_refused() -> None:
+    wrong = make("coma", {**OPTIONS, "roles": ["planer", "solver"]})
+    with pytest.raises(TrainingError, match=r"in the role 'planer'; did you mean 'planner'\?"):
+        taken(wrong, State(wrong.memories), step_of(0))
+    algo = make("coma", OPTIONS)
+    (name,) = State(algo.memories).parts
+    other = TeamCritic("central", SHAPE, TRAINING).dump()
+    for broken in (other, "!", 3):
+        with pytest.raises(PolicyError, match=r"is damaged \("):
+            State(algo.memories).restore({name: broken})

@@ -1,0 +1,337 @@
+"""Pooling, weights, penalties and the plan of one optimizer step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from agentrl.algorithms.credit.core import Alive, Rel
+from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.data.ids import units
+from agentrl.algorithms.objective.core import (
+    Algo,
+    Average,
+    Gate,
+    Reg,
+    kappa,
+    kl_value,
+    plan,
+    pool,
+    psi,
+    psi_of,
+    weights,
+)
+from agentrl.algorithms.objective.ratios import Band, Clip, Ratio, Trunc
+from agentrl.errors import TrainingError
+
+LOSS = torch.tensor([6.0, 1, 3, 2, 4, 0], dtype=torch.float64)
+ROW = torch.tensor([0, 1, 1, 1, 2, 2])
+ROLLOUT = torch.tensor([0, 0, 0, 0, 1, 1])
+ALL = torch.zeros(6, dtype=torch.int64)
+
+
+def near(values: Tensor, expected: Sequence[float], within: float = 5e-7) -> bool:
+    return values.tolist() == pytest.approx(list(expected), abs=within)
+
+
+def three_rows(rewards: Sequence[float] = (1, 0), groups: Sequence[int] = (0, 0)) -> Batch:
+    """Six tokens in three rows of one call each: rows 0, 1 of rollout 0, row 2 of rollout 1."""
+    return Batch(
+        rows=[],
+        token_row=ROW,
+        token_transition=ROW,
+        behaviour=torch.tensor([-0.5, -1.0, -0.1, -2.0, -0.7, -0.3]),
+        transition_rollout=torch.tensor([0, 0, 1]),
+        transition_role=torch.tensor([0, 1, 1]),
+        row_rollout=torch.tensor([0, 0, 1]),
+        rollout_group=torch.tensor(groups),
+        rewards={"outcome": torch.tensor(rewards, dtype=torch.float64)},
+        roles=["a", "b"],
+        groups=["g", "h"][: max(groups) + 1],
+        rollouts=["x", "y"],
+        transitions=["0", "1", "2"],
+    )
+
+
+def every(batch: Batch) -> Tensor:
+    return torch.arange(batch.n_tokens)
+
+
+# -- averages --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("unit", "agg", "expected"),
+    [
+        (ALL, Average(inner="mean"), 2.666667),
+        (ROW, Average(inner="mean"), 3.333333),
+        (ROW, Average(inner="sum"), 5.333333),
+        (ROW, Average(inner="const", const=8), 0.666667),
+        (ROLLOUT, Average(inner="const", const=8), 1.0),
+        (ROLLOUT, Average(inner="mean"), 2.5),
+    ],
+)
+def test_averages(unit: Tensor, agg: Average, expected: float) -> None:
+    total = (weights(unit, agg.inner, agg.const) * LOSS).sum()
+    assert total.item() == pytest.approx(expected, abs=5e-7)
+
+
+@pytest.mark.parametrize(
+    ("unit", "groups", "expected"),
+    [
+        (("group",), (0, 1), 2.5),
+        (("group",), (0, 0), 2.666667),
+        (("role",), (0, 0), 4.0),
+        (("rollout", "role"), (0, 0), 3.333333),
+    ],
+)
+def test_averages_over_units_of_a_batch(
+    unit: tuple[str, ...], groups: tuple[int, int], expected: float
+) -> None:
+    batch = three_rows(groups=groups)
+    u = weights(units(batch, "token", *unit))
+    assert (u * LOSS).sum().item() == pytest.approx(expected, abs=5e-7)
+
+
+def test_a_filter_takes_tokens_from_the_denominator_and_a_flat_group_does_not() -> None:
+    """A15 on two groups, of which the second is flat."""
+    batch = Batch(
+        rows=[], token_row=torch.arange(6), token_transition=torch.arange(6),
+        behaviour=torch.zeros(6), transition_rollout=torch.arange(6),
+        transition_role=torch.zeros(6).long(), row_rollout=torch.arange(6),
+        rollout_group=torch.tensor([0, 0, 0, 0, 1, 1]),
+        rewards={"outcome": torch.tensor([1.0, 0, 0, 0, 1, 1])}, roles=["a"],
+        groups=["g", "h"], rollouts=list("abcdef"), transitions=list("abcdef"),
+    )  # fmt: skip
+    kept, dropped = (
+        plan(Algo(Rel(), agg=Average(("all",)), keep=keep), batch, {}) for keep in (None, Alive())
+    )
+    assert near(kept.weight, [1 / 6] * 6)
+    assert near(dropped.weight, [0.25] * 4 + [0, 0])
+    assert near(dropped.advantage, [0.75, -0.25, -0.25, -0.25, 0, 0])
+
+
+def test_dro_is_the_gradient_of_its_published_value() -> None:
+    """B12."""
+    p, o, a, b = math.log(0.5), math.log(0.4), 1.0, 0.1
+
+    def loss(x: Tensor) -> Tensor:
+        return -(a * x - b / 2 * (x - o) ** 2).sum()
+
+    now = torch.tensor([p], dtype=torch.float64)
+    assert loss(now).item() == pytest.approx(0.695637, abs=5e-7)
+    penalised = a - b * kappa(now - o, "k2")
+    assert near(psi_of(loss, now), penalised.tolist(), within=1e-12)
+
+
+def test_units_without_a_kept_token_are_in_no_denominator() -> None:
+    mask = torch.tensor([False, True, True, False, True, True])
+    assert near(weights(ROW, mask=mask), [0, 0.25, 0.25, 0, 0.25, 0.25])
+    assert near(weights(ROW, "sum", mask=mask), [0, 0.5, 0.5, 0, 0.5, 0.5])
+    assert weights(ROW, mask=torch.zeros(6, dtype=torch.bool)).tolist() == [0] * 6
+
+
+# -- pooling and correction ------------------------------------------------------------------------
+
+
+def test_pool_gives_each_token_its_unit() -> None:
+    lr = torch.tensor([0.5, 0.4, -0.1]).double()
+    ids = torch.tensor([9, 9, 4])
+    assert near(pool(lr, ids), [0.45, 0.45, -0.1])
+    assert near(pool(lr, ids, "sum"), [0.9, 0.9, -0.1])
+    assert near(pool(lr, ids, "amax"), [0.5, 0.5, -0.1])
+    assert near(pool(lr, ids, "amin"), [0.4, 0.4, -0.1])
+    assert pool(lr, None) is lr
+
+
+def test_gspo_ratio_and_clip_of_a_row() -> None:
+    lr, up = torch.tensor([0.1, -0.3, 0.05]).double(), torch.ones(3)
+    pooled = pool(lr, torch.tensor([0, 0, 1]))
+    assert near(Ratio()(pooled, up, {}), [0.904837, 0.904837, 1.051271])
+    assert near(Clip(3e-4, 4e-4)(pooled, up, {}), [0.904837, 0.904837, 0])
+
+
+def test_correction_for_the_sampler() -> None:
+    d, ids, up = torch.tensor([0.5, 0.4, -0.1]).double(), torch.tensor([0, 0, 1]), torch.ones(3)
+    assert near(Trunc(0, 1.5)(d, up, {}), [1.5, 1.491825, 0.904837])
+    assert near(Trunc(0, 2)(pool(d, ids, "sum"), up, {}), [2, 2, 0.904837])
+    assert near(Ratio()(pool(d, ids, "sum"), up, {}), [2.459603, 2.459603, 0.904837])
+    assert near(Ratio()(pool(d, ids), up, {}), [1.568312, 1.568312, 0.904837])
+    assert near(Band(0, 2)(pool(d, ids, "sum"), up, {}), [0, 0, 0.904837])
+
+
+# -- penalties -------------------------------------------------------------------------------------
+
+
+def test_kl_values_and_coefficients() -> None:
+    d = torch.tensor([math.log(2.0)]).double()
+    for kind, value in [("k1", 0.693147), ("k2", 0.240227), ("k3", 0.193147), ("abs", 0.693147)]:
+        assert near(kl_value(d, kind), [value])
+        leaf = d.clone().requires_grad_()
+        kl_value(leaf, kind).sum().backward()
+        assert torch.equal(leaf.grad, kappa(d, kind))
+
+
+def test_gradient_of_penalties_in_expectation() -> None:
+    pi, q = torch.tensor([0.5, 0.5]).double(), torch.tensor([0.25, 0.75]).double()
+    d, score = pi.log() - q.log(), torch.tensor([0.5, -0.5])  # d log pi / d logit of symbol 0
+    for kind, expected in [("k1", 0.0), ("k2", 0.274653), ("k3", 0.25)]:
+        assert (pi * kappa(d, kind) * score).sum().item() == pytest.approx(expected, abs=5e-7)
+    assert (pi * kl_value(d, "k2")).sum().item() == pytest.approx(0.161214, abs=5e-7)
+
+
+def test_penalty_of_drifted_tokens_stays_finite() -> None:
+    d = torch.tensor([-1e4, 1e4]).double()
+    for kind in ("k1", "k2", "k3", "abs"):
+        assert kappa(d, kind).isfinite().all()
+
+
+# -- psi -------------------------------------------------------------------------------------------
+
+
+def test_psi_is_weight_times_gated_advantage_less_penalty() -> None:
+    batch = three_rows()
+    q = batch.behaviour - 0.2
+    algo = Algo(Rel(), (Gate(Trunc(0, 1.1), den="b"),), (Reg("k1", 0.1), Reg("k2", 2.0, "b")))
+    terms = plan(algo, batch, {"q": q})
+    p = batch.behaviour.double() + 0.05
+    c = math.exp(0.05)
+    inner = [0.5 * c - 0.1 - 2 * 0.05] * 4 + [-0.5 * c - 0.1 - 2 * 0.05] * 2
+    u = [1 / 3, 1 / 9, 1 / 9, 1 / 9, 1 / 6, 1 / 6]
+    expected = [x * y for x, y in zip(u, inner, strict=True)]
+    assert near(psi(algo, terms, p, every(batch)), expected, within=1e-7)
+
+
+def test_psi_has_dtype_of_its_input_and_no_graph() -> None:
+    batch = three_rows()
+    algo = Algo(Rel(), (Gate(Clip()),))
+    terms = plan(algo, batch, {}, fresh=True)
+    result = psi(algo, terms, batch.behaviour.clone().requires_grad_(), every(batch))
+    assert result.dtype == torch.float32
+    assert not result.requires_grad
+
+
+def test_micro_batches_of_whole_rows_give_the_same_psi() -> None:
+    batch = three_rows()
+    algo = Algo(Rel(), (Gate(Clip(0.5, 0.5), by="row"), Gate(Trunc(), "o", "b", "row", "sum")))
+    old = batch.behaviour + torch.linspace(-0.3, 0.4, 6)
+    terms = plan(algo, batch, {"o": old})
+    p = old.double() + torch.linspace(0.2, -0.5, 6)
+    whole = psi(algo, terms, p, every(batch))
+    for order in ([4, 5, 0], [1, 2, 3]):
+        index = torch.tensor(order)
+        assert torch.equal(psi(algo, terms, p[index], index), whole[index])
+
+
+def test_first_step_on_a_batch_needs_no_old_log_probs() -> None:
+    batch = three_rows()
+    algo = Algo(Rel(), (Gate(Clip(0.0, 0.0)), Gate(Trunc(0, 9), "o", "b")))
+    p = batch.behaviour.double() + 0.3
+    fresh = psi(algo, plan(algo, batch, {}, fresh=True), p, every(batch))
+    assert torch.equal(fresh, psi(algo, plan(algo, batch, {"o": p}), p, every(batch)))
+
+
+def test_psi_of_is_minus_the_gradient() -> None:
+    p = torch.tensor([0.5, 0.25]).log()
+    assert near(psi_of(lambda x: -x.mean(), p), [0.5, 0.5])
+    row, beta = torch.tensor([0, 0, 1]), 0.1  # DPO: chosen row 0, rejected row 1
+
+    def dpo(x: Tensor) -> Tensor:
+        h = torch.zeros(2, dtype=torch.float64).index_add(0, row, x)
+        return -torch.nn.functional.logsigmoid(beta * (h[0] - h[1]))
+
+    s = beta / (1 + math.exp(beta * 3))
+    assert near(psi_of(dpo, torch.tensor([1.5, 0.5, -1.0])), [s, s, -s])
+
+
+def test_credit_of_a_larger_batch_may_be_given() -> None:
+    batch = three_rows()
+    given = torch.tensor([1.0, 2, 3, 4, math.nan, math.nan])
+    terms = plan(Algo(Rel(), agg=Average(("all",))), batch, {}, advantage=given)
+    assert near(terms.advantage, [1, 2, 3, 4, 0, 0])
+    assert near(terms.weight, [0.25] * 4 + [0, 0])
+
+
+# -- what is refused, what is skipped --------------------------------------------------------------
+
+
+def test_a_missing_stream_is_refused_by_name() -> None:
+    algo = Algo(Rel(), (Gate(Clip()),), (Reg("k3", 0.1),), name="mine")
+    with pytest.raises(TrainingError, match=r"'mine', step 0, needs .* old policy \(stream o\)"):
+        plan(algo, three_rows(), {"q": torch.zeros(6)})
+    with pytest.raises(TrainingError, match=r"needs 6 .* reference model \(stream q\).* none"):
+        plan(algo, three_rows(), {}, fresh=True)
+
+
+def test_a_stream_of_other_tokens_is_refused_with_both_counts() -> None:
+    algo = Algo(Rel(), (Gate(Trunc(), "p", "b"),), name="mine")
+    for behaviour, known in ((torch.zeros(0), "none"), (torch.zeros(4), "4")):
+        batch = replace(three_rows(), behaviour=behaviour, step=3)
+        with pytest.raises(
+            TrainingError, match=rf"step 3, needs 6 log-probs of the sampler .*there are {known};"
+        ):
+            plan(algo, batch, {})
+
+
+def test_log_probs_that_are_not_finite_are_refused_with_their_count() -> None:
+    batch = three_rows()
+    broken = replace(batch, behaviour=torch.tensor([0.0, math.nan, -math.inf, 0, 0, 0]))
+    corrected = Algo(Rel(), (Gate(Trunc(), "p", "b"),), name="mine")
+    with pytest.raises(TrainingError, match=r"'mine', step 0, .*2 of 6 log-probs of the sampler"):
+        plan(corrected, broken, {})
+    algo = Algo(Rel(), name="mine")
+    terms = plan(algo, broken, {})  # does not read them
+    assert psi(algo, terms, torch.zeros(6), every(batch)).isfinite().all()
+    with pytest.raises(TrainingError, match="1 of 2 log-probs of the current policy"):
+        psi(algo, terms, torch.tensor([0.0, math.nan]), torch.tensor([4, 5]))
+
+
+def test_infinite_credit_is_refused() -> None:
+    algo = Algo(lambda batch: torch.full((batch.n_tokens,), math.inf), name="mine")
+    with pytest.raises(TrainingError, match="'mine', step 0: 6 of 6 advantages are infinite"):
+        plan(algo, three_rows(), {})
+
+
+@pytest.mark.parametrize(
+    ("rewards", "words"),
+    [((1, 1), "better or worse"), ((0, math.nan), "better or worse"), ([math.nan] * 2, "missing")],
+)
+def test_a_batch_without_a_lesson_says_so(rewards: Sequence[float], words: str) -> None:
+    algo = Algo(Rel(norm="std"))
+    batch = three_rows(rewards)
+    terms = plan(algo, batch, {})
+    assert terms.skip is not None
+    assert words in terms.skip
+    assert psi(algo, terms, torch.zeros(6), every(batch)).tolist() == [0] * 6
+
+
+def test_a_penalty_is_a_lesson_of_its_own() -> None:
+    algo = Algo(Rel(), regs=(Reg("k2", 0.1, "b"),))
+    assert plan(algo, three_rows([1, 1]), {}).skip is None
+    assert plan(algo, three_rows([1, 0]), {}).skip is None
+
+
+def test_everything_filtered_out_is_skipped() -> None:
+    nothing = Algo(Rel(), keep=lambda batch: torch.zeros(batch.n_tokens, dtype=torch.bool))
+    batch = three_rows()
+    terms = plan(nothing, batch, {})
+    assert "filtered out" in str(terms.skip)
+    assert not terms.weight.any()
+
+
+def test_a_batch_without_tokens_is_skipped() -> None:
+    none = torch.empty(0, dtype=torch.int64)
+    batch = replace(three_rows(), token_row=none, token_transition=none, behaviour=torch.empty(0))
+    terms = plan(Algo(Rel()), batch, {})
+    assert terms.skip == "the batch has no sampled tokens"
+
+
+def test_missing_rewards_leave_the_denominators() -> None:
+    batch = three_rows([1, math.nan])
+    terms = plan(Algo(Rel(base="none"), agg=Average(("all",))), batch, {})
+    assert near(terms.weight, [0.25] * 4 + [0, 0])

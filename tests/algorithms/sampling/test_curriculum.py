@@ -1,0 +1,109 @@
+"""Tasks drawn by how often they were solved, as a function of seed and history."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from agentrl.algorithms.data.state import Means, State
+from agentrl.algorithms.sampling.collect import Collector
+from agentrl.algorithms.sampling.curriculum import PART, Difficulty, name
+from agentrl.algorithms.sampling.task_sampler import TaskStream
+from agentrl.config import resolve
+from agentrl.store import open_store
+from agentrl.types import Branch, StepCommit
+from tests.algorithms.sampling.test_collect import asked, ids, running
+from tests.algorithms.train.test_update import group
+
+TASKS = [{"input": word} for word in ("easy", "good", "hard")]
+
+
+def stream(difficulty: Difficulty, **algorithm: object) -> TaskStream:
+    settings = {"groups": 4, "group_size": 2, **algorithm}
+    config = resolve({"name": "r", "algorithm": settings, "steps": 9}, source="test")
+    return TaskStream(config, TASKS, difficulty=difficulty)
+
+
+def test_a_history_is_the_mean_outcome_of_what_is_known() -> None:
+    difficulty = Difficulty()
+    assert difficulty.weight({}) == 0.25
+    difficulty.learn([group("a", 1.0, 0.0, None), group("b", 1.0)])  # all of the task {}
+    assert difficulty.means.values == {name({}): (pytest.approx(2 / 3), 3)}
+    assert difficulty.weight({}) == pytest.approx(3 / 5 * 2 / 5)
+
+
+def test_a_branch_is_no_try_at_the_task() -> None:
+    difficulty, tried = Difficulty(), group("a", 1.0, 0.0)
+    branch = replace(tried.rollouts[0], branch=Branch(rollout="a/1", calls=1))
+    difficulty.learn([replace(tried, rollouts=[*tried.rollouts, branch])])
+    assert difficulty.means.values == {name({}): (0.5, 2)}
+
+
+@pytest.mark.parametrize("outcome", [0.0, 1.0, -7.0, 7.0])
+def test_what_is_always_the_same_is_drawn_ever_less_but_never_not_at_all(outcome: float) -> None:
+    difficulty, weights = Difficulty(), []
+    for _ in range(4):
+        weights.append(difficulty.weight({}))
+        difficulty.learn([group("a", outcome, outcome)])
+    assert weights == sorted(weights, reverse=True)
+    assert 0 < weights[-1] < 0.15
+
+
+def test_tasks_that_are_solved_sometimes_come_most_often() -> None:
+    means = Means({name(TASKS[0]): (1.0, 50), name(TASKS[1]): (0.5, 50), name(TASKS[2]): (0.0, 50)})
+    drawn = Counter(task["input"] for task in Difficulty(means).draw(TASKS, "seed", 500))
+    assert drawn["good"] > 400
+    assert drawn["easy"] > 0
+    assert drawn["hard"] > 0
+
+
+def test_a_task_is_known_by_its_id_or_its_content() -> None:
+    assert name({"id": 7, "input": "a"}) == name({"id": 7, "input": "b"}) == "7"
+    assert name({"input": "a", "x": 1}) == name({"x": 1, "input": "a"}) != name({"input": "b"})
+
+
+def test_requests_follow_seed_and_checkpoint() -> None:
+    state = State((), {PART: Means({name(TASKS[1]): (0.5, 9), name(TASKS[0]): (1 / 3, 7)})})
+    saved = json.dumps(state.dump())
+    again = Means()
+    State((), {PART: again}).restore(json.loads(saved))
+    part = state.parts[PART]
+    assert isinstance(part, Means)
+    one, other = stream(Difficulty(part)), stream(Difficulty(again))
+    for step in range(3):
+        assert one.rollouts(step) == other.rollouts(step)
+        assert one.replacements(step, 0, 5)[:4] == other.replacements(step, 0, 2)
+    fresh = stream(Difficulty())
+    assert [one.rollouts(step) for step in range(9)] != [fresh.rollouts(step) for step in range(9)]
+
+
+async def test_what_was_asked_for_ahead_stays_what_it_was_after_a_restart(tmp_path: Path) -> None:
+    """A process that dies before the commit of step 1, and begins again from the checkpoint."""
+    found = []
+    for lives in (1, 2):
+        url = f"sqlite:///{tmp_path / str(lives)}.db"
+        async with open_store(url) as store, running(store):
+            difficulty, checkpoint = Difficulty(), "{}"
+            for step in (0, 1):
+                for _ in range(lives if step else 1):
+                    difficulty.means.restore(json.loads(checkpoint))
+                    epoch = (await store.open_run("r", {})).epoch
+                    tasks = stream(difficulty, max_staleness=2)
+                    collector = Collector(tasks.config, store, epoch, tasks)
+                    collected = await collector.collect(step)
+                await store.commit_step(
+                    StepCommit(
+                        run="r", epoch=epoch, step=step, groups=ids(collected.groups), versions={},
+                        checkpoint="c", metrics={},
+                    )
+                )  # fmt: skip
+                checkpoint = json.dumps(difficulty.means.dump())
+            found.append((await asked(store), checkpoint))
+    assert found[0] == found[1]
+    assert sum(count for _, count in json.loads(found[0][1]).values()) == 16
+    assert not any(math.isnan(mean) for mean, _ in json.loads(found[0][1]).values())

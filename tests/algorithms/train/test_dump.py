@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from agentrl.algorithms.objective.core import plan
+from agentrl.algorithms.presets import catalogue
+from agentrl.algorithms.train.dump import BadSteps, Dump, load_dump, save_dump
+from agentrl.errors import TrainingError
+from tests.algorithms.learners.test_learner import make_batch
+
+
+def make_dump() -> Dump:
+    batch = make_batch()
+    outcome = torch.arange(len(batch.rollouts)).double()
+    outcome[-1:] = math.nan
+    memory = {"ema": torch.rand(len(batch.rollouts)).double()}
+    batch = dataclasses.replace(batch, rewards={"outcome": outcome}, memory=memory)
+    terms = plan(catalogue.make("gspo+tis", {}), batch, {}, fresh=True)
+    return Dump(batch, terms, batch.behaviour * math.inf, loss=math.nan, grad_norm=math.inf)
+
+
+def assert_equal(first: object, second: object) -> None:
+    assert type(first) is type(second)
+    if isinstance(first, Tensor):
+        torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)
+    elif dataclasses.is_dataclass(first):
+        for field in dataclasses.fields(first):
+            assert_equal(getattr(first, field.name), getattr(second, field.name))
+    elif isinstance(first, list | dict):
+        assert isinstance(second, list | dict)
+        assert len(first) == len(second)
+        for key in first if isinstance(first, dict) else range(len(first)):
+            assert_equal(first[key], second[key])  # type: ignore[index]
+    else:
+        assert repr(first) == repr(second)  # NaN is NaN
+
+
+def test_a_dump_comes_back_whole(tmp_path: Path) -> None:
+    dump = make_dump()
+    save_dump(tmp_path / "new" / "1.safetensors", dump)
+    assert_equal(load_dump(tmp_path / "new" / "1.safetensors"), dump)
+
+
+def test_another_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "1").write_text("nonsense")
+    for path in (tmp_path / "1", tmp_path / "none"):
+        with pytest.raises(TrainingError, match="no dump of an optimizer step"):
+            load_dump(path)
+
+
+def test_a_dump_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
+    (tmp_path / "dumps").touch()
+    steps = BadSteps(tmp_path / "dumps", limit=2)
+    with pytest.warns(RuntimeWarning, match=r"could not be written to .*File exists"):
+        steps.bad(3, 0, make_dump())
+    with pytest.raises(TrainingError, match="step 4: 52 of 52 log-probs"):
+        steps.bad(4, 0, make_dump())

@@ -1,0 +1,100 @@
+"""Snapshots on disk and in service: there before they are remembered, gone once nobody plays."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from agentrl.algorithms.sampling.selfplay import Pool
+from agentrl.algorithms.sampling.task_sampler import TaskStream
+from agentrl.algorithms.train.snapshots import Opponents
+from agentrl.config import RunConfig, resolve
+from agentrl.store import open_store
+from agentrl.store.base import Store
+
+SEATS = ["player_0", "player_1"]
+
+
+class Learner:
+    def save(self, directory: Path) -> None:
+        (directory / "config.json").write_text("{}")
+
+
+class Serving:
+    """Remembers what is served."""
+
+    def __init__(self) -> None:
+        self.served: dict[str, Path] = {}
+
+    @asynccontextmanager
+    async def updating(self) -> AsyncIterator[None]:
+        yield
+
+    async def freeze(self, name: str, directory: Path, version: int) -> None:
+        assert (directory / "config.json").is_file()
+        self.served[name] = directory
+
+    async def drop(self, name: str) -> None:
+        del self.served[name]
+
+
+def run_of(folder: Path, ahead: int) -> RunConfig:
+    games = {"seats": SEATS, "opponents": "latest", "self_share": 0.0, "every": 1, "pool": 1}
+    algorithm = {"preset": "spiral", "groups": 1, "group_size": 2, "max_staleness": ahead}
+    return resolve(
+        {"name": "run", "output": str(folder), "selfplay": games, "algorithm": algorithm},
+        source="test",
+    )
+
+
+def opponents(config: RunConfig, store: Store) -> Opponents:
+    pool = Pool(config.selfplay, "policy", config.seed, ahead=config.algorithm.max_staleness)
+    fakes: tuple[Any, Any] = (Learner(), Serving())
+    return Opponents(pool, *fakes, store, config.name, Path(config.output, "pool"))
+
+
+def kept(made: Opponents) -> set[str]:
+    """What is on disk, which is what is served."""
+    found = {path.name for path in made.folder.iterdir()}
+    assert found == made.served == made.serving.served.keys()  # type: ignore[attr-defined]
+    return found
+
+
+async def test_a_snapshot_is_served_until_the_last_game_against_it_has_ended(
+    tmp_path: Path,
+) -> None:
+    config = run_of(tmp_path, ahead=1)
+    async with open_store(config.store) as store:
+        made = opponents(config, store)
+        await made.start(0)
+        await store.open_run("run", {})
+        # Asked for at the start, and not ended four steps later.
+        asked = TaskStream(config, [{"input": 1}], pool=made.pool).rollouts(1)
+        await store.enqueue(asked)
+        for steps in range(1, 5):
+            await made.keep(steps)
+            await made.serve()
+        assert [snapshot.name for snapshot in made.pool.drawn] == ["policy@000004"]
+        assert kept(made) == {"policy@000000", "policy@000003", "policy@000004"}
+        await store.cancel([rollout.id for rollout in asked])
+        await made.keep(5)
+        await made.serve()
+        assert kept(made) == {"policy@000004", "policy@000005"}
+
+
+async def test_only_whoever_commits_deletes(tmp_path: Path) -> None:
+    config = run_of(tmp_path, ahead=0)
+    async with open_store(config.store) as store:
+        mine, stale = opponents(config, store), opponents(config, store)
+        await mine.start(0)
+        await mine.keep(1)
+        await mine.serve()
+        assert kept(mine) == {"policy@000001"}
+        await stale.start(0)  # of a process that another one has taken the run from
+        assert {path.name for path in mine.folder.iterdir()} == {"policy@000000", "policy@000001"}
+        left = mine.folder / "policy@000009.tmp-1"
+        left.mkdir()
+        await mine.serve()
+        assert kept(mine) == {"policy@000001"}

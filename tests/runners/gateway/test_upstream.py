@@ -1,0 +1,31 @@
+"""What comes from a policy server, as it is cut into events."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from agentrl.runners.gateway.upstream import events
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+@pytest.mark.parametrize("size", range(1, 8))
+async def test_events_wherever_the_chunks_end(end: bytes, size: int) -> None:
+    lines = [b": ping", b"", b"data: 1", b"", b"event: x", b"data: [DONE]", b"", b""]
+    stream = end.join(lines)
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for start in range(0, len(stream), size):
+            yield stream[start : start + size]
+
+    found = [event async for event in events(chunks())]
+    assert found == [b": ping\n\n", b"data: 1\n\n", b"event: x\ndata: [DONE]\n\n"]
+
+
+async def test_a_carriage_return_of_the_text_stays() -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        for chunk in (b"data: a\r", b"b\n\n", b"data: c"):
+            yield chunk
+
+    assert [event async for event in events(chunks())] == [b"data: a\rb\n\n", b"data: c"]

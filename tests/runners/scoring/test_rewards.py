@@ -1,0 +1,235 @@
+"""Rewards that an agent gives itself, and those that a verifier gives to parts of a rollout."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from typing import Any
+
+import httpx
+import pytest
+from opentelemetry import trace as otel
+
+import agentrl
+from agentrl import Reward, Scope, Trace
+from agentrl.runners.scoring.rewards import settle
+from agentrl.runners.scoring.verifiers import VerifierError
+from agentrl.runners.tracing import core as tracing
+from agentrl.types import (
+    ErrorKind,
+    RolloutState,
+    Span,
+    Transition,
+    float32,
+    int32,
+)
+from tests import factories
+
+TASK = {"input": "x"}
+
+
+async def ask(client: httpx.AsyncClient, text: str) -> None:
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    body = {"model": "m", "messages": [{"role": "user", "content": text}]}
+    (await client.post(url, json=body)).raise_for_status()
+
+
+async def given(bench: Any, agent: Any, **settings: Any) -> dict[str, list[tuple[float, str]]]:
+    """Values and what they are about, by name: the text said in a call, or the target."""
+    (rollout,) = await bench.run(agent, TASK, **settings)
+    assert rollout.failure is None, rollout.failure
+    trace = await bench.store.trace(rollout.id)
+    texts = {call.id: call.messages[-1]["content"] for call in trace.transitions}
+    found: dict[str, list[tuple[float, str]]] = {}
+    for row in rollout.rewards:
+        about = texts.get(row.target or "", row.target or "")
+        found.setdefault(row.name, []).append((row.value, about))
+    return found
+
+
+async def test_a_reward_is_about_the_latest_call_of_its_own_branch(bench: Any) -> None:
+    async def branch(client: httpx.AsyncClient, name: str, other: asyncio.Event) -> None:
+        await ask(client, name)
+        other.set()
+        await asyncio.sleep(0)
+        agentrl.reward(len(name), name)
+        await asyncio.wait_for(ask(client, f"{name}, inner"), 20)  # in a task of its own
+        agentrl.reward(0.5, name)
+
+    async def agent(text: str) -> None:
+        event = asyncio.Event()
+        async with httpx.AsyncClient() as client:
+            await ask(client, "first")
+            agentrl.reward(1.0)
+            await asyncio.gather(*(branch(client, name, event) for name in ("a", "bb", "ccc")))
+            agentrl.reward(True, "whole", scope="rollout")
+            agentrl.reward(3.0, "role", scope="role", target="agent")
+            with agentrl.role("critic"):
+                await ask(client, "critique")
+            agentrl.reward(4.0, "role", scope=Scope.ROLE)
+
+    assert await given(bench, agent) == {
+        "process": [(1.0, "first")],
+        "a": [(1.0, "a"), (0.5, "a, inner")],
+        "bb": [(2.0, "bb"), (0.5, "bb, inner")],
+        "ccc": [(3.0, "ccc"), (0.5, "ccc, inner")],
+        "whole": [(1.0, "")],
+        "role": [(3.0, "agent"), (4.0, "critic")],
+        "outcome": [(1.0, "")],
+    }
+
+
+async def test_nodes_that_run_side_by_side_reward_their_own_calls(bench: Any) -> None:
+    graphs = pytest.importorskip("langgraph.graph")
+    both = asyncio.Barrier(2)
+
+    def node(name: str) -> Any:
+        async def work(state: Any) -> Any:
+            async with httpx.AsyncClient() as client:
+                await asyncio.create_task(ask(client, name))
+                await both.wait()
+                agentrl.reward(1.0, name)
+            return {"messages": []}
+
+        return work
+
+    def judge(state: Any) -> Any:
+        agentrl.reward(0.5, "judge")  # has no call of its own: the latest of the graph
+        return {"messages": []}
+
+    graph = graphs.StateGraph(graphs.MessagesState)
+    for name in ("left", "right"):
+        graph.add_node(name, node(name))
+        graph.add_edge(graphs.START, name)
+        graph.add_edge(name, "judge")
+    graph.add_node("judge", judge)
+    compiled = graph.compile()
+    found = await given(bench, lambda text: compiled.ainvoke({"messages": []}))
+    assert found["left"] == [(1.0, "left")]
+    assert found["right"] == [(1.0, "right")]
+    assert found["judge"][0][1] in ("left", "right")
+
+
+async def test_rewards_of_a_thread(bench: Any) -> None:
+    def agent(text: str) -> None:
+        url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+        for said in ("one", "two"):
+            body = {"model": "m", "messages": [{"role": "user", "content": said}]}
+            httpx.post(url, json=body, timeout=30).raise_for_status()
+            agentrl.reward(1, said)
+
+    found = await given(bench, agent)
+    assert (found["one"], found["two"]) == ([(1.0, "one")], [(1.0, "two")])
+
+
+def test_outside_of_a_rollout_only_mistakes_are_noticed() -> None:
+    agentrl.reward(1.0)
+    for wrong in (
+        lambda: agentrl.reward(float("nan")),
+        lambda: agentrl.reward(float("-inf"), scope="rollout"),
+        lambda: agentrl.reward(1.0, scope="token"),
+        lambda: agentrl.reward(1.0, scope="rollout", target="x"),
+        lambda: agentrl.reward(1.0, target="x"),
+        lambda: agentrl.reward("much"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ValueError, match=r"finite number|reward scope|no target|could not"):
+            wrong()
+
+
+def test_a_reward_before_any_call_is_refused_where_it_is_given() -> None:
+    with tracing.install().attempt(secrets.token_hex(16)) as left:
+        with pytest.raises(ValueError, match="no model call yet"):
+            agentrl.reward(1.0)
+        agentrl.reward(2.0, scope="rollout")
+    assert left.rewards == [Reward(value=2.0, name="process", source="agent")]
+
+
+async def test_a_failed_attempt_has_no_rewards(bench: Any) -> None:
+    def agent(text: str) -> None:
+        agentrl.reward(1.0, scope="rollout")
+        raise ValueError("no")
+
+    (rollout,) = await bench.run(agent, TASK)
+    assert (rollout.failure.kind, rollout.rewards) == (ErrorKind.AGENT, [])
+
+
+def test_a_reward_about_a_call_that_was_never_stored_is_dropped(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    row = Reward(value=1.0, scope=Scope.TRANSITION, target="call:0123456789abcdef")
+    assert settle([row], None, []) == []
+    assert "failed" in caplog.text
+
+
+async def test_a_verifier_rewards_steps_and_roles(bench: Any) -> None:
+    async def agent(text: str) -> None:
+        async with httpx.AsyncClient() as client:
+            await ask(client, "good")
+            with agentrl.role("critic"):
+                await ask(client, "bad")
+
+    async def verify(trace: Trace) -> list[Reward]:
+        about = [call.messages[-1]["content"] for call in trace.transitions]
+        return [
+            Reward(value=float(text == "good"), name="step", scope=Scope.TRANSITION, target=call.id)
+            for call, text in zip(trace.transitions, about, strict=True)
+        ] + [Reward(value=0.25, scope=Scope.ROLE, target="critic"), Reward(value=2)]
+
+    assert await given(bench, agent, verifier=verify) == {
+        "step": [(1.0, "good"), (0.0, "bad")],
+        "outcome": [(0.25, "critic"), (2.0, "")],
+    }
+
+
+@pytest.mark.parametrize("scope", [Scope.TRANSITION, Scope.ROLE])
+async def test_a_verifier_that_rewards_what_does_not_exist_has_failed(
+    bench: Any, scope: Scope
+) -> None:
+    def verify(result: Any) -> Reward:
+        return Reward(value=1.0, scope=scope, target="nobody")
+
+    (rollout,) = await bench.run(lambda text: text, TASK, verifier=verify)
+    assert rollout.failure.kind is ErrorKind.VERIFIER
+    assert f"to the {scope} 'nobody', which this attempt does not have" in rollout.failure.message
+    assert rollout.rewards == []
+
+
+def test_spans_of_the_users_own_between_call_and_request_are_skipped() -> None:
+    """An instrumented client sends the id of a span of its own, a child of the call's."""
+    attempt, outer, inner = "ab" * 16, "1" * 16, "2" * 16
+    span = Span(id=inner, attempt=attempt, parent=outer, name="x", kind="internal", start=1, end=2)
+    made = Transition(
+        id=f"{attempt}-0",
+        attempt=attempt,
+        index=0,
+        prompt=int32(),
+        completion=int32(),
+        logprobs=float32(),
+        span=inner,
+    )
+    rollout = factories.rollout(task=TASK, state=RolloutState.RUNNING, attempt=attempt)
+    trace = Trace(rollout=rollout, attempt=attempt, transitions=[made], spans=[])
+    row = Reward(value=1.0, scope=Scope.TRANSITION, target=f"call:{outer}")
+    assert [found.target for found in settle([row], trace, [span])] == [made.id]
+
+
+async def test_a_span_that_the_agent_opens_is_around_its_calls(bench: Any) -> None:
+    async def agent(text: str) -> None:
+        async with httpx.AsyncClient() as client:
+            with otel.get_tracer("mine").start_as_current_span("draft"):
+                await ask(client, "draft")
+            with otel.get_tracer("mine").start_as_current_span("polish"):
+                await ask(client, "polish")
+                agentrl.reward(1.0)
+
+    assert (await given(bench, agent))["process"] == [(1.0, "polish")]
+    (rollout,) = await bench.store.rollouts("test")
+    spans = {span.id: span for span in (await bench.store.trace(rollout.id)).spans}
+    posts = [spans[span.parent].name for span in spans.values() if span.name == "POST"]
+    assert sorted(posts) == ["draft", "polish"]
+
+
+def test_settling_names_what_there_is() -> None:
+    with pytest.raises(VerifierError, match="none: the attempt made no model call"):
+        settle([Reward(value=1.0, scope=Scope.ROLE, target="critic")], None, [])

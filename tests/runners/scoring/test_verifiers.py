@@ -1,0 +1,78 @@
+"""What a verifier is given, and what it may return."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from agentrl.errors import AgentError
+from agentrl.runners.scoring.verifiers import Verifier, VerifierError, rewards
+from agentrl.types import Reward, Scope
+
+
+async def verify_async(result: str) -> float:
+    return float(result == "x")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda task, result: task["answer"] == result,
+        lambda result, task: task["answer"] == result,
+        lambda task, result, trace: trace is None,
+        lambda task, result, tolerance=0.1: 1,
+        lambda *, result: 1.0,
+        lambda **given: len(given) == 3,
+        verify_async,
+        lambda result: verify_async(result),
+    ],
+)
+async def test_it_is_given_what_it_declares(function: Any) -> None:
+    task = {"input": "q", "answer": "x"}
+    assert await Verifier(function)(task=task, result="x", trace=None) == [Reward(value=1.0)]
+
+
+def test_trace_is_made_only_for_those_who_want_it() -> None:
+    assert Verifier(lambda task, trace: 1).wants_trace
+    assert not Verifier(lambda task, result: 1).wants_trace
+
+
+def test_named_rewards() -> None:
+    found = rewards({"outcome": True, "format": 0.5})
+    assert found == [Reward(value=1.0), Reward(name="format", value=0.5)]
+
+
+def test_rows_are_taken_as_they_are() -> None:
+    step = Reward(value=1, name="step", scope=Scope.TRANSITION, target="t")
+    assert rewards(step) == [step]
+    assert rewards([step, Reward(value=True)]) == [step, Reward(value=1.0)]
+    assert rewards((Reward(value=2, scope="role", target="critic"),)) == [  # type: ignore[arg-type]
+        Reward(value=2.0, scope=Scope.ROLE, target="critic")
+    ]
+
+
+NAN, ROLE = float("nan"), Scope.ROLE
+WRONG_ROWS = [
+    Reward(value=NAN),
+    [Reward(value=1), 1],
+    Reward(value=1, scope=ROLE),
+    Reward(value=1, target="x"),
+    Reward(value=1, scope=ROLE, target=7),  # type: ignore[arg-type]
+    Reward(value=1, scope="token"),  # type: ignore[arg-type]
+    Reward(value="1"),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize(
+    "value", [None, "1", NAN, float("inf"), {}, [], {"a": None}, [1], *WRONG_ROWS]
+)
+def test_what_is_not_a_reward(value: Any) -> None:
+    with pytest.raises(VerifierError, match="the verifier returned"):
+        rewards(value)
+
+
+@pytest.mark.parametrize("function", [lambda task, answer: 1, lambda: 1, 17, lambda task, /: 1])
+def test_what_is_not_a_verifier(function: Any) -> None:
+    with pytest.raises(AgentError, match=r"the verifier (has the parameters|is a)"):
+        Verifier(function)

@@ -1,0 +1,135 @@
+"""Unmodified LangChain agents: one object, many rollouts, every call in its own attempt."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from agentrl.runners.tracing import core as tracing
+from agentrl.runners.tracing import langchain as steps
+from agentrl.types import RolloutState
+
+
+@pytest.fixture
+async def build(bench: Any) -> AsyncIterator[Callable[..., Any]]:
+    """Builds an agent with one tool as a user would; its HTTP clients are closed afterwards."""
+    from langchain.agents import create_agent
+    from langchain_openai import ChatOpenAI
+
+    models = []
+
+    def repeat(text: str) -> str:
+        """Repeat a text."""
+        return f"tool {text}"
+
+    def build(**settings: Any) -> Any:
+        name = settings.pop("name", None)
+        models.append(ChatOpenAI(model="gpt-4o-mini", **settings))
+        return create_agent(models[-1], [repeat], name=name)
+
+    yield build
+    for model in models:
+        await model.root_async_client.close()
+        model.root_client.close()
+
+
+def sync(agent: Any) -> Callable[[str], str]:
+    def call(text: str) -> str:
+        return str(agent.invoke({"messages": [("user", text)]})["messages"][-1].content)
+
+    return call
+
+
+@pytest.mark.parametrize("form", ["async", "streaming", "threads"])
+async def test_interleaved_rollouts_of_one_agent_are_never_confused(
+    bench: Any, build: Any, form: str
+) -> None:
+    agent = build(streaming=form == "streaming")
+    tasks = [{"input": f"token-{i}-"} for i in range(32)]
+    rollouts = await bench.run(sync(agent) if form == "threads" else agent, *tasks, concurrency=32)
+    for task, rollout in zip(tasks, rollouts, strict=True):
+        assert rollout.state is RolloutState.SUCCEEDED, rollout.failure
+        assert rollout.result == f"echo tool {task['input']}"
+        trace = await bench.store.trace(rollout.id)
+        assert [t.index for t in trace.transitions] == [0, 1]
+        for t in trace.transitions:
+            said = bytes(t.prompt.tolist()).decode()
+            assert task["input"] in said
+            assert said.count("token-") == said.count(task["input"])
+            assert t.exact
+            assert len(t.logprobs) == len(t.completion) > 0
+            assert t.version == 7
+            assert t.span in {span.id for span in trace.spans}
+
+
+def tree(trace: Any) -> dict[str, tuple[str, str | None]]:
+    """Kind and parent's name of each span, by name; of equal names the last."""
+    names = {span.id: span.name for span in trace.spans}
+    return {span.name: (span.kind, names.get(span.parent)) for span in trace.spans}
+
+
+async def test_the_frameworks_steps_are_spans_around_the_calls(bench: Any, build: Any) -> None:
+    (rollout,) = await bench.run(build(name="clerk"), {"input": "x"})
+    trace = await bench.store.trace(rollout.id)
+    assert tree(trace) == {
+        "attempt": ("agent", None),
+        "clerk": ("agent", "attempt"),
+        "model": ("chain", "clerk"),
+        "POST": ("internal", "model"),
+        "tools": ("chain", "clerk"),
+        "repeat": ("tool", "tools"),
+    }
+    assert all(span.ok and span.end >= span.start for span in trace.spans)
+    calls = {span.id for span in trace.spans if span.name == "POST"}
+    assert {t.span for t in trace.transitions} == calls
+
+
+async def test_openinference_records_the_rest_on_request(bench: Any, build: Any) -> None:
+    instrumentation = pytest.importorskip("openinference.instrumentation.langchain")
+    agent = build()
+    tracing.install()
+    tracing.instrument_frameworks()
+    try:
+        (rollout,) = await bench.run(agent, {"input": "x"})
+    finally:
+        instrumentation.LangChainInstrumentor().uninstrument()
+        steps.leave_to(None)
+    trace = await bench.store.trace(rollout.id)
+    kinds = [span.kind for span in trace.spans]
+    assert {"agent", "chain", "tool", "llm"} <= set(kinds)
+    assert kinds.count("tool") == 1
+    found = tree(trace)
+    assert found["POST"] == ("internal", "model")
+    assert found["ChatOpenAI"] == ("llm", "model")
+    (root,) = [span for span in trace.spans if span.parent is None]
+    assert root.name == "attempt"
+
+
+async def test_a_step_that_fails_or_never_ends_is_not_ok(bench: Any) -> None:
+    from langchain_core.runnables import RunnableLambda
+
+    async def never(text: str) -> None:
+        await asyncio.Event().wait()
+
+    def fails(text: str) -> None:
+        raise ValueError("no")
+
+    for chain, name in ((RunnableLambda(fails), "fails"), (RunnableLambda(never), "never")):
+        (rollout,) = await bench.run(chain, {"input": "x"}, timeout=0.2)
+        spans = {span.name: span for span in (await bench.store.trace(rollout.id)).spans}
+        assert (spans[name].kind, spans[name].ok) == ("chain", False)
+
+
+async def test_role_set_around_a_call_is_recorded(bench: Any, build: Any) -> None:
+    agent = build()
+
+    async def critic(text: str) -> Any:
+        with tracing.role("critic"):
+            return await agent.ainvoke({"messages": [("user", text)]})
+
+    (rollout,) = await bench.run(critic, {"input": "x"})
+    trace = await bench.store.trace(rollout.id)
+    assert {t.role for t in trace.transitions} == {"critic"}

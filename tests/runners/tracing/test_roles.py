@@ -1,0 +1,143 @@
+"""Whose role a call has: by path, baggage, node, agent name or model name, in this order."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import httpx2
+import pytest
+from opentelemetry import baggage
+
+import agentrl
+from agentrl.runners.gateway.attribution import Attempts
+from agentrl.runners.tracing import roles
+from agentrl.types import Attempt, NewRollout
+
+KNOWN = {"writer", "critic", "team", "researcher"}
+ROLLOUT = NewRollout(id="r", run="test", group="g", index=0, task={})
+ATTEMPT = Attempt(id="a" * 32, rollout=ROLLOUT, fence=1, lease_until=0.0)
+
+
+@pytest.fixture
+def bench(bench: Any) -> Any:
+    """As in conftest, with a run file that names roles."""
+    bench.gateway.attempts.roles = frozenset(KNOWN)
+    return bench
+
+
+@pytest.fixture
+async def chat() -> AsyncIterator[Any]:
+    from langchain_openai import ChatOpenAI
+
+    # Clients of its own: LangChain shares its default ones between models of equal addresses.
+    with httpx2.Client() as client:
+        async with httpx2.AsyncClient() as other:
+            yield ChatOpenAI(model="gpt", http_client=client, http_async_client=other)
+
+
+def ask(text: str, model: str = "m") -> None:
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    body = {"model": model, "messages": [{"role": "user", "content": text}]}
+    httpx.post(url, json=body, timeout=30).raise_for_status()
+
+
+async def roles_of(bench: Any, agent: Any, value: Any = "x") -> list[str]:
+    (rollout,) = await bench.run(agent, {"input": value})
+    assert rollout.failure is None, rollout.failure
+    return [call.role for call in (await bench.store.trace(rollout.id)).transitions]
+
+
+def test_the_order_of_the_rule() -> None:
+    names = ["model", "team", "critic"]
+    assert roles.resolve(KNOWN, path="a", said="b", names=names) == "a"
+    assert roles.resolve(KNOWN, path=None, said="b", names=names) == "b"
+    assert roles.resolve(KNOWN, path=None, said=None, names=names) == "team"
+    assert roles.resolve((), path=None, said=None, names=names) is None
+    assert roles.role_of_model("b", "critic", KNOWN) == "b"
+    assert roles.role_of_model(None, "critic", KNOWN) == "critic"
+    assert roles.role_of_model(None, "gpt", KNOWN) == "agent"
+
+
+def test_names_survive_the_header() -> None:
+    odd = ["a,b", "c=d;e", "ü %+"]
+    joined = ",".join(quote(name, safe="") for name in odd)
+    headers = {"authorization": f"Bearer {ATTEMPT.id}"}
+    for name in odd:
+        attempts = Attempts(roles=[name])
+        attempts.register(ATTEMPT)
+        item = f"x=1,{roles.NAMES}={quote(joined, safe='')}"
+        assert attempts.caller(headers | {"baggage": item}, {}).role == name
+
+
+async def test_nodes_and_agents_that_the_run_file_names(bench: Any, chat: Any) -> None:
+    from langchain.agents import create_agent
+    from langgraph.graph import START, MessagesState, StateGraph
+
+    def write(state: MessagesState) -> Any:
+        return {"messages": [chat.invoke(state["messages"])]}
+
+    async def critic(state: MessagesState) -> Any:
+        return {"messages": [await chat.ainvoke(state["messages"])]}
+
+    async def other(state: MessagesState) -> Any:
+        return {"messages": [await chat.ainvoke(state["messages"])]}
+
+    graph = StateGraph(MessagesState)
+    graph.add_node("writer", write)
+    graph.add_node("critic", critic)
+    graph.add_node("other", other)
+    graph.add_node("team", create_agent(chat, [], name="researcher"))
+    graph.add_node("inner", create_agent(chat, [], name="researcher"))
+    graph.add_edge(START, "writer")
+    for one, next_one in [
+        ("writer", "critic"),
+        ("critic", "other"),
+        ("other", "team"),
+        ("team", "inner"),
+    ]:
+        graph.add_edge(one, next_one)
+    found = await roles_of(bench, graph.compile())
+    assert found == ["writer", "critic", "agent", "team", "researcher"]
+
+
+async def test_a_single_agent_stays_the_agent(bench: Any, chat: Any) -> None:
+    from langchain.agents import create_agent
+
+    assert await roles_of(bench, create_agent(chat, [])) == ["agent"]
+    assert await roles_of(bench, create_agent(chat, [], name="researcher")) == ["researcher"]
+
+
+async def test_model_names_are_the_last_resort(bench: Any) -> None:
+    def agent(text: str) -> None:
+        ask(text, "critic")
+        ask(text, "gpt")
+        with agentrl.role("writer"):
+            ask(text, "critic")
+
+    assert await roles_of(bench, agent) == ["critic", "agent", "writer"]
+
+
+async def test_role_reaches_threads_and_tasks(bench: Any) -> None:
+    async def agent(text: str) -> None:
+        with agentrl.role("left"), ThreadPoolExecutor(1) as pool:
+            await asyncio.wrap_future(pool.submit(ask, text))
+            await asyncio.create_task(asyncio.to_thread(ask, text))
+            with agentrl.role("inner"):
+                await asyncio.to_thread(ask, text)
+            await asyncio.to_thread(ask, text)
+        await asyncio.to_thread(ask, text)
+
+    assert await roles_of(bench, agent) == ["left", "left", "inner", "left", "agent"]
+
+
+def test_role_outside_of_a_rollout_does_nothing() -> None:
+    with agentrl.role("critic"):
+        assert baggage.get_baggage(roles.ROLE) is None
+    with pytest.raises(ValueError, match="needs a name"), agentrl.role(""):
+        pass
