@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -255,6 +256,103 @@ async def test_the_stores_failure_is_not_the_sinks(
 class Broken:
     async def steps(self, run: str, *, after: int) -> list[StepRow]:
         raise ZeroDivisionError
+
+
+# -- sinks from outside the library ----------------------------------------------------------------
+
+README = Path(__file__).parents[2] / "algorithms" / "README.md"
+(CSV,) = re.findall(r"```python\n(class Csv:.*?)```", README.read_text(), flags=re.DOTALL)
+BROKEN = """
+import time
+
+class Hangs:
+    def __init__(self, config, position): time.sleep(600)
+    def write(self, row): ...
+    def close(self): ...
+
+class Fails(Hangs):
+    def __init__(self, config, position): raise SystemExit("no licence")
+
+def nothing(config, position): ...
+def three(config, position, more): ...
+class Mute:
+    def __init__(self, config, position): ...
+"""
+LOUD = """
+import csv_sink, sys
+
+class Csv(csv_sink.Csv):
+    def write(self, row):
+        super().write(row)
+        print("wrote", row.step, file=sys.stderr, flush=True)
+"""
+MAIN = """
+import sys, msgspec
+from agentrl.config import RunConfig
+from agentrl.telemetry.sinks import process
+process.DRAIN = 3.0
+process.main(msgspec.json.decode(sys.argv[1], type=RunConfig))
+"""
+
+
+def test_a_sink_that_fails_or_hangs_delays_no_other(tmp_path: Path) -> None:
+    for name, text in (("csv_sink", CSV), ("loud", LOUD), ("broken", BROKEN)):
+        (tmp_path / f"{name}.py").write_text(text)
+    names = ["broken.py:Hangs", "broken.py:Fails", "broken.py:nothing", "loud.py:Csv"]
+    run = msgspec.structs.replace(config(tmp_path, *names), root=str(tmp_path))
+    asyncio.run(train(run, 0, 3))
+    expected = {
+        "metrics sink broken.py:Fails: no licence. Training goes on",
+        "returned NoneType, which is no Sink: it has no write, close",
+        "wrote 2",
+    }
+    child = subprocess.Popen(
+        [sys.executable, "-c", MAIN, msgspec.json.encode(run).decode()],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stderr is not None
+    while expected:
+        line = child.stderr.readline()
+        assert line, f"it ended without {expected}"
+        expected -= {text for text in expected if text in line}
+    _, errors = child.communicate()  # ends its input
+    assert "metrics sink broken.py:Hangs: it did not end within" in errors
+    assert "Csv" not in errors
+    assert child.returncode == 1
+    assert (tmp_path / "reward.csv").read_text() == "0 0.0\n1 0.1\n2 0.2\n"
+    assert load_position(position_file(run, "loud.py:Csv")).next == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("broken.py:Fail", r"it has no 'Fail'; did you mean 'Fails'"),
+        ("broken.py:three", r"three \(.*broken\.py:\d+\) must take \(config, position\)"),
+        ("broken.py:Mute", r"Mute \(.*broken\.py:\d+\) is no Sink: it has no write, close"),
+        ("missing.py:Csv", r"there is no file .*missing\.py"),
+    ],
+)
+def test_what_is_no_sink_is_refused_before_a_run(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    run = msgspec.structs.replace(config(tmp_path, name), root=str(tmp_path))
+    with pytest.raises(ConfigError, match=rf"metrics\.sinks.*{message}"):
+        base.check_sinks(run)
+
+
+def test_a_package_may_register_sinks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "csv_sink.py").write_text(CSV)
+    found = tmp_path / "csv_sink-1.0.dist-info"
+    found.mkdir()
+    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: csv-sink\nVersion: 1.0\n")
+    (found / "entry_points.txt").write_text("[agentrl.sinks]\ncsv = csv_sink:Csv\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    run = resolve({"metrics": {"sinks": ["csv"]}, "output": str(tmp_path)}, source="run.toml")
+    base.check_sinks(run)
+    sink = base.open_sink("csv", run, SinkPosition(id="x"))
+    sink.close()
+    assert type(sink).__name__ == "Csv"
 
 
 # -- the real ones ---------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, cast
+from urllib.parse import quote
 
 import msgspec
 
@@ -72,7 +73,7 @@ class SinkPosition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def position_file(config: RunConfig, sink: str) -> Path:
-    return Path(config.output, "metrics", re.sub(r"[^\w.-]", "_", sink) + ".json")
+    return Path(config.output, "metrics", quote(sink, safe="") + ".json")
 
 
 def load_position(file: Path) -> SinkPosition:
