@@ -58,7 +58,7 @@ def check_call(thing: object, *arguments: str, key: str) -> None:
 
 
 def check_protocol(made: object, protocol: type, *, by: object, key: str) -> None:
-    """Raises ConfigError unless what `by` returned, or `by` itself, a class, has every public method
+    """Raises ConfigError unless what `by` returned, or the class `by`, has every public method
     of a protocol."""
     wanted = [name for name, item in vars(protocol).items() if callable(item) and name[0] != "_"]
     missing = [name for name in wanted if not callable(getattr(made, name, None))]

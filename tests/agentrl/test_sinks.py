@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -260,8 +259,7 @@ class Broken:
 
 # -- sinks from outside the library ----------------------------------------------------------------
 
-README = Path(__file__).parents[2] / "algorithms" / "README.md"
-(CSV,) = re.findall(r"```python\n(class Csv:.*?)```", README.read_text(), flags=re.DOTALL)
+CSV = (Path(__file__).parents[2] / "examples" / "plugins" / "sink.py").read_text()
 BROKEN = """
 import time
 
