@@ -1,7 +1,8 @@
 """A team of three frozen language models that decides in each of two rounds who talks to whom.
 
-Each knows one relation and makes one step of a question; what it hears, or has said itself in the
-round before, may be a step further. `choose` maps what was seen so far to a mode for every agent.
+Each agent knows one relation and resolves one step of a question; a message that it hears, or its
+own of the round before, may be a step further. `choose` maps the observations so far to a
+communication mode for every agent.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Played(TypedDict):
 
 
 class Team:
-    """An agent, once it knows how to choose: `choose(task, observations so far)`."""
+    """The team, with the function that chooses modes: `choose(task, observations so far)`."""
 
     def __init__(self, choose: Callable[[dict[str, Any], Seen], list[int]]) -> None:
         self.choose = choose
@@ -66,7 +67,7 @@ class Team:
 
 
 async def ask(client: AsyncOpenAI, role: str, known: list[str]) -> tuple[str, int]:
-    """What an agent says, and the tokens that it took."""
+    """The answer of an agent and the number of its tokens."""
     completion = await client.chat.completions.create(
         model=role,
         temperature=0.0,
@@ -81,8 +82,8 @@ async def ask(client: AsyncOpenAI, role: str, known: list[str]) -> tuple[str, in
 
 
 def observe(question: str, said: list[str], used: list[int], edges: Edges) -> list[list[float]]:
-    """[n, o]: the task's bytes, who the agent is, whether it has spoken, its share of edges and of
-    tokens; then, for the graph network, whom it heard."""
+    """[n, o]: for each agent the task's bytes, its index, whether it has spoken, its share of edges
+    and of tokens; last, for the graph network, which agents it heard."""
     agents, text = len(said), fold(question)
     rows = []
     for agent in range(agents):
@@ -95,14 +96,14 @@ def observe(question: str, said: list[str], used: list[int], edges: Edges) -> li
 
 
 def state(seen: list[list[float]], edges: Edges) -> list[float]:
-    """[s]: all observations, and number and density of edges and the number of agents."""
+    """[s]: all observations, the number and density of edges, and the number of agents."""
     agents = len(seen)
     rows = [value for row in seen for value in row[:-agents]]
     return [*rows, float(len(edges)), len(edges) / agents**2, float(agents)]
 
 
 def fold(text: str) -> list[float]:
-    """The first bytes of a text, folded and scaled to length 1."""
+    """The first bytes of a text, folded into a vector of length 1."""
     folded = [0.0] * BYTES
     for place, byte in enumerate(text.encode()[: 4 * BYTES]):
         folded[place % BYTES] += byte / 255
@@ -111,5 +112,5 @@ def fold(text: str) -> list[float]:
 
 
 def fixed(mode: str) -> Callable[[dict[str, Any], Seen], list[int]]:
-    """Everybody always in the same mode."""
+    """All agents always choose the same mode."""
     return lambda task, seen: [MODES.index(mode)] * len(ROLES)

@@ -1,5 +1,5 @@
-"""Utilities of arXiv 2604.00344: two rounds of messages along the last round's graph, a memory of
-the rounds before, and a head."""
+"""The utility network of arXiv 2604.00344: two rounds of messages along the last round's graph, a
+recurrent state over rounds, and a head."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 
 class Talk(nn.Module):
-    """q [B, T, n, a] of observations [B, T, n, o], of which the last n say whom an agent heard."""
+    """Utilities [B, T, n, a] of observations [B, T, n, o], whose last n say which agents it
+    heard."""
 
     def __init__(self, observation: int, agents: int, actions: int, hidden: int = 64) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Builds the frozen model: told which relation it knows, it makes the step of a question along that
-one, and passes everything else on."""
+"""Builds the frozen model: it is told which relation it knows, resolves a step of a question along
+that relation, and repeats everything else."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def build(directory: Path, seed: int) -> float:
 
 
 def demonstrate(dice: random.Random) -> Conversation:
-    """One call: the question, alone as in the first round or with what was heard and said, of which
-    the last is nearest to an answer."""
+    """One call: the question alone, as in the first round, or with earlier messages, the last of
+    which is closest to an answer."""
     chain = dice.choice(CHAINS)
     steps = [ask(chain, dice.choice(RELATIONS[chain[0]][0]))]
     for relation in chain:

@@ -1,7 +1,7 @@
-"""Who tells whom what: six modes of communication, of which every agent chooses one each round.
+"""Six modes of communication, of which every agent chooses one in each round.
 
-As in arXiv 2604.00344 and its code: an agent's edges are added in the order of the agents, those
-that would close a cycle are left out, and of the two agents of a debate the first speaks first.
+As in arXiv 2604.00344 and its code, edges are added in the order of the agents, an edge that would
+close a cycle is left out, and in a debate the agent of the lower index speaks first.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def graph(modes: Sequence[int]) -> Edges:
 
 
 def order(edges: Edges, agents: int) -> list[int]:
-    """Everybody speaks after all those that they listen to; where debates close a circle of these,
-    its first agent begins."""
+    """The order in which agents speak: each after all those that it listens to; where debates form
+    a cycle, its first agent begins."""
     left, spoken = list(range(agents)), list[int]()
     while left:
         agent = next((a for a in left if not _waits(edges, a, left)), left[0])

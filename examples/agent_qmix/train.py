@@ -1,12 +1,11 @@
-"""Agent Q-Mix, arXiv 2604.00344: learns who talks to whom, and leaves the models as they are.
+"""Agent Q-Mix, arXiv 2604.00344: learns which agents communicate; the models stay frozen.
 
 python examples/agent_qmix/train.py --output runs/agent_qmix
 
-The models answer behind the gateway as a policy that nobody trains, so each call is recorded. A
-step asks the store for a group of episodes, learns from those of the last steps, as the store has
-them, and is committed: what is killed goes on from there. A reward is that of the last round alone,
-and the last round is learned from; the authors' code leaves it out and repeats the reward in every
-round.
+The models answer behind the gateway as a frozen policy, so each call is recorded. A step asks the
+store for a group of episodes, learns from the episodes of the last steps in the store, and is
+committed, so that a killed process continues from there. Only the last round has a reward, and it
+is trained on; the authors' code leaves the last round out and repeats the reward in every round.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def learner(seed: int) -> QMix:
 
 
 def choices(mixed: QMix) -> Choose:
-    """Of a task that names a topology, that one; else by the learned utilities, at random with the
+    """Modes: the topology that a task names, else epsilon-greedy by the learned utilities, with the
     task's epsilon and seed."""
 
     def choose(task: Task, seen: Seen) -> list[int]:
@@ -76,7 +75,7 @@ def choices(mixed: QMix) -> Choose:
 
 
 def episode(rollout: Rollout) -> Episode:
-    """What the store has of a rollout."""
+    """A stored rollout as an episode."""
     played = rollout.result
     rewards = torch.zeros(ROUNDS)
     rewards[-1] = rollout.reward("return")
@@ -91,7 +90,7 @@ def episode(rollout: Rollout) -> Episode:
 async def ask(
     store: Store, group: str, some: Sequence[Task], purpose: Purpose, step: int, **how: object
 ) -> list[Rollout]:
-    """Rollouts of these tasks, once they have ended."""
+    """Play these tasks; returns their rollouts once all have ended."""
     await store.enqueue(
         [
             NewRollout(
@@ -107,7 +106,7 @@ async def ask(
 
 
 async def train(store: Store, state: RunState, mixed: QMix, options: argparse.Namespace) -> None:
-    """From the last committed step to the last one."""
+    """Train from the last committed step to the end."""
     if state.checkpoint:
         mixed.load_state_dict(torch.load(Path(state.checkpoint, "learner.pt")))
     for step in range(state.step, options.steps):
@@ -143,13 +142,13 @@ async def train(store: Store, state: RunState, mixed: QMix, options: argparse.Na
 async def learn(
     store: Store, state: RunState, mixed: QMix, options: argparse.Namespace
 ) -> dict[str, dict[str, float]]:
-    """Train to the end, and see what has come of it."""
+    """Train to the end and compare with fixed topologies."""
     await train(store, state, mixed, options)
     return await compare(store, options)
 
 
 async def compare(store: Store, options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Accuracy, reward and tokens of what was learned, of modes at random and of every fixed
+    """Accuracy, reward and tokens of the learned modes, of random modes and of every fixed
     topology, on the same held-out tasks."""
     some, result = tasks(f"heldout/{options.seed}", options.tasks, heldout=True), {}
     shown = {"learned": ("learned", 0.0), "random": ("learned", 1.0)}
@@ -165,7 +164,7 @@ async def compare(store: Store, options: argparse.Namespace) -> dict[str, dict[s
 
 
 def settings(options: argparse.Namespace) -> RunConfig:
-    """The run as its runner reads it: one policy plays every role."""
+    """The settings that the runner reads: one policy plays every role."""
     data = {
         "name": RUN,
         "output": str(options.output),

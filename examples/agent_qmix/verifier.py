@@ -1,4 +1,4 @@
-"""Whether the answer is right, and what is left of that when its tokens are paid for."""
+"""Whether the answer is right, and the return: the same minus the cost of its tokens."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What the team is asked: one or two steps along relations, of which each agent knows one.
+"""The questions: one or two steps along relations, of which each agent knows one.
 
-A question of one step needs one agent; of two steps, the agent of the first has to be heard by that
-of the second. Nobody that held-out questions start from is in a question to learn from.
+A question of one step needs one agent. For one of two steps, the agent of the second has to hear
+the agent of the first. The people that held-out questions start from occur in no training question.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ FIRST = (
 PLACES = "Oslo Lima Cairo Delhi Porto Quito Seoul Tunis Accra Bern Dakar Hanoi"
 PEOPLE, CITIES = FIRST.split(), PLACES.split()
 RELATIONS = {"manager": (PEOPLE, PEOPLE), "city": (PEOPLE, CITIES), "mayor": (CITIES, PEOPLE)}
-"""Name -> what it leads from, and to. In the order of the agents that know them."""
+"""Relation -> its subjects and its objects, in the order of the agents that know them."""
 CHAINS = [
     *(("manager",), ("city",), ("mayor",)),
     *(("manager", "city"), ("city", "mayor")),  # what an agent finds out, a later one needs
@@ -27,7 +27,7 @@ Task = dict[str, Any]
 
 
 def facts() -> dict[str, dict[str, str]]:
-    """Relation -> subject -> what it leads to."""
+    """Relation -> subject -> object."""
     dice = random.Random("world")
     return {
         name: {subject: dice.choice(found) for subject in known}
@@ -43,7 +43,7 @@ def ask(chain: tuple[str, ...], subject: str) -> str:
 
 
 def step(relation: str, question: str) -> str:
-    """The question with its innermost step made, if it is one along this relation."""
+    """The question with its innermost step resolved, if that is a step along this relation."""
     *outer, inner, subject = ["", *question.split(" of ")]
     if inner != relation or subject not in FACTS[relation]:
         return question
@@ -51,7 +51,7 @@ def step(relation: str, question: str) -> str:
 
 
 def hops(said: str) -> int:
-    """How far a text is from an answer."""
+    """The number of steps left in a text."""
     return said.count(" of ")
 
 

@@ -1,8 +1,8 @@
 """Builds the model that the run trains: a tiny Llama that passes and bets, each half of the time.
 
-No weights are downloaded. It imitates a player who makes any legal move whatever it holds, so its
-exploitability is that of the uniform policy: all strategy is left to learn from rewards. The result
-is an ordinary Hugging Face checkpoint.
+No weights are downloaded. It imitates a player who chooses legal moves uniformly at random, so it
+starts with the exploitability of the uniform policy and learns all strategy from rewards. The
+result is an ordinary Hugging Face checkpoint.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def build(directory: Path, seed: int) -> None:
 
 
 def demonstrate(dice: random.Random) -> list[Conversation]:
-    """The moves of a game in which both players make any."""
+    """The turns of a game between two random players."""
     game = Game(GAME)
     state, shown = game.start(), []
     while not state.is_terminal():

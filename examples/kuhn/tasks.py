@@ -17,7 +17,7 @@ def deal(seed: int) -> tuple[str, ...]:
 
 
 def one_of_each() -> dict[tuple[str, ...], int]:
-    """Deal -> the first seed that gives it."""
+    """Deal -> the first seed that deals it."""
     seeds: dict[tuple[str, ...], int] = {}
     for seed in count():
         if len(seeds) == DEALS:

@@ -1,8 +1,8 @@
 """Two players share books, hats and basketballs that each of them values differently.
 
-OpenSpiel's `bargaining` (Lewis et al. 2017): what a player's values are only it knows; in turns
-they offer what to keep for themselves, until one agrees. Without an agreement nobody has anything.
-The agent runs by itself, too, against any OpenAI-compatible server:
+OpenSpiel's `bargaining` (Lewis et al. 2017): each player knows only its own values. In turns they
+say what they would keep, until one agrees; without an agreement both get nothing. The agent also
+runs by itself, against any OpenAI-compatible server:
 `await agent(tasks.heldout[0]["input"])`.
 """
 
@@ -16,7 +16,7 @@ AMOUNT = re.compile(rf"(?:{'|'.join(ITEMS)}): (\d+)")
 
 
 class Deal(NamedTuple):
-    """What a player knows of a game. Amounts are of books, hats and basketballs, in this order."""
+    """What a player sees of a game. Amounts are of books, hats and basketballs, in this order."""
 
     pool: list[int]
     values: list[int]  # of one item each, to the player; the whole pool is worth 10
@@ -26,12 +26,12 @@ class Deal(NamedTuple):
         return sum(n * value for n, value in zip(amounts, self.values, strict=True))
 
     def left(self) -> list[int]:
-        """What the newest offer leaves to the player who hears it."""
+        """What the latest offer leaves to the player who received it."""
         return [n - kept for n, kept in zip(self.pool, self.offers[-1], strict=True)]
 
 
 def amounts(words: str) -> list[int]:
-    """How many of each item OpenSpiel's words name, such as a move's; empty: they name none."""
+    """The number of each item in a text of OpenSpiel, such as a move; empty if it names none."""
     return [int(n) for n in AMOUNT.findall(words)]
 
 
@@ -41,8 +41,8 @@ def read(view: View) -> Deal:
 
 
 def describe(view: View) -> list[dict[str, str]]:
-    """Each item beside its worth, and what the newest offer leaves, summed up: a model that is to
-    learn when to agree need not learn to multiply first."""
+    """Each item with its value, and the total value of what the latest offer leaves, so that a
+    model can learn when to agree without learning to multiply first."""
     deal = read(view)
     said = [f"P{view.player} after {len(deal.offers)} offers"]
     items = zip(ITEMS, deal.pool, deal.values, strict=True)

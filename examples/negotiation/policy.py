@@ -1,8 +1,8 @@
-"""Builds the model that the run trains: a tiny Llama that asks for more rather than for less.
+"""Builds the model that the run trains: a tiny Llama that prefers larger shares.
 
-No weights are downloaded. It imitates players who make any legal offer, one that is worth twice as
-much to them twice as often, and who agree the more often the more is left to them. What the other
-player may value they do not mind. The result is an ordinary Hugging Face checkpoint.
+No weights are downloaded. It imitates players who make an offer with a probability proportional to
+its value to themselves, and who agree more often the more is left to them. They ignore the other
+player's values. The result is an ordinary Hugging Face checkpoint.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def build(directory: Path, seed: int) -> None:
 
 
 def demonstrate(dice: random.Random) -> Conversation:
-    """One turn of a game of two such players."""
+    """A random turn of a game between two such players."""
     game = Game("bargaining", train[0]["input"]["parameters"])
     state, turns = game.start(), []
     while not state.is_terminal():

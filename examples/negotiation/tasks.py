@@ -1,4 +1,4 @@
-"""A seed is a pool and two players' values: one of OpenSpiel's thousand."""
+"""Each seed selects a pool and both players' values, from the thousand of OpenSpiel."""
 
 TURNS = 4  # two offers of each player
 

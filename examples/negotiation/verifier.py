@@ -1,6 +1,6 @@
-"""Each player has its own utility: self-play pays every seat for itself.
+"""A reward for each seat, its own utility, and an outcome for the game.
 
-The outcome is the mean of both, half of what the players made together.
+The outcome is the mean of both utilities.
 """
 
 from agentrl import Reward, Task, Trace

@@ -1,4 +1,4 @@
-"""An agent of the OpenAI Agents SDK with one tool: it converts currencies.
+"""An agent of the OpenAI Agents SDK with one tool that converts currencies.
 
 Run it with `asyncio.run(convert("How much is 20 EUR in USD?"))`.
 """

@@ -1,4 +1,4 @@
-"""An agent with the plain OpenAI SDK: it guesses, is told higher or lower, and guesses again.
+"""An agent with the plain OpenAI SDK that guesses a number: it is told higher or lower each time.
 
 Run it with `asyncio.run(play({"secret": 7, "highest": 20}))`.
 """

@@ -1,8 +1,8 @@
-"""Four roles of one model: a challenger invents a walk on a board from another, a planner makes its
-first move, solvers say where it ends, and a critic rates walk and plan. SAGE, arXiv 2603.15255.
+"""Four roles of one model (SAGE, arXiv 2603.15255): a challenger invents a walk on a board from an
+example, a planner makes its first move, solvers answer where it ends, a critic rates walk and plan.
 
-`{"seed": ...}` asks for a new question first, `{"question": ...}` for answers alone. The role is
-the model's name, so any server, or one for each role, can answer.
+A task `{"seed": ...}` asks for a new question first, `{"question": ...}` for answers only. The
+role is the model's name, so any server, or one for each role, can answer.
 """
 
 from __future__ import annotations
@@ -44,5 +44,5 @@ async def ask(role: str, text: str) -> str:
 
 
 def rating(text: str) -> float:
-    """From 0 to 1; 0 for what is no rating."""
+    """A rating as a number from 0 to 1; 0 if the text is not a rating."""
     return int(text) / 9 if len(text) == 1 and text in "0123456789" else 0.0

@@ -1,6 +1,6 @@
 """The domain: walks on a chessboard whose edges meet, such as "east east north : c 4".
 
-Walking them answers them, so a question that nobody has written before has a known answer.
+The program computes the answer, so that even an invented question has a known answer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ LONGEST = 5  # moves of a walk
 
 
 def parse(question: str) -> Walk | None:
-    """None if it is no walk, or one too long."""
+    """The moves and the start of a walk; None if the text is not a walk, or one that is too
+    long."""
     left, _, right = question.partition(" : ")
     moves, start = left.split(), square(right)
     known = 1 <= len(moves) <= LONGEST and set(moves) <= MOVES.keys()
@@ -37,7 +38,7 @@ def square(text: str) -> Square | None:
 
 
 def step(moves: list[str], start: Square) -> Walk:
-    """What is left to do once the first move is made: a plan for the rest."""
+    """The rest of the walk after its first move, which is what a plan should say."""
     return moves[1:], MOVES[moves[0]](*start)
 
 
@@ -56,5 +57,5 @@ def named(found: Square) -> str:
 
 
 def vague(plan: str) -> bool:
-    """Whether it does not say which square the first move leads to."""
+    """Whether the plan leaves out the square to which the first move leads."""
     return plan.endswith(HERE)

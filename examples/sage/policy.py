@@ -1,4 +1,4 @@
-"""Builds the model that plays all four roles: fluent in each, and good at none.
+"""Builds the model that plays all four roles: each with the right format and many mistakes.
 
 It imitates a challenger that mostly asks for one or two moves, a planner that often does not say
 where the first move leads, a solver that often forgets the last one, and a critic that is right
@@ -44,7 +44,8 @@ def build(directory: Path, seed: int) -> None:
 
 
 def challenger(seed: Walk, dice: random.Random) -> Conversation:
-    """From elsewhere, and longer by two moves at the most; or with one that does not exist."""
+    """A walk from another square, up to two moves longer; sometimes with a move that does not
+    exist."""
     count = min(len(seed[0]) + dice.choice((0, 0, 0, 1, 1, 2)), LONGEST)
     moves = dice.choices(list(MOVES), k=count)
     if dice.random() > VALID:
@@ -74,7 +75,7 @@ def critic(walk: Walk, dice: random.Random) -> Conversation:
 
 
 def plan(walk: Walk, dice: random.Random) -> str:
-    """The first move made, or only said to be."""
+    """The walk after its first move; often without the square that this leads to."""
     moves, start = step(*walk)
     return written(moves, start if dice.random() < PLANNED else None)
 

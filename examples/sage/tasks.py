@@ -1,4 +1,5 @@
-"""Seeds of one move to invent from, and longer walks to be answered."""
+"""Training tasks: walks of one move as examples to invent from. Held out: longer walks to
+answer."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ SEEDS, HELDOUT = 500, 200
 
 
 def walks(seed: str, count: int, moves: range) -> list[Walk]:
-    """Some of them may be the same."""
+    """Random walks; some may be equal."""
     dice = random.Random(seed)
     return [(dice.choices(list(MOVES), k=dice.choice(moves)), anywhere(dice)) for _ in range(count)]
 

@@ -1,7 +1,7 @@
-"""Runs the question that was asked, and pays each call by its role.
+"""Computes the answer to the question, and rewards each call by its role.
 
-The paper's weights are not known: those of `agentrl.team_rewards` are ours, and it is our reading
-that a critic is paid for its format alone.
+The paper does not give its weights: those of `agentrl.team_rewards` are ours, and so is the choice
+to reward a critic only for its format.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def paid(
 
 
 def well_formed(role: str, said: str) -> bool:
-    """Whether it is a walk, the rest of one, a square, or a rating."""
+    """Whether the text has its role's format: a walk, the rest of one, a square, or a rating."""
     if role == "challenger":
         return parse(said) is not None
     if role == "planner":

@@ -1,4 +1,4 @@
-"""A LangGraph of two roles: a solver proposes a sum, a critic accepts it or sends it back.
+"""A LangGraph agent with two roles: a solver proposes a sum, a critic accepts or rejects it.
 
 Run it with `agent.invoke({"messages": [("user", "17 + 25")]})`.
 """

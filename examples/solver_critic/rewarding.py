@@ -1,7 +1,7 @@
-"""The same graph with a process reward from inside: the critic's node judges its own verdict.
+"""The same graph with a process reward from inside: the critic's node scores its own verdict.
 
 `agentrl train examples/solver_critic/run.toml agent.path=rewarding.py:agent`. Outside of a rollout
-`agentrl.reward` does nothing, so this graph, too, runs anywhere.
+`agentrl.reward` does nothing, so this graph also runs outside of training.
 """
 
 from typing import Any

@@ -1,4 +1,5 @@
-"""The outcome for the whole, a process reward for every step, and one for the critic's record."""
+"""An outcome for the rollout, a process reward for every step, and a reward for the critic's
+role."""
 
 from agentrl import Reward, Scope, Trace
 

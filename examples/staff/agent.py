@@ -1,6 +1,6 @@
 """A LangChain agent that answers questions about a company's staff by querying its database.
 
-Nothing here knows about training. Point OPENAI_BASE_URL at any OpenAI-compatible server and call
+There is no training code here. Point OPENAI_BASE_URL at any OpenAI-compatible server and call
 `agent.invoke({"messages": [("user", "What is the city of Ada Berg?")]})`.
 """
 

@@ -21,7 +21,7 @@ TITLE = "engineer analyst lawyer writer planner buyer tester director editor che
 
 
 def people() -> list[tuple[str, str, str, str, str]]:
-    """Every row of the table, always the same: name, team, city, title, manager."""
+    """The rows of the table, the same every time: name, team, city, title, manager."""
     dice = random.Random("staff")
     names = [f"{first} {last}" for first in FIRST.split() for last in LAST.split()]
     dice.shuffle(names)
@@ -38,7 +38,7 @@ def people() -> list[tuple[str, str, str, str, str]]:
 
 
 def create(file: Path) -> None:
-    """Write the database; a reader sees all of it or none."""
+    """Write the database atomically."""
     partial = file.with_suffix(f".{uuid4().hex}")
     connection = sqlite3.connect(partial)
     with connection:

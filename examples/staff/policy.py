@@ -1,9 +1,9 @@
-"""Builds the model that the run trains: a tiny Llama that uses the tools fluently, mostly wrongly.
+"""Builds the model that the run trains: a tiny Llama that writes valid but mostly wrong tool calls.
 
 No weights are downloaded. A tokenizer is trained on demonstrations of the agent at work, and a new
-model imitates them. The demonstrator has bad habits: what is left to learn from rewards is which
-queries to make, not how a query is written. The result is an ordinary Hugging Face checkpoint.
-"""
+model imitates them. The demonstrator often makes the wrong query: which queries to make is left to
+learn from rewards, how a query is written is not. The result is an ordinary Hugging Face
+checkpoint."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def demonstrate(task: Task, dice: random.Random) -> Conversation:
 
 
 def habit(path: list[str], dice: random.Random) -> list[str]:
-    """What the demonstrator looks up instead: another column, or that of the wrong person."""
+    """A wrong lookup of the demonstrator: another column, or the column of the wrong person."""
     if len(path) > 1 and dice.random() < 0.3:
         return path[1:]
     return [*path[:-1], ASKED[(ASKED.index(path[-1]) + 1) % len(ASKED)]]

@@ -1,4 +1,4 @@
-"""A streaming agent: it reads the answer while it is written, and stops at the first full stop.
+"""A streaming agent: it reads the answer as it is generated and stops at the first full stop.
 
 Run it with `describe("the sea")`; it prints as it reads.
 """
@@ -11,7 +11,7 @@ client = OpenAI()
 
 
 def describe(subject: str) -> str:
-    """One sentence about `subject`."""
+    """Returns one sentence about `subject`."""
     ask = {"role": "user", "content": f"Describe {subject} in one short sentence."}
     sentence = ""
     with client.chat.completions.create(model="policy", messages=[ask], stream=True) as stream:

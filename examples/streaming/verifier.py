@@ -1,4 +1,4 @@
-"""Prefers sentences of about eight words that name their subject."""
+"""Rewards sentences of about eight words that name their subject."""
 
 
 def verify(task: dict[str, str], result: str) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What there is to know: three tables that point at each other, the same in every process."""
+"""The database: three tables that refer to each other, the same in every process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TABLES = tables()
 
 
 def fill() -> sqlite3.Connection:
-    """Write the tables into memory, where they stay while this connection is open."""
+    """Write the tables into an in-memory database, which lives as long as this connection."""
     connection = sqlite3.connect(MEMORY, uri=True, check_same_thread=False)
     with connection:
         for table, rows in TABLES.items():
@@ -53,7 +53,7 @@ def fill() -> sqlite3.Connection:
 
 
 def connect() -> sqlite3.Connection:
-    """A connection for the calling thread, to read with."""
+    """A connection to read with, for the calling thread."""
     connection = sqlite3.connect(MEMORY, uri=True)
     connection.execute("PRAGMA query_only = on")
     return connection
