@@ -1,6 +1,6 @@
 """What the store needs of a database beyond SQL: the only things its backends differ in.
 
-The verbs see a `Connection`; the writer drives one `Session`; reads happen in `Snapshots`.
+The verbs see a `Connection`; the writer drives one `Session`; reads happen in `ReadPool`.
 """
 
 from __future__ import annotations
@@ -49,37 +49,37 @@ class Session(Protocol):
         """Undoes the open transaction, if there is one."""
         ...
 
-    def intact(self, error: Exception) -> bool:
+    def can_continue(self, error: Exception) -> bool:
         """Whether the transaction goes on after the savepoint before the error is restored."""
         ...
 
-    def recover(self, error: Exception, since: float) -> bool:
+    def can_retry(self, error: Exception, since: float) -> bool:
         """Whether the same transaction may succeed now, after waiting for what it takes. It was
         first tried at `since`, of the monotonic clock."""
         ...
 
-    def explained(self, error: Exception) -> Exception:
+    def to_store_error(self, error: Exception) -> Exception:
         """The error as a user reads it."""
         ...
 
     def close(self) -> None: ...
 
 
-class Snapshots(Protocol):
+class ReadPool(Protocol):
     """Reading connections, for any number of threads."""
 
     name: str
     threads: int  # that may read at once
     errors: tuple[type[Exception], ...]
 
-    def snapshot(self) -> AbstractContextManager[Connection]:
+    def read_transaction(self) -> AbstractContextManager[Connection]:
         """What it reads is the store at one moment."""
         ...
 
-    def recover(self, error: Exception, since: float) -> bool:
+    def can_retry(self, error: Exception, since: float) -> bool:
         """As that of `Session`, for reading anew."""
         ...
 
-    def explained(self, error: Exception) -> Exception: ...
+    def to_store_error(self, error: Exception) -> Exception: ...
 
     def close(self) -> None: ...

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from agentrl.errors import Invalid, NotFound, Unavailable
 from agentrl.store import values
-from agentrl.store.sqlite.connection import Location, explain
+from agentrl.store.sqlite.connection import Location, describe_error
 
 if TYPE_CHECKING:
     import psycopg
@@ -97,7 +97,7 @@ def _connect(location: Location) -> sqlite3.Connection:
         conn = sqlite3.connect(f"{location.path.as_uri()}?mode=ro", uri=True, isolation_level=None)
         conn.execute("pragma query_only = on")
     except sqlite3.Error as error:
-        raise Unavailable(explain(location.path, error)) from error
+        raise Unavailable(describe_error(location.path, error)) from error
     conn.create_function("tokens", 1, _list("i"), deterministic=True)
     conn.create_function("logprobs", 1, _list("f"), deterministic=True)
     conn.set_authorizer(_authorize)
@@ -108,7 +108,7 @@ def _list(typecode: str) -> Any:
     def function(data: bytes | None) -> str | None:
         if data is None:
             return None
-        return values.dump(values.unblob(typecode, data).tolist(), "A blob")
+        return values.to_json(values.from_blob(typecode, data).tolist(), "A blob")
 
     return function
 
@@ -125,7 +125,7 @@ def _authorize(action: int, name: str | None, argument: str | None, *_: object) 
 def _sqlite_error(location: Location, error: sqlite3.Error) -> Invalid | Unavailable:
     text, code = str(error), getattr(error, "sqlite_errorcode", None)
     if code is not None and code & 0xFF in BROKEN:
-        return Unavailable(explain(location.path, error))
+        return Unavailable(describe_error(location.path, error))
     if "one statement" in text:
         return Invalid("A query is one statement.")
     if "user-defined function" in text:

@@ -2,7 +2,7 @@
 
 Always true: within `KEPT` seconds a request is executed once, however often it is repeated and
 whichever servers died meanwhile; what was refused left nothing behind, so its repeat is executed.
-Who may write: the verbs that `once` wraps, those whose answer depends on what was there before.
+Who may write: the verbs that `answer_once` wraps: those whose answer depends on the state before.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 
 from agentrl.errors import Conflict
 from agentrl.store import queries
-from agentrl.store.writer import Transaction, Verb
+from agentrl.store.writer import Transaction, WriteVerb
 
 SQL = queries.load("requests")
 KEPT = 86_400.0  # seconds
@@ -25,24 +25,24 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class IdempotentCall:
     """`id` is the caller's; `digest` that of the arguments, by which a reused id is found out."""
 
     id: str
     digest: str
 
 
-CURRENT: ContextVar[Request | None] = ContextVar("request", default=None)
+CURRENT: ContextVar[IdempotentCall | None] = ContextVar("request", default=None)
 
 
-def begin(request: Request, call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+def start_call(request: IdempotentCall, call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     """Executes a verb of a store as that request."""
     context = copy_context()
     context.run(CURRENT.set, request)
     return asyncio.get_running_loop().create_task(call, context=context)
 
 
-def once(verb: Verb[T], reply: type[T]) -> Verb[T]:
+def answer_once(verb: WriteVerb[T], reply: type[T]) -> WriteVerb[T]:
     """The verb as the present request, if there is one, executes it. Raises Conflict for a request
     whose id was used with other arguments."""
     request = CURRENT.get()

@@ -12,7 +12,7 @@ from agentrl.errors import Invalid
 from agentrl.types import Json
 
 
-def dump(value: Json, what: str) -> str:
+def to_json(value: Json, what: str) -> str:
     """JSON text of a user's payload. Raises Invalid, naming `what`, if it is none or has an integer
     of more than 64 bits, which msgpack, and so whoever reads it over HTTP, does not have."""
     try:
@@ -26,17 +26,17 @@ def dump(value: Json, what: str) -> str:
         raise Invalid(f"{what} cannot be written as JSON: {error}.") from error
 
 
-def load(text: str | None) -> Json:
+def from_json(text: str | None) -> Json:
     return None if text is None else msgspec.json.decode(text)
 
 
-def clean(text: str) -> str:
+def storable_text(text: str) -> str:
     """Text from the outside world: lone surrogates and zeros, which not every database stores,
     become `?`."""
     return text.encode("utf-8", "replace").decode().replace("\0", "?")
 
 
-def blob(values: array[Any]) -> bytes:
+def to_blob(values: array[Any]) -> bytes:
     """Little-endian, as it is stored."""
     if sys.byteorder == "big":
         values = values[:]
@@ -44,7 +44,7 @@ def blob(values: array[Any]) -> bytes:
     return values.tobytes()
 
 
-def unblob(typecode: str, data: bytes) -> array[Any]:
+def from_blob(typecode: str, data: bytes) -> array[Any]:
     values: array[Any] = array(typecode)
     values.frombytes(data)
     if sys.byteorder == "big":

@@ -18,7 +18,7 @@ WHOLE = 120.0  # seconds for a whole body
 HELD = 128 * 2**20  # bytes of bodies that are still coming, all together
 
 
-class Bodies:
+class BodyReader:
     """Reads the bodies of one server."""
 
     def __init__(self, largest: int, held: int = HELD) -> None:

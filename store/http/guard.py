@@ -21,23 +21,23 @@ IDLE = 4096  # connections of one address without a whole request; so many may c
 TOO_LARGE = f"The headers are larger than {HEAD} bytes, or more than {HEADERS}: send less."
 
 
-class Guard:
+class ConnectionLimits:
     """The connections of one server."""
 
     def __init__(self, most: int) -> None:
         """`most` connections, which must be fewer than the files that the process may open."""
         self._most, self._open = most, 0
-        self._idle: defaultdict[str, dict[Connection, None]] = defaultdict(dict)
+        self._idle: defaultdict[str, dict[LimitedProtocol, None]] = defaultdict(dict)
 
     def protocol(self) -> type[asyncio.Protocol]:
         """For uvicorn's `http`, which calls it as a class."""
 
-        def connection(*args: Any, **kwargs: Any) -> Connection:
-            return Connection(self, *args, **kwargs)
+        def connection(*args: Any, **kwargs: Any) -> LimitedProtocol:
+            return LimitedProtocol(self, *args, **kwargs)
 
         return cast(type[asyncio.Protocol], connection)
 
-    def entered(self, connection: Connection) -> None:
+    def entered(self, connection: LimitedProtocol) -> None:
         self._open += 1
         self.idle(connection)
         mine = self._idle[connection.address]
@@ -46,30 +46,30 @@ class Guard:
         elif self._open > self._most:
             self._close_oldest(max(self._idle.values(), key=len))
 
-    def idle(self, connection: Connection) -> None:
+    def idle(self, connection: LimitedProtocol) -> None:
         self._idle[connection.address][connection] = None
 
-    def busy(self, connection: Connection) -> None:
+    def busy(self, connection: LimitedProtocol) -> None:
         self._idle[connection.address].pop(connection, None)
 
-    def left(self, connection: Connection) -> None:
+    def left(self, connection: LimitedProtocol) -> None:
         self._open -= 1
         self.busy(connection)
         if not self._idle[connection.address]:
             del self._idle[connection.address]
 
-    def _close_oldest(self, idle: dict[Connection, None]) -> None:
+    def _close_oldest(self, idle: dict[LimitedProtocol, None]) -> None:
         oldest = next(iter(idle), None)
         if oldest is not None:
             self.busy(oldest)
             oldest.transport.abort()
 
 
-class Connection(HttpToolsProtocol):
+class LimitedProtocol(HttpToolsProtocol):
     """uvicorn's own has no limit for headers, and none for the time that a request takes to come.
     The rest of a body that is wanted has its time from whoever reads it."""
 
-    def __init__(self, guard: Guard, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, guard: ConnectionLimits, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._guard, self.address = guard, ""
         self._whole, self._in_head = True, False  # of the request that is being read

@@ -19,7 +19,7 @@ from agentrl.types import Span
 GZIP = 31  # zlib's name for the gzip format with the largest window
 
 
-def unpacked(body: bytes, encoding: str, largest: int) -> bytes:
+def decompress(body: bytes, encoding: str, largest: int) -> bytes:
     """The body before its Content-Encoding. Raises HTTPException when that is larger than `largest`
     bytes, whatever the body's own size."""
     if encoding in ("", "identity"):
@@ -38,7 +38,7 @@ def unpacked(body: bytes, encoding: str, largest: int) -> bytes:
     return plain
 
 
-async def keep(store: Store, body: bytes, content_type: str) -> tuple[bytes, str]:
+async def add_otlp_spans(store: Store, body: bytes, content_type: str) -> tuple[bytes, str]:
     """Adds the spans; returns the answer and its content type."""
     try:
         spans, refused, why = otlp.decode_some(body, content_type)

@@ -75,20 +75,20 @@ class Location:
 
     def vacuum(self) -> None:
         """Writes the file anew, without free pages. Other writers wait for it, readers do not."""
-        with self.explained(), closing(self.connect()) as conn:
+        with self.translated_errors(), closing(self.connect()) as conn:
             conn.execute("vacuum")
             conn.execute("pragma wal_checkpoint(truncate)")
 
     @contextmanager
-    def explained(self) -> Iterator[None]:
+    def translated_errors(self) -> Iterator[None]:
         """Turns SQLite's errors into one sentence that names the file."""
         try:
             yield
         except (sqlite3.Error, *UNFIT) as error:
-            raise explained(self.path, error) from error
+            raise to_store_error(self.path, error) from error
 
 
-class Moved(sqlite3.OperationalError):
+class StoreFileMoved(sqlite3.OperationalError):
     """Nobody will find what is written: the file is not at its path any more."""
 
 
@@ -100,9 +100,9 @@ class StoreFile:
         self._number = self._found()
 
     def check(self) -> None:
-        """Raises Moved where its path leads to another file by now, or to none."""
+        """Raises StoreFileMoved where its path leads to another file by now, or to none."""
         if self._found() != self._number:
-            raise Moved
+            raise StoreFileMoved
 
     def _found(self) -> tuple[int, int] | None:
         try:
@@ -152,20 +152,20 @@ class SqliteSession:
         if self.conn.in_transaction:
             self.conn.execute("rollback")
 
-    def intact(self, error: Exception) -> bool:
+    def can_continue(self, error: Exception) -> bool:
         return self.conn.in_transaction  # a full disk undoes everything
 
-    def recover(self, error: Exception, since: float) -> bool:
+    def can_retry(self, error: Exception, since: float) -> bool:
         return False  # the one lock is taken first, and waited for there
 
-    def explained(self, error: Exception) -> Exception:
-        return explained(self._path, error)
+    def to_store_error(self, error: Exception) -> Exception:
+        return to_store_error(self._path, error)
 
     def close(self) -> None:
         self.conn.close()
 
 
-class SqliteSnapshots:
+class SqliteReadPool:
     """A read-only connection for each reading thread, never blocked by the writer."""
 
     threads = 2
@@ -178,7 +178,7 @@ class SqliteSnapshots:
         self._opened: list[sqlite3.Connection] = []
 
     @contextmanager
-    def snapshot(self) -> Iterator[sqlite3.Connection]:
+    def read_transaction(self) -> Iterator[sqlite3.Connection]:
         self._file.check()
         conn: sqlite3.Connection | None = getattr(self._local, "conn", None)
         if conn is None:
@@ -191,29 +191,29 @@ class SqliteSnapshots:
             if conn.in_transaction:  # some errors have ended it, and are to be met, not this one
                 conn.execute("rollback")
 
-    def recover(self, error: Exception, since: float) -> bool:
+    def can_retry(self, error: Exception, since: float) -> bool:
         return False
 
-    def explained(self, error: Exception) -> Exception:
-        return explained(self._location.path, error)
+    def to_store_error(self, error: Exception) -> Exception:
+        return to_store_error(self._location.path, error)
 
     def close(self) -> None:
         for conn in self._opened:
             conn.close()
 
 
-def explained(path: Path, error: Exception) -> Exception:
+def to_store_error(path: Path, error: Exception) -> Exception:
     """SQLite's errors as ours; any other as it is."""
     if isinstance(error, UNFIT):
         return Invalid(f"A value cannot be stored: {error}.")
     if isinstance(error, sqlite3.Error):
-        return Unavailable(explain(path, error))
+        return Unavailable(describe_error(path, error))
     return error
 
 
-def explain(path: Path, error: sqlite3.Error) -> str:
+def describe_error(path: Path, error: sqlite3.Error) -> str:
     """What happened to the file and what to do."""
-    if isinstance(error, Moved):
+    if isinstance(error, StoreFileMoved):
         return (
             f"Store {path}: the file was deleted, moved or replaced while it was in use; start "
             "again where it is now."

@@ -40,7 +40,7 @@ def prepare(location: Location, *, create: bool = True) -> None:
             f"Store {location.path}: its folder cannot be created ({error.strerror}); "
             "choose a writable one."
         ) from error
-    with location.explained():
+    with location.translated_errors():
         conn = location.connect()
         try:
             _check_header(conn, location)

@@ -16,7 +16,7 @@ from agentrl.store.sqlite.connection import Location
 CHANGES = 1000  # rows written until it is worth two disk syncs
 
 
-class Checkpoints:
+class WalCheckpointer:
     """A passive checkpoint blocks neither readers nor writers."""
 
     def __init__(self, location: Location) -> None:

@@ -18,7 +18,7 @@ from agentrl.store.postgres import migrations as postgres_migrations
 from agentrl.store.postgres import session as pgsession
 from agentrl.store.readonly import Answer, ask
 from agentrl.store.sqlite import migrations
-from agentrl.store.urls import without_password
+from agentrl.store.urls import split_password
 from agentrl.types import RolloutState
 
 NOUNS = ("evidence", "feed", "requests", "rewind", "rollouts", "runs")
@@ -136,7 +136,7 @@ def test_no_error_and_no_url_has_the_password(server, monkeypatch: pytest.Monkey
     ],
 )
 def test_without_password(url: str, public: str, password: str | None) -> None:
-    assert without_password(url) == (public, password)
+    assert split_password(url) == (public, password)
 
 
 def test_a_database_of_something_else(server) -> None:
@@ -352,7 +352,7 @@ async def test_a_request_that_reaches_two_servers_is_executed_once(kit, opener) 
     stores = [opener(), opener()]
     await stores[0].open_run("run", {})
     for number in range(20):
-        request = requests.Request(f"enqueue {number}", "digest")
+        request = requests.IdempotentCall(f"enqueue {number}", "digest")
         group = kit.group(str(number), 2)
         refused = [asyncio.ensure_future(store.log("nobody", 0, {})) for store in stores]
         both = [requests.begin(request, store.enqueue(group)) for store in stores]

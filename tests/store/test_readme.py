@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from agentrl.store import open_store, queries
-from agentrl.store.http.wire import SCOPES, Scope
+from agentrl.store.http.wire import SCOPES, KeyScope
 from agentrl.store.readonly import ask
 
 PAGE = (queries.FOLDER.parent / "README.md").read_text(encoding="utf-8")
@@ -35,5 +35,5 @@ async def test_the_token_tree(tmp_path: Path, kit) -> None:
 
 def test_the_scopes() -> None:
     (row,) = re.findall(r"^\| `runner` \| (.+), and", PAGE, re.MULTILINE)
-    allowed = {verb for verb, scope in SCOPES.items() if scope is Scope.RUNNER}
+    allowed = {verb for verb, scope in SCOPES.items() if scope is KeyScope.RUNNER}
     assert set(re.findall(r"`(\w+)`", row)) == allowed

@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.errors import ConfigError
 from agentrl.store.http.keys import LOOK, KeyFile, Keys
-from agentrl.store.http.wire import Scope
+from agentrl.store.http.wire import KeyScope
 
 OF_RUN = "of-one-run-only"
 KEYS = f"admin:admin-secret\nrunner@mine:{OF_RUN}"
@@ -73,7 +73,7 @@ def test_keys_expire() -> None:
     day = 86_400.0
     found = keys.caller(bearer("some-secret"), day - 1)
     assert found is not None
-    assert found.scope is Scope.RUNNER
+    assert found.scope is KeyScope.RUNNER
     assert keys.caller(bearer("some-secret"), day) is None
 
 

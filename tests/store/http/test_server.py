@@ -21,7 +21,7 @@ from schemathesis.specs.openapi import checks
 
 from agentrl.store import base
 from agentrl.store.http import bodies, serve
-from agentrl.store.http.wire import MSGPACK, SCOPES, VERBS, Scope
+from agentrl.store.http.wire import MSGPACK, SCOPES, VERBS, KeyScope
 from agentrl.store.requests import KEPT
 
 ROLLOUT = {"id": "g/0", "run": "run", "group": "g", "index": 0, "task": {}}
@@ -85,7 +85,7 @@ def test_without_keys_only_who_calls_it_this_machine_is_answered(serving, tmp_pa
 def test_the_protocol_says_what_a_runner_may_read():
     (sentence,) = re.findall(r"need: (.*?);", base.__doc__, re.DOTALL)
     does = {"claim", "heartbeat", "finish", "add_transitions", "add_spans"}
-    reads = {name for name, scope in SCOPES.items() if scope is Scope.RUNNER} - does
+    reads = {name for name, scope in SCOPES.items() if scope is KeyScope.RUNNER} - does
     assert set(re.findall(r"`(\w+)`", sentence)) == reads
 
 

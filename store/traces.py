@@ -30,11 +30,11 @@ from agentrl.types import (
     Transition,
 )
 
-SQL = queries.load("evidence")
+SQL = queries.load("traces")
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class PreparedTransition:
     """A transition with everything about it that does not depend on earlier ones, computed before
     the transaction: while it runs, other writers wait."""
 
@@ -49,14 +49,14 @@ class Call:
         return str(self.columns["attempt"])
 
 
-def prepare(transition: Transition) -> Call:
+def prepare(transition: Transition) -> PreparedTransition:
     """Raises Invalid for what could not be stored or trained on."""
     limits.check_transition(transition)
-    columns, prompt = rows.transition_columns(transition), values.blob(transition.prompt)
+    columns, prompt = rows.transition_columns(transition), values.to_blob(transition.prompt)
     what, answer = f"of transition {transition.id}", columns["answer"]
-    lines = [values.dump(message, f"A message {what}") for message in transition.messages]
+    lines = [values.to_json(message, f"A message {what}") for message in transition.messages]
     chat = "".join(f"{line}\n" for line in lines).encode()
-    tools = values.dump(transition.tools, f"A tool {what}") if transition.tools else None
+    tools = values.to_json(transition.tools, f"A tool {what}") if transition.tools else None
     whole = prompt + columns["completion"]
     columns |= {
         "size": len(whole),
@@ -66,10 +66,10 @@ def prepare(transition: Transition) -> Call:
         "answer_digest": None if answer is None else digest(answer.encode()),
         "tools": None if tools is None else digest(tools.encode()),
     }
-    return Call(columns, prompt, lines, chat, tools)
+    return PreparedTransition(columns, prompt, lines, chat, tools)
 
 
-def add_transitions(tx: Transaction, calls: Sequence[Call]) -> list[bool]:
+def add_transitions(tx: Transaction, calls: Sequence[PreparedTransition]) -> list[bool]:
     attempts = sorted({call.attempt for call in calls})
     found = {attempt: _attempt(tx, attempt) for attempt in attempts}
     kept, changed = [], set()
@@ -80,13 +80,13 @@ def add_transitions(tx: Transaction, calls: Sequence[Call]) -> list[bool]:
             if not late:
                 sampled = call.columns["repeats"] is None
                 tokens = sampled * len(call.columns["completion"]) // 4
-                tx.count(run, transitions=1, inexact=not call.columns["exact"], tokens=tokens)
+                tx.add_counts(run, transitions=1, inexact=not call.columns["exact"], tokens=tokens)
         else:
             late = _known_late(tx.conn, call)
         kept.append(not late)
     for attempt in attempts:
         if attempt in changed:
-            tx.note(found[attempt][0], "attempt", attempt)
+            tx.add_event(found[attempt][0], "attempt", attempt)
     return kept
 
 
@@ -94,7 +94,7 @@ def add_spans(tx: Transaction, spans: Sequence[Span]) -> None:
     attempts = sorted({span.attempt for span in spans})
     found = {attempt: _attempt(tx, attempt) for attempt in attempts}
     for attempt, (run, _) in found.items():
-        tx.note(run, "attempt", attempt)
+        tx.add_event(run, "attempt", attempt)
     _add_spans(tx, (rows.span_columns(span, late=found[span.attempt][1]) for span in spans))
 
 
@@ -192,7 +192,7 @@ def _check_targets(conn: Connection, outcome: Outcome) -> None:
             )
 
 
-def _add_call(conn: Connection, call: Call, *, late: bool) -> bool:
+def _add_call(conn: Connection, call: PreparedTransition, *, late: bool) -> bool:
     """False if it was there already."""
     if call.tools is not None:  # the same in most calls of a run: stored once, by content
         conn.execute(SQL["add_payload"], (call.columns["tools"], call.tools))
@@ -201,7 +201,7 @@ def _add_call(conn: Connection, call: Call, *, late: bool) -> bool:
     return conn.execute(SQL["add_transition"], columns).rowcount == 1
 
 
-def _known_late(conn: Connection, call: Call) -> bool:
+def _known_late(conn: Connection, call: PreparedTransition) -> bool:
     """Whether a call that is there already came late."""
     row = conn.execute(SQL["known"], (call.columns["id"],)).fetchone()
     if row["attempt_id"] != call.attempt:
@@ -212,14 +212,14 @@ def _known_late(conn: Connection, call: Call) -> bool:
     return bool(row["late"])
 
 
-def _token_columns(conn: Connection, call: Call) -> dict[str, Any]:
+def _token_columns(conn: Connection, call: PreparedTransition) -> dict[str, Any]:
     parent = _deepest(conn, "shorter", call, call.prompt)  # of equals the latest: likely chosen
     if parent is None:
         return {"parent": None, "prompt": call.prompt}
     return {"parent": parent.seq, "prompt": call.prompt[parent.size :]}
 
 
-def _chat_columns(conn: Connection, call: Call) -> dict[str, Any]:
+def _chat_columns(conn: Connection, call: PreparedTransition) -> dict[str, Any]:
     """Agents resend the conversation; only messages that no earlier call has are stored."""
     parent, seq, shared = _deepest(conn, "shorter_chats", call, call.chat), None, 0
     if parent is not None:
@@ -237,7 +237,7 @@ def _chat_columns(conn: Connection, call: Call) -> dict[str, Any]:
     }
 
 
-def _deepest(conn: Connection, query: str, call: Call, data: bytes) -> Node | None:
+def _deepest(conn: Connection, query: str, call: PreparedTransition, data: bytes) -> Node | None:
     found = conn.execute(SQL[query], {"attempt": call.attempt, "size": len(data)})
     return deepest(data, (Node(row["seq"], row["size"], row["digest"]) for row in found))
 
@@ -253,11 +253,11 @@ def _group(conn: Connection, run: str, id: str) -> Group:
 
 def _rewards(conn: Connection, attempts: Sequence[str]) -> dict[str, list[Reward]]:
     found: dict[str, list[Reward]] = {}
-    for row in conn.execute(SQL["rewards"], (values.dump(attempts, "attempts"),)):
+    for row in conn.execute(SQL["rewards"], (values.to_json(attempts, "attempts"),)):
         found.setdefault(row["attempt_id"], []).append(rows.reward(row))
     return found
 
 
 def _transitions(conn: Connection, attempts: Sequence[str]) -> dict[str, list[Transition]]:
-    query = conn.execute(SQL["transitions"], (values.dump(attempts, "attempts"),))
+    query = conn.execute(SQL["transitions"], (values.to_json(attempts, "attempts"),))
     return rows.transitions(query.fetchall())
