@@ -8,8 +8,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 
 from agentrl.errors import Invalid
-from agentrl.store.rows import CREDIT
-from agentrl.store.values import to_blob
+from agentrl.store.rows import CREDIT, to_blob
 from agentrl.types import NewRollout, Outcome, Reward, Sampling, Scope, Span, StepCommit, Transition
 
 LATEST_TIME = 2**33  # seconds: what OpenTelemetry can say in nanoseconds

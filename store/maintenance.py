@@ -15,13 +15,13 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from agentrl.errors import Invalid
-from agentrl.store import queries, runs, values
-from agentrl.store.database import Connection
+from agentrl.store import rows, runs
+from agentrl.store.database import Connection, load_sql
 from agentrl.store.writer import Transaction, WriteVerb
 from agentrl.types import Pruned, Stats
 
-SQL = queries.load("maintenance")
-FEED = queries.load("feed")
+SQL = load_sql("maintenance")
+FEED = load_sql("feed")
 ROWS = 1000  # transitions and spans that one transaction removes, if no rollout alone has more
 PAGE = 256  # rollouts looked at with one read
 EVENTS = 10_000  # cursor numbers that one transaction passes over
@@ -159,7 +159,7 @@ def _sum(parts: Sequence[Pruned]) -> Pruned:
 
 
 def _ids(rollouts: Sequence[str]) -> dict[str, str]:
-    return {"rollouts": values.to_json(rollouts, "Rollouts")}
+    return {"rollouts": rows.to_json(rollouts, "Rollouts")}
 
 
 # -- events ----------------------------------------------------------------------------------------

@@ -12,12 +12,13 @@ from typing import Any
 import msgspec
 
 from agentrl.errors import Conflict, Invalid
-from agentrl.store import maintenance, queries, rollouts, runs
+from agentrl.store import maintenance, rollouts, runs
+from agentrl.store.database import load_sql
 from agentrl.store.feed import GROUPS
 from agentrl.store.writer import Transaction
 from agentrl.types import RolloutState
 
-SQL = queries.load("rewind")
+SQL = load_sql("rewind")
 
 
 def rewind(tx: Transaction, run: str, epoch: int, step: int, checkpoint: str | None) -> None:

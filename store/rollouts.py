@@ -20,10 +20,10 @@ from typing import Any
 import msgspec
 
 from agentrl.errors import Conflict, Invalid, NotFound
-from agentrl.store import queries, rows, runs, traces, values
-from agentrl.store.database import Connection
+from agentrl.store import rows, runs, traces
+from agentrl.store.database import Connection, load_sql
 from agentrl.store.feed import QUEUE
-from agentrl.store.tree import digest
+from agentrl.store.rows import digest
 from agentrl.store.writer import Transaction
 from agentrl.types import (
     Attempt,
@@ -37,7 +37,7 @@ from agentrl.types import (
     RolloutState,
 )
 
-SQL = queries.load("rollouts")
+SQL = load_sql("rollouts")
 SUSPECT_SHARE = 4  # suspects share a runner with a quarter of those they were lost with
 SLACK = 5.0  # seconds by which transactions that wait for each other may differ in what time it is
 CANCELLED = Failure(kind=ErrorKind.CANCELLED, message="The rollout was cancelled.")
@@ -112,13 +112,13 @@ def claim(
 def heartbeat(tx: Transaction, attempts: Sequence[str], lease: float) -> list[str]:
     """Leases are no news: nothing is added to the feed."""
     columns = {
-        "attempts": values.to_json(attempts, "Attempts"),
+        "attempts": rows.to_json(attempts, "Attempts"),
         "lease": lease,
         "until": tx.now + lease,
         "now": tx.now,
     }
     tx.conn.execute(SQL["heartbeat"], columns)
-    live = set(values.from_json(tx.conn.execute(SQL["live"], columns).fetchone()[0]))
+    live = set(rows.from_json(tx.conn.execute(SQL["live"], columns).fetchone()[0]))
     return [attempt for attempt in attempts if attempt in live]
 
 
@@ -270,7 +270,7 @@ def _finish(tx: Transaction, outcome: Outcome) -> bool:
     row = tx.conn.execute(SQL["attempt"], (outcome.attempt,)).fetchone()
     if row is None:
         raise NotFound(f"There is no attempt {outcome.attempt!r} in this store.")
-    result = values.to_json(outcome.result, f"The result of attempt {outcome.attempt}")
+    result = rows.to_json(outcome.result, f"The result of attempt {outcome.attempt}")
     mark = digest(msgspec.json.encode(outcome))
     if row["outcome"] == mark:
         return True

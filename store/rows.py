@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any, Protocol
 
 import msgspec
 
-from agentrl.store.values import from_blob, from_json, storable_text, to_blob, to_json
+from agentrl.errors import Invalid
 from agentrl.types import (
     Attempt,
     Branch,
@@ -34,6 +37,54 @@ class DatabaseRow(Protocol):
     """A row of any database, by column name."""
 
     def __getitem__(self, column: str, /) -> Any: ...
+
+
+# -- values ----------------------------------------------------------------------------------------
+
+
+def to_json(value: Json, what: str) -> str:
+    """JSON text of a user's payload. Raises Invalid, naming `what`, if it is none or has an integer
+    of more than 64 bits, which msgpack, and so whoever reads it over HTTP, does not have."""
+    try:
+        msgspec.msgpack.encode(value)
+        return msgspec.json.encode(value).decode()
+    except OverflowError as error:
+        raise Invalid(
+            f"{what} has an integer of more than 64 bits: send it as text or as a float."
+        ) from error
+    except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
+        raise Invalid(f"{what} cannot be written as JSON: {error}.") from error
+
+
+def from_json(text: str | None) -> Json:
+    return None if text is None else msgspec.json.decode(text)
+
+
+def storable_text(text: str) -> str:
+    """Text from the outside world: lone surrogates and zeros, which not every database stores,
+    become `?`."""
+    return text.encode("utf-8", "replace").decode().replace("\0", "?")
+
+
+def to_blob(values: array[Any]) -> bytes:
+    """Little-endian, as it is stored."""
+    if sys.byteorder == "big":
+        values = values[:]
+        values.byteswap()
+    return values.tobytes()
+
+
+def from_blob(typecode: str, data: bytes) -> array[Any]:
+    values: array[Any] = array(typecode)
+    values.frombytes(data)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
+def digest(data: bytes | memoryview) -> bytes:
+    """128 bits: two different byte strings of one attempt never meet."""
+    return blake2b(data, digest_size=16).digest()
 
 
 # -- queue -----------------------------------------------------------------------------------------

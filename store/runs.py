@@ -15,10 +15,10 @@ from typing import Any, Literal
 import msgspec
 
 from agentrl.errors import Conflict, Fenced, NotFound
-from agentrl.store import limits, queries, rows, values
-from agentrl.store.database import Connection
+from agentrl.store import limits, rows
+from agentrl.store.database import Connection, load_sql
 from agentrl.store.feed import GROUPS
-from agentrl.store.tree import digest
+from agentrl.store.rows import digest
 from agentrl.store.writer import Transaction
 from agentrl.types import (
     Counts,
@@ -31,14 +31,14 @@ from agentrl.types import (
     StepRow,
 )
 
-SQL = queries.load("runs")
+SQL = load_sql("runs")
 
 
 def open_run(tx: Transaction, run: str, config: dict[str, Json]) -> RunState:
     columns = {
         "run": run,
         "now": tx.now,
-        "config": values.to_json(config, "The run's configuration"),
+        "config": rows.to_json(config, "The run's configuration"),
     }
     row = tx.conn.execute(SQL["open_run"], columns).fetchone()
     tx.conn.execute(SQL["release_groups"], (run,))
@@ -80,7 +80,7 @@ def commit_step(tx: Transaction, step: PreparedCommit) -> None:
     for group in commit.discarded:
         _mark_group(tx, group, commit, "discarded")
     if step.credits or commit.judgements:
-        groups = {"run": commit.run, "groups": values.to_json(commit.groups, "Groups")}
+        groups = {"run": commit.run, "groups": rows.to_json(commit.groups, "Groups")}
         calls = {row["id"]: row for row in tx.conn.execute(SQL["calls"], groups)}
         _add_credits(tx.conn, step, calls)
         _add_judgements(tx.conn, commit, calls, groups)
@@ -204,7 +204,7 @@ def _state(row: Any) -> RunState:
         epoch=row["epoch"],
         step=row["step"],
         checkpoint=row["checkpoint"],
-        config=values.from_json(row["config"]),
+        config=rows.from_json(row["config"]),
         created=row["created_at"],
     )
 

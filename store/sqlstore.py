@@ -15,13 +15,11 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from agentrl.errors import Invalid
-from agentrl.store import limits, maintenance, queries, rewind, rows, runs, traces
+from agentrl.store import limits, maintenance, rewind, rows, runs, traces
 from agentrl.store import rollouts as queue
-from agentrl.store.database import Connection, ReadPool, Session
+from agentrl.store.database import Connection, ReaderThreads, ReadPool, Session, load_sql
 from agentrl.store.feed import ANY, GROUPS, QUEUE, Feed
-from agentrl.store.reader import ReaderThreads
-from agentrl.store.requests import answer_once
-from agentrl.store.writer import Transaction, Writer
+from agentrl.store.writer import Transaction, Writer, answer_once
 from agentrl.types import (
     Attempt,
     Counts,
@@ -45,7 +43,7 @@ from agentrl.types import (
     Transition,
 )
 
-SQL = queries.load("feed")
+SQL = load_sql("feed")
 T = TypeVar("T")
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from hashlib import blake2b
+from itertools import islice
+from typing import Any, NamedTuple
 
 from agentrl.errors import Conflict, Invalid, NotFound
-from agentrl.store import limits, queries, rows, values
-from agentrl.store.database import Connection
-from agentrl.store.tree import Node, deepest, digest
+from agentrl.store import limits, rows
+from agentrl.store.database import Connection, load_sql
+from agentrl.store.rows import digest
 from agentrl.store.writer import Transaction
 from agentrl.types import (
     AttemptState,
@@ -30,7 +32,7 @@ from agentrl.types import (
     Transition,
 )
 
-SQL = queries.load("traces")
+SQL = load_sql("traces")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +54,11 @@ class PreparedTransition:
 def prepare(transition: Transition) -> PreparedTransition:
     """Raises Invalid for what could not be stored or trained on."""
     limits.check_transition(transition)
-    columns, prompt = rows.transition_columns(transition), values.to_blob(transition.prompt)
+    columns, prompt = rows.transition_columns(transition), rows.to_blob(transition.prompt)
     what, answer = f"of transition {transition.id}", columns["answer"]
-    lines = [values.to_json(message, f"A message {what}") for message in transition.messages]
+    lines = [rows.to_json(message, f"A message {what}") for message in transition.messages]
     chat = "".join(f"{line}\n" for line in lines).encode()
-    tools = values.to_json(transition.tools, f"A tool {what}") if transition.tools else None
+    tools = rows.to_json(transition.tools, f"A tool {what}") if transition.tools else None
     whole = prompt + columns["completion"]
     columns |= {
         "size": len(whole),
@@ -170,6 +172,45 @@ def credits(conn: Connection, rollout: str) -> list[Credit]:
     return [rows.credit(row) for row in conn.execute(SQL["credits"], (rollout,))]
 
 
+# -- the token tree ------------------------------------------------------------
+
+
+class TreeNode(NamedTuple):
+    """What must be known of an earlier call to find those that continue it."""
+
+    seq: int
+    size: int  # bytes
+    digest: bytes
+
+
+def prefix_digests(data: bytes, sizes: Iterable[int]) -> dict[int, bytes]:
+    """Digest of `data[:size]` for every size that is not longer than it, in one pass."""
+    view, state, done = memoryview(data), blake2b(digest_size=16), 0
+    found: dict[int, bytes] = {}
+    for size in sorted(set(sizes)):
+        if size > len(view):
+            break
+        state.update(view[done:size])
+        done = size
+        found[size] = state.copy().digest()
+    return found
+
+
+def deepest_prefix(data: bytes, nodes: Iterable[TreeNode]) -> TreeNode | None:
+    """The first of `nodes` that is a prefix of `data`. They come longest first.
+
+    Nodes are read as far as needed: in a linear conversation one, where branches mix ever more at
+    a time, so that `data` is passed over a few times at most."""
+    waiting, some = iter(nodes), 1
+    while batch := list(islice(waiting, some)):
+        found = prefix_digests(data, [node.size for node in batch])
+        for node in batch:
+            if found.get(node.size) == node.digest:
+                return node
+        some *= 8
+    return None
+
+
 # -- parts -----------------------------------------------------------------------------------------
 
 
@@ -237,9 +278,11 @@ def _chat_columns(conn: Connection, call: PreparedTransition) -> dict[str, Any]:
     }
 
 
-def _deepest(conn: Connection, query: str, call: PreparedTransition, data: bytes) -> Node | None:
+def _deepest(
+    conn: Connection, query: str, call: PreparedTransition, data: bytes
+) -> TreeNode | None:
     found = conn.execute(SQL[query], {"attempt": call.attempt, "size": len(data)})
-    return deepest(data, (Node(row["seq"], row["size"], row["digest"]) for row in found))
+    return deepest_prefix(data, (TreeNode(row["seq"], row["size"], row["digest"]) for row in found))
 
 
 def _add_spans(tx: Transaction, columns: Iterable[dict[str, Any]]) -> None:
@@ -253,11 +296,11 @@ def _group(conn: Connection, run: str, id: str) -> Group:
 
 def _rewards(conn: Connection, attempts: Sequence[str]) -> dict[str, list[Reward]]:
     found: dict[str, list[Reward]] = {}
-    for row in conn.execute(SQL["rewards"], (values.to_json(attempts, "attempts"),)):
+    for row in conn.execute(SQL["rewards"], (rows.to_json(attempts, "attempts"),)):
         found.setdefault(row["attempt_id"], []).append(rows.reward(row))
     return found
 
 
 def _transitions(conn: Connection, attempts: Sequence[str]) -> dict[str, list[Transition]]:
-    query = conn.execute(SQL["transitions"], (values.to_json(attempts, "attempts"),))
+    query = conn.execute(SQL["transitions"], (rows.to_json(attempts, "attempts"),))
     return rows.transitions(query.fetchall())

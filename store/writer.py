@@ -16,21 +16,23 @@ import asyncio
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import msgspec
 
-from agentrl.errors import StoreError, Unavailable
-from agentrl.store.database import Connection, Session
+from agentrl.errors import Conflict, StoreError, Unavailable
+from agentrl.store.database import Connection, Session, load_sql
 from agentrl.store.feed import ANY, GROUPS, call_soon
-from agentrl.store.queries import load
 from agentrl.types import Counts, Purpose
 
-SQL = load("feed")
-RESUME = load("rollouts")["resume"]
+SQL = load_sql("feed")
+REQUESTS = load_sql("requests")
+EXTEND_LEASES = load_sql("rollouts")["resume"]
+KEPT = 86_400.0  # seconds
 STALL = 5.0  # seconds: a heartbeat that waits longer for its transaction may come too late
 GRACE = 10.0  # seconds that every lease holds after a stall: heartbeats are waiting by then
 GROUP = 256  # verbs in one transaction: bounds how long other processes wait for the lock
@@ -69,7 +71,7 @@ class Transaction:
     def extend_leases(self) -> None:
         """Every lease holds for a while: nobody could extend it. Those that ran out, and were given
         to nobody else, hold again."""
-        self.conn.execute(RESUME, {"until": self.now + GRACE, "grace": GRACE})
+        self.conn.execute(EXTEND_LEASES, {"until": self.now + GRACE, "grace": GRACE})
 
     def add(self, other: Transaction) -> None:
         """Everything that another verb changed."""
@@ -270,3 +272,48 @@ def _resolve_all(jobs: list[_Job]) -> None:
 def _resolve(jobs: list[_Job]) -> None:
     for job in jobs:
         job.resolve()
+
+
+# -- repeated calls ------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class IdempotentCall:
+    """`id` is the caller's; `digest` that of the arguments, by which a reused id is found out."""
+
+    id: str
+    digest: str
+
+
+CURRENT: ContextVar[IdempotentCall | None] = ContextVar("request", default=None)
+
+
+def start_call(request: IdempotentCall, call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Executes a verb of a store as that request."""
+    context = copy_context()
+    context.run(CURRENT.set, request)
+    return asyncio.get_running_loop().create_task(call, context=context)
+
+
+def answer_once(verb: WriteVerb[T], reply: type[T]) -> WriteVerb[T]:
+    """The verb as the present request, if there is one, executes it. Raises Conflict for a request
+    whose id was used with other arguments."""
+    request = CURRENT.get()
+    if request is None:
+        return verb
+
+    def execute(tx: Transaction) -> T:
+        tx.conn.execute(REQUESTS["lock_request"], {"id": request.id})
+        known = tx.conn.execute(REQUESTS["request"], (request.id,)).fetchone()
+        if known is None:
+            result = verb(tx)
+            tx.conn.execute(REQUESTS["forget_requests"], (tx.now - KEPT,))
+            text = msgspec.json.encode(result).decode()
+            columns = {"id": request.id, "digest": request.digest, "reply": text, "at": tx.now}
+            tx.conn.execute(REQUESTS["add_request"], columns)
+            return result
+        if known["digest"] != request.digest:
+            raise Conflict("This idempotency-key was used for a call with other arguments.")
+        return msgspec.json.decode(known["reply"], type=reply)
+
+    return execute

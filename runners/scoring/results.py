@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from agentrl.store.values import storable_text
+from agentrl.store.rows import storable_text
 from agentrl.types import ErrorKind, Failure, Json
 
 LONGEST_TRACEBACK = 20_000  # characters, from the end

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from agentrl.runners.scoring.verifiers import VerifierError
 from agentrl.runners.tracing import attempt_log
-from agentrl.store.values import storable_text
+from agentrl.store.rows import storable_text
 from agentrl.types import Reward, Scope, Span, Trace, Transition
 
 log = logging.getLogger("agentrl.runner")

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from agentrl import threads
 from agentrl.errors import AgentError, AgentRLError
 from agentrl.loading import load_attribute
-from agentrl.store.values import storable_text
+from agentrl.store.rows import storable_text
 from agentrl.types import Json, Reward, Scope, Trace
 
 ARGUMENTS = ("task", "result", "trace")

@@ -25,7 +25,7 @@ import aiohttp
 import msgspec
 
 from agentrl.errors import Invalid, StoreError, Unavailable
-from agentrl.store import limits, rows, values
+from agentrl.store import limits, rows
 from agentrl.store.base import Store
 from agentrl.store.http import wire
 from agentrl.store.http.wire import ENCODE, MSGPACK, VERBS, Verb
@@ -289,7 +289,7 @@ def _encoded(verb: Verb, arguments: Arguments) -> bytes:
 def _clean(record: Any) -> Any:
     """Text from the outside world, as every store keeps it."""
     if isinstance(record, Span):
-        return msgspec.structs.replace(record, name=values.storable_text(record.name))
+        return msgspec.structs.replace(record, name=rows.storable_text(record.name))
     return rows.clean_outcome(record) if isinstance(record, Outcome) else record
 
 

@@ -15,8 +15,8 @@ import uvicorn
 from agentrl.errors import ConfigError
 from agentrl.processes import allow_files
 from agentrl.store.base import Store
-from agentrl.store.http.guard import ConnectionLimits
 from agentrl.store.http.keys import VARIABLE, KeyFile, Keys, is_loopback_host
+from agentrl.store.http.request_limits import ConnectionLimits
 from agentrl.store.http.server import StoreApp
 from agentrl.store.sqlstore import SqlStore
 

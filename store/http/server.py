@@ -6,7 +6,7 @@ repeated; a key that is known is answered again and not executed again. Who may 
 a key of the verb's scope.
 
 The keys are remembered in memory, and those of `open_run`, `enqueue` and `cancel` by the store too
-(`store/requests.py`), so that these answer the same after a restart. `prune` and `vacuum` are many
+(`store/writer.py`), so that these answer the same after a restart. `prune` and `vacuum` are many
 transactions: their repeat does, and tells, what was left to do.
 """
 
@@ -28,12 +28,12 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from agentrl.errors import Conflict, Forbidden, Invalid, StoreError, Unavailable
-from agentrl.store import requests
 from agentrl.store.base import Store
 from agentrl.store.http import ingest, openapi, wire
-from agentrl.store.http.bodies import BodyReader
 from agentrl.store.http.keys import KeyFile, KeyGrant, Keys, is_for_this_machine
+from agentrl.store.http.request_limits import BodyReader
 from agentrl.store.http.wire import ENCODE, JSON, VERBS, Verb
+from agentrl.store.writer import IdempotentCall, start_call
 from agentrl.types import Trace
 
 LARGEST = 64 * 2**20  # bytes of a request
@@ -140,7 +140,7 @@ class StoreApp:
                 return await self._wait(verb, method, given, receive)
             if verb.once and key:
                 digest = hashlib.blake2b(body, digest_size=16).hexdigest()
-                request = requests.IdempotentCall(f"{verb.name} {key}", digest)
+                request = IdempotentCall(f"{verb.name} {key}", digest)
                 return await self._remembered(request, method(**given))
             result = await method(**given)
             if caller.run and isinstance(result, Trace) and result.rollout.run != caller.run:
@@ -182,12 +182,10 @@ class StoreApp:
             work.cancel()
             gone.cancel()
 
-    async def _remembered(
-        self, request: requests.IdempotentCall, call: Coroutine[Any, Any, Any]
-    ) -> Any:
+    async def _remembered(self, request: IdempotentCall, call: Coroutine[Any, Any, Any]) -> Any:
         known = self._once.get(request.id)
         if known is None:
-            known = self._once[request.id] = (request.digest, requests.start_call(request, call))
+            known = self._once[request.id] = (request.digest, start_call(request, call))
             if len(self._once) > REMEMBERED:
                 self._forget()
         else:

@@ -20,8 +20,7 @@ from psycopg import conninfo, rows
 from psycopg.types.numeric import Int8Dumper
 
 from agentrl.errors import Invalid, StoreError, Unavailable
-from agentrl.store.database import Parameters
-from agentrl.store.queries import Statement
+from agentrl.store.database import Parameters, Statement
 from agentrl.store.urls import split_password
 
 log = logging.getLogger("agentrl.store")
@@ -60,7 +59,7 @@ class PostgresRow(tuple[Any, ...]):
 
 
 class PostgresConnection:
-    """A psycopg connection that reads the statements of `queries.load`."""
+    """A psycopg connection that reads the statements of `load_sql`."""
 
     def __init__(self, raw: psycopg.Connection[PostgresRow]) -> None:
         self.raw = raw

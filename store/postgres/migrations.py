@@ -9,11 +9,13 @@ from __future__ import annotations
 import psycopg
 
 from agentrl.errors import StoreError
+from agentrl.store.database import SQL_FOLDER
 from agentrl.store.postgres.connection import PostgresRow, PostgresServer
-from agentrl.store.queries import FOLDER
 
 LOCK = 1634888754  # of the database: who holds it changes the schema
-SCRIPTS = {path.stem: path for path in sorted((FOLDER / "postgres" / "migrations").glob("*.sql"))}
+SCRIPTS = {
+    path.stem: path for path in sorted((SQL_FOLDER / "postgres" / "migrations").glob("*.sql"))
+}
 
 
 def prepare(server: PostgresServer, *, create: bool = True) -> None:

@@ -1,8 +1,8 @@
 """Change notifications between processes that share a PostgreSQL database: `LISTEN` and `NOTIFY`.
 
 Owns: one connection that listens, and its thread. Always true: a notification is only a hint to
-look. It is sent inside the transaction it tells of, so it comes after the commit; one that is lost with
-a connection, and what a process that died in a transaction releases, cost at most `SLOW` seconds.
+look. It is part of its transaction, so it comes after the commit; one lost with a
+connection, and what a process that died in a transaction releases, cost at most `SLOW` seconds.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qsl
@@ -24,6 +24,7 @@ UNFIT = (
     sqlite3.InterfaceError,
 )
 PAUSE = 0.001  # seconds between two tries for the write lock
+CHANGES = 1000  # rows written until it is worth two disk syncs
 CHECKPOINT = 16_000  # pages of write-ahead log before the writer itself copies them back
 
 
@@ -163,6 +164,40 @@ class SqliteSession:
 
     def close(self) -> None:
         self.conn.close()
+
+
+class WalCheckpointer:
+    """A passive checkpoint blocks neither readers nor writers."""
+
+    def __init__(self, location: Location) -> None:
+        self._location = location
+        self._seen = 0
+        self._due = threading.Event()
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, name="store-checkpoint", daemon=True)
+        self._thread.start()
+
+    def committed(self, conn: sqlite3.Connection) -> None:
+        """Called by the writer after a commit."""
+        if conn.total_changes - self._seen >= CHANGES:
+            self._seen = conn.total_changes
+            self._due.set()
+
+    def close(self) -> None:
+        self._closed = True
+        self._due.set()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        conn = self._location.connect()
+        conn.execute("pragma busy_timeout = 0")  # another process is at it: so much the better
+        try:
+            while self._due.wait() and not self._closed:
+                self._due.clear()
+                with suppress(sqlite3.Error):  # the writer meets the same, and says so
+                    conn.execute("pragma wal_checkpoint(passive)").fetchall()
+        finally:
+            conn.close()
 
 
 class SqliteReadPool:

@@ -7,9 +7,14 @@ from collections.abc import Callable
 
 from agentrl.store.feed import Feed
 from agentrl.store.sqlite import migrations
-from agentrl.store.sqlite.connection import Location, SqliteReadPool, SqliteSession, StoreFile
+from agentrl.store.sqlite.connection import (
+    Location,
+    SqliteReadPool,
+    SqliteSession,
+    StoreFile,
+    WalCheckpointer,
+)
 from agentrl.store.sqlite.notify import ChangeNotifier
-from agentrl.store.sqlite.wal_checkpoint import WalCheckpointer
 from agentrl.store.sqlstore import SqlStore
 
 

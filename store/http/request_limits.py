@@ -12,13 +12,20 @@ import asyncio
 from collections import defaultdict
 from typing import Any, cast
 
+from starlette.exceptions import HTTPException
+from starlette.types import Receive
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from agentrl.errors import Unavailable
 
 HEAD = 32 * 1024  # bytes of a request that are not its body
 HEADERS = 100  # of a request
 HEAD_TIME = 10.0  # seconds to send the headers, or what is left of a body that nobody wants
 IDLE = 4096  # connections of one address without a whole request; so many may come at once
 TOO_LARGE = f"The headers are larger than {HEAD} bytes, or more than {HEADERS}: send less."
+SILENCE = 30.0  # seconds without a byte after which the rest of a body is not waited for
+WHOLE = 120.0  # seconds for a whole body
+HELD = 128 * 2**20  # bytes of bodies that are still coming, all together
 
 
 class ConnectionLimits:
@@ -156,3 +163,59 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+
+class BodyReader:
+    """Reads the bodies of one server."""
+
+    def __init__(self, largest: int, held: int = HELD) -> None:
+        self._largest, self._free = largest, max(held, largest)
+
+    async def read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
+        """The whole body. Raises HTTPException as soon as it is known to be too large, Unavailable
+        when the rest does not come or there is no room for it, ConnectionAbortedError when the
+        client has gone."""
+        length = headers.get(b"content-length", b"0")
+        self._check(int(length) if length.isdigit() else 0)
+        body, more = await _part(receive)
+        self._check(len(body))
+        return await self._rest(bytearray(body), receive) if more else body
+
+    async def _rest(self, body: bytearray, receive: Receive) -> bytes:
+        held, more = self._hold(len(body)), True
+        try:
+            async with asyncio.timeout(WHOLE):
+                while more:
+                    part, more = await _part(receive)
+                    held += self._hold(len(part))
+                    body += part
+                    self._check(len(body))
+        except TimeoutError:
+            raise Unavailable(f"The body took over {WHOLE:.0f} s: send less at a time.") from None
+        finally:
+            self._free += held
+        return bytes(body)
+
+    def _hold(self, size: int) -> int:
+        if size > self._free:
+            raise Unavailable("Too many large bodies are being sent: repeat the call.")
+        self._free -= size
+        return size
+
+    def _check(self, size: int) -> None:
+        if size > self._largest:
+            raise HTTPException(
+                413, f"The body is larger than {self._largest} bytes: send less at a time."
+            )
+
+
+async def _part(receive: Receive) -> tuple[bytes, bool]:
+    """The next bytes, and whether there are more."""
+    try:
+        async with asyncio.timeout(SILENCE):
+            message = await receive()
+    except TimeoutError:
+        raise Unavailable("The rest of the body did not come: repeat the call.") from None
+    if message["type"] == "http.disconnect":
+        raise ConnectionAbortedError
+    return message.get("body", b""), message.get("more_body", False)
