@@ -168,6 +168,11 @@ def next_expiry(tx: Transaction) -> float | None:
     return None if until is None else max(0.0, float(until) - tx.now)
 
 
+def claims(conn: Connection, attempts: Sequence[str]) -> dict[str, tuple[str, str | None]]:
+    found = conn.execute(SQL["claims"], (rows.to_json(attempts, "Attempts"),))
+    return {row["id"]: (row["run_id"], row["claim_id"]) for row in found}
+
+
 def failures(conn: Connection, run: str) -> list[FailureCount]:
     found: dict[str, FailureCount] = {}
     for row in conn.execute(SQL["failures"], {"run": run}):

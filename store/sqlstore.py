@@ -159,6 +159,10 @@ class SqlStore:
         clean = [rows.clean_outcome(outcome) for outcome in outcomes]
         return await self._writer.post(partial(queue.finish, outcomes=clean))
 
+    async def claims(self, attempts: Sequence[str]) -> dict[str, tuple[str, str | None]]:
+        """Run and claim id of each attempt that exists: by these a server knows whose it is."""
+        return await self._readers.read(partial(queue.claims, attempts=attempts))
+
     async def cancel(self, rollouts: Sequence[str]) -> int:
         return await self._writer.post(answer_once(partial(queue.cancel, rollouts=rollouts), int))
 

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import os
 import random
+import secrets
 import threading
 import time
 import uuid
@@ -65,7 +66,7 @@ class HttpStore:
 
     def __init__(self, url: str) -> None:
         self.url, key, self._patience = _parse(url)
-        self._headers = {"content-type": MSGPACK}
+        self._headers = {"content-type": MSGPACK, wire.CLAIM_SECRET: secrets.token_hex(16)}
         if key:
             self._headers["authorization"] = f"Bearer {key}"
         self._lock = threading.Lock()

@@ -28,6 +28,7 @@ class KeyGrant:
     scope: KeyScope
     run: str = ""  # the only one it has to do with; empty: all
     until: float = math.inf  # unix seconds
+    secret: bytes = field(default=b"", repr=False)  # of its claims; see `claims`
 
 
 @dataclass(frozen=True, slots=True)

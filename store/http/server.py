@@ -17,6 +17,8 @@ import hashlib
 import re
 import time
 from collections.abc import Coroutine
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -30,12 +32,14 @@ from starlette.types import Receive, Scope, Send
 from agentrl.errors import Conflict, Forbidden, Invalid, StoreError, Unavailable
 from agentrl.store.base import Store
 from agentrl.store.http import ingest, openapi, wire
+from agentrl.store.http.claims import Claims
 from agentrl.store.http.keys import KeyFile, KeyGrant, Keys, is_for_this_machine
 from agentrl.store.http.request_limits import BodyReader
 from agentrl.store.http.wire import ENCODE, JSON, VERBS, Verb
 from agentrl.store.writer import IdempotentCall, start_call
 from agentrl.types import Trace
 
+CLAIM_SECRET = wire.CLAIM_SECRET.encode()
 LARGEST = 64 * 2**20  # bytes of a request
 REMEMBERED = 4096  # calls whose answers are kept for their repeats
 AGAIN = object()  # the answer to a wait that takes longer than one request may
@@ -50,7 +54,7 @@ class StoreApp:
 
     def __init__(self, store: Store, keys: Keys | KeyFile, *, largest: int = LARGEST) -> None:
         self.store, self._keys, self._largest = store, keys, largest
-        self._bodies = BodyReader(largest)
+        self._bodies, self._claims = BodyReader(largest), Claims(store)
         self._draining = False
         self._waits: set[asyncio.Task[Any]] = set()
         self._once: dict[str, tuple[str, asyncio.Task[Any]]] = {}
@@ -118,7 +122,7 @@ class StoreApp:
                 401,
                 "The key is missing, unknown or expired: send it as `Authorization: Bearer KEY`.",
             )
-        return caller
+        return replace(caller, secret=headers.get(CLAIM_SECRET, b""))
 
     async def _call(
         self,
@@ -134,6 +138,7 @@ class StoreApp:
         given = {name: getattr(arguments, name) for name in verb.arguments.__struct_fields__}
         if caller.run and given.get("run", caller.run) != caller.run:
             raise Forbidden(f"{verb.name}: this key is for run {caller.run!r} only.")
+        await self._claims.check(verb.name, given, caller)
         method = getattr(self.store, verb.name)
         try:
             if verb.waits and given["timeout"] != 0:
@@ -249,12 +254,15 @@ class StoreApp:
 
     async def _traces(self, request: Request) -> Response:
         headers = dict(request.scope["headers"])
-        _allow(VERBS["add_spans"], self._admit(headers))
+        caller = self._admit(headers)
+        _allow(VERBS["add_spans"], caller)
         body = await self._bodies.read(headers, request.receive)
         encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
         kind = headers.get(b"content-type", b"").decode("latin-1")
         body = ingest.decompress(body, encoding, self._largest)
-        answer, form = await ingest.add_otlp_spans(self.store, body, kind)
+        answer, form = await ingest.add_otlp_spans(
+            self.store, body, kind, partial(self._claims.check_run, caller=caller)
+        )
         return Response(answer, media_type=form)
 
     async def _unknown(self, request: Request) -> Response:

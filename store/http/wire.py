@@ -36,6 +36,7 @@ from agentrl.types import Int32, Record
 JSON, MSGPACK = "application/json", "application/msgpack"
 POLL = 25.0  # seconds until a verb that waits is answered "again"
 CALLS = 1024  # verbs in one batch
+CLAIM_SECRET = "agentrl-claim-secret"  # the header: see `claims`
 KEY = "^[A-Za-z0-9-]{1,64}$"  # the form of an idempotency key
 
 Int = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
