@@ -22,7 +22,7 @@ from agentrl.config import RunConfig, agent_env
 from agentrl.config.policies import claims, remote
 from agentrl.errors import ConfigError, StoreError
 from agentrl.processes import PHASE, log_to_stderr
-from agentrl.runners.execution import Execution
+from agentrl.runners.execution import AttemptRunner
 from agentrl.runners.executors import Executor
 from agentrl.runners.executors.environment import environment
 from agentrl.runners.executors.factory import choose
@@ -115,7 +115,7 @@ async def start_runner(
                 executor = choose(
                     config, root=folder, gateway=gateway.base_url, runner=name, agent=agent
                 )
-                scored = Execution(
+                scored = AttemptRunner(
                     store,
                     gateway,
                     executor,

@@ -18,8 +18,8 @@ from msgspec.structs import replace
 
 from agentrl.config import RunnerConfig
 from agentrl.errors import Invalid, StoreError
-from agentrl.runners.execution import Execution
-from agentrl.runners.gateway.attribution import Live
+from agentrl.runners.execution import AttemptRunner
+from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.types import Attempt, ErrorKind, Failure, Outcome
 
 log = logging.getLogger("agentrl.runner")
@@ -33,7 +33,7 @@ class Worker:
     def __init__(
         self,
         run: str,
-        execution: Execution,
+        execution: AttemptRunner,
         config: RunnerConfig,
         *,
         name: str,
@@ -47,7 +47,7 @@ class Worker:
         self._store, self._gateway = execution.store, execution.gateway
         limit = execution.executor.limit
         self._places = config.concurrency if limit is None else min(limit, config.concurrency)
-        self._running: dict[str, tuple[asyncio.Task[None], Live]] = {}
+        self._running: dict[str, tuple[asyncio.Task[None], ActiveAttempt]] = {}
         self._ending: dict[str, asyncio.Task[None]] = {}  # their outcomes are being stored
         self._outcomes: list[Outcome] = []
         self._finishing = asyncio.Lock()
@@ -101,22 +101,22 @@ class Worker:
             self._start(attempt)
 
     def _start(self, attempt: Attempt) -> None:
-        live = self._gateway.register(attempt, sealed=self._execution.executor.sealed)
-        task = asyncio.create_task(self._attempt(live), name=f"attempt-{live.id}")
-        self._running[live.id] = task, live
+        active = self._gateway.register(attempt, sealed=self._execution.executor.sealed)
+        task = asyncio.create_task(self._attempt(active), name=f"attempt-{active.id}")
+        self._running[active.id] = task, active
         task.add_done_callback(self._settle)
 
-    async def _attempt(self, live: Live) -> None:
+    async def _attempt(self, active: ActiveAttempt) -> None:
         try:
-            outcome = await self._execution.run(live)
+            outcome = await self._execution.run(active)
         finally:
-            task, _ = self._running.pop(live.id)
+            task, _ = self._running.pop(active.id)
             self._changed.set()
-        self._ending[live.id] = task  # a slot is free, and the lease is still kept
+        self._ending[active.id] = task  # a slot is free, and the lease is still kept
         try:
             await self._end(outcome)
         finally:
-            del self._ending[live.id]
+            del self._ending[active.id]
 
     async def _end(self, outcome: Outcome) -> None:
         """Those that end while the store is busy are ended together."""
@@ -164,7 +164,7 @@ class Worker:
             if tasks:
                 await asyncio.wait(tasks, timeout=GRACE)
         finally:
-            await self._give_back([live.attempt for _, live in unfinished])
+            await self._give_back([active.attempt for _, active in unfinished])
 
     async def _give_back(self, attempts: Sequence[Attempt]) -> None:
         """Return them to the queue, without waiting for their leases to expire."""
@@ -182,10 +182,10 @@ class Worker:
         while True:
             await asyncio.sleep(self.config.lease / 3)
             running = list(self._running.values())
-            blocked = [live for _, live in running if live.left < -GRACE - self.config.lease]
+            blocked = [active for _, active in running if active.left < -GRACE - self.config.lease]
             if blocked and self.on_blocked is not None:
                 self.on_blocked(blocked[0].attempt.rollout.id)
-            held = [live.id for _, live in running if live.left > -GRACE]
+            held = [active.id for _, active in running if active.left > -GRACE]
             held += list(self._ending)
             if not held:
                 continue

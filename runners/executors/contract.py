@@ -27,7 +27,7 @@ import msgspec
 from agentrl.addresses import is_loopback
 from agentrl.config import RunnerConfig
 from agentrl.errors import ConfigError
-from agentrl.runners.gateway.attribution import Live
+from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.runners.scoring.results import LONGEST_TRACEBACK
 from agentrl.types import ErrorKind, Failure, Json, Span
 
@@ -39,21 +39,21 @@ PYTHON = ("PYTHON*", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "
 PASSED = ("PATH", "HOME", "USER", "LANG", "LC_*", "TZ", "TMPDIR", "SSL_CERT_FILE", "SSL_CERT_DIR")
 
 
-def variables(live: Live, gateway: str, span: str) -> dict[str, str]:
+def variables(active: ActiveAttempt, gateway: str, span: str) -> dict[str, str]:
     """The environment of one attempt; `gateway` is the URL that ends in /v1 as the process sees
     it, `span` the span id its own spans hang from."""
     root = gateway.removesuffix("/v1")
     return {
         "OPENAI_BASE_URL": gateway,
         "OPENAI_API_BASE": gateway,
-        "OPENAI_API_KEY": live.key,
+        "OPENAI_API_KEY": active.key,
         "ANTHROPIC_BASE_URL": root,
-        "ANTHROPIC_API_KEY": live.key,
+        "ANTHROPIC_API_KEY": active.key,
         "OPENAI_AGENTS_DISABLE_TRACING": "1",  # that SDK sends its traces to api.openai.com
-        "TRACEPARENT": f"00-{live.id}-{span}-01",
+        "TRACEPARENT": f"00-{active.id}-{span}-01",
         "OTEL_EXPORTER_OTLP_ENDPOINT": root,
         "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
-        "OTEL_EXPORTER_OTLP_HEADERS": f"authorization=Bearer%20{live.key}",
+        "OTEL_EXPORTER_OTLP_HEADERS": f"authorization=Bearer%20{active.key}",
     }
 
 
@@ -129,16 +129,16 @@ def _signal(number: int) -> str:
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
-class Root:
+class RootSpan:
     """The span that stands for a whole attempt, where the agent runs elsewhere."""
 
-    def __init__(self, live: Live) -> None:
-        self.id, self._live, self._start = secrets.token_hex(8), live, time.time_ns()
+    def __init__(self, active: ActiveAttempt) -> None:
+        self.id, self._active, self._start = secrets.token_hex(8), active, time.time_ns()
 
     def ended(self, *, ok: bool) -> Span:
         return Span(
             id=self.id,
-            attempt=self._live.id,
+            attempt=self._active.id,
             parent=None,
             name="attempt",
             kind="agent",

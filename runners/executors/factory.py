@@ -8,10 +8,10 @@ from agentrl.addresses import is_loopback
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.runners.executors import Executor, agents
-from agentrl.runners.executors.command import Command
-from agentrl.runners.executors.container import Container
-from agentrl.runners.executors.inprocess import InProcess
-from agentrl.runners.executors.pool import Pool
+from agentrl.runners.executors.command import CommandExecutor
+from agentrl.runners.executors.container import ContainerExecutor
+from agentrl.runners.executors.inprocess import InProcessExecutor
+from agentrl.runners.executors.pool import PoolExecutor
 
 
 def choose(
@@ -39,19 +39,19 @@ def choose(
         if agent is None or isinstance(agent, str):
             return _python(config, kind, path, root)
         if kind != "pool":
-            return InProcess(agents.as_agent(agent), threaded=kind == "threads")
+            return InProcessExecutor(agents.as_agent(agent), threaded=kind == "threads")
     if agent or path:
         raise ConfigError(
             f"runner.executor = {kind!r}: the agent runs in a process of its own; give it in the"
             f" run file as {'agent.path' if kind == 'pool' else 'agent.command'}"
         )
     if kind == "command":
-        return Command(config.agent, config.runner, root=root, gateway=gateway)
+        return CommandExecutor(config.agent, config.runner, root=root, gateway=gateway)
     if kind == "container":
-        return Container(config.agent, config.runner, gateway=gateway)
-    from agentrl.runners.executors.kubernetes import Kubernetes  # an extra
+        return ContainerExecutor(config.agent, config.runner, gateway=gateway)
+    from agentrl.runners.executors.kubernetes import KubernetesExecutor  # an extra
 
-    return Kubernetes(
+    return KubernetesExecutor(
         config.agent,
         config.runner,
         root=root,
@@ -65,5 +65,5 @@ def _python(config: RunConfig, kind: str, path: str, root: Path) -> Executor:
     if not path:
         raise ConfigError("agent.path is missing: write it as file.py:name")
     if kind == "pool":
-        return Pool(path, config.agent, config.runner, root=root)
-    return InProcess(agents.as_agent(agents.load(path, root)), threaded=kind == "threads")
+        return PoolExecutor(path, config.agent, config.runner, root=root)
+    return InProcessExecutor(agents.as_agent(agents.load(path, root)), threaded=kind == "threads")

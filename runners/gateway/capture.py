@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from agentrl.runners.dialects import Dialect, Translation, UntranslatableError
-from agentrl.runners.dialects.base import Memory, typed
+from agentrl.runners.dialects.base import ConversationMemory, typed
 from agentrl.runners.dialects.openai import TEXT
 from agentrl.runners.gateway.routing import Route
 from agentrl.types import Json, Sampling, Transition, float32, int32
@@ -49,7 +49,7 @@ def value(fields: Fields, name: str) -> Json:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ModelRequest:
     """A request of the agent, ready to forward to whichever server answers."""
 
     dialect: Dialect
@@ -75,7 +75,7 @@ class Call:
         sampling = _complete(body, Sampling() if route.frozen else defaults, self.index, route)
         return msgspec.json.encode(body), sampling
 
-    def tidy(self, part: Part) -> bytes:
+    def tidy(self, part: ResponseChunk) -> bytes:
         """A whole answer, or a chunk of a stream, as the agent's API would have sent it."""
         fields = part.fields | {"model": self.model}
         if not self.shows_tokens:
@@ -91,7 +91,9 @@ class Call:
         return msgspec.json.encode(fields)
 
 
-def read_call(dialect: Dialect, raw: bytes, memory: Memory, index: int) -> Call:
+def read_request(
+    dialect: Dialect, raw: bytes, memory: ConversationMemory, index: int
+) -> ModelRequest:
     """Understand a request.
 
     Raises msgspec.DecodeError, UnicodeDecodeError or RecursionError unless it is a JSON object,
@@ -109,7 +111,7 @@ def read_call(dialect: Dialect, raw: bytes, memory: Memory, index: int) -> Call:
         why = f"{stream!r:.80} is neither true nor false"
         raise UntranslatableError("stream", why, code="invalid_type")
     logprobs = value(fields, "logprobs")
-    return Call(
+    return ModelRequest(
         dialect,
         fields,
         translation,
@@ -166,21 +168,21 @@ def _number(given: Json, kind: type, default: Any) -> Any:
 
 
 @dataclass(slots=True)
-class Part:
+class ResponseChunk:
     """A whole answer or a chunk of one, its values still bytes."""
 
     fields: Fields
     choices: list[Fields]
 
 
-def read_part(raw: bytes) -> Part:
+def read_chunk(raw: bytes) -> ResponseChunk:
     """Raises msgspec.DecodeError for what is no completion."""
     fields = _fields.decode(raw)
-    return Part(fields, _choices.decode(fields.get("choices", b"null")) or [])
+    return ResponseChunk(fields, _choices.decode(fields.get("choices", b"null")) or [])
 
 
 @dataclass(slots=True)
-class Choice:
+class SampledChoice:
     """One sampled continuation, complete once `finish` is set."""
 
     prompt: array[int] = field(default_factory=int32)
@@ -202,13 +204,13 @@ class Choice:
 
 
 @dataclass(slots=True)
-class Answer:
+class ModelResponse:
     """An answer as it becomes known: absorb the whole of it, or chunk by chunk."""
 
-    choices: dict[int, Choice] = field(default_factory=dict)
+    choices: dict[int, SampledChoice] = field(default_factory=dict)
     prompt: array[int] = field(default_factory=int32)
 
-    def absorb(self, part: Part) -> bool:
+    def absorb(self, part: ResponseChunk) -> bool:
         """Read one part; true if it may end a choice, so that the agent must not see it early.
 
         Raises msgspec.DecodeError, OverflowError, TypeError, KeyError or AttributeError for what
@@ -222,7 +224,7 @@ class Answer:
         return any(choice.finish for choice in self.choices.values())
 
     def _absorb_choice(self, data: Fields) -> None:
-        choice = self.choices.setdefault(value(data, "index") or 0, Choice())
+        choice = self.choices.setdefault(value(data, "index") or 0, SampledChoice())
         ids = _ids.decode(data.get("prompt_token_ids", b"null"))
         choice.prompt = int32(ids) if ids else self.prompt or choice.prompt
         ids = _ids.decode(data.get("token_ids", b"null"))
@@ -279,7 +281,7 @@ def _merge_tools(calls: list[dict[str, Json]], deltas: Any) -> None:
             call["function"][key] = call["function"].get(key, "") + (more or "")
 
 
-def transition(choice: Choice, **known: Any) -> Transition:
+def transition(choice: SampledChoice, **known: Any) -> Transition:
     """The stored form of a choice. Without exact ids it is kept, marked inexact."""
     return Transition(
         prompt=choice.prompt,

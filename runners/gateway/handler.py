@@ -20,8 +20,14 @@ from aiohttp import web
 from agentrl.errors import StoreError
 from agentrl.runners.dialects import Dialect
 from agentrl.runners.gateway import replay
-from agentrl.runners.gateway.attribution import Caller, RefusedError
-from agentrl.runners.gateway.capture import Answer, Part, read_call, read_part, transition
+from agentrl.runners.gateway.attribution import CallOrigin, RefusedError
+from agentrl.runners.gateway.capture import (
+    ModelResponse,
+    ResponseChunk,
+    read_chunk,
+    read_request,
+    transition,
+)
 from agentrl.runners.gateway.replay import CUT, RECORD
 from agentrl.runners.gateway.routing import Route
 from agentrl.runners.gateway.upstream import Upstream, UpstreamError, forwarded, read, stream
@@ -48,14 +54,14 @@ class DisconnectedError(Exception):
     """The agent closed its connection before the answer was complete."""
 
 
-class Exchange:
+class CallHandler:
     """Owns one request of an agent and its answer."""
 
     def __init__(
         self,
         upstream: Upstream,
         store: Store,
-        caller: Caller,
+        caller: CallOrigin,
         request: web.Request,
         dialect: Dialect,
     ) -> None:
@@ -66,33 +72,35 @@ class Exchange:
         self._asked_at = 0.0
         self._sampling = Sampling()  # in force where the call was sent
         self._sent: web.StreamResponse | None = None  # once the agent has the first byte
-        self._shown: tuple[Answer, Route, str] | None = None  # what it has of the answer
+        self._shown: tuple[ModelResponse, Route, str] | None = None  # what it has of the answer
         self._rows: list[Transition] | None = None  # the answer as it is, or will be, stored
 
     async def run(self) -> web.StreamResponse:
         """Raises UpstreamError when there is no answer and none can come in time, RefusedError when
         the attempt ended meanwhile, and what `read_call` raises for the request."""
-        live = self._caller.live
+        active = self._caller.active
         raw = await self._request.read()
-        self._asked = live.asks(raw)
-        self._read_call = partial(read_call, self._dialect, raw, live.memory, self._asked.number)
+        self._asked = active.asks(raw)
+        self._read_call = partial(
+            read_request, self._dialect, raw, active.memory, self._asked.number
+        )
         self._call = self._read_call()
         try:
             return await self._until_deadline()
         finally:
-            live.done(self._asked)
+            active.done(self._asked)
 
     async def _until_deadline(self) -> web.StreamResponse:
-        live = self._caller.live
+        active = self._caller.active
         try:
-            async with asyncio.timeout(live.left):
+            async with asyncio.timeout(active.left):
                 return await self._answer()
         except asyncio.CancelledError:  # by the server, as the agent left, or the attempt is over
             self._blame_silence()
-            await _to_the_end(self._keep_shown())
+            await _to_the_end(self._store_shown())
             raise
         except DisconnectedError:
-            await _to_the_end(self._keep_shown())
+            await _to_the_end(self._store_shown())
             return self._cut()
         except (UpstreamError, RefusedError):
             if self._sent is None:
@@ -101,29 +109,29 @@ class Exchange:
         except TimeoutError:
             if self._sent is None:
                 self._blame_silence()
-                known = live.failures.get(self._asked.number, "")
-                message = f"attempt {live.id} ran out of time before the model had answered"
+                known = active.failures.get(self._asked.number, "")
+                message = f"attempt {active.id} ran out of time before the model had answered"
                 message += f"; {known}" if known else ""
                 raise RefusedError(504, "attempt_timeout", message) from None
-            await _to_the_end(self._keep_shown())
+            await _to_the_end(self._store_shown())
             return self._cut()
 
     async def _answer(self) -> web.StreamResponse:
         """The policy's, or of a call that a branch repeats the recorded one."""
-        live, call = self._caller.live, self._call
+        active, call = self._caller.active, self._call
         role = self._caller.role_of(call.model)
-        rows = live.recording.take(call, role) if live.recording else []
+        rows = active.recording.take(call, role) if active.recording else []
         if not rows:
             return await self._upstream.retry(self._caller, call.model, self._asked, self._forward)
         answer = await self._replay(rows)
-        live.answered(self._asked)
+        active.answered(self._asked)
         return answer
 
     async def _replay(self, recorded: list[Transition]) -> web.StreamResponse:
-        live, call, rows = self._caller.live, self._call, []
+        active, call, rows = self._caller.active, self._call, []
         for row in recorded:
-            index, live.stored = live.stored, live.stored + 1
-            own = {"id": f"{live.id}-{index}", "attempt": live.id, "index": index}
+            index, active.stored = active.stored, active.stored + 1
+            own = {"id": f"{active.id}-{index}", "attempt": active.id, "index": index}
             own |= {"span": self._caller.span, "started": time.time(), "seconds": 0.0}
             rows.append(replay.repeated(row, call, **own))
         self._rows = rows
@@ -140,11 +148,11 @@ class Exchange:
     def _blame_silence(self) -> None:
         """A model that says nothing for most of an attempt's time is what it failed of. This call
         or the agent may be the first to be ended, they have the same deadline."""
-        live, waited = self._caller.live, time.monotonic() - self._arrived
-        hung = waited > SILENCE * live.attempt.rollout.timeout
-        if self._sent is None and hung and live.left < NEAR:
+        active, waited = self._caller.active, time.monotonic() - self._arrived
+        hung = waited > SILENCE * active.attempt.rollout.timeout
+        if self._sent is None and hung and active.left < NEAR:
             message = f"the model had not answered for {waited:.3g} s when the time was up"
-            live.failures.setdefault(self._asked.number, message)
+            active.failures.setdefault(self._asked.number, message)
 
     def _cut(self) -> web.StreamResponse:
         if self._request.transport is not None:
@@ -153,7 +161,7 @@ class Exchange:
         return self._sent
 
     async def _forward(self, route: Route) -> web.StreamResponse:
-        tells = False if self._caller.live.scoring else self._upstream.tells(route)
+        tells = False if self._caller.active.scoring else self._upstream.tells(route)
         try:
             answer = await self._once(route, capture=tells is not False)
             if answer.status in REFUSES and tells is None:  # our additions, or the agent's mistake?
@@ -172,14 +180,14 @@ class Exchange:
         call = self._call
         if route.says is not None:
             return await self._tell(route, replay.spoken(route.says, call))
-        defaults = self._caller.live.attempt.rollout.sampling
+        defaults = self._caller.active.attempt.rollout.sampling
         body, self._sampling = call.encode(route, defaults, capture=capture)
         headers = self._request.headers
         async with self._upstream.post(route, self._dialect.api, body, headers) as reply:
             if reply.status != 200:  # the agent's own mistake, in the server's words
-                words = in_words_of(self._dialect, reply.status, await read(reply))
+                words = translate_error(self._dialect, reply.status, await read(reply))
                 said = words[:REFUSAL].decode(errors="replace")
-                self._caller.live.refused = f"{reply.status}: {said}"
+                self._caller.active.refused = f"{reply.status}: {said}"
                 kind = "application/json"
                 return web.Response(status=reply.status, body=words, content_type=kind)
             if call.stream != (reply.content_type == "text/event-stream"):
@@ -192,7 +200,7 @@ class Exchange:
     async def _whole(
         self, route: Route, raw: bytes, headers: Mapping[str, str]
     ) -> web.StreamResponse:
-        answer = Answer()
+        answer = ModelResponse()
         part, _ = self._read(raw, answer, route)
         if not answer.choices:
             raise self._bad(route, "an answer without choices")
@@ -209,7 +217,7 @@ class Exchange:
     async def _stream(
         self, route: Route, parts: AsyncIterator[bytes], headers: Mapping[str, str]
     ) -> web.StreamResponse:
-        answer, held = Answer(), []  # held: what an agent may take for the end
+        answer, held = ModelResponse(), []  # held: what an agent may take for the end
         self._shown = answer, route, headers.get("x-policy-version", "")
         async for event in parts:
             data = event.removeprefix(b"data:").strip()
@@ -231,7 +239,7 @@ class Exchange:
         await self._keep(*self._shown)
         return await self._send(b"".join(held), headers)
 
-    def _show(self, part: Part, answer: Answer, route: Route) -> bytes:
+    def _show(self, part: ResponseChunk, answer: ModelResponse, route: Route) -> bytes:
         """A chunk as the events of the agent's API."""
         tidy = self._call.tidy(part)
         if self._call.translation is None:
@@ -251,9 +259,9 @@ class Exchange:
             raise DisconnectedError from error
         return self._sent
 
-    def _read(self, raw: bytes, answer: Answer, route: Route) -> tuple[Part, bool]:
+    def _read(self, raw: bytes, answer: ModelResponse, route: Route) -> tuple[ResponseChunk, bool]:
         try:
-            part = read_part(raw)
+            part = read_chunk(raw)
             return part, answer.absorb(part)
         except ODD:
             text = raw[:200].decode(errors="replace")
@@ -263,10 +271,10 @@ class Exchange:
         message = f"the policy server at {route.base_url} sent {what}"
         return UpstreamError(message, transient=False)
 
-    async def _keep(self, answer: Answer, route: Route, version: str) -> None:
+    async def _keep(self, answer: ModelResponse, route: Route, version: str) -> None:
         """Returns when the transitions are durable."""
-        live = self._caller.live
-        if live.scoring:
+        active = self._caller.active
+        if active.scoring:
             return
         if self._rows is None:
             if any(choice.known for choice in answer.choices.values()):
@@ -277,34 +285,34 @@ class Exchange:
         except StoreError as error:
             raise UpstreamError(f"the call was not stored: {error}", final=True) from error
         if not all(kept):
-            raise RefusedError(403, "attempt_ended", f"attempt {live.id} has lost its lease")
+            raise RefusedError(403, "attempt_ended", f"attempt {active.id} has lost its lease")
 
-    async def _keep_shown(self) -> None:
+    async def _store_shown(self) -> None:
         """Store what the agent has read, or at least could have, of an answer it will not read
         on. To store again what was being stored changes nothing."""
         if self._sent is None or self._shown is None:
             return
-        live = self._caller.live
+        active = self._caller.active
         answer, route, version = self._shown
         answer.cut(CUT)
         try:
             if answer.choices:
                 await self._keep(answer, route, version)
         except UpstreamError as error:
-            live.failures[self._asked.number] = error.message
+            active.failures[self._asked.number] = error.message
         except RefusedError:
             pass  # the attempt has lost its lease, and what it did with it
         else:
-            live.answered(self._asked)
+            active.answered(self._asked)
 
-    def _transitions(self, answer: Answer, route: Route, version: str) -> list[Transition]:
-        live, rows = self._caller.live, []
+    def _transitions(self, answer: ModelResponse, route: Route, version: str) -> list[Transition]:
+        active, rows = self._caller.active, []
         for _, choice in sorted(answer.choices.items()):
-            index, live.stored = live.stored, live.stored + 1
+            index, active.stored = active.stored, active.stored + 1
             row = transition(
                 choice,
-                id=f"{live.id}-{index}",
-                attempt=live.id,
+                id=f"{active.id}-{index}",
+                attempt=active.id,
                 index=index,
                 role=self._caller.role_of(self._call.model),
                 policy=route.policy,
@@ -329,7 +337,7 @@ async def _to_the_end(work: Coroutine[None, None, None]) -> None:
     task.result()
 
 
-def in_words_of(dialect: Dialect, status: int, body: bytes) -> bytes:
+def translate_error(dialect: Dialect, status: int, body: bytes) -> bytes:
     """A policy server's error for the agent: as it is where both speak the same API, else its
     message in the agent's."""
     try:

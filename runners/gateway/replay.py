@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from agentrl.runners.dialects.openai import TEXT
-from agentrl.runners.gateway.capture import Call, value
+from agentrl.runners.gateway.capture import ModelRequest, value
 from agentrl.runners.gateway.routing import Route
 from agentrl.store.base import Store
 from agentrl.types import Branch, Json, Transition, float32, int32
@@ -40,7 +40,7 @@ class Recording:
     later: list[Transition]
     without: Collection[str] = ()
 
-    def take(self, call: Call, role: str) -> list[Transition]:
+    def take(self, call: ModelRequest, role: str) -> list[Transition]:
         """The record of a request, one call per choice; empty where the policy is to be asked.
 
         Calls that the agent makes at the same time come in any order."""
@@ -70,7 +70,7 @@ def repeating(calls: Sequence[Transition], branch: Branch) -> Recording:
     return Recording(left, [*calls[len(whole) :]], branch.without)
 
 
-def repeated(row: Transition, call: Call, **known: Any) -> Transition:
+def repeated(row: Transition, call: ModelRequest, **known: Any) -> Transition:
     """A recorded call as one of the attempt that repeats it."""
     source = row.repeats or row.id
     return msgspec.structs.replace(
@@ -78,7 +78,7 @@ def repeated(row: Transition, call: Call, **known: Any) -> Transition:
     )
 
 
-def spoken(text: str, call: Call) -> list[Transition]:
+def spoken(text: str, call: ModelRequest) -> list[Transition]:
     """A fixed answer as if it were recorded, for every choice that is asked for; it has no tokens.
 
     It is no call of an attempt: what is stored of it is read from the answer."""
@@ -95,7 +95,7 @@ def spoken(text: str, call: Call) -> list[Transition]:
     return [row] * (value(call.fields, "n") or 1)
 
 
-def whole(rows: Sequence[Transition], call: Call) -> bytes:
+def whole(rows: Sequence[Transition], call: ModelRequest) -> bytes:
     """The recorded choices as a policy server would send them."""
     text = call.dialect is TEXT
     choices = [
@@ -105,7 +105,7 @@ def whole(rows: Sequence[Transition], call: Call) -> bytes:
     return msgspec.json.encode(_body(rows, "" if text else "chat.completion", choices, usage=True))
 
 
-async def stream(rows: Sequence[Transition], call: Call) -> AsyncIterator[bytes]:
+async def stream(rows: Sequence[Transition], call: ModelRequest) -> AsyncIterator[bytes]:
     """The same as server-sent events."""
     text, options = call.dialect is TEXT, value(call.fields, "stream_options") or {}
     kind = "" if text else "chat.completion.chunk"
@@ -121,7 +121,7 @@ async def stream(rows: Sequence[Transition], call: Call) -> AsyncIterator[bytes]
     yield b"data: [DONE]\n\n"
 
 
-def _asked_by(call: Call, role: str) -> bytes:
+def _asked_by(call: ModelRequest, role: str) -> bytes:
     return _question(role, call.messages, call.tools, value(call.fields, "prompt"))
 
 

@@ -18,7 +18,7 @@ from typing import TypeVar
 import aiohttp
 from multidict import CIMultiDict
 
-from agentrl.runners.gateway.attribution import Asked, Caller, RefusedError
+from agentrl.runners.gateway.attribution import CallOrigin, ModelCall, RefusedError
 from agentrl.runners.gateway.routing import Route, Router
 
 T = TypeVar("T")
@@ -95,9 +95,9 @@ class Upstream:
 
     async def retry(
         self,
-        caller: Caller,
+        caller: CallOrigin,
         model: str,
-        asked: Asked,
+        asked: ModelCall,
         once: Callable[[Route], Awaitable[T]],
     ) -> T:
         """The first success of `once`. The attempt carries the failure of the call until then.
@@ -105,31 +105,31 @@ class Upstream:
         Raises the last UpstreamError when trying again is of no use or the attempt ran out, and
         RefusedError for a verifier's call to anything but a frozen endpoint, and for that of a role
         which nobody plays."""
-        live, role = caller.live, caller.role_of(model)
-        if live.scoring:
+        active, role = caller.active, caller.role_of(model)
+        if active.scoring:
             self._refuse_policies(model, role)
-        seats = live.seats
+        seats = active.seats
         if why := self.router.unplayed(model, role, seats, caller.inside):
-            live.failures[asked.number] = why  # counted, whatever the agent makes of the refusal
+            active.failures[asked.number] = why  # counted, whatever the agent makes of the refusal
             raise RefusedError(404, "role_unplayed", why)
         wait, tries = BACKOFF, 0
         while True:
             tries += 1
             if self.router.find(model, role, seats) is None:
-                live.failures[asked.number] = self.router.missing(role, seats)
+                active.failures[asked.number] = self.router.missing(role, seats)
             try:
                 async with self.router.route(model, role, seats) as route:
                     value = await once(route)
             except UpstreamError as error:
-                live.failures[asked.number] = error.message
+                active.failures[asked.number] = error.message
                 pause = max(error.retry_after, wait * random.uniform(0.5, 1.0))
                 useless = tries >= TRIES and not error.transient
-                if error.final or useless or pause >= live.left:
+                if error.final or useless or pause >= active.left:
                     raise
                 wait = min(2 * wait, LONGEST)
                 await asyncio.sleep(pause)
             else:
-                live.answered(asked)
+                active.answered(asked)
                 return value
 
     def _refuse_policies(self, model: str, role: str) -> None:

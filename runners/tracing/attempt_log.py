@@ -29,20 +29,20 @@ if TYPE_CHECKING:
 
 SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 KEY = context.create_key("agentrl-journal")
-_open: dict[int, Journal] = {}  # by trace id
-_latest: ContextVar[Call | None] = ContextVar("agentrl_latest_call", default=None)
+_open: dict[int, AttemptLog] = {}  # by trace id
+_latest: ContextVar[HttpCall | None] = ContextVar("agentrl_latest_call", default=None)
 
 
 @dataclass(slots=True, eq=False, frozen=True)
-class Call:
+class HttpCall:
     """A request that left the process. `inside` are the spans around it, innermost first."""
 
     id: str
     inside: tuple[str, ...]
-    before: Call | None  # the latest call that its context could see
+    before: HttpCall | None  # the latest call that its context could see
 
 
-class Step(NamedTuple):
+class FrameworkStep(NamedTuple):
     """A step of a framework in progress, or past."""
 
     name: str
@@ -54,7 +54,7 @@ class Step(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Journal:
+class AttemptLog:
     """Of one attempt. Span ids are 16 hex digits, times unix nanoseconds."""
 
     attempt: str
@@ -64,8 +64,8 @@ class Journal:
     begun: dict[int, ReadableSpan] = field(default_factory=dict)  # of OpenTelemetry's SDK, by id
     finished: list[ReadableSpan] = field(default_factory=list)  # those of them that have ended
     rewards: list[Reward] = field(default_factory=list)  # targets may be span ids of calls
-    calls: list[Call] = field(default_factory=list)
-    steps: dict[str, Step] = field(default_factory=dict)
+    calls: list[HttpCall] = field(default_factory=list)
+    steps: dict[str, FrameworkStep] = field(default_factory=dict)
     running: set[str] = field(default_factory=set)  # of the steps
     needs_no_call: bool = False  # the agent rightly has no answer of a model
 
@@ -81,7 +81,7 @@ class Journal:
         has `recorded` does not become a span of ours."""
         around = _span_id()
         known = parent if parent is not None and parent in self.steps else around
-        self.steps[step] = Step(name, kind, known, around, time.time_ns(), recorded)
+        self.steps[step] = FrameworkStep(name, kind, known, around, time.time_ns(), recorded)
         self.running.add(step)
 
     def leave(self, step: str, ok: bool = True, attributes: dict[str, Json] | None = None) -> None:
@@ -106,9 +106,9 @@ class Journal:
         return tuple(dict.fromkeys((*path, *outer)))
 
     @contextmanager
-    def call(self, name: str, attributes: dict[str, Json]) -> Iterator[Call]:
+    def call(self, name: str, attributes: dict[str, Json]) -> Iterator[HttpCall]:
         """A request to be sent inside the block, which it fills in `attributes`."""
-        call = Call(secrets.token_hex(8), self.inside(), _latest.get())
+        call = HttpCall(secrets.token_hex(8), self.inside(), _latest.get())
         self.calls.append(call)
         _latest.set(call)
         start, ok = time.time_ns(), False
@@ -123,7 +123,7 @@ class Journal:
             parent = recorded or call.inside[0]
             self._add(call.id, name, "internal", parent, start, ok, attributes)
 
-    def latest(self) -> Call | None:
+    def latest(self) -> HttpCall | None:
         """The latest call of the caller's context; else of the innermost span around it that has
         any, but for those that parallel branches made since this one began."""
         last = _latest.get()
@@ -173,17 +173,17 @@ class Journal:
         )
 
 
-def current() -> Journal | None:
+def current() -> AttemptLog | None:
     """The journal of the attempt that the caller runs in."""
     found = context.get_value(KEY)
-    return found if isinstance(found, Journal) else None
+    return found if isinstance(found, AttemptLog) else None
 
 
 @contextmanager
-def opened(attempt: str) -> Iterator[Journal]:
+def opened(attempt: str) -> Iterator[AttemptLog]:
     """Run the block in the trace of `attempt` (32 hex digits) and write its journal."""
     trace_id = int(attempt, 16)
-    journal = _open[trace_id] = Journal(attempt, secrets.token_hex(8))
+    journal = _open[trace_id] = AttemptLog(attempt, secrets.token_hex(8))
     inside = context.set_value(KEY, journal, context.Context())
     token = context.attach(_context(attempt, journal.root, inside))
     latest = _latest.set(None)
@@ -229,7 +229,7 @@ def step_id(run: UUID) -> str:
     return run.hex[16:]
 
 
-def _follows(call: Call | None, earlier: Call) -> bool:
+def _follows(call: HttpCall | None, earlier: HttpCall) -> bool:
     while call is not None and call is not earlier:
         call = call.before
     return call is not None

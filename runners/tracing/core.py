@@ -22,7 +22,7 @@ from agentrl.errors import ConfigError
 from agentrl.otlp import DESCRIPTION, KIND, kind_of
 from agentrl.runners.tracing import attempt_log, http_clients, thread_context
 from agentrl.runners.tracing import langchain as steps
-from agentrl.runners.tracing.attempt_log import Journal
+from agentrl.runners.tracing.attempt_log import AttemptLog
 from agentrl.runners.tracing.roles import role
 from agentrl.types import Span
 
@@ -70,7 +70,7 @@ class Tracing(SpanProcessor):
         provider.add_span_processor(self)
 
     @contextmanager
-    def attempt(self, attempt: str) -> Iterator[Journal]:
+    def attempt(self, attempt: str) -> Iterator[AttemptLog]:
         """Run the block in the trace of `attempt` (32 hex digits); gives what it leaves behind."""
         steps.install()  # here, not at the start: an agent may import LangChain when it is called
         with attempt_log.opened(attempt) as here:
@@ -83,7 +83,7 @@ class Tracing(SpanProcessor):
         attempt_log.write(span)
 
 
-def records(left: Journal, attempt: str) -> list[Span]:
+def records(left: AttemptLog, attempt: str) -> list[Span]:
     """Finished spans as they are stored. One whose parent was not recorded, because it had not
     ended or was not sampled, is a child of the attempt."""
     known = {span.id for span in left.spans}
@@ -95,7 +95,7 @@ def records(left: Journal, attempt: str) -> list[Span]:
     return own + [_record(span, attempt, known, left.root) for span in left.finished]
 
 
-def _adopt(span: Span, left: Journal) -> Span:
+def _adopt(span: Span, left: AttemptLog) -> Span:
     return msgspec.structs.replace(span, parent=left.root)
 
 

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from agentrl.runners.tracing import attempt_log, roles
-from agentrl.runners.tracing.attempt_log import Call, Journal
+from agentrl.runners.tracing.attempt_log import AttemptLog, HttpCall
 
 
 @cache
@@ -88,7 +88,7 @@ def _aiohttp(request: Callable[..., Any]) -> Callable[..., Any]:
     return traced
 
 
-def mark(headers: MutableMapping[str, str], here: Journal, call: Call) -> None:
+def mark(headers: MutableMapping[str, str], here: AttemptLog, call: HttpCall) -> None:
     """Name attempt, span and role in the headers of a request."""
     if "traceparent" not in headers:
         headers["traceparent"] = f"00-{here.attempt}-{call.id}-01"

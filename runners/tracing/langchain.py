@@ -15,7 +15,7 @@ from typing import Any
 from uuid import UUID
 
 from agentrl.runners.tracing import attempt_log
-from agentrl.runners.tracing.attempt_log import Journal, step_id
+from agentrl.runners.tracing.attempt_log import AttemptLog, step_id
 
 GRAPH = "LangGraph"  # the name of a compiled graph that was given none
 
@@ -40,7 +40,7 @@ def _register() -> None:
     from langchain_core.callbacks import BaseCallbackHandler
     from langchain_core.tracers.context import register_configure_hook
 
-    class Steps(BaseCallbackHandler):  # type: ignore[misc, unused-ignore]
+    class StepHandler(BaseCallbackHandler):  # type: ignore[misc, unused-ignore]
         """Notes in the journal of the attempt around the step, if there is one."""
 
         run_inline = True  # in the context of the step, where the attempt is known
@@ -67,11 +67,11 @@ def _register() -> None:
 
         on_tool_end, on_tool_error = on_chain_end, on_chain_error
 
-    everywhere = ContextVar("agentrl_steps", default=Steps())  # noqa: B039 - it has no state
+    everywhere = ContextVar("agentrl_steps", default=StepHandler())  # noqa: B039 - it has no state
     register_configure_hook(everywhere, inheritable=True)
 
 
-def _enter(here: Journal, name: str, kind: str, about: Mapping[str, Any]) -> None:
+def _enter(here: AttemptLog, name: str, kind: str, about: Mapping[str, Any]) -> None:
     run = about["run_id"]
     outer = about.get("parent_run_id")
     recorded = partial(_recorded, run) if _recorder is not None else None

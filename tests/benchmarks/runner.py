@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 from agentrl.config import RunConfig, resolve
-from agentrl.runners.execution import Execution
+from agentrl.runners.execution import AttemptRunner
 from agentrl.runners.executors import Executor
 from agentrl.runners.executors.environment import environment
 from agentrl.runners.executors.factory import choose
@@ -79,7 +79,7 @@ async def drain(
     store: Store, gateway: Gateway, executor: Executor, config: RunConfig, rollouts: int
 ) -> dict[str, float]:
     """Run a full queue to its end."""
-    execution = Execution(store, gateway, executor, Verifier(lambda result: 1.0))
+    execution = AttemptRunner(store, gateway, executor, Verifier(lambda result: 1.0))
     execution.calls_optional = True  # there is no model
     worker = Worker(RUN, execution, config.runner, name="benchmark")
     group = f"g{time.monotonic_ns()}"

@@ -17,9 +17,9 @@ from aiohttp import web
 import agentrl
 from agentrl.config import RetriesConfig
 from agentrl.runners import worker as module
-from agentrl.runners.executors import Ran
+from agentrl.runners.executors import ExecutionResult
 from agentrl.runners.executors.agents import as_agent
-from agentrl.runners.executors.inprocess import InProcess
+from agentrl.runners.executors.inprocess import InProcessExecutor
 from agentrl.runners.gateway import upstream
 from agentrl.types import ErrorKind, Outcome, RolloutState
 
@@ -160,16 +160,16 @@ async def test_agent_raises_and_that_has_a_price(bench: Any) -> None:
 
 
 async def test_an_executor_that_raises_costs_one_attempt(bench: Any) -> None:
-    executor = InProcess(as_agent(lambda text: text))
+    executor = InProcessExecutor(as_agent(lambda text: text))
     broken = iter([True])
 
     class Broken:
         sealed, limit, start, close = False, None, executor.start, executor.close
 
-        async def run(self, live: Any) -> Ran:
+        async def run(self, active: Any) -> ExecutionResult:
             if next(broken, False):
                 raise RuntimeError("a bug")
-            return await executor.run(live)
+            return await executor.run(active)
 
     (rollout,) = await bench.run(Broken(), TASK)
     assert (rollout.state, rollout.attempts) == (RolloutState.SUCCEEDED, 2)

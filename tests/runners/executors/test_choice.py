@@ -10,10 +10,10 @@ import pytest
 
 from agentrl.config import resolve
 from agentrl.errors import ConfigError
-from agentrl.runners.executors.command import Command
+from agentrl.runners.executors.command import CommandExecutor
 from agentrl.runners.executors.factory import choose
-from agentrl.runners.executors.inprocess import InProcess
-from agentrl.runners.executors.pool import Pool
+from agentrl.runners.executors.inprocess import InProcessExecutor
+from agentrl.runners.executors.pool import PoolExecutor
 
 PATH = {"path": "contract_agent.py:agent"}
 COMMAND = {"command": "node 'my agent.mjs'"}
@@ -26,12 +26,12 @@ def chosen(agent: dict[str, Any], given: object = None, **runner: Any) -> Any:
 
 
 def test_the_agent_decides_unless_the_run_file_does() -> None:
-    assert isinstance(chosen(PATH), InProcess)
-    assert isinstance(chosen({}, given=lambda text: text), InProcess)
-    assert isinstance(chosen(COMMAND), Command)
+    assert isinstance(chosen(PATH), InProcessExecutor)
+    assert isinstance(chosen({}, given=lambda text: text), InProcessExecutor)
+    assert isinstance(chosen(COMMAND), CommandExecutor)
     assert chosen(COMMAND).argv == ["node", "my agent.mjs"]
-    assert isinstance(chosen(COMMAND, given=PATH["path"]), InProcess)
-    assert isinstance(chosen(PATH, executor="pool"), Pool)
+    assert isinstance(chosen(COMMAND, given=PATH["path"]), InProcessExecutor)
+    assert isinstance(chosen(PATH, executor="pool"), PoolExecutor)
     assert (chosen(PATH).threaded, chosen(PATH, executor="threads").threaded) == (False, True)
 
 
