@@ -20,7 +20,7 @@ from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.runners.gateway.replay import recording
 from agentrl.runners.gateway.server import Gateway
 from agentrl.runners.scoring.results import as_json, failure_of
-from agentrl.runners.scoring.rewards import settle, unsettled
+from agentrl.runners.scoring.rewards import needs_trace, resolve_targets
 from agentrl.runners.scoring.verifiers import Verifier, VerifierError
 from agentrl.runners.tracing import core as tracing
 from agentrl.store.base import Store
@@ -78,10 +78,10 @@ class AttemptRunner:
             rewards = [*ran.rewards, *await self._verify(active.attempt, ran.result, whole)]
         except Exception as error:  # noqa: BLE001 - the user's verifier is a boundary
             return self._failed(active, ran, failure_of(ErrorKind.VERIFIER, error))
-        if whole is None and unsettled(rewards):
+        if whole is None and needs_trace(rewards):
             whole = await self.store.trace(rollout.id)
         try:
-            rewards = settle(rewards, whole, ran.spans)
+            rewards = resolve_targets(rewards, whole, ran.spans)
         except VerifierError as error:
             return self._failed(active, ran, failure_of(ErrorKind.VERIFIER, error))
         return Outcome(
@@ -107,7 +107,7 @@ class AttemptRunner:
 
     def _failed(self, active: ActiveAttempt, ran: ExecutionResult, failure: Failure) -> Outcome:
         """No reward, save for the price of the agent's own error, if it has one."""
-        rewards, retry = [], self._again(failure.kind, active.attempt)
+        rewards, retry = [], self._may_retry(failure.kind, active.attempt)
         if failure.kind is ErrorKind.AGENT and self.error_reward is not None and not retry:
             rewards = [Reward(value=self.error_reward, source="runner")]
         return Outcome(
@@ -120,7 +120,7 @@ class AttemptRunner:
             retry=retry,
         )
 
-    def _again(self, kind: ErrorKind, attempt: Attempt) -> bool:
+    def _may_retry(self, kind: ErrorKind, attempt: Attempt) -> bool:
         """Whether a failure of this kind is worth another attempt, and one is left."""
         limit = getattr(self.retries, kind.value)
         return attempt.fence < attempt.rollout.max_attempts and (
@@ -136,7 +136,7 @@ class AttemptRunner:
             message = f"none of the agent's {active.calls} model calls has an answer to record{why}"
             return Failure(kind=ErrorKind.NO_CALL, message=message + said)
         called = {
-            str(span.attributes["url.full"]) for span in ran.spans if _elsewhere(span, gateway)
+            str(span.attributes["url.full"]) for span in ran.spans if _other_server(span, gateway)
         }
         instead = f", but called {', '.join(sorted(called)[:3])}" if called else ""
         message = (
@@ -147,6 +147,6 @@ class AttemptRunner:
         return Failure(kind=ErrorKind.NO_CALL, message=message + said)
 
 
-def _elsewhere(span: Span, gateway: str) -> bool:
+def _other_server(span: Span, gateway: str) -> bool:
     url = span.attributes.get("url.full")
     return url is not None and not str(url).startswith(gateway)

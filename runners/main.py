@@ -25,7 +25,7 @@ from agentrl.processes import PHASE, log_to_stderr
 from agentrl.runners.execution import AttemptRunner
 from agentrl.runners.executors import Executor
 from agentrl.runners.executors.environment import environment
-from agentrl.runners.executors.factory import choose
+from agentrl.runners.executors.factory import make_executor
 from agentrl.runners.gateway.server import Gateway
 from agentrl.runners.scoring import verifiers
 from agentrl.runners.scoring.verifiers import Verifier
@@ -37,7 +37,7 @@ from agentrl.threads import DaemonThreads
 from agentrl.types import ENDED
 
 log = logging.getLogger("agentrl.runner")
-LOOK = 2.0  # seconds between looks whether the run has ended
+END_CHECK_INTERVAL = 2.0  # seconds between looks whether the run has ended
 
 
 def main(
@@ -66,7 +66,7 @@ def main(
             name=name,
             stop=stop,
             until_ended=until_ended,
-            ready=_tune_collector,
+            ready=_tune_gc,
             on_blocked=_end_process,
         )
 
@@ -112,7 +112,7 @@ async def start_runner(
         await asyncio.to_thread(gateway.start)
         try:
             with environment(gateway.base_url, config.agent.pass_env):
-                executor = choose(
+                executor = make_executor(
                     config, root=folder, gateway=gateway.base_url, runner=name, agent=agent
                 )
                 scored = AttemptRunner(
@@ -154,7 +154,7 @@ async def _stop_at_end(store: Store, run: str, steps: int, stop: asyncio.Event) 
                 stop.set()
         except StoreError:  # the worker says so, and decides what becomes of it
             pass
-        await store.wait(2**62, timeout=LOOK)
+        await store.wait(2**62, timeout=END_CHECK_INTERVAL)
 
 
 @contextlib.asynccontextmanager
@@ -235,7 +235,7 @@ def _verifier(given: Callable[..., Any] | str | None, config: RunConfig, root: P
     return verifiers.load(path, root) if isinstance(path, str) else Verifier(path)
 
 
-def _tune_collector() -> None:
+def _tune_gc() -> None:
     """What is loaded by now stays, and agents make much short-lived garbage without cycles: the
     default thresholds cost a LangChain agent a tenth of its speed."""
     gc.collect()

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.runners.executors import ExecutionResult, agents, contract
 from agentrl.runners.executors.agents import Agent
-from agentrl.runners.executors.inprocess import guarded, in_trace
+from agentrl.runners.executors.inprocess import in_trace, run_guarded
 from agentrl.runners.executors.supervisor import run_template
 from agentrl.runners.executors.wire import (
     RunRequest,
@@ -89,7 +89,7 @@ async def _serve(channel: socket.socket, build: Callable[[], Agent]) -> int:
 
 async def _run(agent: Agent, job: RunRequest, writer: asyncio.StreamWriter) -> None:
     try:
-        ran = await in_trace(job.attempt, guarded(agent, job.input))
+        ran = await in_trace(job.attempt, run_guarded(agent, job.input))
         ran = replace(ran, result=as_json(ran.result))
         if len(msgspec.json.encode(ran.result)) > contract.LARGEST_RESULT:
             ran = replace(ran, result=None, failure=contract.too_large("its result"))

@@ -44,7 +44,9 @@ class CommandExecutor:
         self.argv = shlex.split(agent.command) if isinstance(agent.command, str) else agent.command
         self.folder = root / agent.folder
         self.agent, self.runner, self.gateway = agent, runner, gateway
-        self._launcher = ProcessLauncher(env=contract.passed(os.environ, agent.pass_env))
+        self._launcher = ProcessLauncher(
+            env=contract.passed_environment(os.environ, agent.pass_env)
+        )
 
     async def start(self) -> None:
         check_command(self.argv, self.folder)
@@ -66,8 +68,12 @@ class CommandExecutor:
             "AGENTRL_TASK_FILE": str(folder / contract.TASK),
             "AGENTRL_RESULT_FILE": str(folder / contract.RESULT),
         }
-        env = contract.passed(os.environ, self.agent.pass_env) | self.agent.env
-        env |= contract.variables(active, self.gateway, span) | contract.task_variable(task) | files
+        env = contract.passed_environment(os.environ, self.agent.pass_env) | self.agent.env
+        env |= (
+            contract.attempt_environment(active, self.gateway, span)
+            | contract.task_variable(task)
+            | files
+        )
         spec = ProcessSpec(argv=self.argv, env=env, folder=str(self.folder))
         if self.runner.memory_mb:
             spec["memory"] = self.runner.memory_mb * MB
@@ -80,7 +86,7 @@ class CommandExecutor:
         if isinstance(done, Failure):
             return None, done
         status, stdout, stderr = done
-        if failed := contract.failure(status, stderr):
+        if failed := contract.exit_failure(status, stderr):
             return None, failed
         try:
             size = (folder / contract.RESULT).stat().st_size
@@ -93,7 +99,7 @@ class CommandExecutor:
         except OSError as error:  # it made something else of its file, or of the folder
             message = f"the agent's result file cannot be read: {error.strerror}"
             return None, Failure(kind=ErrorKind.AGENT, message=message)
-        return contract.answer(stdout), None
+        return contract.parse_result(stdout), None
 
 
 async def run_process(
@@ -107,7 +113,7 @@ async def run_process(
     stderr = OutputPipe(LONGEST_TRACEBACK, tail=True)
     fds = [os.open(folder / contract.TASK, os.O_RDONLY), await stdout.open(), await stderr.open()]
     try:
-        kept = await launcher.launch(spec, fds)
+        process = await launcher.launch(spec, fds)
     except SupervisorLost as lost:
         return Failure(kind=ErrorKind.LOST_RUNNER, message=str(lost))
     finally:
@@ -115,17 +121,17 @@ async def run_process(
             os.close(fd)
     try:
         async with asyncio.timeout(active.left) as limit:
-            status = await kept.wait()
+            status = await process.wait()
     except SupervisorLost as lost:
         return Failure(kind=ErrorKind.LOST_RUNNER, message=str(lost))
     except TimeoutError:
         if not limit.expired():
             raise
         failed = out_of_time(active)
-        await _end(kept)
+        await _end(process)
         return replace(failed, traceback=await stderr.text())
     except asyncio.CancelledError:
-        await asyncio.shield(_end(kept))
+        await asyncio.shield(_end(process))
         raise
     if stdout.cut:
         return contract.too_large("stdout")
@@ -144,7 +150,7 @@ def check_command(argv: Sequence[str], folder: Path) -> None:
         raise ConfigError(f"agent.command: there is no program {program!r} on this machine")
 
 
-async def _end(kept: SupervisedProcess) -> None:
-    kept.kill()
+async def _end(process: SupervisedProcess) -> None:
+    process.kill()
     with suppress(SupervisorLost):
-        await kept.wait()
+        await process.wait()

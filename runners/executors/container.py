@@ -44,11 +44,11 @@ class ContainerExecutor:
         self.agent, self.runner, self.config = agent, runner, runner.container
         if not self.config.image:
             raise ConfigError("runner.container.image is missing: which image holds the agent?")
-        for name in contract.passed(_of_many_lines(self._given()), CLI_VARIABLES):
+        for name in contract.passed_environment(_of_many_lines(self._given()), CLI_VARIABLES):
             raise ConfigError(f"agent.env: {name} has several lines, which no container is given")
         self._on_host = self.config.network == "host"
-        self.gateway = gateway if self._on_host else contract.reachable(gateway, runner, HOST)
-        self._launcher = ProcessLauncher(env=contract.passed(os.environ, CLI_VARIABLES))
+        self.gateway = gateway if self._on_host else contract.reachable_url(gateway, runner, HOST)
+        self._launcher = ProcessLauncher(env=contract.passed_environment(os.environ, CLI_VARIABLES))
 
     async def start(self) -> None:
         cli = self.config.cli
@@ -89,12 +89,14 @@ class ContainerExecutor:
 
     def _spec(self, active: ActiveAttempt, span: str, task: bytes, folder: Path) -> ProcessSpec:
         given = self._given()
-        own = contract.variables(active, self.gateway, span) | contract.task_variable(task)
+        own = contract.attempt_environment(active, self.gateway, span) | contract.task_variable(
+            task
+        )
         inside = _of_many_lines(given) | own  # a line of the file holds one
         lines = [f"{name}={given[name]}\n" for name in given if name not in inside]
         file = folder / "env"
         file.write_text("".join(lines), errors="surrogateescape")
-        outside = contract.passed(os.environ, CLI_VARIABLES)
+        outside = contract.passed_environment(os.environ, CLI_VARIABLES)
         name = f"agentrl-{active.id}"
         argv = [self.config.cli, "run", "--rm", "--interactive", "--init", "--name", name]
         argv += ["--env-file", str(file)] if lines else []
@@ -117,9 +119,9 @@ class ContainerExecutor:
         )
 
     def _ended(self, status: int, stdout: str, stderr: str) -> tuple[Json, Failure | None]:
-        failed = contract.failure(status, stderr)
+        failed = contract.exit_failure(status, stderr)
         if failed is None:
-            return contract.answer(stdout), None
+            return contract.parse_result(stdout), None
         if status == NOT_STARTED:
             message = f"{self.config.cli} could not run the container: {stderr.strip()}"
             return None, Failure(kind=ErrorKind.LOST_RUNNER, message=message)

@@ -39,7 +39,7 @@ PYTHON = ("PYTHON*", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "
 PASSED = ("PATH", "HOME", "USER", "LANG", "LC_*", "TZ", "TMPDIR", "SSL_CERT_FILE", "SSL_CERT_DIR")
 
 
-def variables(active: ActiveAttempt, gateway: str, span: str) -> dict[str, str]:
+def attempt_environment(active: ActiveAttempt, gateway: str, span: str) -> dict[str, str]:
     """The environment of one attempt; `gateway` is the URL that ends in /v1 as the process sees
     it, `span` the span id its own spans hang from."""
     root = gateway.removesuffix("/v1")
@@ -71,7 +71,7 @@ def task_folder(task: bytes) -> Iterator[Path]:
         yield Path(name)
 
 
-def passed(environment: Mapping[str, str], patterns: Iterable[str]) -> dict[str, str]:
+def passed_environment(environment: Mapping[str, str], patterns: Iterable[str]) -> dict[str, str]:
     """What a process of this machine sees of the runner's own environment."""
     return matching(environment, (*PASSED, *patterns))
 
@@ -81,7 +81,7 @@ def matching(environment: Mapping[str, str], patterns: Iterable[str]) -> dict[st
     return {k: v for k, v in environment.items() if any(fnmatch(k, p) for p in wanted)}
 
 
-def reachable(base_url: str, runner: RunnerConfig, host: str) -> str:
+def reachable_url(base_url: str, runner: RunnerConfig, host: str) -> str:
     """The gateway's URL as others than this machine's processes see it; `host` is how they call
     this machine unless the run file says otherwise.
 
@@ -97,24 +97,24 @@ def reachable(base_url: str, runner: RunnerConfig, host: str) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{urlsplit(base_url).port}/v1"
 
 
-def answer(text: str) -> Json:
+def parse_result(text: str) -> Json:
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):
         return text.strip()
 
 
-def failure(status: int, stderr: str) -> Failure | None:
+def exit_failure(status: int, stderr: str) -> Failure | None:
     """Why the process failed, if it did: its last words, and on which of them it ended."""
     if status == 0:
         return None
-    how = ending(status)
+    how = describe_exit(status)
     last = stderr.strip().rpartition("\n")[2].strip()
     message = f"the agent {how}: {last}" if last else f"the agent {how}"
     return Failure(kind=ErrorKind.AGENT, message=message, traceback=stderr[-LONGEST_TRACEBACK:])
 
 
-def ending(status: int) -> str:
+def describe_exit(status: int) -> str:
     return (
         f"ended with exit status {status}" if status >= 0 else f"was killed by {_signal(-status)}"
     )

@@ -14,7 +14,7 @@ from agentrl.runners.executors.inprocess import InProcessExecutor
 from agentrl.runners.executors.pool import PoolExecutor
 
 
-def choose(
+def make_executor(
     config: RunConfig, *, root: Path, gateway: str, runner: str, agent: object = None
 ) -> Executor:
     """`agent` is an object of this process, or "file.py:name", that takes the place of the run

@@ -43,7 +43,7 @@ class InProcessExecutor:
         self, agent: Agent, active: ActiveAttempt
     ) -> tuple[Any, Failure | None]:
         """An agent that does not heed its cancellation is left behind."""
-        task = asyncio.create_task(guarded(agent, input_of(active)))
+        task = asyncio.create_task(run_guarded(agent, input_of(active)))
         try:
             await asyncio.wait({task}, timeout=active.left)
             if task.done():
@@ -74,19 +74,19 @@ class InProcessExecutor:
 async def in_trace(attempt: str, work: Awaitable[tuple[Any, Failure | None]]) -> ExecutionResult:
     """The agent's run with what it leaves in this process: here everything is collected that an
     in-process agent gives beside its result."""
-    with tracing.install().attempt(attempt) as left:
+    with tracing.install().attempt(attempt) as log:
         result, failure = await work
-    spans = tracing.records(left, attempt)
+    spans = tracing.records(log, attempt)
     return ExecutionResult(
         result=result,
         failure=failure,
-        rewards=left.rewards,
+        rewards=log.rewards,
         spans=spans,
-        needs_no_call=left.needs_no_call,
+        needs_no_call=log.needs_no_call,
     )
 
 
-async def guarded(agent: Agent, value: Json) -> tuple[Any, Failure | None]:
+async def run_guarded(agent: Agent, value: Json) -> tuple[Any, Failure | None]:
     """Result or failure of an agent, whatever it raises."""
     try:
         return await agent(value), None

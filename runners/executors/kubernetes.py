@@ -70,7 +70,7 @@ class KubernetesExecutor:
         is the same for all runners of a run, and for no other that shares the namespace."""
         self.argv = shlex.split(agent.command) if isinstance(agent.command, str) else agent.command
         self.agent, self.runner, self.config = agent, runner, runner.kubernetes
-        self.gateway = contract.reachable(gateway, runner, "")
+        self.gateway = contract.reachable_url(gateway, runner, "")
         self.template = _template(self.config.template, root)
         if not (self.config.image or _container(deepcopy(self.template)).get("image")):
             raise ConfigError("runner.kubernetes.image is missing: which image holds the agent?")
@@ -165,7 +165,9 @@ class KubernetesExecutor:
         pod["spec"].setdefault("automountServiceAccountToken", False)  # the model is all it reaches
         pod["spec"].setdefault("enableServiceLinks", False)
         variables = contract.matching(os.environ, self.agent.pass_env) | self.agent.env
-        variables |= contract.variables(active, self.gateway, span) | contract.task_variable(task)
+        variables |= contract.attempt_environment(
+            active, self.gateway, span
+        ) | contract.task_variable(task)
         variables["AGENTRL_RESULT_FILE"] = RESULT_FILE
         container["env"] = [
             *container.get("env", []),
@@ -219,9 +221,9 @@ class KubernetesExecutor:
         if ended.get("reason") == "OOMKilled":
             message = f"the agent was killed for using more than {self.runner.memory_mb} MB"
             return None, Failure(kind=ErrorKind.AGENT, message=message, traceback=told)
-        if failed := contract.failure(ended["exitCode"], told):
+        if failed := contract.exit_failure(ended["exitCode"], told):
             return None, failed
-        return contract.answer(told or await self._log(pod)), None
+        return contract.parse_result(told or await self._log(pod)), None
 
     async def _late(self, active: ActiveAttempt, job: str) -> Failure:
         """Out of time: did the agent need too long, or did it never begin?"""

@@ -1,7 +1,7 @@
-"""The runner's side of the supervisors: starting a process, reading what it writes, ending it.
+"""The runner's side of the supervisors: starts a process, reads what it writes, ends it.
 
-Owns: the template process and the sockets to it and to every supervisor. When this process is killed
-the kernel closes them, and the supervisors end what they keep.
+Owns: the template process and the sockets to it and to every supervisor. When this process is
+killed the kernel closes them, and the supervisors end the processes that they watch.
 """
 
 from __future__ import annotations
@@ -106,12 +106,12 @@ class ProcessLauncher:
             except OSError as error:
                 ours.close()
                 raise SupervisorLost(f"the template process is gone: {error}") from error
-        transport, kept = await asyncio.get_running_loop().create_unix_connection(
+        transport, process = await asyncio.get_running_loop().create_unix_connection(
             SupervisedProcess, sock=ours
         )
         body = msgspec.json.encode(spec)
         transport.write(HEADER.pack(len(body)) + body)
-        return kept
+        return process
 
     def _send(self, fds: Sequence[int]) -> None:
         assert self._control is not None

@@ -47,7 +47,7 @@ from agentrl.types import ErrorKind, Failure
 log = logging.getLogger("agentrl.runner")
 MB = 2**20
 BACKOFF, LONGEST = 0.5, 30.0  # seconds until a process that did not start is started again
-DIED = "loading the agent ended its process; what that wrote before says more"
+DIED_LOADING = "loading the agent ended its process; what that wrote before says more"
 CHILD = ("-m", "agentrl.runners.executors.child")
 
 
@@ -56,55 +56,60 @@ class WarmProcess:
 
     def __init__(
         self,
-        kept: SupervisedProcess,
+        supervised: SupervisedProcess,
         printed: LogPipe,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
-        self.kept, self._printed, self._reader, self._writer = kept, printed, reader, writer
-        self.jobs: dict[str, asyncio.Future[ExecutionResult]] = {}
+        self.supervised, self._printed, self._reader, self._writer = (
+            supervised,
+            printed,
+            reader,
+            writer,
+        )
+        self.requests: dict[str, asyncio.Future[ExecutionResult]] = {}
         self.served, self.resident = 0, 0
         self.retired = False
 
-    async def hello(self) -> str | None:
+    async def wait_until_loaded(self) -> str | None:
         """Waits until the agent is loaded; what keeps it from working."""
         try:
             return msgspec.json.decode(await read(self._reader), type=StartupReport).problem
         except (asyncio.IncompleteReadError, ConnectionError):
-            return DIED
+            return DIED_LOADING
 
-    def begin(self, active: ActiveAttempt) -> asyncio.Future[ExecutionResult]:
-        future = self.jobs[active.id] = asyncio.get_running_loop().create_future()
+    def submit(self, active: ActiveAttempt) -> asyncio.Future[ExecutionResult]:
+        future = self.requests[active.id] = asyncio.get_running_loop().create_future()
         self._writer.write(pack(RunRequest(active.id, input_of(active))))
         return future
 
-    async def answers(self) -> None:
+    async def read_responses(self) -> None:
         """Hand out what it answers, until it ends."""
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 done = msgspec.json.decode(await read(self._reader, LARGEST), type=RunResponse)
                 self.served, self.resident = self.served + 1, done.resident
                 self._printed.reset()
-                if (future := self.jobs.get(done.attempt)) and not future.done():
+                if (future := self.requests.get(done.attempt)) and not future.done():
                     future.set_result(done.ran)
 
-    async def died(self) -> None:
+    async def fail_pending(self) -> None:
         """Tell those who wait for it."""
-        self.kept.kill()  # it may only have stopped to make sense
-        failure = _death(await self._status(), len(self.jobs))
-        for future in self.jobs.values():
+        self.supervised.kill()  # it may only have stopped to make sense
+        failure = _exit_failure(await self._status(), len(self.requests))
+        for future in self.requests.values():
             if not future.done():
                 future.set_result(ExecutionResult(failure=failure))
         self._writer.close()
 
     async def end(self) -> None:
         """It and what it started are gone when this returns."""
-        self.kept.kill()
+        self.supervised.kill()
         await self._status()
 
     async def _status(self) -> int:
         try:
-            return await self.kept.wait()
+            return await self.supervised.wait()
         except SupervisorLost:
             return -9
 
@@ -125,7 +130,7 @@ class PoolExecutor:
         self._program = (*CHILD, msgspec.json.encode(settings).decode())
         self._forks = self.config.start == "fork"
         patterns = (*contract.PYTHON, *MODEL, *agent.pass_env)
-        self._env = contract.passed(os.environ, patterns) | agent.env
+        self._env = contract.passed_environment(os.environ, patterns) | agent.env
         self._launcher = ProcessLauncher(self._program if self._forks else SUPERVISOR, self._env)
         self._places: asyncio.Queue[WarmProcess] = asyncio.Queue()
         self._following: dict[WarmProcess, asyncio.Task[None]] = {}
@@ -155,15 +160,15 @@ class PoolExecutor:
             why = f": {self._problem}" if self._problem else ""
             message = f"no process of the pool was ready within the attempt's time{why}"
             return ExecutionResult(failure=Failure(kind=ErrorKind.LOST_RUNNER, message=message))
-        future = process.begin(active)
+        future = process.submit(active)
         try:
             await asyncio.wait({future}, timeout=active.left)
             return (
                 future.result() if future.done() else ExecutionResult(failure=out_of_time(active))
             )
         finally:
-            del process.jobs[active.id]
-            await self._put_back(process, in_doubt=not future.done())
+            del process.requests[active.id]
+            await self._put_back(process, suspect=not future.done())
 
     async def _take(self) -> WarmProcess:
         while True:
@@ -171,17 +176,17 @@ class PoolExecutor:
             if not process.retired:
                 return process
 
-    async def _put_back(self, process: WarmProcess, *, in_doubt: bool) -> None:
-        worn = process.served >= self.config.recycle_after or (
+    async def _put_back(self, process: WarmProcess, *, suspect: bool) -> None:
+        used_up = process.served >= self.config.recycle_after or (
             0 < self.config.recycle_mb * MB < process.resident
         )
-        if in_doubt or worn:
+        if suspect or used_up:
             self._retire(process)
         if not process.retired:
             self._places.put_nowait(process)
-        elif not process.jobs:
-            process.kept.kill()
-            if in_doubt:
+        elif not process.requests:
+            process.supervised.kill()
+            if suspect:
                 await asyncio.shield(process.end())
 
     def _retire(self, process: WarmProcess) -> None:
@@ -208,8 +213,8 @@ class PoolExecutor:
         try:
             process = await self._launch()
         except SupervisorLost:
-            return DIED
-        problem = await process.hello()
+            return DIED_LOADING
+        problem = await process.wait_until_loaded()
         process.retired = problem is not None  # nobody is to replace it but who asked for it
         self._following[process] = asyncio.create_task(self._follow(process))
         if problem is None:
@@ -218,9 +223,9 @@ class PoolExecutor:
         return problem
 
     async def _follow(self, process: WarmProcess) -> None:
-        await process.answers()
+        await process.read_responses()
         self._retire(process)
-        await process.died()
+        await process.fail_pending()
         del self._following[process]
 
     async def _launch(self) -> WarmProcess:
@@ -234,7 +239,7 @@ class PoolExecutor:
         printed = LogPipe(contract.LARGEST_PRINT)
         out = await printed.open()
         try:
-            kept = await self._launcher.launch(spec, [null, out, out, theirs.fileno()])
+            supervised = await self._launcher.launch(spec, [null, out, out, theirs.fileno()])
         except SupervisorLost:
             ours.close()
             raise
@@ -242,11 +247,11 @@ class PoolExecutor:
             os.close(null)
             os.close(out)
             theirs.close()
-        return WarmProcess(kept, printed, *await asyncio.open_unix_connection(sock=ours))
+        return WarmProcess(supervised, printed, *await asyncio.open_unix_connection(sock=ours))
 
 
-def _death(status: int, together: int) -> Failure:
-    how = contract.ending(status)
+def _exit_failure(status: int, together: int) -> Failure:
+    how = contract.describe_exit(status)
     if together == 1:
         return Failure(kind=ErrorKind.AGENT, message=f"the agent's process {how}")
     message = f"the process {how} while it ran {together} rollouts"

@@ -1,7 +1,7 @@
 """Whose model call is this? By path, W3C trace context or API key, in this order; never guessed.
 
 Owns: the attempts this process runs and what the gateway learns about each of them.
-Always true: an attempt is live from `register` to `unregister`; a call of one that is not is
+Always true: an attempt is active from `register` to `unregister`; a call of one that is not is
 refused, and calls in flight when it ends are cancelled. A sealed attempt, whose agent runs outside
 of this process, is reached with its secret key only, and that key reaches nothing else.
 Who may write: the worker registers and unregisters, the gateway's event loop everything else.
@@ -21,7 +21,7 @@ from urllib.parse import unquote_plus
 
 from agentrl.runners.dialects.base import ConversationMemory
 from agentrl.runners.gateway.replay import Recording
-from agentrl.runners.gateway.routing import NOBODY, Seats
+from agentrl.runners.gateway.routing import NO_SEATS, Seats
 from agentrl.runners.tracing.roles import NAMES, ROLE, read_names, resolve, role_of_model
 from agentrl.types import Attempt
 
@@ -65,20 +65,20 @@ class ActiveAttempt:
     @property
     def seats(self) -> Seats:
         """Who plays which role of the agent; a verifier plays none."""
-        return NOBODY if self.scoring else self.attempt.rollout.seats
+        return NO_SEATS if self.scoring else self.attempt.rollout.seats
 
     @property
     def left(self) -> float:
         """Seconds until the deadline."""
         return self.deadline - time.monotonic()
 
-    def asks(self, raw: bytes) -> ModelCall:
+    def begin_call(self, raw: bytes) -> ModelCall:
         """A new call, whose request is `raw`."""
         number, self.calls = self.calls, self.calls + 1
         key = hash(raw)
         return ModelCall(number, key, self.ended.get(key, ()))
 
-    def answered(self, asked: ModelCall) -> None:
+    def call_succeeded(self, asked: ModelCall) -> None:
         """What failed before is made good."""
         for number in (asked.number, *asked.repeats):
             self.failures.pop(number, None)
@@ -95,18 +95,18 @@ class ActiveAttempt:
 
 
 class CallOrigin(NamedTuple):
-    active: ActiveAttempt
+    attempt: ActiveAttempt
     role: str | None  # None: still to be read from the requested model, see `roles`
     span: str | None  # span id of the request's parent, 16 hex digits
     inside: tuple[str, ...] = ()  # names of nodes and agent around the call, innermost first
 
     def role_of(self, model: str) -> str:
         """Who makes the call, which asks for `model`."""
-        return role_of_model(self.role, model, self.active.roles)
+        return role_of_model(self.role, model, self.attempt.roles)
 
 
 class RefusedError(Exception):
-    """A request that belongs to no live attempt."""
+    """A request that belongs to no active attempt."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -114,7 +114,7 @@ class RefusedError(Exception):
 
 
 class AttemptRegistry:
-    """The registry of live attempts. `open`: attempts that are not sealed may be reached at all,
+    """The registry of active attempts. `open`: attempts that are not sealed may be reached at all,
     which is right only where nobody else can connect."""
 
     def __init__(self, *, open: bool = True, roles: Collection[str] = ()) -> None:

@@ -58,8 +58,8 @@ class ModelRequest:
     index: int  # of the request within its attempt
     model: str
     stream: bool
-    shows_tokens: bool  # the agent asked for token ids itself
-    shows_logprobs: bool
+    asks_token_ids: bool  # the agent asked for token ids itself
+    asks_logprobs: bool
     messages: list[dict[str, Json]]  # the conversation; a text prompt is one user message
     tools: list[dict[str, Json]]
 
@@ -70,21 +70,21 @@ class ModelRequest:
         body = self.fields | {"model": route.model or self.model}
         if capture:
             body["return_token_ids"] = True
-            if not self.shows_logprobs:
+            if not self.asks_logprobs:
                 body["logprobs"] = 1 if self.dialect is TEXT else True
-        sampling = _complete(body, Sampling() if route.frozen else defaults, self.index, route)
+        sampling = _fill_sampling(body, Sampling() if route.frozen else defaults, self.index, route)
         return msgspec.json.encode(body), sampling
 
-    def tidy(self, part: ResponseChunk) -> bytes:
+    def restore_fields(self, part: ResponseChunk) -> bytes:
         """A whole answer, or a chunk of a stream, as the agent's API would have sent it."""
         fields = part.fields | {"model": self.model}
-        if not self.shows_tokens:
+        if not self.asks_token_ids:
             fields.pop("prompt_token_ids", None)
         for choice in part.choices:
-            if not self.shows_tokens:
+            if not self.asks_token_ids:
                 choice.pop("token_ids", None)
                 choice.pop("prompt_token_ids", None)
-            if not self.shows_logprobs and "logprobs" in choice:
+            if not self.asks_logprobs and "logprobs" in choice:
                 choice["logprobs"] = None
         if "choices" in fields:
             fields["choices"] = part.choices
@@ -118,10 +118,10 @@ def read_request(
         index=index,
         model=str(value(fields, "model") or ""),
         stream=stream is True,
-        shows_tokens=value(fields, "return_token_ids") is True,
-        shows_logprobs=logprobs is not None and logprobs is not False,
-        messages=_objects(_prompt(fields)),
-        tools=_objects(value(fields, "tools")),
+        asks_token_ids=value(fields, "return_token_ids") is True,
+        asks_logprobs=logprobs is not None and logprobs is not False,
+        messages=_dicts(_prompt(fields)),
+        tools=_dicts(value(fields, "tools")),
     )
 
 
@@ -132,12 +132,12 @@ def _prompt(fields: Fields) -> Json:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else None
 
 
-def _objects(found: Json) -> list[dict[str, Json]]:
+def _dicts(found: Json) -> list[dict[str, Json]]:
     """What is stored of a list; what is none is the policy server's to refuse."""
     return [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []
 
 
-def _complete(body: Fields, defaults: Sampling, index: int, route: Route) -> Sampling:
+def _fill_sampling(body: Fields, defaults: Sampling, index: int, route: Route) -> Sampling:
     """Fill the parameters on which the agent is silent; returns all that are in force."""
     asked = {name: value(body, name) for name in ("temperature", "top_p", "top_k", "seed")}
     limit = value(body, "max_completion_tokens")
@@ -198,7 +198,7 @@ class SampledChoice:
         return self.known and bool(self.prompt) and len(self.tokens) == len(self.logprobs)
 
     @property
-    def speaks(self) -> bool:
+    def has_content(self) -> bool:
         """Its message says something."""
         return any(said for name, said in self.message.items() if name != "role")
 
@@ -210,7 +210,7 @@ class ModelResponse:
     choices: dict[int, SampledChoice] = field(default_factory=dict)
     prompt: array[int] = field(default_factory=int32)
 
-    def absorb(self, part: ResponseChunk) -> bool:
+    def add(self, part: ResponseChunk) -> bool:
         """Read one part; true if it may end a choice, so that the agent must not see it early.
 
         Raises msgspec.DecodeError, OverflowError, TypeError, KeyError or AttributeError for what
@@ -218,12 +218,12 @@ class ModelResponse:
         if ids := _ids.decode(part.fields.get("prompt_token_ids", b"null")):
             self.prompt = int32(ids)
         for data in part.choices:
-            self._absorb_choice(data)
+            self._add_choice(data)
         if part.choices:
             return any(value(data, "finish_reason") for data in part.choices)
         return any(choice.finish for choice in self.choices.values())
 
-    def _absorb_choice(self, data: Fields) -> None:
+    def _add_choice(self, data: Fields) -> None:
         choice = self.choices.setdefault(value(data, "index") or 0, SampledChoice())
         ids = _ids.decode(data.get("prompt_token_ids", b"null"))
         choice.prompt = int32(ids) if ids else self.prompt or choice.prompt
@@ -240,7 +240,7 @@ class ModelResponse:
 
     def cut(self, finish: str) -> None:
         """Nothing comes any more: of the choices that have begun this is the end."""
-        begun = {i: c for i, c in self.choices.items() if c.finish or c.tokens or c.speaks}
+        begun = {i: c for i, c in self.choices.items() if c.finish or c.tokens or c.has_content}
         for choice in begun.values():
             choice.finish = choice.finish or finish
             choice.known = choice.known and bool(

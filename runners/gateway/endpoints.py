@@ -32,7 +32,7 @@ Work = Callable[[CallOrigin, web.Request], Awaitable[web.StreamResponse]]
 
 
 class Endpoints:
-    """What agents can ask for, each on behalf of one live attempt."""
+    """What agents can ask for, each on behalf of one active attempt."""
 
     def __init__(
         self, attempts: AttemptRegistry, router: Router, upstream: Upstream, store: Store
@@ -65,7 +65,7 @@ class Endpoints:
         from agentrl import otlp  # needs the extra that brings OpenTelemetry's messages
 
         spans, unusable, why = otlp.decode_some(await request.read(), request.content_type)
-        active = caller.active
+        active = caller.attempt
         own = [span for span in spans if span.attempt == active.id and not active.scoring]
         if own:
             await self._store.add_spans(own)
@@ -94,11 +94,11 @@ class Endpoints:
         caller = self._attempts.caller(request.headers, request.match_info)
         task = asyncio.current_task()
         assert task is not None
-        caller.active.tasks.add(task)
+        caller.attempt.tasks.add(task)
         try:
             return await work(caller, request)
         finally:
-            caller.active.tasks.discard(task)
+            caller.attempt.tasks.discard(task)
 
 
 @web.middleware

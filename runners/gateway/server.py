@@ -2,7 +2,7 @@
 
 Owns: a thread with its own event loop, so that an agent that blocks its loop blocks nothing here;
 the listening socket; the connections to the policy servers.
-Always true: a call that belongs to no live attempt is refused; the transition of a call is
+Always true: a call that belongs to no active attempt is refused; the transition of a call is
 durable before the last byte of its answer leaves; an answer that was not stored is not given.
 Who may write: the worker registers attempts; the store is written only through `add_transitions`
 and `add_spans`, and only for the caller's own attempt.
@@ -33,7 +33,7 @@ from agentrl.store.base import Store
 from agentrl.types import Attempt
 
 BACKLOG = 4096  # connections that may wait to be accepted
-CUTTING = 5.0  # seconds for calls that are cut to store what they had shown
+STORE_TIMEOUT = 5.0  # seconds for calls that are cut to store what they had shown
 
 
 class Gateway:
@@ -101,7 +101,7 @@ class Gateway:
             over: Future[None] = Future()
             over.set_result(None)
             return over
-        return self.spawn(_cut(active))  # a call that found it before is in `tasks` by then
+        return self.spawn(_abort_calls(active))  # a call that found it before is in `tasks` by then
 
     @contextlib.contextmanager
     def scoring(self, attempt: Attempt) -> Iterator[str]:
@@ -160,15 +160,15 @@ class Gateway:
             await asyncio.wait((stopping, following), return_when=asyncio.FIRST_COMPLETED)
         finally:
             following.cancel()
-            await asyncio.gather(*map(_cut, self.attempts.active()))
+            await asyncio.gather(*map(_abort_calls, self.attempts.active()))
             await runner.cleanup()
             await upstream.close()
             with contextlib.suppress(asyncio.CancelledError):
                 await following
 
 
-async def _cut(active: ActiveAttempt) -> None:
+async def _abort_calls(active: ActiveAttempt) -> None:
     for task in active.tasks:
         task.cancel()
     if active.tasks:
-        await asyncio.wait(active.tasks, timeout=CUTTING)
+        await asyncio.wait(active.tasks, timeout=STORE_TIMEOUT)

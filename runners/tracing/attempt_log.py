@@ -61,7 +61,7 @@ class AttemptLog:
     root: str
     start: int = field(default_factory=time.time_ns)
     spans: list[Span] = field(default_factory=list)  # finished ones, of ours
-    begun: dict[int, ReadableSpan] = field(default_factory=dict)  # of OpenTelemetry's SDK, by id
+    started_spans: dict[int, ReadableSpan] = field(default_factory=dict)  # of the SDK, by id
     finished: list[ReadableSpan] = field(default_factory=list)  # those of them that have ended
     rewards: list[Reward] = field(default_factory=list)  # targets may be span ids of calls
     calls: list[HttpCall] = field(default_factory=list)
@@ -79,7 +79,7 @@ class AttemptLog:
     ) -> None:
         """A framework begins a step inside the step `parent`, or where we are. What somebody else
         has `recorded` does not become a span of ours."""
-        around = _span_id()
+        around = _current_span_id()
         known = parent if parent is not None and parent in self.steps else around
         self.steps[step] = FrameworkStep(name, kind, known, around, time.time_ns(), recorded)
         self.running.add(step)
@@ -91,11 +91,19 @@ class AttemptLog:
         self.running.discard(step)
         begun = self.steps[step]
         if begun.recorded is None:
-            self._add(step, begun.name, begun.kind, begun.parent, begun.start, ok, attributes or {})
+            self._add(
+                step,
+                begun.name,
+                begun.kind,
+                begun.parent,
+                begun.start,
+                ok,
+                attributes or {},
+            )
 
     def inside(self) -> tuple[str, ...]:
         """The spans around the caller, innermost first, the attempt's own last."""
-        current, path = _span_id(), []
+        current, path = _current_span_id(), []
         step = framework_step() or ""
         if step in self.steps and self.steps[step].around != current:
             path.append(current)  # a span that the user opened inside the step
@@ -129,7 +137,7 @@ class AttemptLog:
         last = _latest.get()
         for span in self.inside():
             for call in reversed(self.calls):
-                if span in call.inside and (last is None or _follows(call, last)):
+                if span in call.inside and (last is None or _comes_after(call, last)):
                     return call
         return None
 
@@ -180,7 +188,7 @@ def current() -> AttemptLog | None:
 
 
 @contextmanager
-def opened(attempt: str) -> Iterator[AttemptLog]:
+def open_log(attempt: str) -> Iterator[AttemptLog]:
     """Run the block in the trace of `attempt` (32 hex digits) and write its journal."""
     trace_id = int(attempt, 16)
     journal = _open[trace_id] = AttemptLog(attempt, secrets.token_hex(8))
@@ -196,14 +204,14 @@ def opened(attempt: str) -> Iterator[AttemptLog]:
         journal.close()
 
 
-def begin(span: ReadableSpan) -> None:
+def span_started(span: ReadableSpan) -> None:
     """Note a span of OpenTelemetry's SDK that begins, if it belongs to an attempt."""
     journal = _open.get(span.context.trace_id) if span.context else None
     if journal is not None and span.context:
-        journal.begun[span.context.span_id] = span
+        journal.started_spans[span.context.span_id] = span
 
 
-def write(span: ReadableSpan) -> None:
+def span_ended(span: ReadableSpan) -> None:
     """Note a span of OpenTelemetry's SDK that has ended, if it belongs to an attempt."""
     journal = _open.get(span.context.trace_id) if span.context else None
     if journal is not None:
@@ -229,13 +237,13 @@ def step_id(run: UUID) -> str:
     return run.hex[16:]
 
 
-def _follows(call: HttpCall | None, earlier: HttpCall) -> bool:
+def _comes_after(call: HttpCall | None, earlier: HttpCall) -> bool:
     while call is not None and call is not earlier:
         call = call.before
     return call is not None
 
 
-def _span_id() -> str:
+def _current_span_id() -> str:
     return format(trace.get_current_span().get_span_context().span_id, "016x")
 
 

@@ -56,11 +56,11 @@ def role(name: str) -> Iterator[None]:
         context.detach(token)
 
 
-def baggage_items(here: AttemptLog, call: HttpCall) -> list[str]:
+def baggage_items(log: AttemptLog, call: HttpCall) -> list[str]:
     """What the W3C baggage of a call says about the caller; empty where there is nothing to say."""
     values = {key: str(value) for key, value in baggage.get_all().items()}
     if ROLE not in values:
-        names = ",".join(quote(name, safe="") for name in frameworks.names(here, call))
+        names = ",".join(quote(name, safe="") for name in frameworks.names(log, call))
         values |= {NAMES: names} if names else {}
     return [f"{key}={quote(value, safe='')}" for key, value in values.items()]
 

@@ -23,7 +23,7 @@ from agentrl.config import RunConfig, resolve
 from agentrl.runners.execution import AttemptRunner
 from agentrl.runners.executors import Executor
 from agentrl.runners.executors.environment import environment
-from agentrl.runners.executors.factory import choose
+from agentrl.runners.executors.factory import make_executor
 from agentrl.runners.gateway.server import Gateway
 from agentrl.runners.scoring.verifiers import Verifier
 from agentrl.runners.worker import Worker
@@ -56,7 +56,7 @@ async def measure(kind: str, rollouts: int, concurrency: int) -> dict[str, float
             gateway.start()
             try:
                 with environment(gateway.base_url):
-                    executor = choose(
+                    executor = make_executor(
                         config, root=folder, gateway=gateway.base_url, runner="benchmark"
                     )
                     await executor.start()

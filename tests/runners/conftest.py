@@ -262,7 +262,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Repetitions follow at once, and so does the end of a worker."""
     monkeypatch.setattr(upstream, "BACKOFF", 0.001)
     monkeypatch.setattr(upstream, "LONGEST", 0.01)
-    monkeypatch.setattr(worker, "ROUND", 0.02)
+    monkeypatch.setattr(worker, "CLAIM_TIMEOUT", 0.02)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from agentrl.config import resolve
 from agentrl.errors import ConfigError
 from agentrl.runners.executors.command import CommandExecutor
-from agentrl.runners.executors.factory import choose
+from agentrl.runners.executors.factory import make_executor
 from agentrl.runners.executors.inprocess import InProcessExecutor
 from agentrl.runners.executors.pool import PoolExecutor
 
@@ -22,7 +22,9 @@ COMMAND = {"command": "node 'my agent.mjs'"}
 def chosen(agent: dict[str, Any], given: object = None, **runner: Any) -> Any:
     config = resolve({"name": "test", "agent": agent, "runner": runner}, source="test")
     root = Path(__file__).parent
-    return choose(config, root=root, gateway="http://127.0.0.1:1/v1", runner="r", agent=given)
+    return make_executor(
+        config, root=root, gateway="http://127.0.0.1:1/v1", runner="r", agent=given
+    )
 
 
 def test_the_agent_decides_unless_the_run_file_does() -> None:

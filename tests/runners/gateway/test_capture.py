@@ -114,7 +114,7 @@ def answer_body(**extra: Any) -> dict[str, Any]:
 
 
 def test_the_agent_sees_only_what_it_asked_for() -> None:
-    plain = json.loads(call(model="gpt").tidy(part(answer_body())))
+    plain = json.loads(call(model="gpt").restore_fields(part(answer_body())))
     assert plain == {
         "model": "gpt",
         "choices": [
@@ -127,12 +127,12 @@ def test_the_agent_sees_only_what_it_asked_for() -> None:
         ],
     }
     asked = call(model="gpt", logprobs=True, return_token_ids=True)
-    assert json.loads(asked.tidy(part(answer_body()))) == answer_body() | {"model": "gpt"}
+    assert json.loads(asked.restore_fields(part(answer_body()))) == answer_body() | {"model": "gpt"}
 
 
 def test_a_whole_answer_is_read_exactly() -> None:
     answer = ModelResponse()
-    answer.absorb(part(answer_body()))
+    answer.add(part(answer_body()))
     made = call(model="gpt", messages=[{"role": "user", "content": "q"}], tools=[{"a": 1}])
     row = transition(answer.choices[0], id="t", attempt="a", index=0)
     assert (list(row.prompt), list(row.completion), list(row.logprobs)) == (
@@ -149,7 +149,7 @@ def test_a_whole_answer_is_read_exactly() -> None:
 @pytest.mark.parametrize("extra", [{"token_ids": None}, {"token_ids": [5]}, {"logprobs": None}])
 def test_unknown_ids_or_logprobs_make_a_call_inexact(extra: dict[str, Any]) -> None:
     answer = ModelResponse()
-    answer.absorb(part(answer_body(**extra)))
+    answer.add(part(answer_body(**extra)))
     row = transition(answer.choices[0], id="t", attempt="a", index=0)
     assert not row.exact
     assert len(row.logprobs) == 0
@@ -174,7 +174,7 @@ def test_a_stream_adds_up_to_the_whole() -> None:
         chunk({}, "tool_calls"),
         {"choices": [], "usage": {"total_tokens": 3}},
     ]
-    held = [answer.absorb(part(body)) for body in parts]
+    held = [answer.add(part(body)) for body in parts]
     assert held == [False] * 6 + [True, True]
     assert answer.complete
     choice = answer.choices[0]
@@ -209,7 +209,7 @@ def test_completions() -> None:
             }
         ]
     }
-    answer.absorb(part(body))
+    answer.add(part(body))
     row = transition(answer.choices[0], id="t", attempt="a", index=0)
     assert (list(row.prompt), list(row.completion), list(row.logprobs)) == ([8], [9], [-0.25])
     assert made.messages == [{"role": "user", "content": "once"}]
@@ -231,12 +231,12 @@ def test_completions() -> None:
 )
 def test_odd_answers_are_refused(body: dict[str, Any]) -> None:
     with pytest.raises((msgspec.DecodeError, OverflowError, KeyError)):
-        ModelResponse().absorb(part(body))
+        ModelResponse().add(part(body))
 
 
 def test_prompt_ids_alone_do_not_make_a_call_exact() -> None:
     answer = ModelResponse()
-    answer.absorb(part(answer_body(token_ids=None, logprobs=None)))
+    answer.add(part(answer_body(token_ids=None, logprobs=None)))
     assert not transition(answer.choices[0], id="t", attempt="a", index=0).exact
 
 
@@ -247,9 +247,9 @@ def test_what_is_left_of_an_answer_that_was_cut() -> None:
     choices = [{"index": i, "delta": delta} for i, delta in enumerate(deltas)]
     choices[0] |= head
     choices[2] |= {"token_ids": []}  # its tokens would have come after its text
-    answer.absorb(part({"prompt_token_ids": [1], "choices": choices}))
-    answer.absorb(part({"choices": [{"index": 3, "delta": {"content": "d"}} | head]}))
-    answer.absorb(part({"choices": [{"index": 3, "delta": {}, "finish_reason": "stop"}]}))
+    answer.add(part({"prompt_token_ids": [1], "choices": choices}))
+    answer.add(part({"choices": [{"index": 3, "delta": {"content": "d"}} | head]}))
+    answer.add(part({"choices": [{"index": 3, "delta": {}, "finish_reason": "stop"}]}))
     answer.cut("cut")
     left = {index: (choice.finish, choice.exact) for index, choice in answer.choices.items()}
     assert left == {0: ("cut", True), 2: ("cut", False), 3: ("stop", True)}

@@ -243,11 +243,11 @@ async def test_trouble_before_the_first_byte_is_repeated(
 async def test_trouble_that_stays_is_reported_once(
     bench: Any, active: Any, http: httpx.AsyncClient, trouble: Any, code: int
 ) -> None:
-    bench.model.then(*[trouble] * upstream.TRIES)
+    bench.model.then(*[trouble] * upstream.MAX_TRIES)
     answer = await ask(http, active)
     assert answer.status_code == code
     assert answer.headers["x-should-retry"] == "false"
-    assert len(bench.model.requests) == upstream.TRIES
+    assert len(bench.model.requests) == upstream.MAX_TRIES
     assert list(active.failures.values())
     assert await rows(bench, active) == []
     assert (await ask(http, active)).status_code == 200  # the agent's own repetition mends it
@@ -263,7 +263,7 @@ async def test_an_equal_call_beside_it_does_not_make_a_failure_good(
         entered.set()
         await failed.wait()
 
-    bench.model.then(wait, *[status(500)] * upstream.TRIES)
+    bench.model.then(wait, *[status(500)] * upstream.MAX_TRIES)
     twin = asyncio.create_task(ask(http, active))
     await entered.wait()
     assert (await ask(http, active)).status_code == 500

@@ -209,7 +209,7 @@ async def reset(request: web.Request, body: Any) -> None:
 async def test_an_upstream_that_answers_nonsense(
     bench: Any, active: Any, http: Any, api: str, trouble: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upstream, "TRIES", 2)
+    monkeypatch.setattr(upstream, "MAX_TRIES", 2)
     active.deadline += 0.3 - active.left if trouble is reset else 0  # that is repeated until then
     bench.model.then(*[trouble] * (10_000 if trouble is reset else 2))
     answer = await http.post(f"/{api}", json=ASK[api], headers=key(active))
@@ -280,7 +280,7 @@ async def test_an_upstream_that_hangs(bench: Any, active: Any, http: Any, api: s
 async def test_a_stream_that_breaks_never_looks_complete(
     bench: Any, active: Any, http: Any, api: str, trouble: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upstream, "TRIES", 1)
+    monkeypatch.setattr(upstream, "MAX_TRIES", 1)
     bench.model.then(trouble)
     ask = http.post(f"/{api}", json=ASK[api] | {"stream": True}, headers=key(active))
     if trouble is html:

@@ -174,7 +174,7 @@ async def test_a_refusal_of_a_frozen_endpoint_is_forgotten(
     judge.then(strict_once, strict_once)
     await ask(gateway, active, "critic")
     await ask(gateway, active, "critic")
-    monkeypatch.setattr("agentrl.runners.gateway.upstream.FORGET", 0.0)
+    monkeypatch.setattr("agentrl.runners.gateway.upstream.RECHECK_AFTER", 0.0)
     await ask(gateway, active, "critic")
     assert [row.exact for row in await rows(bench, active)] == [False, False, True]
 
