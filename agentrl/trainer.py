@@ -134,7 +134,12 @@ def check(config: RunConfig) -> None:
         raise ConfigError("tasks.train is missing: name a .jsonl file or file.py:name")
     if not config.steps and not config.tasks.heldout:
         raise ConfigError("tasks.heldout is missing: there is nothing to evaluate on")
-    for key, value in (("agent.path", config.agent.path), ("verifier.path", config.verifier.path)):
+    for key, value in (
+        ("agent.path", config.agent.path),
+        ("verifier.path", config.verifier.path),
+        *((f"verifier.rewards.{name}", path) for name, path in config.verifier.rewards.items()),
+        ("runner.executor", config.runner.executor),
+    ):
         file = value.rpartition(":")[0]
         if file.endswith(".py") and not (root / file).is_file():
             raise ConfigError(f"{key} = {value!r}: there is no file {root / file}")

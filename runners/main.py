@@ -20,7 +20,7 @@ import msgspec
 
 from agentrl.config import RunConfig, agent_env
 from agentrl.config.policies import claims, remote
-from agentrl.errors import ConfigError, StoreError
+from agentrl.errors import StoreError
 from agentrl.processes import PHASE, log_to_stderr
 from agentrl.runners.execution import AttemptRunner
 from agentrl.runners.executors import Executor
@@ -28,7 +28,6 @@ from agentrl.runners.executors.environment import environment
 from agentrl.runners.executors.factory import make_executor
 from agentrl.runners.gateway.server import Gateway
 from agentrl.runners.scoring import verifiers
-from agentrl.runners.scoring.verifiers import Verifier
 from agentrl.runners.tracing import core as tracing
 from agentrl.runners.worker import Worker
 from agentrl.store import open_store
@@ -119,7 +118,11 @@ async def start_runner(
                     store,
                     gateway,
                     executor,
-                    _verifier(verifier, config, folder),
+                    verifiers.load(
+                        config.verifier.path if verifier is None else verifier,
+                        config.verifier.rewards,
+                        folder,
+                    ),
                     config.agent.error_reward,
                     config.agent.retries,
                     config.agent.calls_optional,
@@ -226,13 +229,6 @@ async def _config(store: Store, run: str, stop: asyncio.Event) -> RunConfig | No
             return agent_env.look_up(msgspec.convert(state.config, RunConfig))
         cursor = await store.wait(cursor, timeout=1.0)
     return None
-
-
-def _verifier(given: Callable[..., Any] | str | None, config: RunConfig, root: Path) -> Verifier:
-    path = config.verifier.path if given is None else given
-    if path == "":
-        raise ConfigError("verifier.path is missing: write it as file.py:name")
-    return verifiers.load(path, root) if isinstance(path, str) else Verifier(path)
 
 
 def _tune_gc() -> None:

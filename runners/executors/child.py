@@ -19,7 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.runners.executors import ExecutionResult, agents, contract
+from agentrl.runners.executors import ExecutionResult, agents
 from agentrl.runners.executors.agents import Agent
 from agentrl.runners.executors.inprocess import in_trace, run_guarded
 from agentrl.runners.executors.supervisor import run_template
@@ -91,8 +91,6 @@ async def _run(agent: Agent, job: RunRequest, writer: asyncio.StreamWriter) -> N
     try:
         ran = await in_trace(job.attempt, run_guarded(agent, job.input))
         ran = replace(ran, result=as_json(ran.result))
-        if len(msgspec.json.encode(ran.result)) > contract.LARGEST_RESULT:
-            ran = replace(ran, result=None, failure=contract.too_large("its result"))
         message = pack(RunResponse(job.attempt, ran, _resident()))
     except Exception as error:  # noqa: BLE001 - what the agent left here is a boundary
         failed = ExecutionResult(failure=failure_of(ErrorKind.AGENT, error))

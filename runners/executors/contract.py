@@ -27,6 +27,7 @@ import msgspec
 from agentrl.addresses import is_loopback
 from agentrl.config import RunnerConfig
 from agentrl.errors import ConfigError
+from agentrl.runners.executors.environment import NO_TELEMETRY
 from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.runners.scoring.results import LONGEST_TRACEBACK
 from agentrl.types import ErrorKind, Failure, Json, Span
@@ -49,7 +50,7 @@ def attempt_environment(active: ActiveAttempt, gateway: str, span: str) -> dict[
         "OPENAI_API_KEY": active.key,
         "ANTHROPIC_BASE_URL": root,
         "ANTHROPIC_API_KEY": active.key,
-        "OPENAI_AGENTS_DISABLE_TRACING": "1",  # that SDK sends its traces to api.openai.com
+        **NO_TELEMETRY,
         "TRACEPARENT": f"00-{active.id}-{span}-01",
         "OTEL_EXPORTER_OTLP_ENDPOINT": root,
         "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",

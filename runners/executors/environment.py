@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from urllib.request import getproxies
 
+# Frameworks send traces of their own to api.openai.com and telemetry.crewai.com by default.
+NO_TELEMETRY = {"OPENAI_AGENTS_DISABLE_TRACING": "1", "CREWAI_DISABLE_TELEMETRY": "true"}
 MODEL = (
-    *("OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY", "OPENAI_AGENTS_DISABLE_TRACING"),
-    *("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "NO_PROXY", "no_proxy"),
+    *("OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL"),
+    *("ANTHROPIC_API_KEY", "NO_PROXY", "no_proxy", *NO_TELEMETRY),
 )  # what `environment` sets
 LOCAL = "127.0.0.1,localhost"
 KEY = "agentrl"  # in the place of the user's own, which are of no use at the gateway
@@ -41,7 +43,7 @@ def environment(base_url: str, keep: Sequence[str] = ()) -> Iterator[None]:
         "OPENAI_API_KEY": KEY,
         "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
         "ANTHROPIC_API_KEY": KEY,
-        "OPENAI_AGENTS_DISABLE_TRACING": "1",  # that SDK sends its traces to api.openai.com
+        **NO_TELEMETRY,
     }
     present = os.environ.keys()
     changed |= {name: KEY for name in KEYS if name in present and not _kept(name, keep)}

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl import threads
-from agentrl.runners.executors import ExecutionResult, input_of, out_of_time
+from agentrl.runners.executors import ExecutionResult, contract, input_of, out_of_time
 from agentrl.runners.executors.agents import Agent
 from agentrl.runners.gateway.attribution import ActiveAttempt
-from agentrl.runners.scoring.results import failure_of
+from agentrl.runners.scoring.results import failure_of, json_size
 from agentrl.runners.tracing import core as tracing
 from agentrl.types import ErrorKind, Failure, Json
 
@@ -76,6 +76,8 @@ async def in_trace(attempt: str, work: Awaitable[tuple[Any, Failure | None]]) ->
     in-process agent gives beside its result."""
     with tracing.install().attempt(attempt) as log:
         result, failure = await work
+    if json_size(result) > contract.LARGEST_RESULT:
+        result, failure = None, contract.too_large("its result")
     spans = tracing.records(log, attempt)
     return ExecutionResult(
         result=result,

@@ -223,7 +223,10 @@ class KubernetesExecutor:
             return None, Failure(kind=ErrorKind.AGENT, message=message, traceback=told)
         if failed := contract.exit_failure(ended["exitCode"], told):
             return None, failed
-        return contract.parse_result(told or await self._log(pod)), None
+        result = told or await self._log(pod)
+        if len(result) > contract.LARGEST_RESULT:
+            return None, contract.too_large("its log")
+        return contract.parse_result(result), None
 
     async def _late(self, active: ActiveAttempt, job: str) -> Failure:
         """Out of time: did the agent need too long, or did it never begin?"""
@@ -247,7 +250,7 @@ class KubernetesExecutor:
             pod["metadata"]["name"],
             self.config.namespace,
             container=pod["status"]["containerStatuses"][0]["name"],
-            limit_bytes=contract.LARGEST_RESULT,
+            limit_bytes=contract.LARGEST_RESULT + 1,
             _preload_content=False,  # else the client turns a log that is JSON into a Python repr
         )
         async with answer:

@@ -237,7 +237,7 @@ async def test_verifier_raises_or_hangs(bench: Any) -> None:
 
 
 async def test_model_failure_is_tried_again_and_never_a_reward(bench: Any, ask: Any) -> None:
-    bench.model.then(*[fail] * upstream.TRIES * 2)
+    bench.model.then(*[fail] * upstream.MAX_TRIES * 2)
     (rollout,) = await bench.run(ask, TASK, error_reward=-1.0, max_attempts=2)
     assert rollout.state is RolloutState.FAILED
     assert rollout.failure.kind is ErrorKind.MODEL
@@ -253,7 +253,7 @@ async def test_model_failure_counts_even_if_the_agent_swallows_it(bench: Any, as
         except httpx.HTTPError:
             return "sorry"
 
-    bench.model.then(*[fail] * upstream.TRIES)
+    bench.model.then(*[fail] * upstream.MAX_TRIES)
     (rollout,) = await bench.run(swallow, TASK)
     assert rollout.state is RolloutState.SUCCEEDED
     assert rollout.result == "echo question"
