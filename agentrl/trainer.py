@@ -27,8 +27,10 @@ from agentrl import folder_lock
 from agentrl.algorithms.learners.verl import settings as verl_settings
 from agentrl.config import RunConfig, agent_env, differences, resolve
 from agentrl.config import policies as team
+from agentrl.config.infrastructure import EXECUTORS
 from agentrl.errors import AgentRLError, ConfigError, StoreError, TrainingError
 from agentrl.loading import check_tasks, load_tasks
+from agentrl.plugins import load_plugin
 from agentrl.processes import PHASE, USER_ERROR, Child
 from agentrl.store import open_store
 from agentrl.store.base import Store
@@ -143,6 +145,8 @@ def check(config: RunConfig) -> None:
         file = value.rpartition(":")[0]
         if file.endswith(".py") and not (root / file).is_file():
             raise ConfigError(f"{key} = {value!r}: there is no file {root / file}")
+    if ":" not in config.runner.executor:
+        load_plugin("executors", config.runner.executor, EXECUTORS, root, key="runner.executor")
     own = config.policies and all(member.model for member in config.policies.values())
     if team.remote(config) and config.steps:
         raise ConfigError(

@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from agentrl.config import policies as team
 from agentrl.config import selfplay
-from agentrl.config.infrastructure import (
-    EXECUTORS,
-    EngineConfig,
-    LearnerConfig,
-    VerlConfig,
-    VllmConfig,
-)
+from agentrl.config.infrastructure import EngineConfig, LearnerConfig, VerlConfig, VllmConfig
 from agentrl.config.keys import check_keys, flatten, said
 from agentrl.config.schema import AlgorithmConfig, LoraConfig, MemberConfig, RunConfig, TeamConfig
 from agentrl.config.sinks import SINKS, missing
 from agentrl.errors import ConfigError, nearest
-from agentrl.plugins import load_plugin
 from agentrl.types import POLICY
 
 
@@ -41,8 +33,6 @@ def check(config: RunConfig, source: str) -> None:
     _check_sinks(config.metrics.sinks, source)
     _check_engine(config.engine, source)
     _check_learner(config.learner, source)
-    if ":" not in (executor := config.runner.executor):
-        load_plugin("executors", executor, EXECUTORS, Path(), key=f"{source}: runner.executor")
 
 
 def _check_numbers(config: RunConfig, source: str) -> None:

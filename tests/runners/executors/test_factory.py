@@ -16,6 +16,7 @@ from agentrl.runners.executors.command import CommandExecutor
 from agentrl.runners.executors.factory import make_executor
 from agentrl.runners.executors.inprocess import InProcessExecutor
 from agentrl.runners.executors.pool import PoolExecutor
+from agentrl.trainer import check
 
 PATH = {"path": "contract_agent.py:agent"}
 COMMAND = {"command": "node 'my agent.mjs'"}
@@ -126,6 +127,9 @@ def test_an_executor_from_outside_that_does_not_fit(
         make_executor(config, root=tmp_path, gateway="", runner="r", agent=given)
 
 
-def test_an_unknown_executor_is_refused_with_the_run_file() -> None:
-    with pytest.raises(ConfigError, match=r"runner.executor = 'pol'; did you mean 'pool'"):
-        resolve({"name": "test", "runner": {"executor": "pol"}}, source="test")
+def test_an_unknown_executor_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    data = {"name": "test", "tasks": {"train": "tasks.jsonl"}, "root": str(tmp_path)}
+    for name, says in (("pol", "did you mean 'pool'"), ("mine.py:Mine", "there is no file")):
+        config = resolve(data | {"runner": {"executor": name}}, source="test")
+        with pytest.raises(ConfigError, match=f"runner.executor = '{name}'.* {says}"):
+            check(config)
