@@ -27,8 +27,10 @@ from agentrl import folder_lock
 from agentrl.algorithms.learners.verl import settings as verl_settings
 from agentrl.config import RunConfig, agent_env, differences, resolve
 from agentrl.config import policies as team
+from agentrl.config.infrastructure import EXECUTORS
 from agentrl.errors import AgentRLError, ConfigError, StoreError, TrainingError
 from agentrl.loading import check_tasks, load_tasks
+from agentrl.plugins import load_plugin
 from agentrl.processes import PHASE, USER_ERROR, Child
 from agentrl.store import open_store
 from agentrl.store.base import Store
@@ -134,10 +136,17 @@ def check(config: RunConfig) -> None:
         raise ConfigError("tasks.train is missing: name a .jsonl file or file.py:name")
     if not config.steps and not config.tasks.heldout:
         raise ConfigError("tasks.heldout is missing: there is nothing to evaluate on")
-    for key, value in (("agent.path", config.agent.path), ("verifier.path", config.verifier.path)):
+    for key, value in (
+        ("agent.path", config.agent.path),
+        ("verifier.path", config.verifier.path),
+        *((f"verifier.rewards.{name}", path) for name, path in config.verifier.rewards.items()),
+        ("runner.executor", config.runner.executor),
+    ):
         file = value.rpartition(":")[0]
         if file.endswith(".py") and not (root / file).is_file():
             raise ConfigError(f"{key} = {value!r}: there is no file {root / file}")
+    if ":" not in config.runner.executor:
+        load_plugin("executors", config.runner.executor, EXECUTORS, root, key="runner.executor")
     own = config.policies and all(member.model for member in config.policies.values())
     if team.remote(config) and config.steps:
         raise ConfigError(
