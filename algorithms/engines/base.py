@@ -49,14 +49,14 @@ class PolicyServer(Protocol):
         `updating`."""
         ...
 
-    async def given_up(self) -> PolicyError:
+    async def wait_for_failure(self) -> PolicyError:
         """Returns why, once no call will ever be answered again; as long as they may, it waits."""
         ...
 
     async def close(self) -> None: ...
 
 
-def advertised(base_url: str, host: str) -> str:
+def advertised_url(base_url: str, host: str) -> str:
     """The URL by which others call a server that listens at `base_url`; no host: the same."""
     if not host:
         return base_url
@@ -65,11 +65,11 @@ def advertised(base_url: str, host: str) -> str:
     return parts._replace(netloc=f"{name}:{parts.port}").geturl()
 
 
-async def unless_given_up(work: Coroutine[Any, Any, T], servers: Sequence[PolicyServer]) -> T:
+async def run_unless_failed(work: Coroutine[Any, Any, T], servers: Sequence[PolicyServer]) -> T:
     """What `work` returns. Cancels it, and raises PolicyError, once a server is given up: whoever
     waits for what a policy says would wait for ever."""
     doing = asyncio.ensure_future(work)
-    watching = [asyncio.ensure_future(server.given_up()) for server in servers]
+    watching = [asyncio.ensure_future(server.wait_for_failure()) for server in servers]
     try:
         await asyncio.wait([doing, *watching], return_when=asyncio.FIRST_COMPLETED)
         for watch in watching:

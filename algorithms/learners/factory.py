@@ -13,7 +13,7 @@ from agentrl.algorithms.learners.reference import check_vocabulary
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.learners.verl.learner import VerlLearner
 from agentrl.algorithms.learners.verl.settings import settings
-from agentrl.algorithms.model.cpu_threads import Threads, threads_of
+from agentrl.algorithms.model.cpu_threads import ThreadTuner, thread_tuner
 from agentrl.algorithms.model.load import Tokenizer
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.objective.core import Algo
@@ -39,7 +39,7 @@ def make_learner(
     where verl is asked for and missing."""
     if config.learner.kind == "verl":
         if config.critic.model and config.critic.model != "copy":
-            named = auxiliary.located(config, config.critic.model)
+            named = auxiliary.model_source(config, config.critic.model)
             _check_reads("critic.model", named, tokenizer)
         return VerlLearner(
             model,
@@ -54,7 +54,7 @@ def make_learner(
         model,
         tokenizer,
         critic=auxiliary.make_critic(config, model, tokenizer, start),
-        frozen=auxiliary.make_frozen(config, algo, model, tokenizer, start),
+        frozen=auxiliary.make_frozen_models(config, algo, model, tokenizer, start),
         weight_decay=config.algorithm.weight_decay,
         max_grad_norm=config.algorithm.max_grad_norm,
         token_budget=config.learner.token_budget,
@@ -69,12 +69,12 @@ def make_learner(
     )
 
 
-def _threads(config: RunConfig, model: PreTrainedModel) -> Threads:
+def _threads(config: RunConfig, model: PreTrainedModel) -> ThreadTuner:
     """As many as the run file says, all cores, or what is measured."""
     number = config.learner.threads
     if number or model.device.type != "cpu":
-        return Threads(number or os.cpu_count() or 1)
-    return threads_of(model.num_parameters(), "training computes", os.cpu_count() or 1)
+        return ThreadTuner(number or os.cpu_count() or 1)
+    return thread_tuner(model.num_parameters(), "training computes", os.cpu_count() or 1)
 
 
 def _frozen(
@@ -87,7 +87,7 @@ def _frozen(
     for letter in auxiliary.FROZEN:
         section, given = asked[letter]
         if letter in algo.needs and (given or not config.policy.lora.rank):
-            names[letter] = auxiliary.located(config, given) if given else start
+            names[letter] = auxiliary.model_source(config, given) if given else start
             _check_reads(f"{section}.model", names[letter], tokenizer)
     return names
 

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from agentrl.algorithms.learners.optimizer import Kind, Optimizer
-from agentrl.algorithms.learners.reward_models import SOURCE, Implicit, RewardModel, row_of
+from agentrl.algorithms.learners.optimizer import Optimizer, OptimizerKind
+from agentrl.algorithms.learners.reward_models import SOURCE, ImplicitScorer, RewardModel, row_of
 from agentrl.algorithms.model.packing import forward_logprobs, pack_rows
 from agentrl.algorithms.model.weights import copy_weights, read_weights, save_weights
 from agentrl.errors import TrainingError
@@ -39,10 +39,10 @@ class ImplicitTrainer:
     """Trains the model of one implicit source of rewards."""
 
     source: RewardModel
-    scorer: Implicit
+    scorer: ImplicitScorer
     lr: float
     max_grad_norm: float = 1.0
-    kind: Kind = "adamw"
+    kind: OptimizerKind = "adamw"
     loss: Literal["outcome", "pairs"] = "outcome"
     optimizer: Optimizer = field(init=False)
 

@@ -53,7 +53,7 @@ class Reference:
             copy_weights(self.model, saved)
 
 
-def load_beside(
+def load_auxiliary(
     key: str, name: str, policy: PreTrainedModel, tokenizer: Tokenizer, *, head: bool = True
 ) -> PreTrainedModel:
     """A decoder that reads the token ids of the policy, on its device and in its dtype. key: the

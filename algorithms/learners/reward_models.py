@@ -39,7 +39,7 @@ class Scorer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Scalar:
+class ScalarScorer:
     """Reads the score of a call after its last token."""
 
     model: PreTrainedModel
@@ -58,7 +58,7 @@ class Scalar:
 
 
 @dataclass(frozen=True, slots=True)
-class Implicit:
+class ImplicitScorer:
     """Reads how much likelier than the reference its model finds a call, at temperature 1."""
 
     model: PreTrainedModel

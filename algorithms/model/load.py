@@ -82,14 +82,14 @@ def checkpoint_weights(model: Any, weights: Mapping[str, Tensor]) -> dict[str, T
     return {name: tensor.detach() for name, tensor in written.items()}
 
 
-def context_of(model: Model) -> int | None:
+def context_length(model: Model) -> int | None:
     """Tokens that a model can read, where its configuration says."""
     config: Any = model.config
     tokens: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     return tokens
 
 
-def vocabulary_of(model: Model) -> int:
+def vocabulary_size(model: Model) -> int:
     """How many token ids a model has an embedding for."""
     network: Any = model
     return int(network.get_input_embeddings().weight.shape[0])

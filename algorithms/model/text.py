@@ -104,7 +104,7 @@ class TextStream:
     def _give(self, keep: int) -> str:
         if self.stopped:
             return ""
-        whole = cut(self._text, self._stop)
+        whole = text_before_stop(self._text, self._stop)
         if len(whole) < len(self._text):
             self.stopped, keep = True, 0
         end = max(len(whole) - keep, 0)
@@ -112,7 +112,7 @@ class TextStream:
         return given
 
 
-def cut(text: str, stop: Sequence[str]) -> str:
+def text_before_stop(text: str, stop: Sequence[str]) -> str:
     """Text before the first stop string."""
     ends = [at for at in (text.find(string) for string in stop) if at >= 0]
     return text[: min(ends)] if ends else text

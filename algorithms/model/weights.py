@@ -37,7 +37,7 @@ def read_weights(module: Module, file: Path) -> dict[str, Tensor]:
             f"checkpoint {file.parent}: {file.name} is missing or incomplete ({error}); "
             "resume from another checkpoint"
         ) from None
-    if found := misfit(saved, dict(module.named_parameters())):
+    if found := shape_mismatch(saved, dict(module.named_parameters())):
         name, there, here = found
         raise PolicyError(
             f"checkpoint {file.parent}: {file.name} is of another model ({name} is "
@@ -52,7 +52,7 @@ def read_policy(policy: Module, directory: Path) -> dict[str, Tensor]:
     with no_progress_bars():
         model, _ = load_model(directory, device="cpu")
     saved: dict[str, Tensor] = model.state_dict()
-    if found := misfit(saved, policy.state_dict()):
+    if found := shape_mismatch(saved, policy.state_dict()):
         name, there, here = found
         raise PolicyError(
             f"checkpoint {directory}: it is of another model ({name} is {there} there, "
@@ -61,7 +61,9 @@ def read_policy(policy: Module, directory: Path) -> dict[str, Tensor]:
     return saved
 
 
-def misfit(saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tuple[str, str, str] | None:
+def shape_mismatch(
+    saved: Mapping[str, Tensor], own: Mapping[str, Tensor]
+) -> tuple[str, str, str] | None:
     """The first name whose tensors differ in shape, and their shapes; "none" where it is not."""
     for name in sorted(saved.keys() | own.keys()):
         there, here = (str(list(of[name].shape)) if name in of else "none" for of in (saved, own))

@@ -23,7 +23,7 @@ from agentrl.algorithms.learners.base import Learner
 from agentrl.algorithms.learners.factory import make_learner
 from agentrl.algorithms.learners.implicit_reward import ImplicitTrainer
 from agentrl.algorithms.learners.verl.learner import VerlLearner
-from agentrl.algorithms.model.load import context_of
+from agentrl.algorithms.model.load import context_length
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.objective.kl_control import Anchor, Following
 from agentrl.algorithms.presets import catalogue
@@ -146,10 +146,10 @@ def sampled_for(config: RunConfig, algos: Mapping[str, Algo]) -> tuple[bool, str
 
 def algorithm(config: RunConfig) -> Algo:
     """The record that the run file asks for. Raises ConfigError for what it could not use."""
-    streams = auxiliary.supplied(config)
+    streams = auxiliary.available_streams(config)
     algo = catalogue.make(config.algorithm.preset, config.algorithm.options, streams=streams)
     check_group(config.algorithm, algo)
-    auxiliary.check_used(config, algo)
+    auxiliary.refuse_unused_settings(config, algo)
     return counterfactuals.lenient(config, algo)
 
 
@@ -241,7 +241,7 @@ def make_intake(
 ) -> Intake:
     """What completes the groups before a policy learns from them: what replays say of its roles,
     ids, and then the rewards that models give, which read these."""
-    tokenizer, context = base.tokenizer, context_of(base.model)
+    tokenizer, context = base.tokenizer, context_length(base.model)
     completers: list[Completer] = []
     if counterfactuals.read(config, algo):
         completers.append(RoleRewards(shares(config), name))

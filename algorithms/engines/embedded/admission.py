@@ -16,8 +16,8 @@ from itertools import count
 
 import numpy as np
 
-from agentrl.algorithms.engines.embedded.engine import CLOSED, Engine, Updates
-from agentrl.algorithms.engines.embedded.scheduler import Call, Update
+from agentrl.algorithms.engines.embedded.engine import CLOSED, Engine, TokenUpdates
+from agentrl.algorithms.engines.embedded.scheduler import GenerationRequest, TokenUpdate
 from agentrl.algorithms.model.load import Model
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.model.request_error import RequestError
@@ -27,14 +27,14 @@ from agentrl.types import Sampling
 
 
 @dataclass(slots=True)
-class Flight:
+class PendingRequest:
     """`n` completions of one prompt, and what the engine has told about them."""
 
     version: int
-    calls: list[Call] = field(default_factory=list)
-    updates: asyncio.Queue[tuple[int, Update]] = field(default_factory=asyncio.Queue)
+    calls: list[GenerationRequest] = field(default_factory=list)
+    updates: asyncio.Queue[tuple[int, TokenUpdate]] = field(default_factory=asyncio.Queue)
 
-    async def __aiter__(self) -> AsyncIterator[tuple[int, Update]]:
+    async def __aiter__(self) -> AsyncIterator[tuple[int, TokenUpdate]]:
         """(index of the completion, new tokens) until all are finished.
 
         Raises RequestError when the engine fails one."""
@@ -47,7 +47,7 @@ class Flight:
             yield index, update
 
 
-class Calls:
+class Admission:
     """Every call of one server, from admission to its last token."""
 
     def __init__(
@@ -131,7 +131,7 @@ class Calls:
         del self.engine.policies[number]
 
     @asynccontextmanager
-    async def fly(
+    async def submit(
         self,
         prompt: Sequence[int],
         sampling: Sampling,
@@ -140,7 +140,7 @@ class Calls:
         n: int = 1,
         stop: Sequence[str] = (),
         stream: bool = False,
-    ) -> AsyncIterator[Flight]:
+    ) -> AsyncIterator[PendingRequest]:
         """Submit `n` completions of one prompt; leaving early cancels what is unfinished.
 
         Raises RequestError when the prompt leaves no room for a token."""
@@ -149,11 +149,11 @@ class Calls:
             await self._open.wait()
         if policy not in self.versions:
             raise RequestError(f"the policy {policy!r} is not served any more", status=404)
-        flight = Flight(self.versions[policy])
+        flight = PendingRequest(self.versions[policy])
         tokens = np.asarray(prompt, np.int32)
         seed = self._seeds.getrandbits(64) if sampling.seed is None else sampling.seed
         for index in range(n):
-            call = Call(
+            call = GenerationRequest(
                 prompt=tokens,
                 sampling=sampling,
                 seed=(seed + index) % 2**64,
@@ -194,8 +194,8 @@ class Calls:
                 code="context_length_exceeded",
             )
 
-    def _receiver(self, flight: Flight, index: int) -> Callable[[Update], None]:
-        def receive(update: Update) -> None:
+    def _receiver(self, flight: PendingRequest, index: int) -> Callable[[TokenUpdate], None]:
+        def receive(update: TokenUpdate) -> None:
             flight.updates.put_nowait((index, update))
             if update.finish:
                 self._flying -= 1
@@ -204,13 +204,13 @@ class Calls:
 
         return receive
 
-    def _deliver(self, updates: Updates) -> None:
+    def _deliver(self, updates: TokenUpdates) -> None:
         """From the engine's thread: one wake-up of the event loop for all that a step has told."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(_receive, updates)
 
 
-def _receive(updates: Updates) -> None:
+def _receive(updates: TokenUpdates) -> None:
     for call, update in updates:
         call.receive(update)
 

@@ -9,9 +9,9 @@ from uuid import uuid4
 import msgspec
 from aiohttp import web
 
-from agentrl.algorithms.engines.embedded.admission import Calls, Flight
+from agentrl.algorithms.engines.embedded.admission import Admission, PendingRequest
 from agentrl.algorithms.engines.embedded.protocol import ChatRequest, TextRequest
-from agentrl.algorithms.engines.embedded.responses import Format, StreamedChoice
+from agentrl.algorithms.engines.embedded.responses import ResponseFormat, StreamedChoice
 from agentrl.algorithms.model.chat import Chat
 from agentrl.algorithms.model.request_error import RequestError
 from agentrl.algorithms.model.text import Codec
@@ -19,7 +19,7 @@ from agentrl.errors import nearest
 from agentrl.types import Sampling
 
 VERSION = "x-policy-version"
-Body = TypeVar("Body")
+RequestBody = TypeVar("RequestBody")
 LARGEST_BODY = 64 * 2**20  # bytes of a request
 
 _encoder = msgspec.json.Encoder()
@@ -30,7 +30,7 @@ _text_decoder = msgspec.json.Decoder(TextRequest)
 class Routes:
     """Handlers of one server's requests."""
 
-    def __init__(self, calls: Calls, chat: Chat, codec: Codec, name: str, defaults: Sampling):
+    def __init__(self, calls: Admission, chat: Chat, codec: Codec, name: str, defaults: Sampling):
         self._calls, self._chat, self._codec = calls, chat, codec
         self._name, self._defaults = name, defaults
 
@@ -100,9 +100,9 @@ class Routes:
         chat: bool,
         tools: bool,
         logprobs: bool,
-    ) -> Format:
+    ) -> ResponseFormat:
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-        return Format(
+        return ResponseFormat(
             codec=self._codec,
             model=body.model or self._name,
             prompt=prompt,
@@ -115,11 +115,11 @@ class Routes:
         )
 
     async def _answer(
-        self, request: web.Request, body: ChatRequest | TextRequest, form: Format
+        self, request: web.Request, body: ChatRequest | TextRequest, form: ResponseFormat
     ) -> web.StreamResponse:
         policy, sampling, n = self._policy(body.model), self._sampling(body), body.n or 1
         stream = bool(body.stream)
-        async with self._calls.fly(
+        async with self._calls.submit(
             form.prompt, sampling, policy, n=n, stop=form.stop, stream=stream
         ) as flight:
             if stream:
@@ -155,7 +155,13 @@ class Routes:
         )
 
     async def _stream(
-        self, request: web.Request, flight: Flight, form: Format, n: int, *, usage: bool
+        self,
+        request: web.Request,
+        flight: PendingRequest,
+        form: ResponseFormat,
+        n: int,
+        *,
+        usage: bool,
     ) -> web.StreamResponse:
         headers = {
             "content-type": "text/event-stream; charset=utf-8",
@@ -204,7 +210,7 @@ async def _refusals(
     return _json(refusal.body, status=refusal.status)
 
 
-def _decode(raw: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:
+def _decode(raw: bytes, decoder: msgspec.json.Decoder[RequestBody]) -> RequestBody:
     try:
         return decoder.decode(raw)
     except msgspec.ValidationError as error:

@@ -14,7 +14,7 @@ from typing import Any
 
 from aiohttp import web
 
-from agentrl.algorithms.engines.embedded.admission import Calls
+from agentrl.algorithms.engines.embedded.admission import Admission
 from agentrl.algorithms.engines.embedded.routes import Routes
 from agentrl.algorithms.engines.loop_thread import LoopThread
 from agentrl.algorithms.model.chat import Chat
@@ -58,7 +58,7 @@ class EmbeddedServer:
         self.base_url = ""
         self._host, self._port = host, port
         codec = Codec(tokenizer)
-        self._calls = Calls(
+        self._calls = Admission(
             model,
             codec,
             eos=_end_of_sequence(model, tokenizer),
@@ -104,7 +104,7 @@ class EmbeddedServer:
             async with self.updating():
                 await self._http.run(self._publish(version, policy))
 
-    async def given_up(self) -> PolicyError:
+    async def wait_for_failure(self) -> PolicyError:
         """Never: it lives and dies with the learner."""
         await asyncio.Event().wait()
         raise AssertionError("nobody sets it")

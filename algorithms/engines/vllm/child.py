@@ -27,17 +27,17 @@ SERVER = b"x-agentrl-server"  # beside it: the only one of several that is meant
 POLICY_VERSION = b"x-policy-version"
 ADAPTERS = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"  # for who has the key
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+AsgiMessage = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[AsgiMessage]]
+Send = Callable[[AsgiMessage], Awaitable[None]]
+AsgiApp = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 
 class _Request(msgspec.Struct):
     model: str = ""
 
 
-class Gate:
+class RequestHold:
     """Lets calls in, or holds them, as it does at first. Versions are a query, `policy=3&other=0`;
     the empty name is what calls with any other name get."""
 
@@ -77,15 +77,15 @@ class Gate:
                 self._empty.set()
 
 
-class Door:
+class HoldMiddleware:
     """ASGI middleware around vLLM's server. With the key: `POST /agentrl/hold` answers once no call
     is in flight, `/agentrl/open?VERSIONS` lets calls in, at first as well as again, and every other
     path is vLLM's. Without it there are /health and what asks the models."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: AsgiApp) -> None:
         self._app = app
         self._key = os.environ[KEY].encode()
-        self._gate = Gate()
+        self._gate = RequestHold()
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -94,7 +94,7 @@ class Door:
             await send({"type": "websocket.close", "code": 1008})
         elif dict(scope["headers"]).get(CONTROL) == self._key:
             await self._obey(scope, receive, send)
-        elif is_call(scope["path"]):
+        elif is_public_path(scope["path"]):
             await self._serve(scope, receive, send)
         else:
             await _answer(send, 404)
@@ -112,10 +112,10 @@ class Door:
     async def _serve(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         async with self._gate.enter() as versions:
             receive, body = await _read(receive)
-            name = model_of(body)
+            name = requested_model(body)
             version = versions.get(name, versions.get(""))
 
-            async def stamped(message: Message) -> None:
+            async def stamped(message: AsgiMessage) -> None:
                 if message["type"] == "http.response.start" and version is not None:
                     added = POLICY_VERSION, version.encode()
                     message["headers"] = [*message.get("headers", ()), added]
@@ -124,13 +124,13 @@ class Door:
             await self._app(scope, receive, stamped)
 
 
-def is_call(path: str) -> bool:
+def is_public_path(path: str) -> bool:
     """Whether anybody may ask for it."""
     open = path in ("/health", "/tokenize")
     return open or (path.startswith("/v1/") and path not in ADAPTERS)
 
 
-def model_of(body: bytes) -> str:
+def requested_model(body: bytes) -> str:
     """The model that a request names; empty: none, or it cannot be read."""
     try:
         return msgspec.json.decode(body, type=_Request).model
@@ -140,12 +140,12 @@ def model_of(body: bytes) -> str:
 
 async def _read(receive: Receive) -> tuple[Receive, bytes]:
     """A request's body, and a `receive` that tells it again."""
-    messages: list[Message] = []
+    messages: list[AsgiMessage] = []
     while not messages or messages[-1].get("more_body"):
         messages.append(await receive())
     body = b"".join(message.get("body", b"") for message in messages)
 
-    async def again() -> Message:
+    async def again() -> AsgiMessage:
         return messages.pop(0) if messages else await receive()
 
     return again, body

@@ -10,17 +10,17 @@ import aiohttp
 import msgspec
 
 from agentrl.algorithms.engines.vllm.child import CONTROL, SERVER
-from agentrl.algorithms.engines.vllm.serving import HOLD, Host
+from agentrl.algorithms.engines.vllm.serving import HOLD, VllmHost
 from agentrl.algorithms.engines.vllm.weight_sync import LostError
 from agentrl.errors import PolicyError
 from agentrl.types import Json
 
 
 @dataclass(frozen=True, slots=True)
-class Control:
+class VllmClient:
     """Asks all servers of a host that are up to date, or one."""
 
-    host: Host
+    host: VllmHost
     timeout: float  # seconds
     server: str = ""
 
@@ -28,7 +28,7 @@ class Control:
     def urls(self) -> Sequence[str]:
         return (self.server,) if self.server else self.host.servers
 
-    def only(self, server: str) -> Control:
+    def only(self, server: str) -> VllmClient:
         """The same for one server, up to date or not."""
         return replace(self, server=server)
 

@@ -33,13 +33,13 @@ from agentrl.algorithms.engines.vllm.child import (
     CONTROL,
     POLICY_VERSION,
     SERVER,
-    Gate,
-    is_call,
-    model_of,
+    RequestHold,
+    is_public_path,
+    requested_model,
 )
-from agentrl.algorithms.engines.vllm.probe import Found, probe
+from agentrl.algorithms.engines.vllm.probe import ServerCapabilities, probe
 from agentrl.algorithms.engines.vllm.process import POLL
-from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN, Serving
+from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN, ServedModel
 from agentrl.errors import PolicyError
 from agentrl.types import POLICY
 
@@ -71,7 +71,7 @@ class VllmFleet:
         self.urls = [url.rstrip("/").removesuffix("/v1") for url in urls]
         self.key, self.url, self.name = secrets.token_hex(16), "", POLICY
         self.room = sys.maxsize  # vLLM reads those beyond its --max-loras again when they are asked
-        self.found: Found | None = None
+        self.found: ServerCapabilities | None = None
         self._bind, self._adapters = (host, port), adapters
         self._start_timeout, self._timeout = start_timeout, timeout
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
@@ -82,7 +82,7 @@ class VllmFleet:
         self._http = LoopThread("vllm-gate")
         self._runner: web.AppRunner | None = None
         self._session: aiohttp.ClientSession | None = None
-        self._gate = Gate()
+        self._gate = RequestHold()
         self._busy: dict[str, int] = {}  # calls that each server is answering; others are gone
 
     @property
@@ -118,7 +118,7 @@ class VllmFleet:
             self.found = await probe(http, self.urls)
         self.name = self.found.name
 
-    async def start(self, serving: Serving) -> None:
+    async def start(self, serving: ServedModel) -> None:
         """Returns once one of them answers, at first all of them.
 
         Raises PolicyError when the port is taken, and when a server stays silent."""
@@ -230,11 +230,11 @@ class VllmFleet:
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         if request.headers.get(CONTROL.decode()) == self.key:
             return await self._obey(request)
-        if not is_call(request.path):
+        if not is_public_path(request.path):
             return web.Response(status=404)
         async with self._gate.enter() as versions:
             body = await request.read()
-            version = versions.get(model_of(body), versions.get(""))
+            version = versions.get(requested_model(body), versions.get(""))
             if not self._busy:
                 return _retry("no server is left")
             url = min(self._busy, key=self._busy.__getitem__)
@@ -246,9 +246,9 @@ class VllmFleet:
                     self._busy[url] -= 1
 
     async def _obey(self, request: web.Request) -> web.Response:
-        """As a `Door` does. What is vLLM's goes to the server that is named, or to all that are up
-        to date; the answers are a list. One that does not answer is gone, which is a failure only
-        where no other did."""
+        """Like `HoldMiddleware`. Requests for vLLM go to the named server, or to all servers that
+        are up to date; the answer is the list of theirs. A server that does not answer is removed,
+        which is a failure only where no other server answered."""
         if request.path == HOLD:
             await self._gate.hold()
             return web.Response()

@@ -6,15 +6,20 @@ from collections.abc import Sequence
 from math import inf, isnan
 from typing import Any
 
-from agentrl.algorithms.engines.vllm.serving import Learned
-from agentrl.algorithms.engines.vllm.weight_sync import Servers
+from agentrl.algorithms.engines.vllm.serving import TrainedModel
+from agentrl.algorithms.engines.vllm.weight_sync import VllmServers
 from agentrl.errors import PolicyError
 
 COMPLETIONS = "/v1/completions"
 
 
 async def check(
-    servers: Servers, learned: Learned, name: str, policy: str, version: int, tolerance: float
+    servers: VllmServers,
+    learned: TrainedModel,
+    name: str,
+    policy: str,
+    version: int,
+    tolerance: float,
 ) -> None:
     """Raises PolicyError where log-probs of the probe differ.
 
@@ -36,7 +41,7 @@ async def check(
 
 
 async def check_temperature(
-    servers: Servers, learned: Learned, name: str, policy: str, tolerance: float
+    servers: VllmServers, learned: TrainedModel, name: str, policy: str, tolerance: float
 ) -> None:
     """Raises PolicyError where log-probs are not of what is sampled from."""
     probe = list(learned.probe)

@@ -24,7 +24,7 @@ NAMED = re.compile(rb"Invalid init_info for (\w+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ServerCapabilities:
     """What all of them can do."""
 
     name: str  # of the model, as calls name it
@@ -32,7 +32,7 @@ class Found:
     backend: str  # of vLLM's weight transfer, the same everywhere; empty: none
 
 
-async def probe(http: aiohttp.ClientSession, urls: Sequence[str]) -> Found:
+async def probe(http: aiohttp.ClientSession, urls: Sequence[str]) -> ServerCapabilities:
     """Raises PolicyError for servers that cannot be published to, or differ in what they serve."""
     found = [await _probe(http, url) for url in urls]
     names = [each.name for each in found]
@@ -42,14 +42,14 @@ async def probe(http: aiohttp.ClientSession, urls: Sequence[str]) -> Found:
             "with the same --served-model-name"
         )
     backends = {each.backend for each in found}
-    return Found(
+    return ServerCapabilities(
         names[0],
         all(each.adapters for each in found),
         backends.pop() if len(backends) == 1 else "",
     )
 
 
-async def _probe(http: aiohttp.ClientSession, url: str) -> Found:
+async def _probe(http: aiohttp.ClientSession, url: str) -> ServerCapabilities:
     version = (await _ask(http, "GET", f"{url}/version"))[1]["version"]
     if is_old(version):
         oldest = ".".join(map(str, OLDEST))
@@ -67,7 +67,7 @@ async def _probe(http: aiohttp.ClientSession, url: str) -> Found:
         )
     name = next(card["id"] for card in models["data"] if not card.get("parent"))
     loads = (await _ask(http, "POST", f"{url}{LOAD}", {}))[0] != 404
-    return Found(name, loads, await _backend(http, url))
+    return ServerCapabilities(name, loads, await _backend(http, url))
 
 
 async def _backend(http: aiohttp.ClientSession, url: str) -> str:

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import aiohttp
 
-from agentrl.algorithms.engines.vllm.child import CONTROL, KEY
-from agentrl.algorithms.engines.vllm.serving import BASE, Serving
+from agentrl.algorithms.engines.vllm.child import CONTROL, KEY, HoldMiddleware
+from agentrl.algorithms.engines.vllm.serving import BASE, ServedModel
 from agentrl.errors import PolicyError
 from agentrl.processes import PARENT
 from agentrl.types import POLICY
@@ -28,7 +28,7 @@ OLDEST = (0, 30)  # `reload_weights` from a path, `return_token_ids` on every en
 APPENDED = {"--enforce-eager", "--enable-auto-tool-choice", "--disable-uvicorn-access-log"}
 OURS = {"--api-key", "--enable-lora", "--lora-modules", "--max-lora-rank", "--max-loras"}
 OURS |= {"--max-cpu-loras", "--weight-transfer-config"}
-MODULE = "agentrl.algorithms.engines"
+WORKER_EXTENSION = "agentrl.algorithms.engines.vllm.worker_extension.Extension"
 PARALLEL = {"--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"}
 PARALLEL |= {"--data-parallel-size", "-dp"}
 POLL = 0.2  # seconds between looks at a child that is starting
@@ -38,7 +38,7 @@ NOISE = re.compile(r"^\(\w+ pid=\d+\) |^(ERROR|INFO|WARNING) [\d-]+ [\d:]+ \[[^]
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class VllmSettings:
     """How vLLM is started."""
 
     host: str = "127.0.0.1"
@@ -58,7 +58,7 @@ class Settings:
 class VllmProcess:
     """At most one running child at a time, on one port for all of them."""
 
-    def __init__(self, settings: Settings, log: Path, key: str) -> None:
+    def __init__(self, settings: VllmSettings, log: Path, key: str) -> None:
         """Raises PolicyError where vLLM is missing or too old."""
         check_installed()
         self.settings, self.log, self.key = settings, log, key
@@ -86,7 +86,7 @@ class VllmProcess:
 
     async def probe(self) -> None:
         """Raises PolicyError for arguments that only this module may give."""
-        command = self._command(Serving(Path(), Path()), 0)
+        command = self._command(ServedModel(Path(), Path()), 0)
         ours = command[: len(command) - len(self.settings.arguments)]
         for word in self.settings.arguments:
             name = word.partition("=")[0].replace("_", "-")
@@ -96,7 +96,7 @@ class VllmProcess:
                     "settings of [engine] and [policy]"
                 )
 
-    async def start(self, serving: Serving) -> None:
+    async def start(self, serving: ServedModel) -> None:
         """Serve a checkpoint; returns once it answers, its gate closed.
 
         Raises PolicyError when the port is taken, and when vLLM ends or stays silent."""
@@ -169,10 +169,10 @@ class VllmProcess:
                             return
                 await asyncio.sleep(POLL)
 
-    def _command(self, serving: Serving, port: int) -> list[str]:
+    def _command(self, serving: ServedModel, port: int) -> list[str]:
         settings = self.settings
         return [
-            *(sys.executable, "-m", f"{MODULE}.vllm_child"),
+            *(sys.executable, "-m", HoldMiddleware.__module__),
             *("--model", str(serving.weights), "--tokenizer", str(serving.tokenizer)),
             *("--served-model-name", BASE if serving.adapters else POLICY),
             *("--host", settings.host, "--port", str(port)),
@@ -181,8 +181,8 @@ class VllmProcess:
             # The distribution that is sampled from, and no defaults but those of the request.
             *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
             *("--enable-auto-tool-choice", "--tool-call-parser", settings.tool_parser),
-            *("--middleware", f"{MODULE}.vllm_child.Door"),
-            *("--worker-extension-cls", f"{MODULE}.vllm_worker.Extension"),
+            *("--middleware", f"{HoldMiddleware.__module__}.{HoldMiddleware.__name__}"),
+            *("--worker-extension-cls", WORKER_EXTENSION),
             # Compiling takes half a minute, which pays on a GPU only.
             *(() if settings.gpu else ("--enforce-eager",)),
             "--disable-uvicorn-access-log",
@@ -242,7 +242,7 @@ class VllmProcess:
         return f"it said: {(causes or plain or ['nothing'])[-1][:300]} ({self.log})"
 
 
-def _transfer(serving: Serving) -> list[str]:
+def _transfer(serving: ServedModel) -> list[str]:
     return ["--weight-transfer-config", json.dumps({"backend": serving.backend})]
 
 

@@ -1,9 +1,9 @@
 """The policy server of vLLM, in a child process or on servers that somebody else started.
 
-Owns a folder with what servers read and the way that new weights take to them (`sync`). Always
-true: weights change only while the gate before vLLM is held (see `vllm_child`), so every answer
-comes from the one version it names and no version changes within a call; after a publish that
-failed the gate stays held. A server that ends is brought up again with the newest published weights
+Owns a folder with what servers read, and the method by which new weights reach them (see
+`weight_sync`). Always true: weights change only while requests are held in front of vLLM, so every
+answer comes from the one version it names and no version changes within a call; after a publish
+that failed, requests stay held. A server that ends is restarted with the newest published weights
 under the same URL, and calls that were in flight fail as on a lost connection.
 """
 
@@ -18,10 +18,15 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 
 from agentrl.algorithms.engines.vllm import weight_sync
-from agentrl.algorithms.engines.vllm.control import Control
+from agentrl.algorithms.engines.vllm.control import VllmClient
 from agentrl.algorithms.engines.vllm.parity_check import check, check_temperature
-from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN, Host, Learned, Serving
-from agentrl.algorithms.engines.vllm.weight_sync import AdapterSync, LostError, Servers, WeightSync
+from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN, ServedModel, TrainedModel, VllmHost
+from agentrl.algorithms.engines.vllm.weight_sync import (
+    AdapterSync,
+    LostError,
+    VllmServers,
+    WeightSync,
+)
 from agentrl.errors import PolicyError
 from agentrl.types import POLICY
 
@@ -35,8 +40,8 @@ class VllmServer:
 
     def __init__(
         self,
-        learned: Learned,
-        host: Host,
+        learned: TrainedModel,
+        host: VllmHost,
         *,
         folder: Path,
         way: str = "auto",
@@ -52,7 +57,7 @@ class VllmServer:
         self.seconds: dict[str, float] = {}  # of the newest publish, by its parts
         self._learned, self._host, self._way = learned, host, way
         self._folder, self._timeout, self._tolerance = folder, timeout, tolerance
-        self._serving = Serving(folder / "weights", folder / "tokenizer")
+        self._serving = ServedModel(folder / "weights", folder / "tokenizer")
         self._sync: WeightSync | None = None
         self._held = self._wrong = False
         self._changing = asyncio.Lock()  # by an update, or by a server that returns
@@ -144,7 +149,7 @@ class VllmServer:
         carrier.forget(policy)
         await self._reach(lambda: carrier.drop(policy, self._control))
 
-    async def given_up(self) -> PolicyError:
+    async def wait_for_failure(self) -> PolicyError:
         """Returns why, once no call will ever be answered again."""
         await self._given_up.wait()
         assert self._failed is not None
@@ -163,8 +168,8 @@ class VllmServer:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
-    def _control(self) -> Control:
-        return Control(self._host, self._timeout)
+    def _control(self) -> VllmClient:
+        return VllmClient(self._host, self._timeout)
 
     def _at_learner(self, policy: str) -> str:
         """A policy's name there; servers that run already have one of their own."""
@@ -182,7 +187,7 @@ class VllmServer:
 
     def _prepare(self) -> None:
         """Choose the way that weights take, and write what a server starts from."""
-        way, why = weight_sync.choose(self._way, means(self._learned, self._host))
+        way, why = weight_sync.choose_sync(self._way, sync_capabilities(self._learned, self._host))
         adapters = self._learned.adapters
         if way != "adapter" and len(adapters) > 1:
             raise PolicyError(
@@ -193,7 +198,7 @@ class VllmServer:
         shutil.rmtree(self._folder, ignore_errors=True)  # of a run that was killed
         self._folder.mkdir(parents=True)
         self._learned.save_tokenizer(self._serving.tokenizer)
-        self._sync = weight_sync.make(way, self._learned, self._folder, self._timeout)
+        self._sync = weight_sync.make_sync(way, self._learned, self._folder, self._timeout)
         self._serving.adapters = way == "adapter"
         names = adapters if self._serving.adapters else [self._host.name]
         self.model = names[0]
@@ -209,7 +214,7 @@ class VllmServer:
     async def _open(self) -> None:
         await self._control.post(f"{OPEN}?{self._serving.query()}")
 
-    async def _send(self, policy: str, servers: Servers) -> None:
+    async def _send(self, policy: str, servers: VllmServers) -> None:
         """The newest weights of a policy into running servers that answer no call."""
         assert self._sync is not None
         with self._timed("send"):
@@ -220,7 +225,7 @@ class VllmServer:
         if not all(reset["success"] for reset in resets):
             raise PolicyError("vLLM did not give up its prefix cache after a weight update")
 
-    async def _load(self, policy: str, servers: Servers) -> None:
+    async def _load(self, policy: str, servers: VllmServers) -> None:
         """The same, and a comparison with the learner's."""
         await self._send(policy, servers)
         version = self._serving.versions[policy]
@@ -294,8 +299,8 @@ class VllmServer:
         log.info("%s is back, with the newest weights.", server)
 
 
-def means(learned: Learned, host: Host) -> weight_sync.Means:
-    return weight_sync.Means(
+def sync_capabilities(learned: TrainedModel, host: VllmHost) -> weight_sync.SyncCapabilities:
+    return weight_sync.SyncCapabilities(
         adapters=host.refuses_adapters,
         backend=host.backend,
         gpu=learned.gpu >= 0,

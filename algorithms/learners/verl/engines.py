@@ -21,14 +21,14 @@ from verl.workers.config import (
 )
 from verl.workers.engine import EngineRegistry
 
-from agentrl.algorithms.learners.verl.settings import Settings
+from agentrl.algorithms.learners.verl.settings import VerlSettings
 from agentrl.errors import ConfigError
 
 ADAPTER, WEIGHT = "base_model.model.", ".default.weight"  # around peft's names for an adapter
 LORA = ("lora_rank", "lora_alpha", "target_modules")
 
 
-def policy_config(settings: Settings) -> TrainingWorkerConfig:
+def policy_config(settings: VerlSettings) -> TrainingWorkerConfig:
     """Of the engine that a worker of verl has itself."""
     return TrainingWorkerConfig(
         model_type="language_model",
@@ -39,14 +39,14 @@ def policy_config(settings: Settings) -> TrainingWorkerConfig:
     )
 
 
-def scorer(settings: Settings, path: str) -> Any:
+def scorer(settings: VerlSettings, path: str) -> Any:
     """An engine of a frozen model, a directory or hub name, which only gives log-probs."""
     model = {key: value for key, value in settings["model"].items() if key not in LORA}
     engine = settings["engine"] | {"forward_only": True}
     return _opened("language_model", model | {"path": path}, engine, None)
 
 
-def value_engine(settings: Settings) -> Any:
+def value_engine(settings: VerlSettings) -> Any:
     """The engine of the critic: a decoder with a head of one number, which says 0 everywhere."""
     asked = settings["critic"]
     with _value_models():

@@ -29,8 +29,8 @@ from agentrl.algorithms.learners import critic as critics
 from agentrl.algorithms.learners import reference
 from agentrl.algorithms.learners.base import Psi, Scored, StepReport, Supply
 from agentrl.algorithms.learners.optimizer import FILE, MASTER, NARROW, read_state
-from agentrl.algorithms.learners.verl.group import Workers
-from agentrl.algorithms.learners.verl.settings import Settings, check_installed
+from agentrl.algorithms.learners.verl.group import VerlWorkers
+from agentrl.algorithms.learners.verl.settings import VerlSettings, check_installed
 from agentrl.algorithms.model.load import Tokenizer, no_progress_bars
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.model.weights import copy_weights, read_policy, read_weights
@@ -48,11 +48,11 @@ FILLER = Row(
 
 
 @dataclass(frozen=True, slots=True)
-class Frozen:
+class FrozenOnWorkers:
     """A model on the workers that only scores. every: training steps after which it becomes the
     policy as it is; 0: never."""
 
-    workers: Workers
+    workers: VerlWorkers
     letter: str
     every: int = 0
 
@@ -67,14 +67,14 @@ class VerlLearner:
 
     model: the copy, as the workers load it from `settings["model"]["path"]`. adapters: of that
     model; the one named `policy` is learned. frozen: directories or hub names of the models behind
-    streams q and t; every: see `Frozen`, of q. Raises ConfigError without a verl that it knows or
-    the GPUs asked for, PolicyError for a model that the workers cannot load."""
+    streams q and t; every: see `FrozenOnWorkers`, of q. Raises ConfigError without a
+    supported verl or the GPUs asked for, PolicyError for a model that the workers cannot load."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         tokenizer: Tokenizer,
-        settings: Settings,
+        settings: VerlSettings,
         *,
         adapters: Adapters | None = None,
         policy: str = POLICY,
@@ -90,9 +90,10 @@ class VerlLearner:
         self.supplies = frozenset[Supply]({"o", "b", *names, *values, *own_base})
         self.token_budget: int = settings["engine"]["max_token_len_per_gpu"]
         self.critic = _shapes(settings["critic"], model.dtype)
-        self.workers = Workers(settings, {str(letter): name for letter, name in names.items()})
+        self.workers = VerlWorkers(settings, {str(letter): name for letter, name in names.items()})
         self.frozen = {
-            letter: Frozen(self.workers, letter, every if letter == "q" else 0) for letter in names
+            letter: FrozenOnWorkers(self.workers, letter, every if letter == "q" else 0)
+            for letter in names
         }
         if adapters is not None:
             try:
@@ -277,7 +278,7 @@ class VerlLearner:
         rows = batch.rows
         longest = max((int(row.actions[-1]) + 1 for row in rows), default=2)
         shards = []
-        for chosen in dealt(rows, self.workers.ranks):
+        for chosen in deal_rows(rows, self.workers.ranks):
             mine = [rows[i] if i >= 0 else FILLER for i in chosen]
             starts = [offsets[i] if i >= 0 else 0 for i in chosen]
             ends = [int(row.actions[-1]) + 1 if len(row.actions) else 2 for row in mine]
@@ -296,7 +297,7 @@ class VerlLearner:
         return shards
 
 
-def dealt(rows: Sequence[Row], ranks: int) -> list[list[int]]:
+def deal_rows(rows: Sequence[Row], ranks: int) -> list[list[int]]:
     """Indices of rows for each rank, equally many, of about as many tokens; -1 fills up."""
     order = sorted(range(len(rows)), key=lambda i: -len(rows[i].tokens))
     order += [-1] * (-len(rows) % ranks)

@@ -20,12 +20,12 @@ from agentrl.errors import ConfigError
 VERL = ((0, 9), (0, 11))  # releases it is made for: from, and below
 REACHED_WITHIN = 10.0  # seconds
 
-Settings = dict[str, dict[str, Any]]
+VerlSettings = dict[str, dict[str, Any]]
 """verl's configuration classes by part (model, engine, optimizer; critic, with the model and
 optimizer of its own, empty without one), and where they run (ray)."""
 
 
-def settings(config: RunConfig, model: str) -> Settings:
+def settings(config: RunConfig, model: str) -> VerlSettings:
     """model: directory or hub name of what the policy begins as.
 
     Raises ConfigError for what the run file asks for and verl cannot do here."""
@@ -82,7 +82,7 @@ def settings(config: RunConfig, model: str) -> Settings:
     }
 
 
-def described(config: RunConfig) -> str:
+def describe_settings(config: RunConfig) -> str:
     """`settings` as comments under a run file, for `--dry-run`."""
     directory = config.path(config.policy.model)
     if not config.policy.model:

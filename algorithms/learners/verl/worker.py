@@ -35,7 +35,7 @@ from verl.workers.engine_workers import TrainingWorker
 from agentrl.algorithms.learners import memory
 from agentrl.algorithms.learners.base import Psi
 from agentrl.algorithms.learners.verl.engines import names_of, policy_config, scorer, value_engine
-from agentrl.algorithms.learners.verl.settings import Settings
+from agentrl.algorithms.learners.verl.settings import VerlSettings
 from agentrl.algorithms.objective.values import ValueTerms, value_loss
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -62,7 +62,7 @@ class Shard:
 
 
 @dataclass(slots=True)
-class Step:
+class BackwardResult:
     """What an engine made of one backward pass."""
 
     loss: float  # of the critic before its coefficient; this rank's share of the sum
@@ -75,8 +75,8 @@ class Step:
 class ShardReport:
     """What a rank knows of one step."""
 
-    policy: Step
-    critic: Step | None
+    policy: BackwardResult
+    critic: BackwardResult | None
     applied: bool
     metrics: dict[str, float]
 
@@ -84,7 +84,7 @@ class ShardReport:
 class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
     """A shard of the policy, of the critic and of their optimizers, and of the frozen models."""
 
-    def __init__(self, settings: Settings, frozen: dict[str, str]) -> None:
+    def __init__(self, settings: VerlSettings, frozen: dict[str, str]) -> None:
         super().__init__(policy_config(settings))
         self.settings = settings
         self.paths = frozen
@@ -197,11 +197,11 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
                 assert name == there, f"{name} is not {there}"
                 own.to_local().copy_(weight.to_local())  # both are sharded alike
 
-    def _backward(self, engine: Any, shard: Shard, loss: Any) -> Step:
+    def _backward(self, engine: Any, shard: Shard, loss: Any) -> BackwardResult:
         engine.optimizer_zero_grad()
         output = engine.forward_backward_batch(self._data(shard, entropy=True), loss)
         told, names = output["metrics"], output["model_output"].keys()
-        return Step(
+        return BackwardResult(
             loss=sum(told["loss"]),
             grad_norm=_grad_norm(engine.module),
             clipped=sum(told.get("clipped", [])),

@@ -15,7 +15,7 @@ import pytest
 from agentrl.algorithms.engines.vllm import fleet as vllm_fleet
 from agentrl.algorithms.engines.vllm.child import CONTROL, SERVER
 from agentrl.algorithms.engines.vllm.fleet import VllmFleet
-from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN, Serving
+from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN, ServedModel
 from agentrl.errors import PolicyError
 from tests.algorithms.engines.fake_vllm import FakeVllm
 
@@ -48,7 +48,7 @@ async def fleet_of(
         await fleet.stop()
 
 
-SERVING = Serving(Path("w"), Path("t"))
+SERVING = ServedModel(Path("w"), Path("t"))
 
 
 @pytest.mark.parametrize(
