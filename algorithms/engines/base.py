@@ -10,6 +10,7 @@ and top-k; vLLM tells those after them); at temperature 0 those of the model its
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, TypeVar
@@ -63,6 +64,15 @@ def advertised_url(base_url: str, host: str) -> str:
     parts = urlsplit(base_url)
     name = f"[{host}]" if ":" in host else host
     return parts._replace(netloc=f"{name}:{parts.port}").geturl()
+
+
+def port_taken(host: str, port: int, error: OSError) -> PolicyError:
+    """The error of a policy server that cannot listen."""
+    reason = os.strerror(error.errno) if error.errno else error
+    return PolicyError(
+        f"policy server: cannot listen on {host}:{port}: {reason}; set engine.port to a free port, "
+        "or to 0 for any"
+    )
 
 
 async def run_unless_failed(work: Coroutine[Any, Any, T], servers: Sequence[PolicyServer]) -> T:

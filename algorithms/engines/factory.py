@@ -19,8 +19,10 @@ from agentrl.algorithms.engines.vllm.server import VllmServer
 from agentrl.algorithms.engines.vllm.serving import TrainedModel, VllmHost
 from agentrl.algorithms.model.load import Model, Tokenizer, checkpoint_weights
 from agentrl.algorithms.model.lora import Adapters
+from agentrl.algorithms.plugins import engine_factory
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
+from agentrl.plugins import check_protocol
 from agentrl.types import POLICY
 
 PROBE = "The quick brown fox jumps over the lazy dog."
@@ -39,6 +41,10 @@ def policy_server(
 
     Raises PolicyError for a model it cannot serve, and where vLLM is asked for and missing."""
     engine = config.engine
+    if factory := engine_factory(config):
+        server: PolicyServer = factory(config, model, tokenizer, adapters, name)
+        check_protocol(server, PolicyServer, by=factory, key="engine.kind")
+        return server
     if engine.kind == "embedded":
         return EmbeddedServer(
             model,

@@ -43,7 +43,7 @@ def available_streams(config: RunConfig) -> frozenset[Supply]:
     """The streams that a run can give its algorithm. A reference is always to be had: what the
     policy began as."""
     streams: set[Supply] = {"o", "b", "q"}
-    if config.learner.kind == "torch":
+    if config.learner.kind != "verl":  # what a plug-in lacks is refused once it is made
         streams |= {"k", "e"}
     if config.critic.model:
         streams.add("v")

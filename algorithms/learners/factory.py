@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import Literal
+from typing import Any, Literal
 
 from transformers import AutoTokenizer, PreTrainedModel
 
 from agentrl.algorithms.learners import auxiliary
+from agentrl.algorithms.learners.base import Learner
 from agentrl.algorithms.learners.implicit_reward import ImplicitTrainer
 from agentrl.algorithms.learners.reference import check_vocabulary
 from agentrl.algorithms.learners.torch import TorchLearner
@@ -17,8 +18,10 @@ from agentrl.algorithms.model.cpu_threads import ThreadTuner, thread_tuner
 from agentrl.algorithms.model.load import Tokenizer
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.objective.core import Algo
+from agentrl.algorithms.plugins import learner_factory
 from agentrl.config import RunConfig
-from agentrl.errors import PolicyError
+from agentrl.errors import ConfigError, PolicyError
+from agentrl.plugins import check_protocol
 from agentrl.types import POLICY
 
 
@@ -31,12 +34,14 @@ def make_learner(
     adapters: Adapters | None = None,
     trainers: tuple[ImplicitTrainer, ...] = (),
     policy: str = POLICY,
-) -> TorchLearner | VerlLearner:
+) -> Learner:
     """A learner of `model`, which is loaded from `start`, or of its adapter `policy`; to be closed
-    if it is verl's.
+    if it has a method `close`.
 
-    Raises PolicyError for models it cannot load, ConfigError for settings that it cannot follow and
-    where verl is asked for and missing."""
+    Raises PolicyError for models it cannot load, ConfigError for settings that it cannot follow,
+    where verl is asked for and missing, and for a plug-in that is no learner or lacks a stream."""
+    if factory := learner_factory(config):
+        return _from_plugin(factory, config, algo, model, tokenizer, adapters, policy)
     if config.learner.kind == "verl":
         if config.critic.model and config.critic.model != "copy":
             named = auxiliary.model_source(config, config.critic.model)
@@ -67,6 +72,33 @@ def make_learner(
         policy=policy,
         trainers=trainers,
     )
+
+
+def _from_plugin(
+    factory: Any,
+    config: RunConfig,
+    algo: Algo,
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    adapters: Adapters | None,
+    policy: str,
+) -> Learner:
+    for name, section in config.reward_models.items():
+        if section.train:
+            raise ConfigError(
+                f"reward_models.{name}.train: checkpoints of learner.kind = "
+                f"{config.learner.kind!r} hold no reward model; leave it out"
+            )
+    learner: Learner = factory(config, algo, model, tokenizer, adapters, policy)
+    check_protocol(learner, Learner, by=factory, key="learner.kind")
+    optional = {"v": algo.critic, "k": algo.symbols, "e": algo.entropy}
+    needed = algo.needs | {stream for stream, is_read in optional.items() if is_read}
+    if missing := sorted(needed - learner.supplies):
+        raise ConfigError(
+            f"learner.kind = {config.learner.kind!r}: algorithm.preset = {algo.name!r} reads "
+            f"{', '.join(missing)}, and the learner supplies {', '.join(sorted(learner.supplies))}"
+        )
+    return learner
 
 
 def _threads(config: RunConfig, model: PreTrainedModel) -> ThreadTuner:

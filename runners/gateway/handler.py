@@ -18,6 +18,7 @@ import msgspec
 from aiohttp import web
 
 from agentrl.errors import StoreError
+from agentrl.http_server import read_body
 from agentrl.runners.dialects import Dialect
 from agentrl.runners.gateway import replay
 from agentrl.runners.gateway.attribution import Caller, RefusedError
@@ -73,7 +74,7 @@ class Exchange:
         """Raises UpstreamError when there is no answer and none can come in time, RefusedError when
         the attempt ended meanwhile, and what `read_call` raises for the request."""
         live = self._caller.live
-        raw = await self._request.read()
+        raw = await read_body(self._request)
         self._asked = live.asks(raw)
         self._read_call = partial(read_call, self._dialect, raw, live.memory, self._asked.number)
         self._call = self._read_call()

@@ -18,6 +18,7 @@ import numpy as np
 
 from agentrl.algorithms.engines.embedded.engine import CLOSED, Engine, TokenUpdates
 from agentrl.algorithms.engines.embedded.scheduler import GenerationRequest, TokenUpdate
+from agentrl.algorithms.engines.request_hold import RequestHold
 from agentrl.algorithms.model.load import Model
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.model.request_error import RequestError
@@ -63,7 +64,8 @@ class Admission:
         policies: Mapping[str, str | None],
     ) -> None:
         """policies: by name, the adapter that each applies to the model."""
-        self.versions = dict.fromkeys(policies, 0)
+        self.requests = RequestHold()
+        self.requests.versions = dict.fromkeys(policies, 0)
         self._numbers = {name: number for number, name in enumerate(policies)}
         self._unused = count(len(policies))  # numbers: a key in the cache is of one policy for ever
         self.max_context = max_context
@@ -80,30 +82,30 @@ class Admission:
         self._codec = codec
         self._seeds = random.Random()  # its own: the run's random state belongs to the algorithm
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._flying = 0
-        self._open, self._landed = asyncio.Event(), asyncio.Event()
         self._updating = asyncio.Lock()
 
     def start(self) -> None:
         """Begin to work, on the running event loop."""
         self._loop = asyncio.get_running_loop()
-        self._open.set()
-        self._landed.set()
+        self.requests.release()
         self.engine.start()
 
     async def hold(self) -> None:
         """Returns once nothing is in flight; new calls wait until `resume`."""
         await self._updating.acquire()
-        self._open.clear()
         try:
-            await self._landed.wait()
+            await self.requests.hold()
         except asyncio.CancelledError:
             self.resume()
             raise
 
     def resume(self) -> None:
-        self._open.set()
+        self.requests.release()
         self._updating.release()
+
+    @property
+    def versions(self) -> dict[str, int]:
+        return self.requests.versions
 
     @property
     def held(self) -> bool:
@@ -145,8 +147,7 @@ class Admission:
 
         Raises RequestError when the prompt leaves no room for a token."""
         self._check(prompt)
-        while not self._open.is_set():  # another update may have begun before this task woke up
-            await self._open.wait()
+        await self.requests.wait_released()
         if policy not in self.versions:
             raise RequestError(f"the policy {policy!r} is not served any more", status=404)
         flight = PendingRequest(self.versions[policy])
@@ -163,8 +164,7 @@ class Admission:
                 stop=_stopper(self._codec, stop) if stop else None,
             )
             flight.calls.append(call)
-        self._flying += n
-        self._landed.clear()
+        self.requests.begin(n)
         unfinished = True
         for call in flight.calls:
             self.engine.submit(call)
@@ -198,9 +198,7 @@ class Admission:
         def receive(update: TokenUpdate) -> None:
             flight.updates.put_nowait((index, update))
             if update.finish:
-                self._flying -= 1
-                if not self._flying:
-                    self._landed.set()
+                self.requests.finish()
 
         return receive
 

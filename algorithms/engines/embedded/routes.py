@@ -16,6 +16,7 @@ from agentrl.algorithms.model.chat import Chat
 from agentrl.algorithms.model.request_error import RequestError
 from agentrl.algorithms.model.text import Codec
 from agentrl.errors import nearest
+from agentrl.http_server import read_body
 from agentrl.types import Sampling
 
 VERSION = "x-policy-version"
@@ -45,7 +46,7 @@ class Routes:
         return app
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        body = _decode(await request.read(), _chat_decoder)
+        body = _decode(await read_body(request), _chat_decoder)
         _check_tool_choice(body.tool_choice)
         prompt = self._prompt(body)
         body.max_tokens = body.max_completion_tokens or body.max_tokens
@@ -59,7 +60,7 @@ class Routes:
         return await self._answer(request, body, form)
 
     async def text(self, request: web.Request) -> web.StreamResponse:
-        body = _decode(await request.read(), _text_decoder)
+        body = _decode(await read_body(request), _text_decoder)
         given = body.prompt
         prompt = self._codec.encode_plain(given) if isinstance(given, str) else given
         form = self._format(
@@ -69,7 +70,7 @@ class Routes:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """The prompt of a conversation, as vLLM tells it."""
-        prompt = self._prompt(_decode(await request.read(), _chat_decoder))
+        prompt = self._prompt(_decode(await read_body(request), _chat_decoder))
         limit = self._calls.max_context
         return _json({"count": len(prompt), "max_model_len": limit, "tokens": prompt})
 
@@ -205,7 +206,7 @@ async def _refusals(
         refusal = error
     except web.HTTPException as error:
         refusal = RequestError(
-            f"{request.method} {request.path}: {error.reason}", status=error.status
+            f"{request.method} {request.path}: {error.text or error.reason}", status=error.status
         )
     return _json(refusal.body, status=refusal.status)
 

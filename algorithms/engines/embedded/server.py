@@ -7,13 +7,13 @@ only inside `updating`, while no call is in flight; every answer carries the ver
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
 
+from agentrl.algorithms.engines.base import port_taken
 from agentrl.algorithms.engines.embedded.admission import Admission
 from agentrl.algorithms.engines.embedded.routes import Routes
 from agentrl.algorithms.engines.loop_thread import LoopThread
@@ -22,6 +22,7 @@ from agentrl.algorithms.model.load import Model, Tokenizer
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.model.text import Codec
 from agentrl.errors import PolicyError
+from agentrl.http_server import listen
 from agentrl.types import POLICY, Sampling
 
 NO_DEFAULTS = Sampling()
@@ -79,11 +80,7 @@ class EmbeddedServer:
             await self._http.run(self._listen())
         except OSError as error:
             await self.close()
-            reason = os.strerror(error.errno) if error.errno else error
-            raise PolicyError(
-                f"policy server: cannot listen on {self._host}:{self._port}: {reason}; "
-                "set engine.port to a free port, or to 0 for any"
-            ) from None
+            raise port_taken(self._host, self._port, error) from None
 
     @asynccontextmanager
     async def updating(self) -> AsyncIterator[None]:
@@ -125,16 +122,9 @@ class EmbeddedServer:
             await self._http.stop()
 
     async def _listen(self) -> None:
-        runner = web.AppRunner(
-            self._routes.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0
-        )
-        self._runner = runner
-        await runner.setup()
-        await web.TCPSite(runner, self._host, self._port, backlog=1024).start()
-        port = runner.addresses[0][1]
-        host = f"[{self._host}]" if ":" in self._host else self._host
+        self._runner, url = await listen(self._routes.app(), self._host, self._port)
         self._calls.start()
-        self.base_url = f"http://{host}:{port}/v1"
+        self.base_url = f"{url}/v1"
 
     async def _publish(self, version: int, policy: str) -> None:
         self._calls.publish(version, policy)

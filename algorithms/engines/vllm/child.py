@@ -8,16 +8,14 @@ no call is in flight, and an answer names the version that was current when its 
 
 from __future__ import annotations
 
-import asyncio
 import os
 import runpy
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
-from urllib.parse import parse_qsl
 
 import msgspec
 
+from agentrl.algorithms.engines.request_hold import RequestHold, parse_versions
 from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN
 from agentrl.processes import die_with_parent
 
@@ -37,46 +35,6 @@ class _Request(msgspec.Struct):
     model: str = ""
 
 
-class RequestHold:
-    """Lets calls in, or holds them, as it does at first. Versions are a query, `policy=3&other=0`;
-    the empty name is what calls with any other name get."""
-
-    def __init__(self) -> None:
-        self.versions: dict[str, str] = {}
-        self._inside = 0
-        self._open, self._empty = asyncio.Event(), asyncio.Event()
-        self._empty.set()
-
-    def close(self) -> None:
-        """Let no more calls in."""
-        self._open.clear()
-
-    async def hold(self) -> None:
-        """The same; returns once no call is inside."""
-        self.close()
-        await self._empty.wait()
-
-    def open(self, versions: str = "") -> None:
-        """Let calls in again, from now on with these versions; none: those before."""
-        if versions:
-            self.versions = dict(parse_qsl(versions, keep_blank_values=True))
-        self._open.set()
-
-    @asynccontextmanager
-    async def enter(self) -> AsyncIterator[Mapping[str, str]]:
-        """One call is inside; with the versions that serve it."""
-        while not self._open.is_set():
-            await self._open.wait()
-        self._inside += 1
-        self._empty.clear()
-        try:
-            yield self.versions
-        finally:
-            self._inside -= 1
-            if not self._inside:
-                self._empty.set()
-
-
 class HoldMiddleware:
     """ASGI middleware around vLLM's server. With the key: `POST /agentrl/hold` answers once no call
     is in flight, `/agentrl/open?VERSIONS` lets calls in, at first as well as again, and every other
@@ -85,7 +43,7 @@ class HoldMiddleware:
     def __init__(self, app: AsgiApp) -> None:
         self._app = app
         self._key = os.environ[KEY].encode()
-        self._gate = RequestHold()
+        self._requests = RequestHold()
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -101,23 +59,26 @@ class HoldMiddleware:
 
     async def _obey(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["path"] == HOLD:
-            await self._gate.hold()
+            await self._requests.hold()
             await _answer(send, 200)
         elif scope["path"] == OPEN:
-            self._gate.open(scope["query_string"].decode())
+            if query := scope["query_string"].decode():
+                self._requests.versions = parse_versions(query)
+            self._requests.release()
             await _answer(send, 200)
         else:
             await self._app(scope, receive, send)
 
     async def _serve(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        async with self._gate.enter() as versions:
-            receive, body = await _read(receive)
-            name = requested_model(body)
-            version = versions.get(name, versions.get(""))
+        # Read first: a request that is never sent to its end must not hold up an update.
+        receive, body = await _read(receive)
+        await self._requests.wait_released()
+        with self._requests.call():
+            version = self._requests.version_of(requested_model(body))
 
             async def stamped(message: AsgiMessage) -> None:
                 if message["type"] == "http.response.start" and version is not None:
-                    added = POLICY_VERSION, version.encode()
+                    added = POLICY_VERSION, str(version).encode()
                     message["headers"] = [*message.get("headers", ()), added]
                 await send(message)
 

@@ -28,12 +28,13 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from agentrl.algorithms.engines.base import port_taken
 from agentrl.algorithms.engines.loop_thread import LoopThread
+from agentrl.algorithms.engines.request_hold import RequestHold, parse_versions
 from agentrl.algorithms.engines.vllm.child import (
     CONTROL,
     POLICY_VERSION,
     SERVER,
-    RequestHold,
     is_public_path,
     requested_model,
 )
@@ -41,6 +42,7 @@ from agentrl.algorithms.engines.vllm.probe import ServerCapabilities, probe
 from agentrl.algorithms.engines.vllm.process import POLL
 from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN, ServedModel
 from agentrl.errors import PolicyError
+from agentrl.http_server import listen, read_body
 from agentrl.types import POLICY
 
 WATCH = 1.0  # seconds between looks at servers; starting one takes longer
@@ -82,7 +84,7 @@ class VllmFleet:
         self._http = LoopThread("vllm-gate")
         self._runner: web.AppRunner | None = None
         self._session: aiohttp.ClientSession | None = None
-        self._gate = RequestHold()
+        self._requests = RequestHold()
         self._busy: dict[str, int] = {}  # calls that each server is answering; others are gone
 
     @property
@@ -195,20 +197,10 @@ class VllmFleet:
             timeout=aiohttp.ClientTimeout(total=None),
             headers=self._headers,
         )
-        self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0
-        )
-        await self._runner.setup()
-        host, port = self._bind
         try:
-            await web.TCPSite(self._runner, host, port, backlog=1024).start()
+            self._runner, self.url = await listen(app, *self._bind)
         except OSError as error:
-            raise PolicyError(
-                f"policy server: cannot listen on {host}:{port}: {error.strerror}; set engine.port "
-                "to a free port, or to 0 for any"
-            ) from None
-        found = self._runner.addresses[0][1]
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{found}"
+            raise port_taken(*self._bind, error) from None
 
     async def _count(self, urls: Sequence[str]) -> None:
         self._busy |= {url: self._busy.get(url, 0) for url in urls}
@@ -217,7 +209,7 @@ class VllmFleet:
         self._words = f"it is gone: {url} {words}"
         if self._busy.pop(url, None) is None or self._busy:
             return
-        self._gate.close()
+        self._requests.close()
         assert self._home is not None
         self._home.call_soon_threadsafe(self._gone.set)
 
@@ -232,9 +224,11 @@ class VllmFleet:
             return await self._obey(request)
         if not is_public_path(request.path):
             return web.Response(status=404)
-        async with self._gate.enter() as versions:
-            body = await request.read()
-            version = versions.get(requested_model(body), versions.get(""))
+        # Read first: a request that is never sent to its end must not hold up an update.
+        body = await read_body(request)
+        await self._requests.wait_released()
+        with self._requests.call():
+            version = self._requests.version_of(requested_model(body))
             if not self._busy:
                 return _retry("no server is left")
             url = min(self._busy, key=self._busy.__getitem__)
@@ -250,13 +244,14 @@ class VllmFleet:
         are up to date; the answer is the list of theirs. A server that does not answer is removed,
         which is a failure only where no other server answered."""
         if request.path == HOLD:
-            await self._gate.hold()
+            await self._requests.hold()
             return web.Response()
         if request.path == OPEN:
             if self._busy:
-                self._gate.open(request.query_string)
+                self._requests.versions = parse_versions(request.query_string)
+                self._requests.release()
             return web.Response()
-        only, body = request.headers.get(SERVER.decode()), await request.read()
+        only, body = request.headers.get(SERVER.decode()), await read_body(request)
         urls = [only] if only else list(self._busy)
         told = await asyncio.gather(*(self._tell(request, url, body) for url in urls))
         replies = [reply for reply in told if reply is not None]
@@ -302,7 +297,7 @@ class VllmFleet:
         return True
 
     async def _forward(
-        self, request: web.Request, url: str, body: bytes, version: str | None
+        self, request: web.Request, url: str, body: bytes, version: int | None
     ) -> web.StreamResponse:
         assert self._session is not None
         left = HOP | self._headers.keys()
@@ -315,7 +310,7 @@ class VllmFleet:
                 answer = web.StreamResponse(status=reply.status)
                 answer.content_type = reply.content_type
                 if version is not None:
-                    answer.headers[POLICY_VERSION.decode()] = version
+                    answer.headers[POLICY_VERSION.decode()] = str(version)
                 await answer.prepare(request)
                 async for chunk in reply.content.iter_any():
                     await answer.write(chunk)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import aiohttp
 
+from agentrl.algorithms.engines.base import port_taken
 from agentrl.algorithms.engines.vllm.child import CONTROL, KEY, HoldMiddleware
 from agentrl.algorithms.engines.vllm.serving import BASE, ServedModel
 from agentrl.errors import PolicyError
@@ -222,11 +223,7 @@ class VllmProcess:
             try:
                 listener.bind((self.settings.host, self.settings.port))
             except OSError as error:
-                raise PolicyError(
-                    f"policy server: cannot listen on {self.settings.host}:{self.settings.port}: "
-                    f"{os.strerror(error.errno or 0)}; set engine.port to a free port, or to 0 for "
-                    "any"
-                ) from None
+                raise port_taken(self.settings.host, self.settings.port, error) from None
             return int(listener.getsockname()[1])
 
     def last_words(self) -> str:
