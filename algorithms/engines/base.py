@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 from agentrl.errors import PolicyError
 
 T = TypeVar("T")
+VERSION_HEADER = "x-policy-version"  # of every answer
 
 
 class PolicyServer(Protocol):

@@ -18,8 +18,8 @@ from torch.nn import Linear, ModuleDict
 from transformers import PreTrainedModel
 
 from agentrl.algorithms.learners.optimizer import Optimizer, OptimizerKind
+from agentrl.algorithms.model.load import copy_weights, read_weights, save_weights
 from agentrl.algorithms.model.packing import Pack, hidden_states
-from agentrl.algorithms.model.weights import copy_weights, read_weights, save_weights
 from agentrl.algorithms.objective.values import ValueTerms, value_loss
 
 FOLDER = "critic"  # of a checkpoint

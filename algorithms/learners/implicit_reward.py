@@ -25,8 +25,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from agentrl.algorithms.learners.optimizer import Optimizer, OptimizerKind
 from agentrl.algorithms.learners.reward_models import SOURCE, ImplicitScorer, RewardModel, row_of
+from agentrl.algorithms.model.load import copy_weights, read_weights, save_weights
 from agentrl.algorithms.model.packing import forward_logprobs, pack_rows
-from agentrl.algorithms.model.weights import copy_weights, read_weights, save_weights
 from agentrl.errors import TrainingError
 from agentrl.types import Group, Rollout, Transition
 

@@ -30,7 +30,7 @@ from agentrl.algorithms.learners.optimizer import Optimizer, OptimizerKind
 from agentrl.algorithms.learners.reference import Reference
 from agentrl.algorithms.model.cpu_threads import ThreadTuner
 from agentrl.algorithms.model.lm_head import action_logprobs, other_logprobs, top_tokens
-from agentrl.algorithms.model.load import Tokenizer, no_progress_bars
+from agentrl.algorithms.model.load import Tokenizer, no_progress_bars, read_policy
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.model.packing import (
     Pack,
@@ -40,7 +40,6 @@ from agentrl.algorithms.model.packing import (
     packs,
     supported_packing,
 )
-from agentrl.algorithms.model.weights import read_policy
 from agentrl.algorithms.objective.values import ValueTerms
 from agentrl.errors import PolicyError, TrainingError
 from agentrl.types import POLICY

@@ -9,6 +9,7 @@ from uuid import uuid4
 import msgspec
 from aiohttp import web
 
+from agentrl.algorithms.engines.base import VERSION_HEADER
 from agentrl.algorithms.engines.embedded.admission import Admission, PendingRequest
 from agentrl.algorithms.engines.embedded.protocol import ChatRequest, TextRequest
 from agentrl.algorithms.engines.embedded.responses import ResponseFormat, StreamedChoice
@@ -19,7 +20,6 @@ from agentrl.errors import nearest
 from agentrl.http_server import read_body
 from agentrl.types import Sampling
 
-VERSION = "x-policy-version"
 RequestBody = TypeVar("RequestBody")
 LARGEST_BODY = 64 * 2**20  # bytes of a request
 
@@ -128,7 +128,7 @@ class Routes:
                 return await self._stream(request, flight, form, n, usage=usage)
             updates = {index: update async for index, update in flight}
         whole = form.whole([updates[index] for index in range(n)])
-        return _json(whole, headers={VERSION: str(flight.version)})
+        return _json(whole, headers={VERSION_HEADER: str(flight.version)})
 
     def _policy(self, model: str | None) -> str:
         """The policy that a request names. Where there is one, every name is it: agents keep their
@@ -167,7 +167,7 @@ class Routes:
         headers = {
             "content-type": "text/event-stream; charset=utf-8",
             "cache-control": "no-cache",
-            VERSION: str(flight.version),
+            VERSION_HEADER: str(flight.version),
         }
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)
@@ -192,7 +192,7 @@ class Routes:
     async def _stamp(self, request: web.Request, response: web.StreamResponse) -> None:
         """Answers that no version made, such as errors, carry the one that is served now by the
         policy that requests without a model name get."""
-        response.headers.setdefault(VERSION, str(self._calls.versions[self._name]))
+        response.headers.setdefault(VERSION_HEADER, str(self._calls.versions[self._name]))
 
 
 @web.middleware

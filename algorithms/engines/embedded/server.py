@@ -59,7 +59,7 @@ class EmbeddedServer:
         self.base_url = ""
         self._host, self._port = host, port
         codec = Codec(tokenizer)
-        self._calls = Admission(
+        self._admission = Admission(
             model,
             codec,
             eos=_end_of_sequence(model, tokenizer),
@@ -69,7 +69,7 @@ class EmbeddedServer:
             adapters=adapters,
             policies={name: None} | {each: each for each in (adapters.names if adapters else ())},
         )
-        self._routes = Routes(self._calls, Chat(tokenizer, codec), codec, name, defaults)
+        self._routes = Routes(self._admission, Chat(tokenizer, codec), codec, name, defaults)
         self._runner: web.AppRunner | None = None
         self._http = LoopThread("policy-http")
 
@@ -85,21 +85,21 @@ class EmbeddedServer:
     @asynccontextmanager
     async def updating(self) -> AsyncIterator[None]:
         """While inside, weights may change: calls in flight have finished, new ones are held."""
-        await self._http.run(self._calls.hold())
+        await self._http.run(self._admission.hold())
         try:
             yield
         finally:
-            await self._http.run(self._resume())
+            await self._http.call(self._admission.resume)
 
     async def publish(self, version: int, policy: str | None = None) -> None:
         """From now on serve the current weights of a policy, default the server's own `model`, as
         `version`."""
         policy = policy or self.model
-        if self._calls.held:
-            await self._http.run(self._publish(version, policy))
+        if self._admission.held:
+            await self._http.call(self._admission.publish, version, policy)
         else:
             async with self.updating():
-                await self._http.run(self._publish(version, policy))
+                await self._http.call(self._admission.publish, version, policy)
 
     async def wait_for_failure(self) -> PolicyError:
         """Never: it lives and dies with the learner."""
@@ -109,11 +109,11 @@ class EmbeddedServer:
     async def add(self, policy: str, version: int) -> None:
         """Also serve the adapter of this name, which the model has by now. Call inside
         `updating`."""
-        await self._http.run(self._add(policy, version))
+        await self._http.call(self._admission.add, policy, policy, version)
 
     async def remove(self, policy: str) -> None:
         """Serve a policy no more. Call inside `updating`."""
-        await self._http.run(self._remove(policy))
+        await self._http.call(self._admission.remove, policy)
 
     async def close(self) -> None:
         """Refuse what is in flight and stop. A second time does nothing."""
@@ -123,24 +123,12 @@ class EmbeddedServer:
 
     async def _listen(self) -> None:
         self._runner, url = await listen(self._routes.app(), self._host, self._port)
-        self._calls.start()
+        self._admission.start()
         self.base_url = f"{url}/v1"
 
-    async def _publish(self, version: int, policy: str) -> None:
-        self._calls.publish(version, policy)
-
-    async def _add(self, policy: str, version: int) -> None:
-        self._calls.add(policy, policy, version)
-
-    async def _remove(self, policy: str) -> None:
-        self._calls.remove(policy)
-
-    async def _resume(self) -> None:
-        self._calls.resume()
-
     async def _shut(self) -> None:
-        if self._calls.engine.alive:
-            await asyncio.to_thread(self._calls.engine.close)
+        if self._admission.engine.alive:
+            await asyncio.to_thread(self._admission.engine.close)
         if self._runner is not None:
             await self._runner.cleanup()
         await asyncio.get_running_loop().shutdown_default_executor()

@@ -15,15 +15,15 @@ from typing import Any
 
 import msgspec
 
+from agentrl.algorithms.engines.base import VERSION_HEADER
 from agentrl.algorithms.engines.request_hold import RequestHold, parse_versions
 from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN
 from agentrl.processes import die_with_parent
 
-KEY = "AGENTRL_VLLM_KEY"  # environment variable with what the parent proves itself with
-CONTROL = b"x-agentrl-key"
-SERVER = b"x-agentrl-server"  # beside it: the only one of several that is meant
-POLICY_VERSION = b"x-policy-version"
-ADAPTERS = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"  # for who has the key
+KEY_VARIABLE = "AGENTRL_VLLM_KEY"  # environment variable with the secret of control requests
+KEY_HEADER = "x-agentrl-key"  # of a control request: that secret
+SERVER_HEADER = "x-agentrl-server"  # of a control request: the only server that it is for
+ADAPTERS = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"  # control requests
 
 AsgiMessage = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[AsgiMessage]]
@@ -42,7 +42,7 @@ class HoldMiddleware:
 
     def __init__(self, app: AsgiApp) -> None:
         self._app = app
-        self._key = os.environ[KEY].encode()
+        self._key = os.environ[KEY_VARIABLE].encode()
         self._requests = RequestHold()
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
@@ -50,7 +50,7 @@ class HoldMiddleware:
             await self._app(scope, receive, send)
         elif scope["type"] != "http":  # a websocket would pass by the gate
             await send({"type": "websocket.close", "code": 1008})
-        elif dict(scope["headers"]).get(CONTROL) == self._key:
+        elif dict(scope["headers"]).get(KEY_HEADER.encode()) == self._key:
             await self._obey(scope, receive, send)
         elif is_public_path(scope["path"]):
             await self._serve(scope, receive, send)
@@ -78,7 +78,7 @@ class HoldMiddleware:
 
             async def stamped(message: AsgiMessage) -> None:
                 if message["type"] == "http.response.start" and version is not None:
-                    added = POLICY_VERSION, str(version).encode()
+                    added = VERSION_HEADER.encode(), str(version).encode()
                     message["headers"] = [*message.get("headers", ()), added]
                 await send(message)
 

@@ -28,17 +28,16 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from agentrl.algorithms.engines.base import port_taken
+from agentrl.algorithms.engines.base import VERSION_HEADER, port_taken
 from agentrl.algorithms.engines.loop_thread import LoopThread
 from agentrl.algorithms.engines.request_hold import RequestHold, parse_versions
 from agentrl.algorithms.engines.vllm.child import (
-    CONTROL,
-    POLICY_VERSION,
-    SERVER,
+    KEY_HEADER,
+    SERVER_HEADER,
     is_public_path,
     requested_model,
 )
-from agentrl.algorithms.engines.vllm.probe import ServerCapabilities, probe
+from agentrl.algorithms.engines.vllm.client import ServerCapabilities, probe
 from agentrl.algorithms.engines.vllm.process import POLL
 from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN, ServedModel
 from agentrl.errors import PolicyError
@@ -133,7 +132,7 @@ class VllmFleet:
                 up = self.urls
             else:
                 up = [await _first(self._healthy(http, url) for url in self.urls)]
-        await self._http.run(self._count(up))
+        await self._http.call(self._count, up)
 
     async def ended(self) -> str:
         """Why, once none of them answers."""
@@ -148,12 +147,12 @@ class VllmFleet:
                 for url in self.urls:
                     words = await self._ill(http, url)
                     if words is not None:
-                        await self._http.run(self._lose(url, words))
+                        await self._http.call(self._lose, url, words)
                     elif url not in self._busy and not self._gone.is_set():
                         yield url
 
     async def adopt(self, server: str) -> None:
-        await self._http.run(self._count([server]))
+        await self._http.call(self._count, [server])
 
     async def stop(self) -> None:
         """Close the gate; the servers go on. A second time does nothing."""
@@ -202,10 +201,10 @@ class VllmFleet:
         except OSError as error:
             raise port_taken(*self._bind, error) from None
 
-    async def _count(self, urls: Sequence[str]) -> None:
+    def _count(self, urls: Sequence[str]) -> None:
         self._busy |= {url: self._busy.get(url, 0) for url in urls}
 
-    async def _lose(self, url: str, words: str) -> None:
+    def _lose(self, url: str, words: str) -> None:
         self._words = f"it is gone: {url} {words}"
         if self._busy.pop(url, None) is None or self._busy:
             return
@@ -220,7 +219,7 @@ class VllmFleet:
             await self._session.close()
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
-        if request.headers.get(CONTROL.decode()) == self.key:
+        if request.headers.get(KEY_HEADER) == self.key:
             return await self._obey(request)
         if not is_public_path(request.path):
             return web.Response(status=404)
@@ -251,7 +250,7 @@ class VllmFleet:
                 self._requests.versions = parse_versions(request.query_string)
                 self._requests.release()
             return web.Response()
-        only, body = request.headers.get(SERVER.decode()), await read_body(request)
+        only, body = request.headers.get(SERVER_HEADER), await read_body(request)
         urls = [only] if only else list(self._busy)
         told = await asyncio.gather(*(self._tell(request, url, body) for url in urls))
         replies = [reply for reply in told if reply is not None]
@@ -277,13 +276,13 @@ class VllmFleet:
                 status, answer = reply.status, await reply.read()
                 if status < 500 or await self._outlives(url):
                     return status, answer
-                await self._lose(url, f"{request.path}: {status} {answer[:300]!r}")
+                self._lose(url, f"{request.path}: {status} {answer[:300]!r}")
                 return None
         except TimeoutError:
             late = f"no answer within {self._timeout:g} s (engine.vllm.timeout)"
-            await self._lose(url, f"{request.path}: {late}")
+            self._lose(url, f"{request.path}: {late}")
         except aiohttp.ClientError as error:
-            await self._lose(url, f"does not answer ({type(error).__name__}: {error})")
+            self._lose(url, f"does not answer ({type(error).__name__}: {error})")
         return None
 
     async def _outlives(self, url: str) -> bool:
@@ -310,7 +309,7 @@ class VllmFleet:
                 answer = web.StreamResponse(status=reply.status)
                 answer.content_type = reply.content_type
                 if version is not None:
-                    answer.headers[POLICY_VERSION.decode()] = str(version)
+                    answer.headers[VERSION_HEADER] = str(version)
                 await answer.prepare(request)
                 async for chunk in reply.content.iter_any():
                     await answer.write(chunk)
@@ -319,7 +318,7 @@ class VllmFleet:
         except aiohttp.ClientConnectionResetError:  # of the caller, who went away
             raise
         except aiohttp.ClientError as error:
-            await self._lose(url, f"does not answer ({type(error).__name__}: {error})")
+            self._lose(url, f"does not answer ({type(error).__name__}: {error})")
             if answer is None or not answer.prepared:
                 return _retry(f"{type(error).__name__}: {error}")
             if request.transport is not None:  # an end without the end: it may be asked again

@@ -19,7 +19,7 @@ from pathlib import Path
 import aiohttp
 
 from agentrl.algorithms.engines.base import port_taken
-from agentrl.algorithms.engines.vllm.child import CONTROL, KEY, HoldMiddleware
+from agentrl.algorithms.engines.vllm.child import KEY_HEADER, KEY_VARIABLE, HoldMiddleware
 from agentrl.algorithms.engines.vllm.serving import BASE, ServedModel
 from agentrl.errors import PolicyError
 from agentrl.processes import PARENT
@@ -157,7 +157,7 @@ class VllmProcess:
 
     async def _healthy(self) -> None:
         assert self._child is not None
-        async with aiohttp.ClientSession(headers={CONTROL.decode(): self.key}) as session:
+        async with aiohttp.ClientSession(headers={KEY_HEADER: self.key}) as session:
             while True:
                 if self._child.returncode is not None:
                     raise PolicyError(
@@ -202,7 +202,7 @@ class VllmProcess:
 
     def _environment(self) -> dict[str, str]:
         chosen = {
-            KEY: self.key,
+            KEY_VARIABLE: self.key,
             PARENT: str(os.getpid()),
             "VLLM_SERVER_DEV_MODE": "1",  # weight updates; the door keeps them from strangers
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",

@@ -18,8 +18,7 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 
 from agentrl.algorithms.engines.vllm import weight_sync
-from agentrl.algorithms.engines.vllm.control import VllmClient
-from agentrl.algorithms.engines.vllm.parity_check import check, check_temperature
+from agentrl.algorithms.engines.vllm.client import VllmClient, check_logprobs, check_temperature
 from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN, ServedModel, TrainedModel, VllmHost
 from agentrl.algorithms.engines.vllm.weight_sync import (
     AdapterSync,
@@ -231,7 +230,9 @@ class VllmServer:
         version = self._serving.versions[policy]
         at_learner = self._at_learner(policy)
         with self._timed("check"):
-            await check(servers, self._learned, policy, at_learner, version, self._tolerance)
+            await check_logprobs(
+                servers, self._learned, policy, at_learner, version, self._tolerance
+            )
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:

@@ -31,9 +31,14 @@ from agentrl.algorithms.learners.base import Psi, Scored, StepReport, Supply
 from agentrl.algorithms.learners.optimizer import FILE, MASTER, NARROW, read_state
 from agentrl.algorithms.learners.verl.group import VerlWorkers
 from agentrl.algorithms.learners.verl.settings import VerlSettings, check_installed
-from agentrl.algorithms.model.load import Tokenizer, no_progress_bars
+from agentrl.algorithms.model.load import (
+    Tokenizer,
+    copy_weights,
+    no_progress_bars,
+    read_policy,
+    read_weights,
+)
 from agentrl.algorithms.model.lora import Adapters
-from agentrl.algorithms.model.weights import copy_weights, read_policy, read_weights
 from agentrl.algorithms.objective.values import ValueTerms
 from agentrl.errors import PolicyError
 from agentrl.types import POLICY

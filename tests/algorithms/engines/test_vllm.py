@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from agentrl.algorithms.engines.vllm import process as vllm_process
-from agentrl.algorithms.engines.vllm.child import ADAPTERS, KEY, HoldMiddleware
+from agentrl.algorithms.engines.vllm.child import ADAPTERS, KEY_VARIABLE, HoldMiddleware
 from agentrl.algorithms.engines.vllm.process import VllmProcess, VllmSettings, check_installed
 from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN, ServedModel
 from agentrl.errors import PolicyError
@@ -129,7 +129,7 @@ def test_what_vllm_is_told(process: Callable[..., VllmProcess]) -> None:
     command, environment = made._command(SERVING, 7), made._environment()
     assert command[-2:] == ["--seed", "1"]
     assert command[command.index("--max-model-len") + 1] == "100"
-    assert environment[KEY] == "secret"
+    assert environment[KEY_VARIABLE] == "secret"
     assert "--weight-transfer-config" not in command
     assert environment["OMP_NUM_THREADS"] == "3"
     on_gpu = process(SERVES, gpu=True)
@@ -244,7 +244,7 @@ class Client:
 @pytest.fixture
 async def behind(monkeypatch: pytest.MonkeyPatch) -> tuple[Client, asyncio.Event, list[str]]:
     """A client of a door; behind it calls end when the event is set, and are listed."""
-    monkeypatch.setitem(os.environ, KEY, "secret")
+    monkeypatch.setitem(os.environ, KEY_VARIABLE, "secret")
     finish, seen = asyncio.Event(), list[str]()
 
     async def vllm(scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
@@ -286,7 +286,7 @@ async def test_a_held_door_waits_for_those_inside_and_keeps_the_others_out(
 
 
 async def test_a_door_is_held_until_it_has_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(os.environ, KEY, "secret")
+    monkeypatch.setitem(os.environ, KEY_VARIABLE, "secret")
 
     async def vllm(scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})

@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from agentrl.algorithms.engines.vllm import fleet as vllm_fleet
-from agentrl.algorithms.engines.vllm.child import CONTROL, SERVER
+from agentrl.algorithms.engines.vllm.child import KEY_HEADER, SERVER_HEADER
 from agentrl.algorithms.engines.vllm.fleet import VllmFleet
 from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN, ServedModel
 from agentrl.errors import PolicyError
@@ -128,7 +128,7 @@ async def ask(fleet: VllmFleet, path: str = "/v1/chat/completions", **headers: s
 
 
 async def control(fleet: VllmFleet, path: str, server: str = "") -> tuple[int, Any]:
-    headers = {CONTROL.decode(): fleet.key} | ({SERVER.decode(): server} if server else {})
+    headers = {KEY_HEADER: fleet.key} | ({SERVER_HEADER: server} if server else {})
     async with (
         aiohttp.ClientSession(headers=headers) as http,
         http.post(fleet.url + path, json={"method": "reload"}) as reply,
