@@ -54,7 +54,7 @@ def available_streams(config: RunConfig) -> frozenset[Supply]:
 
 def refuse_unused_settings(config: RunConfig, algo: Algo) -> None:
     """Raises ConfigError for a setting that could not matter."""
-    for key, why in _idle(config, algo):
+    for key, why in _unused_settings(config, algo):
         raise ConfigError(f"{key} is set, {why}; leave it out")
 
 
@@ -125,8 +125,8 @@ def make_reward_models(
             )
         else:
             other = model_source(config, settings.reference) if settings.reference else start
-            model = _still(load_auxiliary(f"{key}.model", source, policy, tokenizer))
-            against = _still(load_auxiliary(f"{key}.reference", other, policy, tokenizer))
+            model = _freeze(load_auxiliary(f"{key}.model", source, policy, tokenizer))
+            against = _freeze(load_auxiliary(f"{key}.reference", other, policy, tokenizer))
             scorer = ImplicitScorer(
                 model, against, settings.beta, supported_packing(model, packing), budget
             )
@@ -160,24 +160,27 @@ def model_source(config: RunConfig, name: str) -> str:
     return str(directory) if directory.is_dir() else name
 
 
-def _idle(config: RunConfig, algo: Algo) -> list[tuple[str, str]]:
+def _unused_settings(config: RunConfig, algo: Algo) -> list[tuple[str, str]]:
     """Settings that could not matter, and why."""
     none = f"and algorithm.preset = {algo.name!r}"
     idle = []
     if config.critic.model and not algo.critic:
         idle.append(("critic.model", f"{none} reads no values of a critic"))
     if not config.critic.model:
-        idle += [(f"critic.{key}", "and there is no critic.model") for key in _set(config.critic)]
-    elif config.critic.model != "shared" and "coefficient" in _set(config.critic):
+        idle += [
+            (f"critic.{key}", "and there is no critic.model")
+            for key in _changed_keys(config.critic)
+        ]
+    elif config.critic.model != "shared" and "coefficient" in _changed_keys(config.critic):
         # AdamW divides a loss of its own by its size again.
         idle.append(("critic.coefficient", "and weighs nothing in a model of the critic's own"))
     if "q" not in algo.needs:
         why = f"{none} penalises no leaving of a reference; set the coefficient of its penalty"
-        idle += [(f"reference.{key}", why) for key in _set(config.reference)]
+        idle += [(f"reference.{key}", why) for key in _changed_keys(config.reference)]
     if config.policy.lora.rank and config.reference.every:
         why = "and the reference of an adapter is the model without it, which does not change"
         idle.append(("reference.every", why))
-    if not config.reference.target and "horizon" in _set(config.reference):
+    if not config.reference.target and "horizon" in _changed_keys(config.reference):
         idle.append(("reference.horizon", "and there is no reference.target"))
     for name, model in config.reward_models.items():
         reference = name if model.scope == "rollout" else f"{model.scope}:{name}"
@@ -187,24 +190,24 @@ def _idle(config: RunConfig, algo: Algo) -> list[tuple[str, str]]:
         if model.kind == "scalar":
             idle += [
                 (f"reward_models.{name}.{key}", "and means something for kind = 'implicit' alone")
-                for key in sorted(set(_set(model)) & {"beta", "reference", "train"})
+                for key in sorted(set(_changed_keys(model)) & {"beta", "reference", "train"})
             ]
         if not model.train:
             idle += [
                 (f"reward_models.{name}.{key}", "and it does not learn without train")
-                for key in sorted(set(_set(model)) & {"lr", "loss"})
+                for key in sorted(set(_changed_keys(model)) & {"lr", "loss"})
             ]
     if config.teacher.model and "t" not in algo.needs:
         idle.append(("teacher.model", f"{none} imitates none"))
     return idle
 
 
-def _set(section: Section) -> list[str]:
+def _changed_keys(section: Section) -> list[str]:
     """Keys that are not at their defaults."""
     fields = msgspec.structs.fields(section)
     return [field.name for field in fields if getattr(section, field.name) != field.default]
 
 
-def _still(model: PreTrainedModel) -> PreTrainedModel:
+def _freeze(model: PreTrainedModel) -> PreTrainedModel:
     check_model(model)
     return model.eval().requires_grad_(False)

@@ -48,7 +48,7 @@ class Optimizer:
             for name, p in parameters.items()
         }
         for name, parameter in self._narrow():
-            hook = _into(self.masters[name])
+            hook = _gradient_mover(self.masters[name])
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self.inner = _make(kind, list(self.masters.values()), betas, weight_decay)
 
@@ -164,7 +164,7 @@ def _check(directory: Path, saved: Mapping[str, Tensor], parameters: Mapping[str
             )
 
 
-def _into(master: Parameter) -> Callable[[Tensor], None]:
+def _gradient_mover(master: Parameter) -> Callable[[Tensor], None]:
     """Moves each new gradient of a narrow weight to its master's."""
 
     def move(parameter: Tensor) -> None:

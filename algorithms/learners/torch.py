@@ -192,7 +192,7 @@ class TorchLearner:
         for name, content in self.tokenizer_files.items():
             (directory / name).write_bytes(content)
         self.optimizer.save(directory)
-        for part in self._beside():
+        for part in self._saved_parts():
             part.save(directory)
 
     def load(self, directory: Path) -> None:
@@ -308,7 +308,7 @@ class TorchLearner:
             raise PolicyError("the learner has no critic (stream v)")
         return self.critic
 
-    def _beside(self) -> Iterator[ValueModel | Reference | ImplicitTrainer]:
+    def _saved_parts(self) -> Iterator[ValueModel | Reference | ImplicitTrainer]:
         """What is saved with the policy."""
         if self.critic:
             yield self.critic

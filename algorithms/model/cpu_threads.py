@@ -24,8 +24,8 @@ log = logging.getLogger("agentrl.algorithm")
 SMALL = 5_000_000  # parameters; operations of larger models take longer than threads wait
 EVERY = 150  # calls from one trial to the next
 PAIRS = 3  # of calls in a trial: with one thread, with all
-HOPELESS = 2.0  # times as long as with one thread: a trial ends after its first pair
-WORTH = 0.9  # of the time with one thread: all must take less, for others may use the cores
+MUCH_SLOWER = 2.0  # times as long as with one thread: a trial ends after its first pair
+WORTHWHILE = 0.9  # of the time with one thread: all must take less, for others may use the cores
 
 
 @dataclass(slots=True)
@@ -64,9 +64,9 @@ class ThreadTuner:
         if len(self._times) % 2:
             return
         ratio = sum(self._times[1::2]) / sum(self._times[::2])
-        if len(self._times) == 2 * PAIRS or ratio > HOPELESS:
+        if len(self._times) == 2 * PAIRS or ratio > MUCH_SLOWER:
             self._times, self._until = [], EVERY
-            self._choose(self.most if ratio < WORTH else 1, ratio)
+            self._choose(self.most if ratio < WORTHWHILE else 1, ratio)
 
     def _choose(self, count: int, ratio: float) -> None:
         self.count = count

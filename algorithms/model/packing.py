@@ -110,7 +110,7 @@ def hidden_states(model: PreTrainedModel, pack: Pack) -> Tensor:
             f"type {model.config.model_type!r}, {limit} tokens: serve it with that as limit"
         )
     if _incompatibility(model):
-        return _padded(model, pack)
+        return _padded_hidden_states(model, pack)
     attention.install(model)
     device = model.device
     hidden_TH: Tensor = model.base_model(
@@ -143,7 +143,7 @@ def _incompatibility(model: PreTrainedModel) -> str | None:
     return attention.incompatibility(model)
 
 
-def _padded(model: PreTrainedModel, pack: Pack) -> Tensor:
+def _padded_hidden_states(model: PreTrainedModel, pack: Pack) -> Tensor:
     """`hidden_states` of branches as right-padded batches. Padding comes after every real token and
     attention is causal, so it is inert, for recurrent decoders as well."""
     number = torch.arange(len(pack.end))

@@ -26,16 +26,19 @@ class Codec:
         )
         self._piece = lru_cache(PIECES)(self._encode)
         self.token = lru_cache(None)(self._token)
-        self._border = self._borders()
+        self._special_tokens = self._special_token_pattern()
 
     def encode(self, text: str) -> list[int]:
         """Token ids of rendered text, which spells its special tokens out."""
-        if self._border is None:
+        if self._special_tokens is None:
             return self._encode(text)
         # Conversations repeat themselves between the special tokens; encoding is the largest cost
         # of a request after the model.
         return [
-            token for piece in self._border.split(text) if piece for token in self._piece(piece)
+            token
+            for piece in self._special_tokens.split(text)
+            if piece
+            for token in self._piece(piece)
         ]
 
     def encode_plain(self, text: str) -> list[int]:
@@ -60,7 +63,7 @@ class Codec:
             ids = self._backend.encode(text, add_special_tokens=False).ids
         return ids
 
-    def _borders(self) -> re.Pattern[str] | None:
+    def _special_token_pattern(self) -> re.Pattern[str] | None:
         """Matches the added tokens, or none if text does not split there without a trace."""
         added = list(self._tokenizer.added_tokens_decoder.values())
         if not added or any(token.lstrip or token.rstrip or token.single_word for token in added):

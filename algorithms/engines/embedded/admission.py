@@ -150,7 +150,7 @@ class Admission:
         await self.requests.wait_released()
         if policy not in self.versions:
             raise RequestError(f"the policy {policy!r} is not served any more", status=404)
-        flight = PendingRequest(self.versions[policy])
+        pending = PendingRequest(self.versions[policy])
         tokens = np.asarray(prompt, np.int32)
         seed = self._seeds.getrandbits(64) if sampling.seed is None else sampling.seed
         for index in range(n):
@@ -158,22 +158,22 @@ class Admission:
                 prompt=tokens,
                 sampling=sampling,
                 seed=(seed + index) % 2**64,
-                receive=self._receiver(flight, index),
+                receive=self._receiver(pending, index),
                 stream=stream,
                 policy=self._numbers[policy],
-                stop=_stopper(self._codec, stop) if stop else None,
+                stop=_stop_check(self._codec, stop) if stop else None,
             )
-            flight.calls.append(call)
+            pending.calls.append(call)
         self.requests.begin(n)
         unfinished = True
-        for call in flight.calls:
+        for call in pending.calls:
             self.engine.submit(call)
         try:
-            yield flight
+            yield pending
             unfinished = False
         finally:
             if unfinished:
-                for call in flight.calls:
+                for call in pending.calls:
                     self.engine.cancel(call)
 
     def _check(self, prompt: Sequence[int]) -> None:
@@ -194,9 +194,9 @@ class Admission:
                 code="context_length_exceeded",
             )
 
-    def _receiver(self, flight: PendingRequest, index: int) -> Callable[[TokenUpdate], None]:
+    def _receiver(self, pending: PendingRequest, index: int) -> Callable[[TokenUpdate], None]:
         def receive(update: TokenUpdate) -> None:
-            flight.updates.put_nowait((index, update))
+            pending.updates.put_nowait((index, update))
             if update.finish:
                 self.requests.finish()
 
@@ -213,7 +213,7 @@ def _receive(updates: TokenUpdates) -> None:
         call.receive(update)
 
 
-def _stopper(codec: Codec, stop: Sequence[str]) -> Callable[[int], bool]:
+def _stop_check(codec: Codec, stop: Sequence[str]) -> Callable[[int], bool]:
     stream = TextStream(codec, stop)
 
     def stopped(token: int) -> bool:

@@ -101,7 +101,7 @@ class Engine:
     @torch.inference_mode()
     def _main(self) -> None:
         try:
-            while self._obey():
+            while self._run_orders():
                 self._admit()
                 self._step()
         finally:
@@ -111,7 +111,7 @@ class Engine:
                 self.orders.get()()
             self._fail(CLOSED)
 
-    def _obey(self) -> bool:
+    def _run_orders(self) -> bool:
         """Carry out all orders; wait for one when there is nothing else to do."""
         idle = not (self.rows.n or self.waiting)
         while True:

@@ -122,13 +122,13 @@ class Routes:
         stream = bool(body.stream)
         async with self._calls.submit(
             form.prompt, sampling, policy, n=n, stop=form.stop, stream=stream
-        ) as flight:
+        ) as pending:
             if stream:
                 usage = bool(body.stream_options and body.stream_options.include_usage)
-                return await self._stream(request, flight, form, n, usage=usage)
-            updates = {index: update async for index, update in flight}
+                return await self._stream(request, pending, form, n, usage=usage)
+            updates = {index: update async for index, update in pending}
         whole = form.whole([updates[index] for index in range(n)])
-        return _json(whole, headers={VERSION_HEADER: str(flight.version)})
+        return _json(whole, headers={VERSION_HEADER: str(pending.version)})
 
     def _policy(self, model: str | None) -> str:
         """The policy that a request names. Where there is one, every name is it: agents keep their
@@ -158,7 +158,7 @@ class Routes:
     async def _stream(
         self,
         request: web.Request,
-        flight: PendingRequest,
+        pending: PendingRequest,
         form: ResponseFormat,
         n: int,
         *,
@@ -167,14 +167,14 @@ class Routes:
         headers = {
             "content-type": "text/event-stream; charset=utf-8",
             "cache-control": "no-cache",
-            VERSION_HEADER: str(flight.version),
+            VERSION_HEADER: str(pending.version),
         }
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)
         choices = [StreamedChoice(form, index) for index in range(n)]
         tokens, first = 0, True
         try:
-            async for index, update in flight:
+            async for index, update in pending:
                 tokens += len(update.tokens)
                 choice = choices[index].push(update)
                 if choice is not None:

@@ -51,13 +51,15 @@ class HoldMiddleware:
         elif scope["type"] != "http":  # a websocket would pass by the gate
             await send({"type": "websocket.close", "code": 1008})
         elif dict(scope["headers"]).get(KEY_HEADER.encode()) == self._key:
-            await self._obey(scope, receive, send)
+            await self._handle_control(scope, receive, send)
         elif is_public_path(scope["path"]):
             await self._serve(scope, receive, send)
         else:
             await _answer(send, 404)
 
-    async def _obey(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    async def _handle_control(
+        self, scope: MutableMapping[str, Any], receive: Receive, send: Send
+    ) -> None:
         if scope["path"] == HOLD:
             await self._requests.hold()
             await _answer(send, 200)

@@ -132,7 +132,7 @@ class VllmFleet:
                 up = self.urls
             else:
                 up = [await _first(self._healthy(http, url) for url in self.urls)]
-        await self._http.call(self._count, up)
+        await self._http.call(self._mark_ready, up)
 
     async def ended(self) -> str:
         """Why, once none of them answers."""
@@ -145,14 +145,14 @@ class VllmFleet:
             while True:
                 await asyncio.sleep(WATCH)
                 for url in self.urls:
-                    words = await self._ill(http, url)
+                    words = await self._health_problem(http, url)
                     if words is not None:
-                        await self._http.call(self._lose, url, words)
+                        await self._http.call(self._mark_gone, url, words)
                     elif url not in self._busy and not self._gone.is_set():
                         yield url
 
     async def adopt(self, server: str) -> None:
-        await self._http.call(self._count, [server])
+        await self._http.call(self._mark_ready, [server])
 
     async def stop(self) -> None:
         """Close the gate; the servers go on. A second time does nothing."""
@@ -160,12 +160,12 @@ class VllmFleet:
             await self._http.run(self._shut())
             await self._http.stop()
 
-    def last_words(self) -> str:
+    def failure_reason(self) -> str:
         return self._words
 
     async def _healthy(self, http: aiohttp.ClientSession, url: str) -> str:
         deadline = time.monotonic() + self._start_timeout
-        while (words := await self._ill(http, url)) is not None:
+        while (words := await self._health_problem(http, url)) is not None:
             if time.monotonic() > deadline:
                 raise PolicyError(
                     f"engine.vllm.urls: {url} {words}, for {self._start_timeout:g} s "
@@ -174,7 +174,7 @@ class VllmFleet:
             await asyncio.sleep(POLL)
         return url
 
-    async def _ill(self, http: aiohttp.ClientSession, url: str) -> str | None:
+    async def _health_problem(self, http: aiohttp.ClientSession, url: str) -> str | None:
         """What is wrong with a server."""
         try:
             async with asyncio.timeout(PATIENCE), http.get(f"{url}/health") as reply:
@@ -201,10 +201,10 @@ class VllmFleet:
         except OSError as error:
             raise port_taken(*self._bind, error) from None
 
-    def _count(self, urls: Sequence[str]) -> None:
+    def _mark_ready(self, urls: Sequence[str]) -> None:
         self._busy |= {url: self._busy.get(url, 0) for url in urls}
 
-    def _lose(self, url: str, words: str) -> None:
+    def _mark_gone(self, url: str, words: str) -> None:
         self._words = f"it is gone: {url} {words}"
         if self._busy.pop(url, None) is None or self._busy:
             return
@@ -220,7 +220,7 @@ class VllmFleet:
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         if request.headers.get(KEY_HEADER) == self.key:
-            return await self._obey(request)
+            return await self._handle_control(request)
         if not is_public_path(request.path):
             return web.Response(status=404)
         # Read first: a request that is never sent to its end must not hold up an update.
@@ -238,7 +238,7 @@ class VllmFleet:
                 if url in self._busy:
                     self._busy[url] -= 1
 
-    async def _obey(self, request: web.Request) -> web.Response:
+    async def _handle_control(self, request: web.Request) -> web.Response:
         """Like `HoldMiddleware`. Requests for vLLM go to the named server, or to all servers that
         are up to date; the answer is the list of theirs. A server that does not answer is removed,
         which is a failure only where no other server answered."""
@@ -252,7 +252,7 @@ class VllmFleet:
             return web.Response()
         only, body = request.headers.get(SERVER_HEADER), await read_body(request)
         urls = [only] if only else list(self._busy)
-        told = await asyncio.gather(*(self._tell(request, url, body) for url in urls))
+        told = await asyncio.gather(*(self._forward_control(request, url, body) for url in urls))
         replies = [reply for reply in told if reply is not None]
         if not replies:
             return web.Response(status=502, text=self._words)
@@ -262,7 +262,9 @@ class VllmFleet:
         answers = [answer if answer[:1] in (b"{", b"[") else b"null" for _, answer in replies]
         return web.Response(body=b"[" + b",".join(answers) + b"]")
 
-    async def _tell(self, request: web.Request, url: str, body: bytes) -> tuple[int, bytes] | None:
+    async def _forward_control(
+        self, request: web.Request, url: str, body: bytes
+    ) -> tuple[int, bytes] | None:
         """Status and answer of one server; none: it is gone."""
         assert self._session is not None
         kind = {"content-type": "application/json"}
@@ -274,23 +276,23 @@ class VllmFleet:
                 ) as reply,
             ):
                 status, answer = reply.status, await reply.read()
-                if status < 500 or await self._outlives(url):
+                if status < 500 or await self._survives(url):
                     return status, answer
-                self._lose(url, f"{request.path}: {status} {answer[:300]!r}")
+                self._mark_gone(url, f"{request.path}: {status} {answer[:300]!r}")
                 return None
         except TimeoutError:
             late = f"no answer within {self._timeout:g} s (engine.vllm.timeout)"
-            self._lose(url, f"{request.path}: {late}")
+            self._mark_gone(url, f"{request.path}: {late}")
         except aiohttp.ClientError as error:
-            self._lose(url, f"does not answer ({type(error).__name__}: {error})")
+            self._mark_gone(url, f"does not answer ({type(error).__name__}: {error})")
         return None
 
-    async def _outlives(self, url: str) -> bool:
+    async def _survives(self, url: str) -> bool:
         """Whether a server is still well some time after a request failed there."""
         assert self._session is not None
         deadline = time.monotonic() + DYING
         while time.monotonic() < deadline:
-            if await self._ill(self._session, url) is not None:
+            if await self._health_problem(self._session, url) is not None:
                 return False
             await asyncio.sleep(POLL)
         return True
@@ -318,7 +320,7 @@ class VllmFleet:
         except aiohttp.ClientConnectionResetError:  # of the caller, who went away
             raise
         except aiohttp.ClientError as error:
-            self._lose(url, f"does not answer ({type(error).__name__}: {error})")
+            self._mark_gone(url, f"does not answer ({type(error).__name__}: {error})")
             if answer is None or not answer.prepared:
                 return _retry(f"{type(error).__name__}: {error}")
             if request.transport is not None:  # an end without the end: it may be asked again

@@ -226,7 +226,7 @@ class VllmProcess:
                 raise port_taken(self.settings.host, self.settings.port, error) from None
             return int(listener.getsockname()[1])
 
-    def last_words(self) -> str:
+    def failure_reason(self) -> str:
         """The line of the log that says most about why it ended."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         plain = [text for line in lines if (text := NOISE.sub("", NOISE.sub("", line)).strip())]

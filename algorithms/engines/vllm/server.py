@@ -58,7 +58,7 @@ class VllmServer:
         self._folder, self._timeout, self._tolerance = folder, timeout, tolerance
         self._serving = ServedModel(folder / "weights", folder / "tokenizer")
         self._sync: WeightSync | None = None
-        self._held = self._wrong = False
+        self._held = self._publish_failed = False
         self._changing = asyncio.Lock()  # by an update, or by a server that returns
         self._up, self._death = asyncio.Event(), asyncio.Event()
         self._failed: PolicyError | None = None
@@ -88,20 +88,25 @@ class VllmServer:
             raise
         self.base_url = f"{self._host.url}/v1"
         self._up.set()
-        self._tasks = [asyncio.create_task(self._keep()), asyncio.create_task(self._adopt())]
+        self._tasks = [
+            asyncio.create_task(self._restart_when_ended()),
+            asyncio.create_task(self._adopt_returned()),
+        ]
 
     @asynccontextmanager
     async def updating(self) -> AsyncIterator[None]:
         """While inside, weights may change: calls in flight have finished, new ones are held."""
         async with self._changing:
-            await self._reach(self._hold)
+            await self._retry_after_restart(self._hold)
             self._held = True
             try:
                 yield
             finally:
                 self._held = False
-                if not self._wrong:  # else the calls that wait would be answered with those weights
-                    await self._reach(self._open)
+                if (
+                    not self._publish_failed
+                ):  # else the calls that wait would be answered with those weights
+                    await self._retry_after_restart(self._open)
 
     async def publish(self, version: int, policy: str | None = None) -> None:
         """From now on serve the learner's current weights as `version`.
@@ -117,13 +122,13 @@ class VllmServer:
                 await self.publish(version, policy)
             return
         assert self._sync is not None, "start() comes first"
-        self._wrong = True
+        self._publish_failed = True
         with self._timed("take"):
             # Once they are taken, a server that is started again gets the new weights.
             self._sync.take(policy)
         self._serving.versions[policy] = version
-        await self._reach(lambda: self._load(policy, self._control))
-        self._wrong = False
+        await self._retry_after_restart(lambda: self._load(policy, self._control))
+        self._publish_failed = False
         self._restarts = 0
 
     async def add(self, policy: str, version: int) -> None:
@@ -139,14 +144,14 @@ class VllmServer:
             )
         carrier.take(policy)
         versions[policy] = version
-        await self._reach(lambda: self._load(policy, self._control))
+        await self._retry_after_restart(lambda: self._load(policy, self._control))
 
     async def remove(self, policy: str) -> None:
         """Serve such a policy no more: calls that name it are refused. Call inside `updating`."""
         carrier = self._adapters(policy)
         del self._serving.versions[policy]
         carrier.forget(policy)
-        await self._reach(lambda: carrier.drop(policy, self._control))
+        await self._retry_after_restart(lambda: carrier.drop(policy, self._control))
 
     async def wait_for_failure(self) -> PolicyError:
         """Returns why, once no call will ever be answered again."""
@@ -240,7 +245,7 @@ class VllmServer:
         yield
         self.seconds[part] = time.monotonic() - started
 
-    async def _reach(self, work: Callable[[], Awaitable[None]]) -> None:
+    async def _retry_after_restart(self, work: Callable[[], Awaitable[None]]) -> None:
         """`work` on a server that is up, and again on the next one if it dies in the meantime."""
         while True:
             death = self._death
@@ -256,7 +261,7 @@ class VllmServer:
                 except TimeoutError:
                     raise PolicyError(f"vLLM: {error}; {self._host.last_words()}") from None
 
-    async def _keep(self) -> None:
+    async def _restart_when_ended(self) -> None:
         """Start the server again whenever it ends, and say when it is up or given up."""
         while self._failed is None:
             await self._host.ended()
@@ -268,21 +273,21 @@ class VllmServer:
         self._given_up.set()
 
     async def _restart(self) -> None:
-        words = self._host.last_words()
+        words = self._host.failure_reason()
         while self._restarts < RESTARTS:
             self._restarts += 1
             try:
                 await self._host.start(self._serving)
                 for policy in list(self._serving.versions):
                     await self._send(policy, self._control)
-                if not (self._held or self._wrong):
+                if not (self._held or self._publish_failed):
                     await self._open()
                 return
             except (PolicyError, LostError) as error:
                 words = str(error)
         self._failed = PolicyError(f"vLLM ended {RESTARTS + 1} times in one step; {words}")
 
-    async def _adopt(self) -> None:
+    async def _adopt_returned(self) -> None:
         """Give servers that return, while others went on, the newest weights."""
         async with aclosing(self._host.returned()) as returned:
             async for server in returned:

@@ -112,6 +112,6 @@ class VllmHost(Protocol):
 
     async def stop(self) -> None: ...
 
-    def last_words(self) -> str:
+    def failure_reason(self) -> str:
         """What is known about why it ended."""
         ...

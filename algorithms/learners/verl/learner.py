@@ -94,7 +94,7 @@ class VerlLearner:
         own_base: tuple[Literal["q"], ...] = ("q",) if adapters is not None else ()
         self.supplies = frozenset[Supply]({"o", "b", *names, *values, *own_base})
         self.token_budget: int = settings["engine"]["max_token_len_per_gpu"]
-        self.critic = _shapes(settings["critic"], model.dtype)
+        self.critic = _critic_shapes(settings["critic"], model.dtype)
         self.workers = VerlWorkers(settings, {str(letter): name for letter, name in names.items()})
         self.frozen = {
             letter: FrozenOnWorkers(self.workers, letter, every if letter == "q" else 0)
@@ -113,7 +113,7 @@ class VerlLearner:
             raise PolicyError(f"the learner has no model for stream {of}")
         shards = self._shards(batch)
         answers = self.workers.each("logprobs", shards, [of] * len(shards))
-        return _gathered(batch, shards, answers)
+        return _in_token_order(batch, shards, answers)
 
     def top(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
         """None: raises PolicyError."""
@@ -124,7 +124,7 @@ class VerlLearner:
         if self.critic is None:
             raise PolicyError("the learner has no critic (stream v)")
         shards = self._shards(batch)
-        return _gathered(batch, shards, self.workers.each("values", shards)).double()
+        return _in_token_order(batch, shards, self.workers.each("values", shards)).double()
 
     def step(
         self,
@@ -158,7 +158,9 @@ class VerlLearner:
         if reports[0].applied:
             self._follow()
         columns = {
-            name: _gathered(batch, shards, [report.policy.columns[name] for report in reports])
+            name: _in_token_order(
+                batch, shards, [report.policy.columns[name] for report in reports]
+            )
             for name in ("log_probs", "entropy")
         }
         metrics = _metrics([report.metrics for report in reports])
@@ -315,7 +317,7 @@ def deal_rows(rows: Sequence[Row], ranks: int) -> list[list[int]]:
     return hands
 
 
-def _shapes(critic: Mapping[str, Any], dtype: torch.dtype) -> ModuleDict | None:
+def _critic_shapes(critic: Mapping[str, Any], dtype: torch.dtype) -> ModuleDict | None:
     """What the critic's part of a checkpoint has, without its weights: as `ValueModel.modules`."""
     if not critic:
         return None
@@ -345,7 +347,7 @@ def _metrics(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     }
 
 
-def _gathered(batch: Batch, shards: Sequence[Any], parts: Sequence[Tensor]) -> Tensor:
+def _in_token_order(batch: Batch, shards: Sequence[Any], parts: Sequence[Tensor]) -> Tensor:
     """What the ranks say of their actions, float32 [N] in token order."""
     whole = torch.empty(batch.n_tokens)
     for shard, part in zip(shards, parts, strict=True):

@@ -33,7 +33,7 @@ class Desk:
         self.updates: dict[GenerationRequest, list[TokenUpdate]] = {}
         self.finished = threading.Condition()
         self.fed = 0  # tokens that went through the model
-        model.register_forward_pre_hook(self._count, with_kwargs=True)
+        model.register_forward_pre_hook(self._mark_ready, with_kwargs=True)
         options = {"max_batch": 8, "max_context": 256, "threads": 1, **settings}
         self.engine = Engine(model, eos=[EOS], deliver=self._deliver, **options)
         self.engine.start()
@@ -70,7 +70,7 @@ class Desk:
                 self.updates.setdefault(call, []).append(update)
             self.finished.notify_all()
 
-    def _count(self, module: Any, args: Any, kwargs: Any) -> None:
+    def _mark_ready(self, module: Any, args: Any, kwargs: Any) -> None:
         if kwargs.get("plan") is not None:
             self.fed += kwargs["input_ids"].shape[1]
 

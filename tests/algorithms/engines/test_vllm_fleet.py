@@ -199,7 +199,7 @@ async def test_when_one_is_gone_the_others_go_on_and_updates_do_not_wait_for_it(
     assert fleet.servers == (left.url,)
     assert (await ask(fleet))[0] == 200
     assert await control(fleet, "/collective_rpc") == (200, [{"by": left.port}])
-    assert gone.url in fleet.last_words()
+    assert gone.url in fleet.failure_reason()
 
 
 @pytest.mark.parametrize("how", ["hangs", "dies of it"])
