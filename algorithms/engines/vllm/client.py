@@ -76,7 +76,7 @@ class VllmClient:
             words = f"{path}: {reply.status} {answer[:300].decode(errors='replace')}"
             if reply.status >= 500:  # of its own, or because its engine is dying
                 raise LostError(words)
-            raise PolicyError(f"vLLM refused {words}; {self.host.last_words()}")
+            raise PolicyError(f"vLLM refused {words}; {self.host.failure_reason()}")
         answers = msgspec.json.decode(answer) if answer[:1] in (b"{", b"[") else None
         return answers if isinstance(answers, list) else [answers]
 

@@ -121,7 +121,7 @@ class VllmProcess:
             await self.stop()
             raise PolicyError(
                 f"vLLM did not come up within {self.settings.start_timeout:g} s "
-                f"(engine.vllm.start_timeout); {self.last_words()}"
+                f"(engine.vllm.start_timeout); {self.failure_reason()}"
             ) from None
         except BaseException:
             await self.stop()
@@ -162,7 +162,7 @@ class VllmProcess:
                 if self._child.returncode is not None:
                     raise PolicyError(
                         f"vLLM ended at start with exit code {self._child.returncode}; "
-                        f"{self.last_words()}"
+                        f"{self.failure_reason()}"
                     )
                 with suppress(aiohttp.ClientError):
                     async with session.get(f"{self.url}/health") as reply:

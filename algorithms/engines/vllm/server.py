@@ -82,7 +82,9 @@ class VllmServer:
             await self._open()
         except LostError:
             await self.close()
-            raise PolicyError(f"vLLM failed at its first call; {self._host.last_words()}") from None
+            raise PolicyError(
+                f"vLLM failed at its first call; {self._host.failure_reason()}"
+            ) from None
         except BaseException:
             await self.close()
             raise
@@ -259,7 +261,7 @@ class VllmServer:
                     async with asyncio.timeout(GRACE):
                         await death.wait()
                 except TimeoutError:
-                    raise PolicyError(f"vLLM: {error}; {self._host.last_words()}") from None
+                    raise PolicyError(f"vLLM: {error}; {self._host.failure_reason()}") from None
 
     async def _restart_when_ended(self) -> None:
         """Start the server again whenever it ends, and say when it is up or given up."""
