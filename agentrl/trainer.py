@@ -25,6 +25,7 @@ from rich.console import Console
 
 from agentrl import folder_lock
 from agentrl.algorithms.learners.verl import settings as verl_settings
+from agentrl.algorithms.plugins import engine_factory, learner_factory
 from agentrl.config import RunConfig, agent_env, differences, resolve
 from agentrl.config import policies as team
 from agentrl.config.infrastructure import EXECUTORS
@@ -155,6 +156,8 @@ def check(config: RunConfig) -> None:
         )
     if not (config.policy.model or config.policy.build or own or team.remote(config)):
         raise ConfigError("policy.model is missing: a Hugging Face directory or name")
+    engine_factory(config)
+    learner_factory(config)
     if config.learner.kind == "verl":
         verl_settings.check(config)
     for key, value in (

@@ -10,6 +10,7 @@ import msgspec
 from aiohttp import web
 
 from agentrl.errors import AgentRLError, Invalid
+from agentrl.http_server import read_body
 from agentrl.runners import dialects
 from agentrl.runners.dialects import DIALECTS, Dialect, UntranslatableError
 from agentrl.runners.gateway.attribution import AttemptRegistry, CallOrigin, RefusedError
@@ -64,7 +65,7 @@ class Endpoints:
         """Spans of the caller's own attempt; any others are rejected, as OTLP says how."""
         from agentrl import otlp  # needs the extra that brings OpenTelemetry's messages
 
-        spans, unusable, why = otlp.decode_some(await request.read(), request.content_type)
+        spans, unusable, why = otlp.decode_some(await read_body(request), request.content_type)
         active = caller.attempt
         own = [span for span in spans if span.attempt == active.id and not active.scoring]
         if own:
@@ -125,6 +126,8 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except web.HTTPRequestEntityTooLarge:
         status, code = 413, "too_large"
         message = f"the request is larger than {request.client_max_size} bytes"
+    except web.HTTPRequestTimeout as error:
+        status, code, message = 408, "request_timeout", str(error.text)
     except web.HTTPException as error:
         status, code = error.status, "unknown_url"
         message = f"{request.method} {request.path}: {error.reason}; there is {', '.join(KNOWN)}"

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 from aiohttp import web
 
+from agentrl.http_server import read_body
 from agentrl.runners.dialects import messages
 from agentrl.runners.dialects.base import Body
 from agentrl.runners.gateway.attribution import CallOrigin, RefusedError
@@ -28,7 +29,7 @@ _count = msgspec.json.Decoder(_Count)
 async def embeddings(
     upstream: Upstream, caller: CallOrigin, request: web.Request
 ) -> web.StreamResponse:
-    raw = await request.read()
+    raw = await read_body(request)
     fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
     model = msgspec.json.decode(fields.get("model", b'""'), type=str)
 
@@ -47,7 +48,7 @@ async def count_tokens(
     """How long the prompt of a request in Anthropic's words would be: the server renders it.
 
     Source: https://docs.anthropic.com/en/api/messages-count-tokens"""
-    raw = await request.read()
+    raw = await read_body(request)
     chat = messages.prompt_of(msgspec.json.decode(raw, type=Body), caller.attempt.memory)
     model = str(chat.get("model") or "")
 
