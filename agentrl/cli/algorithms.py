@@ -50,7 +50,7 @@ def answers(algo: Algo) -> dict[str, str]:
     return {
         "credit": brief(algo.credit),
         "gates": ", ".join(map(brief, algo.gates)) or "none",
-        "penalties": ", ".join(map(brief, algo.regs)) or "none",
+        "penalties": ", ".join(map(brief, algo.penalties)) or "none",
         "entropy": str(algo.entropy) if algo.entropy else "none",
         "average": brief(algo.agg),
         "filter": brief(algo.keep) if algo.keep else "none",
@@ -158,7 +158,7 @@ def _fields(name: str) -> str:
     needed = {key: _example(key) for key, default in options_of(host).items() if default is EMPTY}
     algo = presets.make(host, needed, streams=EVERYTHING)
     base = presets.make("reinforce", {}) if name.startswith("+") else Algo(algo.credit)
-    names = {"credit": "credit", "gates": "gates", "regs": "penalties", "agg": "average",
+    names = {"credit": "credit", "gates": "gates", "penalties": "penalties", "agg": "average",
              "keep": "filter"}  # fmt: skip
     changed = [word for key, word in names.items() if getattr(algo, key) != getattr(base, key)]
     return ", ".join(changed if name.startswith("+") else ["credit", *changed])

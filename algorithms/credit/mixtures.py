@@ -11,50 +11,57 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit.core import Column, Credit, Plus, Rel, rewards, standardise
-from agentrl.algorithms.credit.turns import ahead, fading, received
+from agentrl.algorithms.credit.core import (
+    Column,
+    Credit,
+    GroupRelative,
+    WeightedSum,
+    rewards,
+    standardise,
+)
+from agentrl.algorithms.credit.turns import call_rewards, discounted_return, turn_discounts
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.ids import Level, chain, known_mean, lift, seg
+from agentrl.algorithms.data.ids import Level, known_mean, lift, next_with_same_id, segment_reduce
 
 Agreement = Literal["agree", "positive", "negative"]
 
 
 @dataclass(frozen=True, slots=True)
-class Sum(Plus):
+class SumOfCalls(WeightedSum):
     """[S] weighted sum of columns of calls; what is missing in one counts as 0 there."""
 
     level: ClassVar[Level] = "transition"
 
 
 @dataclass(frozen=True, slots=True)
-class Centred:
+class DiscountedAdvantages:
     """[S] advantages of calls, or of what is above them, fading towards the start."""
 
-    rel: Rel
+    rel: GroupRelative
     gamma: float = 1.0
     level: ClassVar[Level] = "transition"
 
     def __call__(self, batch: Batch) -> Tensor:
         x = lift(batch, self.rel.of_units(batch), self.rel.level, "transition")
-        return x * fading(batch, self.gamma)
+        return x * turn_discounts(batch, self.gamma)
 
 
 @dataclass(frozen=True, slots=True)
-class Largest:
+class ScaledByLargestReturn:
     """[S] rewards over the largest |return| of the batch. PRIME, arXiv 2502.01456."""
 
     reward: str | Column
     level: ClassVar[Level] = "transition"
 
     def __call__(self, batch: Batch) -> Tensor:
-        x = received(batch, self.reward)
-        returns = ahead(x, 1.0, chain(batch.transition_rollout)).abs()
+        x = call_rewards(batch, self.reward)
+        returns = discounted_return(x, 1.0, next_with_same_id(batch.transition_rollout)).abs()
         largest = returns.nan_to_num(nan=0.0).max() if returns.numel() else torch.ones(())
         return x / largest if largest > 0 else x
 
 
 @dataclass(frozen=True, slots=True)
-class Others:
+class CentredOnOthers:
     """[S] rewards minus the mean over the other rollouts of the group of theirs per call; 0 where
     there is no other. PRIME, arXiv 2502.01456."""
 
@@ -62,15 +69,24 @@ class Others:
     level: ClassVar[Level] = "transition"
 
     def __call__(self, batch: Batch) -> Tensor:
-        x, rollout, n = received(batch, self.reward), batch.transition_rollout, len(batch.rollouts)
+        x, rollout, n = (
+            call_rewards(batch, self.reward),
+            batch.transition_rollout,
+            len(batch.rollouts),
+        )
         mean = known_mean(x, rollout, n)
         base = standardise(mean, batch.rollout_group, base="loo").baseline
-        others = seg(~mean.isnan(), batch.rollout_group, len(batch.groups))[batch.rollout_group] > 1
+        others = (
+            segment_reduce(~mean.isnan(), batch.rollout_group, len(batch.groups))[
+                batch.rollout_group
+            ]
+            > 1
+        )
         return torch.where(others[rollout], x - base[rollout], 0.0 * x)
 
 
 @dataclass(frozen=True, slots=True)
-class Combined:
+class OutcomePlusCalls:
     """[U] the reward of a rollout plus `weight` times what its calls received."""
 
     reward: str | Column
@@ -78,13 +94,13 @@ class Combined:
     weight: float = 1.0
 
     def __call__(self, batch: Batch) -> Tensor:
-        x = received(batch, self.calls).nan_to_num(nan=0.0)
-        total = seg(x, batch.transition_rollout, len(batch.rollouts))
+        x = call_rewards(batch, self.calls).nan_to_num(nan=0.0)
+        total = segment_reduce(x, batch.transition_rollout, len(batch.rollouts))
         return rewards(batch, self.reward) + self.weight * total
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
+class CallsOrOutcome:
     """[N] a credit for rollouts of which a call received the reward, `outcome` for the others."""
 
     credit: Credit
@@ -92,13 +108,13 @@ class Where:
     reward: str
 
     def __call__(self, batch: Batch) -> Tensor:
-        known = ~received(batch, self.reward).isnan()
-        has = seg(known, batch.transition_rollout, len(batch.rollouts)) > 0
+        known = ~call_rewards(batch, self.reward).isnan()
+        has = segment_reduce(known, batch.transition_rollout, len(batch.rollouts)) > 0
         return torch.where(has[batch.token_rollout], self.credit(batch), self.outcome(batch))
 
 
 @dataclass(frozen=True, slots=True)
-class Clamp:
+class ClampedAdvantage:
     """[N] a credit within +- limit."""
 
     credit: Credit
@@ -109,7 +125,7 @@ class Clamp:
 
 
 @dataclass(frozen=True, slots=True)
-class Gated:
+class GatedByOutcome:
     """[N] a credit where the outcome agrees, else 0; missing where the outcome is.
 
     agree: both have the same sign. positive: what is good counts only where the outcome is good,

@@ -1,7 +1,7 @@
 """Rewards of rollouts made from rewards: what is compared when it is not the reward itself.
 
-A column here gives one number per rollout, float64 [U]; NaN = missing. `Toll` is what rewards are
-reduced by, per token.
+A column here gives one number per rollout, float64 [U]; NaN = missing. `TokenKLPenalty` is
+subtracted from rewards per token.
 """
 
 from __future__ import annotations
@@ -11,14 +11,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit.core import Column, lengths, rewards, standardise, truncated
+from agentrl.algorithms.credit.core import (
+    Column,
+    response_lengths,
+    rewards,
+    standardise,
+    was_truncated,
+)
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.ids import known_mean, seg
+from agentrl.algorithms.data.ids import known_mean, segment_reduce
 from agentrl.errors import TrainingError
 
 
 @dataclass(frozen=True, slots=True)
-class Greedy:
+class GreedyBaseline:
     """The mean reward of the greedy rollouts of the group, missing where it has none. ReMax, arXiv
     2310.10505. A rollout is greedy if all its calls were sampled at temperature 0.
 
@@ -41,14 +47,14 @@ class Greedy:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledRewards:
     """The reward; missing for greedy rollouts, which are never trained on, and where the group has
     none."""
 
     reward: str = "outcome"
 
     def __call__(self, batch: Batch) -> Tensor:
-        base = Greedy(self.reward)(batch)
+        base = GreedyBaseline(self.reward)(batch)
         if not batch.rollout_greedy.numel():
             return base
         lost = batch.rollout_greedy | base.isnan()
@@ -56,7 +62,7 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
-class Best:
+class BestOverSecond:
     """By how much the best rollout of the group beats the second, 0 for the others and where two
     are best; `std`: over the deviation of the group's rewards. Pass@k, arXiv 2503.19595."""
 
@@ -66,12 +72,12 @@ class Best:
     def __call__(self, batch: Batch) -> Tensor:
         x, group, n = rewards(batch, self.reward), batch.rollout_group, len(batch.groups)
         known = ~x.isnan()
-        size = seg(known, group, n)[group]
-        top = seg(x.nan_to_num(nan=-torch.inf), group, n, "amax")[group]
+        size = segment_reduce(known, group, n)[group]
+        top = segment_reduce(x.nan_to_num(nan=-torch.inf), group, n, "amax")[group]
         best = known & (x == top)
         rest = torch.where(known & ~best, x, -torch.inf)
-        second = seg(rest, group, n, "amax")[group]
-        single = best & (size > 1) & (seg(best, group, n)[group] == 1)
+        second = segment_reduce(rest, group, n, "amax")[group]
+        single = best & (size > 1) & (segment_reduce(best, group, n)[group] == 1)
         gap = torch.where(single, x - second, torch.where(known, 0.0, torch.nan))
         if not self.std:
             return gap
@@ -79,7 +85,7 @@ class Best:
 
 
 @dataclass(frozen=True, slots=True)
-class PassAtK:
+class PassAtKReward:
     """k / n times the share of the k-subsets with the rollout that contain a success: all of them
     for a success, 1 - C(n-1-c, k-1) / C(n-1, k-1) for a failure, of n rollouts with c successes
     (reward > 0). Missing in groups of k or fewer, whose baseline is not known. PKPO, arXiv
@@ -95,7 +101,7 @@ class PassAtK:
 
 
 @dataclass(frozen=True, slots=True)
-class PassAtKWithout:
+class PassAtKBaseline:
     """[U] k / n times the share of the k-subsets without the rollout that contain a success. It
     does not depend on the rollout, so as a baseline it leaves the gradient of pass@k what it is.
     PKPO's s^(loo), arXiv 2505.15201, has 1 / (n - 1) in the place of 1 / n, by which it would
@@ -113,7 +119,7 @@ class PassAtKWithout:
 def _successes(batch: Batch, reward: str) -> tuple[Tensor, Tensor, Tensor]:
     """Rewards, and of the group of each how many are known, and how many of these are above 0."""
     x, group, m = rewards(batch, reward), batch.rollout_group, len(batch.groups)
-    return x, seg(~x.isnan(), group, m)[group], seg(x > 0, group, m)[group]
+    return x, segment_reduce(~x.isnan(), group, m)[group], segment_reduce(x > 0, group, m)[group]
 
 
 def _all_fail(n: Tensor, c: Tensor, k: int) -> Tensor:
@@ -126,7 +132,7 @@ def _all_fail(n: Tensor, c: Tensor, k: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Overlong:
+class OverlongPenalty:
     """The reward minus a penalty for action tokens beyond `limit` - `cache`, up to 1 at `limit`.
     DAPO, arXiv 2503.14476."""
 
@@ -135,20 +141,20 @@ class Overlong:
     cache: int
 
     def __call__(self, batch: Batch) -> Tensor:
-        over = (lengths(batch) - (self.limit - self.cache)) / self.cache
+        over = (response_lengths(batch) - (self.limit - self.cache)) / self.cache
         return rewards(batch, self.reward) - over.clamp(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Complete:
+class NotTruncated:
     """bool [N]: tokens of rollouts that no token limit cut off. DAPO's overlong filtering."""
 
     def __call__(self, batch: Batch) -> Tensor:
-        return ~truncated(batch)[batch.token_rollout]
+        return ~was_truncated(batch)[batch.token_rollout]
 
 
 @dataclass(frozen=True, slots=True)
-class Every:
+class AllFilters:
     """bool [N]: tokens that all filters keep."""
 
     keep: tuple[Column, ...]
@@ -158,7 +164,7 @@ class Every:
 
 
 @dataclass(frozen=True, slots=True)
-class Toll:
+class TokenKLPenalty:
     """[N] beta * (b - q): the price, in rewards, of leaving the reference. Its sum over a rollout
     estimates beta times their KL without bias, because b is what was sampled from. arXiv
     1909.08593."""

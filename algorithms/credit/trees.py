@@ -14,11 +14,19 @@ from torch import Tensor
 
 from agentrl.algorithms.credit.core import rewards, standardise
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.ids import Level, chain, known_mean, of_calls, reverse, seg, units
+from agentrl.algorithms.data.ids import (
+    Level,
+    known_mean,
+    next_with_same_id,
+    of_calls,
+    previous_from_next,
+    segment_reduce,
+    units,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Tree:
+class BranchAdvantage:
     """[S] how much better the rollouts that share a call end than those of the branch it left.
 
     V of a call is the mean reward of the rollouts that made it. "siblings": V minus the mean over
@@ -38,11 +46,11 @@ class Tree:
         if self.how == "siblings":
             step = _siblings(batch, v, node)[node]
         else:
-            before, group = reverse(chain(rollout)), batch.rollout_group
+            before, group = previous_from_next(next_with_same_id(rollout)), batch.rollout_group
             root = known_mean(x, group)[group[rollout]]
             step = v[node] - torch.where(before >= 0, v[node[before]], root)
             if self.how == "both":
-                step = (step + v[node] - root) / seg(known, node)[node].sqrt()
+                step = (step + v[node] - root) / segment_reduce(known, node)[node].sqrt()
         return torch.where(known, step, torch.nan)
 
 
@@ -51,14 +59,16 @@ def _siblings(batch: Batch, v: Tensor, node: Tensor) -> Tensor:
     was drawn, which repeats of it are not."""
     prompt = torch.zeros_like(v, dtype=torch.int64)
     prompt[node] = units(batch, "transition", "group", "prompt")
-    drawn = seg(~of_calls(batch, "repeats"), node, v.numel())
+    drawn = segment_reduce(~of_calls(batch, "repeats"), node, v.numel())
     return standardise(v, prompt, base="loo", w=drawn).advantage
 
 
 @dataclass(frozen=True, slots=True)
-class Sources:
+class OriginalRollouts:
     """bool [N]: tokens of rollouts that repeat no other's calls."""
 
     def __call__(self, batch: Batch) -> Tensor:
-        repeats = seg(of_calls(batch, "repeats"), batch.transition_rollout, len(batch.rollouts))
+        repeats = segment_reduce(
+            of_calls(batch, "repeats"), batch.transition_rollout, len(batch.rollouts)
+        )
         return (repeats == 0)[batch.token_rollout]

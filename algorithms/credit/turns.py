@@ -1,6 +1,6 @@
 """Credit over the calls of a rollout: returns, values, states and trees of calls.
 
-A column here gives one number per call, float64 [S]; NaN = missing. `Rel(column)`
+A column here gives one number per call, float64 [S]; NaN = missing. `GroupRelative(column)`
 compares it with others and copies it to the call's tokens. Time is counted in calls of the batch. A
 call without a row of a reward adds nothing to a sum over time, and a call from which no known
 reward lies ahead is missing itself.
@@ -21,19 +21,19 @@ from agentrl.algorithms.credit.core import (
     level_of,
     rewards,
     standardise,
-    truncated,
+    was_truncated,
 )
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import (
     Level,
     Unit,
-    chain,
     key,
     known_mean,
     lift,
-    reverse,
+    next_with_same_id,
+    previous_from_next,
     scan,
-    seg,
+    segment_reduce,
     units,
 )
 from agentrl.errors import TrainingError, nearest
@@ -41,7 +41,7 @@ from agentrl.errors import TrainingError, nearest
 HINDSIGHT = "transition:hindsight"  # a reward that the learner gives, see `hindsight`
 
 
-def received(batch: Batch, reward: str | Column) -> Tensor:
+def call_rewards(batch: Batch, reward: str | Column) -> Tensor:
     """[S] what each call received: a rollout's reward at its last call, a role's at the last call
     of the role, a call's at itself."""
     x, level = rewards(batch, reward), level_of(reward)
@@ -50,24 +50,24 @@ def received(batch: Batch, reward: str | Column) -> Tensor:
     owner = batch.transition_rollout
     if level == "role":
         owner = key(owner, batch.transition_role)
-    return torch.where(chain(owner) < 0, lift(batch, x, level, "transition"), torch.nan)
+    return torch.where(next_with_same_id(owner) < 0, lift(batch, x, level, "transition"), torch.nan)
 
 
-def ahead(x: Tensor, decay: Tensor | float, following: Tensor) -> Tensor:
+def discounted_return(x: Tensor, decay: Tensor | float, following: Tensor) -> Tensor:
     """Sum of the known x over time; missing where nothing known lies ahead that would count."""
     known = scan((~x.isnan()).double(), decay, following) > 0
     return torch.where(known, scan(x.nan_to_num(nan=0.0), decay, following), torch.nan)
 
 
 @dataclass(frozen=True, slots=True)
-class Received:
+class CallRewards:
     """[S] see `received`."""
 
     reward: str | Column = "outcome"
     level: ClassVar[Level] = "transition"
 
     def __call__(self, batch: Batch) -> Tensor:
-        return received(batch, self.reward)
+        return call_rewards(batch, self.reward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +79,12 @@ class Returns:
     level: ClassVar[Level] = "transition"
 
     def __call__(self, batch: Batch) -> Tensor:
-        x = received(batch, self.reward)
-        return ahead(x, self.gamma, chain(batch.transition_rollout))
+        x = call_rewards(batch, self.reward)
+        return discounted_return(x, self.gamma, next_with_same_id(batch.transition_rollout))
 
 
 @dataclass(frozen=True, slots=True)
-class Shaped:
+class PotentialShaping:
     """[S] gamma * phi(next state) - phi(state) of a potential phi given per call. Ng et al. 1999.
 
     phi is 0 after the end, and its last known value where a token limit cut the rollout off. Calls
@@ -95,11 +95,11 @@ class Shaped:
     level: ClassVar[Level] = "transition"
 
     def __call__(self, batch: Batch) -> Tensor:
-        phi = received(batch, self.reward)
+        phi = call_rewards(batch, self.reward)
         known = ~phi.isnan()
         ids = torch.where(known, batch.transition_rollout, len(batch.rollouts))
-        following = chain(ids)
-        end = torch.where(truncated(batch)[batch.transition_rollout], phi, 0.0)
+        following = next_with_same_id(ids)
+        end = torch.where(was_truncated(batch)[batch.transition_rollout], phi, 0.0)
         return self.gamma * torch.where(following >= 0, phi[following], end) - phi
 
 
@@ -125,16 +125,20 @@ class StepGae:
     level: ClassVar[Level] = "transition"
 
     def __call__(self, batch: Batch) -> Tensor:
-        rollout, x, v = batch.transition_rollout, received(batch, self.reward), self.value(batch)
-        valued, following = ~v.isnan(), chain(rollout)
+        rollout, x, v = (
+            batch.transition_rollout,
+            call_rewards(batch, self.reward),
+            self.value(batch),
+        )
+        valued, following = ~v.isnan(), next_with_same_id(rollout)
         # Rewards and calls up to the next call that has a value, and which one that is.
         inside = torch.where(valued[following], -1, following)
-        known = ~ahead(x, 1.0, inside).isnan()
+        known = ~discounted_return(x, 1.0, inside).isnan()
         r = scan(x.nan_to_num(nan=0.0), self.gamma, inside)
         gamma = self.gamma ** scan(torch.ones_like(r), 1.0, inside)
         number = torch.where(valued[following], following + 1, 0)
         following = scan(number, 1.0, inside).long() - 1
-        cut = truncated(batch)[rollout] & (following < 0) & valued & ~known
+        cut = was_truncated(batch)[rollout] & (following < 0) & valued & ~known
         r = torch.where(cut, v, r)
         missing = scan((known | cut).double(), 1.0, following) == 0
         v = v if self.base is None else torch.where(valued, v, self.base(batch))
@@ -150,11 +154,11 @@ class StepGae:
         """What `value` should have said at the first token of each call, float64 [N], NaN at the
         others: a call is one decision, judged before it is made."""
         returns, call = self(batch) + self.value(batch), batch.token_transition
-        return torch.where(first_of_call(batch), returns[call], torch.nan)
+        return torch.where(is_first_token(batch), returns[call], torch.nan)
 
 
 @dataclass(frozen=True, slots=True)
-class Peers:
+class PeerValues:
     """[S] value of the state before each call: the mean return of the calls that other rollouts of
     the group made in the same state; missing where none did. With `StepGae` a critic without
     parameters, unbiased where equal states are equal."""
@@ -169,19 +173,21 @@ class Peers:
         ids = units(batch, "transition", *self.by)
         own = key(ids, batch.transition_rollout)
         known, x = ~x.isnan(), x.nan_to_num(nan=0.0)
-        total, count = (seg(y, ids)[ids] - seg(y, own)[own] for y in (x, known))
+        total, count = (
+            segment_reduce(y, ids)[ids] - segment_reduce(y, own)[own] for y in (x, known)
+        )
         return torch.where(count > 0, total / count, torch.nan)
 
 
 @dataclass(frozen=True, slots=True)
-class Values:
+class ValuesFromReward:
     """[S] the value of the state before each call, given as a reward that every call must have."""
 
     reward: str
     level: ClassVar[Level] = "transition"
 
     def __call__(self, batch: Batch) -> Tensor:
-        v = received(batch, self.reward)
+        v = call_rewards(batch, self.reward)
         if missing := int(v.isnan().sum()):
             raise TrainingError(
                 f"step {batch.step}: {missing} of {v.numel()} calls have no value {self.reward!r}, "
@@ -191,7 +197,7 @@ class Values:
 
 
 @dataclass(frozen=True, slots=True)
-class FirstToken:
+class FirstTokenValues:
     """[S] what a function gives for the first token of each call; missing for calls without tokens,
     before which there was no state to judge."""
 
@@ -199,14 +205,14 @@ class FirstToken:
     level: ClassVar[Level] = "transition"
 
     def __call__(self, batch: Batch) -> Tensor:
-        call, x, starts = batch.token_transition, self.value(batch), first_of_call(batch)
+        call, x, starts = batch.token_transition, self.value(batch), is_first_token(batch)
         out = torch.full((len(batch.transitions),), torch.nan, dtype=torch.float64)
         out[call[starts]] = x[starts].double()
         return out
 
 
 @dataclass(frozen=True, slots=True)
-class BiLevel:
+class BiLevelGae:
     """[N] GAE over calls, whose returns end a GAE over the tokens within each. RAGEN, arXiv
     2504.20073.
 
@@ -227,7 +233,7 @@ class BiLevel:
 
     def _solved(self, batch: Batch) -> tuple[Tensor, Tensor]:
         v, call = self.value(batch).double(), batch.token_transition
-        following = chain(call)
+        following = next_with_same_id(call)
         last = following < 0
         v_end = torch.full((len(batch.transitions),), torch.nan, dtype=torch.float64)
         v_end[call[last]] = v[last]
@@ -240,7 +246,7 @@ class BiLevel:
 
 
 @dataclass(frozen=True, slots=True)
-class Histories:
+class SameStateRelative:
     """[N] HGPO, arXiv 2602.22817: calls compared with those in the same state after the same k
     states before, for k = 0 .. depth; mean of the levels that teach something, weighted
     (k + 1) ** alpha. depth 0 is the step credit of GiGPO (arXiv 2505.10978)."""
@@ -253,7 +259,7 @@ class Histories:
 
     def __call__(self, batch: Batch) -> Tensor:
         x = Returns(self.reward, self.gamma)(batch)
-        before = reverse(chain(batch.transition_rollout))
+        before = previous_from_next(next_with_same_id(batch.transition_rollout))
         state = units(batch, "transition", "state")
         ids, back = units(batch, "transition", "group", "state"), before
         total, share = torch.zeros_like(x), torch.zeros_like(x)
@@ -268,7 +274,7 @@ class Histories:
 
 
 @dataclass(frozen=True, slots=True)
-class Hindsight:
+class HindsightReturns:
     """[S] HCAPO, arXiv 2603.08754: returns of calls, times how much more probable than the others
     of its rollout a call is once the outcome is known, within [low, high].
 
@@ -292,7 +298,7 @@ class Hindsight:
 
 
 @dataclass(frozen=True, slots=True)
-class Hiper:
+class HiperGae:
     """[S] HiPER, arXiv 2602.16165: GAE over the calls that act, inside the segments that calls
     which choose a subgoal begin ("low"), and over those segments ("high").
 
@@ -311,19 +317,19 @@ class Hiper:
     def __call__(self, batch: Batch) -> Tensor:
         rollout, high, low = batch.transition_rollout, self.high(batch), self.low(batch)
         begins, acts = ~high.isnan(), ~low.isnan()
-        counts, following = begins | acts, chain(rollout)
-        r = received(batch, self.reward)
-        known = ~ahead(r, 1.0, following).isnan()
+        counts, following = begins | acts, next_with_same_id(rollout)
+        r = call_rewards(batch, self.reward)
+        known = ~discounted_return(r, 1.0, following).isnan()
         r = scan(r.nan_to_num(nan=0.0), 1.0, torch.where(counts[following], -1, following))
         time = torch.ones_like(r).masked_fill(acts, self.gamma)
-        following = chain(torch.where(counts, rollout, len(batch.rollouts)))
+        following = next_with_same_id(torch.where(counts, rollout, len(batch.rollouts)))
         inside = torch.where(begins[following], -1, following)  # the next call of the segment
         if self.part == "low":
             after = torch.where(begins, high, low)[following]
             after = torch.where(following >= 0, after, 0.0)
             advantage = scan((r + time * after - low).nan_to_num(nan=0.0), time * self.lam, inside)
             return torch.where(acts & known, advantage, torch.nan)
-        segment = chain(torch.where(begins, rollout, len(batch.rollouts)))
+        segment = next_with_same_id(torch.where(begins, rollout, len(batch.rollouts)))
         after = torch.where(segment >= 0, high[segment], 0.0)
         decay = scan(time.log(), 1.0, inside).exp()
         delta = scan(r, time, inside) + decay * after - high
@@ -332,7 +338,7 @@ class Hiper:
 
 
 @dataclass(frozen=True, slots=True)
-class Fade:
+class TurnDiscount:
     """[N] a credit times gamma to the number of the rollout's calls still to come. SPIRAL, arXiv
     2506.24119."""
 
@@ -340,10 +346,10 @@ class Fade:
     gamma: float
 
     def __call__(self, batch: Batch) -> Tensor:
-        return self.credit(batch) * fading(batch, self.gamma)[batch.token_transition]
+        return self.credit(batch) * turn_discounts(batch, self.gamma)[batch.token_transition]
 
 
-def first_of_call(batch: Batch) -> Tensor:
+def is_first_token(batch: Batch) -> Tensor:
     """bool [N]: whether a token is the first of its call."""
     call = batch.token_transition
     starts = torch.ones_like(call, dtype=torch.bool)
@@ -351,15 +357,15 @@ def first_of_call(batch: Batch) -> Tensor:
     return starts
 
 
-def fading(batch: Batch, gamma: float) -> Tensor:
+def turn_discounts(batch: Batch, gamma: float) -> Tensor:
     """[S] gamma to the number of the rollout's calls still to come."""
-    following = chain(batch.transition_rollout)
+    following = next_with_same_id(batch.transition_rollout)
     ones = torch.ones_like(following, dtype=torch.float64)
     return gamma ** (scan(ones, 1.0, following) - 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class RoleFilter:
     """bool [N]: the tokens of the calls that these roles made. Raises TrainingError for a role that
     made none of the calls."""
 

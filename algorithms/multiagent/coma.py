@@ -9,17 +9,17 @@ from math import isnan, nan
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit.baselines import recalled
+from agentrl.algorithms.credit.baselines import remembered_column
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level
-from agentrl.algorithms.data.state import Memory, Part
-from agentrl.algorithms.multiagent.critics import Kind, Shape, TeamCritic, Training
-from agentrl.algorithms.multiagent.rollout_episodes import Stage
+from agentrl.algorithms.data.state import RememberedColumn, StatePart
+from agentrl.algorithms.multiagent.critics import CriticTraining, Kind, TeamCritic, TeamShape
+from agentrl.algorithms.multiagent.rollout_episodes import JointActionSpace
 from agentrl.types import Rollout
 
 
 @dataclass(frozen=True, slots=True)
-class Counterfactual(Memory):
+class Counterfactual(RememberedColumn):
     """[S] the advantage of a call's action among those that its role could have taken, the others'
     as they were: COMA, arXiv 1705.08926. Missing for calls of other roles, and where the rollout's
     reward is missing. Raises TrainingError for a role that made no call.
@@ -27,8 +27,8 @@ class Counterfactual(Memory):
     Whole rollouts are read, so roles that other policies play are part of the team."""
 
     kind: Kind
-    stage: Stage
-    training: Training
+    stage: JointActionSpace
+    training: CriticTraining
     reward: str = "outcome"
 
     @property
@@ -37,11 +37,11 @@ class Counterfactual(Memory):
 
     def part(self, seed: int) -> TeamCritic:
         n, width = len(self.stage.roles), self.stage.width
-        shape = Shape(n, width, self.stage.choices, n * width)
+        shape = TeamShape(n, width, self.stage.choices, n * width)
         return TeamCritic(self.kind, shape, self.training, seed)
 
     def recall(
-        self, part: Part, batch: Batch, rollouts: Sequence[Rollout]
+        self, part: StatePart, batch: Batch, rollouts: Sequence[Rollout]
     ) -> tuple[Tensor, TeamCritic]:
         assert isinstance(part, TeamCritic)
         self.stage.check(rollouts)
@@ -62,4 +62,4 @@ class Counterfactual(Memory):
         return any(call.role in self.stage.roles for call in rollout.transitions)
 
     def __call__(self, batch: Batch) -> Tensor:
-        return recalled(batch, self.name)
+        return remembered_column(batch, self.name)

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.credit.core import Column, Credit, level_of, rewards
-from agentrl.algorithms.credit.turns import first_of_call
+from agentrl.algorithms.credit.turns import is_first_token
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.ids import Level, Unit, seg, units
+from agentrl.algorithms.data.ids import Level, Unit, segment_reduce, units
 
 
 @dataclass(frozen=True, slots=True)
-class Highest:
+class GroupMaximum:
     """[U] the highest reward of those that are compared. MAREMAX of comlrl, arXiv 2508.04652."""
 
     reward: str
@@ -23,11 +23,11 @@ class Highest:
 
     def __call__(self, batch: Batch) -> Tensor:
         x, ids = rewards(batch, self.reward), units(batch, level_of(self.reward), *self.by)
-        return seg(x.nan_to_num(nan=-torch.inf), ids, how="amax")[ids]
+        return segment_reduce(x.nan_to_num(nan=-torch.inf), ids, how="amax")[ids]
 
 
 @dataclass(frozen=True, slots=True)
-class Evenly:
+class EvenRolloutWeights:
     """[S] 1 / number of calls that the role made in the rollout and that have the reward: each
     rollout counts once for each of its roles, however often it called."""
 
@@ -36,11 +36,11 @@ class Evenly:
 
     def __call__(self, batch: Batch) -> Tensor:
         pair = units(batch, "transition", "rollout", "role")
-        return 1 / seg(~rewards(batch, self.reward).isnan(), pair)[pair].clamp(min=1)
+        return 1 / segment_reduce(~rewards(batch, self.reward).isnan(), pair)[pair].clamp(min=1)
 
 
 @dataclass(frozen=True, slots=True)
-class Leader:
+class MainAndSubCredit:
     """[N] a credit for the calls of one role, another one for those of the others."""
 
     role: str
@@ -54,7 +54,7 @@ class Leader:
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class SingleCallAdvantage:
     """[S] the reward of a call minus V of the state before it: every call an episode of its own."""
 
     value: Column
@@ -67,4 +67,4 @@ class Answers:
     def returns(self, batch: Batch) -> Tensor:
         """What `value` should have said, float64 [N], at the first token of each call."""
         known = rewards(batch, self.reward)[batch.token_transition]
-        return torch.where(first_of_call(batch), known, torch.nan)
+        return torch.where(is_first_token(batch), known, torch.nan)

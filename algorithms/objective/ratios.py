@@ -36,7 +36,7 @@ class Ratio:
 
 
 @dataclass(frozen=True, slots=True)
-class Trust:
+class TrustRegion:
     """1 inside PPO's one-sided trust region, else 0: r <= 1 + hi where A >= 0, 1 - lo <= r <= dual
     where A < 0. MiniRL, arXiv 2512.01374."""
 
@@ -60,11 +60,11 @@ class Clip:
     dual: float = inf
 
     def __call__(self, lr: Tensor, advantage: Tensor, streams: Mapping[str, Tensor]) -> Tensor:
-        return ratio(lr) * Trust(self.lo, self.hi, self.dual)(lr, advantage, streams)
+        return ratio(lr) * TrustRegion(self.lo, self.hi, self.dual)(lr, advantage, streams)
 
 
 @dataclass(frozen=True, slots=True)
-class Trunc:
+class Truncate:
     """r clamped to [lo, hi], both absolute; no token is dropped. CISPO (arXiv 2506.13585), TIS."""
 
     lo: float = 0.0
@@ -75,7 +75,7 @@ class Trunc:
 
 
 @dataclass(frozen=True, slots=True)
-class Inside:
+class InRange:
     """1 where lo <= r <= hi, else 0: rejection."""
 
     lo: float
@@ -87,18 +87,18 @@ class Inside:
 
 
 @dataclass(frozen=True, slots=True)
-class Band:
+class RatioInRange:
     """r where lo <= r <= hi, else 0: MIS, IcePop."""
 
     lo: float = 0.5
     hi: float = 5.0
 
     def __call__(self, lr: Tensor, advantage: Tensor, streams: Mapping[str, Tensor]) -> Tensor:
-        return ratio(lr) * Inside(self.lo, self.hi)(lr, advantage, streams)
+        return ratio(lr) * InRange(self.lo, self.hi)(lr, advantage, streams)
 
 
 @dataclass(frozen=True, slots=True)
-class Div:
+class DivergenceGate:
     """min(r, cap), but 0 where the update would carry a probability still further from the
     sampler's than `hi` upwards or `lo` downwards. For num "p", den "b". DPPO, arXiv 2602.04879."""
 
@@ -122,10 +122,10 @@ class Div:
 
 
 @dataclass(frozen=True, slots=True)
-class TopDiv(Div):
-    """As `Div`, but the distance is between the distributions over k symbols, the sampled token and
-    the most probable others before the first update, and one for all the rest. For num "p", den
-    "o", with the symbols' log-probs as p_K and o_K. In the first step o is p: 1. DPPO, arXiv
+class TopKDivergenceGate(DivergenceGate):
+    """As `DivergenceGate`, but the distance is between the distributions over k tokens (the sampled
+    one and the most probable others before the first update) and one symbol for all the rest. For
+    num "p", den "o", with these log-probs as p_K and o_K. In the first step o is p: 1. DPPO, arXiv
     2602.04879."""
 
     k: int = 20
@@ -147,7 +147,7 @@ def _with_rest(p_K: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Soft:
+class SoftGate:
     """4 s (1 - s) r with s = sigmoid(tau (r - 1)); tau is tp where A > 0, else tn. SAPO, arXiv
     2511.20347."""
 
@@ -173,7 +173,7 @@ class ClipLog:
 
 
 @dataclass(frozen=True, slots=True)
-class Vespo:
+class VespoWeight:
     """r^k e^{c (1 - r)} with (k, c) by the sign of A, pooled as a row sum. VESPO, 2602.10693."""
 
     positive: tuple[float, float] = (2.0, 3.0)
@@ -186,7 +186,7 @@ class Vespo:
 
 
 @dataclass(frozen=True, slots=True)
-class Opsm:
+class OffPolicyMask:
     """0 where A < 0 and -lr > delta, else 1: no lesson from failures that the policy has moved away
     from. Pool as a row mean of p against b. DeepSeek-V3.2, arXiv 2512.02556."""
 

@@ -14,17 +14,17 @@ from typing import Literal
 
 import msgspec
 
-from agentrl.algorithms.credit.core import Column, Credit, Plus, Rel
+from agentrl.algorithms.credit.core import Column, Credit, GroupRelative, WeightedSum
 from agentrl.algorithms.credit.mixtures import (
     Agreement,
-    Centred,
-    Clamp,
-    Gated,
-    Largest,
-    Others,
-    Sum,
+    CentredOnOthers,
+    ClampedAdvantage,
+    DiscountedAdvantages,
+    GatedByOutcome,
+    ScaledByLargestReturn,
+    SumOfCalls,
 )
-from agentrl.algorithms.credit.turns import Fade, Received, Returns, Shaped
+from agentrl.algorithms.credit.turns import CallRewards, PotentialShaping, Returns, TurnDiscount
 from agentrl.algorithms.data.ids import Unit
 from agentrl.algorithms.presets.registry import Cap, Discount, Share
 from agentrl.errors import ConfigError
@@ -33,7 +33,7 @@ from agentrl.types import Scope
 Way = Literal["advantages", "returns", "rewards"]
 
 
-class Stream(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RewardStream(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How one reward becomes advantages."""
 
     scope: Scope = Scope.ROLLOUT
@@ -52,8 +52,8 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     required: bool = True  # a step in which nobody has it stops the run
 
 
-def mixed(
-    streams: Mapping[str, Stream],
+def mixed_credit(
+    streams: Mapping[str, RewardStream],
     way: Way = "advantages",
     *,
     gamma: float = 1.0,
@@ -71,95 +71,101 @@ def mixed(
             "each stream its own, or choose another way of mixing"
         )
     if way == "advantages":
-        return Plus(tuple((advantage(name, streams), s.weight) for name, s in streams.items()))
+        return WeightedSum(
+            tuple((stream_advantage(name, streams), s.weight) for name, s in streams.items())
+        )
     if way == "returns":
         terms = tuple((_centred(name, s), s.weight) for name, s in streams.items())
-        return Rel(Sum(terms), by=by, base="none", norm=norm)
+        return GroupRelative(SumOfCalls(terms), by=by, base="none", norm=norm)
     parts = tuple((_rewards(name, s), s.weight) for name, s in streams.items())
-    return Rel(Returns(Sum(parts), gamma), by=by, norm=norm)
+    return GroupRelative(Returns(SumOfCalls(parts), gamma), by=by, norm=norm)
 
 
-def named(name: str, stream: Stream) -> str:
+def stream_reference(name: str, stream: RewardStream) -> str:
     """The reference of the stream's reward."""
     return name if stream.scope is Scope.ROLLOUT else f"{stream.scope}:{name}"
 
 
-def optional(streams: Mapping[str, Stream]) -> tuple[str, ...]:
+def optional_rewards(streams: Mapping[str, RewardStream]) -> tuple[str, ...]:
     """References of the rewards that a step may lack."""
-    return tuple(named(name, stream) for name, stream in streams.items() if not stream.required)
+    return tuple(
+        stream_reference(name, stream) for name, stream in streams.items() if not stream.required
+    )
 
 
-def added(host: Credit, streams: Mapping[str, Stream]) -> Credit:
+def with_streams(host: Credit, streams: Mapping[str, RewardStream]) -> Credit:
     """A credit plus the advantages of streams, gated by the host unless one has that name."""
     _check(streams, "process_streams", "advantages", host=True)
-    terms = ((advantage(name, streams, host), s.weight) for name, s in streams.items())
-    return Plus(((host, 1.0), *terms))
+    terms = ((stream_advantage(name, streams, host), s.weight) for name, s in streams.items())
+    return WeightedSum(((host, 1.0), *terms))
 
 
-def advantage(name: str, streams: Mapping[str, Stream], host: Credit | None = None) -> Credit:
+def stream_advantage(
+    name: str, streams: Mapping[str, RewardStream], host: Credit | None = None
+) -> Credit:
     """The credit of one of the streams by itself, before its weight."""
     stream = streams[name]
     credit: Credit = _returns(name, stream)
     if stream.scope is not Scope.TRANSITION and stream.gamma != 1:
-        credit = Fade(credit, stream.gamma)
+        credit = TurnDiscount(credit, stream.gamma)
     if stream.clip < inf:
-        credit = Clamp(credit, stream.clip)
+        credit = ClampedAdvantage(credit, stream.clip)
     if stream.gate != "none":
         outcome = host
         if outcome is None or stream.outcome in streams:
-            outcome = advantage(stream.outcome, streams)
-        credit = Gated(credit, outcome, stream.gate)
+            outcome = stream_advantage(stream.outcome, streams)
+        credit = GatedByOutcome(credit, outcome, stream.gate)
     return credit
 
 
-def _centred(name: str, stream: Stream) -> Column:
+def _centred(name: str, stream: RewardStream) -> Column:
     fades = stream.scope is not Scope.TRANSITION
-    return Centred(_returns(name, stream), stream.gamma if fades else 1.0)
+    return DiscountedAdvantages(_returns(name, stream), stream.gamma if fades else 1.0)
 
 
-def _rewards(name: str, stream: Stream) -> Column:
-    reference = named(name, stream)
+def _rewards(name: str, stream: RewardStream) -> Column:
+    reference = stream_reference(name, stream)
     if stream.potential:
-        return Shaped(reference, stream.gamma)
-    return Received(reference)
+        return PotentialShaping(reference, stream.gamma)
+    return CallRewards(reference)
 
 
-def _returns(name: str, stream: Stream) -> Rel:
+def _returns(name: str, stream: RewardStream) -> GroupRelative:
     """What is compared: rollouts and roles by their reward, calls by their return."""
     norm = "none" if stream.norm == "prime" else stream.norm
     base = "none" if stream.base == "prime" else stream.base
     if stream.scope is not Scope.TRANSITION:
-        return Rel(named(name, stream), by=stream.by, base=base, norm=norm)
+        return GroupRelative(stream_reference(name, stream), by=stream.by, base=base, norm=norm)
     rewards = _rewards(name, stream)
     if stream.norm == "prime":
-        rewards = Largest(rewards)
+        rewards = ScaledByLargestReturn(rewards)
     if stream.base == "prime":
-        rewards = Others(rewards)
-    return Rel(Returns(rewards, stream.gamma), by=stream.by, base=base, norm=norm)
+        rewards = CentredOnOthers(rewards)
+    return GroupRelative(Returns(rewards, stream.gamma), by=stream.by, base=base, norm=norm)
 
 
-def _check(streams: Mapping[str, Stream], option: str, way: Way, host: bool = False) -> None:
+def _check(streams: Mapping[str, RewardStream], option: str, way: Way, host: bool = False) -> None:
     for name, stream in streams.items():
         for field, why in _faults(stream, streams, way, host):
             raise ConfigError(f"algorithm.options.{option}.{name}{field}: {why}")
 
 
 def _faults(
-    stream: Stream, streams: Mapping[str, Stream], way: Way, host: bool
+    stream: RewardStream, streams: Mapping[str, RewardStream], way: Way, host: bool
 ) -> Iterator[tuple[str, str]]:
     """(field, what is wrong with it) of settings that could not matter."""
     idle = [] if way == "advantages" else ["norm", "clip", "gate"]
     if way == "rewards":
         idle += ["base", "by"] + ([] if stream.potential else ["gamma"])
     for field in idle:
-        if getattr(stream, field) != getattr(Stream(), field):
+        if getattr(stream, field) != getattr(RewardStream(), field):
             why = f"streams mixed as {way} have none of their own"
             yield f".{field}", f"{why}; leave it out, or mix them as advantages"
     of_calls = stream.potential or "prime" in (stream.base, stream.norm)
     if of_calls and stream.scope is not Scope.TRANSITION:
         why = "potentials and base or norm 'prime' are about rewards of calls"
         yield "", f"{why}; give it scope = 'transition'"
-    gate = streams.get(stream.outcome, Stream() if host else None)
+    gate = streams.get(stream.outcome, RewardStream() if host else None)
     if stream.gate != "none" and (gate is None or gate.gate != "none"):
         why = "there is no stream of that name without a gate of its own"
         yield f".outcome = {stream.outcome!r}", why

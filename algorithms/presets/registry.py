@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
 
-from agentrl.algorithms.credit.core import reads
+from agentrl.algorithms.credit.core import rewards_read
 from agentrl.algorithms.objective.core import STREAMS, Algo, Stream
-from agentrl.algorithms.objective.ratios import Inside, Opsm
+from agentrl.algorithms.objective.ratios import InRange, OffPolicyMask
 from agentrl.config.schema import AlgorithmConfig
 from agentrl.errors import ConfigError, nearest
 
@@ -65,7 +65,7 @@ def make(
     algo = host(**shares[0])
     for part, share in zip(added, shares[1:], strict=True):
         algo = part(algo, **share)
-    read = reads(algo.credit, algo.keep)
+    read = rewards_read(algo.credit, algo.keep)
     return _checked(replace(algo, rewards=read, name=name), streams)
 
 
@@ -170,7 +170,9 @@ def _checked(algo: Algo, streams: Collection[str]) -> Algo:
             f"algorithm.preset = {algo.name!r} needs the log-probs of a {STREAMS[stream]}, which "
             "this run does not have; set its coefficient to 0 or choose another preset"
         )
-    weighing = [g for g in algo.gates if g.den == "b" and not isinstance(g.fn, Inside | Opsm)]
+    weighing = [
+        g for g in algo.gates if g.den == "b" and not isinstance(g.fn, InRange | OffPolicyMask)
+    ]
     if len(weighing) > 1:
         raise ConfigError(
             f"algorithm.preset = {algo.name!r} would correct for the sampler twice, by "

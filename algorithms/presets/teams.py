@@ -12,15 +12,20 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from agentrl.algorithms.credit.core import Base, Column, Rel, Whiten, level_of
+from agentrl.algorithms.credit.core import Base, Column, GroupRelative, Whiten, level_of
 from agentrl.algorithms.data.ids import Unit
 from agentrl.algorithms.multiagent.coma import Counterfactual
-from agentrl.algorithms.multiagent.critics import Training
-from agentrl.algorithms.multiagent.role_credit import Answers, Evenly, Highest, Leader
-from agentrl.algorithms.multiagent.rollout_episodes import Stage
+from agentrl.algorithms.multiagent.critics import CriticTraining
+from agentrl.algorithms.multiagent.role_credit import (
+    EvenRolloutWeights,
+    GroupMaximum,
+    MainAndSubCredit,
+    SingleCallAdvantage,
+)
+from agentrl.algorithms.multiagent.rollout_episodes import JointActionSpace
 from agentrl.algorithms.objective.core import Algo, Average
 from agentrl.algorithms.presets.registry import Discount, Num, modifier, preset
-from agentrl.algorithms.presets.rollouts import ROW_SUMS, TOKENS, clipped, penalty
+from agentrl.algorithms.presets.rollouts import ROW_SUMS, TOKENS, kl_loss, ppo_clip
 from agentrl.algorithms.presets.turns import Names, Scale, value_of
 from agentrl.config import Count, Positive
 from agentrl.errors import ConfigError
@@ -34,8 +39,8 @@ Equal = Annotated[
 @preset("dr-mas")
 def dr_mas(*, reward: str = "outcome", clip_low: Num = 0.2, clip_high: Num = 0.2) -> Algo:
     """Calls compared with those of the same role. arXiv 2602.08847."""
-    credit = Rel(reward, at="transition", by=("group", "role"), norm="std")
-    return Algo(credit, clipped(clip_low, clip_high))
+    credit = GroupRelative(reward, at="transition", by=("group", "role"), norm="std")
+    return Algo(credit, ppo_clip(clip_low, clip_high))
 
 
 @preset("at-grpo")
@@ -51,8 +56,8 @@ def at_grpo(
     that answered the same: solvers within one proposal, proposers with one another. arXiv
     2510.11062."""
     norm: Scale = "std" if std else "none"
-    credit = Rel(reward, at="transition", by=("group", "role", within), norm=norm)
-    return Algo(credit, clipped(clip_low, clip_high))
+    credit = GroupRelative(reward, at="transition", by=("group", "role", within), norm=norm)
+    return Algo(credit, ppo_clip(clip_low, clip_high))
 
 
 @preset("magrpo")
@@ -77,8 +82,8 @@ def magrpo(
             f"reward of {level}s; let the verifier give it"
         )
     by: tuple[Unit, ...] = ("group", "role") if mode == "cross" else ("group",)
-    base: Base | Column = Highest(reward, by) if baseline == "max" else baseline
-    credit = Rel(reward, by=by, base=base, norm="std" if std else "none", ddof=0)
+    base: Base | Column = GroupMaximum(reward, by) if baseline == "max" else baseline
+    credit = GroupRelative(reward, by=by, base=base, norm="std" if std else "none", ddof=0)
     return Algo(credit, agg=ROW_SUMS)
 
 
@@ -101,10 +106,10 @@ def m_grpo(
             "'transition:name'"
         )
     by: tuple[Unit, ...] = ("group", "role")
-    lead = Rel(reward, at="role", by=by, norm="std")
-    calls = Rel(sub_reward, by=by, norm="std", w=Evenly(sub_reward), ddof=0)
-    credit = Leader(main, lead, calls)
-    return Algo(credit, clipped(clip_low, clip_high), penalty(kl), PAIRS, optional=(sub_reward,))
+    lead = GroupRelative(reward, at="role", by=by, norm="std")
+    calls = GroupRelative(sub_reward, by=by, norm="std", w=EvenRolloutWeights(sub_reward), ddof=0)
+    credit = MainAndSubCredit(main, lead, calls)
+    return Algo(credit, ppo_clip(clip_low, clip_high), kl_loss(kl), PAIRS, optional=(sub_reward,))
 
 
 @preset("sage")
@@ -118,8 +123,8 @@ def sage(
     """REINFORCE++ whose rewards and scale are those of each role: challenger, planner, solver and
     critic are compared over the whole batch with their own kind alone. The KL penalty is part of
     the loss, where the paper leaves its place open. arXiv 2603.15255."""
-    credit = Whiten(Rel(reward, base="none"), by=("role",))
-    return Algo(credit, clipped(clip_low, clip_high), penalty(kl), TOKENS)
+    credit = Whiten(GroupRelative(reward, base="none"), by=("role",))
+    return Algo(credit, ppo_clip(clip_low, clip_high), kl_loss(kl), TOKENS)
 
 
 @preset("maporl")
@@ -134,8 +139,8 @@ def maporl(
     """PPO for each role of a debate, every answer an episode of its own: its reward, which
     `agentrl.team_rewards.maporl` makes of the verifier's scores, has the later rounds in it
     already. `value`: a reward that holds V of each call; default: the critic. arXiv 2502.18439."""
-    credit = Rel(Answers(value_of(value), reward), by=("role",), norm="std")
-    return Algo(credit, clipped(clip_low, clip_high), penalty(kl), TOKENS)
+    credit = GroupRelative(SingleCallAdvantage(value_of(value), reward), by=("role",), norm="std")
+    return Algo(credit, ppo_clip(clip_low, clip_high), kl_loss(kl), TOKENS)
 
 
 @preset("marti")
@@ -145,8 +150,8 @@ def marti(
     """Answers compared with those of the same role and turn by a reward for being better than what
     came before, which `agentrl.team_rewards.marti` makes of the verifier's scores. MARTI,
     OpenReview E7jZqo0A50."""
-    credit = Rel(reward, at="transition", by=("group", "role", "turn"), norm="std")
-    return Algo(credit, clipped(clip_low, clip_high), penalty(kl))
+    credit = GroupRelative(reward, at="transition", by=("group", "role", "turn"), norm="std")
+    return Algo(credit, ppo_clip(clip_low, clip_high), kl_loss(kl))
 
 
 @preset("difference")
@@ -161,8 +166,10 @@ def difference(
     """Every role by what the team came to less what it comes to without the role, as replays show
     (`algorithm.counterfactual`) or the verifier says (`agentrl.team_rewards.difference`), against
     the mean of the group or, as it is a comparison already, nothing. arXiv 2012.11258."""
-    credit = Rel(reward, by=("group", "role"), base=baseline, norm="std" if std else "none")
-    return Algo(credit, clipped(clip_low, clip_high))
+    credit = GroupRelative(
+        reward, by=("group", "role"), base=baseline, norm="std" if std else "none"
+    )
+    return Algo(credit, ppo_clip(clip_low, clip_high))
 
 
 @preset("shapley")
@@ -195,10 +202,10 @@ def coma(
     of the team: a central one of its joint actions, or the roles' utilities as VDN (1706.05296) or
     QMIX (1803.11485) make them the team's value. `actions`: the answers that are told apart, any
     other being one more. Roles that other policies play are of the team. arXiv 1705.08926."""
-    stage = Stage(tuple(roles), tuple(actions), width)
-    value = Counterfactual(critic, stage, Training(gamma, lam, critic_lr, updates), reward)
-    credit = Rel(value, by=("role",), base="none", norm="std" if std else "none")
-    return Algo(credit, clipped(clip_low, clip_high))
+    stage = JointActionSpace(tuple(roles), tuple(actions), width)
+    value = Counterfactual(critic, stage, CriticTraining(gamma, lam, critic_lr, updates), reward)
+    credit = GroupRelative(value, by=("role",), base="none", norm="std" if std else "none")
+    return Algo(credit, ppo_clip(clip_low, clip_high))
 
 
 @modifier("equal")

@@ -16,31 +16,31 @@ from agentrl.algorithms.credit.baselines import Tabular
 from agentrl.algorithms.credit.core import (
     Column,
     Credit,
-    Critic,
-    Rel,
+    CriticValues,
+    GroupRelative,
     Whiten,
-    plus,
-    reads,
-    rewritten,
+    map_parts,
+    rewards_read,
+    weighted_sum,
 )
-from agentrl.algorithms.credit.mixtures import Combined, Where
-from agentrl.algorithms.credit.outcomes import Every
+from agentrl.algorithms.credit.mixtures import CallsOrOutcome, OutcomePlusCalls
+from agentrl.algorithms.credit.outcomes import AllFilters
 from agentrl.algorithms.credit.turns import (
-    BiLevel,
-    Chosen,
-    Fade,
-    FirstToken,
-    Hiper,
-    Histories,
-    Peers,
-    Received,
+    BiLevelGae,
+    CallRewards,
+    FirstTokenValues,
+    HiperGae,
+    PeerValues,
+    RoleFilter,
+    SameStateRelative,
     StepGae,
-    Values,
+    TurnDiscount,
+    ValuesFromReward,
 )
 from agentrl.algorithms.objective.core import Algo, Gate
 from agentrl.algorithms.objective.ratios import Clip
 from agentrl.algorithms.presets.registry import Cap, Discount, Num, Share, modifier, preset
-from agentrl.algorithms.presets.rollouts import TOKENS, clipped, penalty
+from agentrl.algorithms.presets.rollouts import TOKENS, kl_loss, ppo_clip
 from agentrl.config import Natural
 from agentrl.errors import ConfigError
 
@@ -50,30 +50,34 @@ Scale = Literal["none", "std"]
 
 def outcome_of(algo: Algo) -> str:
     """The first reward that an algorithm reads."""
-    return next(iter(reads(algo.credit)), "outcome")
+    return next(iter(rewards_read(algo.credit)), "outcome")
 
 
 def value_of(name: str) -> Column:
     """Values of calls: a reward by name, or without one what the critic says."""
-    return Values(name) if name else FirstToken(Critic())
+    return ValuesFromReward(name) if name else FirstTokenValues(CriticValues())
 
 
-def step_gae(value: str, reward: str, gamma: float, lam: float) -> Credit:
+def step_gae_credit(value: str, reward: str, gamma: float, lam: float) -> Credit:
     """GAE over calls, whitened over calls."""
-    return Rel(StepGae(value_of(value), reward, gamma, lam), by=("all",), norm="std")
+    return GroupRelative(StepGae(value_of(value), reward, gamma, lam), by=("all",), norm="std")
 
 
-def peers_gae(reward: str, gamma: float, lam: float) -> Credit:
+def peer_gae_credit(reward: str, gamma: float, lam: float) -> Credit:
     """GAE over calls, from what other rollouts came to in the same state."""
-    turns = Peers(reward, gamma, by=("group", "turn"))
-    return Rel(StepGae(Peers(reward, gamma), reward, gamma, lam, turns), base="none")
+    turns = PeerValues(reward, gamma, by=("group", "turn"))
+    return GroupRelative(StepGae(PeerValues(reward, gamma), reward, gamma, lam, turns), base="none")
 
 
-def hiper(high: str, low: str, reward: str, gamma: float, lam: float) -> Credit:
+def hiper_credit(high: str, low: str, reward: str, gamma: float, lam: float) -> Credit:
     """Both levels, each whitened over its calls."""
     parts: tuple[Literal["high", "low"], ...] = ("high", "low")
-    columns = [Hiper(Received(high), Received(low), part, reward, gamma, lam) for part in parts]
-    return plus(*((Rel(column, by=("all",), norm="std"), 1.0) for column in columns))
+    columns = [
+        HiperGae(CallRewards(high), CallRewards(low), part, reward, gamma, lam) for part in parts
+    ]
+    return weighted_sum(
+        *((GroupRelative(column, by=("all",), norm="std"), 1.0) for column in columns)
+    )
 
 
 @preset("gigpo")
@@ -89,9 +93,9 @@ def gigpo(
 ) -> Algo:
     """Rollouts compared within the task, plus calls compared with those in the same state. arXiv
     2505.10978."""
-    anchors = Histories(reward, gamma, norm=norm)
-    credit = plus((Rel(reward, norm=norm), 1.0), (anchors, weight))
-    return Algo(credit, clipped(clip_low, clip_high), penalty(kl))
+    anchors = SameStateRelative(reward, gamma, norm=norm)
+    credit = weighted_sum((GroupRelative(reward, norm=norm), 1.0), (anchors, weight))
+    return Algo(credit, ppo_clip(clip_low, clip_high), kl_loss(kl))
 
 
 @modifier("gigpo")
@@ -103,8 +107,8 @@ def with_gigpo(
     gigpo_norm: Scale = "none",
 ) -> Algo:
     """Adds the comparison with calls in the same state. arXiv 2505.10978."""
-    anchors = Histories(outcome_of(algo), gigpo_gamma, norm=gigpo_norm)
-    return replace(algo, credit=plus((algo.credit, 1.0), (anchors, gigpo_weight)))
+    anchors = SameStateRelative(outcome_of(algo), gigpo_gamma, norm=gigpo_norm)
+    return replace(algo, credit=weighted_sum((algo.credit, 1.0), (anchors, gigpo_weight)))
 
 
 @preset("hgpo")
@@ -121,8 +125,8 @@ def hgpo(
 ) -> Algo:
     """Calls compared with those in the same state after the same states before, longer histories
     weighing more. arXiv 2602.22817."""
-    credit = Histories(reward, gamma, depth, alpha, norm)
-    return Algo(credit, clipped(clip_low, clip_high), penalty(kl))
+    credit = SameStateRelative(reward, gamma, depth, alpha, norm)
+    return Algo(credit, ppo_clip(clip_low, clip_high), kl_loss(kl))
 
 
 @modifier("hgpo")
@@ -135,7 +139,7 @@ def with_hgpo(
     hgpo_norm: Scale = "none",
 ) -> Algo:
     """Puts HGPO's credit in the place of the host's. arXiv 2602.22817."""
-    credit = Histories(outcome_of(algo), hgpo_gamma, hgpo_depth, hgpo_alpha, hgpo_norm)
+    credit = SameStateRelative(outcome_of(algo), hgpo_gamma, hgpo_depth, hgpo_alpha, hgpo_norm)
     return replace(algo, credit=credit)
 
 
@@ -151,14 +155,14 @@ def peers(
 ) -> Algo:
     """GAE over calls without a critic: the value of a state is what the group's other rollouts came
     to from there. States as in arXiv 2505.10978, GAE as in 2511.14460."""
-    return Algo(peers_gae(reward, gamma, lam), clipped(clip_low, clip_high), penalty(kl))
+    return Algo(peer_gae_credit(reward, gamma, lam), ppo_clip(clip_low, clip_high), kl_loss(kl))
 
 
 @modifier("peers")
 def with_peers(algo: Algo, *, peers_gamma: Discount = 0.95, peers_lam: Discount = 0.5) -> Algo:
     """Puts GAE over calls, with values from the group's other rollouts, in the place of the host's
     credit. States as in arXiv 2505.10978, GAE as in 2511.14460."""
-    return replace(algo, credit=peers_gae(outcome_of(algo), peers_gamma, peers_lam))
+    return replace(algo, credit=peer_gae_credit(outcome_of(algo), peers_gamma, peers_lam))
 
 
 @preset("mt-grpo")
@@ -173,10 +177,10 @@ def mt_grpo(
     """Outcome compared over rollouts plus a reward of calls compared within the same turn; where no
     call has one, as without a tool call, the sum of both compared over rollouts. arXiv
     2505.11821."""
-    turns = Rel(turn_reward, by=("group", "turn"), norm="std")
-    credit = plus((Rel(reward, norm="std"), 1.0), (turns, weight))
-    combined = Rel(Combined(reward, turn_reward, weight), norm="std")
-    return Algo(Where(credit, combined, turn_reward), clipped(clip_low, clip_high))
+    turns = GroupRelative(turn_reward, by=("group", "turn"), norm="std")
+    credit = weighted_sum((GroupRelative(reward, norm="std"), 1.0), (turns, weight))
+    combined = GroupRelative(OutcomePlusCalls(reward, turn_reward, weight), norm="std")
+    return Algo(CallsOrOutcome(credit, combined, turn_reward), ppo_clip(clip_low, clip_high))
 
 
 @preset("agent-r1")
@@ -192,8 +196,8 @@ def agent_r1(
 ) -> Algo:
     """PPO with calls as actions: GAE over calls, whitened over calls. `value`: a reward that holds
     V of each call; default: the critic. arXiv 2511.14460."""
-    credit = step_gae(value, reward, gamma, lam)
-    return Algo(credit, clipped(clip_low, clip_high), penalty(kl))
+    credit = step_gae_credit(value, reward, gamma, lam)
+    return Algo(credit, ppo_clip(clip_low, clip_high), kl_loss(kl))
 
 
 @preset("turn-ppo")
@@ -207,8 +211,8 @@ def turn_ppo(
     clip_high: Num = 0.2,
 ) -> Algo:
     """Agent-R1 with a discount per turn, token mean. arXiv 2512.17008."""
-    credit = step_gae(value, reward, gamma, lam)
-    return Algo(credit, clipped(clip_low, clip_high), agg=TOKENS)
+    credit = step_gae_credit(value, reward, gamma, lam)
+    return Algo(credit, ppo_clip(clip_low, clip_high), agg=TOKENS)
 
 
 @preset("pspo")
@@ -225,7 +229,7 @@ def pspo(
 ) -> Algo:
     """GAE over calls, and one clipped ratio per call. arXiv 2601.10029."""
     gate = Gate(Clip(clip_low, clip_high, clip_dual), by="transition")
-    return Algo(step_gae(value, reward, gamma, lam), (gate,), penalty(kl))
+    return Algo(step_gae_credit(value, reward, gamma, lam), (gate,), kl_loss(kl))
 
 
 @modifier("step-gae")
@@ -233,7 +237,7 @@ def with_step_gae(
     algo: Algo, *, step_value: str = "", step_gamma: Discount = 1.0, step_lam: Discount = 0.95
 ) -> Algo:
     """Puts GAE over calls in the place of the host's credit. arXiv 2511.14460."""
-    return replace(algo, credit=step_gae(step_value, outcome_of(algo), step_gamma, step_lam))
+    return replace(algo, credit=step_gae_credit(step_value, outcome_of(algo), step_gamma, step_lam))
 
 
 @modifier("table")
@@ -242,7 +246,7 @@ def with_table(algo: Algo, *, table_gamma: Discount = 1.0, table_lam: Discount =
     return that earlier steps saw from it: for tasks with few states. arXiv 1506.02438."""
     reward = outcome_of(algo)
     advantage = StepGae(Tabular(reward, table_gamma), reward, table_gamma, table_lam)
-    return replace(algo, credit=Rel(advantage, by=("all",), norm="std"))
+    return replace(algo, credit=GroupRelative(advantage, by=("all",), norm="std"))
 
 
 @preset("ragen")
@@ -256,8 +260,8 @@ def ragen(
     clip_high: Num = 0.2,
 ) -> Algo:
     """GAE over calls whose returns end a GAE over the tokens of each. arXiv 2504.20073."""
-    credit = Whiten(BiLevel(Critic(), reward, gamma_high, gamma, lam))
-    return Algo(credit, clipped(clip_low, clip_high), agg=TOKENS)
+    credit = Whiten(BiLevelGae(CriticValues(), reward, gamma_high, gamma, lam))
+    return Algo(credit, ppo_clip(clip_low, clip_high), agg=TOKENS)
 
 
 @preset("hiper")
@@ -273,7 +277,7 @@ def hiper_preset(
 ) -> Algo:
     """Calls that choose subgoals and calls that pursue them, each with values of their own, given
     as rewards of calls. arXiv 2602.16165."""
-    return Algo(hiper(high, low, reward, gamma, lam), clipped(clip_low, clip_high))
+    return Algo(hiper_credit(high, low, reward, gamma, lam), ppo_clip(clip_low, clip_high))
 
 
 @modifier("hiper")
@@ -286,14 +290,14 @@ def with_hiper(
     hiper_lam: Discount = 1.0,
 ) -> Algo:
     """Puts HiPER's credit in the place of the host's. arXiv 2602.16165."""
-    credit = hiper(hiper_high, hiper_low, outcome_of(algo), hiper_gamma, hiper_lam)
+    credit = hiper_credit(hiper_high, hiper_low, outcome_of(algo), hiper_gamma, hiper_lam)
     return replace(algo, credit=credit)
 
 
 @modifier("fade")
 def with_fade(algo: Algo, *, fade_gamma: Discount = 0.95) -> Algo:
     """Credit fades with every call that still follows in the rollout. arXiv 2506.24119."""
-    return replace(algo, credit=Fade(algo.credit, fade_gamma))
+    return replace(algo, credit=TurnDiscount(algo.credit, fade_gamma))
 
 
 @modifier("per-role")
@@ -304,7 +308,7 @@ def per_role(algo: Algo) -> Algo:
     def change(part: Any) -> Any:
         if isinstance(part, Whiten):
             return replace(part, by=(*part.by, "role"))
-        if not isinstance(part, Rel) or "role" in part.by:
+        if not isinstance(part, GroupRelative) or "role" in part.by:
             return part
         level = part.level
         if level == "rollout" and any(map(callable, (part.base, part.w, part.bw))):
@@ -316,11 +320,11 @@ def per_role(algo: Algo) -> Algo:
         at = "role" if level == "rollout" else level
         return replace(part, at=at, by=(*part.by, "role"), norm_by=norm_by)
 
-    return replace(algo, credit=rewritten(algo.credit, change))
+    return replace(algo, credit=map_parts(algo.credit, change))
 
 
 @modifier("only")
 def only(algo: Algo, *, only_roles: Names) -> Algo:
     """Trains the calls of these roles alone. arXiv 2508.03680."""
-    chosen = Chosen(tuple(only_roles))
-    return replace(algo, keep=chosen if algo.keep is None else Every((algo.keep, chosen)))
+    chosen = RoleFilter(tuple(only_roles))
+    return replace(algo, keep=chosen if algo.keep is None else AllFilters((algo.keep, chosen)))

@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from agentrl import folder_lock
 from agentrl.algorithms.credit.turns import HINDSIGHT
-from agentrl.algorithms.data.state import State
+from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.diagnostics.credit_records import Ledger
 from agentrl.algorithms.learners import auxiliary
 from agentrl.algorithms.learners.base import Learner
@@ -25,7 +25,7 @@ from agentrl.algorithms.learners.implicit_reward import ImplicitTrainer
 from agentrl.algorithms.learners.verl.learner import VerlLearner
 from agentrl.algorithms.model.load import context_of
 from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.objective.kl_control import Anchor, Following
+from agentrl.algorithms.objective.kl_control import ReferenceControl, UpdatableReference
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.presets.registry import check_group
 from agentrl.algorithms.sampling import counterfactuals, evaluate
@@ -165,7 +165,7 @@ def make_team(
         updaters[name] = make_updater(view(config, name), name, algo, base, dumps)
         if isinstance(learner := updaters[name].learner, VerlLearner):
             stack.callback(learner.close)
-    memory = State() if config.policies else updaters[POLICY].state
+    memory = AlgorithmState() if config.policies else updaters[POLICY].state
     difficulty = Difficulty() if config.tasks.order == "difficulty" else None
     if difficulty is not None:
         memory.parts[PART] = difficulty.means
@@ -221,10 +221,12 @@ def make_updater(config: RunConfig, name: str, algo: Algo, base: Base, dumps: Pa
     )
 
 
-def remembered(config: RunConfig, algo: Algo, reference: Following | None) -> tuple[State, Anchor]:
+def remembered(
+    config: RunConfig, algo: Algo, reference: UpdatableReference | None
+) -> tuple[AlgorithmState, ReferenceControl]:
     """All that a policy remembers from step to step, and what holds it."""
-    memory = State(algo.memories, seed=config.seed)
-    anchor = Anchor(reference, auxiliary.make_controller(config, algo))
+    memory = AlgorithmState(algo.memories, seed=config.seed)
+    anchor = ReferenceControl(reference, auxiliary.make_controller(config, algo))
     if anchor.kl is not None:
         memory.parts["kl"] = anchor.kl
     return memory, anchor
