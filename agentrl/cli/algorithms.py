@@ -103,7 +103,9 @@ def _of_policy(
 ) -> Explanation:
     """What one policy made of the groups of a step, by its own view of the run."""
     settings = config.algorithm
-    algo = presets.make(settings.preset, settings.options, streams=EVERYTHING)
+    algo = presets.make(
+        settings.preset, settings.options, streams=EVERYTHING, root=Path(config.root)
+    )
     own = {row.transition: row for row in credits if row.policy == policy}
     return explain(algo, groups, min_group=settings.min_group, credits=own, policy=policy)
 
@@ -167,6 +169,8 @@ def _fields(name: str) -> str:
 def _example(option: str) -> object:
     lists = {"only_roles": ["agent"], "roles": ["agent"], "actions": ["yes", "no"]}
     lists |= {"equal_units": ["role"]}
+    if option == "credit":
+        return "agentrl.algorithms.credit.core:response_lengths"
     return lists.get(option, {"process": {"scope": "transition"}})
 
 

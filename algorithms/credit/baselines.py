@@ -6,18 +6,15 @@ reads it from the batch.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
 from torch import Tensor
 
-from agentrl.algorithms.credit.core import Column, Credit, level_of, rewards
-from agentrl.algorithms.credit.turns import Returns
+from agentrl.algorithms.credit.core import Column, level_of, rewards
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level, lift, rollout_of
-from agentrl.algorithms.data.rewards import last_observation
 from agentrl.algorithms.data.state import CountedMeans, EmaMeans, RememberedColumn, StatePart
 from agentrl.errors import TrainingError, nearest
 from agentrl.types import Rollout
@@ -88,44 +85,6 @@ class Ema(RunningMean):
         return remembered_column(batch, self.name)
 
 
-@dataclass(frozen=True, slots=True)
-class Tabular(RunningMean):
-    """[S] the mean return that earlier steps saw from the state before a call, 0 for one never
-    seen: a critic for tasks with few states."""
-
-    reward: str | Column = "outcome"
-    gamma: float = 1.0
-
-    @property
-    def level(self) -> Level:
-        return "transition"
-
-    def part(self, seed: int) -> CountedMeans:
-        return CountedMeans()
-
-    def names(self, batch: Batch, rollouts: Sequence[Rollout]) -> list[str]:
-        calls = {call.id: call for rollout in rollouts for call in rollout.transitions}
-        tasks = (rollouts[rollout].task for rollout in batch.transition_rollout.tolist())
-        seen = (last_observation(calls[name]) for name in batch.transitions)
-        return [_digest(task, state) for task, state in zip(tasks, seen, strict=True)]
-
-    def observed(self, batch: Batch) -> Tensor:
-        return Returns(self.reward, self.gamma)(batch)
-
-    def __call__(self, batch: Batch) -> Tensor:
-        return remembered_column(batch, self.name)
-
-
-@dataclass(frozen=True, slots=True)
-class NonzeroAdvantage:
-    """bool [N]: tokens whose credit is not 0."""
-
-    credit: Credit
-
-    def __call__(self, batch: Batch) -> Tensor:
-        return self.credit(batch) != 0
-
-
 def remembered_column(batch: Batch, name: str) -> Tensor:
     """What the state says of the batch. Raises TrainingError where it was not asked."""
     if name not in batch.memory:
@@ -144,9 +103,3 @@ def _field(rollout: Rollout, key: str) -> str:
         )
     value = rollout.task[key]
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
-
-
-def _digest(*parts: object) -> str:
-    """Of a state within its task."""
-    whole = msgspec.msgpack.encode(parts, order="sorted")
-    return hashlib.blake2b(whole, digest_size=12).hexdigest()

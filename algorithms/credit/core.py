@@ -15,16 +15,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.ids import (
-    Level,
-    Unit,
-    lift,
-    next_with_same_id,
-    owner,
-    scan,
-    segment_reduce,
-    units,
-)
+from agentrl.algorithms.data.ids import Level, Unit, lift, next_same, owner, reduce_by, scan, units
 from agentrl.algorithms.data.rewards import split_reference
 from agentrl.errors import TrainingError, nearest
 
@@ -61,12 +52,16 @@ def standardise(
 ) -> Standardised:
     """(x - baseline) / scale within units of equal id.
 
-    x [U]: NaN = missing: in no statistic, result 0. by, norm_by (default `by`) int64 [U]: whom to
-    compare with, and whose scale to divide by. base: nothing, the mean, the mean of the others, or
-    given values [U]. norm: the standard deviation of x - baseline (plus eps), or the mean of |x|,
-    which is that of x where none is below 0, and keeps the result of n rewards within n + 1 where
-    those of both signs nearly cancel. w, bw [U]: frequency weights of all statistics, and of the
-    baseline alone.
+    x [U]: NaN = missing: in no statistic, result 0. by, norm_by (default `by`) int64 [U]: the ids
+    of the comparison group, and of the group whose scale divides. base: nothing, the mean, the mean
+    of the others, or given values [U]. norm: the standard deviation of x - baseline (plus eps), or
+    the mean of |x|, which is that of x where none is below 0, and keeps the result of n rewards
+    within n + 1 where those of both signs nearly cancel. w, bw [U]: frequency weights of all
+    statistics, and of the baseline alone.
+
+    The deviation is taken around the mean of x - baseline. That mean is 0 for the baselines "mean"
+    and "loo" without weights; given values (an EMA, a greedy rollout) may leave another one, which
+    stays in the result and does not enter the scale.
 
     The result is exactly 0, never rounding noise over eps, for a unit without others to compare
     with, for one within tol of its baseline (relative to the largest |x| of its id) and where the
@@ -77,9 +72,9 @@ def standardise(
     baseline = _baseline(x, by, base, weight if bw is None else known * bw.double())
     centred = x - baseline
     live = known & centred.isfinite()
-    live &= centred.abs() > tol * segment_reduce(x.abs(), by, how="amax")[by]
+    live &= centred.abs() > tol * reduce_by(x.abs(), by, how="amax")[by]
     if not isinstance(base, Tensor) and base != "none":
-        live &= segment_reduce(weight > 0, by)[by] > 1
+        live &= reduce_by(weight > 0, by)[by] > 1
     centred = torch.where(live, centred, 0.0)
     if norm == "none":
         return Standardised(centred, baseline, torch.zeros_like(centred))
@@ -91,16 +86,16 @@ def _scale(
     x: Tensor, centred: Tensor, weight: Tensor, by: Tensor, norm: Norm,
     ddof: int, eps: float, tol: float,
 ) -> Tensor:  # fmt: skip
-    total = segment_reduce(weight, by)
+    total = reduce_by(weight, by)
     if norm == "mean":
         return torch.where(
-            segment_reduce(weight * x, by) > 0, segment_reduce(weight * x.abs(), by) / total, 0.0
+            reduce_by(weight * x, by) > 0, reduce_by(weight * x.abs(), by) / total, 0.0
         )[by]
-    largest = segment_reduce(x.abs(), by, how="amax")
+    largest = reduce_by(x.abs(), by, how="amax")
     # In shares of the largest, whose squares neither overflow nor vanish.
     share = torch.where(centred == 0, 0.0, centred / largest[by])
-    mean = segment_reduce(weight * share, by) / total
-    deviation = (segment_reduce(weight * (share - mean[by]) ** 2, by) / (total - ddof)).sqrt()
+    mean = reduce_by(weight * share, by) / total
+    deviation = (reduce_by(weight * (share - mean[by]) ** 2, by) / (total - ddof)).sqrt()
     return torch.where(deviation > tol, largest * deviation + eps, 0.0)[by]
 
 
@@ -109,8 +104,8 @@ def _baseline(x: Tensor, by: Tensor, base: Base | Tensor, weight: Tensor) -> Ten
         return base.double()
     if base == "none":
         return torch.zeros_like(x)
-    total = segment_reduce(weight, by)[by]
-    mean = segment_reduce(weight * x, by)[by] / total
+    total = reduce_by(weight, by)[by]
+    mean = reduce_by(weight * x, by)[by] / total
     # Weights are frequencies: leaving one out takes away a whole unit of weight.
     return mean - (x - mean) / (total - 1).clamp(min=0) if base == "loo" else mean
 
@@ -352,53 +347,56 @@ def was_truncated(batch: Batch) -> Tensor:
     """bool [U]: whether the last call of the rollout was cut off by a token limit."""
     cut = torch.zeros(len(batch.rollouts), dtype=torch.bool)
     if batch.transition_truncated.numel():
-        last = next_with_same_id(batch.transition_rollout) < 0
+        last = next_same(batch.transition_rollout) < 0
         cut[batch.transition_rollout[last]] = batch.transition_truncated[last]
     return cut
 
 
+def has_outcome(batch: Batch) -> Tensor:
+    """bool [U]: whether the batch has a reward of the whole rollout, or of one of its roles."""
+    known = torch.zeros(len(batch.rollouts), dtype=torch.bool)
+    for name, x in batch.rewards.items():
+        if level_of(name) in ("rollout", "role"):
+            known |= ~x.isnan().reshape(len(batch.rollouts), -1).all(1)
+    return known
+
+
 def response_lengths(batch: Batch) -> Tensor:
     """Action tokens per rollout, float64 [U]."""
-    return segment_reduce(torch.ones(batch.n_tokens), batch.token_rollout, len(batch.rollouts))
+    return reduce_by(torch.ones(batch.n_tokens), batch.token_rollout, len(batch.rollouts))
 
 
 def has_variance(batch: Batch, reward: str | Column = "outcome") -> Tensor:
     """bool, one per unit of the reward: whether the known rewards of its group differ."""
     x, group = rewards(batch, reward), units(batch, level_of(reward), "group")
-    high = segment_reduce(x.nan_to_num(nan=-torch.inf), group, how="amax")
-    low = segment_reduce(x.nan_to_num(nan=torch.inf), group, how="amin")
-    largest = segment_reduce(x.nan_to_num(nan=0.0).abs(), group, how="amax")
+    high = reduce_by(x.nan_to_num(nan=-torch.inf), group, how="amax")
+    low = reduce_by(x.nan_to_num(nan=torch.inf), group, how="amin")
+    largest = reduce_by(x.nan_to_num(nan=0.0).abs(), group, how="amax")
     return (high - low > SPREAD * largest)[group]
 
 
 @dataclass(frozen=True, slots=True)
-class NonzeroVariance:
-    """bool [N]: tokens of groups whose rewards differ. DAPO's filter, arXiv 2503.14476."""
+class AllFilters:
+    """bool [N]: tokens that all filters keep."""
 
-    reward: str = "outcome"
+    keep: tuple[Column, ...]
 
     def __call__(self, batch: Batch) -> Tensor:
-        return has_variance(batch, self.reward)[owner(batch, level_of(self.reward))]
+        return torch.stack([keep(batch) for keep in self.keep]).all(0)
 
 
 @dataclass(frozen=True, slots=True)
-class NonzeroVarianceReward:
-    """The reward, missing where the rewards of the group do not differ."""
+class TokenKLPenalty:
+    """[N] beta * (b - q): the price, in rewards, of leaving the reference. Its sum over a rollout
+    estimates beta times their KL without bias, because b is what was sampled from. arXiv
+    1909.08593."""
 
-    reward: str = "outcome"
-
-    def __call__(self, batch: Batch) -> Tensor:
-        return torch.where(has_variance(batch, self.reward), rewards(batch, self.reward), torch.nan)
-
-
-@dataclass(frozen=True, slots=True)
-class RescaledByValid:
-    """The reward times known / surviving rollouts, which makes up for the zero gradients of groups
-    whose rewards do not differ. GPG, arXiv 2504.02546."""
-
-    reward: str = "outcome"
+    beta: float
 
     def __call__(self, batch: Batch) -> Tensor:
-        x = rewards(batch, self.reward)
-        known = ~x.isnan()
-        return x * known.sum() / (has_variance(batch, self.reward) & known).sum().clamp(1)
+        if batch.reference.numel() != batch.n_tokens:
+            raise TrainingError(
+                f"step {batch.step}: the algorithm needs the log-probs of a reference model for "
+                f"{batch.n_tokens} tokens (stream q), and there are none; set its coefficient to 0"
+            )
+        return self.beta * (batch.behaviour.double() - batch.reference.double())

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.ids import Level, next_with_same_id, scan, segment_reduce
+from agentrl.algorithms.data.ids import Level, next_same, reduce_by, scan
 from agentrl.errors import PolicyError, nearest
 from agentrl.types import Group, Json, Rollout
 
@@ -77,7 +77,7 @@ class EmaMeans:
         ids = torch.tensor([index[name] for name in names], dtype=torch.int64)
         start = torch.tensor([self.values.get(name, 0.0) for name in names], dtype=torch.float64)
         known = (~x.isnan()).nonzero().squeeze(1)
-        previous = next_with_same_id(ids[known], torch.arange(known.numel() - 1, -1, -1))
+        previous = next_same(ids[known], torch.arange(known.numel() - 1, -1, -1))
         first = torch.where(previous < 0, self.decay * start[known], 0.0)
         after = scan((1 - self.decay) * x[known] + first, self.decay, previous)
         before = start.clone()
@@ -103,8 +103,8 @@ class CountedMeans:
         that is missing (NaN) changes nothing."""
         index = {name: number for number, name in enumerate(dict.fromkeys(names))}
         ids = torch.tensor([index[name] for name in names], dtype=torch.int64)
-        count = segment_reduce(~x.isnan(), ids, len(index)).tolist()
-        total = segment_reduce(x.nan_to_num(nan=0.0), ids, len(index)).tolist()
+        count = reduce_by(~x.isnan(), ids, len(index)).tolist()
+        total = reduce_by(x.nan_to_num(nan=0.0), ids, len(index)).tolist()
         after = dict(self.values)
         for name, number in index.items():
             mean, seen = self.values.get(name, (0.0, 0))

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit.core import CriticValues, GroupRelative, parts_of
-from agentrl.algorithms.credit.outcomes import TokenKLPenalty
+from agentrl.algorithms.credit.core import CriticValues, GroupRelative, TokenKLPenalty, parts_of
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.ids import owner, segment_reduce, units
+from agentrl.algorithms.data.ids import owner, reduce_by, units
 from agentrl.algorithms.data.state import RememberedColumn
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.core import Algo, Terms
@@ -109,7 +108,7 @@ def spans(batch: Batch, columns: Sequence[Tensor]) -> Iterator[array[float]]:
     changes = torch.zeros(sizes.numel(), dtype=torch.float64)
     for x in flat:
         differs = (x[1:] != x[:-1]) & ~(x[1:].isnan() & x[:-1].isnan())
-        changes += segment_reduce(differs & (call[1:] == call[:-1]), call[1:], sizes.numel())
+        changes += reduce_by(differs & (call[1:] == call[:-1]), call[1:], sizes.numel())
     stops = torch.where(changes == 0, ends - sizes + 1, ends)
     whole = [array("f", x.numpy().tobytes()) for x in flat]  # slices of it are cheap
     for first, stop in zip((ends - sizes).tolist(), stops.tolist(), strict=True):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from agentrl.algorithms.credit.core import has_variance, level_of
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.ids import segment_reduce, units
+from agentrl.algorithms.data.ids import reduce_by, units
 from agentrl.algorithms.data.rewards import reward_reference
 from agentrl.algorithms.learners.base import StepReport
 from agentrl.algorithms.objective.core import Algo, Terms, eta, gate_factors, kl_value, streams_at
@@ -146,8 +146,8 @@ def comparisons(batch: Batch) -> Metrics:
         return metrics
     for name, x in batch.rewards.items():
         group = units(batch, level_of(name), "group")
-        known = segment_reduce(~x.isnan(), group, len(batch.groups))
-        alike = segment_reduce(has_variance(batch, name), group, len(batch.groups)) == 0
+        known = reduce_by(~x.isnan(), group, len(batch.groups))
+        alike = reduce_by(has_variance(batch, name), group, len(batch.groups)) == 0
         metrics[f"reward/{name}/frac_solo"] = _mean(known == 1)
         metrics[f"reward/{name}/frac_zero_std"] = _mean(alike & (known > 1))
         if x.numel():

@@ -21,13 +21,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit.core import Column, Credit, CriticValues, parts_of
-from agentrl.algorithms.credit.outcomes import GreedyBaseline, PassAtKReward, TokenKLPenalty
+from agentrl.algorithms.credit.core import Column, Credit, CriticValues, TokenKLPenalty, parts_of
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.ids import How, Unit, segment_reduce, units
+from agentrl.algorithms.data.ids import How, Unit, reduce_by, units
 from agentrl.algorithms.data.state import RememberedColumn
-from agentrl.algorithms.objective.ratios import LOG_LIMIT, GateFn, TopKDivergenceGate
+from agentrl.algorithms.objective.ratios import LOG_LIMIT, GateFn
 from agentrl.errors import TrainingError
+from agentrl.plugins import where
 
 Stream = Literal["p", "o", "b", "q", "t"]
 STREAMS: dict[str, str] = {
@@ -101,15 +101,12 @@ class Algo:
     @property
     def symbols(self) -> int:
         """Of how many tokens it reads the log-probs at every place, besides p; 0: of none."""
-        return max(
-            (gate.fn.k for gate in self.gates if isinstance(gate.fn, TopKDivergenceGate)), default=0
-        )
+        return max((getattr(gate.fn, "symbols", 0) for gate in self.gates), default=0)
 
     @property
     def group(self) -> int:
         """How many rollouts a group must have for it to learn anything from them."""
-        subsets = (part for part in parts_of(self.credit) if isinstance(part, PassAtKReward))
-        return max((part.k + 1 for part in subsets), default=1)
+        return max(getattr(part, "min_group", 1) for part in (None, *parts_of(self.credit)))
 
     @property
     def critic(self) -> bool:
@@ -119,17 +116,13 @@ class Algo:
     @property
     def memories(self) -> tuple[RememberedColumn, ...]:
         """What it must remember from step to step."""
-        found = (
-            part
-            for part in parts_of((self.credit, self.keep))
-            if isinstance(part, RememberedColumn)
-        )
-        return tuple({part.name: part for part in found}.values())
+        parts = parts_of((self.credit, self.keep))
+        return tuple({p.name: p for p in parts if isinstance(p, RememberedColumn)}.values())
 
     @property
     def greedy(self) -> bool:
         """Whether each group must hold a greedy rollout."""
-        return any(isinstance(part, GreedyBaseline) for part in parts_of(self.credit))
+        return any(getattr(part, "needs_greedy", False) for part in parts_of(self.credit))
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,16 +154,16 @@ def loss_terms(
     Raises TrainingError for a missing stream, log-probs that are not finite, infinite credit."""
     given = {"b": batch.behaviour, **streams}
     columns = {name: column.detach().double().cpu() for name, column in given.items()}
-    where = f"algorithm {algo.name!r}, step {batch.step},"
+    who = f"algorithm {algo.name!r}, step {batch.step},"
     read: set[str] = {*algo.needs, *(("o_K",) if algo.symbols else ())}
     for name in sorted(read - ({"o", "o_K"} if fresh else set())):
         known = len(columns.get(name, ()))
         if name not in columns or known != batch.n_tokens:
             raise TrainingError(
-                f"{where} needs {batch.n_tokens} log-probs of the {STREAMS[name]} (stream {name}), "
+                f"{who} needs {batch.n_tokens} log-probs of the {STREAMS[name]} (stream {name}), "
                 f"and there are {known or 'none'}; choose a preset or options that do without"
             )
-        _check_finite(columns[name], name, where)
+        _check_finite(columns[name], name, who)
     credit = compute_advantages(algo, batch) if advantage is None else advantage
     live = ~credit.isnan()
     credit = torch.where(live, credit, 0.0)
@@ -193,13 +186,18 @@ def loss_terms(
 def compute_advantages(algo: Algo, batch: Batch) -> Tensor:
     """Advantages float64 [N], NaN for tokens that are missing or filtered out.
 
-    Raises TrainingError if one is infinite."""
-    credit = algo.credit(batch).detach().double()
-    if infinite := int(credit.isinf().sum()):
+    Raises TrainingError for a credit that is not one number per token, or infinite."""
+    credit = algo.credit(batch)
+    who = f"algorithm {algo.name!r}, step {batch.step}:"
+    if not isinstance(credit, Tensor) or credit.shape != (batch.n_tokens,):
+        found = f"{tuple(credit.shape)}" if isinstance(credit, Tensor) else type(credit).__name__
         raise TrainingError(
-            f"algorithm {algo.name!r}, step {batch.step}: {infinite} of {credit.numel()} "
-            "advantages are infinite"
+            f"{who} {where(algo.credit)} gave {found}; return a tensor with one advantage for each "
+            f"of the {batch.n_tokens} tokens of the batch"
         )
+    credit = credit.detach().double()
+    if infinite := int(credit.isinf().sum()):
+        raise TrainingError(f"{who} {infinite} of {credit.numel()} advantages are infinite")
     return credit if algo.keep is None else torch.where(algo.keep(batch), credit, torch.nan)
 
 
@@ -241,7 +239,7 @@ def psi_of(loss: Callable[[Tensor], Tensor], p: Tensor) -> Tensor:
 
 def pool(lr: Tensor, ids: Tensor | None, how: How = "mean") -> Tensor:
     """One value per unit, copied back to its tokens, float64 [n]; without ids lr itself."""
-    return lr if ids is None else segment_reduce(lr, ids, how=how)[ids]
+    return lr if ids is None else reduce_by(lr, ids, how=how)[ids]
 
 
 def weights(
@@ -258,8 +256,8 @@ def weights(
     part: ids of what each unit is made of; default: it is one part itself."""
     kept = torch.ones_like(unit, dtype=torch.bool) if mask is None else mask
     part = unit if part is None else part
-    tokens = segment_reduce(kept, part)[part].clamp(min=1)
-    parts = segment_reduce(kept / tokens, unit).round()  # every live part adds up to 1
+    tokens = reduce_by(kept, part)[part].clamp(min=1)
+    parts = reduce_by(kept / tokens, unit).round()  # every live part adds up to 1
     share = torch.where(kept, 1.0, 0.0).double() / (parts > 0).sum().clamp(min=1)
     share = share / parts[unit].clamp(min=1)
     if inner == "mean":

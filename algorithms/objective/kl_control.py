@@ -12,8 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from agentrl.algorithms.credit.core import map_parts, parts_of
-from agentrl.algorithms.credit.outcomes import TokenKLPenalty
+from agentrl.algorithms.credit.core import TokenKLPenalty, map_parts, parts_of
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.objective.core import Algo
 from agentrl.errors import ConfigError

@@ -10,16 +10,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit.core import CriticValues, Gae, parts_of
-from agentrl.algorithms.credit.turns import BiLevelGae, StepGae
+from agentrl.algorithms.credit.core import Column, CriticValues, parts_of
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.multiagent.role_credit import SingleCallAdvantage
 from agentrl.algorithms.objective.core import Algo
 from agentrl.errors import TrainingError
+
+
+@runtime_checkable
+class FromValues(Protocol):
+    """A credit made of values, which can say what these should have been."""
+
+    @property
+    def value(self) -> Column: ...
+
+    def returns(self, batch: Batch) -> Tensor:
+        """The targets of the values, float64 [N], NaN = none."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +51,7 @@ def returns(algo: Algo, batch: Batch) -> Tensor:
     Raises TrainingError for a credit that reads it in two ways."""
     columns: dict[object, Callable[[Batch], Tensor]] = {}
     for part in parts_of(algo.credit):
-        if isinstance(part, Gae | StepGae | BiLevelGae | SingleCallAdvantage) and _reads_critic(
-            part.value
-        ):
+        if isinstance(part, FromValues) and _reads_critic(part.value):
             columns.setdefault(part, part.returns)
     if not columns:
         return torch.full((batch.n_tokens,), torch.nan, dtype=torch.float64)

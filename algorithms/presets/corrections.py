@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import Tensor
 
 from agentrl.algorithms.objective.core import Algo, Gate
-from agentrl.algorithms.objective.ratios import (
-    InRange,
-    OffPolicyMask,
-    Ratio,
-    RatioInRange,
-    Truncate,
-)
+from agentrl.algorithms.objective.ratios import InRange, Ratio, RatioInRange, Truncate
 from agentrl.algorithms.presets.registry import Cap, Num, modifier
 
 
@@ -66,3 +64,15 @@ def decoupled(algo: Algo) -> Algo:
 def opsm(algo: Algo, *, opsm_delta: Num = 0.1) -> Algo:
     """Failed rows that the policy has moved away from are dropped. arXiv 2512.02556."""
     return _with(algo, Gate(OffPolicyMask(opsm_delta), "p", "b", "row"))
+
+
+@dataclass(frozen=True, slots=True)
+class OffPolicyMask:
+    """0 where A < 0 and -lr > delta, else 1: no lesson from failures that the policy has moved away
+    from. Pool as a row mean of p against b. DeepSeek-V3.2, arXiv 2512.02556."""
+
+    delta: float = 0.1
+    is_mask: ClassVar[bool] = True
+
+    def __call__(self, lr: Tensor, advantage: Tensor, streams: Mapping[str, Tensor]) -> Tensor:
+        return (~((advantage < 0) & (-lr > self.delta))).double()

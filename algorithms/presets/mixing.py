@@ -9,26 +9,131 @@ reward. What a stream misses adds nothing; a token that all of them miss is miss
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from math import inf
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
+import torch
+from torch import Tensor
 
-from agentrl.algorithms.credit.core import Column, Credit, GroupRelative, WeightedSum
-from agentrl.algorithms.credit.mixtures import (
-    Agreement,
-    CentredOnOthers,
-    ClampedAdvantage,
-    DiscountedAdvantages,
-    GatedByOutcome,
-    ScaledByLargestReturn,
-    SumOfCalls,
+from agentrl.algorithms.credit.core import Column, Credit, GroupRelative, WeightedSum, standardise
+from agentrl.algorithms.credit.turns import (
+    CallRewards,
+    PotentialShaping,
+    Returns,
+    TurnDiscount,
+    call_rewards,
+    discounted_return,
+    turn_discounts,
 )
-from agentrl.algorithms.credit.turns import CallRewards, PotentialShaping, Returns, TurnDiscount
-from agentrl.algorithms.data.ids import Unit
-from agentrl.algorithms.presets.registry import Cap, Discount, Share
+from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.data.ids import Level, Unit, known_mean, lift, next_same, reduce_by
+from agentrl.algorithms.objective.core import Algo
+from agentrl.algorithms.presets.registry import (
+    PPO_CLIP,
+    Cap,
+    CreditFunction,
+    Discount,
+    Scale,
+    Share,
+    modifier,
+    outcome_of,
+    preset,
+)
 from agentrl.errors import ConfigError
 from agentrl.types import Scope
+
+Agreement = Literal["agree", "positive", "negative"]
+
+
+@dataclass(frozen=True, slots=True)
+class SumOfCalls(WeightedSum):
+    """[S] weighted sum of columns of calls; what is missing in one counts as 0 there."""
+
+    level: ClassVar[Level] = "transition"
+
+
+@dataclass(frozen=True, slots=True)
+class DiscountedAdvantages:
+    """[S] advantages of calls, or of what is above them, fading towards the start."""
+
+    rel: GroupRelative
+    gamma: float = 1.0
+    level: ClassVar[Level] = "transition"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        x = lift(batch, self.rel.of_units(batch), self.rel.level, "transition")
+        return x * turn_discounts(batch, self.gamma)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledByLargestReturn:
+    """[S] rewards over the largest |return| of the batch. PRIME, arXiv 2502.01456."""
+
+    reward: str | Column
+    level: ClassVar[Level] = "transition"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        x = call_rewards(batch, self.reward)
+        returns = discounted_return(x, 1.0, next_same(batch.transition_rollout)).abs()
+        largest = returns.nan_to_num(nan=0.0).max() if returns.numel() else torch.ones(())
+        return x / largest if largest > 0 else x
+
+
+@dataclass(frozen=True, slots=True)
+class CentredOnOthers:
+    """[S] rewards minus the mean over the other rollouts of the group of theirs per call; 0 where
+    there is no other. PRIME, arXiv 2502.01456."""
+
+    reward: str | Column
+    level: ClassVar[Level] = "transition"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        x, rollout, n = (
+            call_rewards(batch, self.reward),
+            batch.transition_rollout,
+            len(batch.rollouts),
+        )
+        mean = known_mean(x, rollout, n)
+        base = standardise(mean, batch.rollout_group, base="loo").baseline
+        others = (
+            reduce_by(~mean.isnan(), batch.rollout_group, len(batch.groups))[batch.rollout_group]
+            > 1
+        )
+        return torch.where(others[rollout], x - base[rollout], 0.0 * x)
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedAdvantage:
+    """[N] a credit within +- limit."""
+
+    credit: Credit
+    limit: float
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return self.credit(batch).clamp(-self.limit, self.limit)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedByOutcome:
+    """[N] a credit where the outcome agrees, else 0; missing where the outcome is.
+
+    agree: both have the same sign. positive: what is good counts only where the outcome is good,
+    negative: what is bad only where it is bad."""
+
+    credit: Credit
+    outcome: Credit
+    how: Agreement
+
+    def __call__(self, batch: Batch) -> Tensor:
+        a, outcome = self.credit(batch), self.outcome(batch)
+        agrees = a * outcome > 0
+        if self.how != "agree":
+            sign = 1 if self.how == "positive" else -1
+            agrees |= sign * a <= 0
+        return torch.where(outcome.isnan() | a.isnan(), torch.nan, torch.where(agrees, a, 0.0))
+
 
 Way = Literal["advantages", "returns", "rewards"]
 
@@ -50,6 +155,9 @@ class RewardStream(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     gate: Literal["none"] | Agreement = "none"
     outcome: str = "outcome"  # the stream that gates
     required: bool = True  # a step in which nobody has it stops the run
+
+
+Streams = Annotated[dict[str, RewardStream], msgspec.Meta(min_length=1)]
 
 
 def mixed_credit(
@@ -169,3 +277,40 @@ def _faults(
     if stream.gate != "none" and (gate is None or gate.gate != "none"):
         why = "there is no stream of that name without a gate of its own"
         yield f".outcome = {stream.outcome!r}", why
+
+
+@preset("streams", clip=PPO_CLIP, kl=True)
+def streams(
+    *, streams: Streams, mix: Way = "advantages", gamma: Discount = 1.0, norm: Scale = "none"
+) -> Algo:
+    """Any number of process and result rewards, each with answers of its own, and where they are
+    mixed. arXiv 2509.19199; see CREDIT.md."""
+    credit = mixed_credit(streams, mix, gamma=gamma, norm=norm)
+    algo = Algo(credit)
+    return replace(algo, optional=optional_rewards(streams))
+
+
+@modifier("process")
+def with_process(algo: Algo, *, process_streams: Streams) -> Algo:
+    """Adds the advantages of more rewards to the host's. arXiv 2509.19199; see CREDIT.md."""
+    credit = with_streams(algo.credit, process_streams)
+    return replace(algo, credit=credit, optional=algo.optional + optional_rewards(process_streams))
+
+
+@dataclass(frozen=True, slots=True)
+class CustomCredit:
+    """[N] what a function of the user's gives for a batch with this reward."""
+
+    function: Credit
+    reward: str
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return self.function(batch)
+
+
+@modifier("credit")
+def with_credit(algo: Algo, *, credit: CreditFunction, credit_reward: str = "") -> Algo:
+    """Puts a function of yours, "file.py:name", in the place of the host's credit: it takes a batch
+    and returns one advantage per token, NaN where it is missing. credit_reward: the reward that the
+    batch carries for it; default: the host's. As in arXiv 2402.03300 advantages are of tokens."""
+    return replace(algo, credit=CustomCredit(credit, credit_reward or outcome_of(algo)))

@@ -15,7 +15,6 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from agentrl import folder_lock
-from agentrl.algorithms.credit.turns import HINDSIGHT
 from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.diagnostics.credit_records import Ledger
 from agentrl.algorithms.learners import auxiliary
@@ -28,6 +27,7 @@ from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.objective.kl_control import ReferenceControl, UpdatableReference
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.presets.registry import check_group
+from agentrl.algorithms.presets.zoo.hcapo import HINDSIGHT
 from agentrl.algorithms.sampling import counterfactuals, evaluate
 from agentrl.algorithms.sampling.collect import Collector, rule
 from agentrl.algorithms.sampling.counterfactuals import RoleRewards, shares
@@ -147,7 +147,10 @@ def sampled_for(config: RunConfig, algos: Mapping[str, Algo]) -> tuple[bool, str
 def algorithm(config: RunConfig) -> Algo:
     """The record that the run file asks for. Raises ConfigError for what it could not use."""
     streams = auxiliary.supplied(config)
-    algo = catalogue.make(config.algorithm.preset, config.algorithm.options, streams=streams)
+    settings = config.algorithm
+    algo = catalogue.make(
+        settings.preset, settings.options, streams=streams, root=Path(config.root)
+    )
     check_group(config.algorithm, algo)
     auxiliary.check_used(config, algo)
     return counterfactuals.lenient(config, algo)

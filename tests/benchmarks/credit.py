@@ -16,10 +16,11 @@ from statistics import fmean, stdev
 import torch
 
 from agentrl.algorithms.credit.core import Credit, GroupRelative
-from agentrl.algorithms.credit.turns import PeerValues, Returns, StepGae, ValuesFromReward
+from agentrl.algorithms.credit.turns import Returns, StepGae, ValuesFromReward
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.objective.core import compute_advantages, loss_terms, psi
 from agentrl.algorithms.presets.catalogue import make
+from agentrl.algorithms.presets.zoo.peers import PeerValues
 
 from .team_variance import team_variance
 

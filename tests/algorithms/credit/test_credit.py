@@ -15,11 +15,9 @@ from agentrl.algorithms.credit.core import (
     Credit,
     Gae,
     GroupRelative,
-    NonzeroVariance,
-    NonzeroVarianceReward,
     Norm,
-    RescaledByValid,
     RewardToGo,
+    TokenKLPenalty,
     Whiten,
     gae,
     next_action,
@@ -27,8 +25,10 @@ from agentrl.algorithms.credit.core import (
     standardise,
     weighted_sum,
 )
-from agentrl.algorithms.credit.outcomes import BestOverSecond, TokenKLPenalty
 from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.presets.zoo.dapo import NonzeroVariance, NonzeroVarianceReward
+from agentrl.algorithms.presets.zoo.pass_at_k import BestOverSecond
+from agentrl.algorithms.presets.zoo.reinforce import RescaledByValid
 from agentrl.errors import TrainingError
 
 NAN = math.nan

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from agentrl.algorithms.credit.core import GroupRelative, RewardToGo, Whiten, standardise
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.ids import key, scan, segment_reduce
+from agentrl.algorithms.data.ids import key, reduce_by, scan
 from agentrl.algorithms.objective.core import (
     Algo,
     Gate,
@@ -29,19 +29,18 @@ from agentrl.algorithms.objective.core import (
 )
 from agentrl.algorithms.objective.ratios import (
     Clip,
-    DivergenceGate,
     GateFn,
     InRange,
-    OffPolicyMask,
     Ratio,
     RatioInRange,
-    SoftGate,
     Truncate,
     TrustRegion,
-    VespoWeight,
 )
 from agentrl.algorithms.presets.catalogue import make, presets
+from agentrl.algorithms.presets.corrections import OffPolicyMask
 from agentrl.algorithms.presets.registry import Supply
+from agentrl.algorithms.presets.zoo.cispo import SoftGate, VespoWeight
+from agentrl.algorithms.presets.zoo.dppo import DivergenceGate
 
 law = settings(max_examples=30, deadline=None, derandomize=True)
 
@@ -176,7 +175,7 @@ def test_weighted_advantages_sum_to_zero_per_group(
 ) -> None:
     x, by = columns(units)
     weight = torch.tensor(w[: len(units)], dtype=torch.float64)
-    total = segment_reduce(weight * advantages(x, by, norm=norm, w=weight), by)
+    total = reduce_by(weight * advantages(x, by, norm=norm, w=weight), by)
     assert close(total, torch.zeros_like(total))
 
 
@@ -184,7 +183,7 @@ def test_weighted_advantages_sum_to_zero_per_group(
 @given(Units)
 def test_leave_one_out_is_the_mean_scaled_by_the_group(units: list[tuple[float, int]]) -> None:
     x, by = columns(units)
-    size = segment_reduce(torch.ones_like(x), by)[by]
+    size = reduce_by(torch.ones_like(x), by)[by]
     expected = advantages(x, by) * size / (size - 1).clamp(min=1)
     assert close(advantages(x, by, base="loo"), expected)
 

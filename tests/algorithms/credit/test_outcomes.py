@@ -10,19 +10,13 @@ from typing import Any
 
 import pytest
 
-from agentrl.algorithms.credit.core import GroupRelative
-from agentrl.algorithms.credit.outcomes import (
-    AllFilters,
-    BestOverSecond,
-    GreedyBaseline,
-    NotTruncated,
-    OverlongPenalty,
-    PassAtKReward,
-    SampledRewards,
-)
-from agentrl.algorithms.credit.turns import RoleFilter
+from agentrl.algorithms.credit.core import AllFilters, GroupRelative
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.presets.catalogue import make
+from agentrl.algorithms.presets.zoo.dapo import NotTruncated, OverlongPenalty
+from agentrl.algorithms.presets.zoo.pass_at_k import BestOverSecond, PassAtKReward
+from agentrl.algorithms.presets.zoo.reinforce import GreedyBaseline, SampledRewards
+from agentrl.algorithms.presets.zoo.teams import RoleFilter
 from agentrl.algorithms.train.main import algorithm
 from agentrl.config import resolve
 from agentrl.errors import ConfigError, TrainingError

@@ -11,18 +11,11 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.credit.core import CriticValues, GroupRelative, Whiten, weighted_sum
-from agentrl.algorithms.credit.trees import BranchAdvantage
 from agentrl.algorithms.credit.turns import (
-    BiLevelGae,
     CallRewards,
     FirstTokenValues,
-    HindsightReturns,
-    HiperGae,
-    PeerValues,
     PotentialShaping,
     Returns,
-    RoleFilter,
-    SameStateRelative,
     StepGae,
     TurnDiscount,
     ValuesFromReward,
@@ -30,6 +23,13 @@ from agentrl.algorithms.credit.turns import (
 )
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.presets.catalogue import make
+from agentrl.algorithms.presets.zoo.gigpo import SameStateRelative
+from agentrl.algorithms.presets.zoo.hcapo import HindsightReturns
+from agentrl.algorithms.presets.zoo.hiper import HiperGae
+from agentrl.algorithms.presets.zoo.peers import PeerValues
+from agentrl.algorithms.presets.zoo.ppo import BiLevelGae
+from agentrl.algorithms.presets.zoo.teams import RoleFilter
+from agentrl.algorithms.presets.zoo.trees import BranchAdvantage
 from agentrl.errors import TrainingError
 from tests.algorithms.naive import (
     naive_bi_level,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.ids import key, known_mean, scan, segment_reduce, units
+from agentrl.algorithms.data.ids import key, known_mean, reduce_by, scan, units
 from agentrl.errors import TrainingError
 
 
@@ -47,18 +47,18 @@ def test_key_of_nothing_is_nothing() -> None:
 
 def test_seg_reduces_per_id_and_gives_zero_without_members() -> None:
     x, ids = torch.tensor([1.0, -5.0, 3.0]), torch.tensor([2, 0, 2])
-    assert segment_reduce(x, ids).tolist() == [-5.0, 0.0, 4.0]
-    assert segment_reduce(x, ids, 4).tolist() == [-5.0, 0.0, 4.0, 0.0]
-    assert segment_reduce(x, ids, how="mean").tolist() == [-5.0, 0.0, 2.0]
-    assert segment_reduce(x, ids, how="amax").tolist() == [-5.0, 0.0, 3.0]
-    assert segment_reduce(x, ids, how="amin").tolist() == [-5.0, 0.0, 1.0]
-    assert segment_reduce(x[:0], ids[:0]).numel() == 0
+    assert reduce_by(x, ids).tolist() == [-5.0, 0.0, 4.0]
+    assert reduce_by(x, ids, 4).tolist() == [-5.0, 0.0, 4.0, 0.0]
+    assert reduce_by(x, ids, how="mean").tolist() == [-5.0, 0.0, 2.0]
+    assert reduce_by(x, ids, how="amax").tolist() == [-5.0, 0.0, 3.0]
+    assert reduce_by(x, ids, how="amin").tolist() == [-5.0, 0.0, 1.0]
+    assert reduce_by(x[:0], ids[:0]).numel() == 0
 
 
 def test_seg_sums_float32_in_float64() -> None:
     x = torch.full((1000,), 0.1)
     exact = 1000 * float(torch.tensor(0.1))
-    assert segment_reduce(x, torch.zeros(1000, dtype=torch.int64)).item() == pytest.approx(
+    assert reduce_by(x, torch.zeros(1000, dtype=torch.int64)).item() == pytest.approx(
         exact, abs=1e-12
     )
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit.core import GroupRelative, NonzeroVariance
+from agentrl.algorithms.credit.core import GroupRelative
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import units
 from agentrl.algorithms.objective.core import (
@@ -27,6 +27,7 @@ from agentrl.algorithms.objective.core import (
     weights,
 )
 from agentrl.algorithms.objective.ratios import Clip, Ratio, RatioInRange, Truncate
+from agentrl.algorithms.presets.zoo.dapo import NonzeroVariance
 from agentrl.errors import TrainingError
 
 LOSS = torch.tensor([6.0, 1, 3, 2, 4, 0], dtype=torch.float64)

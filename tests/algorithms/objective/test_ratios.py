@@ -12,18 +12,16 @@ from torch import Tensor
 
 from agentrl.algorithms.objective.ratios import (
     Clip,
-    DivergenceGate,
     GateFn,
     InRange,
-    OffPolicyMask,
     Ratio,
     RatioInRange,
-    SoftGate,
-    TopKDivergenceGate,
     Truncate,
     TrustRegion,
-    VespoWeight,
 )
+from agentrl.algorithms.presets.corrections import OffPolicyMask
+from agentrl.algorithms.presets.zoo.cispo import SoftGate, VespoWeight
+from agentrl.algorithms.presets.zoo.dppo import DivergenceGate, TopKDivergenceGate
 
 RHO = torch.tensor([1.5, 0.5, 1.5, 0.5, 4.0, 1.0], dtype=torch.float64)
 SIGN = torch.tensor([1.0, 1, -1, -1, -1, 1], dtype=torch.float64)

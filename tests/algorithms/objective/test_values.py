@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit.core import CriticValues, Gae, WeightedSum
-from agentrl.algorithms.credit.outcomes import TokenKLPenalty
+from agentrl.algorithms.credit.core import CriticValues, Gae, TokenKLPenalty, WeightedSum
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective import values as targets
 from agentrl.algorithms.objective.core import Algo
