@@ -297,20 +297,9 @@ def with_process(algo: Algo, *, process_streams: Streams) -> Algo:
     return replace(algo, credit=credit, optional=algo.optional + optional_rewards(process_streams))
 
 
-@dataclass(frozen=True, slots=True)
-class CustomCredit:
-    """[N] what a function of the user's gives for a batch with this reward."""
-
-    function: Credit
-    reward: str
-
-    def __call__(self, batch: Batch) -> Tensor:
-        return self.function(batch)
-
-
 @modifier("credit")
 def with_credit(algo: Algo, *, credit: CreditFunction, credit_reward: str = "") -> Algo:
     """Puts a function of yours, "file.py:name", in the place of the host's credit: it takes a batch
     and returns one advantage per token, NaN where it is missing. credit_reward: the reward that the
     batch carries for it; default: the host's. As in arXiv 2402.03300 advantages are of tokens."""
-    return replace(algo, credit=CustomCredit(credit, credit_reward or outcome_of(algo)))
+    return replace(algo, credit=credit, rewards=(credit_reward or outcome_of(algo),))

@@ -110,7 +110,10 @@ def _with_shared_options(
         return replace(algo, penalties=(KLPenalty("k3", beta), *algo.penalties)) if beta else algo
 
     only = inspect.Parameter.KEYWORD_ONLY
-    shared = [inspect.Parameter(option, only, default=x) for option, x in defaults.items()]
+    shared = [
+        inspect.Parameter(option, only, default=x, annotation=SHARED[option])
+        for option, x in defaults.items()
+    ]
     others = [parameter for option, parameter in own.items() if option not in defaults]
     first = [p for p in shared if p.name == "reward"]
     parameters = [*first, *others, *(p for p in shared if p not in first)]
@@ -165,7 +168,8 @@ def make(
     algo = _built(host, shares[0])
     for part, share in zip(added, shares[1:], strict=True):
         algo = part(algo, **share)
-    read = rewards_read(algo.credit, algo.keep)
+    # Plain functions do not say what they read; the record does, by default the outcome.
+    read = rewards_read(algo.credit, algo.keep) or algo.rewards
     return _checked(replace(algo, rewards=read, name=name), streams)
 
 

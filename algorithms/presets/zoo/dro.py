@@ -25,4 +25,5 @@ def dro(reward: str, *, beta: Num = 0.1) -> Algo:
 def distill(*, beta: Positive = 1.0) -> Algo:
     """On-policy distillation: reverse KL to a teacher on the policy's own rollouts, no rewards.
     arXiv 2306.13649."""
-    return Algo(ZeroAdvantage(), penalties=(KLPenalty("k2", beta, "t"),), agg=TOKENS)
+    penalties = (KLPenalty("k2", beta, "t"),)
+    return Algo(ZeroAdvantage(), penalties=penalties, agg=TOKENS, rewards=())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
+from itertools import product
 
 import pytest
 import torch
@@ -158,10 +159,30 @@ def test_potential_based_shaping() -> None:
     """D13."""
     calls = steps(0.2, 0.5, 0.9, name="phi")
     near(PotentialShaping("transition:phi")(world(Play(calls))), [0.3, 0.4, -0.9])
-    calls[-1].truncated = True  # not the end: its potential stays
+    calls[-1].truncated = True  # nothing says how it would have ended: its potential stays
     near(PotentialShaping("transition:phi")(world(Play(calls))), [0.3, 0.4, 0.0])
     gap = [calls[0], Call(), *calls[1:]]
     near(PotentialShaping("transition:phi")(world(Play(gap))), [0.3, NAN, 0.4, 0.0])
+
+
+def test_potentials_leave_the_gradient_of_truncated_rollouts_with_an_outcome_as_it_is() -> None:
+    """Every rollout of two binary choices, all cut off and all with an outcome."""
+    theta = torch.tensor([0.3, -0.4, 0.9], dtype=torch.float64)  # of the first, and of each second
+    exact, shaped = torch.zeros(3), torch.zeros(3)
+    for first, second in product((0, 1), (0, 1)):
+        logits = [(theta[0], first), (theta[1 + first], second)]
+        p = math.prod(torch.sigmoid(x if chosen else -x) for x, chosen in logits)
+        score = torch.zeros(3, dtype=torch.float64)
+        for at, (x, chosen) in zip((0, 1 + first), logits, strict=True):
+            score[at] = chosen - torch.sigmoid(x)
+        calls = steps(0.2, 0.5 - first, name="phi")
+        calls[-1].truncated = True
+        batch = world(Play(calls, outcome=float(first + second)))
+        potential = Returns(PotentialShaping("transition:phi"))(batch)
+        exact = exact + p * score * (first + second)
+        of_call = torch.tensor([potential[0], *(potential[1],) * 2])
+        shaped = shaped + p * score * (first + second + of_call)
+    assert torch.allclose(shaped, exact, rtol=1e-12, atol=1e-12)
 
 
 def test_values_from_fresh_continuations() -> None:
