@@ -32,7 +32,7 @@ from agentrl.loading import check_tasks, load_tasks
 from agentrl.processes import PHASE, USER_ERROR, Child
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.store.urls import concealed
+from agentrl.store.urls import split_secret
 from agentrl.telemetry import console as view
 from agentrl.telemetry import report
 from agentrl.telemetry.log_follower import LogFollower
@@ -160,7 +160,7 @@ def conceal(config: RunConfig) -> RunConfig:
     """Take password or key out of the store's URL, and the values out of `agent.env`: what is
     printed, stored, written to files or given as arguments is read by others. Every process finds
     them in its environment."""
-    store, secrets = concealed(config.store)
+    store, secrets = split_secret(config.store)
     os.environ.update(secrets)
     return agent_env.hide(msgspec.structs.replace(config, store=store))
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from agentrl import threads
 from agentrl.errors import AgentError, AgentRLError
 from agentrl.loading import load_attribute
-from agentrl.store.values import clean
+from agentrl.store.rows import storable_text
 from agentrl.types import Json, Reward, Scope, Trace
 
 ARGUMENTS = ("task", "result", "trace")
@@ -68,7 +68,8 @@ def rewards(returned: object) -> list[Reward]:
         raise VerifierError("the verifier returned no reward; return a number, or a mapping")
     if isinstance(returned, Mapping):
         return [
-            Reward(name=clean(str(name)), value=_number(v, name)) for name, v in returned.items()
+            Reward(name=storable_text(str(name)), value=_number(v, name))
+            for name, v in returned.items()
         ]
     if isinstance(returned, list | tuple):
         return [_row(row) for row in returned]
@@ -92,8 +93,8 @@ def _row(row: object) -> Reward:
     return replace(
         row,
         value=_number(row.value, row.name),
-        name=clean(str(row.name)),
-        source=clean(str(row.source)),
+        name=storable_text(str(row.name)),
+        source=storable_text(str(row.source)),
         scope=scope,
     )
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from agentrl.errors import Conflict, Invalid, NotFound
-from agentrl.store import upkeep
+from agentrl.store import maintenance
 from agentrl.types import Credit, Pruned, Purpose, float32
 
 DAY = 86_400.0
@@ -49,7 +49,7 @@ async def train(store, kit, clock, steps=4):
     await store.claim_groups("run", 1, 1)
     await work(store, kit, f"eval/{steps}", purpose=Purpose.EVAL, step=steps)
     await store.enqueue(kit.group("train/open", 2, step=steps))
-    await store.claim(1, runner="test", lease=DAY)
+    await store.claim(1, runner="test", lease=3600.0)
     return commit
 
 
@@ -219,7 +219,7 @@ async def test_a_follower_with_an_old_cursor_is_woken(store, kit, clock):
 
 async def test_a_prune_beside_a_run_at_work(opener, store, kit, clock, monkeypatch):
     """Everybody's transactions take turns; what is written meanwhile is as it would have been."""
-    monkeypatch.setattr(upkeep, "ROWS", 1)
+    monkeypatch.setattr(maintenance, "ROWS", 1)
     await train(store, kit, clock, steps=8)
     predicted = await store.prune(keep_last=1, dry_run=True)
     other, groups = opener(clock=clock), [f"train/9{i}" for i in range(10)]

@@ -15,13 +15,13 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from agentrl.errors import Invalid
-from agentrl.store import queries, runs, values
-from agentrl.store.database import Connection
-from agentrl.store.writer import Transaction, Verb
+from agentrl.store import rows, runs
+from agentrl.store.database import Connection, load_sql
+from agentrl.store.writer import Transaction, WriteVerb
 from agentrl.types import Pruned, Stats
 
-SQL = queries.load("upkeep")
-FEED = queries.load("feed")
+SQL = load_sql("maintenance")
+FEED = load_sql("feed")
 ROWS = 1000  # transitions and spans that one transaction removes, if no rollout alone has more
 PAGE = 256  # rollouts looked at with one read
 EVENTS = 10_000  # cursor numbers that one transaction passes over
@@ -29,16 +29,16 @@ AT_REST = ("trained", "discarded", "settled")  # groups that nobody trains any m
 T = TypeVar("T")
 
 
-class Read(Protocol):
+class ExecuteRead(Protocol):
     def __call__(self, query: Callable[[Connection], T], /) -> Awaitable[T]: ...
 
 
-class Write(Protocol):
-    def __call__(self, verb: Verb[T], /) -> Awaitable[T]: ...
+class ExecuteWrite(Protocol):
+    def __call__(self, verb: WriteVerb[T], /) -> Awaitable[T]: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class PruneLimits:
     """What may go. `keep` committed steps stay, and all that ended after `before`, unix seconds."""
 
     run: str | None
@@ -50,7 +50,9 @@ class Limits:
         return {"run": self.run, "keep": self.keep, "before": self.before}
 
 
-def limits(now: float, run: str | None, keep_last: int | None, older_than: float | None) -> Limits:
+def limits(
+    now: float, run: str | None, keep_last: int | None, older_than: float | None
+) -> PruneLimits:
     """Raises Invalid for limits that would remove everything or make no sense."""
     if keep_last is None and older_than is None:
         raise Invalid(
@@ -61,7 +63,7 @@ def limits(now: float, run: str | None, keep_last: int | None, older_than: float
     if older_than is not None and not 0 <= older_than < math.inf:
         raise Invalid(f"older_than is a number of seconds, not {older_than}.")
     before = now if older_than is None else now - older_than
-    return Limits(run, keep_last or 0, math.inf if older_than is None else before)
+    return PruneLimits(run, keep_last or 0, math.inf if older_than is None else before)
 
 
 def stats(conn: Connection) -> Stats:
@@ -74,7 +76,9 @@ def stats(conn: Connection) -> Stats:
     )
 
 
-async def prune(read: Read, write: Write, limits: Limits, *, dry_run: bool) -> Pruned:
+async def prune(
+    read: ExecuteRead, write: ExecuteWrite, limits: PruneLimits, *, dry_run: bool
+) -> Pruned:
     """`read` and `write` each run a function in a transaction of its own."""
     total, after = Pruned(), -1
     await read(partial(_check_run, limits=limits))
@@ -95,12 +99,12 @@ async def prune(read: Read, write: Write, limits: Limits, *, dry_run: bool) -> P
 # -- rollouts --------------------------------------------------------------------------------------
 
 
-def _check_run(conn: Connection, limits: Limits) -> None:
+def _check_run(conn: Connection, limits: PruneLimits) -> None:
     if limits.run is not None:
-        runs.known(conn, limits.run)
+        runs.find_run(conn, limits.run)
 
 
-def _page(conn: Connection, limits: Limits, after: int) -> list[tuple[int, str]]:
+def _page(conn: Connection, limits: PruneLimits, after: int) -> list[tuple[int, str]]:
     columns = {**limits.columns, "after": after, "n": PAGE}
     return [(row["seq"], row["id"]) for row in conn.execute(SQL["prunable"], columns)]
 
@@ -140,7 +144,7 @@ def remove(tx: Transaction, rollouts: Sequence[str]) -> Pruned:
     ):
         tx.conn.execute(SQL["delete_group"], {"run": run, "group": group})
     for run in sorted({row["run_id"] for row in found}):
-        tx.note(run, "run", run)
+        tx.add_event(run, "run", run)
     return _pruned(found)
 
 
@@ -155,18 +159,18 @@ def _sum(parts: Sequence[Pruned]) -> Pruned:
 
 
 def _ids(rollouts: Sequence[str]) -> dict[str, str]:
-    return {"rollouts": values.dump(rollouts, "Rollouts")}
+    return {"rollouts": rows.to_json(rollouts, "Rollouts")}
 
 
 # -- events ----------------------------------------------------------------------------------------
 
 
-def _runs(conn: Connection, limits: Limits) -> list[str]:
+def _runs(conn: Connection, limits: PruneLimits) -> list[str]:
     return [row["id"] for row in conn.execute(SQL["runs"], {"run": limits.run})]
 
 
 async def _prune_events(
-    read: Read, write: Write, limits: Limits, run: str, *, dry_run: bool
+    read: ExecuteRead, write: ExecuteWrite, limits: PruneLimits, run: str, *, dry_run: bool
 ) -> int:
     """How many. The event before which all goes stays, so that the newest cursor never shrinks."""
     upto, first, n = await read(partial(_old_events, limits=limits, run=run))
@@ -179,7 +183,7 @@ async def _prune_events(
     return removed
 
 
-def _old_events(conn: Connection, limits: Limits, run: str) -> tuple[int, int, int]:
+def _old_events(conn: Connection, limits: PruneLimits, run: str) -> tuple[int, int, int]:
     """Cursor before which events may go, the first of them, and their number."""
     upto = conn.execute(SQL["old_events"], {**limits.columns, "run": run}).fetchone()["upto"]
     if upto is None:

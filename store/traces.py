@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from hashlib import blake2b
+from itertools import islice
+from typing import Any, NamedTuple
 
 from agentrl.errors import Conflict, Invalid, NotFound
-from agentrl.store import limits, queries, rows, values
-from agentrl.store.database import Connection
-from agentrl.store.tree import Node, deepest, digest
+from agentrl.store import limits, rows
+from agentrl.store.database import Connection, load_sql
+from agentrl.store.rows import digest
 from agentrl.store.writer import Transaction
 from agentrl.types import (
     AttemptState,
@@ -30,11 +32,11 @@ from agentrl.types import (
     Transition,
 )
 
-SQL = queries.load("evidence")
+SQL = load_sql("traces")
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class PreparedTransition:
     """A transition with everything about it that does not depend on earlier ones, computed before
     the transaction: while it runs, other writers wait."""
 
@@ -49,14 +51,14 @@ class Call:
         return str(self.columns["attempt"])
 
 
-def prepare(transition: Transition) -> Call:
+def prepare(transition: Transition) -> PreparedTransition:
     """Raises Invalid for what could not be stored or trained on."""
     limits.check_transition(transition)
-    columns, prompt = rows.transition_columns(transition), values.blob(transition.prompt)
+    columns, prompt = rows.transition_columns(transition), rows.to_blob(transition.prompt)
     what, answer = f"of transition {transition.id}", columns["answer"]
-    lines = [values.dump(message, f"A message {what}") for message in transition.messages]
+    lines = [rows.to_json(message, f"A message {what}") for message in transition.messages]
     chat = "".join(f"{line}\n" for line in lines).encode()
-    tools = values.dump(transition.tools, f"A tool {what}") if transition.tools else None
+    tools = rows.to_json(transition.tools, f"A tool {what}") if transition.tools else None
     whole = prompt + columns["completion"]
     columns |= {
         "size": len(whole),
@@ -66,10 +68,10 @@ def prepare(transition: Transition) -> Call:
         "answer_digest": None if answer is None else digest(answer.encode()),
         "tools": None if tools is None else digest(tools.encode()),
     }
-    return Call(columns, prompt, lines, chat, tools)
+    return PreparedTransition(columns, prompt, lines, chat, tools)
 
 
-def add_transitions(tx: Transaction, calls: Sequence[Call]) -> list[bool]:
+def add_transitions(tx: Transaction, calls: Sequence[PreparedTransition]) -> list[bool]:
     attempts = sorted({call.attempt for call in calls})
     found = {attempt: _attempt(tx, attempt) for attempt in attempts}
     kept, changed = [], set()
@@ -80,13 +82,13 @@ def add_transitions(tx: Transaction, calls: Sequence[Call]) -> list[bool]:
             if not late:
                 sampled = call.columns["repeats"] is None
                 tokens = sampled * len(call.columns["completion"]) // 4
-                tx.count(run, transitions=1, inexact=not call.columns["exact"], tokens=tokens)
+                tx.add_counts(run, transitions=1, inexact=not call.columns["exact"], tokens=tokens)
         else:
             late = _known_late(tx.conn, call)
         kept.append(not late)
     for attempt in attempts:
         if attempt in changed:
-            tx.note(found[attempt][0], "attempt", attempt)
+            tx.add_event(found[attempt][0], "attempt", attempt)
     return kept
 
 
@@ -94,7 +96,7 @@ def add_spans(tx: Transaction, spans: Sequence[Span]) -> None:
     attempts = sorted({span.attempt for span in spans})
     found = {attempt: _attempt(tx, attempt) for attempt in attempts}
     for attempt, (run, _) in found.items():
-        tx.note(run, "attempt", attempt)
+        tx.add_event(run, "attempt", attempt)
     _add_spans(tx, (rows.span_columns(span, late=found[span.attempt][1]) for span in spans))
 
 
@@ -170,6 +172,45 @@ def credits(conn: Connection, rollout: str) -> list[Credit]:
     return [rows.credit(row) for row in conn.execute(SQL["credits"], (rollout,))]
 
 
+# -- the token tree ------------------------------------------------------------
+
+
+class TreeNode(NamedTuple):
+    """What must be known of an earlier call to find those that continue it."""
+
+    seq: int
+    size: int  # bytes
+    digest: bytes
+
+
+def prefix_digests(data: bytes, sizes: Iterable[int]) -> dict[int, bytes]:
+    """Digest of `data[:size]` for every size that is not longer than it, in one pass."""
+    view, state, done = memoryview(data), blake2b(digest_size=16), 0
+    found: dict[int, bytes] = {}
+    for size in sorted(set(sizes)):
+        if size > len(view):
+            break
+        state.update(view[done:size])
+        done = size
+        found[size] = state.copy().digest()
+    return found
+
+
+def deepest_prefix(data: bytes, nodes: Iterable[TreeNode]) -> TreeNode | None:
+    """The first of `nodes` that is a prefix of `data`. They come longest first.
+
+    Nodes are read as far as needed: in a linear conversation one, where branches mix ever more at
+    a time, so that `data` is passed over a few times at most."""
+    waiting, some = iter(nodes), 1
+    while batch := list(islice(waiting, some)):
+        found = prefix_digests(data, [node.size for node in batch])
+        for node in batch:
+            if found.get(node.size) == node.digest:
+                return node
+        some *= 8
+    return None
+
+
 # -- parts -----------------------------------------------------------------------------------------
 
 
@@ -192,7 +233,7 @@ def _check_targets(conn: Connection, outcome: Outcome) -> None:
             )
 
 
-def _add_call(conn: Connection, call: Call, *, late: bool) -> bool:
+def _add_call(conn: Connection, call: PreparedTransition, *, late: bool) -> bool:
     """False if it was there already."""
     if call.tools is not None:  # the same in most calls of a run: stored once, by content
         conn.execute(SQL["add_payload"], (call.columns["tools"], call.tools))
@@ -201,7 +242,7 @@ def _add_call(conn: Connection, call: Call, *, late: bool) -> bool:
     return conn.execute(SQL["add_transition"], columns).rowcount == 1
 
 
-def _known_late(conn: Connection, call: Call) -> bool:
+def _known_late(conn: Connection, call: PreparedTransition) -> bool:
     """Whether a call that is there already came late."""
     row = conn.execute(SQL["known"], (call.columns["id"],)).fetchone()
     if row["attempt_id"] != call.attempt:
@@ -212,14 +253,14 @@ def _known_late(conn: Connection, call: Call) -> bool:
     return bool(row["late"])
 
 
-def _token_columns(conn: Connection, call: Call) -> dict[str, Any]:
+def _token_columns(conn: Connection, call: PreparedTransition) -> dict[str, Any]:
     parent = _deepest(conn, "shorter", call, call.prompt)  # of equals the latest: likely chosen
     if parent is None:
         return {"parent": None, "prompt": call.prompt}
     return {"parent": parent.seq, "prompt": call.prompt[parent.size :]}
 
 
-def _chat_columns(conn: Connection, call: Call) -> dict[str, Any]:
+def _chat_columns(conn: Connection, call: PreparedTransition) -> dict[str, Any]:
     """Agents resend the conversation; only messages that no earlier call has are stored."""
     parent, seq, shared = _deepest(conn, "shorter_chats", call, call.chat), None, 0
     if parent is not None:
@@ -237,9 +278,11 @@ def _chat_columns(conn: Connection, call: Call) -> dict[str, Any]:
     }
 
 
-def _deepest(conn: Connection, query: str, call: Call, data: bytes) -> Node | None:
+def _deepest(
+    conn: Connection, query: str, call: PreparedTransition, data: bytes
+) -> TreeNode | None:
     found = conn.execute(SQL[query], {"attempt": call.attempt, "size": len(data)})
-    return deepest(data, (Node(row["seq"], row["size"], row["digest"]) for row in found))
+    return deepest_prefix(data, (TreeNode(row["seq"], row["size"], row["digest"]) for row in found))
 
 
 def _add_spans(tx: Transaction, columns: Iterable[dict[str, Any]]) -> None:
@@ -253,11 +296,11 @@ def _group(conn: Connection, run: str, id: str) -> Group:
 
 def _rewards(conn: Connection, attempts: Sequence[str]) -> dict[str, list[Reward]]:
     found: dict[str, list[Reward]] = {}
-    for row in conn.execute(SQL["rewards"], (values.dump(attempts, "attempts"),)):
+    for row in conn.execute(SQL["rewards"], (rows.to_json(attempts, "attempts"),)):
         found.setdefault(row["attempt_id"], []).append(rows.reward(row))
     return found
 
 
 def _transitions(conn: Connection, attempts: Sequence[str]) -> dict[str, list[Transition]]:
-    query = conn.execute(SQL["transitions"], (values.dump(attempts, "attempts"),))
+    query = conn.execute(SQL["transitions"], (rows.to_json(attempts, "attempts"),))
     return rows.transitions(query.fetchall())
