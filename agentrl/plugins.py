@@ -1,4 +1,4 @@
-"""Presets, executors, engines, learners and metrics sinks from outside the library.
+"""Presets, executors, engines, learners, rewards and metrics sinks from outside the library.
 
 Settings such as `runner.executor` name one of three things: one of the library's own ("pool"), one
 that an installed package registers under an entry point of the group `agentrl.executors`, or one in
@@ -18,7 +18,7 @@ from typing import Any, Literal
 from agentrl.errors import ConfigError, nearest
 from agentrl.loading import load_attribute
 
-Kind = Literal["presets", "executors", "engines", "learners", "sinks"]
+Kind = Literal["presets", "executors", "engines", "learners", "sinks", "rewards"]
 
 
 def load_plugin(kind: Kind, name: str, own: Collection[str], root: Path, *, key: str) -> Any:

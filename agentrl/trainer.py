@@ -25,14 +25,17 @@ from rich.console import Console
 
 from agentrl import folder_lock
 from agentrl.algorithms.learners.verl import settings as verl_settings
+from agentrl.algorithms.plugins import engine_factory, learner_factory
 from agentrl.config import RunConfig, agent_env, differences, resolve
 from agentrl.config import policies as team
+from agentrl.config.infrastructure import EXECUTORS
 from agentrl.errors import AgentRLError, ConfigError, StoreError, TrainingError
 from agentrl.loading import check_tasks, load_tasks
+from agentrl.plugins import load_plugin
 from agentrl.processes import PHASE, USER_ERROR, Child
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.store.urls import concealed
+from agentrl.store.urls import split_secret
 from agentrl.telemetry import console as view
 from agentrl.telemetry import report
 from agentrl.telemetry.log_follower import LogFollower
@@ -135,10 +138,17 @@ def check(config: RunConfig) -> None:
         raise ConfigError("tasks.train is missing: name a .jsonl file or file.py:name")
     if not config.steps and not config.tasks.heldout:
         raise ConfigError("tasks.heldout is missing: there is nothing to evaluate on")
-    for key, value in (("agent.path", config.agent.path), ("verifier.path", config.verifier.path)):
+    for key, value in (
+        ("agent.path", config.agent.path),
+        ("verifier.path", config.verifier.path),
+        *((f"verifier.rewards.{name}", path) for name, path in config.verifier.rewards.items()),
+        ("runner.executor", config.runner.executor),
+    ):
         file = value.rpartition(":")[0]
         if file.endswith(".py") and not (root / file).is_file():
             raise ConfigError(f"{key} = {value!r}: there is no file {root / file}")
+    if ":" not in config.runner.executor:
+        load_plugin("executors", config.runner.executor, EXECUTORS, root, key="runner.executor")
     own = config.policies and all(member.model for member in config.policies.values())
     if team.remote(config) and config.steps:
         raise ConfigError(
@@ -147,6 +157,8 @@ def check(config: RunConfig) -> None:
         )
     if not (config.policy.model or config.policy.build or own or team.remote(config)):
         raise ConfigError("policy.model is missing: a Hugging Face directory or name")
+    engine_factory(config)
+    learner_factory(config)
     if config.learner.kind == "verl":
         verl_settings.check(config)
     check_sinks(config)
@@ -162,7 +174,7 @@ def conceal(config: RunConfig) -> RunConfig:
     """Take password or key out of the store's URL, and the values out of `agent.env`: what is
     printed, stored, written to files or given as arguments is read by others. Every process finds
     them in its environment."""
-    store, secrets = concealed(config.store)
+    store, secrets = split_secret(config.store)
     os.environ.update(secrets)
     return agent_env.hide(msgspec.structs.replace(config, store=store))
 

@@ -93,9 +93,9 @@ def train(
             sampled_for(config, algorithms(config))
         click.echo(to_toml(config), nl=False)
         if config.learner.kind == "verl":
-            from agentrl.algorithms.learners.verl.settings import described
+            from agentrl.algorithms.learners.verl.settings import describe_settings
 
-            click.echo(described(config), nl=False)
+            click.echo(describe_settings(config), nl=False)
         return
     if start:
         from agentrl.cli.restart import go_back
