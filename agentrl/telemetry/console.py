@@ -1,4 +1,4 @@
-"""What the user sees while a run works: a view that only follows the store."""
+"""The live view of a run, which reads nothing but the store."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def _next_change(store: Store) -> None:
 
 @dataclass(slots=True)
 class Progress:
-    """A run as of the last look at the store."""
+    """A run as of the last read of the store."""
 
     config: RunConfig
     rows: list[StepRow] = field(default_factory=list)
@@ -83,7 +83,7 @@ class Progress:
     ready: bool = False
 
     async def update(self, store: Store) -> None:
-        """Committed steps change only by being taken back, so only what came after is read."""
+        """Reads only new steps: a committed one changes only when it is taken back."""
         state = await store.run(self.config.name)
         done = min(len(self.committed), state.step if state else 0)
         self.rows[done:] = await store.steps(self.config.name, after=done - 1)
@@ -163,8 +163,8 @@ def _number(metrics: dict[str, float], key: str) -> str:
 
 
 def _health(metrics: dict[str, float], policy: str = "") -> list[str]:
-    """What tells first that training goes wrong, as far as the step measured it: of the policy or,
-    of several, of one, which is named."""
+    """The metrics that show first that training goes wrong, if the step has them; of several
+    policies, those of the named one."""
     prefix = f"{policy}/" if policy else ""
     found = [
         f"{word} {_number(metrics, prefix + key)}"

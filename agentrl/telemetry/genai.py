@@ -1,10 +1,10 @@
 """A stored attempt as an OpenTelemetry trace that Phoenix, Langfuse and Jaeger understand.
 
-One root for the attempt, below it the spans it left behind, and one llm span for each transition
-with `gen_ai.*` (OpenTelemetry semantic conventions for generative AI), OpenInference's attributes,
-which Phoenix draws from, and `agentrl.*`. A span that somebody recorded of the same model call is
-merged with it, never doubled: an llm span around the call, or the bare request.
-Always true: the same attempt gives the same ids, so that sending it twice changes nothing.
+The attempt is the root; below it are its recorded spans and one llm span for each transition, with
+attributes of OpenTelemetry's semantic conventions for generative AI (`gen_ai.*`), of OpenInference,
+which Phoenix reads, and of `agentrl.*`. Where a span of the same model call was recorded, of a
+framework's call or of the HTTP request, the two are merged. The same attempt always gives the same
+ids, so sending it twice changes nothing.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from msgspec.structs import replace
 from agentrl.otlp import DESCRIPTION
 from agentrl.types import Json, Reward, Scope, Span, Trace, Transition
 
-PROVIDER = "agentrl"  # who answered, as far as the agent can tell
+PROVIDER = "agentrl"  # of the answers, as the agent sees it
 HTTP_ATTRIBUTES = (
     "url.full",
     "http.url",
     "http.method",
     "http.request.method",
 )  # marks of HTTP clients
-SLACK = 5_000_000  # ns; the clocks of agent and gateway are read at different moments
+SLACK = 5_000_000  # ns between the clocks of agent and gateway
 
 
 def spans_of(trace: Trace) -> list[Span]:
     """The whole attempt: its root first, then parents before children in order of their start."""
     spans = {span.id: span for span in trace.spans}
-    merged: dict[str, str] = {}  # what was merged -> the llm span that stands for it
+    merged: dict[str, str] = {}  # id of a merged span -> that of its llm span
     llm_spans: dict[str, Span] = {}
     for transition in trace.transitions:
         span = _llm_span(transition, spans, llm_spans, trace.rollout.rewards)
@@ -54,7 +54,7 @@ def _with_parent(span: Span, kept: Mapping[str, Span], merged: dict[str, str], r
 
 
 def _without_cycles(spans: list[Span], root: str) -> list[Span]:
-    """Without rings of parents, which anybody may send: one span of each hangs below the root."""
+    """Break cycles of parents, which a client may send: one span of each goes below the root."""
     parents, sound = {span.id: span.parent for span in spans}, {root}
     for span in spans:
         at, passed = span.id, set[str]()
@@ -74,7 +74,7 @@ def _llm_span(
     llm_spans: Mapping[str, Span],
     rewards: Iterable[Reward],
 ) -> Span:
-    """The span of a model call, in the place of what was recorded of it."""
+    """The span of a model call, which replaces the recorded one."""
     start = int(transition.started * 1e9)
     end = start + int(transition.seconds * 1e9)
     about = call_attributes(transition) | _rewards(rewards, Scope.TRANSITION, transition.id)
@@ -84,7 +84,7 @@ def _llm_span(
         return replace(known, kind="llm", attributes=known.attributes | about)
     if request is not None and _is_request(request):
         id, parent = request.id, request.parent
-    elif request is None and transition.span:  # of a client whose spans went elsewhere
+    elif request is None and transition.span:  # its client sent its spans elsewhere
         id, parent = transition.span, None
     else:
         id, parent = _id(transition.id), transition.span
@@ -107,18 +107,18 @@ def _recorded_llm_span(
     start: int,
     end: int,
 ) -> Span | None:
-    """The llm span that a framework recorded of the call: around the request, or beside it, as
-    OpenInference does for LangChain, and then the shortest that covers it."""
+    """The llm span that a framework recorded of the call: an ancestor of the request, or a sibling,
+    as OpenInference records for LangChain, and then the shortest that covers the call."""
     if request is None:
         return None
-    around: Span | None = request
+    ancestor: Span | None = request
     passed = set[str]()
-    while around is not None and around.kind == "internal" and around.id not in passed:
-        passed.add(around.id)
-        around = spans.get(around.parent or "")
-    if around is not None and around.kind == "llm":
-        return None if around.id in llm_spans else around
-    beside = [
+    while ancestor is not None and ancestor.kind == "internal" and ancestor.id not in passed:
+        passed.add(ancestor.id)
+        ancestor = spans.get(ancestor.parent or "")
+    if ancestor is not None and ancestor.kind == "llm":
+        return None if ancestor.id in llm_spans else ancestor
+    siblings = [
         span
         for span in spans.values()
         if span.kind == "llm"
@@ -127,7 +127,7 @@ def _recorded_llm_span(
         and span.start - SLACK <= start
         and end <= span.end + SLACK
     ]
-    return min(beside, key=lambda span: span.end - span.start, default=None)
+    return min(siblings, key=lambda span: span.end - span.start, default=None)
 
 
 def _is_request(span: Span) -> bool:
@@ -137,7 +137,7 @@ def _is_request(span: Span) -> bool:
 
 
 def _root_span(trace: Trace, spans: list[Span]) -> Span:
-    """The attempt itself. One that ran in another process left no span of its own."""
+    """The span of the attempt; made up where the agent ran in another process."""
     rollout = trace.rollout
     own = [span for span in trace.spans if span.parent is None and span.name == "attempt"]
     root = (
@@ -186,7 +186,7 @@ def _root_span(trace: Trace, spans: list[Span]) -> Span:
 
 
 def call_attributes(transition: Transition) -> dict[str, Json]:
-    """Of one model call, by both conventions."""
+    """The attributes of one model call, by all conventions."""
     sampling, answer = transition.sampling, transition.answer or {}
     limits = {
         "temperature": sampling.temperature,
@@ -235,7 +235,7 @@ def call_attributes(transition: Transition) -> dict[str, Json]:
 
 
 def _message(message: Mapping[str, Json]) -> dict[str, Json]:
-    """A chat message as the semantic conventions write it."""
+    """A chat message in the format of the semantic conventions."""
     role, content = str(message.get("role") or "assistant"), message.get("content")
     parts: list[Json] = []
     if role == "tool":

@@ -1,7 +1,7 @@
-"""What the processes of a run have to say to its user: the front follows their log files.
+"""Prints on the console what the processes of a run log: the front follows their log files.
 
-A line is on the console from the level that the user chose: PHASE, between INFO and WARNING, is
-what a run is doing now. Whatever several runners say in the same words is said once.
+Lines are printed from the level that the user chose. PHASE, between INFO and WARNING, is what a run
+is doing now. A sentence that several processes log is printed once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rich.console import Console
 from agentrl.processes import PHASE
 
 LINE = re.compile(r"\S+ \S+ ([A-Z]+) (agentrl[\w.]*): (.*)")  # as `log_to_stderr` writes it
-LOOK = 0.5  # seconds between looks
+POLL = 0.5  # seconds between looks
 
 
 def console_level(*, quiet: bool, verbose: bool) -> int:
@@ -28,24 +28,24 @@ def console_level(*, quiet: bool, verbose: bool) -> int:
 
 @dataclass(slots=True)
 class LogFollower:
-    """Prints what is added to these files from now on."""
+    """Prints the lines that are added to these files from now on."""
 
     console: Console
     level: int
     files: Iterable[Path]
     _read: dict[Path, int] = field(default_factory=dict)  # bytes
-    _said: set[str] = field(default_factory=set)
+    _printed: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.files = list(self.files)
         self._read = {file: file.stat().st_size for file in self.files if file.is_file()}
 
     async def follow(self) -> None:
-        """Until cancelled, and once more then: the last words are the most important ones."""
+        """Until cancelled, and once more then: the last lines are the most important ones."""
         try:
             while True:
                 self.look()
-                await asyncio.sleep(LOOK)
+                await asyncio.sleep(POLL)
         finally:
             self.look()
 
@@ -59,19 +59,19 @@ class LogFollower:
             whole, _, _ = added.rpartition(b"\n")
             self._read[file] = self._read.get(file, 0) + len(whole) + bool(whole)
             for line in whole.decode("utf-8", "replace").split("\n"):
-                self._tell(file, line)
+                self._print(file, line)
 
-    def _tell(self, file: Path, line: str) -> None:
+    def _print(self, file: Path, line: str) -> None:
         found = LINE.fullmatch(line)
-        if found is None or _number(found[1]) < self.level:
+        if found is None or _level_number(found[1]) < self.level:
             return
         sentence = found[3] if found[1] == "PHASE" else f"{found[1].lower()}: {found[3]}"
-        if found[1] != "PHASE" and sentence in self._said:
+        if found[1] != "PHASE" and sentence in self._printed:
             return
-        self._said.add(sentence)
+        self._printed.add(sentence)
         where = "" if found[1] == "PHASE" else f" ({file.name})"
         self.console.print(sentence + where, highlight=False, markup=False, soft_wrap=True)
 
 
-def _number(level: str) -> int:
+def _level_number(level: str) -> int:
     return logging.getLevelNamesMapping().get(level, 0)

@@ -1,4 +1,4 @@
-"""What a finished run leaves to look at: table, two traces, learning curve, paths."""
+"""The report of a finished run: scores, two rollouts, learning curve, paths."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def reward_curves(steps: list[StepRow]) -> dict[str, list[tuple[int, float]]]:
 
 
 def score_table(steps: list[StepRow]) -> Table:
-    """Held-out scores before and after, or of the one evaluation there was, and those of roles."""
+    """Held-out scores before and after training, or of the only evaluation, also by role."""
     shown = {"before": steps[0].metrics, "after": steps[-1].metrics}
     if len(steps) == 1:
         shown = {"mean": steps[0].metrics}
@@ -143,7 +143,7 @@ async def _failures(store: Store, config: RunConfig) -> str:
 
 
 def untrained_calls(steps: Iterable[StepRow]) -> tuple[int, int]:
-    """Calls that were not trained: those without token ids, those that the model cannot read."""
+    """The numbers of untrained calls: those without token ids, those longer than the context."""
     rows = [row.metrics for row in steps]
     long = sum(int(row.get("calls/too_long", 0.0)) for row in rows)
     return sum(int(row.get("calls/refused", 0.0)) for row in rows) - long, long
@@ -158,8 +158,8 @@ def _refused(steps: list[StepRow]) -> str:
 
 
 def policies_without_calls(config: RunConfig, steps: list[StepRow]) -> dict[str, str]:
-    """Of several policies those that had their turn to learn and no call to learn from, each with a
-    sentence: its roles may have other names in the agent."""
+    """The policies that had a turn to learn and no call to learn from, each with a sentence for the
+    user, whose agent may use other names for its roles."""
     found = {}
     for name in team.trained(config) if config.policies else []:
         calls = [row.metrics[f"{name}/calls"] for row in steps if f"{name}/calls" in row.metrics]
@@ -183,8 +183,8 @@ def _split(steps: list[StepRow], seconds: float) -> str:
 
 
 def win_rate_table(steps: Sequence[StepRow]) -> Table | None:
-    """Row against column: the policy's win rate as the pool estimated it when the row's snapshot
-    was taken, or in the last row in the end, and Elo ratings in the end. None: there is no pool."""
+    """The win rate of each snapshot of a self-play pool (row) against the others (column), as
+    estimated when it was taken, and final Elo ratings; None without a pool."""
     known = {row.step + 1: row.metrics for row in steps if row.committed}
     last = known[max(known)] if known else {}
     pool = {_taken(key): last[key] for key in sorted(last) if key.startswith(ELO)}
@@ -205,5 +205,5 @@ def _rates(metrics: dict[str, float], columns: dict[int, float]) -> list[str]:
 
 
 def _taken(key: str) -> int:
-    """The steps after which the snapshot of a metric was taken."""
+    """The number of steps after which the snapshot of a metric was taken."""
     return int(key.rpartition("@")[2])

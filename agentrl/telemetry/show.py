@@ -1,4 +1,4 @@
-"""A trace as a person reads it."""
+"""A rollout printed for a person to read."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ async def show_rollout(store_url: str, rollout: str, console: Console | None = N
 
 
 def render_trace(trace: Trace) -> RenderableType:
-    """Header, who plays which role, what it repeats, then every message once, each model call with
-    its tokens, version and role."""
+    """The roles' policies and the rollout it branched from, if any; then every message once, each
+    model call with its tokens, version and role."""
     parts: list[RenderableType] = []
     shown: list[dict[str, Any]] = []
     if trace.rollout.seats:
