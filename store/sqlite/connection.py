@@ -105,6 +105,11 @@ class StoreFile:
         if self._found() != self._number:
             raise StoreFileMoved
 
+    def cause(self, error: Exception) -> Exception:
+        """StoreFileMoved in the place of an error that another file at the path may have caused."""
+        moved = isinstance(error, sqlite3.Error) and self._found() != self._number
+        return StoreFileMoved() if moved else error
+
     def _found(self) -> tuple[int, int] | None:
         try:
             found = os.stat(self._path)  # noqa: PTH116 - on the path of every commit
@@ -160,7 +165,7 @@ class SqliteSession:
         return False  # the one lock is taken first, and waited for there
 
     def to_store_error(self, error: Exception) -> Exception:
-        return to_store_error(self._path, error)
+        return to_store_error(self._path, self._file.cause(error))
 
     def close(self) -> None:
         self.conn.close()
@@ -217,8 +222,10 @@ class SqliteReadPool:
         self._file.check()
         conn: sqlite3.Connection | None = getattr(self._local, "conn", None)
         if conn is None:
-            conn = self._local.conn = self._location.connect(readonly=True)
+            conn = self._location.connect(readonly=True)
             self._opened.append(conn)
+            self._file.check()  # the path may have led to another file while it was opened
+            self._local.conn = conn
         conn.execute("begin")
         try:
             yield conn
@@ -230,7 +237,7 @@ class SqliteReadPool:
         return False
 
     def to_store_error(self, error: Exception) -> Exception:
-        return to_store_error(self._location.path, error)
+        return to_store_error(self._location.path, self._file.cause(error))
 
     def close(self) -> None:
         for conn in self._opened:
