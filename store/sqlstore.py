@@ -251,7 +251,7 @@ class SqlStore:
 
         return await self._until(GROUPS, look, timeout)
 
-    # -- maintenance ------------------------------------------------------------------------------------
+    # -- maintenance -------------------------------------------------------------------------------
 
     async def stats(self) -> Stats:
         return await self._readers.read(maintenance.stats)

@@ -135,7 +135,7 @@ class ChangeNotifier:
 
 
 def folder(path: Path) -> Path:
-    """The folder with the sockets of a store file: the same for every path that leads to the file, and
+    """The folder of a store file's sockets: the same for every path that leads to the file, and
     short, because a socket's path has about a hundred bytes."""
     file = path.stat()
     return Path(tempfile.gettempdir()) / f"agentrl-bells-{file.st_dev:x}-{file.st_ino:x}"
