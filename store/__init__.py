@@ -1,4 +1,4 @@
-"""The truth: what was asked for, what happened, what was learned from it."""
+"""The store: tasks, what agents did with them, and what training made of it, in one database."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class Store(Protocol):
         `checkpoint`, or of the start where it is None.
 
         All of it or nothing: their groups, discarded ones too, can be claimed again, groups whose
-        evidence is pruned enqueued again; their credit, judgements and metrics go, and so do the
+        rollouts are pruned enqueued again; their credit, judgements and metrics go, and so do the
         evaluations of later steps. Rollouts and what runners said of them stay. A repeat does
         nothing. Raises Fenced if `epoch` is old; Conflict if the run has fewer steps; NotFound for
         an unknown run; Invalid for a negative step."""
@@ -181,7 +181,7 @@ class Store(Protocol):
         from the next heartbeat. Unknown ids are no error. Called by the algorithm."""
         ...
 
-    # -- evidence: called by runner and gateway ----------------------------------------------------
+    # -- traces: called by runner and gateway ----------------------------------------------------
     async def add_transitions(self, transitions: Sequence[Transition]) -> list[bool]:
         """Store model calls as tree nodes; False where the attempt was no longer live.
 
@@ -266,7 +266,7 @@ class Store(Protocol):
         Raises NotFound for an unknown group."""
         ...
 
-    # -- upkeep: called by whoever keeps the store -------------------------------------------------
+    # -- maintenance: called by who administers it -------------------------------------------------
     async def stats(self) -> Stats:
         """Rows of every table and bytes of the database; it counts, which takes a while."""
         ...

@@ -1,7 +1,7 @@
-"""Upkeep: what a store holds, and removing what no step will ever read again.
+"""Maintenance: the size of a store, and the removal of rows that no step will read again.
 
 Always true: a rollout goes whole, with everything its attempts left, in one transaction, so that
-nobody meets half of one; a transaction removes about `ROWS` rows, so that other writers wait for
+no reader sees half of one; a transaction removes about `ROWS` rows, so that other writers wait for
 milliseconds; the counters, steps and metrics of a run stay what they were. A prune that is killed
 has pruned less; the next one goes on.
 """

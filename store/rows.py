@@ -186,7 +186,7 @@ def failure_columns(failure: Failure | None) -> dict[str, str | None]:
     }
 
 
-# -- evidence --------------------------------------------------------------------------------------
+# -- traces --------------------------------------------------------------------------------------
 
 
 def transition_columns(t: Transition) -> dict[str, Any]:

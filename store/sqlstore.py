@@ -166,7 +166,7 @@ class SqlStore:
     async def cancel(self, rollouts: Sequence[str]) -> int:
         return await self._writer.post(answer_once(partial(queue.cancel, rollouts=rollouts), int))
 
-    # -- evidence ----------------------------------------------------------------------------------
+    # -- traces ----------------------------------------------------------------------------------
 
     async def add_transitions(self, transitions: Sequence[Transition]) -> list[bool]:
         calls = [traces.prepare(transition) for transition in transitions]
@@ -251,7 +251,7 @@ class SqlStore:
 
         return await self._until(GROUPS, look, timeout)
 
-    # -- upkeep ------------------------------------------------------------------------------------
+    # -- maintenance -------------------------------------------------------------------------------
 
     async def stats(self) -> Stats:
         return await self._readers.read(maintenance.stats)

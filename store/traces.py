@@ -1,4 +1,4 @@
-"""Evidence: transitions, spans and rewards of attempts. Verbs, called by the writer.
+"""Traces: transitions, spans and rewards of attempts. Verbs, called by the writer.
 
 Always true: nothing is changed once written; what came from an attempt that was no longer live is
 marked late; a transition's parents are earlier transitions of its own attempt.

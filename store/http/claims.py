@@ -74,7 +74,7 @@ class Claims:
 
 def _stored_id(claim_id: str | None, caller: KeyGrant) -> str:
     if not claim_id:
-        raise Invalid("claim needs a claim_id of your own, with which a lost answer is had again.")
+        raise Invalid("claim needs a claim_id of your own, with which you can repeat it.")
     check_ids("A claim's id", [claim_id])
     return f"{sha256(claim_id.encode()).hexdigest()}:{_owner(caller)}"
 

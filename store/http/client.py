@@ -147,7 +147,7 @@ class HttpStore:
         return self._read(verb.results[MSGPACK], answer)
 
     async def _request(self, name: str, body: Callable[[], bytes], key: str = "") -> bytes:
-        """The body of the answer, however often it takes."""
+        """The body of the answer, after as many tries as it takes."""
         headers = self._headers | {"idempotency-key": key} if key else self._headers
         pause, deadline, why = BACKOFF, 0.0, ""
         while True:

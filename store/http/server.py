@@ -165,7 +165,7 @@ class StoreApp:
         if receive is None:
             raise Invalid(f"{verb.name} cannot wait inside a batch: send it with timeout 0.")
         if verb.name == "claim" and given["claim_id"] is None:
-            raise Invalid("claim cannot wait without a claim_id, with which a lost answer is had.")
+            raise Invalid("claim cannot wait without a claim_id, with which you can repeat it.")
         given["timeout"] = None if timeout is None or timeout > wire.POLL else timeout
         work = asyncio.ensure_future(method(**given))
         gone = asyncio.ensure_future(receive())  # the body is read: what comes is the end

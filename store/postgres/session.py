@@ -52,7 +52,7 @@ class PostgresSession:
 
     @property
     def pid(self) -> int:
-        """Of the server process, by which a listener knows its own rings."""
+        """Of the server process, by which a listener knows the notifications of its own process."""
         return self._raw.info.backend_pid
 
     def begin(self) -> float:

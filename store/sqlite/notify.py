@@ -42,7 +42,7 @@ class ChangeNotifier:
         self._socket = self._bind()
         self._sender = None if self._socket is None else _datagrams()
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._listen, name="store-bell", daemon=True)
+        self._thread = threading.Thread(target=self._listen, name="store-notifier", daemon=True)
         self._thread.start()
 
     def notify_others(self, topics: int) -> None:
@@ -74,15 +74,15 @@ class ChangeNotifier:
             self._folder.mkdir(mode=0o700, exist_ok=True)
             if not _private(self._folder):
                 return None
-            bell = _datagrams()
+            listening = _datagrams()
         except (OSError, AttributeError):  # no folder, or no Unix sockets on this system
             return None
         try:
-            bell.bind(str(self._folder / self._name))
+            listening.bind(str(self._folder / self._name))
         except OSError:
-            bell.close()
+            listening.close()
             return None
-        return bell
+        return listening
 
     def _send(self, message: bytes, path: str) -> None:
         if self._sender is None:
@@ -135,7 +135,7 @@ class ChangeNotifier:
 
 
 def folder(path: Path) -> Path:
-    """Where the bells of a store file hang: the same for every path that leads to the file, and
+    """The folder of a store file's sockets: the same for every path that leads to the file, and
     short, because a socket's path has about a hundred bytes."""
     file = path.stat()
     return Path(tempfile.gettempdir()) / f"agentrl-bells-{file.st_dev:x}-{file.st_ino:x}"

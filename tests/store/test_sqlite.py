@@ -142,7 +142,7 @@ async def test_a_full_disk_fails_the_write_and_nothing_else(tmp_path: Path, kit)
         small = store.log("run", 0, {"a": 1.0})
         failed, _ = await asyncio.gather(big, small, return_exceptions=True)
         assert isinstance(failed, Unavailable)
-        assert "disk is full" in str(failed)
+        assert f"Store {tmp_path / 'store.db'}: the disk is full; free some space" in str(failed)
         await store._writer.post(lambda tx: tx.conn.execute("pragma max_page_count = 100000"))
         await store.log("run", 1, {"a": 2.0})
         assert await store.runs() == ["run"]
