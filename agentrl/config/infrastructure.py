@@ -96,10 +96,12 @@ class KubernetesConfig(Section, frozen=True):
     ttl: Natural = 300  # seconds a finished Job is kept
 
 
+EXECUTORS = ("auto", "async", "threads", "pool", "command", "container", "kubernetes")
+
+
 class RunnerConfig(Section, frozen=True):
-    executor: Literal["auto", "async", "threads", "pool", "command", "container", "kubernetes"] = (
-        "auto"  # auto: command if the agent is one, else async
-    )
+    # One of EXECUTORS, an entry point of the group agentrl.executors, or "file.py:name".
+    executor: str = "auto"  # command if the agent is one, else async
     processes: Natural = 1  # 0: runners are started elsewhere
     concurrency: Count = 64  # rollouts at a time in one process
     lease: Seconds = 15.0  # without a heartbeat until a rollout is given to another runner

@@ -22,7 +22,7 @@ from agentrl.config.infrastructure import (
 )
 from agentrl.config.keys import check_keys, flatten, said
 from agentrl.config.schema import AlgorithmConfig, LoraConfig, MemberConfig, RunConfig, TeamConfig
-from agentrl.config.sinks import SINKS, missing
+from agentrl.config.sinks import SINKS, known_sinks, missing
 from agentrl.errors import ConfigError, nearest
 from agentrl.types import POLICY
 
@@ -222,12 +222,16 @@ def _check_schedule(algorithm: AlgorithmConfig, source: str) -> None:
 
 
 def _check_sinks(names: list[str], source: str) -> None:
+    known = known_sinks()
     for name in names:
-        if name not in SINKS:
-            raise ConfigError(f"{source}: metrics.sinks: {name!r}; {nearest(name, SINKS)}")
+        if ":" not in name and name not in known:
+            raise ConfigError(
+                f"{source}: metrics.sinks: {name!r}; {nearest(name, known)}, or your own as"
+                " file.py:name"
+            )
         if names.count(name) > 1:
             raise ConfigError(f"{source}: metrics.sinks names {name!r} twice")
-    for name in missing(names):
+    for name in missing(name for name in names if name in SINKS):
         raise ConfigError(
             f"{source}: metrics.sinks: {name!r} is not installed: pip install 'agentrl[{name}]'"
         )

@@ -27,7 +27,7 @@ from agentrl.algorithms.learners.reward_models import (
 from agentrl.algorithms.model.load import Tokenizer, context_length
 from agentrl.algorithms.model.packing import check_model, supported_packing
 from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.objective.kl_control import KlController, controller
+from agentrl.algorithms.objective.kl_control import KlController, make_kl_controller
 from agentrl.algorithms.presets.registry import Supply
 from agentrl.config import RunConfig, Section
 from agentrl.config.schema import MODEL_LR
@@ -102,7 +102,7 @@ def make_frozen_models(
 def make_controller(config: RunConfig, algo: Algo) -> KlController | None:
     """The controller of the KL coefficient, if there is one."""
     settings = config.reference
-    return controller(algo, settings.target, settings.horizon) if settings.target else None
+    return make_kl_controller(algo, settings.target, settings.horizon) if settings.target else None
 
 
 def make_reward_models(

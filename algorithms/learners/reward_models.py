@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
-from agentrl.algorithms.data.batch import Row
+from agentrl.algorithms.data.batch import TokenRow
 from agentrl.algorithms.data.merge import trainable, valid
 from agentrl.algorithms.learners.reference import check_vocabulary
 from agentrl.algorithms.model.load import Tokenizer
@@ -74,7 +74,7 @@ class ImplicitScorer:
         gap = self._logprobs(self.model, rows) - self._logprobs(self.reference, rows)
         return torch.zeros(len(calls), dtype=torch.float64).index_add(0, of_call, self.beta * gap)
 
-    def _logprobs(self, model: PreTrainedModel, rows: Sequence[Row]) -> Tensor:
+    def _logprobs(self, model: PreTrainedModel, rows: Sequence[TokenRow]) -> Tensor:
         logprobs = torch.empty(sum(len(row.actions) for row in rows), dtype=torch.float64)
         with torch.no_grad():
             for pack in pack_rows(rows, self.packing, self.token_budget):
@@ -190,15 +190,15 @@ def _head_problem(model: PreTrainedModel, missing: list[str]) -> str | None:
     return f"it has no weights for {', '.join(missing)}" if missing else None
 
 
-def row_of(call: Transition) -> Row:
+def row_of(call: Transition) -> TokenRow:
     """A call as a row whose actions are its sampled tokens, at temperature 1."""
     return _row([*call.prompt, *call.completion], len(call.completion))
 
 
-def _row(tokens: list[int], actions: int) -> Row:
+def _row(tokens: list[int], actions: int) -> TokenRow:
     """A sequence whose last `actions` tokens are actions."""
     ids = torch.tensor(tokens)
-    return Row(
+    return TokenRow(
         tokens=ids,
         actions=torch.arange(len(tokens) - actions, len(tokens)),
         logprobs=torch.zeros(actions),

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from agentrl.algorithms.data.batch import Batch, Row
+from agentrl.algorithms.data.batch import Batch, TokenRow
 from agentrl.algorithms.model import attention
 from agentrl.algorithms.model.forest import (
     Forest,
@@ -60,7 +60,7 @@ def packs(batch: Batch, packing: Packing, token_budget: int) -> list[Pack]:
     return pack_rows(batch.rows, packing, token_budget)
 
 
-def pack_rows(rows: Sequence[Row], packing: Packing, token_budget: int) -> list[Pack]:
+def pack_rows(rows: Sequence[TokenRow], packing: Packing, token_budget: int) -> list[Pack]:
     """`packs` of rows that are in no batch; the token level is their actions, one row after the
     other."""
     sequences = [row.tokens[: int(row.actions[-1])].numpy() for row in rows]
@@ -80,7 +80,7 @@ def pack_rows(rows: Sequence[Row], packing: Packing, token_budget: int) -> list[
     return found
 
 
-def _pack(forest: Forest, rows: list[Row], offsets: Ids) -> Pack:
+def _pack(forest: Forest, rows: list[TokenRow], offsets: Ids) -> Pack:
     states = [path[row.actions.numpy() - 1] for path, row in zip(forest.paths, rows, strict=True)]
     index = [
         np.arange(offset, offset + len(row.actions))

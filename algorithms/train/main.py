@@ -15,8 +15,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from agentrl import folder_lock
-from agentrl.algorithms.credit.turns import HINDSIGHT
-from agentrl.algorithms.data.state import State
+from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.diagnostics.credit_records import Ledger
 from agentrl.algorithms.learners import auxiliary
 from agentrl.algorithms.learners.base import Learner
@@ -24,9 +23,10 @@ from agentrl.algorithms.learners.factory import make_learner
 from agentrl.algorithms.learners.implicit_reward import ImplicitTrainer
 from agentrl.algorithms.model.load import context_length
 from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.objective.kl_control import Anchor, Following
+from agentrl.algorithms.objective.kl_control import ReferenceControl, UpdatableReference
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.presets.registry import check_group
+from agentrl.algorithms.presets.zoo.hcapo import HINDSIGHT
 from agentrl.algorithms.sampling import counterfactuals, evaluate
 from agentrl.algorithms.sampling.collect import Collector, rule
 from agentrl.algorithms.sampling.counterfactuals import RoleRewards, shares
@@ -146,7 +146,10 @@ def sampled_for(config: RunConfig, algos: Mapping[str, Algo]) -> tuple[bool, str
 def algorithm(config: RunConfig) -> Algo:
     """The record that the run file asks for. Raises ConfigError for what it could not use."""
     streams = auxiliary.available_streams(config)
-    algo = catalogue.make(config.algorithm.preset, config.algorithm.options, streams=streams)
+    settings = config.algorithm
+    algo = catalogue.make(
+        settings.preset, settings.options, streams=streams, root=Path(config.root)
+    )
     check_group(config.algorithm, algo)
     auxiliary.refuse_unused_settings(config, algo)
     return counterfactuals.lenient(config, algo)
@@ -164,7 +167,7 @@ def make_team(
         updaters[name] = make_updater(view(config, name), name, algo, base, dumps)
         if close := getattr(updaters[name].learner, "close", None):
             stack.callback(close)
-    memory = State() if config.policies else updaters[POLICY].state
+    memory = AlgorithmState() if config.policies else updaters[POLICY].state
     difficulty = Difficulty() if config.tasks.order == "difficulty" else None
     if difficulty is not None:
         memory.parts[PART] = difficulty.means
@@ -220,10 +223,12 @@ def make_updater(config: RunConfig, name: str, algo: Algo, base: Base, dumps: Pa
     )
 
 
-def remembered(config: RunConfig, algo: Algo, reference: Following | None) -> tuple[State, Anchor]:
+def remembered(
+    config: RunConfig, algo: Algo, reference: UpdatableReference | None
+) -> tuple[AlgorithmState, ReferenceControl]:
     """All that a policy remembers from step to step, and what holds it."""
-    memory = State(algo.memories, seed=config.seed)
-    anchor = Anchor(reference, auxiliary.make_controller(config, algo))
+    memory = AlgorithmState(algo.memories, seed=config.seed)
+    anchor = ReferenceControl(reference, auxiliary.make_controller(config, algo))
     if anchor.kl is not None:
         memory.parts["kl"] = anchor.kl
     return memory, anchor

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import Linear, ModuleDict
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from agentrl.algorithms.data.batch import Batch, Row
+from agentrl.algorithms.data.batch import Batch, TokenRow
 from agentrl.algorithms.learners import critic as critics
 from agentrl.algorithms.learners import reference
 from agentrl.algorithms.learners.base import Psi, Scored, StepReport, Supply
@@ -43,7 +43,7 @@ from agentrl.algorithms.objective.values import ValueTerms
 from agentrl.errors import PolicyError
 from agentrl.types import POLICY
 
-FILLER = Row(
+FILLER = TokenRow(
     tokens=torch.zeros(2, dtype=torch.int64),
     actions=torch.empty(0, dtype=torch.int64),
     logprobs=torch.empty(0),
@@ -304,7 +304,7 @@ class VerlLearner:
         return shards
 
 
-def deal_rows(rows: Sequence[Row], ranks: int) -> list[list[int]]:
+def deal_rows(rows: Sequence[TokenRow], ranks: int) -> list[list[int]]:
     """Indices of rows for each rank: equally many, of similarly many tokens; -1 is padding."""
     order = sorted(range(len(rows)), key=lambda i: -len(rows[i].tokens))
     order += [-1] * (-len(rows) % ranks)
@@ -328,7 +328,7 @@ def _critic_shapes(critic: Mapping[str, Any], dtype: torch.dtype) -> ModuleDict 
     return ModuleDict({"head": head, "decoder": decoder})
 
 
-def _temperature(row: Row) -> float:
+def _temperature(row: TokenRow) -> float:
     found = sorted(set(row.temperature.tolist()))
     if len(found) > 1:
         raise PolicyError(

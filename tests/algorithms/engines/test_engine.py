@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from agentrl.algorithms.data.batch import Row
+from agentrl.algorithms.data.batch import TokenRow
 from agentrl.algorithms.engines.embedded import engine as engine_module
 from agentrl.algorithms.engines.embedded.engine import Engine, TokenUpdates
 from agentrl.algorithms.engines.embedded.scheduler import GenerationRequest, TokenUpdate
@@ -333,7 +333,7 @@ def test_one_model_is_served_and_trained_in_turns(desk: Callable[..., Desk]) -> 
     tokens = torch.tensor([*prompt, *before.tokens])
     actions = torch.arange(len(prompt), len(tokens))
     temperature = torch.full((len(actions),), 0.7)
-    row = Row(tokens, actions, torch.tensor(before.logprobs), temperature, 0 * actions)
+    row = TokenRow(tokens, actions, torch.tensor(before.logprobs), temperature, 0 * actions)
     (pack,) = pack_rows([row, row], "trie", 100)
     logprobs = forward_logprobs(served.model, pack)
     torch.autograd.backward(logprobs.sum())

@@ -16,8 +16,8 @@ from agentrl.algorithms.learners.reference import WEIGHTS, Reference, load_auxil
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.lora import Adapters
-from agentrl.algorithms.objective.core import Reg
-from agentrl.algorithms.objective.kl_control import KlController, controller, divergence
+from agentrl.algorithms.objective.core import KLPenalty
+from agentrl.algorithms.objective.kl_control import KlController, make_kl_controller, mean_kl
 from agentrl.algorithms.objective.values import value_terms
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.presets.registry import Supply
@@ -221,7 +221,7 @@ def test_the_penalty_adapts_in_proportion_to_the_rollouts() -> None:
 @pytest.mark.parametrize("option", ["kl", "kl_reward"])
 def test_the_penalty_is_in_the_loss_or_in_the_reward(option: str) -> None:
     algo = catalogue.make("ppo", {option: 0.1}, streams=EVERY)
-    kl = controller(algo, target=0.05, horizon=100)
+    kl = make_kl_controller(algo, target=0.05, horizon=100)
     assert kl.beta == 0.1
     kl.beta = 0.3
     assert kl.tuned(algo) == catalogue.make("ppo", {option: 0.3}, streams=EVERY)
@@ -234,9 +234,9 @@ def test_one_penalty_is_adapted() -> None:
     for options, number in (({}, 0), ({"kl": 0.1, "kl_reward": 0.1}, 2)):
         algo = catalogue.make("ppo", options, streams=EVERY)
         with pytest.raises(ConfigError, match=rf"reference\.target: .* has {number} penalties"):
-            controller(algo, target=0.05, horizon=100)
+            make_kl_controller(algo, target=0.05, horizon=100)
     algo = catalogue.make("ppo", {"kl": 0.1}, streams=EVERY)
-    assert algo.regs == (Reg("k3", 0.1),)
+    assert algo.penalties == (KLPenalty("k3", 0.1),)
 
 
 def test_the_divergence_is_the_mean_of_sampler_minus_reference() -> None:
@@ -245,4 +245,4 @@ def test_the_divergence_is_the_mean_of_sampler_minus_reference() -> None:
     batch = make_batch()
     reference = batch.behaviour.double() - torch.linspace(0, 1, batch.n_tokens).double()
     batch = dataclasses.replace(batch, reference=reference)
-    assert divergence(batch) == pytest.approx(0.5)
+    assert mean_kl(batch) == pytest.approx(0.5)

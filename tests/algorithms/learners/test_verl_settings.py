@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner
 
 from agentrl import trainer
-from agentrl.algorithms.data.batch import Batch, Row
+from agentrl.algorithms.data.batch import Batch, TokenRow
 from agentrl.algorithms.learners.base import Psi, StepReport
 from agentrl.algorithms.learners.verl import settings as verl_settings
 from agentrl.algorithms.learners.verl.learner import deal_rows
@@ -42,8 +42,8 @@ def config_of(**sections: Any) -> RunConfig:
     return resolve({"learner": learner, **sections}, source="test")
 
 
-def row(length: int) -> Row:
-    return Row(
+def row(length: int) -> TokenRow:
+    return TokenRow(
         tokens=torch.arange(length),
         actions=torch.tensor([length - 1]),
         logprobs=torch.zeros(1),
