@@ -1,10 +1,10 @@
-"""The policy server protocol. The wire is OpenAI's chat completions with vLLM's additions:
+"""The policy server protocol. Requests are OpenAI's chat completions with vLLM's additions:
 
 request   `return_token_ids: true`, `logprobs: true`
 response  `prompt_token_ids`, `choices[].token_ids`, `choices[].logprobs.content[].logprob`
           (streamed: the same fields in the chunks), header `x-policy-version`
-Log-probs are those of the distribution sampled from at the request's temperature (before top-p
-and top-k; vLLM tells those after them); at temperature 0 those of the model itself.
+Log-probs are of the distribution at the request's temperature, before top-p and top-k (vLLM's are
+after them); at temperature 0 they are those of the model itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ VERSION_HEADER = "x-policy-version"  # of every answer
 
 
 class PolicyServer(Protocol):
-    """Owns the serving of policies, by their names. Every answer carries the version of its own."""
+    """Serves policies by name. Every response names the version of the policy that answered."""
 
     base_url: str  # ends in /v1
     model: str  # the policy that requests without a name get
@@ -33,12 +33,12 @@ class PolicyServer(Protocol):
         ...
 
     def updating(self) -> AbstractAsyncContextManager[None]:
-        """While inside, weights may change: calls in flight have finished, new ones are held."""
+        """Within this context weights may change: calls in flight have ended, new ones wait."""
         ...
 
     async def publish(self, version: int, policy: str | None = None) -> None:
-        """From now on serve a policy's current weights, default those of `model`, as `version`;
-        other policies keep theirs. Call inside `updating`."""
+        """Serve the current weights of a policy, default `model`, as `version`; the others keep
+        their versions. Call inside `updating`."""
         ...
 
     async def add(self, policy: str, version: int) -> None:
@@ -47,19 +47,18 @@ class PolicyServer(Protocol):
         ...
 
     async def remove(self, policy: str) -> None:
-        """Serve such a policy no more; calls that still name it are refused. Call inside
-        `updating`."""
+        """Stop serving a policy; later requests for it are refused. Call inside `updating`."""
         ...
 
     async def wait_for_failure(self) -> PolicyError:
-        """Returns why, once no call will ever be answered again; as long as they may, it waits."""
+        """Returns the reason once the server has failed for good; until then it waits."""
         ...
 
     async def close(self) -> None: ...
 
 
 def advertised_url(base_url: str, host: str) -> str:
-    """The URL by which others call a server that listens at `base_url`; no host: the same."""
+    """`base_url` with `host` in place of its host; unchanged where `host` is empty."""
     if not host:
         return base_url
     parts = urlsplit(base_url)
@@ -77,8 +76,8 @@ def port_taken(host: str, port: int, error: OSError) -> PolicyError:
 
 
 async def run_unless_failed(work: Coroutine[Any, Any, T], servers: Sequence[PolicyServer]) -> T:
-    """What `work` returns. Cancels it, and raises PolicyError, once a server is given up: whoever
-    waits for what a policy says would wait for ever."""
+    """What `work` returns. If a server fails for good, `work` is cancelled and PolicyError raised:
+    what waits for an answer of the policy would wait for ever."""
     doing = asyncio.ensure_future(work)
     watching = [asyncio.ensure_future(server.wait_for_failure()) for server in servers]
     try:

@@ -1,4 +1,4 @@
-"""The policy server that a run file asks for."""
+"""Makes the policy server that `[engine]` of the run file asks for."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def policy_server(
     adapters: Adapters | None = None,
     name: str = POLICY,
 ) -> PolicyServer:
-    """A server, not yet started, of the weights that learners train: those of a model, by `name`,
-    or of its adapters.
+    """A policy server, not yet started, of the model that is trained (as policy `name`) or of its
+    adapters.
 
     Raises PolicyError for a model it cannot serve, and where vLLM is asked for and missing."""
     engine = config.engine
@@ -63,8 +63,8 @@ def policy_server(
 def vllm_server(
     config: RunConfig, model: Any, tokenizer: Tokenizer, adapters: Adapters | None = None
 ) -> VllmServer:
-    """vLLM, as a child or where it runs already, brought up to date with the weights of `model`, or
-    with its adapters."""
+    """vLLM, as a child process or at `engine.vllm.urls`, which gets the weights of `model` or its
+    adapters at every publish."""
     engine, dtype = config.engine, config.policy.dtype
     learned = _learned(model, tokenizer, adapters, engine.threads)
     folder = Path(config.output, "vllm").absolute()
@@ -77,7 +77,7 @@ def vllm_server(
             port=engine.port,
             api_key=_secret(engine.vllm.key_env),
             start_timeout=engine.vllm.start_timeout,
-            # One of several that hangs is found before the update as a whole is late.
+            # A single server that hangs is found before the whole update times out.
             timeout=0.9 * engine.vllm.timeout,
             adapters=bool(learned.adapters),
         )

@@ -1,6 +1,6 @@
-"""An event loop in a thread of its own, so that what is served goes on while the learner computes.
+"""An event loop in a thread of its own, so that a server answers while the learner computes.
 
-Owns the thread. `run` may be awaited from any other loop.
+Owns the thread. `run` and `call` may be awaited from any other loop.
 """
 
 from __future__ import annotations

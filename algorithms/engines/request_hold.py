@@ -18,7 +18,7 @@ class RequestHold:
 
     def __init__(self) -> None:
         self.versions: dict[str, int] = {}  # by policy; the empty name: of every other name
-        self._in_flight = 0
+        self.in_flight = 0
         self._released, self._drained = asyncio.Event(), asyncio.Event()
         self._drained.set()
 
@@ -41,13 +41,13 @@ class RequestHold:
             await self._released.wait()
 
     def begin(self, calls: int = 1) -> None:
-        self._in_flight += calls
+        self.in_flight += calls
         self._drained.clear()
 
     def finish(self) -> None:
         """One call has ended."""
-        self._in_flight -= 1
-        if not self._in_flight:
+        self.in_flight -= 1
+        if not self.in_flight:
             self._drained.set()
 
     @contextmanager

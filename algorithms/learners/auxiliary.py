@@ -1,6 +1,6 @@
-"""The models beside the policy that the run file asks for: critic, reference, teacher, rewards.
+"""Auxiliary models of a run: critic, reference, teacher and reward models.
 
-What an algorithm does not read is not loaded, and what is configured for nothing is refused.
+Models that the algorithm does not read are not loaded; settings that have no effect are refused.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from agentrl.config.schema import MODEL_LR
 from agentrl.errors import ConfigError
 from agentrl.types import Scope
 
-FROZEN: Final[tuple[Literal["q", "t"], ...]] = ("q", "t")  # streams of models that do not learn
+FROZEN: Final[tuple[Literal["q", "t"], ...]] = ("q", "t")  # streams of frozen models
 HEAD_STEP = 0.05  # of a shared one, over its width: AdamW moves a value by the sum over all of it
 FrozenModels = dict[Literal["q", "t"], Reference]
 
 
 def available_streams(config: RunConfig) -> frozenset[Supply]:
-    """The streams that a run can give its algorithm. A reference is always to be had: what the
-    policy began as."""
+    """The streams that a run can give its algorithm. There is always a reference: the initial
+    policy."""
     streams: set[Supply] = {"o", "b", "q"}
     if config.learner.kind != "verl":  # what a plug-in lacks is refused once it is made
         streams |= {"k", "e"}
@@ -53,7 +53,7 @@ def available_streams(config: RunConfig) -> frozenset[Supply]:
 
 
 def refuse_unused_settings(config: RunConfig, algo: Algo) -> None:
-    """Raises ConfigError for a setting that could not matter."""
+    """Raises ConfigError for a setting without effect."""
     for key, why in _unused_settings(config, algo):
         raise ConfigError(f"{key} is set, {why}; leave it out")
 
@@ -61,7 +61,7 @@ def refuse_unused_settings(config: RunConfig, algo: Algo) -> None:
 def make_critic(
     config: RunConfig, policy: PreTrainedModel, tokenizer: Tokenizer, start: str
 ) -> ValueModel | None:
-    """The critic of a run, if it has one. start: what the policy began as.
+    """The critic of a run, if it has one. start: directory or hub name of the initial policy.
 
     Raises PolicyError for a model that cannot be loaded or reads other tokens."""
     settings = config.critic
@@ -100,7 +100,7 @@ def make_frozen_models(
 
 
 def make_controller(config: RunConfig, algo: Algo) -> KlController | None:
-    """What adapts the penalty on leaving the reference, if anything does."""
+    """The controller of the KL coefficient, if there is one."""
     settings = config.reference
     return make_kl_controller(algo, settings.target, settings.horizon) if settings.target else None
 
@@ -108,7 +108,7 @@ def make_controller(config: RunConfig, algo: Algo) -> KlController | None:
 def make_reward_models(
     config: RunConfig, policy: PreTrainedModel, tokenizer: Tokenizer, start: str
 ) -> tuple[tuple[RewardModel, ...], tuple[ImplicitTrainer, ...]]:
-    """The models that give rewards, and what trains those of them that learn.
+    """The reward models, and the trainers of those that learn.
 
     Raises PolicyError for a model that cannot be loaded, reads other tokens, or is of another kind.
     """
@@ -161,7 +161,7 @@ def model_source(config: RunConfig, name: str) -> str:
 
 
 def _unused_settings(config: RunConfig, algo: Algo) -> list[tuple[str, str]]:
-    """Settings that could not matter, and why."""
+    """Settings without effect, and why."""
     none = f"and algorithm.preset = {algo.name!r}"
     idle = []
     if config.critic.model and not algo.critic:

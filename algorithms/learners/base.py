@@ -1,8 +1,8 @@
-"""The learner protocol: few verbs suffice for every algorithm, because one loss exists.
+"""The learner protocol. Its few methods suffice for every algorithm, because there is one loss.
 
 loss = - sum_t sg[psi_t] * log pi_t - sum_t eta_t * H_t
 
-and, where there is a critic, a squared error of its values beside it.
+plus, with a critic, the squared error of its values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ with `symbols` the log-probs are those of the symbols, [n, K], the sampled token
 
 Supply = Literal["o", "b", "q", "t", "v", "k", "e"]
 Scored = Literal["o", "q", "t"]
-"""Whose log-probs: of the weights as they are, of the reference model, of the teacher."""
+"""Whose log-probs: of the current policy, the reference model or the teacher."""
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,8 +34,10 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     grad_norm: float
     logprobs: Tensor  # float32 [N]: log-probs before the update, in token order
     tokens: int  # tokens forwarded, context included
-    applied: bool  # false when the gradient was not finite and the update was skipped
-    entropy: Tensor | None = None  # float32 [N], nats: before each token, where the learner says it
+    applied: bool  # false: the gradient was not finite and the update was skipped
+    entropy: Tensor | None = (
+        None  # float32 [N], nats, before each token, if the learner computes it
+    )
     symbols: Tensor | None = None  # float32 [N, K]: also those of the batch's symbols, if any
     metrics: dict[str, float] = {}  # more of this learner's own, by their full names
 
@@ -49,8 +51,8 @@ class Learner(Protocol):
     """Owns weights, optimizer and their random state. One caller at a time."""
 
     supplies: frozenset[Supply]
-    """What it can answer besides the current log-probs: streams, values (v), the most probable
-    tokens (k), and a step on `eta` (e)."""
+    """What it can compute besides the current log-probs: streams, values (v), the most probable
+    tokens (k), and the gradient of the entropy (e)."""
 
     def logprobs(self, batch: Batch, of: Scored = "o") -> Tensor:
         """Log-probs of every action token at its sampling temperature, float32 [N], no graph."""

@@ -2,9 +2,9 @@
 
 A linear head on hidden states: on those of the policy, which costs no forward pass of its own and
 trains the policy's layers too, or on those of a decoder of its own. Owns head, that decoder, and
-their optimizer. Always true: a fresh head says 0 everywhere, so the first advantages are the
-returns; the head is float32 or wider; what the policy's own weights get from a shared head goes
-through the policy's optimizer, at its learning rate.
+their optimizer. Always true: a new head returns 0 everywhere, so the first advantages are the
+returns; the head is float32 or wider; the gradient of a shared head by the policy's weights is
+applied by the policy's optimizer, at its learning rate.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ValueGradient(NamedTuple):
     values: Tensor  # [n], differentiable
     gradient: Tensor  # [n], of the loss by them, times the coefficient
     loss: float  # before the coefficient
-    clipped: int  # tokens that value clipping holds
+    clipped: int  # tokens whose value is clipped
 
 
 class ValueModel:
@@ -81,7 +81,7 @@ class ValueModel:
         return values
 
     def pull(self, pack: Pack, hidden_NH: Tensor | None, terms: ValueTerms) -> ValueGradient:
-        """Where the loss pulls the values of a pack."""
+        """The value loss of a pack, and its gradient by the values."""
         v = self.values(pack, hidden_NH)
         loss, gradient, clipped = value_loss(terms, v, pack.index)
         return ValueGradient(

@@ -1,4 +1,4 @@
-"""The learner that a run file asks for."""
+"""Makes the learner that `[learner]` of the run file asks for."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _from_plugin(
 
 
 def _threads(config: RunConfig, model: PreTrainedModel) -> ThreadTuner:
-    """As many as the run file says, all cores, or what is measured."""
+    """`learner.threads`, or all cores, or for small models what is measured to be faster."""
     number = config.learner.threads
     if number or model.device.type != "cpu":
         return ThreadTuner(number or os.cpu_count() or 1)
@@ -125,7 +125,7 @@ def _frozen(
 
 
 def _check_reads(key: str, name: str, tokenizer: Tokenizer) -> None:
-    """Raises PolicyError unless the model reads the tokens of the policy."""
+    """Raises PolicyError unless the model has the vocabulary of the policy."""
     try:
         own = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:

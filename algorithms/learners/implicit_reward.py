@@ -7,8 +7,8 @@ learns from outcomes, numbers from 0 to 1, by the cross-entropy of sigmoid(s) to
 reference is the policy of the step before, not a fixed one. Either loss reaches the log-probs as
 one number per rollout, beta * d loss / d s.
 
-Owns the model's weights and their optimizer. Always true: a batch is scored before it is learned
-from, so no reward has seen its own outcome; a gradient that is not finite changes nothing.
+Owns the model's weights and their optimizer. Always true: a batch is scored before the model learns
+from it, so no reward depends on its own outcome; a gradient that is not finite changes nothing.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ImplicitTrainer:
         ]
         y = torch.tensor([row.reward() for _, row, _ in scored_calls], dtype=torch.float64)
         s = torch.tensor([self._score(row) for _, row, _ in scored_calls], dtype=torch.float64)
-        # margin: how sure it is of each of its judgements, and target: how much it should be
+        # margin: logit of each judgement; target: its label
         margin, target = s.requires_grad_(), y
         if self.loss == "pairs":
             better, worse = _pairs([id for id, _, _ in scored_calls], y)
@@ -112,7 +112,7 @@ class ImplicitTrainer:
         return [] if math.isnan(rollout.reward()) else self.source.scored_calls(rollout)
 
     def _score(self, rollout: Rollout) -> float:
-        """Of all its calls, as the source has just given it."""
+        """The reward that the model has just given the rollout."""
         mine = (row for row in rollout.rewards if row.name == self.source.name)
         return sum(row.value for row in mine if row.source == SOURCE.format(row.name))
 

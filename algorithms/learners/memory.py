@@ -1,4 +1,4 @@
-"""What an update takes of memory: recomputing instead of keeping, the peak, and running out."""
+"""Memory of an update: gradient checkpointing, peak usage and out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def layers_of(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
 
 @contextmanager
 def recomputing(layers: list[GradientCheckpointingLayer]) -> Iterator[None]:
-    """Forward passes within keep the input of each layer alone; backward recomputes the rest.
+    """Forward passes within keep only the input of each layer; backward passes recompute the rest.
 
     Transformers' own switch works in training mode only, which would turn dropout on, and would
     take the cache from a policy server that shares the model."""

@@ -1,8 +1,8 @@
 """AdamW on named parameters, with float32 master weights where the model's own are narrower.
 
-Owns the master weights and the moments; the gradients while a step lasts. Always true: what is
-updated is float32 or wider, gradients of bfloat16 weights are summed over micro-batches in float32,
-and the model's weight is its master rounded once.
+Owns master weights and moments, and the gradients during a step. Always true: updates are computed
+in float32 or wider, gradients of bfloat16 weights are summed over micro-batches in float32, and the
+model's weight is its master weight rounded once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _EIGHT_BIT = {"adamw8bit": "AdamW8bit", "paged_adamw8bit": "PagedAdamW8bit"}
 
 
 class Optimizer:
-    """Raises PolicyError for a kind that this machine cannot compute."""
+    """Raises PolicyError for a kind that this machine cannot run."""
 
     def __init__(
         self,

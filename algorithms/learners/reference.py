@@ -1,8 +1,7 @@
 """Frozen models that only score: the reference (stream q) and the teacher (t).
 
-Owns their weights, which change in one way alone: every so many steps a reference becomes the
-policy as it is. One that does not is not part of a checkpoint, for it is the model that the run
-file names.
+Owns their weights, which change in one case only: every `every` steps a reference becomes the
+current policy. Others are not part of a checkpoint, for the run file names them.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ WEIGHTS = "reference.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A frozen model that scores in the place of `policy`. every: training steps after which it
-    becomes that; 0: never."""
+    """A frozen model that scores the tokens of `policy`. every: training steps after which it
+    becomes the current policy; 0: never."""
 
     model: PreTrainedModel
     policy: PreTrainedModel
@@ -45,7 +44,7 @@ class Reference:
             copy_weights(self.model, dict(self.policy.named_parameters()))
 
     def save(self, directory: Path) -> None:
-        """Write into a checkpoint what the run file does not say."""
+        """Write weights that the run file does not name into a checkpoint."""
         if self.every:
             save_weights(self.model, directory / WEIGHTS)
 

@@ -1,11 +1,11 @@
-"""Reward models: rewards that a model gives, read by name like those of a verifier.
+"""Reward models, whose rewards are read by name like those of a verifier.
 
 scalar: a checkpoint with one score (`AutoModelForSequenceClassification`), that of the state after
 the last token of a call; a Bradley-Terry model, arXiv 2203.02155. implicit: the sum over a call's
 tokens of beta * (log pi - log pi of a reference), which a model trained on outcomes alone gives;
 PRIME, arXiv 2502.01456, iStar, 2509.19199. Always true: a score depends on the call alone, not on
 what is scored beside it; only training rollouts that succeeded are scored, by their calls of which
-the policy sampled every token. What its model cannot read to the end has no score: it is missing.
+the policy sampled every token. A call longer than the model's context has no score: it is missing.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ScalarScorer:
 
 @dataclass(frozen=True, slots=True)
 class ImplicitScorer:
-    """Reads how much likelier than the reference its model finds a call, at temperature 1."""
+    """Scores a call by the log-ratio of its model to the reference, at temperature 1."""
 
     model: PreTrainedModel
     reference: PreTrainedModel
@@ -121,7 +121,7 @@ class RewardModel:
         ]
 
     def scored_calls(self, rollout: Rollout) -> list[Transition]:
-        """The calls whose scores its rewards are made of."""
+        """The calls that a rollout's rewards are computed from."""
         if rollout.state is not RolloutState.SUCCEEDED or not valid(rollout):
             return []
         calls = [call for call in rollout.transitions if trainable(call) and len(call.completion)]
@@ -191,12 +191,12 @@ def _head_problem(model: PreTrainedModel, missing: list[str]) -> str | None:
 
 
 def row_of(call: Transition) -> TokenRow:
-    """A call whose sampled tokens are asked about, at temperature 1."""
+    """A call as a row whose actions are its sampled tokens, at temperature 1."""
     return _row([*call.prompt, *call.completion], len(call.completion))
 
 
 def _row(tokens: list[int], actions: int) -> TokenRow:
-    """A sequence of which the last so many tokens are asked about."""
+    """A sequence whose last `actions` tokens are actions."""
     ids = torch.tensor(tokens)
     return TokenRow(
         tokens=ids,

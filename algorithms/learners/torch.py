@@ -218,13 +218,13 @@ class TorchLearner:
             trainer.restore(saved)
 
     def _read(self, directory: Path) -> Mapping[str, Tensor]:
-        """The weights of a checkpoint, which are found to fit."""
+        """The weights of a checkpoint of this policy. Raises PolicyError if they do not fit."""
         if self.adapters is not None:
             return self.adapters.read(self.policy, directory)
         return read_policy(self.model, directory)
 
     def _adapted(self, alone: bool = False) -> AbstractContextManager[None]:
-        """While inside, the model is the policy that this learner learns, or its base alone."""
+        """Within this context the model is the trained policy; alone: without its adapter."""
         if self.adapters is None:
             return nullcontext()
         return self.adapters.using(None if alone else self.policy)
@@ -309,7 +309,7 @@ class TorchLearner:
         return self.critic
 
     def _saved_parts(self) -> Iterator[ValueModel | Reference | ImplicitTrainer]:
-        """What is saved with the policy."""
+        """The parts that are saved with the policy."""
         if self.critic:
             yield self.critic
         yield from self.frozen.values()
@@ -372,9 +372,9 @@ class TorchLearner:
 
 @dataclass(slots=True)
 class _Sums:
-    """What one backward pass over a batch adds up."""
+    """Sums and columns of one backward pass over a batch."""
 
-    logprobs: Tensor  # float32 [N], NaN where the pass did not come
+    logprobs: Tensor  # float32 [N], NaN where it stopped before
     entropy: Tensor  # float32 [N], nats, likewise
     loss: float = 0.0
     value_loss: float = 0.0

@@ -31,8 +31,8 @@ class AttentionPlan(Protocol):
 
 
 def incompatibility(model: torch.nn.Module) -> str | None:
-    """What about a model a plan would change, as the end of a sentence that starts with its name;
-    None: nothing, so that it can be installed."""
+    """Why this attention function would change what a model computes, as the predicate of a
+    sentence about the model; None: it would not."""
     network: Any = model
     config = network.config.get_text_config()
     if not (network._supports_attention_backend and network._supports_sdpa):

@@ -61,8 +61,8 @@ class Chat:
         return text
 
     def _check_shown(self, text: str, without: str, tools: list[dict[str, Json]]) -> None:
-        """Refuses tools that the model would never hear of. The agent may have described them in
-        its own words: then their names are in the text."""
+        """Refuses tools that the model would not see. The agent may describe them in its own
+        messages: then their names are in the text."""
         if text != without or any(name in text for name in tool_names(tools)):
             return
         raise RequestError(

@@ -1,8 +1,8 @@
-"""How many threads of torch small models compute with: one or all, as timed, not as assumed.
+"""How many torch threads small models compute with: one or all, whichever is measured to be faster.
 
-Threads wait for each other after every operation. On cores that other programs use as well, one of
-them is often not running, so a step of a small model takes several times as long with all threads
-as with one; on idle cores all are faster. Owns the count and the times of the trial in progress.
+Threads synchronise after every operation. On cores that other programs use too, one of them is
+often not running, so a step of a small model takes several times as long with all threads as with
+one; on idle cores all are faster. Owns the count and the times of the trial in progress.
 Always true: the count is one or a power of two, which with `MKL_CBWR=AUTO,STRICT` give the same
 numbers, bit for bit; where that is not promised, nothing is tried and the count is the caller's.
 """
@@ -21,7 +21,7 @@ import torch
 from agentrl.processes import PHASE
 
 log = logging.getLogger("agentrl.algorithm")
-SMALL = 5_000_000  # parameters; operations of larger models take longer than threads wait
+SMALL = 5_000_000  # parameters; larger models compute for longer than threads wait
 EVERY = 150  # calls from one trial to the next
 PAIRS = 3  # of calls in a trial: with one thread, with all
 MUCH_SLOWER = 2.0  # times as long as with one thread: a trial ends after its first pair
@@ -30,8 +30,8 @@ WORTHWHILE = 0.9  # of the time with one thread: all must take less, for others 
 
 @dataclass(slots=True)
 class ThreadTuner:
-    """What work computes with that is done again and again. count: until a trial says otherwise;
-    most: tried beside one, 1 where nothing is to be tried; name: of the work, for the line that
+    """Chooses the number of threads of repeated work. count: until a trial decides otherwise; most:
+    the number compared with one thread, 1 for no trials; name: of the work, for the log line that
     says what was chosen."""
 
     count: int
@@ -48,8 +48,8 @@ class ThreadTuner:
 
     @contextmanager
     def working(self, amount: float = 1.0) -> Iterator[None]:
-        """Compute with the best count known, or in a trial with the one that is due, and time it.
-        amount: of work, of which calls may have different ones."""
+        """Compute with the best count known; in a trial, with the count to be tried, and time it.
+        amount: of work in this call, to which its time is relative."""
         trying = self.most > 1 and self._until <= 0
         started = self.clock()
         with computing_with((1, self.most)[len(self._times) % 2] if trying else self.count):
@@ -78,8 +78,8 @@ class ThreadTuner:
 
 
 def thread_tuner(parameters: int, name: str, otherwise: int) -> ThreadTuner:
-    """For a model's work; `otherwise`, and no trial, where their number is not to be touched: a
-    large model, or numbers that would depend on it."""
+    """A tuner for a model's work. Always `otherwise` threads, without trials, for a large model and
+    where results would depend on the number of threads."""
     most = largest_power_of_two(os.cpu_count() or 1)
     if parameters > SMALL or not is_number_free():
         return ThreadTuner(otherwise)

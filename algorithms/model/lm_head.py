@@ -20,7 +20,7 @@ from torch.nn import Linear, Module
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-LEAST = -100.0  # nats, for what has no probability
+LEAST = -100.0  # nats, the smallest log-prob that is returned
 MAX_LOGITS = 2**24  # elements of one chunk of logits: 64 MiB in float32
 
 

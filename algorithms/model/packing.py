@@ -194,7 +194,7 @@ def check_model(model: PreTrainedModel) -> None:
 
 
 def supported_packing(model: PreTrainedModel, packing: Packing) -> Packing:
-    """The packing a model can compute, with a warning if it is not the one asked for."""
+    """`packing`, or "rows", with a warning, where the model does not support it."""
     reason = _incompatibility(model)
     if reason and packing != "rows":
         warnings.warn(

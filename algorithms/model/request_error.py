@@ -1,4 +1,4 @@
-"""A request that a policy server refuses, as OpenAI's API says it."""
+"""Requests that a policy server refuses, with the error object of OpenAI's API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imitation: a model learns the assistant's turns of given conversations, before any reward.
+"""Supervised fine-tuning on the assistant's turns of given conversations.
 
 It is the one loss with psi = 1/N on each of the N action tokens of a batch.
 """

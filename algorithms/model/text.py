@@ -1,4 +1,4 @@
-"""Between text and tokens: encoding in cached pieces, decoding as a stream, stop strings."""
+"""Text to tokens and back: encoding in cached pieces, streaming decoding, stop strings."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class TextStream:
         self.stopped = False
 
     def push(self, tokens: Sequence[int]) -> str:
-        """Text that these tokens add for certain."""
+        """The text that these tokens certainly add."""
         self._tokens += tokens
         known = self._codec.decode(self._tokens[self._shown : self._read])
         text = self._codec.decode(self._tokens[self._shown :])

@@ -1,7 +1,7 @@
-"""Tiny models made on the spot: a tokenizer and a Llama that imitate given conversations.
+"""Tiny models, trained on the spot: a tokenizer and a Llama that imitate given conversations.
 
-Examples and benchmarks train these where nothing is to be downloaded: 0.1 M parameters that speak
-one format fluently. What they make is an ordinary Hugging Face checkpoint.
+Examples and benchmarks use them so that nothing is downloaded: 0.1 M parameters that write one
+format fluently, as an ordinary Hugging Face checkpoint.
 """
 
 from __future__ import annotations

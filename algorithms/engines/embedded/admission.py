@@ -1,8 +1,8 @@
-"""The calls in flight: what lies between HTTP handlers and the engine.
+"""Admission of requests: between the HTTP handlers and the engine.
 
-Owns the version of each policy that is served and the count of unfinished calls. Always true: a
-call starts and ends under one version, because versions change only while none is in flight.
-Everything here runs on the server's event loop.
+Owns the version of each policy and the requests in flight. Always true: a request starts and ends
+under one version, because versions change only while no request is in flight. Everything here runs
+on the server's event loop.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from agentrl.types import Sampling
 
 @dataclass(slots=True)
 class PendingRequest:
-    """`n` completions of one prompt, and what the engine has told about them."""
+    """`n` completions of one prompt, and their tokens so far."""
 
     version: int
     calls: list[GenerationRequest] = field(default_factory=list)
@@ -49,7 +49,7 @@ class PendingRequest:
 
 
 class Admission:
-    """Every call of one server, from admission to its last token."""
+    """The requests of one server, from admission to the last token."""
 
     def __init__(
         self,
@@ -67,7 +67,9 @@ class Admission:
         self.requests = RequestHold()
         self.requests.versions = dict.fromkeys(policies, 0)
         self._numbers = {name: number for number, name in enumerate(policies)}
-        self._unused = count(len(policies))  # numbers: a key in the cache is of one policy for ever
+        self._unused = count(
+            len(policies)
+        )  # numbers are never used again: cached keys belong to one
         self.max_context = max_context
         self.engine = Engine(
             model,
@@ -91,7 +93,7 @@ class Admission:
         self.engine.start()
 
     async def hold(self) -> None:
-        """Returns once nothing is in flight; new calls wait until `resume`."""
+        """Returns once no call is in flight; new calls wait until `resume`."""
         await self._updating.acquire()
         try:
             await self.requests.hold()
@@ -112,7 +114,7 @@ class Admission:
         return self._updating.locked()
 
     def publish(self, version: int, policy: str) -> None:
-        """The weights of a policy are those of `version` now. Only while held."""
+        """The model has the weights of `version` of a policy now. Only while held."""
         if policy not in self._numbers:
             served = ", ".join(map(repr, self._numbers))
             raise PolicyError(f"the policies served are {served}, and not {policy!r}")
@@ -120,13 +122,13 @@ class Admission:
         self.engine.forget(self._numbers[policy])
 
     def add(self, policy: str, adapter: str | None, version: int) -> None:
-        """Answer calls to one more policy. Only while held."""
+        """Serve one more policy. Only while held."""
         number = next(self._unused)
         self.engine.policies[number] = adapter
         self._numbers[policy], self.versions[policy] = number, version
 
     def remove(self, policy: str) -> None:
-        """Answer no more calls to a policy. Only while held."""
+        """Stop serving a policy. Only while held."""
         number = self._numbers.pop(policy)
         del self.versions[policy]
         self.engine.forget(number)
@@ -203,7 +205,7 @@ class Admission:
         return receive
 
     def _deliver(self, updates: TokenUpdates) -> None:
-        """From the engine's thread: one wake-up of the event loop for all that a step has told."""
+        """Called on the engine's thread: wakes the event loop once for all updates of a step."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(_receive, updates)
 

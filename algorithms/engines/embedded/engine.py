@@ -1,8 +1,8 @@
 """Continuous batching: calls join and leave the running batch at every token.
 
-Owns the key-value pool and one thread, the only one that runs the model or touches the rows. Always
-true: one forward pass per step feeds every running row at least one token; nothing runs while no
-call is unfinished, so the owner of the weights may change them then, and must `forget` after.
+Owns the KV cache and one thread, the only one that runs the model or changes the rows. Always true:
+each step is one forward pass, which feeds every running row at least one token; the thread idles
+while no request is unfinished, so weights may change then, and `forget` must be called after.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from agentrl.algorithms.model.attention import UNUSED
 from agentrl.algorithms.model.load import Model
 from agentrl.algorithms.model.lora import Adapters
 
-PREFILL = 512  # prompt tokens fed per step beside the running calls, so that none of them stalls
-WORTH_WAITING = 16  # tokens that another call is about to compute and this one may then copy
+PREFILL = 512  # most prompt tokens per step, so that running requests are not stalled
+WORTH_WAITING = 16  # prefix tokens that a running request is about to compute, to be copied then
 
 TokenUpdates = list[tuple[GenerationRequest, TokenUpdate]]
 
@@ -49,8 +49,8 @@ class Engine:
         adapters: Adapters | None = None,
         policies: Sequence[str | None] = (None,),
     ) -> None:
-        """`deliver` gets, on the engine's thread, everything that one step has to tell. `policies`:
-        the adapter of each policy that calls may name by number, None: the model alone."""
+        """deliver: called on the engine's thread with all token updates of a step. policies: by
+        number, the adapter of each policy; None: the model without adapters."""
         attention.install(model)
         config: Any = model.config
         self.model, self.deliver, self.threads = model, deliver, threads
@@ -71,12 +71,12 @@ class Engine:
         self.thread.start()
 
     def submit(self, call: GenerationRequest) -> None:
-        """Every submitted call gets exactly one update with `finish` set, its last."""
+        """Every submitted request gets exactly one update with `finish` set, its last."""
         if not self._order(lambda: self.waiting.append(call)):
             self.deliver([(call, TokenUpdate([], [], "error", CLOSED))])
 
     def cancel(self, call: GenerationRequest) -> None:
-        """Finish a call whose answer nobody waits for, unless it has finished."""
+        """End a request whose client has left, unless it has ended."""
         self._order(lambda: self._cancel(call))
 
     def forget(self, policy: int = 0) -> None:
@@ -112,7 +112,7 @@ class Engine:
             self._fail(CLOSED)
 
     def _run_orders(self) -> bool:
-        """Carry out all orders; wait for one when there is nothing else to do."""
+        """Run all queued functions; wait for one if there is no request. False: closing."""
         idle = not (self.rows.n or self.waiting)
         while True:
             while idle and not self.closing:
@@ -127,7 +127,7 @@ class Engine:
                 return not self.closing
 
     def _admit(self) -> None:
-        """Give waiting calls a row, oldest first, except those whose prefix is being computed."""
+        """Start waiting requests, oldest first, except those whose prefix is being computed."""
         later: deque[GenerationRequest] = deque()
         while self.waiting and self.rows.n < self.rows.limit:
             call = self.waiting.popleft()
@@ -158,7 +158,7 @@ class Engine:
         self._record(tokens_n.cpu().numpy(), logprobs_n.cpu().numpy())
 
     def _forward(self) -> Tensor:
-        """Feed every row what it knows and has not fed; logits [n, V] after the last fed."""
+        """Feed every row its tokens that are not in the cache; logits [n, V] after the last one."""
         rows, pool, n = self.rows, self.pool, self.rows.n
         lengths, order = rows.length[:n], np.arange(n)
         pool.reserve(int(rows.known[:n].max()))
@@ -196,7 +196,7 @@ class Engine:
         return logits
 
     def _adapted(self, policies: Ints) -> AbstractContextManager[None]:
-        """While inside, each token fed is computed by its policy: numbers, int64 [N]."""
+        """Within this context each token is computed by its policy: numbers, int64 [N]."""
         if self.adapters is None:
             return nullcontext()
         present = np.unique(policies).tolist()
@@ -211,7 +211,7 @@ class Engine:
         )
 
     def _record(self, tokens: Ints, logprobs: NDArray[np.float32]) -> None:
-        """Add the sampled tokens to rows that are through their prompt; tell and end calls."""
+        """Add sampled tokens to the rows whose prompt is done; deliver updates, end requests."""
         rows, n = self.rows, self.rows.n
         if not np.isfinite(logprobs).all():
             self._fail("the model's log-probs are not finite: its weights are broken")
@@ -241,7 +241,7 @@ class Engine:
             self.deliver(updates)
 
     def _reset(self) -> None:
-        """A masked key still spoils a sum if it is not finite: nothing written may stay."""
+        """Clear the cache: a key that is not finite spoils attention even where it is masked."""
         self.rows.forget()
         self.pool.wipe()
 

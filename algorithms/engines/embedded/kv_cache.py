@@ -1,7 +1,7 @@
-"""Keys and values of every row, in one tensor each.
+"""The KV cache: keys and values of every row, in one tensor each.
 
-Owns the memory. Always true: whatever lies behind a row's length is finite, so masking it out is
-exact. Written by the engine's thread only, inside a forward pass (`update`) or between two.
+Owns the memory. Always true: what is behind a row's length is finite, so masking it is exact.
+Written by the engine's thread only, inside a forward pass (`update`) or between two.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class KVPool(Cache):  # type: ignore[misc]
         return self.depth
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Positions are always given to the model; it need not count."""
+        """0: the model is always given positions."""
         return 0
 
     def reserve(self, capacity: int) -> None:

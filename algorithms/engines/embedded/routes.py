@@ -1,4 +1,4 @@
-"""The HTTP face of the embedded server: OpenAI's paths, errors and server-sent events."""
+"""The HTTP handlers of the embedded server: OpenAI's paths, errors and server-sent events."""
 
 from __future__ import annotations
 
@@ -131,8 +131,8 @@ class Routes:
         return _json(whole, headers={VERSION_HEADER: str(pending.version)})
 
     def _policy(self, model: str | None) -> str:
-        """The policy that a request names. Where there is one, every name is it: agents keep their
-        own. Raises RequestError for a name that is none of several."""
+        """The policy that a request names. Where only one is served, any name means it, so agents
+        keep their model names. Raises RequestError for an unknown name where there are several."""
         served = self._calls.versions
         if model in served:
             return str(model)
@@ -190,8 +190,8 @@ class Routes:
         return response
 
     async def _stamp(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Answers that no version made, such as errors, carry the one that is served now by the
-        policy that requests without a model name get."""
+        """Responses that no policy made, such as errors, name the current version of the default
+        policy."""
         response.headers.setdefault(VERSION_HEADER, str(self._calls.versions[self._name]))
 
 

@@ -1,9 +1,9 @@
-"""The rows of the key-value pool: which tokens each holds, for which call.
+"""The rows of the KV cache: which tokens each holds, for which request.
 
-Owns the bookkeeping in columns, one entry per row. Rows [0, n) run, in one block so that attention
-reads them without a gather; rows [limit, size) are idle and remember finished calls. Always true:
-the keys of `tokens[row, :length[row]]` are in the pool, and a running row knows more tokens than
-that. Written by the engine's thread only.
+Owns one entry per row, in columns. Rows [0, n) are running, in one block so that attention reads
+them without a gather; rows [limit, size) are the prefix cache: they hold ended requests. Always
+true: the keys of `tokens[row, :length[row]]` are in the cache, and a running row has at least one
+token more. Written by the engine's thread only.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class TokenUpdate:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationRequest:
-    """A prompt to complete. Identity is what counts: two equal calls are two calls."""
+    """A prompt to complete. Compared by identity: two equal requests are two requests."""
 
     prompt: NDArray[np.int32]
     sampling: Sampling
     seed: int  # 0 <= seed < 2**64
     receive: Callable[[TokenUpdate], None]  # called where the engine's `deliver` says
     stream: bool = False  # an update per token instead of one at the end
-    policy: int = 0  # number of the one that answers
-    stop: Callable[[int], bool] | None = None  # told every token; true ends the call
+    policy: int = 0  # number of the policy that answers
+    stop: Callable[[int], bool] | None = None  # called with every token; true ends the request
 
 
 class RowTable:
@@ -53,14 +53,16 @@ class RowTable:
         self.n = 0
         self.calls: list[GenerationRequest] = []
         self.tokens = np.zeros((size, context), np.int32)
-        self.length = np.zeros(size, np.int64)  # tokens whose keys are in the pool
+        self.length = np.zeros(size, np.int64)  # tokens whose keys are in the cache
         self.known = np.zeros(size, np.int64)  # tokens of prompt and completion
-        self.policy = np.zeros(size, np.int64)  # number of the one the keys were computed with
+        self.policy = np.zeros(size, np.int64)  # number of the policy that computed the keys
         self.used = np.zeros(size, np.int64)  # clock of the last use of an idle row
         self.clock = 0
         self.prompt = np.zeros(limit, np.int64)  # tokens of the prompt
         self.end = np.zeros(limit, np.int64)  # `known` at which the completion is cut
-        self.watched = np.zeros(limit, np.bool_)  # wants to see every token
+        self.watched = np.zeros(
+            limit, np.bool_
+        )  # every token is looked at: streamed, or stop strings
         self.seed = np.zeros(limit, np.uint64)
         self.temperature = np.zeros(limit)
         self.top_p = np.zeros(limit)
@@ -81,9 +83,9 @@ class RowTable:
         return shared
 
     def source(self, prompt: NDArray[np.int32], policy: int) -> tuple[int, int, int]:
-        """Row of the policy that holds the longest prefix of a prompt, how long it is, and how long
-        one will be once the running rows are through their prompts. Its last token must always be
-        fed."""
+        """(row of the policy with the longest cached prefix of a prompt, length of that prefix,
+        its length once the running rows have finished their prompts). The last token of the prompt
+        is never part of it: it must be fed."""
         if len(prompt) == 1:
             return 0, 0, 0
         shared = self.shared(prompt[:-1], policy)
@@ -143,7 +145,7 @@ class RowTable:
     def _remember(self, row: int, pool: KVPool) -> None:
         length, policy = int(self.length[row]), int(self.policy[row])
         idle = slice(self.limit, None)
-        # A row that says no more than the new one goes first, else the one unused for longest.
+        # Replace a row that is a prefix of the new one, else the least recently used.
         within = self.shared(self.tokens[row, :length], policy)[idle] >= self.known[idle]
         target = self.limit + int(np.where(within, -1, self.used[idle]).argmin())
         pool.copy(row, target, length)

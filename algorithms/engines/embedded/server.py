@@ -84,7 +84,7 @@ class EmbeddedServer:
 
     @asynccontextmanager
     async def updating(self) -> AsyncIterator[None]:
-        """While inside, weights may change: calls in flight have finished, new ones are held."""
+        """Within this context weights may change: calls in flight have ended, new ones wait."""
         await self._http.run(self._admission.hold())
         try:
             yield
@@ -102,17 +102,16 @@ class EmbeddedServer:
                 await self._http.call(self._admission.publish, version, policy)
 
     async def wait_for_failure(self) -> PolicyError:
-        """Never: it lives and dies with the learner."""
+        """Never returns: this server fails only with the learner's process."""
         await asyncio.Event().wait()
-        raise AssertionError("nobody sets it")
+        raise AssertionError("the event is never set")
 
     async def add(self, policy: str, version: int) -> None:
-        """Also serve the adapter of this name, which the model has by now. Call inside
-        `updating`."""
+        """Also serve the adapter of this name, which the model has. Call inside `updating`."""
         await self._http.call(self._admission.add, policy, policy, version)
 
     async def remove(self, policy: str) -> None:
-        """Serve a policy no more. Call inside `updating`."""
+        """Stop serving a policy. Call inside `updating`."""
         await self._http.call(self._admission.remove, policy)
 
     async def close(self) -> None:

@@ -1,9 +1,9 @@
-"""What runs inside vLLM's HTTP server: the door that its calls go through.
+"""What runs inside vLLM's HTTP server: middleware that holds requests and names versions.
 
 `python -m agentrl.algorithms.engines.vllm.child ARGUMENTS` is `vllm serve` that ends with its
-parent. vLLM knows neither versions nor how to keep calls waiting while weights change, and its
-answers do not say which weights they came from; the door adds that. Always true: behind a held door
-no call is in flight, and an answer names the version that was current when its call was let in.
+parent process. vLLM has no policy versions and cannot keep requests waiting while weights change;
+the middleware adds both. Always true: while requests are held none is in flight, and a response
+names the version that was current when its request was admitted.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ class _Request(msgspec.Struct):
 
 
 class HoldMiddleware:
-    """ASGI middleware around vLLM's server. With the key: `POST /agentrl/hold` answers once no call
-    is in flight, `/agentrl/open?VERSIONS` lets calls in, at first as well as again, and every other
-    path is vLLM's. Without it there are /health and what asks the models."""
+    """ASGI middleware around vLLM's server. Requests with the key are control requests: `POST
+    /agentrl/hold` is answered once no call is in flight, `/agentrl/open?VERSIONS` admits calls, for
+    the first time or again, and every other path is vLLM's own. Requests without it reach only
+    /health and the paths that ask a model."""
 
     def __init__(self, app: AsgiApp) -> None:
         self._app = app
@@ -48,7 +49,7 @@ class HoldMiddleware:
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
-        elif scope["type"] != "http":  # a websocket would pass by the gate
+        elif scope["type"] != "http":  # a websocket would not be held
             await send({"type": "websocket.close", "code": 1008})
         elif dict(scope["headers"]).get(KEY_HEADER.encode()) == self._key:
             await self._handle_control(scope, receive, send)
@@ -88,13 +89,13 @@ class HoldMiddleware:
 
 
 def is_public_path(path: str) -> bool:
-    """Whether anybody may ask for it."""
+    """Whether requests without the key may use this path."""
     open = path in ("/health", "/tokenize")
     return open or (path.startswith("/v1/") and path not in ADAPTERS)
 
 
 def requested_model(body: bytes) -> str:
-    """The model that a request names; empty: none, or it cannot be read."""
+    """The model that a request names; empty if it names none or is not JSON."""
     try:
         return msgspec.json.decode(body, type=_Request).model
     except msgspec.DecodeError:
@@ -102,7 +103,7 @@ def requested_model(body: bytes) -> str:
 
 
 async def _read(receive: Receive) -> tuple[Receive, bytes]:
-    """A request's body, and a `receive` that tells it again."""
+    """A request's body, and a `receive` that delivers it again."""
     messages: list[AsgiMessage] = []
     while not messages or messages[-1].get("more_body"):
         messages.append(await receive())

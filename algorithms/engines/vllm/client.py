@@ -1,5 +1,5 @@
-"""Requests to vLLM servers: those of who has the key, the comparison of what they serve with the
-learner's weights, and what servers that somebody else started can do."""
+"""Requests to vLLM servers: control requests, the comparison of served log-probs with those of the
+learner, and the capabilities of servers that somebody else started."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NAMED = re.compile(rb"Invalid init_info for (\w+)")
 
 @dataclass(frozen=True, slots=True)
 class VllmClient:
-    """Asks all servers of a host that are up to date, or one."""
+    """Sends control requests to all up-to-date servers of a host, or to one."""
 
     host: VllmHost
     timeout: float  # seconds
@@ -41,17 +41,17 @@ class VllmClient:
         return (self.server,) if self.server else self.host.servers
 
     def only(self, server: str) -> VllmClient:
-        """The same for one server, up to date or not."""
+        """A client of one server, up to date or not."""
         return replace(self, server=server)
 
     async def post(self, path: str, body: Json = None, *, missing: bool = False) -> list[Any]:
-        """What each server answered; missing: 404 is an answer too.
+        """The response of each server. missing: 404 is allowed.
 
-        Raises PolicyError for a refusal and for silence, LostError where it may be dying."""
+        Raises PolicyError for a refusal or a time-out, LostError where a server may be dying."""
         return await self._request("POST", path, body, missing)
 
     async def ask(self, url: str, method: str, path: str, body: Json = None) -> Any:
-        """What one server answered."""
+        """The response of one server."""
         return (await self.only(url)._request(method, path, body, False))[0]
 
     async def _request(self, method: str, path: str, body: Json, missing: bool) -> list[Any]:
@@ -74,7 +74,7 @@ class VllmClient:
                 raise LostError(f"{path}: {error}") from None
         if reply.status != 200 and not (missing and reply.status == 404):
             words = f"{path}: {reply.status} {answer[:300].decode(errors='replace')}"
-            if reply.status >= 500:  # of its own, or because its engine is dying
+            if reply.status >= 500:  # an error of its own, or its engine is dying
                 raise LostError(words)
             raise PolicyError(f"vLLM refused {words}; {self.host.failure_reason()}")
         answers = msgspec.json.decode(answer) if answer[:1] in (b"{", b"[") else None
@@ -89,9 +89,9 @@ async def check_logprobs(
     version: int,
     tolerance: float,
 ) -> None:
-    """Raises PolicyError where log-probs of the probe differ.
+    """Raises PolicyError where the served log-probs of the probe text are not the learner's.
 
-    name: of the policy in calls; policy: in the learner."""
+    name: of the policy in requests; policy: its name in the learner."""
     probe = list(learned.probe)
     body = {"model": name, "prompt": probe, "max_tokens": 1, "prompt_logprobs": 0}
     answers = await servers.post(COMPLETIONS, body | {"temperature": 1.0})
@@ -111,7 +111,7 @@ async def check_logprobs(
 async def check_temperature(
     servers: VllmServers, learned: TrainedModel, name: str, policy: str, tolerance: float
 ) -> None:
-    """Raises PolicyError where log-probs are not of what is sampled from."""
+    """Raises PolicyError where log-probs are not of the distribution that is sampled from."""
     probe = list(learned.probe)
     body = {"model": name, "prompt": probe, "max_tokens": 8, "temperature": 2.0, "seed": 0}
     body |= {"logprobs": 0, "return_token_ids": True, "ignore_eos": True}
@@ -132,7 +132,7 @@ def _prompt_logprobs(rows: Sequence[dict[str, Any]]) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class ServerCapabilities:
-    """What all of them can do."""
+    """What all servers can do."""
 
     name: str  # of the model, as calls name it
     adapters: bool  # can be loaded by name
@@ -140,7 +140,7 @@ class ServerCapabilities:
 
 
 async def probe(http: aiohttp.ClientSession, urls: Sequence[str]) -> ServerCapabilities:
-    """Raises PolicyError for servers that cannot be published to, or differ in what they serve."""
+    """Raises PolicyError for servers that take no new weights, or serve different models."""
     found = [await _probe(http, url) for url in urls]
     names = [each.name for each in found]
     if len(set(names)) != 1:
@@ -178,8 +178,8 @@ async def _probe(http: aiohttp.ClientSession, url: str) -> ServerCapabilities:
 
 
 async def _backend(http: aiohttp.ClientSession, url: str) -> str:
-    """The engine of a server's weight transfer, as its refusal of what no engine takes names it:
-    where vLLM tells its settings (/server_info) it first describes the machine, for minutes."""
+    """The weight-transfer engine of a server, read from its error message for an invalid request:
+    /server_info would name it too, but takes minutes to describe the machine first."""
     try:
         nothing = {"init_info": {"agentrl": None}}
         async with http.post(f"{url}{INIT}", json=nothing) as reply:
@@ -192,7 +192,7 @@ async def _backend(http: aiohttp.ClientSession, url: str) -> str:
 async def _ask(
     http: aiohttp.ClientSession, method: str, url: str, body: Any = None
 ) -> tuple[int, Any]:
-    """Status, and what a 200 says."""
+    """Status, and the decoded body of a 200."""
     try:
         async with http.request(method, url, json=body) as reply:
             text = await reply.read()

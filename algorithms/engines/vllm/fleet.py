@@ -1,19 +1,20 @@
-"""vLLM servers that somebody else started, behind one gate of our own.
+"""vLLM servers that somebody else started, behind a load balancer of our own.
 
-Owns the gate, an HTTP server in a thread, which spreads calls over the servers, and the key to it.
-The servers know neither versions nor holds; nobody else may call them for the same policy, and they
-must be started with
+Owns the load balancer, an HTTP server in a thread that holds requests and spreads them over the
+servers, and the key of its control requests. Nobody else may call the servers for the same policy,
+and they must be started with
 
     VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs \
         --generation-config vllm --enable-auto-tool-choice --tool-call-parser hermes
 
 for adapters with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank RANK; for
-weights that are not read from a disk with --weight-transfer-config '{"backend": ...}' (see `sync`);
+weights that are not read from a disk with --weight-transfer-config '{"backend": ...}'
+(see `weight_sync`);
 on a CPU, and for the backend "agentrl", with
 `--worker-extension-cls agentrl.algorithms.engines.vllm.worker_extension.Extension`.
-Always true: calls go to servers that have had every update. One that is found to be gone gets none,
-and no update either, until it is adopted again, because whoever restarts it does so with old
-weights; when all are gone calls wait.
+Always true: calls go only to servers that have had every update. A server that is found to be gone
+gets neither calls nor updates until it has been given the newest weights (`adopt`), because it is
+restarted with old ones; while all are gone, calls wait.
 """
 
 from __future__ import annotations
@@ -44,16 +45,16 @@ from agentrl.errors import PolicyError
 from agentrl.http_server import listen, read_body
 from agentrl.types import POLICY
 
-WATCH = 1.0  # seconds between looks at servers; starting one takes longer
-PATIENCE = 10.0  # seconds that a server has to say that it is well
-DYING = 5.0  # seconds after a failed request until a server that died of it says that it is not
+WATCH = 1.0  # seconds between health checks; starting a server takes longer
+PATIENCE = 10.0  # seconds that a server has to answer a health check
+DYING = 5.0  # seconds after a failed request in which a dying server fails its health check
 IDLE = 2.0  # seconds that a connection is kept; vLLM closes it after 5, which looks like its death
 LARGEST = 2**30  # bytes of a request
 HOP = {"connection", "content-length", "host", "keep-alive", "transfer-encoding"}
 
 
 class VllmFleet:
-    """A Host of servers that run already."""
+    """A VllmHost of servers that run already."""
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class VllmFleet:
         take an update, after which one that has not counts as gone."""
         self.urls = [url.rstrip("/").removesuffix("/v1") for url in urls]
         self.key, self.url, self.name = secrets.token_hex(16), "", POLICY
-        self.room = sys.maxsize  # vLLM reads those beyond its --max-loras again when they are asked
+        self.room = sys.maxsize  # vLLM swaps adapters beyond its --max-loras in on request
         self.found: ServerCapabilities | None = None
         self._bind, self._adapters = (host, port), adapters
         self._start_timeout, self._timeout = start_timeout, timeout
@@ -84,7 +85,9 @@ class VllmFleet:
         self._runner: web.AppRunner | None = None
         self._session: aiohttp.ClientSession | None = None
         self._requests = RequestHold()
-        self._busy: dict[str, int] = {}  # calls that each server is answering; others are gone
+        self._busy: dict[
+            str, int
+        ] = {}  # calls in flight on each server; servers not in it are gone
 
     @property
     def servers(self) -> Sequence[str]:
@@ -108,8 +111,7 @@ class VllmFleet:
 
     @property
     def gpus(self) -> int:
-        """Which ones they compute on only their owner knows: others than the learner's, but for
-        the backend that needs the same."""
+        """Unknown; assumed to be others than the learner's, except for the backend `ipc`."""
         return 1 if self.backend == "ipc" else 0
 
     async def probe(self) -> None:
@@ -135,12 +137,12 @@ class VllmFleet:
         await self._http.call(self._mark_ready, up)
 
     async def ended(self) -> str:
-        """Why, once none of them answers."""
+        """Returns the reason once no server answers."""
         await self._gone.wait()
         return self._words
 
     async def returned(self) -> AsyncGenerator[str, None]:
-        """Servers that answer again while others went on. Looks after all of them meanwhile."""
+        """Servers that answer again while others went on. Checks the health of all meanwhile."""
         async with self._client() as http:
             while True:
                 await asyncio.sleep(WATCH)
@@ -155,7 +157,7 @@ class VllmFleet:
         await self._http.call(self._mark_ready, [server])
 
     async def stop(self) -> None:
-        """Close the gate; the servers go on. A second time does nothing."""
+        """Stop the load balancer; the servers go on. A second time does nothing."""
         if self._http.running:
             await self._http.run(self._shut())
             await self._http.stop()
@@ -175,7 +177,7 @@ class VllmFleet:
         return url
 
     async def _health_problem(self, http: aiohttp.ClientSession, url: str) -> str | None:
-        """What is wrong with a server."""
+        """What is wrong with a server; None: it is healthy."""
         try:
             async with asyncio.timeout(PATIENCE), http.get(f"{url}/health") as reply:
                 return None if reply.status == 200 else f"answers {reply.status} to /health"
@@ -265,7 +267,7 @@ class VllmFleet:
     async def _forward_control(
         self, request: web.Request, url: str, body: bytes
     ) -> tuple[int, bytes] | None:
-        """Status and answer of one server; none: it is gone."""
+        """Status and body of one server's response; None: it is gone."""
         assert self._session is not None
         kind = {"content-type": "application/json"}
         try:
@@ -288,7 +290,7 @@ class VllmFleet:
         return None
 
     async def _survives(self, url: str) -> bool:
-        """Whether a server is still well some time after a request failed there."""
+        """Whether a server is still healthy some time after a request failed there."""
         assert self._session is not None
         deadline = time.monotonic() + DYING
         while time.monotonic() < deadline:
@@ -329,7 +331,7 @@ class VllmFleet:
 
 
 async def _first(healthy: Iterable[Coroutine[Any, Any, str]]) -> str:
-    """The first that is; raises what the last one raises if none is."""
+    """The first server that is healthy; raises what the last check raises if none is."""
     left = {asyncio.ensure_future(each) for each in healthy}
     try:
         while True:

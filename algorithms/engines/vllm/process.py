@@ -1,4 +1,4 @@
-"""One `vllm serve` as a child process: its command, whether it came up, and its end."""
+"""One `vllm serve` as a child process: its command line, start and end."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class VllmSettings:
 
 
 class VllmProcess:
-    """At most one running child at a time, on one port for all of them."""
+    """A VllmHost: at most one running child at a time, always on the same port."""
 
     def __init__(self, settings: VllmSettings, log: Path, key: str) -> None:
         """Raises PolicyError where vLLM is missing or too old."""
@@ -82,11 +82,11 @@ class VllmProcess:
 
     @property
     def gpus(self) -> int:
-        """It takes the first ones, as many as its arguments say."""
+        """The first GPUs, as many as the arguments ask for."""
         return _parallel(self.settings.arguments) if self.settings.gpu else 0
 
     async def probe(self) -> None:
-        """Raises PolicyError for arguments that only this module may give."""
+        """Raises PolicyError for `engine.vllm.arguments` that this module sets itself."""
         command = self._command(ServedModel(Path(), Path()), 0)
         ours = command[: len(command) - len(self.settings.arguments)]
         for word in self.settings.arguments:
@@ -98,7 +98,7 @@ class VllmProcess:
                 )
 
     async def start(self, serving: ServedModel) -> None:
-        """Serve a checkpoint; returns once it answers, its gate closed.
+        """Serve a checkpoint; returns once the child answers. Requests are held.
 
         Raises PolicyError when the port is taken, and when vLLM ends or stays silent."""
         await self.stop()
@@ -133,7 +133,7 @@ class VllmProcess:
         return await self._child.wait()
 
     async def returned(self) -> AsyncGenerator[str, None]:
-        """None: there is no other that could go on alone."""
+        """Yields nothing: there is one server."""
         for server in tuple[str, ...]():
             yield server
 
@@ -150,7 +150,7 @@ class VllmProcess:
             with suppress(TimeoutError):
                 async with asyncio.timeout(grace):
                     await child.wait()
-        # Its engine and workers may have outlived it, or refused to go.
+        # Its engine and worker processes may still run.
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         await child.wait()
@@ -204,9 +204,9 @@ class VllmProcess:
         chosen = {
             KEY_VARIABLE: self.key,
             PARENT: str(os.getpid()),
-            "VLLM_SERVER_DEV_MODE": "1",  # weight updates; the door keeps them from strangers
+            "VLLM_SERVER_DEV_MODE": "1",  # weight updates; the middleware asks for the key
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # handles of GPU memory, from who has the key
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # handles of GPU memory, in control requests
             "VLLM_NO_USAGE_STATS": "1",
         }
         if not self.settings.gpu:
@@ -227,7 +227,7 @@ class VllmProcess:
             return int(listener.getsockname()[1])
 
     def failure_reason(self) -> str:
-        """The line of the log that says most about why it ended."""
+        """The line of the log that most probably names the cause."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         plain = [text for line in lines if (text := NOISE.sub("", NOISE.sub("", line)).strip())]
         causes = [
@@ -254,7 +254,7 @@ def _parallel(arguments: Sequence[str]) -> int:
 
 
 def is_old(version: str) -> bool:
-    """Builds from source count as 0.1 or have no number: who makes them is taken to know."""
+    """Builds from source are version 0.1 or have no number; they are accepted."""
     number = re.match(r"(\d+)\.(\d+)", version)
     return number is not None and (0, 1) != (int(number[1]), int(number[2])) < OLDEST
 

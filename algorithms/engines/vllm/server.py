@@ -30,7 +30,7 @@ from agentrl.errors import PolicyError
 from agentrl.types import POLICY
 
 log = logging.getLogger(__name__)
-RESTARTS = 3  # between two publishes, before the server is given up
+RESTARTS = 3  # between two publishes, before the server has failed for good
 GRACE = 15.0  # seconds after a failed request until a server that died of it must have ended
 
 
@@ -47,10 +47,10 @@ class VllmServer:
         timeout: float = 60.0,
         tolerance: float = 1e-3,
     ) -> None:
-        """folder: for what servers read, of this server alone. way: of `sync`, for new weights.
-        timeout: seconds that calls in flight have to end before an update, and that vLLM has to
-        take it. tolerance: of the log-probs that are compared after each publish. Servers that
-        somebody else started must find `folder` under the same path."""
+        """folder: for the files that servers read, used by this server alone; servers that somebody
+        else started must find it under the same path. way: method of `weight_sync`. timeout:
+        seconds for calls in flight to end before an update, and for vLLM to take the update.
+        tolerance: of the log-probs that are compared after each publish."""
         self.model = POLICY
         self.base_url = ""
         self.seconds: dict[str, float] = {}  # of the newest publish, by its parts
@@ -97,7 +97,7 @@ class VllmServer:
 
     @asynccontextmanager
     async def updating(self) -> AsyncIterator[None]:
-        """While inside, weights may change: calls in flight have finished, new ones are held."""
+        """Within this context weights may change: calls in flight have ended, new ones wait."""
         async with self._changing:
             await self._retry_after_restart(self._hold)
             self._held = True
@@ -134,8 +134,7 @@ class VllmServer:
         self._restarts = 0
 
     async def add(self, policy: str, version: int) -> None:
-        """Also serve the adapter of this name, which the learner has by now. Call inside
-        `updating`.
+        """Also serve the adapter of this name, which the learner has. Call inside `updating`.
 
         Raises PolicyError where adapters are not loaded by name, and where there is no room."""
         carrier, versions = self._adapters(policy), self._serving.versions
@@ -149,14 +148,14 @@ class VllmServer:
         await self._retry_after_restart(lambda: self._load(policy, self._control))
 
     async def remove(self, policy: str) -> None:
-        """Serve such a policy no more: calls that name it are refused. Call inside `updating`."""
+        """Stop serving a policy; later requests for it are refused. Call inside `updating`."""
         carrier = self._adapters(policy)
         del self._serving.versions[policy]
         carrier.forget(policy)
         await self._retry_after_restart(lambda: carrier.drop(policy, self._control))
 
     async def wait_for_failure(self) -> PolicyError:
-        """Returns why, once no call will ever be answered again."""
+        """Returns the reason once the server has failed for good."""
         await self._given_up.wait()
         assert self._failed is not None
         return self._failed
@@ -178,7 +177,7 @@ class VllmServer:
         return VllmClient(self._host, self._timeout)
 
     def _at_learner(self, policy: str) -> str:
-        """A policy's name there; servers that run already have one of their own."""
+        """The learner's name of a policy; servers that run already use a name of their own."""
         if self._serving.adapters:
             return policy
         return next(iter(self._learned.adapters), POLICY)
@@ -192,7 +191,7 @@ class VllmServer:
         return self._sync
 
     def _prepare(self) -> None:
-        """Choose the way that weights take, and write what a server starts from."""
+        """Choose how weights are sent, and write the files that a server starts from."""
         way, why = weight_sync.choose_sync(self._way, sync_capabilities(self._learned, self._host))
         adapters = self._learned.adapters
         if way != "adapter" and len(adapters) > 1:
@@ -221,7 +220,7 @@ class VllmServer:
         await self._control.post(f"{OPEN}?{self._serving.query()}")
 
     async def _send(self, policy: str, servers: VllmServers) -> None:
-        """The newest weights of a policy into running servers that answer no call."""
+        """Send the newest weights of a policy to running servers while requests are held."""
         assert self._sync is not None
         with self._timed("send"):
             await self._sync.send(policy, servers)
@@ -232,7 +231,7 @@ class VllmServer:
             raise PolicyError("vLLM did not give up its prefix cache after a weight update")
 
     async def _load(self, policy: str, servers: VllmServers) -> None:
-        """The same, and a comparison with the learner's."""
+        """Send the newest weights and compare log-probs with the learner's."""
         await self._send(policy, servers)
         version = self._serving.versions[policy]
         at_learner = self._at_learner(policy)
@@ -248,10 +247,10 @@ class VllmServer:
         self.seconds[part] = time.monotonic() - started
 
     async def _retry_after_restart(self, work: Callable[[], Awaitable[None]]) -> None:
-        """`work` on a server that is up, and again on the next one if it dies in the meantime."""
+        """Do `work` once the server is up, and again after a restart if it dies meanwhile."""
         while True:
             death = self._death
-            await self._up.wait()  # the keeper sets it within the start's time-out
+            await self._up.wait()  # set, by the restart, within its time-out
             if self._failed is not None:
                 raise self._failed
             try:
@@ -264,7 +263,7 @@ class VllmServer:
                     raise PolicyError(f"vLLM: {error}; {self._host.failure_reason()}") from None
 
     async def _restart_when_ended(self) -> None:
-        """Start the server again whenever it ends, and say when it is up or given up."""
+        """Restart the server whenever it ends, until restarts fail too often."""
         while self._failed is None:
             await self._host.ended()
             self._up.clear()
@@ -290,7 +289,7 @@ class VllmServer:
         self._failed = PolicyError(f"vLLM ended {RESTARTS + 1} times in one step; {words}")
 
     async def _adopt_returned(self) -> None:
-        """Give servers that return, while others went on, the newest weights."""
+        """Send the newest weights to servers that return while others went on."""
         async with aclosing(self._host.returned()) as returned:
             async for server in returned:
                 async with self._changing:

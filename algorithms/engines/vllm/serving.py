@@ -1,4 +1,4 @@
-"""What a vLLM server serves: the learner's weights as files, and where vLLM runs."""
+"""What vLLM serves, and where it runs: the interfaces of learner, server and host."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 
 from agentrl.types import POLICY
 
-BASE = "base"  # on the wire, what a child's adapters are applied to
+BASE = "base"  # name in requests of the model that a child's adapters are applied to
 HOLD, OPEN = "/agentrl/hold", "/agentrl/open"
 MEMORY = "agentrl"  # vLLM's name of the weight-transfer engine in `worker_extension`
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """The learner's weights, however they are trained."""
+    """The model that is trained, as a whole or by its adapters."""
 
     save: Callable[[Path], None]  # all of them, adapter merged, as a Hugging Face checkpoint
     weights: Callable[[], Mapping[str, Tensor]]  # the same in memory, by that checkpoint's names
@@ -36,7 +36,7 @@ class TrainedModel:
 
 @dataclass
 class ServedModel:
-    """What a server is started with, and the versions that it has by now."""
+    """What a server is started with, and the current version of each policy."""
 
     weights: Path  # that it comes up with; newer ones are sent
     tokenizer: Path
@@ -45,14 +45,14 @@ class ServedModel:
     backend: str = ""  # engine of vLLM's weight transfer; empty: none
 
     def query(self) -> str:
-        """For a `RequestHold`. Without adapters every call is the policy's, whatever it names."""
+        """The versions of a `RequestHold`. Without adapters, any model name means the policy."""
         nameless = {} if self.adapters else {"": next(iter(self.versions.values()))}
         return urlencode(self.versions | nameless)
 
 
 class VllmHost(Protocol):
-    """Where vLLM runs: a child process, or servers that somebody else started. Behind its URL is a
-    gate (see `child.HoldMiddleware`) that obeys who has the key."""
+    """Where vLLM runs: a child process, or servers that somebody else started. What listens at its
+    URL holds requests and takes control requests, as `child.HoldMiddleware` does."""
 
     key: str
 
@@ -61,12 +61,12 @@ class VllmHost(Protocol):
 
     @property
     def name(self) -> str:
-        """Of the policy where all weights are trained, as calls name it; known after `probe`."""
+        """Model name in requests where all weights are trained; known after `probe`."""
         ...
 
     @property
     def servers(self) -> Sequence[str]:
-        """Those that are up to date, as long as they are told of every update."""
+        """URLs of the servers that have the newest weights."""
         ...
 
     @property
@@ -76,7 +76,7 @@ class VllmHost(Protocol):
 
     @property
     def room(self) -> int:
-        """For how many adapters; known after `probe`."""
+        """How many adapters can be served; known after `probe`."""
         ...
 
     @property
@@ -87,15 +87,16 @@ class VllmHost(Protocol):
 
     @property
     def gpus(self) -> int:
-        """That vLLM computes on, of those this process sees and from the first; 0: others."""
+        """How many of the GPUs that this process sees, from the first, vLLM computes on."""
         ...
 
     async def probe(self) -> None:
-        """Find out what is possible. Raises PolicyError for servers that cannot be published to."""
+        """Find out what the servers can do. Raises PolicyError if they take no new weights."""
         ...
 
     async def start(self, serving: ServedModel) -> None:
-        """Returns once it answers, the gate closed. Again after `ended`. Raises PolicyError."""
+        """Returns once vLLM answers; requests are held. Called again after `ended`. Raises
+        PolicyError."""
         ...
 
     async def ended(self) -> object:
@@ -103,15 +104,15 @@ class VllmHost(Protocol):
         ...
 
     def returned(self) -> AsyncGenerator[str, None]:
-        """Servers that answer again, with weights that nobody knows, while others went on."""
+        """Servers that answer again, with unknown weights, while others went on."""
         ...
 
     async def adopt(self, server: str) -> None:
-        """It has the newest weights: calls may go there."""
+        """A returned server has the newest weights now: calls may go there."""
         ...
 
     async def stop(self) -> None: ...
 
     def failure_reason(self) -> str:
-        """What is known about why it ended."""
+        """What is known about why vLLM ended."""
         ...

@@ -9,8 +9,7 @@ One of five methods, which `choose_sync` selects at the start by what learner an
     reload          a shared disk: vLLM reads a checkpoint from a directory
 
 `ipc`, `nccl` and `shared_memory` are engines of vLLM's weight-transfer API, one of which a server
-is started with. Always true: `send` is called while the servers answer no call, and may be called
-again.
+is started with. Always true: `send` is called while requests are held, and may be called again.
 """
 
 from __future__ import annotations
@@ -41,34 +40,33 @@ class LostError(Exception):
 
 
 class VllmServers(Protocol):
-    """Those that weights go to. Raises PolicyError for what one of them refuses, and LostError."""
+    """The servers that weights are sent to. Raises PolicyError for a refusal, and LostError."""
 
     @property
     def urls(self) -> Sequence[str]: ...
 
     async def post(self, path: str, body: Json = None, *, missing: bool = False) -> list[Any]:
-        """What each answers. missing: 404 is an answer too."""
+        """The response of each. missing: 404 is allowed."""
         ...
 
     async def ask(self, url: str, method: str, path: str, body: Json = None) -> Any:
-        """What one of them answers."""
+        """The response of one of them."""
         ...
 
 
 class WeightSync(Protocol):
-    """Carries the learner's weights of every policy that it was asked to take them of."""
+    """Sends the learner's weights to vLLM, as they were at the last `take` of each policy."""
 
     def prepare(self, serving: ServedModel) -> None:
-        """Write what a server starts from, and say there how it is to be started."""
+        """Write the files that a server starts from, and set in `serving` how it is started."""
         ...
 
     def take(self, policy: str) -> None:
-        """The learner's current weights are the policy's newest from now on."""
+        """Remember the learner's current weights as the policy's newest."""
         ...
 
     async def send(self, policy: str, servers: VllmServers) -> None:
-        """The servers have the policy's newest weights; what they computed with others they may
-        still remember."""
+        """Send the policy's newest weights. Prefix caches of older weights are not cleared."""
         ...
 
     def close(self) -> None: ...
@@ -77,8 +75,8 @@ class WeightSync(Protocol):
 class AdapterSync:
     """Each version of an adapter is a directory, as peft writes it.
 
-    A name is taken from its old version and given to the new one: vLLM's `load_inplace` would have
-    it read the files again at every forward pass."""
+    The old version is unloaded and the new one loaded under the same name: with `load_inplace` vLLM
+    would read the files again at every forward pass."""
 
     def __init__(self, learned: TrainedModel, folder: Path) -> None:
         self._learned, self._folder = learned, folder
@@ -105,7 +103,7 @@ class AdapterSync:
         shutil.rmtree(self._files.pop(policy))
 
     async def drop(self, policy: str, servers: VllmServers) -> None:
-        """The servers have it no more, if they had it at all."""
+        """Unload a policy from the servers that have it."""
         await servers.post(UNLOAD, {"lora_name": policy}, missing=True)
 
     def close(self) -> None:
@@ -150,7 +148,7 @@ class CheckpointSync:
 class SharedMemorySync:
     """A copy of the newest weights in memory that vLLM's workers map: see `worker_extension`.
 
-    The memory has no name in any directory, and goes with this process."""
+    The memory is anonymous and freed with this process."""
 
     def __init__(self, learned: TrainedModel) -> None:
         self._learned = learned
@@ -196,7 +194,7 @@ class SharedMemorySync:
 
 
 async def _begin(servers: VllmServers) -> None:
-    """Have an update begun, also where a learner that was killed left one that was."""
+    """Begin an update, after ending one that a killed learner left unfinished."""
     try:
         await servers.post(START)
     except LostError:
@@ -208,7 +206,7 @@ async def _begin(servers: VllmServers) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SyncCapabilities:
-    """What learner and servers can do."""
+    """What learner and servers support."""
 
     adapters: str = "all weights are trained"  # why they cannot be loaded by name; empty: they can
     backend: str | None = ""  # of vLLM's engines, as the servers were started; None: as we choose
@@ -219,9 +217,9 @@ class SyncCapabilities:
 
 
 def choose_sync(asked: str, means: SyncCapabilities) -> tuple[str, str]:
-    """The way that new weights take, and why.
+    """The method by which new weights are sent, and why.
 
-    asked: `engine.vllm.sync`. Raises PolicyError where that way cannot be taken."""
+    asked: `engine.vllm.sync`. Raises PolicyError where that method is impossible."""
     reasons = _impossible(means)
     if asked == "auto":
         passed: list[str] = []
@@ -236,7 +234,7 @@ def choose_sync(asked: str, means: SyncCapabilities) -> tuple[str, str]:
 
 
 def _impossible(means: SyncCapabilities) -> dict[str, str]:
-    """Why a way cannot be taken, empty where it can; the fastest way comes first."""
+    """Why each method is impossible, empty where it is not; the fastest comes first."""
     gpu = "" if means.gpu else "the learner is not on a GPU (policy.device)"
     shared = "vLLM is on the learner's GPU" if means.shared else ""
     alone = "" if means.shared and means.alone else "vLLM is not on the learner's GPU alone"

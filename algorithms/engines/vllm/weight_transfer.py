@@ -56,7 +56,7 @@ class TransferSync:
         self._learned.save(serving.weights)
 
     def take(self, policy: str) -> None:
-        """Nothing: they are where they are sent from."""
+        """Nothing to do: weights are sent from the learner's own memory."""
 
     async def send(self, policy: str, servers: VllmServers) -> None:
         loop = asyncio.get_running_loop()
@@ -76,7 +76,7 @@ class TransferSync:
                 await _in_thread(transfer)
         except TimeoutError:
             client.leave()
-            self._engine = None  # its group waits for a rank that may never come
+            self._engine = None  # its process group waits for a rank that may never join
             raise PolicyError(
                 f"vLLM: weights by {self._backend} did not arrive within {self._timeout:g} s "
                 "(engine.vllm.timeout)"
@@ -100,7 +100,7 @@ class TransferSync:
 
 
 class TransferClient:
-    """What a trainer engine asks of the servers, from its own thread."""
+    """The requests of a trainer engine to the servers, from its own thread."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class TransferClient:
         self._left = False
 
     def leave(self) -> None:
-        """Ask no more: a transfer that is late must not disturb the next one."""
+        """Send no more requests: a late transfer must not disturb the next one."""
         self._left = True
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -186,7 +186,7 @@ async def _in_thread(work: Callable[[], None]) -> None:
     done: Future[None] = Future()
 
     def run() -> None:
-        with suppress(InvalidStateError, CancelledError):  # nobody waits any more
+        with suppress(InvalidStateError, CancelledError):  # the caller has stopped waiting
             try:
                 work()
             except (RuntimeError, ValueError, OSError, PolicyError, LostError) as error:

@@ -1,5 +1,5 @@
 """verl's FSDP engines of one rank, as the settings of the learner ask for them, and the names that
-checkpoints have for their weights. Imports verl, so only who has it may import this."""
+checkpoints have for their weights. Imports verl, so only processes that have it may import this."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LORA = ("lora_rank", "lora_alpha", "target_modules")
 
 
 def policy_config(settings: VerlSettings) -> TrainingWorkerConfig:
-    """Of the engine that a worker of verl has itself."""
+    """Configuration of the policy's engine, which verl's worker makes itself."""
     return TrainingWorkerConfig(
         model_type="language_model",
         model_config=_verl_config(HFModelConfig, settings["model"]),

@@ -1,4 +1,4 @@
-"""verl's workers under Ray, as the driver holds them.
+"""verl's workers under Ray, from the driver's side.
 
 Owns the Ray actors, the GPUs reserved for them and, where there was none, Ray itself. Always true:
 every rank has done the same calls; after a call that failed, or was not answered in time, the
@@ -40,11 +40,11 @@ class VerlWorkers:
             raise
 
     def all(self, verb: str, *arguments: Any) -> list[Any]:
-        """What every rank answers to a verb with the same arguments."""
+        """Call a method with the same arguments on every rank; returns what each returned."""
         return self.each(verb, *([argument] * self.ranks for argument in arguments))
 
     def each(self, verb: str, *arguments: list[Any]) -> list[Any]:
-        """What every rank answers to a verb; arguments: a list of one for each rank.
+        """Call a method on every rank; arguments: lists with one value per rank.
 
         Raises TrainingError when a worker fails or does not answer in time."""
         import ray
@@ -74,7 +74,7 @@ class VerlWorkers:
         return answers
 
     def sent(self, thing: Any) -> Any:
-        """Where the workers of a node find it; it goes to each node once."""
+        """A reference to an object in Ray's store; it is sent to each node once."""
         import ray
 
         try:
@@ -156,6 +156,6 @@ class VerlWorkers:
 
 
 def _exit(error: Exception) -> str:
-    """What Ray says of a worker's end."""
+    """Ray's reason for the end of a worker."""
     _, _, detail = str(error).partition("Worker exit detail: ")
     return (detail or str(error)).strip().split(". ")[0].splitlines()[0][:200]

@@ -5,8 +5,8 @@ that it keeps up to date, for the policy server and for checkpoints. Always true
 copy is the policy. The psi of a step travels to the workers and is computed there, on whole rows,
 so it must be picklable: no lambda over open files or servers.
 
-Rows are dealt to the ranks by length and filled up with rows of no weight, of which the loss, a sum
-over tokens with weights fixed beforehand, does not notice anything. Checkpoints are those of
+Rows are distributed over the ranks by length and padded with rows without actions, which do not
+change the loss, a sum over tokens with weights fixed beforehand. Checkpoints are those of
 `TorchLearner`, so a run may change its learner and its number of GPUs; whole weights and moments
 pass through the memory of this process, which bounds the model it can train.
 """
@@ -54,8 +54,8 @@ FILLER = TokenRow(
 
 @dataclass(frozen=True, slots=True)
 class FrozenOnWorkers:
-    """A model on the workers that only scores. every: training steps after which it becomes the
-    policy as it is; 0: never."""
+    """A frozen model on the workers. every: training steps after which it becomes the current
+    policy; 0: never."""
 
     workers: VerlWorkers
     letter: str
@@ -116,7 +116,7 @@ class VerlLearner:
         return _in_token_order(batch, shards, answers)
 
     def top(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
-        """None: raises PolicyError."""
+        """Raises PolicyError: verl's workers give no such log-probs."""
         raise PolicyError("the verl learner gives log-probs of sampled tokens only (supply k)")
 
     def values(self, batch: Batch) -> Tensor:
@@ -229,7 +229,7 @@ class VerlLearner:
         self.workers.close()
 
     def _learned(self) -> dict[str, Tensor]:
-        """What is learned, by the names of checkpoints, of the copy."""
+        """The trained parameters of the copy, by their names in checkpoints."""
         if self.adapters is None:
             return dict(self.model.named_parameters())
         return dict(self.adapters.parameters(self.policy))
@@ -238,7 +238,7 @@ class VerlLearner:
         return "q" in self.frozen and self.frozen["q"].every > 0
 
     def _follow(self) -> None:
-        """Bring the copy up to date."""
+        """Copy the workers' weights into this process's model."""
         weights = self.workers.all("weights", "o")[0]
         if self.adapters is None:
             copy_weights(self.model, weights)
@@ -305,12 +305,12 @@ class VerlLearner:
 
 
 def deal_rows(rows: Sequence[TokenRow], ranks: int) -> list[list[int]]:
-    """Indices of rows for each rank, equally many, of about as many tokens; -1 fills up."""
+    """Indices of rows for each rank: equally many, of similarly many tokens; -1 is padding."""
     order = sorted(range(len(rows)), key=lambda i: -len(rows[i].tokens))
     order += [-1] * (-len(rows) % ranks)
     hands: list[list[int]] = [[] for _ in range(ranks)]
     for turn in range(0, len(order), ranks):
-        # Back and forth, so that nobody always has the longest.
+        # Back and forth, so that no rank always gets the longest.
         there = range(ranks) if turn // ranks % 2 == 0 else range(ranks - 1, -1, -1)
         for rank, row in zip(there, order[turn : turn + ranks], strict=True):
             hands[rank].append(row)
@@ -318,7 +318,7 @@ def deal_rows(rows: Sequence[TokenRow], ranks: int) -> list[list[int]]:
 
 
 def _critic_shapes(critic: Mapping[str, Any], dtype: torch.dtype) -> ModuleDict | None:
-    """What the critic's part of a checkpoint has, without its weights: as `ValueModel.modules`."""
+    """The critic's parameters in a checkpoint, without values: as `ValueModel.modules`."""
     if not critic:
         return None
     config = AutoConfig.from_pretrained(critic["model"]["path"])
@@ -339,7 +339,7 @@ def _temperature(row: TokenRow) -> float:
 
 
 def _metrics(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of all ranks: the largest peak, and of the others the mean."""
+    """Metrics over ranks: the largest of a peak, the mean of others."""
     return {
         name: max(found) if "peak" in name else sum(found) / len(found)
         for name in ranks[0]
@@ -348,7 +348,7 @@ def _metrics(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _in_token_order(batch: Batch, shards: Sequence[Any], parts: Sequence[Tensor]) -> Tensor:
-    """What the ranks say of their actions, float32 [N] in token order."""
+    """Values of the ranks' actions, float32 [N] in token order."""
     whole = torch.empty(batch.n_tokens)
     for shard, part in zip(shards, parts, strict=True):
         whole[torch.cat(shard.index)] = part

@@ -1,4 +1,4 @@
-"""What a run file comes to in verl's own words, before verl or torch is imported."""
+"""Translates a run file into verl's configuration, without importing verl or torch."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ optimizer of its own, empty without one), and where they run (ray)."""
 
 
 def settings(config: RunConfig, model: str) -> VerlSettings:
-    """model: directory or hub name of what the policy begins as.
+    """verl's configuration of a run. model: directory or hub name of the initial policy.
 
-    Raises ConfigError for what the run file asks for and verl cannot do here."""
+    Raises ConfigError for settings that verl cannot follow."""
     for key, why in _unsupported_settings(config):
         raise ConfigError(f"{key}: {why}; leave it out, or set learner.kind = 'torch'")
     asked, lora = config.learner.verl, config.policy.lora
@@ -96,8 +96,8 @@ def describe_settings(config: RunConfig) -> str:
 
 
 def check(config: RunConfig) -> None:
-    """Raises ConfigError for what can be seen to be wrong before anything starts: settings, what is
-    installed, and a Ray that does not answer."""
+    """Raises ConfigError for errors that show before anything starts: settings, missing packages,
+    and a Ray cluster that cannot be reached."""
     settings(config, config.policy.model)
     check_installed()
     _check_reachable(config.learner.verl.address or os.environ.get("RAY_ADDRESS", ""))
@@ -120,7 +120,7 @@ def check_installed() -> None:
 
 
 def _check_reachable(address: str) -> None:
-    """Ray itself would try for minutes. Names such as "auto" are left to it."""
+    """Ray itself would retry for minutes. Names such as "auto" are left to Ray."""
     if address.startswith("ray://"):
         raise ConfigError(
             f"learner.verl.address = {address!r}: verl needs to be on a node of the cluster, not "
@@ -151,7 +151,7 @@ def _critic(config: RunConfig, decoder: dict[str, Any], optimizer: dict[str, Any
 
 
 def _unsupported_settings(config: RunConfig) -> list[tuple[str, str]]:
-    """Settings of the run file that mean something only to the other learner."""
+    """Settings that only the torch learner supports, and why."""
     found = []
     if config.critic.model == "shared":
         found.append(("critic.model = 'shared'", "a critic of verl is a model of its own ('copy')"))

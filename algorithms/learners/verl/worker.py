@@ -1,9 +1,9 @@
-"""One rank of the verl learner: verl's FSDP engines, and the few verbs that the driver calls.
+"""One rank of the verl learner: verl's FSDP engines and the methods that the driver calls.
 
 Runs inside a Ray actor, or alone in a process with `RANK` and the like in its environment. Imports
-verl, so only who has it may import this. Always true: every rank is called with the same verb at
-the same time, because each contains collective operations; and between calls no gradient is kept.
-Engines go by the stream that they give: o the policy, v the critic, q and t what only scores.
+verl, so only processes that have it import this. Always true: all ranks are called with the same
+method at the same time, because each contains collective operations; between calls no gradient is
+kept. Engines are named by their stream: o the policy, v the critic, q and t frozen models.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ BROADCAST_PART = StateDictOptions(full_state_dict=True, broadcast_from_rank0=Tru
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The rows of one rank. Every rank has as many; one without actions only fills up."""
+    """The rows of one rank. Every rank has equally many; rows without actions are padding."""
 
     tokens: list[Tensor]  # int64 [L] each
     states: list[Tensor]  # int64 [A] each, the positions before the actions
@@ -61,14 +61,14 @@ class Shard:
 
     @property
     def lengths(self) -> list[int]:
-        """Of the rows that are not there to fill up."""
+        """Of the rows that are not padding."""
         pairs = zip(self.tokens, self.states, strict=True)
         return [len(tokens) for tokens, states in pairs if len(states)]
 
 
 @dataclass(slots=True)
 class BackwardResult:
-    """What an engine made of one backward pass."""
+    """The result of one backward pass of an engine."""
 
     loss: float  # of the critic before its coefficient; this rank's share of the sum
     grad_norm: float  # of all ranks
@@ -78,7 +78,7 @@ class BackwardResult:
 
 @dataclass(frozen=True, slots=True)
 class ShardReport:
-    """What a rank knows of one step."""
+    """The result of one step on one rank."""
 
     policy: BackwardResult
     critic: BackwardResult | None
@@ -172,8 +172,8 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
     def restore(
         self, of: str, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor], begun: bool
     ) -> None:
-        """Take over what `weights` and `moments` returned, which rank 0 is given. begun: whether
-        there are moments."""
+        """Load what `weights` and `moments` returned, which rank 0 is given. begun: whether there
+        are moments."""
         module, optimizer = self.engines[of].module, self.engines[of].optimizer
         keys = checkpoint_names(module, of)
         found: dict[str, Any] = {keys[name]: weight for name, weight in weights.items()}
@@ -195,7 +195,7 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
         set_optimizer_state_dict(module, optimizer, saved, options=BROADCAST)
 
     def follow(self, of: str) -> None:
-        """A frozen model becomes the policy as it is."""
+        """Copy the current policy into a frozen model."""
         pairs = zip(
             self.engines[of].module.named_parameters(),
             self.engine.module.named_parameters(),

@@ -251,7 +251,7 @@ async def test_updating_waits_for_calls_in_flight_and_holds_new_ones(
     release.set()
     await entering
     handle.remove()
-    assert flying.done() or server._calls._flying == 0
+    assert flying.done() or server._admission.requests.in_flight == 0
     held = asyncio.create_task(chat(http, max_tokens=3))
     done, _ = await asyncio.wait([held], timeout=0.05)
     assert not done
@@ -300,7 +300,7 @@ async def test_a_client_that_leaves_is_not_waited_for(server: Any, http: httpx.A
     await asyncio.to_thread(started.wait, 30)
     call.cancel()
     async with server.updating():  # waits for the engine to let go of it
-        assert server._calls.engine.rows.n == 0
+        assert server._admission.engine.rows.n == 0
 
 
 # -- bad input -------------------------------------------------------------------------------------

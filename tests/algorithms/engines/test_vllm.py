@@ -1,4 +1,4 @@
-"""vLLM's process and door, with a stand-in for vLLM itself."""
+"""vLLM's process and the middleware before it, with a stand-in for vLLM itself."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ class Client:
 
 @pytest.fixture
 async def behind(monkeypatch: pytest.MonkeyPatch) -> tuple[Client, asyncio.Event, list[str]]:
-    """A client of a door; behind it calls end when the event is set, and are listed."""
+    """A client of the middleware; behind it calls end when the event is set, and are listed."""
     monkeypatch.setitem(os.environ, KEY_VARIABLE, "secret")
     finish, seen = asyncio.Event(), list[str]()
 
@@ -264,7 +264,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_held_door_waits_for_those_inside_and_keeps_the_others_out(
+async def test_a_hold_waits_for_calls_in_flight_and_keeps_new_ones_out(
     behind: tuple[Client, asyncio.Event, list[str]],
 ) -> None:
     client, finish, seen = behind
@@ -285,7 +285,7 @@ async def test_a_held_door_waits_for_those_inside_and_keeps_the_others_out(
     assert await outside == (200, b"8")
 
 
-async def test_a_door_is_held_until_it_has_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_are_held_until_there_are_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, KEY_VARIABLE, "secret")
 
     async def vllm(scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
@@ -300,7 +300,7 @@ async def test_a_door_is_held_until_it_has_versions(monkeypatch: pytest.MonkeyPa
     assert await call == (200, b"1")
 
 
-async def test_a_caller_that_goes_away_does_not_hold_the_door(
+async def test_a_caller_that_leaves_does_not_hold_up_an_update(
     behind: tuple[Client, asyncio.Event, list[str]],
 ) -> None:
     client, _, _ = behind
@@ -309,6 +309,27 @@ async def test_a_caller_that_goes_away_does_not_hold_the_door(
     inside.cancel()
     await asyncio.gather(inside, return_exceptions=True)
     assert await client.get(HOLD, key=b"secret") == (200, b"")
+
+
+async def test_a_half_sent_request_does_not_hold_up_an_update(
+    behind: tuple[Client, asyncio.Event, list[str]],
+) -> None:
+    client, _, seen = behind
+    parts = [{"type": "http.request", "body": b"{", "more_body": True}]
+
+    async def receive() -> MutableMapping[str, Any]:
+        if not parts:
+            await asyncio.Event().wait()
+        return parts.pop()
+
+    async def send(message: MutableMapping[str, Any]) -> None: ...
+
+    scope = {"type": "http", "path": "/v1/completions", "headers": []}
+    half = asyncio.create_task(client.app(scope, receive, send))
+    await settle()
+    assert await asyncio.wait_for(client.get(HOLD, key=b"secret"), 5) == (200, b"")
+    assert (parts, seen) == ([], [])
+    half.cancel()
 
 
 @pytest.mark.parametrize("path", [*ADAPTERS, "/collective_rpc", "/pause", HOLD, OPEN, "/"])
@@ -345,7 +366,7 @@ async def test_every_policy_has_its_own_version(
     assert await client.get("/v1/completions", body=b'{"model": "alias"}') == (200, b"3")
 
 
-async def test_a_websocket_does_not_pass_by_the_gate(
+async def test_a_websocket_does_not_get_past_the_hold(
     behind: tuple[Client, asyncio.Event, list[str]],
 ) -> None:
     client, _, seen = behind
