@@ -305,10 +305,10 @@ def play_lineups(config_file: Path, plan_file: Path) -> None:
     import msgspec
 
     from agentrl.algorithms.train.play import main as play
-    from agentrl.config.players import Plan
+    from agentrl.config.players import EvaluationPlan
 
     config = msgspec.json.decode(config_file.read_bytes(), type=RunConfig)
-    play(config, msgspec.json.decode(plan_file.read_bytes(), type=Plan))
+    play(config, msgspec.json.decode(plan_file.read_bytes(), type=EvaluationPlan))
 
 
 @cli.group(hidden=True)

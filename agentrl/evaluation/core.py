@@ -24,7 +24,7 @@ from rich.console import Console
 from agentrl import trainer
 from agentrl.config import LoraConfig, MetricsConfig, PolicyConfig, RunConfig, SelfplayConfig
 from agentrl.config import policies as team
-from agentrl.config.players import Plan, Player
+from agentrl.config.players import EvaluationPlan, FrozenPolicy
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.loading import load_tasks
 from agentrl.processes import PHASE
@@ -39,7 +39,7 @@ Played = dict[str, list[Rollout]]  # by lineup, in the order of the tasks
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class SavedCheckpoint:
     """A directory that `agentrl train` wrote."""
 
     path: Path
@@ -76,7 +76,7 @@ def evaluate(
     replace = msgspec.structs.replace
     name = f"{config.name}-eval-{time.strftime('%Y%m%d-%H%M%S')}"
     heldout = str(Path(tasks).resolve()) if tasks and ":" not in tasks else tasks
-    own = untrained(config, name, checkpoint and checkpoint.resolve())
+    own = evaluation_run(config, name, checkpoint and checkpoint.resolve())
     config = replace(
         own,
         store=own.store if trainer.has_own_store(config) else config.store,
@@ -86,41 +86,43 @@ def evaluate(
     )
     trainer.check(config)
     if checkpoint:
-        Console().print(scored(checkpoint), highlight=False, markup=False, soft_wrap=True)
+        Console().print(scored_line(checkpoint), highlight=False, markup=False, soft_wrap=True)
     return trainer.blocking(trainer.front(config, runners=config.runner.processes, level=level))
 
 
-def scored(checkpoint: Path) -> str:
+def scored_line(checkpoint: Path) -> str:
     """Which weights are scored, for the console."""
     named = STEPS.match(checkpoint.name)
     after = f" after step {int(named[1])}" if named else ""
     return f"scoring the policy{after}: {checkpoint}"
 
 
-def checkpoint_at(path: Path) -> Checkpoint:
+def checkpoint_at(path: Path) -> SavedCheckpoint:
     """Raises ConfigError for what is no checkpoint of a run."""
     named = STEPS.match(path.name)
     if not path.is_dir():
         raise ConfigError(f"{path}: no such checkpoint directory")
     if named is None or not (path / "state.json").is_file():
         raise ConfigError(f"{path}: it is no checkpoint of a run; give <output>/checkpoints/...")
-    return Checkpoint(path.resolve(), int(named[1]))
+    return SavedCheckpoint(path.resolve(), int(named[1]))
 
 
-def checkpoints_of(config: RunConfig) -> list[Checkpoint]:
+def checkpoints_of(config: RunConfig) -> list[SavedCheckpoint]:
     """Those of a run that are on disk, oldest first."""
     folder = Path(config.output, "checkpoints")
     found = [path for path in folder.glob("*") if STEPS.match(path.name) and path.is_dir()]
     return sorted(map(checkpoint_at, found), key=lambda made: (made.steps, made.path.name))
 
 
-def player(config: RunConfig, checkpoint: Checkpoint, policy: str) -> tuple[str, Player]:
+def frozen_policy(
+    config: RunConfig, checkpoint: SavedCheckpoint, policy: str
+) -> tuple[str, FrozenPolicy]:
     """A policy as a checkpoint has it, and its name: the policy's, or that of another run."""
     output = checkpoint.path.parent.parent
     who = policy if output == Path(config.output).resolve() else f"{output.name}-{policy}"
     name = f"{who}@{checkpoint.path.name}".replace(".", "-")  # adapters have no dots in their names
     directory = checkpoint.of(config, policy)
-    return name, Player(policy=policy, directory=str(directory), steps=checkpoint.steps)
+    return name, FrozenPolicy(policy=policy, directory=str(directory), steps=checkpoint.steps)
 
 
 def tasks_of(config: RunConfig, limit: int = 0) -> list[dict[str, Json]]:
@@ -133,19 +135,26 @@ def tasks_of(config: RunConfig, limit: int = 0) -> list[dict[str, Json]]:
 
 
 def run_plan(
-    config: RunConfig, checkpoint: Checkpoint, plan: Plan, kind: str, *, fresh: bool = False
+    config: RunConfig,
+    checkpoint: SavedCheckpoint,
+    plan: EvaluationPlan,
+    kind: str,
+    *,
+    fresh: bool = False,
 ) -> Played:
     """The games of a plan, by lineup. `config`: the trained run; `checkpoint`: where its own
     policies are taken from; `fresh`: play again what has been played. Raises AgentRLError where
     nothing can be learned from them."""
-    own = beside(config, checkpoint, plan, kind)
+    own = plan_run(config, checkpoint, plan, kind)
     trainer.check(own)
     if fresh:
         trainer.clear(own)
     return trainer.blocking(_played(own, plan))
 
 
-def beside(config: RunConfig, checkpoint: Checkpoint, plan: Plan, kind: str) -> RunConfig:
+def plan_run(
+    config: RunConfig, checkpoint: SavedCheckpoint, plan: EvaluationPlan, kind: str
+) -> RunConfig:
     """The settings of the evaluation run."""
     settings = [getattr(config, key) for key in GAMES]
     directories = [str(checkpoint.path), *(one.directory for one in plan.players.values())]
@@ -153,7 +162,7 @@ def beside(config: RunConfig, checkpoint: Checkpoint, plan: Plan, kind: str) -> 
     about = msgspec.json.encode([plan, weights, settings])
     name = f"{config.name}-{kind}-{sha256(about).hexdigest()[:8]}"
     return msgspec.structs.replace(
-        untrained(config, name, checkpoint.path),
+        evaluation_run(config, name, checkpoint.path),
         metrics=MetricsConfig(),
         tasks=msgspec.structs.replace(
             config.tasks, heldout=config.tasks.heldout or config.tasks.train
@@ -167,7 +176,7 @@ def _written(directory: Path) -> int:
     return max((file.stat().st_mtime_ns for file in directory.rglob("*")), default=0)
 
 
-def untrained(config: RunConfig, name: str, checkpoint: Path | None) -> RunConfig:
+def evaluation_run(config: RunConfig, name: str, checkpoint: Path | None) -> RunConfig:
     """A run of no steps, of that name and in a folder beside, with a checkpoint's policies."""
     own = policies_at(config, checkpoint) if checkpoint else {}
     output = Path(config.output).with_name(name)
@@ -231,7 +240,7 @@ async def last_checkpoint(config: RunConfig) -> Path:
     return config.checkpoint(state.checkpoint)
 
 
-async def _played(config: RunConfig, plan: Plan) -> Played:
+async def _played(config: RunConfig, plan: EvaluationPlan) -> Played:
     output = trainer.folder_at(Path(config.output))
     async with open_store(config.store) as store:
         found = await _ended(store, config, plan)
@@ -249,7 +258,7 @@ async def _played(config: RunConfig, plan: Plan) -> Played:
     return found
 
 
-async def _ended(store: Store, config: RunConfig, plan: Plan) -> Played | None:
+async def _ended(store: Store, config: RunConfig, plan: EvaluationPlan) -> Played | None:
     """The games of each lineup, if all have ended."""
     found: Played = {name: [] for name in plan.lineups}
     if await store.run(config.name) is None:
@@ -292,7 +301,7 @@ def outcomes(rows: Iterable[Rollout]) -> list[float]:
     return [row.reward() if row.state is RolloutState.SUCCEEDED else float("nan") for row in rows]
 
 
-def mean_error(values: Sequence[float]) -> tuple[float, float]:
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     """Mean and its standard error, of the values that are known; NaN where there are too few."""
     known = [value for value in values if isfinite(value)]
     mean = fmean(known) if known else float("nan")
@@ -313,7 +322,7 @@ def _known(value: Json) -> Json:
     return None if isinstance(value, float) and not isfinite(value) else value
 
 
-def claimed(config: RunConfig) -> dict[str, str]:
+def trained_roles(config: RunConfig) -> dict[str, str]:
     """Role -> the trained policy that plays it."""
     trained = team.trained(config)
     roles = team.claims(config)

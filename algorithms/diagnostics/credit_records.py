@@ -26,7 +26,7 @@ COLUMNS = ("advantage", "gate", "weight", "psi")
 
 
 @dataclass(slots=True)
-class Ledger:
+class CreditRecorder:
     """The credit of one step while it is made, by call."""
 
     policy: str = POLICY
@@ -35,13 +35,15 @@ class Ledger:
 
     def open(self, algo: Algo, batch: Batch) -> None:
         """Begin a step. `batch` is the whole of it: what is compared is computed on that."""
-        self.compared = dict(zip(calls(batch), spans(batch, baselines(algo, batch)), strict=True))
+        self.compared = dict(
+            zip(call_ids(batch), call_values(batch, baselines(algo, batch)), strict=True)
+        )
         self.credits = {}
 
     def record(self, algo: Algo, part: Batch, terms: Terms, logprobs: Tensor) -> None:
         """One optimizer step, on the whole or a part. logprobs: of the policy before it, [N] or of
         the symbols [N, K]."""
-        made = calls(part)
+        made = call_ids(part)
         if all(call in self.credits for call in made):
             return  # in an epoch after the first
         index = torch.arange(part.n_tokens)
@@ -51,7 +53,7 @@ class Ledger:
             terms.weight,
             objective.psi(algo, terms, logprobs.double(), index),
         )
-        numbers = zip(made, *(spans(part, [x]) for x in columns), strict=True)
+        numbers = zip(made, *(call_values(part, [x]) for x in columns), strict=True)
         for call, advantage, gate, weight, psi in numbers:
             if call not in self.credits:
                 self.credits[call] = Credit(
@@ -64,18 +66,18 @@ class Ledger:
                     psi=psi,
                 )
 
-    def take(self) -> list[Credit]:
+    def stored(self) -> list[Credit]:
         """What the step made, for its commit."""
         return list(self.credits.values())
 
 
-def calls(batch: Batch) -> list[str]:
+def call_ids(batch: Batch) -> list[str]:
     """Ids of the calls that have tokens, in token order."""
     found = torch.unique_consecutive(batch.token_transition).tolist()
     return [batch.transitions[call] for call in found]
 
 
-def compares(part: object) -> bool:
+def has_baseline(part: object) -> bool:
     """Whether a record of a credit compares with something, says what to compare with, or takes
     something off."""
     return isinstance(part, Critic | Memory | Toll) or (
@@ -89,7 +91,7 @@ def baselines(algo: Algo, batch: Batch) -> list[Tensor]:
     which the record names them."""
     found = []
     for part in walk(algo.credit):
-        if isinstance(part, Rel) and compares(part):
+        if isinstance(part, Rel) and has_baseline(part):
             found.append(part.standard(batch)[1].baseline[owner(batch, part.level)])
         elif isinstance(part, Critic | Toll):
             found.append(part(batch))
@@ -98,7 +100,7 @@ def baselines(algo: Algo, batch: Batch) -> list[Tensor]:
     return found
 
 
-def spans(batch: Batch, columns: Sequence[Tensor]) -> Iterator[array[float]]:
+def call_values(batch: Batch, columns: Sequence[Tensor]) -> Iterator[array[float]]:
     """The numbers of each call in token order, float32: of one column after the other, each in full
     or, where it is the same for all tokens of the call in every column, once."""
     _, call, sizes = torch.unique_consecutive(
@@ -131,7 +133,7 @@ class Stored:
 def read(algo: Algo, batch: Batch, credits: Mapping[str, Credit]) -> Stored:
     """Credit by transition, put back at the tokens of a batch. `compared` is empty where what was
     stored is not of as many comparisons as the algorithm makes."""
-    kinds = sum(map(compares, walk(algo.credit)))
+    kinds = sum(map(has_baseline, walk(algo.credit)))
     n = batch.n_tokens
     known = torch.zeros(n, dtype=torch.bool)
     columns = {name: torch.full((n,), torch.nan, dtype=torch.float64) for name in COLUMNS}
@@ -156,7 +158,7 @@ def replayed(algo: Algo, batch: Batch, stored: Stored) -> Batch:
     tokens; NaN elsewhere. Of a step that stored nothing, the reference is the sampler."""
     memory: dict[str, Tensor] = {}
     values, reference = batch.values, batch.behaviour.double()
-    parts = filter(compares, walk(algo.credit))
+    parts = filter(has_baseline, walk(algo.credit))
     for part, x in zip(parts, stored.compared, strict=True):
         if isinstance(part, Critic):
             values = x

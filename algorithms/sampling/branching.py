@@ -21,8 +21,8 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from agentrl.algorithms.data.merge import trainable, valid
-from agentrl.algorithms.sampling.counterfactuals import replays
-from agentrl.algorithms.sampling.task_sampler import branch_of
+from agentrl.algorithms.sampling.counterfactuals import counterfactual_rollouts
+from agentrl.algorithms.sampling.task_sampler import branch_rollout
 from agentrl.config import BranchingConfig, RunConfig
 from agentrl.config import policies as team
 from agentrl.errors import Conflict
@@ -41,7 +41,7 @@ class Fork(NamedTuple):
     surprise: float
 
 
-async def grow(store: Store, config: RunConfig, asked: Sequence[NewRollout]) -> None:
+async def request_branches(store: Store, config: RunConfig, asked: Sequence[NewRollout]) -> None:
     """Wait until the rollouts that were asked for have ended, ask for the branches or replays that
     the run file wants of their groups, and wait for those."""
     settings = config.algorithm
@@ -59,7 +59,7 @@ async def _grow(store: Store, config: RunConfig, group: str) -> None:
     known = [trace for trace in traces if trace is not None]
     rollouts = [replace(trace.rollout, transitions=trace.transitions) for trace in known]
     replayed = config.algorithm.counterfactual.stand_ins
-    more = replays(config, rollouts) if replayed else branches(config, rollouts)
+    more = counterfactual_rollouts(config, rollouts) if replayed else branches(config, rollouts)
     try:
         await store.enqueue(more)
     except Conflict:  # an earlier step took it, before the run file asked for branches
@@ -72,10 +72,10 @@ def branches(config: RunConfig, rollouts: Sequence[Rollout]) -> list[NewRollout]
     """What to ask for, of the rollouts of one group that are no branches themselves."""
     settings = config.algorithm.branching
     policies = team.trained(config)
-    found = chosen(settings, [list(forks(rollout, policies)) for rollout in rollouts])
+    found = choose_forks(settings, [list(forks(rollout, policies)) for rollout in rollouts])
     by_id = {rollout.id: rollout for rollout in rollouts}
     again = [fork for fork in found for _ in range(settings.width)]
-    return [branch_of(config, by_id[f.rollout], f.calls, n) for n, f in enumerate(again)]
+    return [branch_rollout(config, by_id[f.rollout], f.calls, n) for n, f in enumerate(again)]
 
 
 def forks(rollout: Rollout, policies: Collection[str] = (POLICY,)) -> Iterator[Fork]:
@@ -92,7 +92,7 @@ def forks(rollout: Rollout, policies: Collection[str] = (POLICY,)) -> Iterator[F
             return
 
 
-def chosen(settings: BranchingConfig, forks: Sequence[Sequence[Fork]]) -> list[Fork]:
+def choose_forks(settings: BranchingConfig, forks: Sequence[Sequence[Fork]]) -> list[Fork]:
     """The forks, by rollout, that branches are asked for, in order of rollout and call."""
     together = [fork for some in forks for fork in some]
     picked = {
@@ -103,7 +103,7 @@ def chosen(settings: BranchingConfig, forks: Sequence[Sequence[Fork]]) -> list[F
     return [fork for fork in together if fork in picked]
 
 
-def measure(groups: Sequence[Group]) -> dict[str, float]:
+def branch_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Metrics: how many rollouts were branches, and how many of them did not repeat all that they
     should have, because the agent asked something else. None without branches."""
     rows = [row for group in groups for row in group.rollouts]

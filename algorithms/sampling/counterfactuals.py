@@ -26,7 +26,7 @@ from msgspec.structs import replace
 
 from agentrl.algorithms.data.merge import valid
 from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.sampling.task_sampler import replay_of
+from agentrl.algorithms.sampling.task_sampler import counterfactual_rollout
 from agentrl.config import CounterfactualConfig, RunConfig
 from agentrl.config import policies as team
 from agentrl.errors import ConfigError, TrainingError, nearest
@@ -35,12 +35,12 @@ from agentrl.types import Group, NewRollout, Reward, Rollout, RolloutState, Scop
 
 log = logging.getLogger(__name__)
 SOURCE = "counterfactual"  # of its rewards
-Worth = Mapping[tuple[str, Coalition], Sequence[float]]
+CoalitionOutcomes = Mapping[tuple[str, Coalition], Sequence[float]]
 """Outcomes of the replays of a rollout without some roles."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class CoalitionFormula:
     """Which formula makes rewards of coalition values. seed: of the orders that are drawn where
     there are too many."""
 
@@ -73,14 +73,14 @@ class Shares:
         return [members - coalition for coalition in valued if coalition != members]
 
 
-def shares(config: RunConfig) -> Shares:
-    return Shares(config.algorithm.counterfactual, config.seed)
+def coalition_formula(config: RunConfig) -> CoalitionFormula:
+    return CoalitionFormula(config.algorithm.counterfactual, config.seed)
 
 
-def replays(config: RunConfig, rollouts: Sequence[Rollout]) -> list[NewRollout]:
+def counterfactual_rollouts(config: RunConfig, rollouts: Sequence[Rollout]) -> list[NewRollout]:
     """What to ask for, of the rollouts of one group that are no replays themselves: of those that
     have an outcome to compare with, and that a policy may learn from."""
-    formula, players = shares(config), team.stand_ins(config)
+    formula, players = coalition_formula(config), team.stand_ins(config)
     policies = team.trained(config)
     asked = [
         (rollout, absent)
@@ -90,7 +90,9 @@ def replays(config: RunConfig, rollouts: Sequence[Rollout]) -> list[NewRollout]:
         for _ in range(config.algorithm.counterfactual.width)
     ]
     return [
-        replay_of(config, rollout, {role: players[role] for role in sorted(absent)}, number)
+        counterfactual_rollout(
+            config, rollout, {role: players[role] for role in sorted(absent)}, number
+        )
         for number, (rollout, absent) in enumerate(asked)
     ]
 
@@ -100,7 +102,7 @@ class RoleRewards:
     """Gives the roles that a policy played what they added, as the replays of the rollout show it.
     It is missing where the outcome of the rollout, or of all replays of a coalition, is."""
 
-    shares: Shares
+    formula: CoalitionFormula
     policy: str
 
     def complete(self, groups: list[Group]) -> list[Group]:
@@ -120,7 +122,7 @@ class RoleRewards:
         return [replace(group, rollouts=list(self._rewarded(group))) for group in groups]
 
     def _check(self, rollouts: Sequence[Rollout]) -> None:
-        name, known = self.shares.settings.value, self.shares.settings.stand_ins.keys()
+        name, known = self.formula.settings.value, self.formula.settings.stand_ins.keys()
         if any(row.scope is Scope.ROLE and row.name == name for r in rollouts for row in r.rewards):
             raise TrainingError(
                 f"the verifier gives roles a reward {name!r}, and algorithm.counterfactual makes "
@@ -144,13 +146,13 @@ class RoleRewards:
             )
 
     def _rewarded(self, group: Group) -> Iterator[Rollout]:
-        worth = played_without(group)
+        worth = outcomes_without(group)
         for rollout in group.rollouts:
             made = [] if rollout.counterfactual else self._rewards(rollout, worth)
             yield replace(rollout, rewards=[*rollout.rewards, *made])
 
-    def _rewards(self, rollout: Rollout, worth: Worth) -> list[Reward]:
-        members = self.shares.members(rollout)
+    def _rewards(self, rollout: Rollout, worth: CoalitionOutcomes) -> list[Reward]:
+        members = self.formula.members(rollout)
 
         def value(coalition: Coalition) -> float:
             if coalition == members:
@@ -159,15 +161,15 @@ class RoleRewards:
             return fmean(known) if known else nan
 
         own = {call.role for call in rollout.transitions if call.policy == self.policy}
-        name = self.shares.settings.value
+        name = self.formula.settings.value
         return [
             Reward(value=share, name=name, scope=Scope.ROLE, target=role, source=SOURCE)
-            for role, share in self.shares.of(rollout, value).items()
+            for role, share in self.formula.of(rollout, value).items()
             if role in own and not isnan(share)
         ]
 
 
-def played_without(group: Group) -> Worth:
+def outcomes_without(group: Group) -> CoalitionOutcomes:
     """The known outcomes of the replays in a group."""
     found: dict[tuple[str, Coalition], list[float]] = defaultdict(list)
     for row in group.rollouts:
@@ -176,21 +178,23 @@ def played_without(group: Group) -> Worth:
     return found
 
 
-def read(config: RunConfig, algo: Algo) -> bool:
+def uses_counterfactuals(config: RunConfig, algo: Algo) -> bool:
     """Whether an algorithm learns from what replays come to."""
     settings = config.algorithm.counterfactual
     return bool(settings.stand_ins) and f"role:{settings.value}" in algo.rewards
 
 
-def lenient(config: RunConfig, algo: Algo) -> Algo:
+def with_optional_reward(config: RunConfig, algo: Algo) -> Algo:
     """An algorithm that goes on after a step in which no replay has an outcome."""
-    if not read(config, algo):
+    if not uses_counterfactuals(config, algo):
         return algo
     name = f"role:{config.algorithm.counterfactual.value}"
     return dataclasses.replace(algo, optional=(*algo.optional, name))
 
 
-def check_read(config: RunConfig, algos: Mapping[str, Algo], resample: str | None) -> None:
+def check_counterfactuals(
+    config: RunConfig, algos: Mapping[str, Algo], resample: str | None
+) -> None:
     """Raises ConfigError for replays that no policy learns from, for a role that would not learn as
     nobody stands in for it, and where `resample`, the reward by which groups are sampled again, is
     not known until they are complete."""
@@ -198,13 +202,17 @@ def check_read(config: RunConfig, algos: Mapping[str, Algo], resample: str | Non
     name = f"role:{settings.value}"
     if not settings.stand_ins:
         return
-    if not any(read(config, algo) for algo in algos.values()):
+    if not any(uses_counterfactuals(config, algo) for algo in algos.values()):
         raise ConfigError(
             f"algorithm.counterfactual is set, and no preset reads its reward {name!r}; choose the "
             f"preset {settings.value!r}, or set algorithm.options.reward = {name!r}"
         )
     for role, policy in team.claims(config).items():
-        if policy in algos and read(config, algos[policy]) and role not in settings.stand_ins:
+        if (
+            policy in algos
+            and uses_counterfactuals(config, algos[policy])
+            and role not in settings.stand_ins
+        ):
             raise ConfigError(
                 f"algorithm.counterfactual.stand_ins has no {role!r}, and {policy!r}, which plays "
                 f"it, learns from {name!r}; say who stands in for it"
@@ -216,7 +224,7 @@ def check_read(config: RunConfig, algos: Mapping[str, Algo], resample: str | Non
         )
 
 
-def measure(groups: Sequence[Group]) -> dict[str, float]:
+def counterfactual_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Metrics: how many rollouts were replays, how many of them have no outcome, and how many calls
     they repeated. None without replays."""
     found = [row for group in groups for row in group.rollouts if row.counterfactual]

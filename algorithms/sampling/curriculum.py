@@ -22,23 +22,23 @@ PART = "difficulty"  # its name in the state of the run
 
 
 @dataclass(frozen=True, slots=True)
-class Difficulty:
+class TaskDifficulty:
     """The mean outcome of every task that was sampled, and of how many rollouts."""
 
     means: Means = field(default_factory=Means)
 
-    def learn(self, groups: Sequence[Group]) -> None:
+    def record_outcomes(self, groups: Sequence[Group]) -> None:
         """Remember what was sampled, whether it is trained or not; a missing reward is none, and a
         branch, which begins where another rollout got to, is no try at the task."""
         every = (rollout for group in groups for rollout in group.rollouts)
         rollouts = [rollout for rollout in every if rollout.branch is None]
         outcomes = torch.tensor([row.reward() for row in rollouts], dtype=torch.float64)
-        _, self.means.values = self.means.read([name(row.task) for row in rollouts], outcomes)
+        _, self.means.values = self.means.read([task_name(row.task) for row in rollouts], outcomes)
 
     def weight(self, task: Task) -> float:
         """p (1 - p) of the rate p at which it is solved, in (0, 1/4]: that of a task never seen is
         1/2, and one success and one failure are added to what was seen of the others."""
-        mean, seen = self.means.values.get(name(task), (0.0, 0))
+        mean, seen = self.means.values.get(task_name(task), (0.0, 0))
         p = (min(max(mean, 0.0), 1.0) * seen + 1) / (seen + 2)
         return p * (1 - p)
 
@@ -47,7 +47,7 @@ class Difficulty:
         return random.Random(seed).choices(tasks, [self.weight(task) for task in tasks], k=n)
 
 
-def name(task: Task) -> str:
+def task_name(task: Task) -> str:
     """Its `id`, or without one a digest of its content."""
     if "id" in task:
         return str(task["id"])

@@ -12,7 +12,7 @@ from statistics import fmean
 import msgspec
 from msgspec.structs import replace
 
-from agentrl.algorithms.sampling.task_sampler import evaluation
+from agentrl.algorithms.sampling.task_sampler import evaluation_rollouts
 from agentrl.config import RunConfig
 from agentrl.loading import load_tasks
 from agentrl.processes import PHASE
@@ -23,7 +23,7 @@ from agentrl.types import ENDED, Json, Rollout, Scope
 log = logging.getLogger("agentrl.algorithm")
 
 
-async def remote(config: RunConfig) -> None:
+async def evaluate_upstreams(config: RunConfig) -> None:
     """The algorithm process of a run without a model of its own: has the held-out tasks played,
     once, because endpoints keep their own sampling."""
     tasks = load_tasks(config.tasks.heldout, Path(config.root), key="tasks.heldout")
@@ -31,11 +31,11 @@ async def remote(config: RunConfig) -> None:
     async with open_store(config.store) as store:
         state = await store.open_run(config.name, msgspec.to_builtins(config))
         limit = config.eval.tasks or None
-        await held_out(store, config, state.epoch, 0, tasks[:limit], temperatures)
+        await evaluate_heldout(store, config, state.epoch, 0, tasks[:limit], temperatures)
         await store.log(config.name, 0, {ENDED: 1.0}, epoch=state.epoch)
 
 
-async def held_out(
+async def evaluate_heldout(
     store: Store,
     config: RunConfig,
     epoch: int,
@@ -68,18 +68,18 @@ async def score(
     groups = {}
     for name, temperature in temperatures.items():
         sampling = replace(config.sampling, temperature=temperature)
-        rollouts = evaluation(config, step, name, tasks, sampling)
+        rollouts = evaluation_rollouts(config, step, name, tasks, sampling)
         await store.enqueue(rollouts)
         groups[name] = rollouts[0].group
     scores: dict[str, float] = {}
     for name, group in groups.items():
         await store.settled(group)
         rows = await store.rollouts(config.name, group=group)
-        scores |= {f"eval/{key}": value for key, value in summary(name, rows).items()}
+        scores |= {f"eval/{key}": value for key, value in score_metrics(name, rows).items()}
     return scores
 
 
-def summary(name: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
+def score_metrics(name: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
     """<name>: the mean outcome; <name>/<role>: that of each role to which the verifier gives one of
     its own, such as the players of a game; <name>_missing: how many rollouts have no outcome, such
     as crashes and time-outs, and are in no mean."""

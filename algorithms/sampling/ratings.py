@@ -45,7 +45,7 @@ def priorities(rates: Sequence[float], kind: Priority, power: float = 2.0) -> li
     return [weight / total if total else 1 / len(weights) for weight in weights]
 
 
-def fitted(
+def fit_ratings(
     scores: Sequence[Sequence[float]], games: Sequence[Sequence[float]], prior: float = PRIOR
 ) -> list[float]:
     """The Elo ratings, of mean 0, under which results are likeliest: `scores[i][j]` is what i got

@@ -36,7 +36,7 @@ FIRST = 1000.0  # rating of the policy that the run began with
 MEMORY = 0.99  # what is left of a result after another game: AlphaStar's payoffs, Nature 575
 
 
-class Record(msgspec.Struct):
+class SeatRecord(msgspec.Struct):
     """What the learner scored in one seat against one snapshot, fading from game to game."""
 
     games: float = 0.0
@@ -53,7 +53,7 @@ class Snapshot(msgspec.Struct):
     name: str
     step: int
     rating: float
-    records: dict[str, Record] = {}  # of the learner against it, by the learner's seat
+    records: dict[str, SeatRecord] = {}  # of the learner against it, by the learner's seat
     until: int | None = None  # not drawn any more, and held for so many steps; none: of the pool
 
     def rate(self) -> float:
@@ -63,14 +63,14 @@ class Snapshot(msgspec.Struct):
         return fmean(win_rate(record.score, record.games) for record in self.records.values())
 
 
-class Remembered(msgspec.Struct):
+class PoolState(msgspec.Struct):
     """What a checkpoint holds of a pool."""
 
     rating: float = FIRST
     snapshots: list[Snapshot] = []
 
 
-class Game(NamedTuple):
+class ScoredGame(NamedTuple):
     """The score of one rollout that was played by its rules."""
 
     opponent: str  # the learner's own name, where it played itself
@@ -78,7 +78,7 @@ class Game(NamedTuple):
 
 
 @dataclass(slots=True)
-class Pool:
+class OpponentPool:
     """The opponents of `policy`. `ahead`: steps that rollouts may be asked for before theirs.
     `seen`: the roles of all games since the process began."""
 
@@ -86,7 +86,7 @@ class Pool:
     policy: str
     seed: int
     ahead: int = 0
-    now: Remembered = field(default_factory=Remembered)
+    now: PoolState = field(default_factory=PoolState)
     seen: set[str] = field(default_factory=set)
 
     @property
@@ -113,7 +113,7 @@ class Pool:
         weights = priorities(rates, self.settings.pfsp) if kind == "pfsp" else None
         return dice.choices(known, weights)[0].name
 
-    def learn(self, groups: Sequence[Group]) -> dict[str, float]:
+    def record_games(self, groups: Sequence[Group]) -> dict[str, float]:
         """Remember how the games of a step ended; what they came to, as metrics.
 
         Raises TrainingError for a seat that the games do not have."""
@@ -126,9 +126,9 @@ class Pool:
         for game in scored:
             if game.opponent in by_name:
                 self._count(by_name[game.opponent], game)
-        return self.measured(scored, len(games) - len(scored))
+        return self.game_metrics(scored, len(games) - len(scored))
 
-    def game(self, rollout: Rollout) -> Game | None:
+    def game(self, rollout: Rollout) -> ScoredGame | None:
         """None: it failed, or the return of a seat is not known."""
         roles = self.settings.seats
         got = returns(rollout, roles)
@@ -137,9 +137,9 @@ class Pool:
         mine = [role for role in roles if rollout.seats.get(role, self.policy) == self.policy]
         others = {rollout.seats[role] for role in roles if role not in mine}
         scores = {role: game_score(got, role, roles) for role in mine}
-        return Game(others.pop() if others else self.policy, scores)
+        return ScoredGame(others.pop() if others else self.policy, scores)
 
-    def measured(self, games: Sequence[Game], unscored: int) -> dict[str, float]:
+    def game_metrics(self, games: Sequence[ScoredGame], unscored: int) -> dict[str, float]:
         """Metrics of the games of one step, and of the pool after them."""
         found = {"selfplay/games": float(len(games)), "selfplay/unscored": float(unscored)}
         every = [score for game in games for score in game.scores.values()]
@@ -171,7 +171,7 @@ class Pool:
         name = f"{self.policy}@{steps:06d}"
         self.now.snapshots.append(Snapshot(name, steps, self.now.rating))
         while len(self.drawn) > self.settings.pool:
-            retired = least(self.drawn)
+            retired = most_redundant(self.drawn)
             retired.until = steps + self.ahead
             if not self.ahead:
                 self.now.snapshots.remove(retired)
@@ -183,11 +183,11 @@ class Pool:
 
     def restore(self, data: Json) -> None:
         """Take over what `dump` wrote. Raises msgspec.ValidationError for what it cannot have."""
-        self.now = msgspec.convert(data, Remembered)
+        self.now = msgspec.convert(data, PoolState)
 
-    def _count(self, snapshot: Snapshot, game: Game) -> None:
+    def _count(self, snapshot: Snapshot, game: ScoredGame) -> None:
         for seat, score in game.scores.items():
-            snapshot.records.setdefault(seat, Record()).add(score)
+            snapshot.records.setdefault(seat, SeatRecord()).add(score)
             mine, theirs = self.now.rating, snapshot.rating
             self.now.rating = elo(mine, theirs, score, self.settings.k)
             snapshot.rating = elo(theirs, mine, 1 - score, self.settings.k)
@@ -206,7 +206,7 @@ class Pool:
                 )
 
 
-def least(snapshots: Sequence[Snapshot]) -> Snapshot:
+def most_redundant(snapshots: Sequence[Snapshot]) -> Snapshot:
     """The one that a pool can best do without, of two or more, oldest first: not the newest, and of
     the others not the first, but where the steps covered stay the most even."""
     if len(snapshots) == 2:
@@ -216,7 +216,7 @@ def least(snapshots: Sequence[Snapshot]) -> Snapshot:
     return snapshots[1 + wide.index(min(wide))]
 
 
-def check_fair(algo: Algo) -> None:
+def check_seat_comparison(algo: Algo) -> None:
     """Raises ConfigError for an algorithm that compares the returns of one seat with another's: who
     moves first may win more often, which is nobody's merit."""
     for part in walk(algo.credit):

@@ -35,21 +35,21 @@ def checkpoint_name(steps: int, epoch: int) -> str:
     return f"{steps:06d}" if epoch == 1 else f"{steps:06d}.{epoch}"
 
 
-class Kept(Protocol):
+class Checkpointable(Protocol):
     """A learner, or several together."""
 
     def save(self, directory: Path) -> None: ...
     def load(self, directory: Path) -> None: ...
 
 
-def numbers(path: Path) -> tuple[int, int] | None:
+def parse_name(path: Path) -> tuple[int, int] | None:
     """Steps and epoch of what has a `checkpoint_name`."""
     found = NAME.match(path.name)
     return (int(found[1]), int(found[2] or 1)) if found else None
 
 
 def save_checkpoint(
-    directory: Path, learner: Kept, state: Mapping[str, Json], run: str = ""
+    directory: Path, learner: Checkpointable, state: Mapping[str, Json], run: str = ""
 ) -> None:
     """Write a checkpoint, replacing one of the same name. `state` must survive JSON. run: whose it
     is, which no other run has been.
@@ -68,7 +68,7 @@ def save_checkpoint(
         ) from error
 
 
-def load_checkpoint(directory: Path, learner: Kept) -> dict[str, Json]:
+def load_checkpoint(directory: Path, learner: Checkpointable) -> dict[str, Json]:
     """Restore learner and random state; returns the `state` given to `save_checkpoint`.
 
     Raises DamagedError, with nothing changed, if it is not as it was written, PolicyError if it is
@@ -97,7 +97,7 @@ def load_checkpoint(directory: Path, learner: Kept) -> dict[str, Json]:
     return state
 
 
-def save_policy(directory: Path, learner: Kept) -> None:
+def save_policy(directory: Path, learner: Checkpointable) -> None:
     """Write the policy alone, as `export_checkpoint` does, replacing what is there.
 
     Raises TrainingError when the disk refuses, with nothing left behind."""
@@ -149,11 +149,11 @@ def prune(folder: Path, *, keep: int, last: Path, run: str = "") -> None:
 
     What is of another run, or of an owner after that of `last`, stays, and so does all that has no
     `checkpoint_name`."""
-    present = numbers(last)
+    present = parse_name(last)
     assert present is not None
     own = {}
     for path in folder.iterdir():
-        named = numbers(path)
+        named = parse_name(path)
         if named and path.is_dir() and named[1] <= present[1] and _is_of(path, run):
             own[path] = named
     ahead = [path for path, named in own.items() if named[0] > present[0]]
@@ -162,18 +162,18 @@ def prune(folder: Path, *, keep: int, last: Path, run: str = "") -> None:
         if path.resolve() != last.resolve():
             delete_directory(path)
     for path in folder.glob(f"*{PARTIAL}*"):
-        named = numbers(Path(path.name.partition(PARTIAL)[0]))
+        named = parse_name(Path(path.name.partition(PARTIAL)[0]))
         if named and named[1] <= present[1]:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def earlier(folder: Path, last: Path, run: str) -> list[Path]:
+def earlier_checkpoints(folder: Path, last: Path, run: str) -> list[Path]:
     """The run's checkpoints on disk of fewer steps than `last`, newest first."""
-    present = numbers(last) or (0, 0)
+    present = parse_name(last) or (0, 0)
     found = [
         (named, path)
         for path in (folder.iterdir() if folder.is_dir() else ())
-        if (named := numbers(path)) and path.is_dir() and named[0] < present[0]
+        if (named := parse_name(path)) and path.is_dir() and named[0] < present[0]
     ]
     return [path for _, path in sorted(found, reverse=True) if _is_of(path, run)]
 

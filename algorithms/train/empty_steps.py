@@ -13,7 +13,7 @@ from itertools import takewhile
 
 from agentrl.algorithms.data.merge import valid
 from agentrl.algorithms.diagnostics.metrics import Metrics
-from agentrl.algorithms.train.policies import Team
+from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.config import RunConfig
 from agentrl.errors import TrainingError, brief
 from agentrl.store.base import Store
@@ -23,7 +23,11 @@ KEPT = ("rollouts", "rollouts/failed", "calls/refused", "calls/inexact", "calls/
 
 
 def is_empty(
-    team: Team, step: int, metrics: Metrics, groups: Iterable[Group], discarded: Iterable[Group]
+    team: PolicySet,
+    step: int,
+    metrics: Metrics,
+    groups: Iterable[Group],
+    discarded: Iterable[Group],
 ) -> bool:
     """Whether no policy has anything to learn from. `metrics`: of those whose turn it was; what
     these did without, and what there is for the others, is asked of the groups."""
@@ -34,7 +38,7 @@ def is_empty(
     return not (_usable(team, team.updaters, discarded) or _usable(team, waiting, groups))
 
 
-def _usable(team: Team, policies: Iterable[str], groups: Iterable[Group]) -> bool:
+def _usable(team: PolicySet, policies: Iterable[str], groups: Iterable[Group]) -> bool:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = {name: team.updaters[name].algo.rewards for name in policies}
     return any(valid(row, names, name) for name, names in rewards.items() for row in rollouts)

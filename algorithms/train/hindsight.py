@@ -30,7 +30,7 @@ TOLD = "\n\n(In the end, this attempt was rewarded with {outcome:g}.)"
 
 
 @dataclass(slots=True)
-class Hindsight:
+class HindsightRewards:
     """Scores calls of a trained policy by the learner. context: tokens that it can read."""
 
     tokenizer: Tokenizer

@@ -23,7 +23,7 @@ log = logging.getLogger("agentrl.algorithm")
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
+class LoadedModel:
     """A model, and the policies that are it or its adapters, as the run began with them."""
 
     source: str  # directory or hub name
@@ -34,11 +34,11 @@ class Base:
     built: bool = False  # just now, as the run file says
 
 
-def load_bases(config: RunConfig) -> list[Base]:
+def load_policies(config: RunConfig) -> list[LoadedModel]:
     """The models of all policies of a run, each with the adapters that it has.
 
     Raises PolicyError for what cannot be loaded, or is an adapter of another model."""
-    bases: dict[tuple[str, str], Base] = {}
+    bases: dict[tuple[str, str], LoadedModel] = {}
     for name in (*team.trained(config), *team.frozen(config)):
         own = team.view(config, name)
         source, built = policy_directory(own)
@@ -46,7 +46,7 @@ def load_bases(config: RunConfig) -> list[Base]:
         key = (source, "" if adapted else name)
         try:
             if key not in bases:
-                bases[key] = load_base(source, config, adapted=adapted, built=built)
+                bases[key] = load_base_model(source, config, adapted=adapted, built=built)
             bases[key].policies.append(name)
             add_adapter(bases[key].adapters, name, own)
         except PolicyError as error:
@@ -55,12 +55,14 @@ def load_bases(config: RunConfig) -> list[Base]:
     return list(bases.values())
 
 
-def load_base(source: str, config: RunConfig, *, adapted: bool, built: bool = False) -> Base:
+def load_base_model(
+    source: str, config: RunConfig, *, adapted: bool, built: bool = False
+) -> LoadedModel:
     digests.check(Path(source))
     log.log(PHASE, f"loading the model {source}")
     model, tokenizer = load_model(source, config.policy.dtype, config.policy.device)
     adapters = Adapters(model) if adapted else None
-    return Base(source, model, tokenizer, adapters, built=built)
+    return LoadedModel(source, model, tokenizer, adapters, built=built)
 
 
 def add_adapter(adapters: Adapters | None, name: str, config: RunConfig) -> None:
@@ -104,6 +106,6 @@ def policy_directory(config: RunConfig) -> tuple[str, bool]:
     return str(directory), True
 
 
-def vocabulary(bases: Sequence[Base]) -> dict[str, int]:
+def vocabulary_sizes(bases: Sequence[LoadedModel]) -> dict[str, int]:
     """How many token ids each policy has, by its name."""
     return {name: vocabulary_of(base.model) for base in bases for name in base.policies}

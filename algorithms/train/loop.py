@@ -10,14 +10,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl.algorithms.diagnostics.metrics import sampled, throughput
+from agentrl.algorithms.diagnostics.metrics import group_metrics, throughput
 from agentrl.algorithms.sampling.collect import Collected, Collector
-from agentrl.algorithms.sampling.evaluate import held_out
+from agentrl.algorithms.sampling.evaluate import evaluate_heldout
 from agentrl.algorithms.train import empty_steps
 from agentrl.algorithms.train.checkpoint import checkpoint_name, prune, save_checkpoint
-from agentrl.algorithms.train.policies import Team
-from agentrl.algorithms.train.serving import Serving
-from agentrl.algorithms.train.snapshots import Opponents
+from agentrl.algorithms.train.policy_set import PolicySet
+from agentrl.algorithms.train.serving import PolicyServers
+from agentrl.algorithms.train.snapshots import SnapshotStore
 from agentrl.config import RunConfig
 from agentrl.folder_lock import FolderLock
 from agentrl.store.base import Store
@@ -25,18 +25,18 @@ from agentrl.types import Json, RunState, StepCommit
 
 
 @dataclass(frozen=True, slots=True)
-class Loop:
+class TrainingLoop:
     """Everything one run trains with. `state` is what `open_run` returned."""
 
     config: RunConfig
     store: Store
     state: RunState
-    team: Team
-    serving: Serving
+    policies: PolicySet
+    serving: PolicyServers
     collector: Collector
     heldout: list[dict[str, Json]]
     lock: FolderLock
-    opponents: Opponents | None = None  # none: nobody plays against snapshots
+    snapshots: SnapshotStore | None = None  # none: nobody plays against snapshots
 
     async def run(self) -> None:
         """Train from the last committed step to the last one of the run file."""
@@ -47,7 +47,7 @@ class Loop:
             collected = await self.collector.collect(step)
             sampled = time.monotonic()
             async with self.serving.updating():
-                metrics = self.team.update(step, collected.groups) | collected.metrics
+                metrics = self.policies.update(step, collected.groups) | collected.metrics
                 metrics["time/rollouts"] = sampled - started
                 metrics["time/update"] = time.monotonic() - sampled
                 metrics |= throughput(metrics)
@@ -55,9 +55,9 @@ class Loop:
                     await self.commit_empty(step, collected, metrics)
                 else:
                     await self.commit(step, collected, metrics)
-                await self.serving.publish(self.team.versions(step + 1))
-                if self.opponents is not None:
-                    await self.opponents.serve()
+                await self.serving.publish(self.policies.versions(step + 1))
+                if self.snapshots is not None:
+                    await self.snapshots.serve_pool()
             if empty:
                 await empty_steps.check(self.store, self.config)
             await self.publish()
@@ -67,7 +67,7 @@ class Loop:
     def is_empty(self, step: int, collected: Collected, metrics: dict[str, float]) -> bool:
         """Whether the step had nothing to learn from."""
         groups, discarded = collected.groups, collected.discarded
-        return empty_steps.is_empty(self.team, step, metrics, groups, discarded)
+        return empty_steps.is_empty(self.policies, step, metrics, groups, discarded)
 
     async def commit_empty(
         self, step: int, collected: Collected, metrics: dict[str, float]
@@ -82,9 +82,9 @@ class Loop:
                 step=step,
                 groups=[],
                 discarded=[group.id for group in groups],
-                versions=self.team.versions(step + 1),
+                versions=self.policies.versions(step + 1),
                 checkpoint=None,
-                metrics=empty_steps.failure_counts(metrics | sampled(groups)),
+                metrics=empty_steps.failure_counts(metrics | group_metrics(groups)),
             )
         )
 
@@ -93,9 +93,9 @@ class Loop:
         self.lock.check()
         folder = Path(self.config.output, "checkpoints")
         path = folder / checkpoint_name(step + 1, self.state.epoch)
-        if self.opponents is not None:
-            await self.opponents.keep(step + 1)
-        save_checkpoint(path, self.team, self.team.dump(), self.state.identity)
+        if self.snapshots is not None:
+            await self.snapshots.save_due(step + 1)
+        save_checkpoint(path, self.policies, self.policies.dump(), self.state.identity)
         await self.store.commit_step(
             StepCommit(
                 run=self.config.name,
@@ -103,9 +103,9 @@ class Loop:
                 step=step,
                 groups=[group.id for group in collected.groups],
                 discarded=[group.id for group in collected.discarded],
-                credits=self.team.credits(step),
-                judgements=self.team.judgements(step),
-                versions=self.team.versions(step + 1),
+                credits=self.policies.credits(step),
+                judgements=self.policies.judgements(step),
+                versions=self.policies.versions(step + 1),
                 checkpoint=f"checkpoints/{path.name}",
                 metrics=metrics,
             )
@@ -129,4 +129,4 @@ class Loop:
         if outer and settings.sampled:
             temperatures["sampled"] = 1.0
         epoch = self.state.epoch
-        await held_out(self.store, self.config, epoch, step, tasks, temperatures)
+        await evaluate_heldout(self.store, self.config, epoch, step, tasks, temperatures)

@@ -17,7 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 from agentrl import folder_lock
 from agentrl.algorithms.credit.turns import HINDSIGHT
 from agentrl.algorithms.data.state import State
-from agentrl.algorithms.diagnostics.credit_records import Ledger
+from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
 from agentrl.algorithms.learners import auxiliary
 from agentrl.algorithms.learners.base import Learner
 from agentrl.algorithms.learners.factory import make_learner
@@ -29,26 +29,26 @@ from agentrl.algorithms.objective.kl_control import Anchor, Following
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.presets.registry import check_group
 from agentrl.algorithms.sampling import counterfactuals, evaluate
-from agentrl.algorithms.sampling.collect import Collector, rule
-from agentrl.algorithms.sampling.counterfactuals import RoleRewards, shares
-from agentrl.algorithms.sampling.curriculum import PART, Difficulty
+from agentrl.algorithms.sampling.collect import Collector, resampling_reward
+from agentrl.algorithms.sampling.counterfactuals import RoleRewards, coalition_formula
+from agentrl.algorithms.sampling.curriculum import PART, TaskDifficulty
 from agentrl.algorithms.sampling.selfplay import PART as GAMES
-from agentrl.algorithms.sampling.selfplay import Pool, check_fair
-from agentrl.algorithms.sampling.task_sampler import TaskStream
+from agentrl.algorithms.sampling.selfplay import OpponentPool, check_seat_comparison
+from agentrl.algorithms.sampling.task_sampler import TaskSampler
 from agentrl.algorithms.train import resume
 from agentrl.algorithms.train.dump import BadSteps
 from agentrl.algorithms.train.frozen_policies import serve
-from agentrl.algorithms.train.hindsight import Hindsight
-from agentrl.algorithms.train.load_policies import Base, load_bases, vocabulary
-from agentrl.algorithms.train.loop import Loop
-from agentrl.algorithms.train.policies import Team
-from agentrl.algorithms.train.preprocess import Completer, Intake
+from agentrl.algorithms.train.hindsight import HindsightRewards
+from agentrl.algorithms.train.load_policies import LoadedModel, load_policies, vocabulary_sizes
+from agentrl.algorithms.train.loop import TrainingLoop
+from agentrl.algorithms.train.policy_set import PolicySet
+from agentrl.algorithms.train.preprocess import Completer, Preprocessor
 from agentrl.algorithms.train.retokenize import Retokenizer
-from agentrl.algorithms.train.serving import Serving
-from agentrl.algorithms.train.snapshots import Opponents
+from agentrl.algorithms.train.serving import PolicyServers
+from agentrl.algorithms.train.snapshots import SnapshotStore
 from agentrl.algorithms.train.update import Updater
 from agentrl.config import RunConfig
-from agentrl.config.players import Player, first_version
+from agentrl.config.players import FrozenPolicy, first_version
 from agentrl.config.policies import FIRST, player_of, remote, trained, view
 from agentrl.config.selfplay import player
 from agentrl.errors import ConfigError
@@ -64,7 +64,7 @@ log = logging.getLogger("agentrl.algorithm")
 def main(config: RunConfig) -> None:
     """Train (or, with no steps, evaluate) until the run is complete."""
     log_to_stderr()
-    asyncio.run(evaluate.remote(config) if remote(config) else run(config))
+    asyncio.run(evaluate.evaluate_upstreams(config) if remote(config) else run(config))
 
 
 async def run(config: RunConfig) -> None:
@@ -82,15 +82,15 @@ async def run(config: RunConfig) -> None:
         # Opened before the policies are built, so that runners load their agents in the meantime.
         state = await store.open_run(config.name, msgspec.to_builtins(config))
         started = time.monotonic()
-        bases = load_bases(config)
+        bases = load_policies(config)
         if any(base.built for base in bases):
             await store.log(config.name, 0, {"time/build": time.monotonic() - started})
         team, difficulty = make_team(config, algos, bases, stack)
         pool = make_pool(config, team)
-        state = await resume.resumed(store, config, state, team)
-        tasks = TaskStream(config, train, greedy, difficulty, pool)
-        collector = Collector(config, store, state.epoch, tasks, resample, vocabulary(bases))
-        serving = Serving(config, bases)
+        state = await resume.resume_run(store, config, state, team)
+        tasks = TaskSampler(config, train, greedy, difficulty, pool)
+        collector = Collector(config, store, state.epoch, tasks, resample, vocabulary_sizes(bases))
+        serving = PolicyServers(config, bases)
         log.log(PHASE, f"starting the policy server ({config.engine.kind})")
         await serving.start()
         try:
@@ -101,7 +101,9 @@ async def run(config: RunConfig) -> None:
             opponents = make_opponents(config, team, serving, store, pool)
             if opponents is not None:
                 await opponents.start(state.step)
-            loop = Loop(config, store, state, team, serving, collector, heldout, lock, opponents)
+            loop = TrainingLoop(
+                config, store, state, team, serving, collector, heldout, lock, opponents
+            )
             await serving.during(loop.run())
             await store.log(config.name, config.steps, {ENDED: 1.0}, epoch=state.epoch)
         finally:
@@ -118,7 +120,7 @@ def algorithms(config: RunConfig) -> dict[str, Algo]:
             where = f"policies.{name}: " if config.policies else ""
             raise ConfigError(f"{where}{error}") from None
     if config.selfplay.seats:
-        check_fair(algos[player(config)])
+        check_seat_comparison(algos[player(config)])
     return algos
 
 
@@ -128,7 +130,7 @@ def sampled_for(config: RunConfig, algos: Mapping[str, Algo]) -> tuple[bool, str
 
     Raises ConfigError where they do not agree, and for replays that none of them learns from."""
     asked = {
-        name: (algo.greedy, rule(view(config, name).algorithm, algo))
+        name: (algo.greedy, resampling_reward(view(config, name).algorithm, algo))
         for name, algo in algos.items()
     }
     (first, wanted), *others = asked.items()
@@ -140,7 +142,7 @@ def sampled_for(config: RunConfig, algos: Mapping[str, Algo]) -> tuple[bool, str
                 "greedy rollout, or groups sampled again); choose presets that agree, or set "
                 "algorithm.dynamic_sampling = false"
             )
-    counterfactuals.check_read(config, algos, wanted[1])
+    counterfactuals.check_counterfactuals(config, algos, wanted[1])
     return wanted
 
 
@@ -150,12 +152,15 @@ def algorithm(config: RunConfig) -> Algo:
     algo = catalogue.make(config.algorithm.preset, config.algorithm.options, streams=streams)
     check_group(config.algorithm, algo)
     auxiliary.check_used(config, algo)
-    return counterfactuals.lenient(config, algo)
+    return counterfactuals.with_optional_reward(config, algo)
 
 
 def make_team(
-    config: RunConfig, algos: Mapping[str, Algo], bases: Sequence[Base], stack: AsyncExitStack
-) -> tuple[Team, Difficulty | None]:
+    config: RunConfig,
+    algos: Mapping[str, Algo],
+    bases: Sequence[LoadedModel],
+    stack: AsyncExitStack,
+) -> tuple[PolicySet, TaskDifficulty | None]:
     """What trains the policies, and how often tasks were solved, if these are drawn by that.
     Processes that learners start end with `stack`."""
     updaters = {}
@@ -166,13 +171,13 @@ def make_team(
         if isinstance(learner := updaters[name].learner, VerlLearner):
             stack.callback(learner.close)
     memory = State() if config.policies else updaters[POLICY].state
-    difficulty = Difficulty() if config.tasks.order == "difficulty" else None
+    difficulty = TaskDifficulty() if config.tasks.order == "difficulty" else None
     if difficulty is not None:
         memory.parts[PART] = difficulty.means
-    return Team(config, updaters, memory), difficulty
+    return PolicySet(config, updaters, memory), difficulty
 
 
-def first_versions(config: RunConfig) -> dict[str, Player]:
+def first_versions(config: RunConfig) -> dict[str, FrozenPolicy]:
     """The policies as training began with them that stand in for what they have become. None where
     nothing is trained."""
     given = config.algorithm.counterfactual.stand_ins if config.steps else {}
@@ -180,28 +185,34 @@ def first_versions(config: RunConfig) -> dict[str, Player]:
     return dict(first_version(config, player_of(config, role)) for role in roles)
 
 
-def make_pool(config: RunConfig, team: Team) -> Pool | None:
+def make_pool(config: RunConfig, team: PolicySet) -> OpponentPool | None:
     """Who plays whom, where there are seats; a pool of snapshots is remembered with the run."""
     settings = config.selfplay
     if not settings.seats:
         return None
-    pool = Pool(settings, player(config), config.seed, ahead=config.algorithm.max_staleness)
+    pool = OpponentPool(settings, player(config), config.seed, ahead=config.algorithm.max_staleness)
     if settings.opponents != "self":
         team.memory.parts[GAMES] = pool
     return pool
 
 
 def make_opponents(
-    config: RunConfig, team: Team, serving: Serving, store: Store, pool: Pool | None
-) -> Opponents | None:
+    config: RunConfig,
+    team: PolicySet,
+    serving: PolicyServers,
+    store: Store,
+    pool: OpponentPool | None,
+) -> SnapshotStore | None:
     """What keeps and serves the snapshots of a pool, if there is one."""
     if pool is None or config.selfplay.opponents == "self":
         return None
     learner = team.updaters[pool.policy].learner
-    return Opponents(pool, learner, serving, store, config.name, Path(config.output, "pool"))
+    return SnapshotStore(pool, learner, serving, store, config.name, Path(config.output, "pool"))
 
 
-def make_updater(config: RunConfig, name: str, algo: Algo, base: Base, dumps: Path) -> Updater:
+def make_updater(
+    config: RunConfig, name: str, algo: Algo, base: LoadedModel, dumps: Path
+) -> Updater:
     """What trains one policy, by its own view of the run. dumps: where steps go that cannot be
     made."""
     model, tokenizer, source = base.model, base.tokenizer, base.source
@@ -213,9 +224,9 @@ def make_updater(config: RunConfig, name: str, algo: Algo, base: Base, dumps: Pa
         algo,
         learner,
         state=memory,
-        intake=make_intake(config, algo, name, base, learner, scorers, trainers),
+        preprocessor=make_preprocessor(config, algo, name, base, learner, scorers, trainers),
         anchor=anchor,
-        ledger=Ledger(name) if config.algorithm.store_credit else None,
+        recorder=CreditRecorder(name) if config.algorithm.store_credit else None,
         bad_steps=BadSteps(dumps, config.algorithm.max_bad_steps),
         policy=name,
     )
@@ -230,28 +241,28 @@ def remembered(config: RunConfig, algo: Algo, reference: Following | None) -> tu
     return memory, anchor
 
 
-def make_intake(
+def make_preprocessor(
     config: RunConfig,
     algo: Algo,
     name: str,
-    base: Base,
+    base: LoadedModel,
     learner: Learner,
     scorers: Sequence[Completer],
     trainers: Sequence[ImplicitTrainer],
-) -> Intake:
+) -> Preprocessor:
     """What completes the groups before a policy learns from them: what replays say of its roles,
     ids, and then the rewards that models give, which read these."""
     tokenizer, context = base.tokenizer, context_of(base.model)
     completers: list[Completer] = []
-    if counterfactuals.read(config, algo):
-        completers.append(RoleRewards(shares(config), name))
+    if counterfactuals.uses_counterfactuals(config, algo):
+        completers.append(RoleRewards(coalition_formula(config), name))
     if config.algorithm.inexact == "retokenize":
         completers.append(Retokenizer(tokenizer, learner, context, algo.rewards, name))
     completers += scorers
     if HINDSIGHT in algo.rewards:
-        completers.append(Hindsight(tokenizer, learner, context, name))
+        completers.append(HindsightRewards(tokenizer, learner, context, name))
     decode = tokenizer.decode
-    return Intake(tuple(completers), tuple(trainers), context, name, decode=decode)
+    return Preprocessor(tuple(completers), tuple(trainers), context, name, decode=decode)
 
 
 def _tasks(config: RunConfig, split: str) -> list[dict[str, Json]]:

@@ -24,7 +24,7 @@ class Completer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Intake:
+class Preprocessor:
     """What is done to collected groups before credit. Owns what of it the step is to commit."""
 
     completers: tuple[Completer, ...] = ()  # in this order
@@ -34,18 +34,18 @@ class Intake:
     judgements: list[Judgement] = field(default_factory=list)  # rewards that completers gave
     decode: Callable[[Sequence[int]], str] | None = None  # none: what prompts say is not looked at
 
-    def take(self, groups: list[Group]) -> tuple[list[Group], Metrics]:
+    def process(self, groups: list[Group]) -> tuple[list[Group], Metrics]:
         """The groups as they are learned from. Metrics: calls/inexact before they were completed,
         calls/too_long, calls/tools_unseen."""
         calls = own_calls(groups, self.policy)
         inexact = sum(not call.exact for call in calls)
-        unseen = 0 if self.decode is None else unseen_tools(calls, self.decode)
+        unseen = 0 if self.decode is None else count_unseen_tools(calls, self.decode)
         collected = groups
         for completer in self.completers:
             groups = completer.complete(groups)
-        self.judgements[:] = judged(collected, groups)
+        self.judgements[:] = added_rewards(collected, groups)
         learned = {k: v for trainer in self.trainers for k, v in trainer.learn(groups).items()}
-        groups, too_long = fitting(groups, self.context, self.policy)
+        groups, too_long = without_long_calls(groups, self.context, self.policy)
         counts = {
             "calls/inexact": inexact,
             "calls/too_long": too_long,
@@ -54,7 +54,7 @@ class Intake:
         return groups, {**learned, **counts}
 
 
-def unseen_tools(calls: Iterable[Transition], decode: Callable[[Sequence[int]], str]) -> int:
+def count_unseen_tools(calls: Iterable[Transition], decode: Callable[[Sequence[int]], str]) -> int:
     """Calls that sent tools of which the model saw none: the name of none is in the prompt, because
     the chat template renders no tools. The first call of each role speaks for all of them."""
     seen: dict[str, bool] = {}
@@ -69,7 +69,7 @@ def unseen_tools(calls: Iterable[Transition], decode: Callable[[Sequence[int]], 
     return unseen
 
 
-def judged(collected: list[Group], completed: list[Group]) -> Iterator[Judgement]:
+def added_rewards(collected: list[Group], completed: list[Group]) -> Iterator[Judgement]:
     """The rewards that were added to what was collected."""
     before = {row.id: len(row.rewards) for group in collected for row in group.rollouts}
     for rollout in (row for group in completed for row in group.rollouts):
@@ -77,7 +77,7 @@ def judged(collected: list[Group], completed: list[Group]) -> Iterator[Judgement
             yield Judgement(rollout=rollout.id, reward=reward)
 
 
-def fitting(
+def without_long_calls(
     groups: list[Group], context: int | None, policy: str = POLICY
 ) -> tuple[list[Group], int]:
     """Groups of which no call of the policy is longer than the model's context, and how many were:

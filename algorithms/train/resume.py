@@ -10,8 +10,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from agentrl.algorithms.train.checkpoint import earlier, load_checkpoint, numbers
-from agentrl.algorithms.train.policies import Team
+from agentrl.algorithms.train.checkpoint import earlier_checkpoints, load_checkpoint, parse_name
+from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.config import RunConfig
 from agentrl.errors import DamagedError
 from agentrl.store.base import Store
@@ -20,7 +20,7 @@ from agentrl.types import RunState
 log = logging.getLogger("agentrl.algorithms")
 
 
-async def resumed(store: Store, config: RunConfig, state: RunState, team: Team) -> RunState:
+async def resume_run(store: Store, config: RunConfig, state: RunState, team: PolicySet) -> RunState:
     """The state of the run once its newest whole checkpoint is loaded; what was trained after that
     is taken back. Raises DamagedError where none is whole."""
     if state.checkpoint is None:
@@ -32,21 +32,21 @@ async def resumed(store: Store, config: RunConfig, state: RunState, team: Team) 
     except DamagedError as error:
         log.warning("%s", error)
         damage = error
-    for path in earlier(Path(config.output, "checkpoints"), last, state.identity):
+    for path in earlier_checkpoints(Path(config.output, "checkpoints"), last, state.identity):
         try:
             team.restore(load_checkpoint(path, team))
         except DamagedError as error:
             log.warning("%s", error)
         else:
-            return await _taken_back(store, state, path)
+            return await _rewind(store, state, path)
     raise DamagedError(
         f"{damage}. No earlier one is whole: put a copy in its place, name one with `agentrl train "
         "--from PATH`, or train from the start with --from 0"
     )
 
 
-async def _taken_back(store: Store, state: RunState, path: Path) -> RunState:
-    found = numbers(path)
+async def _rewind(store: Store, state: RunState, path: Path) -> RunState:
+    found = parse_name(path)
     assert found is not None
     steps, name = found[0], f"checkpoints/{path.name}"
     log.warning("Going on from %s: %d steps are trained again.", path, state.step - steps)

@@ -17,17 +17,17 @@ from msgspec.structs import replace
 from agentrl.algorithms.engines.base import PolicyServer, advertised, unless_given_up
 from agentrl.algorithms.engines.factory import policy_server
 from agentrl.algorithms.model import lora
-from agentrl.algorithms.train.load_policies import Base, load_base
+from agentrl.algorithms.train.load_policies import LoadedModel, load_base_model
 from agentrl.config import RunConfig
 from agentrl.errors import PolicyError
 from agentrl.store.base import Store
 from agentrl.types import PolicyVersion
 
 
-class Serving:
+class PolicyServers:
     """The servers of one run. `bases` are the models it holds, with what they are adapted by."""
 
-    def __init__(self, config: RunConfig, bases: Sequence[Base]) -> None:
+    def __init__(self, config: RunConfig, bases: Sequence[LoadedModel]) -> None:
         """Raises PolicyError for a model that cannot be served."""
         if len(bases) > 1 and config.engine.vllm.urls:
             raise PolicyError(
@@ -89,7 +89,7 @@ class Serving:
                     "and no other model beside the policy's; train adapters (policy.lora.rank), or "
                     "set engine.kind = 'embedded'"
                 )
-            base = load_base(str(directory), self._config, adapted=False)
+            base = load_base_model(str(directory), self._config, adapted=False)
             base.policies.append(name)
             server = _server(_apart(self._config, 1), base)
             await server.start()
@@ -145,7 +145,7 @@ class Serving:
         alone = sum(other is server for other in self._servers.values()) == 1
         return server.model if alone else name
 
-    def _base_of(self, directory: Path) -> Base:
+    def _base_of(self, directory: Path) -> LoadedModel:
         """The model in memory that an adapter was made for, as far as its name tells."""
         adapted = [base for base in self._bases if base.adapters is not None]
         if not adapted:
@@ -157,7 +157,7 @@ class Serving:
         return next((b for b in adapted if b.adapters and b.adapters.base == source), adapted[0])
 
 
-def _server(config: RunConfig, base: Base) -> PolicyServer:
+def _server(config: RunConfig, base: LoadedModel) -> PolicyServer:
     return policy_server(config, base.model, base.tokenizer, base.adapters, base.policies[0])
 
 

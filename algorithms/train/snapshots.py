@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from agentrl.algorithms.learners.base import Learner
-from agentrl.algorithms.sampling.selfplay import Pool, Snapshot
+from agentrl.algorithms.sampling.selfplay import OpponentPool, Snapshot
 from agentrl.algorithms.train.checkpoint import save_policy
-from agentrl.algorithms.train.serving import Serving
+from agentrl.algorithms.train.serving import PolicyServers
 from agentrl.errors import PolicyError
 from agentrl.files import PARTIAL
 from agentrl.store.base import Store
@@ -22,13 +22,13 @@ from agentrl.types import RolloutState
 
 
 @dataclass(frozen=True, slots=True)
-class Opponents:
+class SnapshotStore:
     """What a pool's snapshots are made of, and where they are served. learner: of the policy; run:
     whose rollouts in the store name them."""
 
-    pool: Pool
+    pool: OpponentPool
     learner: Learner
-    serving: Serving
+    serving: PolicyServers
     store: Store
     run: str
     folder: Path
@@ -39,17 +39,17 @@ class Opponents:
 
         Raises PolicyError for a snapshot that is not on disk any more."""
         if not self.pool.now.snapshots:
-            await self.keep(steps)
+            await self.save_due(steps)
         async with self.serving.updating():
             await self._serve()
 
-    async def keep(self, steps: int) -> None:
+    async def save_due(self, steps: int) -> None:
         """So many steps are trained, and the commit that says so is next."""
         taken = self.pool.finish(steps, await self._playing() if self.pool.ahead else ())
         if taken is not None:
             save_policy(self.folder / taken.name, self.learner)
 
-    async def serve(self) -> None:
+    async def serve_pool(self) -> None:
         """Serve what the pool holds, and nothing else; inside `updating`, after the commit, which
         only the owner of the run can make: what others may need is deleted by nobody else."""
         await self._serve()

@@ -15,7 +15,7 @@ from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.data.state import State
 from agentrl.algorithms.diagnostics import metrics
-from agentrl.algorithms.diagnostics.credit_records import Ledger
+from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
 from agentrl.algorithms.diagnostics.metrics import Metrics
 from agentrl.algorithms.learners.auxiliary import scored
 from agentrl.algorithms.learners.base import Learner, Psi, StepReport
@@ -26,8 +26,8 @@ from agentrl.algorithms.objective.kl_control import Anchor
 from agentrl.algorithms.objective.values import ValueTerms
 from agentrl.algorithms.presets.registry import check_supplies
 from agentrl.algorithms.train.dump import BadSteps, Dump
-from agentrl.algorithms.train.preprocess import Intake
-from agentrl.algorithms.train.schedule import learning_rate, minibatches, moved
+from agentrl.algorithms.train.preprocess import Preprocessor
+from agentrl.algorithms.train.schedule import learning_rate, mean_kl, minibatches
 from agentrl.config import RunConfig
 from agentrl.types import POLICY, Group
 
@@ -43,9 +43,11 @@ class Updater:
     algo: Algo
     learner: Learner
     state: State = field(default_factory=State)  # what earlier steps are remembered for
-    intake: Intake = field(default_factory=Intake)  # what of the groups is learned from
+    preprocessor: Preprocessor = field(
+        default_factory=Preprocessor
+    )  # what of the groups is learned from
     anchor: Anchor = field(default_factory=Anchor)  # how the policy is held to its reference
-    ledger: Ledger | None = None  # what the step made of each call; none: nobody asks
+    recorder: CreditRecorder | None = None  # what the step made of each call; none: nobody asks
     bad_steps: BadSteps | None = None  # none: a step that cannot be made is skipped and counted
     policy: str = POLICY
 
@@ -61,53 +63,53 @@ class Updater:
         Raises TrainingError for a reward that no rollout carries."""
         turn = step if turn is None else turn
         algo = self.anchor.tuned(self.algo)
-        groups, taken = self.intake.take(groups)
+        groups, taken = self.preprocessor.process(groups)
         columns.check(groups, [name for name in algo.rewards if name not in algo.optional])
         batch = self.batch(groups)
         recall = self.state.recall(batch, groups)
         batch, streams = scored(algo, self.learner, replace(batch, memory=recall.columns))
         values = targets.learned(algo, batch, clip=self.config.critic.clip)
-        measured = self.optimize(Step(step, turn, algo, groups, batch, streams, values))
+        measured = self.optimize(TrainingStep(step, turn, algo, groups, batch, streams, values))
         self.state.adopt(recall)
         rollouts = sum(len(group.rollouts) for group in groups)
         held = self.anchor.finish(turn, batch if "q" in streams else None, rollouts)
         return {
             **taken,
-            **metrics.collected(groups, batch, self.policy),
+            **metrics.batch_metrics(groups, batch, self.policy),
             **metrics.staleness(step, groups, self.policy, version=turn),
             **(targets.describe(values) if values else {}),
             **measured,
             **held,
         }
 
-    def optimize(self, step: Step) -> Metrics:
+    def optimize(self, step: TrainingStep) -> Metrics:
         """The optimizer steps of a training step, until the policy has moved too far; what they
         measured."""
-        if self.ledger is not None:
-            self.ledger.open(step.algo, step.batch)
+        if self.recorder is not None:
+            self.recorder.open(step.algo, step.batch)
         lr = learning_rate(self.config.algorithm, step.turn, self.config.steps)
         sizes = metrics.call_tokens(step.groups, self.policy)
         planned: list[Terms] = []
         measured: list[Metrics] = []
         bad, early_stop = 0, False
-        for number, (part, terms, critic) in enumerate(self.parts(step)):
+        for number, (part, terms, critic) in enumerate(self.optimizer_batches(step)):
             planned.append(terms)
             if terms.skip:
                 log.warning("step %d changes no weight: %s", step.number, terms.skip)
                 continue
             eta = objective.eta(step.algo, terms)
             report = self.learner.step(part, step.psi(terms), lr=lr, critic=critic, eta=eta)
-            if not self.made(step, number, part, terms, report):
+            if not self.was_applied(step, number, part, terms, report):
                 bad += 1
                 continue
-            if self.ledger is not None:
-                self.ledger.record(step.algo, part, terms, report.current)
+            if self.recorder is not None:
+                self.recorder.record(step.algo, part, terms, report.current)
             measured.append(metrics.optimizer_step(step.algo, part, terms, report, sizes))
-            if early_stop := self.far(terms, report):
+            if early_stop := self.exceeds_target_kl(terms, report):
                 break
         return {
             **metrics.advantages(planned),
-            **metrics.merged(measured),
+            **metrics.merge_optimizer_steps(measured),
             "lr": lr,
             "update/steps": len(planned),
             "update/skipped": len(planned) - len(measured),
@@ -121,7 +123,9 @@ class Updater:
         names = self.algo.rewards
         return build_batch(groups, reward_names=names, min_group=least, policy=self.policy)
 
-    def parts(self, step: Step) -> Iterator[tuple[Batch, Terms, ValueTerms | None]]:
+    def optimizer_batches(
+        self, step: TrainingStep
+    ) -> Iterator[tuple[Batch, Terms, ValueTerms | None]]:
         """The optimizer steps of a batch: minibatches of whole groups, dealt anew in every epoch.
         Credit is computed on the whole batch, whichever way it is cut, and so are the critic's
         targets."""
@@ -152,7 +156,9 @@ class Updater:
                 terms = objective.plan(algo, part, cut, advantage=advantage[tokens])
                 yield part, terms, values and targets.part_of(values, tokens)
 
-    def made(self, step: Step, number: int, part: Batch, terms: Terms, report: StepReport) -> bool:
+    def was_applied(
+        self, step: TrainingStep, number: int, part: Batch, terms: Terms, report: StepReport
+    ) -> bool:
         """Whether an optimizer step changed the weights. Raises TrainingError if too many in a row
         did not."""
         if self.bad_steps is not None:
@@ -163,16 +169,16 @@ class Updater:
                 self.bad_steps.bad(step.number, number, dump)
         return report.applied
 
-    def far(self, terms: Terms, report: StepReport) -> bool:
+    def exceeds_target_kl(self, terms: Terms, report: StepReport) -> bool:
         """Whether the policy has moved so far on its batch that the other steps are left out."""
         target = self.config.algorithm.target_kl
         if target is None or "o" not in terms.streams:
             return False
-        return moved(terms.streams["o"], report.logprobs, terms.weight) > target
+        return mean_kl(terms.streams["o"], report.logprobs, terms.weight) > target
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TrainingStep:
     """A training step before its first optimizer step."""
 
     number: int

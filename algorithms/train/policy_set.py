@@ -22,7 +22,7 @@ from agentrl.types import Credit, Group, Json, Judgement
 
 
 @dataclass(frozen=True, slots=True)
-class Team:
+class PolicySet:
     """The updaters of the policies that learn, by name. `memory` is what the run remembers."""
 
     config: RunConfig
@@ -44,7 +44,7 @@ class Team:
         }
         if not self.several:
             return next(iter(measured.values()))
-        return metrics.of_several(metrics.sampled(groups), measured)
+        return metrics.merge_policies(metrics.group_metrics(groups), measured)
 
     def learning(self, step: int) -> Iterator[tuple[str, Updater]]:
         """The policies whose turn it is."""
@@ -58,12 +58,14 @@ class Team:
 
     def credits(self, step: int) -> list[Credit]:
         """What the step made of each call, for its commit."""
-        ledgers = [updater.ledger for _, updater in self.learning(step)]
-        return [credit for ledger in ledgers if ledger for credit in ledger.take()]
+        recorders = [updater.recorder for _, updater in self.learning(step)]
+        return [credit for recorder in recorders if recorder for credit in recorder.stored()]
 
     def judgements(self, step: int) -> list[Judgement]:
         """The rewards that the step gave, for its commit."""
-        return [made for _, updater in self.learning(step) for made in updater.intake.judgements]
+        return [
+            made for _, updater in self.learning(step) for made in updater.preprocessor.judgements
+        ]
 
     def save(self, directory: Path) -> None:
         """Write what the learners need to continue: of several each into a folder of its own."""

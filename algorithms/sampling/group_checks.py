@@ -13,10 +13,10 @@ log = logging.getLogger(__name__)
 Vocabulary = Mapping[str, int]  # token ids that a policy has, by its name
 
 
-def split(groups: Sequence[Group], known: Vocabulary) -> tuple[list[Group], list[Group]]:
+def split_unreadable(groups: Sequence[Group], known: Vocabulary) -> tuple[list[Group], list[Group]]:
     """Those that can be read, and those that cannot, of which the log says why. One row of these
     would end every step that has it, and the step would begin again with it."""
-    why = {group.id: unreadable(group, known) for group in groups}
+    why = {group.id: unreadable_reason(group, known) for group in groups}
     for id, reason in why.items():
         if reason:
             log.warning("group %s is discarded: %s", id, reason)
@@ -24,7 +24,7 @@ def split(groups: Sequence[Group], known: Vocabulary) -> tuple[list[Group], list
     return good, [group for group in groups if why[group.id] is not None]
 
 
-def unreadable(group: Group, known: Vocabulary) -> str | None:
+def unreadable_reason(group: Group, known: Vocabulary) -> str | None:
     """What is wrong with the first row of a group that cannot be read."""
     for rollout in group.rollouts:
         for reward in rollout.rewards:
