@@ -30,7 +30,7 @@ from agentrl.loading import load_tasks
 from agentrl.processes import PHASE
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.types import POLICY, Json, Purpose, Rollout, RolloutState
+from agentrl.types import POLICY, Json, Purpose, Rollout, RolloutState, commonest_failure
 
 STEPS = re.compile(r"(\d+)(?:\.\d+)?$")  # a checkpoint's name: its steps, and its writer's epoch
 GAMES = ("agent", "verifier", "sampling", "policy", "policies", "upstreams", "roles", "seed")
@@ -87,7 +87,25 @@ def evaluate(
     trainer.check(config)
     if checkpoint:
         Console().print(scored_line(checkpoint), highlight=False, markup=False, soft_wrap=True)
-    return trainer.blocking(trainer.front(config, runners=config.runner.processes, level=level))
+    return trainer.blocking(_score(config, level))
+
+
+async def _score(config: RunConfig, level: int) -> trainer.Result:
+    result = await trainer.front(config, runners=config.runner.processes, level=level)
+    async with open_store(config.store) as store:
+        check_any_succeeded(await store.rollouts(config.name, purpose=Purpose.EVAL), config.name)
+    return result
+
+
+def check_any_succeeded(rows: Sequence[Rollout], name: str, option: str = "") -> None:
+    """Raises AgentRLError, with the commonest cause, where every rollout failed, so that there is
+    no score. option: what to repeat the command with."""
+    failures = [row.failure for row in rows if row.failure]
+    if failures and len(failures) == len(rows):
+        cause = commonest_failure(failures, len(rows))
+        raise AgentRLError(
+            f"{name}: every rollout failed, {cause}; correct that, and repeat the command{option}"
+        )
 
 
 def scored_line(checkpoint: Path) -> str:
@@ -282,13 +300,8 @@ async def _check_heard(
             return
         trace = await store.trace(row.id)
         silent.difference_update(call.role for call in (trace.transitions if trace else ()))
-    failures = [row.failure.message for row in rows if row.failure]
-    if silent and len(failures) == len(rows):
-        raise AgentRLError(
-            f"{lineup}: every game failed, such as by: {failures[0]}; mend it, and repeat the "
-            "command with --fresh"
-        )
     if silent:
+        check_any_succeeded(rows, lineup, " with --fresh")
         raise ConfigError(
             f"nobody plays the role {sorted(silent)[0]!r} in {lineup}: no call of the agent has "
             "it; name the roles of its calls (agentrl.role, graph nodes or model names), and "

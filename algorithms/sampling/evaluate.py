@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -18,7 +18,7 @@ from agentrl.loading import load_tasks
 from agentrl.processes import PHASE
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.types import ENDED, Json, Rollout, Scope
+from agentrl.types import ENDED, Json, NewRollout, Rollout, Scope
 
 log = logging.getLogger("agentrl.algorithm")
 
@@ -65,18 +65,28 @@ async def score(
 ) -> dict[str, float]:
     """What one rollout per task comes to after `step` steps, as `eval/<name>` and so on for each
     named temperature. Asking again for the same step finds the finished rollouts."""
-    groups = {}
+    asked = {}
     for name, temperature in temperatures.items():
         sampling = replace(config.sampling, temperature=temperature)
-        rollouts = evaluation_rollouts(config, step, name, tasks, sampling)
+        asked[name] = evaluation_rollouts(config, step, name, tasks, sampling)
+    played = await play(store, asked)
+    found = [score_metrics(name, rows) for name, rows in played.items()]
+    return {f"eval/{key}": value for metrics in found for key, value in metrics.items()}
+
+
+async def play(
+    store: Store, asked: Mapping[str, Sequence[NewRollout]]
+) -> dict[str, Sequence[Rollout]]:
+    """The rollouts of each of `asked`, a group by name, once all of them have ended. Those that
+    ended before are not played again, so a process that was killed may ask once more."""
+    for rollouts in asked.values():
         await store.enqueue(rollouts)
-        groups[name] = rollouts[0].group
-    scores: dict[str, float] = {}
-    for name, group in groups.items():
-        await store.settled(group)
-        rows = await store.rollouts(config.name, group=group)
-        scores |= {f"eval/{key}": value for key, value in score_metrics(name, rows).items()}
-    return scores
+    for rollouts in asked.values():
+        await store.settled(rollouts[0].group)
+    return {
+        name: await store.rollouts(rollouts[0].run, group=rollouts[0].group)
+        for name, rollouts in asked.items()
+    }
 
 
 def score_metrics(name: str, rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -7,7 +7,6 @@ came in a row is a question to the store, whoever was killed in between.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 
@@ -15,9 +14,17 @@ from agentrl.algorithms.data.merge import valid
 from agentrl.algorithms.diagnostics.metrics import Metrics
 from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.config import RunConfig
-from agentrl.errors import TrainingError, brief
+from agentrl.errors import TrainingError
 from agentrl.store.base import Store
-from agentrl.types import EMPTY, Failure, Group, Purpose, RolloutState, StepRow
+from agentrl.types import (
+    EMPTY,
+    Failure,
+    Group,
+    Purpose,
+    RolloutState,
+    StepRow,
+    commonest_failure,
+)
 
 KEPT = ("rollouts", "rollouts/failed", "calls/refused", "calls/inexact", "calls/too_long")
 
@@ -83,7 +90,7 @@ async def _cause(store: Store, config: RunConfig, empty: Sequence[StepRow]) -> s
         failures += [rollout.failure for rollout in failed if rollout.failure]
     total = sum(int(row.metrics[EMPTY]) for row in empty)
     if 2 * len(failures) >= total and failures:
-        return _commonest(failures, total)
+        return commonest_failure(failures, total)
     long, refused = (_sum(empty, name) for name in ("calls/too_long", "calls/refused"))
     if long and 2 * long >= refused:
         return (
@@ -96,18 +103,11 @@ async def _cause(store: Store, config: RunConfig, empty: Sequence[StepRow]) -> s
             'algorithm.inexact = "retokenize"'
         )
     if failures:
-        return _commonest(failures, total)
+        return commonest_failure(failures, total)
     return (
         "no group has algorithm.min_group rollouts with a reward and with a call that a trained "
         "policy answered; look at one with `agentrl show ROLLOUT`"
     )
-
-
-def _commonest(failures: Sequence[Failure], total: int) -> str:
-    ((kind, count),) = Counter(failure.kind for failure in failures).most_common(1)
-    messages = Counter(failure.message for failure in failures if failure.kind is kind)
-    ((message, _),) = messages.most_common(1)
-    return f"{count} of {total} failed by {kind}: {brief(message)}"
 
 
 def _sum(rows: Iterable[StepRow], name: str) -> int:

@@ -1,4 +1,7 @@
-"""The algorithm process: policies, learners and policy servers around the training loop."""
+"""The algorithm process: it opens the run, builds what trains and serves, and starts the loop.
+
+`loop.py` is the training loop itself, `build.py` what it is put together from.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -15,48 +17,24 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from agentrl import folder_lock
-from agentrl.algorithms.credit.turns import HINDSIGHT
-from agentrl.algorithms.data.state import State
-from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
-from agentrl.algorithms.learners import auxiliary
-from agentrl.algorithms.learners.base import Learner
-from agentrl.algorithms.learners.factory import make_learner
-from agentrl.algorithms.learners.implicit_reward import ImplicitTrainer
-from agentrl.algorithms.learners.verl.learner import VerlLearner
-from agentrl.algorithms.model.load import context_of
-from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.objective.kl_control import Anchor, Following
-from agentrl.algorithms.presets import catalogue
-from agentrl.algorithms.presets.registry import check_group
-from agentrl.algorithms.sampling import counterfactuals, evaluate
-from agentrl.algorithms.sampling.collect import Collector, resampling_reward
-from agentrl.algorithms.sampling.counterfactuals import RoleRewards, coalition_formula
-from agentrl.algorithms.sampling.curriculum import PART, TaskDifficulty
-from agentrl.algorithms.sampling.selfplay import PART as GAMES
-from agentrl.algorithms.sampling.selfplay import OpponentPool, check_seat_comparison
+from agentrl.algorithms.sampling import evaluate
+from agentrl.algorithms.sampling.collect import Collector
+from agentrl.algorithms.sampling.selfplay import OpponentPool
 from agentrl.algorithms.sampling.task_sampler import TaskSampler
-from agentrl.algorithms.train import resume
-from agentrl.algorithms.train.dump import BadSteps
-from agentrl.algorithms.train.frozen_policies import serve
-from agentrl.algorithms.train.hindsight import HindsightRewards
+from agentrl.algorithms.train import build
 from agentrl.algorithms.train.load_policies import LoadedModel, load_policies, vocabulary_sizes
 from agentrl.algorithms.train.loop import TrainingLoop
 from agentrl.algorithms.train.policy_set import PolicySet
-from agentrl.algorithms.train.preprocess import Completer, Preprocessor
-from agentrl.algorithms.train.retokenize import Retokenizer
+from agentrl.algorithms.train.resume import resume_run
 from agentrl.algorithms.train.serving import PolicyServers
 from agentrl.algorithms.train.snapshots import SnapshotStore
-from agentrl.algorithms.train.update import Updater
 from agentrl.config import RunConfig
-from agentrl.config.players import FrozenPolicy, first_version
-from agentrl.config.policies import FIRST, player_of, remote, trained, view
-from agentrl.config.selfplay import player
-from agentrl.errors import ConfigError
+from agentrl.config.policies import remote
 from agentrl.loading import load_tasks
 from agentrl.processes import PHASE, log_to_stderr
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.types import ENDED, POLICY, Json
+from agentrl.types import ENDED, Json
 
 log = logging.getLogger("agentrl.algorithm")
 
@@ -68,12 +46,12 @@ def main(config: RunConfig) -> None:
 
 
 async def run(config: RunConfig) -> None:
-    """Open the run, load the policies of its last committed step and what trains them, and loop."""
-    algos = algorithms(config)
-    greedy, resample = sampled_for(config, algos)
+    """Open the run, load the policies of its last committed step, and train to the last step."""
+    algos = build.load_algorithms(config)
+    greedy, resample = build.group_requirements(config, algos)
     log.log(PHASE, "reading the tasks")
     train, heldout = _tasks(config, "train"), _tasks(config, "heldout")
-    disable_progress_bar()  # the view is the only one
+    disable_progress_bar()  # the console shows the progress of the run
     random.seed(config.seed)
     torch.manual_seed(config.seed)
     async with AsyncExitStack() as stack:
@@ -81,124 +59,44 @@ async def run(config: RunConfig) -> None:
         store = await stack.enter_async_context(open_store(config.store))
         # Opened before the policies are built, so that runners load their agents in the meantime.
         state = await store.open_run(config.name, msgspec.to_builtins(config))
-        started = time.monotonic()
-        bases = load_policies(config)
-        if any(base.built for base in bases):
-            await store.log(config.name, 0, {"time/build": time.monotonic() - started})
-        team, difficulty = make_team(config, algos, bases, stack)
-        pool = make_pool(config, team)
-        state = await resume.resume_run(store, config, state, team)
+        models = await _load_models(config, store)
+        policies = build.make_policies(config, algos, models, stack)
+        difficulty = build.make_difficulty(config, policies)
+        pool = build.make_pool(config, policies)
+        state = await resume_run(store, config, state, policies)
         tasks = TaskSampler(config, train, greedy, difficulty, pool)
-        collector = Collector(config, store, state.epoch, tasks, resample, vocabulary_sizes(bases))
-        serving = PolicyServers(config, bases)
+        vocabulary = vocabulary_sizes(models)
+        collector = Collector(config, store, state.epoch, tasks, resample, vocabulary)
+        serving = PolicyServers(config, models)
         log.log(PHASE, f"starting the policy server ({config.engine.kind})")
         await serving.start()
-        try:
-            await serving.publish(team.versions(state.step))
-            if firsts := first_versions(config):
-                async with serving.updating():
-                    await serve(config, bases, serving, firsts)
-            opponents = make_opponents(config, team, serving, store, pool)
-            if opponents is not None:
-                await opponents.start(state.step)
-            loop = TrainingLoop(
-                config, store, state, team, serving, collector, heldout, lock, opponents
-            )
-            await serving.during(loop.run())
-            await store.log(config.name, config.steps, {ENDED: 1.0}, epoch=state.epoch)
-        finally:
-            await serving.close()
+        stack.push_async_callback(serving.close)
+        await serving.publish(policies.versions(state.step))
+        if stand_ins := build.first_versions(config):
+            async with serving.updating():
+                await serving.serve_frozen(stand_ins)
+        snapshots = _snapshots(config, policies, serving, store, pool)
+        if snapshots is not None:
+            await snapshots.start(state.step)
+        loop = TrainingLoop(
+            config, store, state, policies, serving, collector, heldout, lock, snapshots
+        )
+        await serving.during(loop.run())
+        await store.log(config.name, config.steps, {ENDED: 1.0}, epoch=state.epoch)
 
 
-def algorithms(config: RunConfig) -> dict[str, Algo]:
-    """The record of each policy that learns. Raises ConfigError for what one could not use."""
-    algos = {}
-    for name in trained(config):
-        try:
-            algos[name] = algorithm(view(config, name))
-        except ConfigError as error:
-            where = f"policies.{name}: " if config.policies else ""
-            raise ConfigError(f"{where}{error}") from None
-    if config.selfplay.seats:
-        check_seat_comparison(algos[player(config)])
-    return algos
+async def _load_models(config: RunConfig, store: Store) -> list[LoadedModel]:
+    """The models of all policies; how long building them took is logged."""
+    started = time.monotonic()
+    models = load_policies(config)
+    if any(model.built for model in models):
+        await store.log(config.name, 0, {"time/build": time.monotonic() - started})
+    return models
 
 
-def sampled_for(config: RunConfig, algos: Mapping[str, Algo]) -> tuple[bool, str | None]:
-    """What the algorithms ask of the groups, from which all policies learn: whether the first
-    rollout is a greedy one, and the reward that must differ within a group; none: any will do.
-
-    Raises ConfigError where they do not agree, and for replays that none of them learns from."""
-    asked = {
-        name: (algo.greedy, resampling_reward(view(config, name).algorithm, algo))
-        for name, algo in algos.items()
-    }
-    (first, wanted), *others = asked.items()
-    for name, other in others:
-        if other != wanted:
-            raise ConfigError(
-                f"policies.{first} and policies.{name} learn from the same groups, and their "
-                f"presets {algos[first].name!r} and {algos[name].name!r} ask for different ones (a "
-                "greedy rollout, or groups sampled again); choose presets that agree, or set "
-                "algorithm.dynamic_sampling = false"
-            )
-    counterfactuals.check_counterfactuals(config, algos, wanted[1])
-    return wanted
-
-
-def algorithm(config: RunConfig) -> Algo:
-    """The record that the run file asks for. Raises ConfigError for what it could not use."""
-    streams = auxiliary.supplied(config)
-    algo = catalogue.make(config.algorithm.preset, config.algorithm.options, streams=streams)
-    check_group(config.algorithm, algo)
-    auxiliary.check_used(config, algo)
-    return counterfactuals.with_optional_reward(config, algo)
-
-
-def make_team(
+def _snapshots(
     config: RunConfig,
-    algos: Mapping[str, Algo],
-    bases: Sequence[LoadedModel],
-    stack: AsyncExitStack,
-) -> tuple[PolicySet, TaskDifficulty | None]:
-    """What trains the policies, and how often tasks were solved, if these are drawn by that.
-    Processes that learners start end with `stack`."""
-    updaters = {}
-    for name, algo in algos.items():
-        base = next(base for base in bases if name in base.policies)
-        dumps = Path(config.output, "dumps", name if config.policies else "")
-        updaters[name] = make_updater(view(config, name), name, algo, base, dumps)
-        if isinstance(learner := updaters[name].learner, VerlLearner):
-            stack.callback(learner.close)
-    memory = State() if config.policies else updaters[POLICY].state
-    difficulty = TaskDifficulty() if config.tasks.order == "difficulty" else None
-    if difficulty is not None:
-        memory.parts[PART] = difficulty.means
-    return PolicySet(config, updaters, memory), difficulty
-
-
-def first_versions(config: RunConfig) -> dict[str, FrozenPolicy]:
-    """The policies as training began with them that stand in for what they have become. None where
-    nothing is trained."""
-    given = config.algorithm.counterfactual.stand_ins if config.steps else {}
-    roles = [role for role, player in given.items() if player == FIRST]
-    return dict(first_version(config, player_of(config, role)) for role in roles)
-
-
-def make_pool(config: RunConfig, team: PolicySet) -> OpponentPool | None:
-    """Who plays whom, where there are seats; a pool of snapshots is remembered with the run."""
-    settings = config.selfplay
-    if not settings.seats:
-        return None
-    pool = OpponentPool(settings, player(config), config.seed, ahead=config.algorithm.max_staleness)
-    if settings.opponents != "self":
-        team.memory.parts[GAMES] = pool
-    return pool
-
-
-def make_opponents(
-    config: RunConfig,
-    team: PolicySet,
+    policies: PolicySet,
     serving: PolicyServers,
     store: Store,
     pool: OpponentPool | None,
@@ -206,63 +104,9 @@ def make_opponents(
     """What keeps and serves the snapshots of a pool, if there is one."""
     if pool is None or config.selfplay.opponents == "self":
         return None
-    learner = team.updaters[pool.policy].learner
-    return SnapshotStore(pool, learner, serving, store, config.name, Path(config.output, "pool"))
-
-
-def make_updater(
-    config: RunConfig, name: str, algo: Algo, base: LoadedModel, dumps: Path
-) -> Updater:
-    """What trains one policy, by its own view of the run. dumps: where steps go that cannot be
-    made."""
-    model, tokenizer, source = base.model, base.tokenizer, base.source
-    scorers, trainers = auxiliary.make_reward_models(config, model, tokenizer, source)
-    learner = make_learner(config, algo, model, tokenizer, source, base.adapters, trainers, name)
-    memory, anchor = remembered(config, algo, learner.frozen.get("q"))
-    return Updater(
-        config,
-        algo,
-        learner,
-        state=memory,
-        preprocessor=make_preprocessor(config, algo, name, base, learner, scorers, trainers),
-        anchor=anchor,
-        recorder=CreditRecorder(name) if config.algorithm.store_credit else None,
-        bad_steps=BadSteps(dumps, config.algorithm.max_bad_steps),
-        policy=name,
-    )
-
-
-def remembered(config: RunConfig, algo: Algo, reference: Following | None) -> tuple[State, Anchor]:
-    """All that a policy remembers from step to step, and what holds it."""
-    memory = State(algo.memories, seed=config.seed)
-    anchor = Anchor(reference, auxiliary.make_controller(config, algo))
-    if anchor.kl is not None:
-        memory.parts["kl"] = anchor.kl
-    return memory, anchor
-
-
-def make_preprocessor(
-    config: RunConfig,
-    algo: Algo,
-    name: str,
-    base: LoadedModel,
-    learner: Learner,
-    scorers: Sequence[Completer],
-    trainers: Sequence[ImplicitTrainer],
-) -> Preprocessor:
-    """What completes the groups before a policy learns from them: what replays say of its roles,
-    ids, and then the rewards that models give, which read these."""
-    tokenizer, context = base.tokenizer, context_of(base.model)
-    completers: list[Completer] = []
-    if counterfactuals.uses_counterfactuals(config, algo):
-        completers.append(RoleRewards(coalition_formula(config), name))
-    if config.algorithm.inexact == "retokenize":
-        completers.append(Retokenizer(tokenizer, learner, context, algo.rewards, name))
-    completers += scorers
-    if HINDSIGHT in algo.rewards:
-        completers.append(HindsightRewards(tokenizer, learner, context, name))
-    decode = tokenizer.decode
-    return Preprocessor(tuple(completers), tuple(trainers), context, name, decode=decode)
+    learner = policies.updaters[pool.policy].learner
+    folder = Path(config.output, "pool")
+    return SnapshotStore(pool, learner, serving, store, config.name, folder)
 
 
 def _tasks(config: RunConfig, split: str) -> list[dict[str, Json]]:

@@ -19,7 +19,10 @@ from agentrl.algorithms.engines.factory import policy_server
 from agentrl.algorithms.model import lora
 from agentrl.algorithms.train.load_policies import LoadedModel, load_base_model
 from agentrl.config import RunConfig
+from agentrl.config.players import FrozenPolicy
+from agentrl.config.policies import view
 from agentrl.errors import PolicyError
+from agentrl.files import atomic_directory
 from agentrl.store.base import Store
 from agentrl.types import PolicyVersion
 
@@ -96,6 +99,13 @@ class PolicyServers:
             await server.publish(version)
         self._servers[name], self._versions[name] = server, version
 
+    async def serve_frozen(self, players: Mapping[str, FrozenPolicy]) -> None:
+        """Also serve these policies, which do not learn, by their names. Call inside `updating`.
+
+        Raises PolicyError for one that cannot be served."""
+        for name, player in players.items():
+            await self.freeze(name, self._directory_of(name, player), player.steps)
+
     async def drop(self, name: str) -> None:
         """Serve a frozen policy no more; calls that still name it are refused. Call inside
         `updating`."""
@@ -144,6 +154,21 @@ class PolicyServers:
         server = self._servers[name]
         alone = sum(other is server for other in self._servers.values()) == 1
         return server.model if alone else name
+
+    def _directory_of(self, name: str, player: FrozenPolicy) -> Path:
+        """The weights of a frozen policy; an adapter that was never trained is written first."""
+        if player.directory:
+            return Path(player.directory)
+        base = next(base for base in self._bases if player.policy in base.policies)
+        if base.adapters is None:
+            raise PolicyError(f"{name}: {player.policy!r} is no adapter, so it began with a model")
+        path = Path(self._config.output, "players", name)
+        lora, seed = view(self._config, player.policy).policy.lora, self._config.seed
+        base.adapters.add(name, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=seed)
+        with atomic_directory(path) as partial:
+            base.adapters.save(name, partial)
+        base.adapters.close(name)
+        return path
 
     def _base_of(self, directory: Path) -> LoadedModel:
         """The model in memory that an adapter was made for, as far as its name tells."""

@@ -277,7 +277,8 @@ async def test_a_role_that_nobody_has_is_told_from_games_that_fail(tmp_path: Pat
         first, second = await store.claim(2, runner="test", lease=60.0)
         await store.finish([Outcome(attempt=first.id, fence=first.fence, failure=failure)])
         rows = await store.rollouts(config.name)
-        with pytest.raises(AgentRLError, match="every game failed, such as by: it broke; mend it"):
+        said = "team: every rollout failed, 1 of 1 failed by agent_error: it broke"
+        with pytest.raises(AgentRLError, match=said):
             await evaluation._check_heard(store, "team", rows[:1], {"left": "a"})
         call = Transition(
             id="call", attempt=second.id, index=0, role="left", prompt=int32([1]),

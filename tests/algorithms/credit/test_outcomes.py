@@ -23,7 +23,7 @@ from agentrl.algorithms.credit.outcomes import (
 from agentrl.algorithms.credit.turns import Chosen
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.presets.catalogue import make
-from agentrl.algorithms.train.main import algorithm
+from agentrl.algorithms.train.build import load_algorithm
 from agentrl.config import resolve
 from agentrl.errors import ConfigError, TrainingError
 from tests.algorithms.worlds import NAN, Call, Play, world
@@ -114,7 +114,7 @@ def subsets(outcomes: Sequence[int], i: int, k: int) -> float:
 def test_pass_at_k_of_all_rollouts_of_a_group_is_refused_at_load() -> None:
     def loaded(k: int, **more: Any) -> None:
         settings = {"preset": "pass-at-k", "options": {"k": k}, "group_size": 4, **more}
-        algorithm(resolve({"algorithm": settings}, source="run.toml"))
+        load_algorithm(resolve({"algorithm": settings}, source="run.toml"))
 
     loaded(3)
     loaded(4, branching={"kind": "mc", "width": 1})

@@ -24,7 +24,7 @@ from agentrl.algorithms.sampling.counterfactuals import (
     uses_counterfactuals,
     with_optional_reward,
 )
-from agentrl.algorithms.train.main import sampled_for
+from agentrl.algorithms.train.build import group_requirements
 from agentrl.algorithms.train.preprocess import Preprocessor
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError, TrainingError
@@ -282,7 +282,7 @@ def test_replays_are_counted() -> None:
 def test_replays_that_nobody_reads_are_refused() -> None:
     config, algo = run_file(), make("grpo", {})
     with pytest.raises(ConfigError, match=r"no preset reads its reward 'role:difference'"):
-        sampled_for(config, {"policy": algo})
+        group_requirements(config, {"policy": algo})
     other = make("grpo", {"reward": "role:difference"})
     check_counterfactuals(config, {"reader": algo, "writer": other}, None)
     check_counterfactuals(resolve({}, source="test"), {"policy": algo}, None)

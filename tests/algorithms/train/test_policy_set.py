@@ -15,9 +15,14 @@ from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
 from agentrl.algorithms.diagnostics.metrics import merge_policies
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.train import serving as module
+from agentrl.algorithms.train.build import (
+    group_requirements,
+    load_algorithms,
+    make_difficulty,
+    make_policies,
+)
 from agentrl.algorithms.train.checkpoint import export_checkpoint, load_checkpoint, save_checkpoint
 from agentrl.algorithms.train.load_policies import load_policies
-from agentrl.algorithms.train.main import algorithms, make_team, sampled_for
 from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.algorithms.train.serving import PolicyServers
 from agentrl.algorithms.train.update import Updater
@@ -183,15 +188,15 @@ def test_counts_are_added_and_measurements_kept_apart() -> None:
 def test_algorithms_that_want_other_groups_are_refused() -> None:
     made = config({**TWO, "solver": TWO["solver"] | {"algorithm": {"preset": "dapo"}}})
     with pytest.raises(ConfigError, match=r"policies.planner and policies.solver learn from the"):
-        sampled_for(made, algorithms(made))
+        group_requirements(made, load_algorithms(made))
     plain = replace(made, algorithm=replace(made.algorithm, dynamic_sampling=False))
-    assert sampled_for(plain, algorithms(plain)) == (False, None)
+    assert group_requirements(plain, load_algorithms(plain)) == (False, None)
 
 
 def test_what_one_policy_cannot_use_is_refused_by_its_name() -> None:
     made = config({**TWO, "solver": TWO["solver"] | {"critic": {"model": "shared"}}})
     with pytest.raises(ConfigError, match=r"policies.solver: critic.model is set, and algorithm"):
-        algorithms(made)
+        load_algorithms(made)
 
 
 # -- weights ---------------------------------------------------------------------------------------
@@ -225,7 +230,8 @@ def learner_of(whole: PolicySet, name: str) -> Any:
 
 
 def build(made: RunConfig) -> PolicySet:
-    whole, _ = make_team(made, algorithms(made), load_policies(made), AsyncExitStack())
+    whole = make_policies(made, load_algorithms(made), load_policies(made), AsyncExitStack())
+    make_difficulty(made, whole)
     return whole
 
 
@@ -243,7 +249,7 @@ def test_a_checkpoint_holds_every_policy_in_its_folder(
                 parameter.add_(0.01)
     save_checkpoint(tmp_path / "000003", whole, state=whole.dump())
     assert sorted(p.name for p in (tmp_path / "000003").iterdir()) == [
-        "coder", "planner", "solver", "state.json",
+        "SHA256SUMS", "coder", "planner", "solver", "state.json",
     ]  # fmt: skip
     again.restore(load_checkpoint(tmp_path / "000003", again))
     assert again.memory.parts["difficulty"].dump() == {"a task": (0.25, 4)}
