@@ -1,4 +1,4 @@
-"""`agentrl ablate`: what a team is worth without what one of its roles has learned.
+"""`agentrl ablate`: how much of a team's score is due to what each role has learned.
 
 Each lineup is the team with one role played by the first version of its policy, or by that of
 another checkpoint. All play the same held-out tasks, so the differences are paired by task.

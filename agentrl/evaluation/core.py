@@ -1,8 +1,8 @@
-"""What a trained run has come to, measured beside it: its held-out score, or lineups that play.
+"""Evaluation of a trained run: its held-out score, or the games of an evaluation plan.
 
-Every evaluation is a run of no steps in a folder of its own, beside that of the run it is about.
-That of lineups is named by all that decides a game, so the same command finds the games that have
-ended, and goes on with the rest after `kill -9`; other weights or settings are another evaluation.
+Every evaluation is a run of no steps in its own folder, next to that of the run it evaluates. The
+name of a plan's run is a hash of everything that decides a game, so the same command finds the
+games that have ended and plays the rest after `kill -9`; other weights or settings are another run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from agentrl.types import POLICY, Json, Purpose, Rollout, RolloutState, commones
 
 STEPS = re.compile(r"(\d+)(?:\.\d+)?$")  # a checkpoint's name: its steps, and its writer's epoch
 GAMES = ("agent", "verifier", "sampling", "policy", "policies", "upstreams", "roles", "seed")
-"""Settings that decide, beside a plan, how its games go."""
+"""The settings of the run file that decide how games go."""
 Played = dict[str, list[Rollout]]  # by lineup, in the order of the tasks
 
 
@@ -46,7 +46,7 @@ class SavedCheckpoint:
     steps: int
 
     def of(self, config: RunConfig, policy: str) -> Path:
-        """Where in it a policy is. Raises ConfigError if it is not."""
+        """The directory of a policy in it. Raises ConfigError if there is none."""
         directory = self.path / policy if config.policies else self.path
         files = ("config.json", "adapter_config.json")
         if not any((directory / file).is_file() for file in files):
@@ -82,7 +82,7 @@ def evaluate(
         store=own.store if trainer.has_own_store(config) else config.store,
         tasks=replace(config.tasks, heldout=heldout or config.tasks.heldout),
         eval=replace(config.eval, tasks=0) if tasks else config.eval,
-        selfplay=SelfplayConfig(),  # nobody meets a pool
+        selfplay=SelfplayConfig(),  # no opponents from a pool
     )
     trainer.check(config)
     if checkpoint:
@@ -135,7 +135,7 @@ def checkpoints_of(config: RunConfig) -> list[SavedCheckpoint]:
 def frozen_policy(
     config: RunConfig, checkpoint: SavedCheckpoint, policy: str
 ) -> tuple[str, FrozenPolicy]:
-    """A policy as a checkpoint has it, and its name: the policy's, or that of another run."""
+    """A policy of a checkpoint, and its name, which says the run if that is another."""
     output = checkpoint.path.parent.parent
     who = policy if output == Path(config.output).resolve() else f"{output.name}-{policy}"
     name = f"{who}@{checkpoint.path.name}".replace(".", "-")  # adapters have no dots in their names
@@ -189,8 +189,8 @@ def plan_run(
 
 
 def _written(directory: Path) -> int:
-    """When what is there was written, in ns: a run that began anew has other weights by the same
-    name. 0 for a model of the hub."""
+    """The newest modification time in a directory, in ns, as another run may write other weights
+    under the same name. 0 for a model of the hub."""
     return max((file.stat().st_mtime_ns for file in directory.rglob("*")), default=0)
 
 
@@ -265,7 +265,7 @@ async def _played(config: RunConfig, plan: EvaluationPlan) -> Played:
         if found is None:
             file = output / "plan.json"
             file.write_bytes(msgspec.json.encode(plan))
-            console = Console(stderr=True)  # what is printed in the end is the result alone
+            console = Console(stderr=True)  # stdout is for the result
             runners = config.runner.processes
             await trainer.attend(store, config, runners=runners, play=file, console=console)
             found = await _ended(store, config, plan)
@@ -292,8 +292,8 @@ async def _ended(store: Store, config: RunConfig, plan: EvaluationPlan) -> Playe
 async def _check_heard(
     store: Store, lineup: str, rows: Sequence[Rollout], seats: Mapping[str, str]
 ) -> None:
-    """That somebody spoke in every seat in some game: a role that nobody has is a mistake of who
-    named it, and the numbers would mean nothing."""
+    """Raises ConfigError for a role that made no call in any game: it is misspelled, and the
+    results would mean nothing."""
     silent = set(seats)
     for row in rows:
         if not silent:
@@ -323,7 +323,7 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
 
 
 def as_json(value: Json) -> str:
-    """What a program reads: a number that is not known is null."""
+    """JSON for programs, with null for unknown numbers."""
     return json.dumps(_known(value), indent=2)
 
 

@@ -1,7 +1,7 @@
-"""What a step made of each call, in the form in which the store keeps it with the step.
+"""The credit of each call in a step, in the form in which the store keeps it.
 
-Gates are those of the first optimizer step that a token was in, where later ones have moved away
-from the sampler on purpose. All numbers are kept as float32, once where a call's tokens agree.
+Gates are those of the first optimizer step of a token; in later ones the policy has moved away from
+the sampler on purpose. Numbers are float32, and one number if all tokens of a call have the same.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ COLUMNS = ("advantage", "gate", "weight", "psi")
 
 @dataclass(slots=True)
 class CreditRecorder:
-    """The credit of one step while it is made, by call."""
+    """Records the credit of one step, by call."""
 
     policy: str = POLICY
     compared: dict[str, array[float]] = field(default_factory=dict)
     credits: dict[str, Credit] = field(default_factory=dict)
 
     def open(self, algo: Algo, batch: Batch) -> None:
-        """Begin a step. `batch` is the whole of it: what is compared is computed on that."""
+        """Begin a step. batch: the whole of it, on which baselines are computed."""
         self.compared = dict(
             zip(call_ids(batch), call_values(batch, baselines(algo, batch)), strict=True)
         )
@@ -67,7 +67,7 @@ class CreditRecorder:
                 )
 
     def stored(self) -> list[Credit]:
-        """What the step made, for its commit."""
+        """The recorded credit, for the step's commit."""
         return list(self.credits.values())
 
 
@@ -78,8 +78,7 @@ def call_ids(batch: Batch) -> list[str]:
 
 
 def has_baseline(part: object) -> bool:
-    """Whether a record of a credit compares with something, says what to compare with, or takes
-    something off."""
+    """Whether a part of a credit has a baseline, is one, or is a penalty that is subtracted."""
     return isinstance(part, Critic | Memory | Toll) or (
         isinstance(part, Rel) and part.base != "none"
     )
@@ -123,7 +122,7 @@ def call_values(batch: Batch, columns: Sequence[Tensor]) -> Iterator[array[float
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What the store has of a batch, float64 [N] per column; NaN = missing or not stored."""
+    """The stored credit of a batch, float64 [N] per column; NaN = missing or not stored."""
 
     known: Tensor  # bool [N]: of calls that the step stored
     columns: dict[str, Tensor]

@@ -1,13 +1,13 @@
-"""Which rollouts branch off others, once these have ended: a pure function of what they did.
+"""Which rollouts branch off others, once these have ended: a pure function of their calls.
 
 A branch repeats the first calls of a rollout of its group and then goes its own way (see
 `runners.replay`), so that what a call was worth is seen from what came after it, instead of read
 from the end of one rollout. The branches join the group of their source before it is claimed, and
-credit that knows trees of rollouts (`steps.Tree`) compares them.
+credit over trees of rollouts (`credit.trees`) compares them.
 
-Always true: asking again gives the same branches with the same ids, because only rollouts that are
-none, and have ended, are looked at. So a run that was killed between asking and claiming asks for
-nothing twice.
+Always true: asking again gives the same branches with the same ids, because they are computed only
+from ended rollouts that are no branches themselves. So a run that was killed between asking and
+claiming asks for nothing twice.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 
 
 class Fork(NamedTuple):
-    """A call that is to be sampled anew. `surprise`: mean -log-prob of its tokens, in nats, which
-    estimates the policy's entropy there."""
+    """A call to sample anew. surprise: the mean of -log-prob over its tokens in nats, an estimate
+    of the policy's entropy there."""
 
     rollout: str
     calls: int  # before it
@@ -69,7 +69,7 @@ async def _grow(store: Store, config: RunConfig, group: str) -> None:
 
 
 def branches(config: RunConfig, rollouts: Sequence[Rollout]) -> list[NewRollout]:
-    """What to ask for, of the rollouts of one group that are no branches themselves."""
+    """The branches of one group, whose rollouts (without branches) are given."""
     settings = config.algorithm.branching
     policies = team.trained(config)
     found = choose_forks(settings, [list(forks(rollout, policies)) for rollout in rollouts])

@@ -1,9 +1,9 @@
-"""Which groups a step trains: asked for, claimed, and replaced where they teach nothing.
+"""Which groups a step trains: requested, claimed, and replaced if they carry no signal.
 
-Always true: what is asked for is a function of seed, step and round, so a process that was killed
-asks for the same again, and the store ignores what is there already. What is claimed and not
-committed comes back. So a step ends with the same groups however often it was begun, unless
-`algorithm.max_staleness` lets it take what has ended first of those of later steps.
+Always true: requests are a function of seed, step and round, so a restarted process asks for the
+same rollouts, and the store ignores those it has. Groups that were claimed and not committed are
+claimed again. So a step trains the same groups however often it was started, unless
+`algorithm.max_staleness` lets it take groups of later steps that ended first.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Collected:
 
 @dataclass(frozen=True, slots=True)
 class Collector:
-    """Asks for groups and claims them. `resample`: the reward that must differ within a group for
-    it to be trained; none: all are. `vocabulary`: what the policies can read; groups with anything
-    else are discarded."""
+    """Requests groups and claims them. resample: the reward that must differ within a group for it
+    to be trained; None: all groups are. vocabulary: sizes by policy; groups with other token ids
+    are discarded."""
 
     config: RunConfig
     store: Store
@@ -54,8 +54,8 @@ class Collector:
     async def collect(self, step: int) -> Collected:
         """The groups of a step, `algorithm.groups` of them.
 
-        With `resample` each that teaches nothing is discarded and another one asked for, up to
-        `algorithm.max_rounds` times; then the step does with what there is."""
+        With `resample`, groups without a signal are discarded and others requested, up to
+        `algorithm.max_rounds` times; then the step trains the groups that there are."""
         claimed, asked = await self.claim_rounds(step)
         claimed, unreadable = group_checks.split_unreadable(claimed, self.vocabulary)
         if self.tasks.difficulty is not None:
@@ -70,7 +70,7 @@ class Collector:
         return Collected(kept, idle + unreadable, resampling_metrics(claimed, idle, asked) | played)
 
     async def claim_rounds(self, step: int) -> tuple[list[Group], int]:
-        """All that was claimed, and how many groups were asked for in the place of others."""
+        """All claimed groups, and the number of replacements that were requested."""
         size, asked = self.config.algorithm.groups, 0
         await self.ask(step)
         claimed = await self.claim(size)
@@ -79,7 +79,7 @@ class Collector:
         for number in range(self.config.algorithm.max_rounds or ROUNDS):
             lacking = size - sum(map(self.is_informative, claimed))
             broken = not any(known_values(group, self.resample) for group in claimed)
-            if not lacking or broken:  # what fails every time is not mended by more of it
+            if not lacking or broken:  # more rollouts would fail too
                 break
             asked += lacking
             others = self.tasks.replacements(step, number, lacking)
@@ -89,8 +89,8 @@ class Collector:
         return claimed, asked
 
     async def ask(self, step: int) -> None:
-        """For this step's groups, and those that may be sampled ahead of the update. What branches
-        off their rollouts joins a group before it is claimed."""
+        """Request this step's groups, and those of later steps that may be sampled ahead. Branches
+        join this step's groups before they are claimed."""
         last = min(step + self.config.algorithm.max_staleness, self.config.steps - 1)
         for ahead in range(step, last + 1):
             await self.store.enqueue(self.tasks.rollouts(ahead))
@@ -101,8 +101,8 @@ class Collector:
         return await self.store.claim_groups(self.config.name, self.epoch, n)
 
     def is_informative(self, group: Group) -> bool:
-        """Whether enough rollouts of the group have the reward, and not all the same, and it can be
-        read."""
+        """Whether enough rollouts of the group have the reward, with different values, and the
+        group can be trained."""
         values = known_values(group, self.resample) if self.resample else []
         if len(values) < max(2, self.config.algorithm.min_group):
             return False
@@ -112,10 +112,10 @@ class Collector:
 
 
 def resampling_reward(config: AlgorithmConfig, algo: Algo) -> str | None:
-    """The reward that dynamic sampling goes by: the preset's or, if the run file asks for it, the
-    first that the algorithm reads. arXiv 2503.14476.
+    """The reward of dynamic sampling: the preset's or, if the run file turns it on, the first that
+    the algorithm reads; None: off. arXiv 2503.14476.
 
-    Raises ConfigError for settings of what is off, and where there is no reward to go by."""
+    Raises ConfigError for settings without effect, and for algorithms that read no reward."""
     wanted = (
         algo.resample is not None if config.dynamic_sampling is None else config.dynamic_sampling
     )

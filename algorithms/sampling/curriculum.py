@@ -1,9 +1,8 @@
-"""How often each task was solved so far, and drawing tasks by it.
+"""A curriculum: tasks are drawn by how often they were solved so far.
 
-A task teaches most that is solved now and then: the variance p (1 - p) of its outcome is what a
-comparison within its group lives on (arXiv 2502.12272). What is drawn is a function of a seed and
-of the history, which is saved in the checkpoint.
-"""
+Tasks of medium difficulty have the strongest signal, because groups compare outcomes and these have
+the variance p (1 - p) (arXiv 2502.12272). The draw is a function of a seed and of the history,
+which is saved in the checkpoint."""
 
 from __future__ import annotations
 
@@ -28,8 +27,8 @@ class TaskDifficulty:
     means: Means = field(default_factory=Means)
 
     def record_outcomes(self, groups: Sequence[Group]) -> None:
-        """Remember what was sampled, whether it is trained or not; a missing reward is none, and a
-        branch, which begins where another rollout got to, is no try at the task."""
+        """Record the outcomes of sampled rollouts, trained or not. Missing rewards do not count,
+        nor do branches, which begin in the middle of a task."""
         every = (rollout for group in groups for rollout in group.rollouts)
         rollouts = [rollout for rollout in every if rollout.branch is None]
         outcomes = torch.tensor([row.reward() for row in rollouts], dtype=torch.float64)

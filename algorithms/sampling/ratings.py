@@ -1,7 +1,7 @@
-"""How strong players are, and whom to play: Elo ratings, win rates, prioritised opponents.
+"""Ratings of players: Elo, win rates, priorities of opponents.
 
-A score is what a player got out of one game between two: 1 won, 0.5 drawn, 0 lost. Nothing here has
-a memory; `selfplay` keeps the numbers.
+A score is the result of a game for one player: 1 won, 0.5 drawn, 0 lost. All functions are pure;
+`selfplay` keeps the numbers.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Whom a policy plays against: itself, or snapshots of what it was, and how it does.
+"""Self-play: a policy plays against itself or a pool of its snapshots, and is rated.
 
 Owns the pool: the snapshots of one policy, what it scored against each of them in each seat, and
 Elo ratings. It is a part of the run's state. Always true: which policy plays which seat of a
 rollout is a function of seed, group, index and of the pool as it is when the rollout is asked for;
 all rollouts of a group have the same opponent, and among them the learner plays each seat equally
 often, so that rewards of one seat are compared under equal conditions. Results change the pool once
-per trained step. Checkpoints of snapshots are kept by `opponents`.
+per trained step. `train.snapshots` saves and serves the weights.
 
 The opponent takes every seat but the learner's. A score is 1 where the learner's return is above
 the mean of the other seats', 1/2 where it is equal, so it has a meaning in general-sum games too.
@@ -64,7 +64,7 @@ class Snapshot(msgspec.Struct):
 
 
 class PoolState(msgspec.Struct):
-    """What a checkpoint holds of a pool."""
+    """The state of a pool in a checkpoint."""
 
     rating: float = FIRST
     snapshots: list[Snapshot] = []
@@ -95,14 +95,14 @@ class OpponentPool:
         return [snapshot for snapshot in self.now.snapshots if snapshot.until is None]
 
     def seats(self, group: str, index: int) -> dict[str, str]:
-        """Who plays each seat of rollout `index` of a group."""
+        """The policy in each seat, of rollout `index` of a group."""
         roles = self.settings.seats
         other = self.opponent(group)
         learner = roles[index % len(roles)]
         return {role: self.policy if role == learner else other for role in roles}
 
     def opponent(self, group: str) -> str:
-        """Of all rollouts of a group: a snapshot, or the policy itself."""
+        """The opponent in all rollouts of a group: a snapshot, or the policy itself."""
         dice = random.Random(f"{self.seed}/{group}/opponent")
         kind, known = self.settings.opponents, self.drawn
         if kind == "self" or not known or dice.random() < self.settings.self_share:
@@ -114,7 +114,7 @@ class OpponentPool:
         return dice.choices(known, weights)[0].name
 
     def record_games(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Remember how the games of a step ended; what they came to, as metrics.
+        """Record the results of a step's games; returns metrics.
 
         Raises TrainingError for a seat that the games do not have."""
         every = (rollout for group in groups for rollout in group.rollouts)
@@ -129,7 +129,7 @@ class OpponentPool:
         return self.game_metrics(scored, len(games) - len(scored))
 
     def game(self, rollout: Rollout) -> ScoredGame | None:
-        """None: it failed, or the return of a seat is not known."""
+        """The scores of a rollout; None if it failed or a seat has no return."""
         roles = self.settings.seats
         got = returns(rollout, roles)
         if got is None:
@@ -182,7 +182,7 @@ class OpponentPool:
         return made
 
     def restore(self, data: Json) -> None:
-        """Take over what `dump` wrote. Raises msgspec.ValidationError for what it cannot have."""
+        """Restore what `dump` returned. Raises msgspec.ValidationError for anything else."""
         self.now = msgspec.convert(data, PoolState)
 
     def _count(self, snapshot: Snapshot, game: ScoredGame) -> None:
@@ -207,8 +207,8 @@ class OpponentPool:
 
 
 def most_redundant(snapshots: Sequence[Snapshot]) -> Snapshot:
-    """The one that a pool can best do without, of two or more, oldest first: not the newest, and of
-    the others not the first, but where the steps covered stay the most even."""
+    """The snapshot to drop from a pool of two or more, oldest first: the one whose removal leaves
+    the steps most evenly covered. The newest always stays, and of more than two the first."""
     if len(snapshots) == 2:
         return snapshots[0]
     gaps = [after.step - before.step for before, after in pairwise(snapshots)]
@@ -217,8 +217,8 @@ def most_redundant(snapshots: Sequence[Snapshot]) -> Snapshot:
 
 
 def check_seat_comparison(algo: Algo) -> None:
-    """Raises ConfigError for an algorithm that compares the returns of one seat with another's: who
-    moves first may win more often, which is nobody's merit."""
+    """Raises ConfigError for an algorithm that compares the returns of different seats: the seat
+    that moves first may win more often, whoever plays it."""
     for part in walk(algo.credit):
         if isinstance(part, Rel):
             alone = part.base == part.norm == "none"

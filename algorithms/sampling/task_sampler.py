@@ -1,5 +1,5 @@
-"""Which rollouts to ask for: a pure function of seed, step and what the checkpoint remembers, so a
-restart asks for the same. What was asked for ahead of its step stays what it was."""
+"""Which tasks are rolled out: a pure function of the seed, the step and the state in the
+checkpoint, so a restart requests the same rollouts. Prefetched rollouts are never drawn again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentrl.algorithms.sampling.selfplay import OpponentPool
 from agentrl.config import RunConfig
 from agentrl.types import Branch, Json, NewRollout, Purpose, Rollout, Sampling
 
-URGENT = 1  # what holds up the loop goes before rollouts asked for ahead
+URGENT = 1  # rollouts that the loop waits for run before prefetched ones
 
 
 @dataclass(frozen=True, slots=True)

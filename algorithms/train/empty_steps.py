@@ -1,8 +1,8 @@
-"""Steps that had nothing to learn from, and when there have been too many of them.
+"""Empty steps, in which no rollout could be trained, and when there were too many of them.
 
-An empty step is one without a rollout that any policy may learn from: all of them failed, or their
-calls are ones that cannot be trained. It commits its failure counts and nothing else, so how many
-came in a row is a question to the store, whoever was killed in between.
+A step is empty if all its rollouts failed, or none has a call that can be trained. It commits its
+failure counts and nothing else. How many came in a row is read from the store, so it is right after
+a restart too.
 """
 
 from __future__ import annotations

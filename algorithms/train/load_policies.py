@@ -1,4 +1,4 @@
-"""The policies of a run in memory: each a model, or an adapter on a model that several share."""
+"""Loading the policies of a run: each is a model, or an adapter of a model that several share."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ log = logging.getLogger("agentrl.algorithm")
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model, and the policies that are it or its adapters, as the run began with them."""
+    """A model in memory, and the names of the policies that are this model or adapters of it."""
 
     source: str  # directory or hub name
     model: PreTrainedModel
     tokenizer: Tokenizer
     adapters: Adapters | None = None  # by the names of the policies; none: the model is the policy
     policies: list[str] = field(default_factory=list)
-    built: bool = False  # just now, as the run file says
+    built: bool = False  # by policy.build, just now
 
 
 def load_policies(config: RunConfig) -> list[LoadedModel]:
@@ -66,8 +66,8 @@ def load_base_model(
 
 
 def add_adapter(adapters: Adapters | None, name: str, config: RunConfig) -> None:
-    """The adapter that the run file asks for, by the name of its policy; none: all weights are the
-    policy's. A directory alone, without a rank, is one that stays as it is."""
+    """Add the adapter of a policy as its settings say. adapters: None if the policy is a whole
+    model. An adapter directory without a rank is loaded frozen."""
     settings: LoraConfig = config.policy.lora
     if adapters is None:
         return
@@ -86,8 +86,8 @@ def add_adapter(adapters: Adapters | None, name: str, config: RunConfig) -> None
 
 
 def policy_directory(config: RunConfig) -> tuple[str, bool]:
-    """The model to start from, a local directory or a hub name, and whether it was built just now,
-    as the run file says it is to be where there is none."""
+    """The model to start from, a local directory or a hub name, and whether `policy.build` has
+    built it just now because there was none."""
     settings = config.policy
     directory = config.path(settings.model) if settings.model else Path(config.output, "policy")
     if not settings.build or directory.is_dir():
@@ -107,5 +107,5 @@ def policy_directory(config: RunConfig) -> tuple[str, bool]:
 
 
 def vocabulary_sizes(bases: Sequence[LoadedModel]) -> dict[str, int]:
-    """How many token ids each policy has, by its name."""
+    """The vocabulary size of each policy, by its name."""
     return {name: vocabulary_of(base.model) for base in bases for name in base.policies}

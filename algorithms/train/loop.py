@@ -1,7 +1,7 @@
-"""The training loop: ask, claim groups, update, commit, publish, evaluate.
+"""The training loop: claim groups, compute credit, update, commit, publish, evaluate.
 
-It owns nothing that the store or the last checkpoint does not hold, so it may be killed anywhere:
-the next start continues after the last committed step. It never knows which algorithm it runs.
+Everything it knows is in the store or the last checkpoint, so it may be killed at any moment: the
+next start continues after the last committed step. It does not know which algorithm it runs.
 """
 
 from __future__ import annotations
@@ -36,44 +36,41 @@ class TrainingLoop:
     collector: Collector
     heldout: list[dict[str, Json]]
     lock: FolderLock
-    snapshots: SnapshotStore | None = None  # none: nobody plays against snapshots
+    snapshots: SnapshotStore | None = None  # None: without a pool of opponents
 
     async def run(self) -> None:
         """Train from the last committed step to the last one of the run file."""
-        await self.publish()
+        await self.announce()
         await self.evaluate(self.state.step)
         for step in range(self.state.step, self.config.steps):
             started = time.monotonic()
-            collected = await self.collector.collect(step)
-            sampled = time.monotonic()
+            collected = await self.collector.collect(step)  # claims the groups of the step
+            claimed = time.monotonic()
             async with self.serving.updating():
-                metrics = self.policies.update(step, collected.groups) | collected.metrics
-                metrics["time/rollouts"] = sampled - started
-                metrics["time/update"] = time.monotonic() - sampled
+                metrics = self.policies.update(step, collected.groups)  # credit, packing, gradients
+                metrics |= collected.metrics
+                metrics["time/rollouts"] = claimed - started
+                metrics["time/update"] = time.monotonic() - claimed
                 metrics |= throughput(metrics)
-                if empty := self.is_empty(step, collected, metrics):
-                    await self.commit_empty(step, collected, metrics)
-                else:
-                    await self.commit(step, collected, metrics)
+                empty = empty_steps.is_empty(
+                    self.policies, step, metrics, collected.groups, collected.discarded
+                )
+                commit = self.commit_empty if empty else self.commit
+                await commit(step, collected, metrics)
                 await self.serving.publish(self.policies.versions(step + 1))
                 if self.snapshots is not None:
                     await self.snapshots.serve_pool()
             if empty:
                 await empty_steps.check(self.store, self.config)
-            await self.publish()
+            await self.announce()
             await self.evaluate(step + 1)
-        await empty_steps.check(self.store, self.config)  # again, by whom it is started again
-
-    def is_empty(self, step: int, collected: Collected, metrics: dict[str, float]) -> bool:
-        """Whether the step had nothing to learn from."""
-        groups, discarded = collected.groups, collected.discarded
-        return empty_steps.is_empty(self.policies, step, metrics, groups, discarded)
+        await empty_steps.check(self.store, self.config)  # also where no step was left to train
 
     async def commit_empty(
         self, step: int, collected: Collected, metrics: dict[str, float]
     ) -> None:
-        """The step took place, and all that came of it are failures: the checkpoint before it
-        stays the last."""
+        """Commit the failure counts of a step without one usable rollout. It trains no group and
+        writes no checkpoint, so the one before it stays the last."""
         groups = [*collected.groups, *collected.discarded]
         await self.store.commit_step(
             StepCommit(
@@ -89,7 +86,7 @@ class TrainingLoop:
         )
 
     async def commit(self, step: int, collected: Collected, metrics: dict[str, float]) -> None:
-        """Write the checkpoint, then make the step true; earlier checkpoints go last."""
+        """Write the checkpoint, then commit the step that names it, then delete old checkpoints."""
         self.lock.check()
         folder = Path(self.config.output, "checkpoints")
         path = folder / checkpoint_name(step + 1, self.state.epoch)
@@ -113,7 +110,7 @@ class TrainingLoop:
         keep = self.config.keep_checkpoints
         prune(folder, keep=keep, last=path, run=self.state.identity)
 
-    async def publish(self) -> None:
+    async def announce(self) -> None:
         """Tell the runners where each policy is served."""
         await self.serving.announce(self.store, self.config.name, self.state.epoch)
 

@@ -1,5 +1,5 @@
-"""What of the collected groups a step learns from: completed by what only the learning side can
-know, without the calls that the model cannot read."""
+"""Preprocessing of collected groups before credit: rewards and token ids that only the learning
+side can compute are added, and calls longer than the model's context are left out."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from agentrl.types import POLICY, Group, Judgement, Rollout, Transition
 
 
 class Completer(Protocol):
-    """Adds to what was collected what only the learning side can know: token ids of inexact calls,
-    rewards of reward models, after those that are there."""
+    """Adds data to groups that only the learning side can compute: token ids of inexact calls, or
+    rewards of reward models, after the rewards that are there."""
 
     def complete(self, groups: list[Group]) -> list[Group]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Preprocessor:
-    """What is done to collected groups before credit. Owns what of it the step is to commit."""
+    """Prepares collected groups for credit. `judgements` are the rewards that it added in the
+    current step, for the step's commit."""
 
     completers: tuple[Completer, ...] = ()  # in this order
     trainers: tuple[ImplicitTrainer, ...] = ()  # of reward models that learn what they have scored
@@ -35,7 +36,7 @@ class Preprocessor:
     decode: Callable[[Sequence[int]], str] | None = None  # none: what prompts say is not looked at
 
     def process(self, groups: list[Group]) -> tuple[list[Group], Metrics]:
-        """The groups as they are learned from. Metrics: calls/inexact before they were completed,
+        """The groups ready for credit, and metrics: calls/inexact (before completion),
         calls/too_long, calls/tools_unseen."""
         calls = own_calls(groups, self.policy)
         inexact = sum(not call.exact for call in calls)
@@ -55,8 +56,8 @@ class Preprocessor:
 
 
 def count_unseen_tools(calls: Iterable[Transition], decode: Callable[[Sequence[int]], str]) -> int:
-    """Calls that sent tools of which the model saw none: the name of none is in the prompt, because
-    the chat template renders no tools. The first call of each role speaks for all of them."""
+    """The number of calls with tools whose prompt contains the name of none of them, because the
+    chat template renders no tools. Only the first call of each role is decoded."""
     seen: dict[str, bool] = {}
     unseen = 0
     for call in calls:
@@ -70,7 +71,7 @@ def count_unseen_tools(calls: Iterable[Transition], decode: Callable[[Sequence[i
 
 
 def added_rewards(collected: list[Group], completed: list[Group]) -> Iterator[Judgement]:
-    """The rewards that were added to what was collected."""
+    """The rewards that completion added to the collected rollouts."""
     before = {row.id: len(row.rewards) for group in collected for row in group.rollouts}
     for rollout in (row for group in completed for row in group.rollouts):
         for reward in rollout.rewards[before[rollout.id] :]:
@@ -80,9 +81,8 @@ def added_rewards(collected: list[Group], completed: list[Group]) -> Iterator[Ju
 def without_long_calls(
     groups: list[Group], context: int | None, policy: str = POLICY
 ) -> tuple[list[Group], int]:
-    """Groups of which no call of the policy is longer than the model's context, and how many were:
-    they are refused like calls whose tokens are not known, their rollout's other calls and reward
-    stay."""
+    """The groups, with the policy's calls that exceed the model's context marked as inexact, so
+    that they are not trained; and the number of those calls. Nothing else changes."""
     long = {
         call.id
         for call in own_calls(groups, policy)

@@ -1,6 +1,6 @@
-"""Where a run goes on: at its last checkpoint or, where that is damaged, at the one before it.
+"""Resuming a run from its last checkpoint or, if that is damaged, from the one before it.
 
-Always true: nothing is taken back in the store before an earlier checkpoint is found to be whole.
+Always true: the store is rewound only after an earlier checkpoint was loaded without an error.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ log = logging.getLogger("agentrl.algorithms")
 
 
 async def resume_run(store: Store, config: RunConfig, state: RunState, team: PolicySet) -> RunState:
-    """The state of the run once its newest whole checkpoint is loaded; what was trained after that
-    is taken back. Raises DamagedError where none is whole."""
+    """Load the newest undamaged checkpoint; returns the run's state at that step. Steps after it
+    are rewound in the store. Raises DamagedError if every checkpoint is damaged."""
     if state.checkpoint is None:
         return state
     last = config.checkpoint(state.checkpoint)

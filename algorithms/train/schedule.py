@@ -1,5 +1,5 @@
-"""When and how far: learning rate, order of minibatches, early stop. All functions of the step, so
-nothing of a schedule is in a checkpoint."""
+"""Learning-rate schedule, order of minibatches, KL early stop. All are functions of the step, so
+checkpoints hold no schedule state."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What answers the calls of a run: every policy, trained or frozen, by its name.
+"""The policy servers of a run: each policy, trained or frozen, is served under its name.
 
-Owns a policy server for each model in memory; the adapters of a model share one. Always true:
-weights, versions and what is served change only while the servers are quiet, all of them together,
-and a policy that did not learn keeps its version.
+Owns one policy server for each model in memory; the adapters of a model share it. Always true:
+weights, versions and the set of served policies change only inside `updating`, when no call is in
+flight, and a policy that did not learn keeps its version.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from agentrl.types import PolicyVersion
 
 
 class PolicyServers:
-    """The servers of one run. `bases` are the models it holds, with what they are adapted by."""
+    """The servers of one run. bases: the loaded models, with their adapters."""
 
     def __init__(self, config: RunConfig, bases: Sequence[LoadedModel]) -> None:
         """Raises PolicyError for a model that cannot be served."""
@@ -41,7 +41,7 @@ class PolicyServers:
         self._servers: dict[str, PolicyServer] = {}  # by policy
         self._versions: dict[str, int] = {}
         self._bases = list(bases)
-        self._closing: list[PolicyServer] = []  # once nobody is held behind them any more
+        self._closing: list[PolicyServer] = []  # closed once no call waits for them
         for number, base in enumerate(bases):
             server = _server(_apart(config, number), base)
             for name in base.policies:
@@ -54,7 +54,7 @@ class PolicyServers:
 
     @asynccontextmanager
     async def updating(self) -> AsyncIterator[None]:
-        """While inside, weights may change: calls in flight have finished, new ones are held."""
+        """Inside, weights may change: calls in flight have finished, and new ones wait."""
         try:
             async with AsyncExitStack() as stack:
                 for server in self._each():
@@ -132,7 +132,7 @@ class PolicyServers:
         ]
 
     async def announce(self, store: Store, run: str, epoch: int) -> None:
-        """Tell the runners where each policy is served, as far as that has changed."""
+        """Write to the store where each policy is served, if that has changed."""
         known = await store.policies(run)
         for name, version, base_url, model in self.table():
             row = PolicyVersion(
@@ -150,7 +150,7 @@ class PolicyServers:
         return list(dict.fromkeys(self._servers.values()))
 
     def _wire(self, name: str) -> str:
-        """What a policy's server calls it: where it is alone, that is the server's own name."""
+        """The model name of a policy at its server: the server's own if it serves only this one."""
         server = self._servers[name]
         alone = sum(other is server for other in self._servers.values()) == 1
         return server.model if alone else name
@@ -171,7 +171,7 @@ class PolicyServers:
         return path
 
     def _base_of(self, directory: Path) -> LoadedModel:
-        """The model in memory that an adapter was made for, as far as its name tells."""
+        """The loaded model that an adapter was trained on, by the name in its files."""
         adapted = [base for base in self._bases if base.adapters is not None]
         if not adapted:
             raise PolicyError(

@@ -36,30 +36,27 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Updater:
-    """Turns claimed groups into updates of the learner's weights. `policy`: whose calls they learn
-    from."""
+    """Turns claimed groups into optimizer steps of one policy, on the calls that it answered."""
 
     config: RunConfig
     algo: Algo
     learner: Learner
-    state: State = field(default_factory=State)  # what earlier steps are remembered for
-    preprocessor: Preprocessor = field(
-        default_factory=Preprocessor
-    )  # what of the groups is learned from
-    anchor: Anchor = field(default_factory=Anchor)  # how the policy is held to its reference
-    recorder: CreditRecorder | None = None  # what the step made of each call; none: nobody asks
-    bad_steps: BadSteps | None = None  # none: a step that cannot be made is skipped and counted
+    state: State = field(default_factory=State)  # kept from step to step
+    preprocessor: Preprocessor = field(default_factory=Preprocessor)  # before credit
+    anchor: Anchor = field(default_factory=Anchor)  # the reference and its penalty
+    recorder: CreditRecorder | None = None  # None: credit is not stored
+    bad_steps: BadSteps | None = None  # None: steps that fail are only counted
     policy: str = POLICY
 
     def __post_init__(self) -> None:
         check_supplies(self.algo, self.learner.supplies)
 
     def update(self, step: int, groups: list[Group], turn: int | None = None) -> Metrics:
-        """Learn from the groups of one step; returns its metrics. `turn`: in how many steps the
-        policy learned before, which is its version; by default in all of them.
+        """Train on the groups of one step; returns its metrics. turn: the number of steps in which
+        the policy learned before, which is its version; by default all of them.
 
-        Where there is nothing to learn from (every reward missing, or all equal and no critic that
-        could learn that) no weight changes, `update/skipped` counts it and the log says why.
+        If there is no learning signal (every reward is missing, or all are equal and there is no
+        critic) no weight changes, `update/skipped` counts it and the log says why.
         Raises TrainingError for a reward that no rollout carries."""
         turn = step if turn is None else turn
         algo = self.anchor.tuned(self.algo)
@@ -83,8 +80,8 @@ class Updater:
         }
 
     def optimize(self, step: TrainingStep) -> Metrics:
-        """The optimizer steps of a training step, until the policy has moved too far; what they
-        measured."""
+        """Make the optimizer steps of a training step, until the KL divergence exceeds target_kl;
+        returns their metrics."""
         if self.recorder is not None:
             self.recorder.open(step.algo, step.batch)
         lr = learning_rate(self.config.algorithm, step.turn, self.config.steps)
@@ -118,7 +115,7 @@ class Updater:
         }
 
     def batch(self, groups: list[Group]) -> Batch:
-        """What may be learned from, with the rewards that the algorithm reads."""
+        """The trainable tokens of the groups, with the rewards that the algorithm reads."""
         least = self.config.algorithm.min_group
         names = self.algo.rewards
         return build_batch(groups, reward_names=names, min_group=least, policy=self.policy)
@@ -126,9 +123,8 @@ class Updater:
     def optimizer_batches(
         self, step: TrainingStep
     ) -> Iterator[tuple[Batch, Terms, ValueTerms | None]]:
-        """The optimizer steps of a batch: minibatches of whole groups, dealt anew in every epoch.
-        Credit is computed on the whole batch, whichever way it is cut, and so are the critic's
-        targets."""
+        """The minibatch of each optimizer step: whole groups, shuffled anew in every epoch. Credit
+        and the critic's targets are computed on the whole batch before it is split."""
         settings, algo, batch, values = self.config.algorithm, step.algo, step.batch, step.values
         count = min(settings.minibatches, len(step.groups))
         if count * settings.epochs == 1 or not batch.n_tokens:
@@ -170,7 +166,7 @@ class Updater:
         return report.applied
 
     def exceeds_target_kl(self, terms: Terms, report: StepReport) -> bool:
-        """Whether the policy has moved so far on its batch that the other steps are left out."""
+        """Whether the policy moved so far on its batch that the remaining steps are skipped."""
         target = self.config.algorithm.target_kl
         if target is None or "o" not in terms.streams:
             return False
@@ -179,16 +175,16 @@ class Updater:
 
 @dataclass(frozen=True, slots=True)
 class TrainingStep:
-    """A training step before its first optimizer step."""
+    """What all optimizer steps of a training step share."""
 
     number: int
-    turn: int  # steps that the policy learned in before
+    turn: int  # steps in which the policy learned before
     algo: Algo
     groups: list[Group]
     batch: Batch  # the whole of them
     streams: Mapping[str, Tensor]  # log-probs [N] of frozen models, by letter
-    values: ValueTerms | None  # what the critic learns, if there is one
+    values: ValueTerms | None  # targets of the critic, if there is one
 
     def psi(self, terms: Terms) -> Psi:
-        """Bound to what it reads alone, for it may be sent to other processes."""
+        """psi of these terms, picklable because a learner may send it to other processes."""
         return partial(objective.psi, self.algo, terms)

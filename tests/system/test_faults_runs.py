@@ -28,7 +28,7 @@ from agentrl.types import EMPTY
 from tests.algorithms.train.test_checkpoint import flip
 from tests.system.steady import STEPS, config, failing_config, run, strike_at
 from tests.system.test_kill import wait_for_progress
-from tests.system.test_resume import Interrupted, assert_same, check_store, interrupt
+from tests.system.test_resume import Interrupted, assert_same, check_store, interrupt, kept
 
 
 def start(
@@ -212,6 +212,7 @@ def test_where_no_checkpoint_is_whole_the_run_ends_with_what_to_do(
         go_back(broken, "2")
     check_store(folder_of(broken), {4})
     go_back(broken, str(tmp_path / "000003"))
+    assert asyncio.run(kept(folder_of(broken)))[0] == [0, 1, 2]
     start(broken, nothing)
     check_store(folder_of(broken), {STEPS})
     assert_same(folder_of(broken), whole)
@@ -220,6 +221,7 @@ def test_where_no_checkpoint_is_whole_the_run_ends_with_what_to_do(
 @pytest.mark.slow
 def test_from_the_start_all_steps_are_trained_again(whole: Path, broken: RunConfig) -> None:
     go_back(broken, "0")
+    assert asyncio.run(kept(folder_of(broken)))[0] == []
     start(broken, nothing)
     assert_same(folder_of(broken), whole)
 
