@@ -1,7 +1,7 @@
-"""Who plays which role, side by side: what the front asks the algorithm process to play.
+"""Evaluation plans: which frozen policies play which roles, on which tasks.
 
-A player is a policy as it was after some training; a lineup gives roles to players, and every
-lineup plays the same tasks, so that what differs between two of them is who plays.
+A lineup assigns roles to policies. All lineups of a plan play the same tasks, so two of them differ
+only in who plays.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ Seats = dict[str, str]  # role -> player, or a policy of the run
 
 
 class FrozenPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A policy that plays and does not learn. Of an empty directory: the policy's adapter as
-    training began with it, which changes nothing."""
+    """A policy that plays and does not learn. An empty directory means the policy's untrained
+    adapter."""
 
     policy: str
     directory: str  # of a model or an adapter, or a model's hub name
-    steps: int  # that it was trained for: its version
+    steps: int  # of training: its version
 
 
 class EvaluationPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is played: `tasks` once by each of `lineups`, which name `players` or policies of the
-    run, at one temperature."""
+    """Each lineup plays each task once, at one temperature. Lineups name `players` or policies of
+    the run."""
 
     players: dict[str, FrozenPolicy]
     lineups: dict[str, Seats]  # by names without a slash
     tasks: list[dict[str, Json]]
     temperature: float
-    steps: int  # that the run's own policies were trained for
+    steps: int  # of training of the run's own policies
 
 
 def first_version(config: RunConfig, policy: str) -> tuple[str, FrozenPolicy]:

@@ -25,7 +25,7 @@ from agentrl.types import Json, Rollout
 
 @dataclass(frozen=True, slots=True)
 class Matchup:
-    """What the row's player got out of the games against the column's, seats swapped."""
+    """The returns of the row's player in games against the column's, over all seats."""
 
     games: int  # with a known return
     missing: int
@@ -36,7 +36,7 @@ class Matchup:
 
 @dataclass(frozen=True, slots=True)
 class PayoffMatrix:
-    """Everybody against everybody. The diagonal is None: nobody meets themself."""
+    """Every player against every other. The diagonal is None."""
 
     players: list[str]
     meetings: list[list[Matchup | None]]
@@ -51,8 +51,8 @@ def crossplay(
     games: int = 20,
     fresh: bool = False,
 ) -> PayoffMatrix:
-    """Play the checkpoints at `paths`, or those of the run after every so many steps (0: all that
-    are on disk), and return who beats whom.
+    """Play the checkpoints at `paths`, or every `every` steps those of the run (0: all on disk),
+    against each other.
 
     games: of each player against each other; fresh: play again what has been played. Raises
     ConfigError for what cannot be played."""
@@ -146,7 +146,7 @@ def matrix(
 
 
 def matchup(games: Sequence[tuple[str, Rollout]], roles: Sequence[str]) -> Matchup:
-    """Of games, each with the seat of the player whose returns these are."""
+    """The result of games, each given with the seat of the row's player."""
     values, score = [], 0.0
     for role, rollout in games:
         got = selfplay.returns(rollout, roles)
@@ -159,7 +159,7 @@ def matchup(games: Sequence[tuple[str, Rollout]], roles: Sequence[str]) -> Match
 
 
 def table(found: PayoffMatrix) -> Table:
-    """Row against column: mean return and its standard error; and the rating of the row."""
+    """The matrix as a table: mean return with its standard error, and the row's rating."""
     shown = Table("", *found.players, "Elo", title="return of the row against the column")
     shown.title_justify = "left"
     for name, row, rating in zip(found.players, found.meetings, found.ratings, strict=True):
@@ -201,6 +201,6 @@ def _dealt(config: RunConfig, games: int) -> list[dict[str, Json]]:
 
 
 def _own_checkpoint(config: RunConfig, chosen: Sequence[SavedCheckpoint]) -> SavedCheckpoint:
-    """Where the policies are taken from that are not on trial: the run's last checkpoint, or of a
-    run that has none any more the last that was named."""
+    """The checkpoint of the policies that are not compared: the run's last one or, if none is on
+    disk, the last that was named."""
     return (evaluation.checkpoints_of(config) or list(chosen))[-1]

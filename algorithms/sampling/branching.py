@@ -42,8 +42,8 @@ class Fork(NamedTuple):
 
 
 async def request_branches(store: Store, config: RunConfig, asked: Sequence[NewRollout]) -> None:
-    """Wait until the rollouts that were asked for have ended, ask for the branches or replays that
-    the run file wants of their groups, and wait for those."""
+    """Wait until the requested rollouts have ended, request the branches or counterfactual rollouts
+    of their groups, and wait for those."""
     settings = config.algorithm
     if settings.branching.kind == "none" and not settings.counterfactual.stand_ins:
         return
@@ -79,9 +79,8 @@ def branches(config: RunConfig, rollouts: Sequence[Rollout]) -> list[NewRollout]
 
 
 def forks(rollout: Rollout, policies: Collection[str] = (POLICY,)) -> Iterator[Fork]:
-    """The calls of a rollout that can be sampled anew: those of the trained policies, all of them
-    sampled at a temperature, after the first. Before the first call a branch would be a rollout
-    like any other."""
+    """The calls of a rollout that can be sampled anew: those of trained policies at a temperature
+    above 0, except the first, where a branch would be an ordinary rollout."""
     if not any(valid(rollout, policy=policy) for policy in policies):
         return
     for number, call in enumerate(rollout.transitions):
@@ -93,7 +92,7 @@ def forks(rollout: Rollout, policies: Collection[str] = (POLICY,)) -> Iterator[F
 
 
 def choose_forks(settings: BranchingConfig, forks: Sequence[Sequence[Fork]]) -> list[Fork]:
-    """The forks, by rollout, that branches are asked for, in order of rollout and call."""
+    """The forks to branch at, in order of rollout and call. forks: by rollout."""
     together = [fork for some in forks for fork in some]
     picked = {
         fork
@@ -104,8 +103,8 @@ def choose_forks(settings: BranchingConfig, forks: Sequence[Sequence[Fork]]) -> 
 
 
 def branch_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Metrics: how many rollouts were branches, and how many of them did not repeat all that they
-    should have, because the agent asked something else. None without branches."""
+    """Metrics: the number of branches, and of those that did not repeat all calls before the fork,
+    because the agent asked something else. Empty without branches."""
     rows = [row for group in groups for row in group.rollouts]
     found = [row for row in rows if row.branch is not None and not row.counterfactual]
     if not found:

@@ -24,8 +24,8 @@ log = logging.getLogger("agentrl.algorithm")
 
 
 async def evaluate_upstreams(config: RunConfig) -> None:
-    """The algorithm process of a run without a model of its own: has the held-out tasks played,
-    once, because endpoints keep their own sampling."""
+    """The algorithm process of a run whose calls `[upstreams]` answer: it scores the held-out tasks
+    once, because endpoints have their own sampling settings."""
     tasks = load_tasks(config.tasks.heldout, Path(config.root), key="tasks.heldout")
     temperatures = {"score": config.eval.temperature}
     async with open_store(config.store) as store:
@@ -43,7 +43,7 @@ async def evaluate_heldout(
     tasks: list[dict[str, Json]],
     temperatures: dict[str, float],
 ) -> None:
-    """Log what `score` finds after `step` steps, if an earlier start has not."""
+    """Log the held-out scores after `step` steps, unless they are in the store already."""
     done = {row.step: row.metrics for row in await store.steps(config.name)}
     if "eval/score" in done.get(step, {}):
         return
@@ -63,8 +63,8 @@ async def score(
     tasks: list[dict[str, Json]],
     temperatures: dict[str, float],
 ) -> dict[str, float]:
-    """What one rollout per task comes to after `step` steps, as `eval/<name>` and so on for each
-    named temperature. Asking again for the same step finds the finished rollouts."""
+    """The scores of one rollout per task after `step` steps, as `eval/<name>` and so on for each
+    named temperature. A second call for the same step reuses the finished rollouts."""
     asked = {}
     for name, temperature in temperatures.items():
         sampling = replace(config.sampling, temperature=temperature)
@@ -90,9 +90,9 @@ async def play(
 
 
 def score_metrics(name: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """<name>: the mean outcome; <name>/<role>: that of each role to which the verifier gives one of
-    its own, such as the players of a game; <name>_missing: how many rollouts have no outcome, such
-    as crashes and time-outs, and are in no mean."""
+    """<name>: the mean outcome; <name>/<role>: the mean of each role with its own outcome, such as
+    the players of a game; <name>_missing: the number of rollouts without an outcome, such as
+    crashes and time-outs, which are in no mean."""
     found: dict[str, list[float]] = {name: [rollout.reward() for rollout in rollouts]}
     for row in (row for rollout in rollouts for row in rollout.rewards):
         if row.scope is Scope.ROLE and row.name == "outcome":

@@ -41,7 +41,7 @@ from agentrl.types import POLICY
 
 
 def load_algorithms(config: RunConfig) -> dict[str, Algo]:
-    """The record of each policy that learns. Raises ConfigError for what one could not use."""
+    """The algorithm of each trained policy. Raises ConfigError for settings that do not fit."""
     algos = {}
     for name in trained(config):
         try:
@@ -55,10 +55,10 @@ def load_algorithms(config: RunConfig) -> dict[str, Algo]:
 
 
 def group_requirements(config: RunConfig, algos: Mapping[str, Algo]) -> tuple[bool, str | None]:
-    """What the algorithms ask of the groups, from which all policies learn: whether the first
-    rollout is a greedy one, and the reward that must differ within a group; none: any will do.
+    """What the algorithms require of the groups, which all policies share: whether the first
+    rollout is greedy, and the reward that must differ within a group, if there is one.
 
-    Raises ConfigError where they do not agree, and for replays that none of them learns from."""
+    Raises ConfigError if they disagree, and for counterfactual rollouts that none of them reads."""
     asked = {
         name: (algo.greedy, resampling_reward(view(config, name).algorithm, algo))
         for name, algo in algos.items()
@@ -77,12 +77,12 @@ def group_requirements(config: RunConfig, algos: Mapping[str, Algo]) -> tuple[bo
 
 
 def load_algorithm(config: RunConfig) -> Algo:
-    """The record that the run file asks for. Raises ConfigError for what it could not use."""
+    """The algorithm of the run file. Raises ConfigError for settings that do not fit it."""
     streams = auxiliary.supplied(config)
     algo = catalogue.make(config.algorithm.preset, config.algorithm.options, streams=streams)
     check_group(config.algorithm, algo)
     auxiliary.check_used(config, algo)
-    return counterfactuals.with_optional_reward(config, algo)
+    return counterfactuals.with_optional_reward(config.algorithm.counterfactual, algo)
 
 
 def make_policies(
@@ -113,15 +113,15 @@ def make_difficulty(config: RunConfig, policies: PolicySet) -> TaskDifficulty | 
 
 
 def first_versions(config: RunConfig) -> dict[str, FrozenPolicy]:
-    """The policies as training began with them that stand in for what they have become. None where
-    nothing is trained."""
+    """The untrained versions of policies that are stand-ins in counterfactual rollouts. Empty if
+    the run trains nothing."""
     given = config.algorithm.counterfactual.stand_ins if config.steps else {}
     roles = [role for role, player in given.items() if player == FIRST]
     return dict(first_version(config, player_of(config, role)) for role in roles)
 
 
 def make_pool(config: RunConfig, policies: PolicySet) -> OpponentPool | None:
-    """Who plays whom, where there are seats; a pool of snapshots is remembered with the run."""
+    """The opponents of self-play, if there are seats; a pool of snapshots is saved with the run."""
     settings = config.selfplay
     if not settings.seats:
         return None
@@ -134,8 +134,8 @@ def make_pool(config: RunConfig, policies: PolicySet) -> OpponentPool | None:
 def make_updater(
     config: RunConfig, name: str, algo: Algo, model: LoadedModel, dumps: Path
 ) -> Updater:
-    """What trains one policy, by its own view of the run. dumps: where steps go that cannot be
-    made."""
+    """The updater of one policy. config: its own view of the run; dumps: the folder for failed
+    optimizer steps."""
     loaded = model.model, model.tokenizer, model.source
     scorers, trainers = auxiliary.make_reward_models(config, *loaded)
     learner = make_learner(config, algo, *loaded, model.adapters, trainers, name)
@@ -154,7 +154,7 @@ def make_updater(
 
 
 def make_state(config: RunConfig, algo: Algo, reference: Following | None) -> tuple[State, Anchor]:
-    """All that a policy remembers from step to step, and what holds it."""
+    """The state that a policy keeps from step to step, and its KL control."""
     memory = State(algo.memories, seed=config.seed)
     anchor = Anchor(reference, auxiliary.make_controller(config, algo))
     if anchor.kl is not None:
@@ -171,11 +171,11 @@ def make_preprocessor(
     scorers: Sequence[Completer],
     trainers: Sequence[ImplicitTrainer],
 ) -> Preprocessor:
-    """What completes the groups before a policy learns from them: what replays say of its roles,
-    ids, and then the rewards that models give, which read these."""
+    """The preprocessing of a policy: counterfactual rewards, token ids of inexact calls, and then
+    the rewards of models, which need the ids."""
     tokenizer, context = model.tokenizer, context_of(model.model)
     completers: list[Completer] = []
-    if counterfactuals.uses_counterfactuals(config, algo):
+    if counterfactuals.uses_counterfactuals(config.algorithm.counterfactual, algo):
         completers.append(RoleRewards(coalition_formula(config), name))
     if config.algorithm.inexact == "retokenize":
         completers.append(Retokenizer(tokenizer, learner, context, algo.rewards, name))

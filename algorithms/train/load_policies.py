@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from agentrl import digests
 from agentrl.algorithms.model.load import Tokenizer, load_model, vocabulary_of
 from agentrl.algorithms.model.lora import Adapters
-from agentrl.config import LoraConfig, RunConfig
+from agentrl.config import LoraConfig, PolicyConfig, RunConfig
 from agentrl.config import policies as team
 from agentrl.errors import ConfigError, PolicyError
 from agentrl.files import atomic_directory
@@ -46,7 +46,7 @@ def load_policies(config: RunConfig) -> list[LoadedModel]:
         key = (source, "" if adapted else name)
         try:
             if key not in bases:
-                bases[key] = load_base_model(source, config, adapted=adapted, built=built)
+                bases[key] = load_base_model(source, config.policy, adapted=adapted, built=built)
             bases[key].policies.append(name)
             add_adapter(bases[key].adapters, name, own)
         except PolicyError as error:
@@ -56,11 +56,11 @@ def load_policies(config: RunConfig) -> list[LoadedModel]:
 
 
 def load_base_model(
-    source: str, config: RunConfig, *, adapted: bool, built: bool = False
+    source: str, policy: PolicyConfig, *, adapted: bool, built: bool = False
 ) -> LoadedModel:
     digests.check(Path(source))
     log.log(PHASE, f"loading the model {source}")
-    model, tokenizer = load_model(source, config.policy.dtype, config.policy.device)
+    model, tokenizer = load_model(source, policy.dtype, policy.device)
     adapters = Adapters(model) if adapted else None
     return LoadedModel(source, model, tokenizer, adapters, built=built)
 

@@ -92,7 +92,7 @@ class PolicyServers:
                     "and no other model beside the policy's; train adapters (policy.lora.rank), or "
                     "set engine.kind = 'embedded'"
                 )
-            base = load_base_model(str(directory), self._config, adapted=False)
+            base = load_base_model(str(directory), self._config.policy, adapted=False)
             base.policies.append(name)
             server = _server(_apart(self._config, 1), base)
             await server.start()

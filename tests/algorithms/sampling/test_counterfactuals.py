@@ -257,12 +257,13 @@ def test_a_step_whose_replays_have_no_outcome_teaches_nothing(
     ended = [played(asked, nan) for asked in counterfactual_rollouts(config, [rollout("a")])]
     group = complete(config, rollout("a"), *ended)
     assert "None of the 3 replays of step 3 has an outcome" in caplog.text
-    algo = with_optional_reward(config, make("difference", {}))
-    assert uses_counterfactuals(config, algo)
+    settings = config.algorithm.counterfactual
+    algo = with_optional_reward(settings, make("difference", {}))
+    assert uses_counterfactuals(settings, algo)
     columns.check([group], [name for name in algo.rewards if name not in algo.optional])
     assert build_batch([group], reward_names=algo.rewards, min_group=1).n_tokens == 0
     other = make("grpo", {})
-    assert with_optional_reward(config, other) is other
+    assert with_optional_reward(settings, other) is other
     with pytest.raises(TrainingError, match=r"none of 1 rollouts of step 3 has one"):
         complete(config, rollout("a", outcome=nan))
 
