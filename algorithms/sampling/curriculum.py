@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 import torch
 
-from agentrl.algorithms.data.state import Means
+from agentrl.algorithms.data.state import CountedMeans
 from agentrl.types import Group, Json, Task
 
 PART = "difficulty"  # its name in the state of the run
@@ -24,7 +24,7 @@ PART = "difficulty"  # its name in the state of the run
 class TaskDifficulty:
     """The mean outcome of every task that was sampled, and of how many rollouts."""
 
-    means: Means = field(default_factory=Means)
+    means: CountedMeans = field(default_factory=CountedMeans)
 
     def record_outcomes(self, groups: Sequence[Group]) -> None:
         """Record the outcomes of sampled rollouts, trained or not. Missing rewards do not count,

@@ -6,19 +6,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from agentrl.algorithms.credit.turns import HINDSIGHT
-from agentrl.algorithms.data.state import State
+from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
 from agentrl.algorithms.learners import auxiliary
 from agentrl.algorithms.learners.base import Learner
 from agentrl.algorithms.learners.factory import make_learner
 from agentrl.algorithms.learners.implicit_reward import ImplicitTrainer
-from agentrl.algorithms.learners.verl.learner import VerlLearner
-from agentrl.algorithms.model.load import context_of
+from agentrl.algorithms.model.load import context_length
 from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.objective.kl_control import Anchor, Following
+from agentrl.algorithms.objective.kl_control import ReferenceControl, UpdatableReference
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.presets.registry import check_group
+from agentrl.algorithms.presets.zoo.hcapo import HINDSIGHT
 from agentrl.algorithms.sampling import counterfactuals
 from agentrl.algorithms.sampling.collect import resampling_reward
 from agentrl.algorithms.sampling.counterfactuals import RoleRewards, coalition_formula
@@ -78,11 +77,14 @@ def group_requirements(config: RunConfig, algos: Mapping[str, Algo]) -> tuple[bo
 
 def load_algorithm(config: RunConfig) -> Algo:
     """The algorithm of the run file. Raises ConfigError for settings that do not fit it."""
-    streams = auxiliary.supplied(config)
-    algo = catalogue.make(config.algorithm.preset, config.algorithm.options, streams=streams)
-    check_group(config.algorithm, algo)
-    auxiliary.check_used(config, algo)
-    return counterfactuals.with_optional_reward(config.algorithm.counterfactual, algo)
+    streams = auxiliary.available_streams(config)
+    settings = config.algorithm
+    algo = catalogue.make(
+        settings.preset, settings.options, streams=streams, root=Path(config.root)
+    )
+    check_group(settings, algo)
+    auxiliary.refuse_unused_settings(config, algo)
+    return counterfactuals.with_optional_reward(settings.counterfactual, algo)
 
 
 def make_policies(
@@ -97,9 +99,9 @@ def make_policies(
         model = next(model for model in models if name in model.policies)
         dumps = Path(config.output, "dumps", name if config.policies else "")
         updaters[name] = make_updater(view(config, name), name, algo, model, dumps)
-        if isinstance(learner := updaters[name].learner, VerlLearner):
-            stack.callback(learner.close)
-    state = State() if config.policies else updaters[POLICY].state
+        if close := getattr(updaters[name].learner, "close", None):
+            stack.callback(close)
+    state = AlgorithmState() if config.policies else updaters[POLICY].state
     return PolicySet(config, updaters, state)
 
 
@@ -139,7 +141,7 @@ def make_updater(
     loaded = model.model, model.tokenizer, model.source
     scorers, trainers = auxiliary.make_reward_models(config, *loaded)
     learner = make_learner(config, algo, *loaded, model.adapters, trainers, name)
-    state, anchor = make_state(config, algo, learner.frozen.get("q"))
+    state, anchor = make_state(config, algo, getattr(learner, "frozen", {}).get("q"))
     return Updater(
         config,
         algo,
@@ -153,10 +155,12 @@ def make_updater(
     )
 
 
-def make_state(config: RunConfig, algo: Algo, reference: Following | None) -> tuple[State, Anchor]:
+def make_state(
+    config: RunConfig, algo: Algo, reference: UpdatableReference | None
+) -> tuple[AlgorithmState, ReferenceControl]:
     """The state that a policy keeps from step to step, and its KL control."""
-    memory = State(algo.memories, seed=config.seed)
-    anchor = Anchor(reference, auxiliary.make_controller(config, algo))
+    memory = AlgorithmState(algo.memories, seed=config.seed)
+    anchor = ReferenceControl(reference, auxiliary.make_controller(config, algo))
     if anchor.kl is not None:
         memory.parts["kl"] = anchor.kl
     return memory, anchor
@@ -173,7 +177,7 @@ def make_preprocessor(
 ) -> Preprocessor:
     """The preprocessing of a policy: counterfactual rewards, token ids of inexact calls, and then
     the rewards of models, which need the ids."""
-    tokenizer, context = model.tokenizer, context_of(model.model)
+    tokenizer, context = model.tokenizer, context_length(model.model)
     completers: list[Completer] = []
     if counterfactuals.uses_counterfactuals(config.algorithm.counterfactual, algo):
         completers.append(RoleRewards(coalition_formula(config), name))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from agentrl.algorithms.data.merge import build_batch
-from agentrl.algorithms.data.state import State
+from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.diagnostics.credit_records import (
     CreditRecorder,
     baselines,
@@ -30,7 +30,7 @@ from tests.algorithms.worlds import NAN
 def updater(learner: Recorder, name: str = "grpo", **settings: object) -> Updater:
     config = RunConfig(steps=5, algorithm=AlgorithmConfig(lr=1.0, **settings))  # type: ignore[arg-type]
     algo = make(name, {})
-    state = State(algo.memories)
+    state = AlgorithmState(algo.memories)
     return Updater(config, algo, learner, state=state, recorder=CreditRecorder())
 
 
@@ -87,7 +87,7 @@ def test_what_a_later_step_makes_of_a_call_is_not_stored() -> None:
     recorder = CreditRecorder()
     recorder.open(algo, whole)
     for batch, moved in ((part, 0.0), (whole, 0.5)):
-        terms = objective.plan(algo, batch, {"o": batch.behaviour})
+        terms = objective.loss_terms(algo, batch, {"o": batch.behaviour})
         recorder.record(algo, batch, terms, batch.behaviour + moved)
     assert [credit.gate[0] for credit in recorder.stored()][::2] == [1.0, 0.0]
 
@@ -121,7 +121,7 @@ def test_what_is_stored_brings_back_what_is_not_to_be_had_again(
     name: str, options: dict[str, object]
 ) -> None:
     algo = make(name, options, streams=("o", "b", "v", "q"))
-    state = State(algo.memories)
+    state = AlgorithmState(algo.memories)
     for number in range(3):
         batch = recalled(algo, state, step_of(7, number))
     values, drift = torch.randn(2, batch.n_tokens, dtype=torch.float64)
@@ -129,7 +129,7 @@ def test_what_is_stored_brings_back_what_is_not_to_be_had_again(
     recorder = CreditRecorder()
     recorder.open(algo, batch)
     streams = dict.fromkeys(algo.needs, batch.behaviour.double())
-    terms = objective.plan(algo, batch, streams, fresh=True)
+    terms = objective.loss_terms(algo, batch, streams, fresh=True)
     recorder.record(algo, batch, terms, batch.behaviour)
     credits = {credit.transition: credit for credit in recorder.stored()}
     bare = replace(batch, memory={}, values=torch.empty(0), reference=torch.empty(0))
@@ -140,13 +140,16 @@ def test_what_is_stored_brings_back_what_is_not_to_be_had_again(
     assert torch.equal(back.columns["weight"].float(), terms.weight.float())
     again = replayed(algo, bare, back)
     assert torch.allclose(
-        objective.credited(algo, again), objective.credited(algo, batch), atol=1e-6, equal_nan=True
+        objective.compute_advantages(algo, again),
+        objective.compute_advantages(algo, batch),
+        atol=1e-6,
+        equal_nan=True,
     )
 
 
 def test_what_another_algorithm_stored_is_not_mistaken_for_baselines() -> None:
     algo, one = make("grpo", {}), float32([1.0])
-    batch = recalled(algo, State(), step_of(8, 0))
+    batch = recalled(algo, AlgorithmState(), step_of(8, 0))
     numbers = {"advantage": one, "gate": one, "weight": one, "psi": one}
     of_five = Credit(transition="", policy="policy", baseline=float32([1.0] * 5), **numbers)
     back = read(algo, batch, dict.fromkeys(batch.transitions, of_five))

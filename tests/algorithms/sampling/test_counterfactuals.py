@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from agentrl.algorithms.data import rewards as columns
 from agentrl.algorithms.data.merge import build_batch, valid
 from agentrl.algorithms.diagnostics import metrics
-from agentrl.algorithms.objective.core import credited
+from agentrl.algorithms.objective.core import compute_advantages
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.algorithms.sampling import collect
 from agentrl.algorithms.sampling.counterfactuals import (
@@ -217,8 +217,8 @@ def test_nobody_learns_from_a_replay() -> None:
     batch = build_batch([whole], reward_names=algo.rewards)
     assert batch.rollouts == ["a", "b"]
     # Each role against its own in the other rollout, where all of a's were worth 0.5 more.
-    assert credited(algo, batch).tolist() == pytest.approx([0.25] * 3 + [-0.25] * 3)
-    alone = credited(make("difference", {"baseline": "none"}), batch).tolist()
+    assert compute_advantages(algo, batch).tolist() == pytest.approx([0.25] * 3 + [-0.25] * 3)
+    alone = compute_advantages(make("difference", {"baseline": "none"}), batch).tolist()
     assert alone == pytest.approx([1.0, 0.6, 0.4, 0.5, 0.1, -0.1])
     assert collect.resampling_metrics([whole], [], 0)["reward/sampled_mean"] == 0.75
     measured = metrics.batch_metrics([whole], batch)
@@ -257,13 +257,12 @@ def test_a_step_whose_replays_have_no_outcome_teaches_nothing(
     ended = [played(asked, nan) for asked in counterfactual_rollouts(config, [rollout("a")])]
     group = complete(config, rollout("a"), *ended)
     assert "None of the 3 replays of step 3 has an outcome" in caplog.text
-    settings = config.algorithm.counterfactual
-    algo = with_optional_reward(settings, make("difference", {}))
-    assert uses_counterfactuals(settings, algo)
-    columns.check([group], [name for name in algo.rewards if name not in algo.optional])
+    algo = with_optional_reward(config.algorithm.counterfactual, make("difference", {}))
+    assert uses_counterfactuals(config.algorithm.counterfactual, algo)
+    columns.check_rewards([group], [name for name in algo.rewards if name not in algo.optional])
     assert build_batch([group], reward_names=algo.rewards, min_group=1).n_tokens == 0
     other = make("grpo", {})
-    assert with_optional_reward(settings, other) is other
+    assert with_optional_reward(config.algorithm.counterfactual, other) is other
     with pytest.raises(TrainingError, match=r"none of 1 rollouts of step 3 has one"):
         complete(config, rollout("a", outcome=nan))
 
