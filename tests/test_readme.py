@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from agentrl.algorithms.train.main import algorithms
+from agentrl.algorithms.train.build import load_algorithms
 from agentrl.config import RunConfig, load
 
 README = Path(__file__).parents[1] / "README.md"
@@ -45,7 +45,7 @@ TRAIN = re.findall(r"^agentrl train (\S+)(.*?)(?: +#.*)?$", README.read_text(), 
 def test_every_way_to_train_is_one(run_file: str, rest: str) -> None:
     pytest.importorskip("tensorboard")
     overrides = [word for word in shlex.split(rest) if "=" in word]
-    algorithms(load(README.parent / run_file, overrides))
+    load_algorithms(load(README.parent / run_file, overrides))
 
 
 def test_the_table_names_settings() -> None:

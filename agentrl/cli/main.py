@@ -88,9 +88,9 @@ def train(
     config = load(run_file, [*overrides, *extra])
     if dry_run:
         if find_spec("torch") and find_spec("transformers"):  # the extra `train`
-            from agentrl.algorithms.train.main import algorithms, sampled_for
+            from agentrl.algorithms.train.build import group_requirements, load_algorithms
 
-            sampled_for(config, algorithms(config))
+            group_requirements(config, load_algorithms(config))
         click.echo(to_toml(config), nl=False)
         if config.learner.kind == "verl":
             from agentrl.algorithms.learners.verl.settings import describe_settings
@@ -305,10 +305,10 @@ def play_lineups(config_file: Path, plan_file: Path) -> None:
     import msgspec
 
     from agentrl.algorithms.train.play import main as play
-    from agentrl.config.players import Plan
+    from agentrl.config.players import EvaluationPlan
 
     config = msgspec.json.decode(config_file.read_bytes(), type=RunConfig)
-    play(config, msgspec.json.decode(plan_file.read_bytes(), type=Plan))
+    play(config, msgspec.json.decode(plan_file.read_bytes(), type=EvaluationPlan))
 
 
 @cli.group(hidden=True)

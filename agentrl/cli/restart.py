@@ -15,7 +15,7 @@ import msgspec
 from agentrl import digests, trainer
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
-from agentrl.evaluation.core import Checkpoint, checkpoint_at, checkpoints_of
+from agentrl.evaluation.core import SavedCheckpoint, checkpoint_at, checkpoints_of
 from agentrl.store import open_store
 from agentrl.types import RunState
 
@@ -43,7 +43,7 @@ async def _go_back(config: RunConfig, start: str) -> None:
         await store.log(config.name, steps, taken, epoch=state.epoch)
 
 
-def _chosen(config: RunConfig, state: RunState, start: str) -> Checkpoint:
+def _chosen(config: RunConfig, state: RunState, start: str) -> SavedCheckpoint:
     if start.isdecimal():
         own = checkpoints_of(config)
         found = next((one for one in reversed(own) if one.steps == int(start)), None)
@@ -67,7 +67,7 @@ def _chosen(config: RunConfig, state: RunState, start: str) -> Checkpoint:
     return found
 
 
-def _kept(config: RunConfig, found: Checkpoint, epoch: int) -> str:
+def _kept(config: RunConfig, found: SavedCheckpoint, epoch: int) -> str:
     """Its name in the run's folder, relative to that; copied to there from elsewhere."""
     folder = Path(config.output, "checkpoints")
     if found.path.parent == folder.resolve():

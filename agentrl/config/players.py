@@ -1,7 +1,7 @@
-"""Who plays which role, side by side: what the front asks the algorithm process to play.
+"""Evaluation plans: which frozen policies play which roles, on which tasks.
 
-A player is a policy as it was after some training; a lineup gives roles to players, and every
-lineup plays the same tasks, so that what differs between two of them is who plays.
+A lineup assigns roles to policies. All lineups of a plan play the same tasks, so two of them differ
+only in who plays.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from agentrl.types import Json
 Seats = dict[str, str]  # role -> player, or a policy of the run
 
 
-class Player(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A policy that plays and does not learn. Of an empty directory: the policy's adapter as
-    training began with it, which changes nothing."""
+class FrozenPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A policy that plays and does not learn. An empty directory means the policy's untrained
+    adapter."""
 
     policy: str
     directory: str  # of a model or an adapter, or a model's hub name
-    steps: int  # that it was trained for: its version
+    steps: int  # of training: its version
 
 
-class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is played: `tasks` once by each of `lineups`, which name `players` or policies of the
-    run, at one temperature."""
+class EvaluationPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Each lineup plays each task once, at one temperature. Lineups name `players` or policies of
+    the run."""
 
-    players: dict[str, Player]
+    players: dict[str, FrozenPolicy]
     lineups: dict[str, Seats]  # by names without a slash
     tasks: list[dict[str, Json]]
     temperature: float
-    steps: int  # that the run's own policies were trained for
+    steps: int  # of training of the run's own policies
 
 
-def first_version(config: RunConfig, policy: str) -> tuple[str, Player]:
+def first_version(config: RunConfig, policy: str) -> tuple[str, FrozenPolicy]:
     """A policy as training began with it, and its name."""
     own = policies.view(config, policy).policy
     if own.lora.rank or own.lora.adapter:
@@ -45,4 +45,4 @@ def first_version(config: RunConfig, policy: str) -> tuple[str, Player]:
     else:
         made = config.path(own.model) if own.model else Path(config.output, "policy")
         directory = str(made) if made.is_dir() else own.model
-    return policies.first_name(policy), Player(policy=policy, directory=directory, steps=0)
+    return policies.first_name(policy), FrozenPolicy(policy=policy, directory=directory, steps=0)

@@ -1,4 +1,4 @@
-"""`agentrl ablate`: what a team is worth without what one of its roles has learned.
+"""`agentrl ablate`: how much of a team's score is due to what each role has learned.
 
 Each lineup is the team with one role played by the first version of its policy, or by that of
 another checkpoint. All play the same held-out tasks, so the differences are paired by task.
@@ -16,7 +16,7 @@ from rich.table import Table
 from agentrl import trainer
 from agentrl.config import RunConfig
 from agentrl.config import policies as team
-from agentrl.config.players import Plan, Seats, first_version
+from agentrl.config.players import EvaluationPlan, Seats, first_version
 from agentrl.errors import ConfigError, nearest
 from agentrl.evaluation import core as evaluation
 from agentrl.types import Rollout
@@ -25,7 +25,7 @@ TEAM = "team"  # the lineup in which nobody is replaced
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class AblationRow:
     """The team without what one role has learned. Scores are mean outcomes."""
 
     role: str
@@ -39,12 +39,12 @@ class Row:
 
 def ablate(
     config: RunConfig, roles: Sequence[str], replacement: Path | None, *, fresh: bool = False
-) -> list[Row]:
+) -> list[AblationRow]:
     """For each role, by default every one that a trained policy plays, how the team of the run's
     last checkpoint scores with and without it. fresh: play again what has been played.
 
     Raises ConfigError for a role that nobody plays, and a checkpoint without its policy."""
-    known = evaluation.claimed(config)
+    known = evaluation.trained_roles(config)
     for role in roles:
         if config.policies and role not in known:
             raise ConfigError(f"--role {role}: no trained policy plays it; {nearest(role, known)}")
@@ -57,13 +57,15 @@ def ablate(
     last = evaluation.checkpoint_at(trainer.blocking(evaluation.last_checkpoint(config)))
     other = evaluation.checkpoint_at(replacement) if replacement else None
     found = {
-        role: evaluation.player(config, other, policy) if other else first_version(config, policy)
+        role: evaluation.frozen_policy(config, other, policy)
+        if other
+        else first_version(config, policy)
         for role, policy in wanted.items()
     }
     players = {role: name for role, (name, _) in found.items()}
     lineups: dict[str, Seats] = {TEAM: {}}
     lineups |= {f"{role}={name}": {role: name} for role, name in players.items()}
-    plan = Plan(
+    plan = EvaluationPlan(
         players=dict(found.values()),
         lineups=lineups,
         tasks=evaluation.tasks_of(config, config.eval.tasks),
@@ -72,20 +74,23 @@ def ablate(
     )
     played = evaluation.run_plan(config, last, plan, "ablation", fresh=fresh)
     return [
-        row(role, name, played[TEAM], played[f"{role}={name}"]) for role, name in players.items()
+        ablation_row(role, name, played[TEAM], played[f"{role}={name}"])
+        for role, name in players.items()
     ]
 
 
-def row(role: str, player: str, whole: Sequence[Rollout], without: Sequence[Rollout]) -> Row:
+def ablation_row(
+    role: str, player: str, whole: Sequence[Rollout], without: Sequence[Rollout]
+) -> AblationRow:
     """`whole` and `without` are of the same tasks, in the same order."""
     scores, rest = evaluation.outcomes(whole), evaluation.outcomes(without)
     gaps = [a - b for a, b in zip(scores, rest, strict=True)]
-    loss, error = evaluation.mean_error(gaps)
-    means = [evaluation.mean_error(values)[0] for values in (scores, rest)]
-    return Row(role, player, means[0], means[1], loss, error, sum(map(isfinite, gaps)))
+    loss, error = evaluation.mean_and_error(gaps)
+    means = [evaluation.mean_and_error(values)[0] for values in (scores, rest)]
+    return AblationRow(role, player, means[0], means[1], loss, error, sum(map(isfinite, gaps)))
 
 
-def table(rows: Sequence[Row]) -> Table:
+def table(rows: Sequence[AblationRow]) -> Table:
     shown = Table("role", "played by", title="the team without what a role has learned")
     shown.title_justify = "left"
     for column in ("team", "without", "loss", "tasks"):
@@ -97,9 +102,9 @@ def table(rows: Sequence[Row]) -> Table:
     return shown
 
 
-def as_json(rows: Sequence[Row]) -> str:
+def as_json(rows: Sequence[AblationRow]) -> str:
     return evaluation.as_json(
-        [{name: getattr(one, name) for name in Row.__slots__} for one in rows]
+        [{name: getattr(one, name) for name in AblationRow.__slots__} for one in rows]
     )
 
 

@@ -1,8 +1,8 @@
-"""What a trained run has come to, measured beside it: its held-out score, or lineups that play.
+"""Evaluation of a trained run: its held-out score, or the games of an evaluation plan.
 
-Every evaluation is a run of no steps in a folder of its own, beside that of the run it is about.
-That of lineups is named by all that decides a game, so the same command finds the games that have
-ended, and goes on with the rest after `kill -9`; other weights or settings are another evaluation.
+Every evaluation is a run of no steps in its own folder, next to that of the run it evaluates. The
+name of a plan's run is a hash of everything that decides a game, so the same command finds the
+games that have ended and plays the rest after `kill -9`; other weights or settings are another run.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from rich.console import Console
 from agentrl import trainer
 from agentrl.config import LoraConfig, MetricsConfig, PolicyConfig, RunConfig, SelfplayConfig
 from agentrl.config import policies as team
-from agentrl.config.players import Plan, Player
+from agentrl.config.players import EvaluationPlan, FrozenPolicy
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.loading import load_tasks
 from agentrl.processes import PHASE
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.types import POLICY, Json, Purpose, Rollout, RolloutState
+from agentrl.types import POLICY, Json, Purpose, Rollout, RolloutState, commonest_failure
 
 STEPS = re.compile(r"(\d+)(?:\.\d+)?$")  # a checkpoint's name: its steps, and its writer's epoch
 GAMES = ("agent", "verifier", "sampling", "policy", "policies", "upstreams", "roles", "seed")
-"""Settings that decide, beside a plan, how its games go."""
+"""The settings of the run file that decide how games go."""
 Played = dict[str, list[Rollout]]  # by lineup, in the order of the tasks
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class SavedCheckpoint:
     """A directory that `agentrl train` wrote."""
 
     path: Path
     steps: int
 
     def of(self, config: RunConfig, policy: str) -> Path:
-        """Where in it a policy is. Raises ConfigError if it is not."""
+        """The directory of a policy in it. Raises ConfigError if there is none."""
         directory = self.path / policy if config.policies else self.path
         files = ("config.json", "adapter_config.json")
         if not any((directory / file).is_file() for file in files):
@@ -76,51 +76,71 @@ def evaluate(
     replace = msgspec.structs.replace
     name = f"{config.name}-eval-{time.strftime('%Y%m%d-%H%M%S')}"
     heldout = str(Path(tasks).resolve()) if tasks and ":" not in tasks else tasks
-    own = untrained(config, name, checkpoint and checkpoint.resolve())
+    own = evaluation_run(config, name, checkpoint and checkpoint.resolve())
     config = replace(
         own,
         store=own.store if trainer.has_own_store(config) else config.store,
         tasks=replace(config.tasks, heldout=heldout or config.tasks.heldout),
         eval=replace(config.eval, tasks=0) if tasks else config.eval,
-        selfplay=SelfplayConfig(),  # nobody meets a pool
+        selfplay=SelfplayConfig(),  # no opponents from a pool
     )
     trainer.check(config)
     if checkpoint:
-        Console().print(scored(checkpoint), highlight=False, markup=False, soft_wrap=True)
-    return trainer.blocking(trainer.front(config, runners=config.runner.processes, level=level))
+        Console().print(scored_line(checkpoint), highlight=False, markup=False, soft_wrap=True)
+    return trainer.blocking(_score(config, level))
 
 
-def scored(checkpoint: Path) -> str:
+async def _score(config: RunConfig, level: int) -> trainer.Result:
+    result = await trainer.front(config, runners=config.runner.processes, level=level)
+    async with open_store(config.store) as store:
+        check_any_succeeded(await store.rollouts(config.name, purpose=Purpose.EVAL), config.name)
+    return result
+
+
+def check_any_succeeded(rows: Sequence[Rollout], name: str, option: str = "") -> None:
+    """Raises AgentRLError, with the commonest cause, where every rollout failed, so that there is
+    no score. option: what to repeat the command with."""
+    failures = [row.failure for row in rows if row.failure]
+    if failures and len(failures) == len(rows):
+        cause = commonest_failure(failures, len(rows))
+        raise AgentRLError(
+            f"{name}: every rollout failed, {cause}; correct that, and repeat the command{option}"
+        )
+
+
+def scored_line(checkpoint: Path) -> str:
     """Which weights are scored, for the console."""
     named = STEPS.match(checkpoint.name)
     after = f" after step {int(named[1])}" if named else ""
     return f"scoring the policy{after}: {checkpoint}"
 
 
-def checkpoint_at(path: Path) -> Checkpoint:
+def checkpoint_at(path: Path) -> SavedCheckpoint:
     """Raises ConfigError for what is no checkpoint of a run."""
     named = STEPS.match(path.name)
     if not path.is_dir():
         raise ConfigError(f"{path}: no such checkpoint directory")
     if named is None or not (path / "state.json").is_file():
         raise ConfigError(f"{path}: it is no checkpoint of a run; give <output>/checkpoints/...")
-    return Checkpoint(path.resolve(), int(named[1]))
+    return SavedCheckpoint(path.resolve(), int(named[1]))
 
 
-def checkpoints_of(config: RunConfig) -> list[Checkpoint]:
+def checkpoints_of(config: RunConfig) -> list[SavedCheckpoint]:
     """Those of a run that are on disk, oldest first."""
     folder = Path(config.output, "checkpoints")
     found = [path for path in folder.glob("*") if STEPS.match(path.name) and path.is_dir()]
     return sorted(map(checkpoint_at, found), key=lambda made: (made.steps, made.path.name))
 
 
-def player(config: RunConfig, checkpoint: Checkpoint, policy: str) -> tuple[str, Player]:
-    """A policy as a checkpoint has it, and its name: the policy's, or that of another run."""
+def frozen_policy(
+    config: RunConfig, checkpoint: SavedCheckpoint, policy: str
+) -> tuple[str, FrozenPolicy]:
+    """A policy of a checkpoint, and its name, which says the run if that is another."""
     output = checkpoint.path.parent.parent
     who = policy if output == Path(config.output).resolve() else f"{output.name}-{policy}"
     name = f"{who}@{checkpoint.path.name}".replace(".", "-")  # adapters have no dots in their names
     directory = checkpoint.of(config, policy)
-    return name, Player(policy=policy, directory=str(directory), steps=checkpoint.steps)
+    return name, FrozenPolicy(policy=policy, directory=str(directory), steps=checkpoint.steps)
 
 
 def tasks_of(config: RunConfig, limit: int = 0) -> list[dict[str, Json]]:
@@ -133,19 +153,26 @@ def tasks_of(config: RunConfig, limit: int = 0) -> list[dict[str, Json]]:
 
 
 def run_plan(
-    config: RunConfig, checkpoint: Checkpoint, plan: Plan, kind: str, *, fresh: bool = False
+    config: RunConfig,
+    checkpoint: SavedCheckpoint,
+    plan: EvaluationPlan,
+    kind: str,
+    *,
+    fresh: bool = False,
 ) -> Played:
     """The games of a plan, by lineup. `config`: the trained run; `checkpoint`: where its own
     policies are taken from; `fresh`: play again what has been played. Raises AgentRLError where
     nothing can be learned from them."""
-    own = beside(config, checkpoint, plan, kind)
+    own = plan_run(config, checkpoint, plan, kind)
     trainer.check(own)
     if fresh:
         trainer.clear(own)
     return trainer.blocking(_played(own, plan))
 
 
-def beside(config: RunConfig, checkpoint: Checkpoint, plan: Plan, kind: str) -> RunConfig:
+def plan_run(
+    config: RunConfig, checkpoint: SavedCheckpoint, plan: EvaluationPlan, kind: str
+) -> RunConfig:
     """The settings of the evaluation run."""
     settings = [getattr(config, key) for key in GAMES]
     directories = [str(checkpoint.path), *(one.directory for one in plan.players.values())]
@@ -153,7 +180,7 @@ def beside(config: RunConfig, checkpoint: Checkpoint, plan: Plan, kind: str) -> 
     about = msgspec.json.encode([plan, weights, settings])
     name = f"{config.name}-{kind}-{sha256(about).hexdigest()[:8]}"
     return msgspec.structs.replace(
-        untrained(config, name, checkpoint.path),
+        evaluation_run(config, name, checkpoint.path),
         metrics=MetricsConfig(),
         tasks=msgspec.structs.replace(
             config.tasks, heldout=config.tasks.heldout or config.tasks.train
@@ -162,12 +189,12 @@ def beside(config: RunConfig, checkpoint: Checkpoint, plan: Plan, kind: str) -> 
 
 
 def _written(directory: Path) -> int:
-    """When what is there was written, in ns: a run that began anew has other weights by the same
-    name. 0 for a model of the hub."""
+    """The newest modification time in a directory, in ns, as another run may write other weights
+    under the same name. 0 for a model of the hub."""
     return max((file.stat().st_mtime_ns for file in directory.rglob("*")), default=0)
 
 
-def untrained(config: RunConfig, name: str, checkpoint: Path | None) -> RunConfig:
+def evaluation_run(config: RunConfig, name: str, checkpoint: Path | None) -> RunConfig:
     """A run of no steps, of that name and in a folder beside, with a checkpoint's policies."""
     own = policies_at(config, checkpoint) if checkpoint else {}
     output = Path(config.output).with_name(name)
@@ -231,14 +258,14 @@ async def last_checkpoint(config: RunConfig) -> Path:
     return config.checkpoint(state.checkpoint)
 
 
-async def _played(config: RunConfig, plan: Plan) -> Played:
+async def _played(config: RunConfig, plan: EvaluationPlan) -> Played:
     output = trainer.folder_at(Path(config.output))
     async with open_store(config.store) as store:
         found = await _ended(store, config, plan)
         if found is None:
             file = output / "plan.json"
             file.write_bytes(msgspec.json.encode(plan))
-            console = Console(stderr=True)  # what is printed in the end is the result alone
+            console = Console(stderr=True)  # stdout is for the result
             runners = config.runner.processes
             await trainer.attend(store, config, runners=runners, play=file, console=console)
             found = await _ended(store, config, plan)
@@ -249,7 +276,7 @@ async def _played(config: RunConfig, plan: Plan) -> Played:
     return found
 
 
-async def _ended(store: Store, config: RunConfig, plan: Plan) -> Played | None:
+async def _ended(store: Store, config: RunConfig, plan: EvaluationPlan) -> Played | None:
     """The games of each lineup, if all have ended."""
     found: Played = {name: [] for name in plan.lineups}
     if await store.run(config.name) is None:
@@ -265,21 +292,16 @@ async def _ended(store: Store, config: RunConfig, plan: Plan) -> Played | None:
 async def _check_heard(
     store: Store, lineup: str, rows: Sequence[Rollout], seats: Mapping[str, str]
 ) -> None:
-    """That somebody spoke in every seat in some game: a role that nobody has is a mistake of who
-    named it, and the numbers would mean nothing."""
+    """Raises ConfigError for a role that made no call in any game: it is misspelled, and the
+    results would mean nothing."""
     silent = set(seats)
     for row in rows:
         if not silent:
             return
         trace = await store.trace(row.id)
         silent.difference_update(call.role for call in (trace.transitions if trace else ()))
-    failures = [row.failure.message for row in rows if row.failure]
-    if silent and len(failures) == len(rows):
-        raise AgentRLError(
-            f"{lineup}: every game failed, such as by: {failures[0]}; mend it, and repeat the "
-            "command with --fresh"
-        )
     if silent:
+        check_any_succeeded(rows, lineup, " with --fresh")
         raise ConfigError(
             f"nobody plays the role {sorted(silent)[0]!r} in {lineup}: no call of the agent has "
             "it; name the roles of its calls (agentrl.role, graph nodes or model names), and "
@@ -292,7 +314,7 @@ def outcomes(rows: Iterable[Rollout]) -> list[float]:
     return [row.reward() if row.state is RolloutState.SUCCEEDED else float("nan") for row in rows]
 
 
-def mean_error(values: Sequence[float]) -> tuple[float, float]:
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     """Mean and its standard error, of the values that are known; NaN where there are too few."""
     known = [value for value in values if isfinite(value)]
     mean = fmean(known) if known else float("nan")
@@ -301,7 +323,7 @@ def mean_error(values: Sequence[float]) -> tuple[float, float]:
 
 
 def as_json(value: Json) -> str:
-    """What a program reads: a number that is not known is null."""
+    """JSON for programs, with null for unknown numbers."""
     return json.dumps(_known(value), indent=2)
 
 
@@ -313,7 +335,7 @@ def _known(value: Json) -> Json:
     return None if isinstance(value, float) and not isfinite(value) else value
 
 
-def claimed(config: RunConfig) -> dict[str, str]:
+def trained_roles(config: RunConfig) -> dict[str, str]:
     """Role -> the trained policy that plays it."""
     trained = team.trained(config)
     roles = team.claims(config)

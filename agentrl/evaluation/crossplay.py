@@ -14,18 +14,18 @@ from pathlib import Path
 
 from rich.table import Table
 
-from agentrl.algorithms.sampling.ratings import fitted
+from agentrl.algorithms.sampling.ratings import fit_ratings
 from agentrl.config import RunConfig, selfplay
-from agentrl.config.players import Plan, Player, Seats
+from agentrl.config.players import EvaluationPlan, FrozenPolicy, Seats
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.evaluation import core as evaluation
-from agentrl.evaluation.core import Checkpoint, Played
+from agentrl.evaluation.core import Played, SavedCheckpoint
 from agentrl.types import Json, Rollout
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """What the row's player got out of the games against the column's, seats swapped."""
+class Matchup:
+    """The returns of the row's player in games against the column's, over all seats."""
 
     games: int  # with a known return
     missing: int
@@ -35,11 +35,11 @@ class Meeting:
 
 
 @dataclass(frozen=True, slots=True)
-class Matrix:
-    """Everybody against everybody. The diagonal is None: nobody meets themself."""
+class PayoffMatrix:
+    """Every player against every other. The diagonal is None."""
 
     players: list[str]
-    meetings: list[list[Meeting | None]]
+    meetings: list[list[Matchup | None]]
     ratings: list[float]  # Elo, of mean 0
 
 
@@ -50,9 +50,9 @@ def crossplay(
     every: int = 0,
     games: int = 20,
     fresh: bool = False,
-) -> Matrix:
-    """Play the checkpoints at `paths`, or those of the run after every so many steps (0: all that
-    are on disk), and return who beats whom.
+) -> PayoffMatrix:
+    """Play the checkpoints at `paths`, or every `every` steps those of the run (0: all on disk),
+    against each other.
 
     games: of each player against each other; fresh: play again what has been played. Raises
     ConfigError for what cannot be played."""
@@ -64,13 +64,13 @@ def crossplay(
         )
     chosen = chosen_checkpoints(config, paths, every)
     policy = selfplay.player(config)
-    found = [evaluation.player(config, checkpoint, policy) for checkpoint in chosen]
+    found = [evaluation.frozen_policy(config, checkpoint, policy) for checkpoint in chosen]
     players = dict(found)
     if len(players) < len(found):
         raise ConfigError("two of the checkpoints have one name: give each only once")
     lineups = schedule(list(players), roles)
     last = _own_checkpoint(config, chosen)
-    plan = Plan(
+    plan = EvaluationPlan(
         players=players,
         lineups=lineups,
         tasks=_dealt(config, ceil(games / len(roles))),
@@ -83,7 +83,7 @@ def crossplay(
 
 def chosen_checkpoints(
     config: RunConfig, paths: Sequence[Path], every: int = 0
-) -> list[Checkpoint]:
+) -> list[SavedCheckpoint]:
     """Raises ConfigError for fewer than two."""
     if paths and every:
         raise ConfigError("--every chooses from the run's checkpoints: give it, or checkpoints")
@@ -105,36 +105,36 @@ def schedule(players: Sequence[str], roles: Sequence[str]) -> dict[str, Seats]:
     found: dict[str, Seats] = {}
     for row, column in _pairs(players):
         for role in roles:
-            seats = seated(row, column, role, roles)
-            found[named(seats)] = seats
+            seats = seats_of(row, column, role, roles)
+            found[lineup_name(seats)] = seats
     return found
 
 
-def seated(player: str, other: str, role: str, roles: Sequence[str]) -> Seats:
+def seats_of(player: str, other: str, role: str, roles: Sequence[str]) -> Seats:
     """One player in a seat, the other in the rest."""
     return {each: player if each == role else other for each in roles}
 
 
-def named(seats: Mapping[str, str]) -> str:
+def lineup_name(seats: Mapping[str, str]) -> str:
     return ",".join(f"{role}={player}" for role, player in seats.items())
 
 
 def matrix(
-    players: Mapping[str, Player],
+    players: Mapping[str, FrozenPolicy],
     roles: Sequence[str],
     lineups: Mapping[str, Seats],
     played: Played,
-) -> Matrix:
+) -> PayoffMatrix:
     """Raises AgentRLError where no game has a return for every seat."""
     names = list(players)
-    meetings: list[list[Meeting | None]] = [[None] * len(names) for _ in names]
+    meetings: list[list[Matchup | None]] = [[None] * len(names) for _ in names]
     for row, column in _pairs(names):
         games = [
             (role, rollout)
             for role in roles
-            for rollout in played[named(seated(row, column, role, roles))]
+            for rollout in played[lineup_name(seats_of(row, column, role, roles))]
         ]
-        meetings[names.index(row)][names.index(column)] = meeting(games, roles)
+        meetings[names.index(row)][names.index(column)] = matchup(games, roles)
     if not any(cell and cell.games for row in meetings for cell in row):
         raise AgentRLError(
             f"no game gave a return to every seat ({', '.join(roles)}): the verifier gives one to "
@@ -142,11 +142,11 @@ def matrix(
         )
     scores = [[cell.score if cell else 0.0 for cell in row] for row in meetings]
     counts = [[float(cell.games) if cell else 0.0 for cell in row] for row in meetings]
-    return Matrix(names, meetings, fitted(scores, counts))
+    return PayoffMatrix(names, meetings, fit_ratings(scores, counts))
 
 
-def meeting(games: Sequence[tuple[str, Rollout]], roles: Sequence[str]) -> Meeting:
-    """Of games, each with the seat of the player whose returns these are."""
+def matchup(games: Sequence[tuple[str, Rollout]], roles: Sequence[str]) -> Matchup:
+    """The result of games, each given with the seat of the row's player."""
     values, score = [], 0.0
     for role, rollout in games:
         got = selfplay.returns(rollout, roles)
@@ -154,12 +154,12 @@ def meeting(games: Sequence[tuple[str, Rollout]], roles: Sequence[str]) -> Meeti
             continue
         values.append(got[role])
         score += selfplay.game_score(got, role, roles)
-    mean, error = evaluation.mean_error(values)
-    return Meeting(len(values), len(games) - len(values), mean, error, score)
+    mean, error = evaluation.mean_and_error(values)
+    return Matchup(len(values), len(games) - len(values), mean, error, score)
 
 
-def table(found: Matrix) -> Table:
-    """Row against column: mean return and its standard error; and the rating of the row."""
+def table(found: PayoffMatrix) -> Table:
+    """The matrix as a table: mean return with its standard error, and the row's rating."""
     shown = Table("", *found.players, "Elo", title="return of the row against the column")
     shown.title_justify = "left"
     for name, row, rating in zip(found.players, found.meetings, found.ratings, strict=True):
@@ -167,7 +167,7 @@ def table(found: Matrix) -> Table:
     return shown
 
 
-def as_json(found: Matrix) -> str:
+def as_json(found: PayoffMatrix) -> str:
     cells: Json = [
         {"row": row, "column": column, **_fields(cell)}
         for row, cells in zip(found.players, found.meetings, strict=True)
@@ -178,11 +178,11 @@ def as_json(found: Matrix) -> str:
     return evaluation.as_json({"players": found.players, "elo": elo, "meetings": cells})
 
 
-def _fields(cell: Meeting) -> dict[str, Json]:
-    return {name: getattr(cell, name) for name in Meeting.__slots__}
+def _fields(cell: Matchup) -> dict[str, Json]:
+    return {name: getattr(cell, name) for name in Matchup.__slots__}
 
 
-def _cell(cell: Meeting | None) -> str:
+def _cell(cell: Matchup | None) -> str:
     if cell is None:
         return "-"
     if not cell.games:
@@ -200,7 +200,7 @@ def _dealt(config: RunConfig, games: int) -> list[dict[str, Json]]:
     return [tasks[number % len(tasks)] for number in range(games)]
 
 
-def _own_checkpoint(config: RunConfig, chosen: Sequence[Checkpoint]) -> Checkpoint:
-    """Where the policies are taken from that are not on trial: the run's last checkpoint, or of a
-    run that has none any more the last that was named."""
+def _own_checkpoint(config: RunConfig, chosen: Sequence[SavedCheckpoint]) -> SavedCheckpoint:
+    """The checkpoint of the policies that are not compared: the run's last one or, if none is on
+    disk, the last that was named."""
     return (evaluation.checkpoints_of(config) or list(chosen))[-1]

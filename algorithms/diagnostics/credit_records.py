@@ -1,7 +1,7 @@
-"""What a step made of each call, in the form in which the store keeps it with the step.
+"""The credit of each call in a step, in the form in which the store keeps it.
 
-Gates are those of the first optimizer step that a token was in, where later ones have moved away
-from the sampler on purpose. All numbers are kept as float32, once where a call's tokens agree.
+Gates are those of the first optimizer step of a token; in later ones the policy has moved away from
+the sampler on purpose. Numbers are float32, and one number if all tokens of a call have the same.
 """
 
 from __future__ import annotations
@@ -25,22 +25,24 @@ COLUMNS = ("advantage", "gate", "weight", "psi")
 
 
 @dataclass(slots=True)
-class Ledger:
-    """The credit of one step while it is made, by call."""
+class CreditRecorder:
+    """Records the credit of one step, by call."""
 
     policy: str = POLICY
     compared: dict[str, array[float]] = field(default_factory=dict)
     credits: dict[str, Credit] = field(default_factory=dict)
 
     def open(self, algo: Algo, batch: Batch) -> None:
-        """Begin a step. `batch` is the whole of it: what is compared is computed on that."""
-        self.compared = dict(zip(calls(batch), spans(batch, baselines(algo, batch)), strict=True))
+        """Begin a step. batch: the whole of it, on which baselines are computed."""
+        self.compared = dict(
+            zip(call_ids(batch), call_values(batch, baselines(algo, batch)), strict=True)
+        )
         self.credits = {}
 
     def record(self, algo: Algo, part: Batch, terms: Terms, logprobs: Tensor) -> None:
         """One optimizer step, on the whole or a part. logprobs: of the policy before it, [N] or of
         the symbols [N, K]."""
-        made = calls(part)
+        made = call_ids(part)
         if all(call in self.credits for call in made):
             return  # in an epoch after the first
         index = torch.arange(part.n_tokens)
@@ -50,7 +52,7 @@ class Ledger:
             terms.weight,
             objective.psi(algo, terms, logprobs.double(), index),
         )
-        numbers = zip(made, *(spans(part, [x]) for x in columns), strict=True)
+        numbers = zip(made, *(call_values(part, [x]) for x in columns), strict=True)
         for call, advantage, gate, weight, psi in numbers:
             if call not in self.credits:
                 self.credits[call] = Credit(
@@ -63,20 +65,19 @@ class Ledger:
                     psi=psi,
                 )
 
-    def take(self) -> list[Credit]:
-        """What the step made, for its commit."""
+    def stored(self) -> list[Credit]:
+        """The recorded credit, for the step's commit."""
         return list(self.credits.values())
 
 
-def calls(batch: Batch) -> list[str]:
+def call_ids(batch: Batch) -> list[str]:
     """Ids of the calls that have tokens, in token order."""
     found = torch.unique_consecutive(batch.token_transition).tolist()
     return [batch.transitions[call] for call in found]
 
 
-def compares(part: object) -> bool:
-    """Whether a record of a credit compares with something, says what to compare with, or takes
-    something off."""
+def has_baseline(part: object) -> bool:
+    """Whether a part of a credit has a baseline, is one, or is a penalty that is subtracted."""
     return isinstance(part, CriticValues | RememberedColumn | TokenKLPenalty) or (
         isinstance(part, GroupRelative) and part.base != "none"
     )
@@ -88,7 +89,7 @@ def baselines(algo: Algo, batch: Batch) -> list[Tensor]:
     which the record names them."""
     found = []
     for part in parts_of(algo.credit):
-        if isinstance(part, GroupRelative) and compares(part):
+        if isinstance(part, GroupRelative) and has_baseline(part):
             found.append(part.standard(batch)[1].baseline[owner(batch, part.level)])
         elif isinstance(part, CriticValues | TokenKLPenalty):
             found.append(part(batch))
@@ -97,7 +98,7 @@ def baselines(algo: Algo, batch: Batch) -> list[Tensor]:
     return found
 
 
-def spans(batch: Batch, columns: Sequence[Tensor]) -> Iterator[array[float]]:
+def call_values(batch: Batch, columns: Sequence[Tensor]) -> Iterator[array[float]]:
     """The numbers of each call in token order, float32: of one column after the other, each in full
     or, where it is the same for all tokens of the call in every column, once."""
     _, call, sizes = torch.unique_consecutive(
@@ -120,7 +121,7 @@ def spans(batch: Batch, columns: Sequence[Tensor]) -> Iterator[array[float]]:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What the store has of a batch, float64 [N] per column; NaN = missing or not stored."""
+    """The stored credit of a batch, float64 [N] per column; NaN = missing or not stored."""
 
     known: Tensor  # bool [N]: of calls that the step stored
     columns: dict[str, Tensor]
@@ -130,7 +131,7 @@ class Stored:
 def read(algo: Algo, batch: Batch, credits: Mapping[str, Credit]) -> Stored:
     """Credit by transition, put back at the tokens of a batch. `compared` is empty where what was
     stored is not of as many comparisons as the algorithm makes."""
-    kinds = sum(map(compares, parts_of(algo.credit)))
+    kinds = sum(map(has_baseline, parts_of(algo.credit)))
     n = batch.n_tokens
     known = torch.zeros(n, dtype=torch.bool)
     columns = {name: torch.full((n,), torch.nan, dtype=torch.float64) for name in COLUMNS}
@@ -155,7 +156,7 @@ def replayed(algo: Algo, batch: Batch, stored: Stored) -> Batch:
     tokens; NaN elsewhere. Of a step that stored nothing, the reference is the sampler."""
     memory: dict[str, Tensor] = {}
     values, reference = batch.values, batch.behaviour.double()
-    parts = filter(compares, parts_of(algo.credit))
+    parts = filter(has_baseline, parts_of(algo.credit))
     for part, x in zip(parts, stored.compared, strict=True):
         if isinstance(part, CriticValues):
             values = x

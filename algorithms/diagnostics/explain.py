@@ -1,10 +1,10 @@
 """How a trained token's number came about: reward rows -> stream -> baseline -> advantage -> psi.
 
-The step stored what it made of each call, with the gates that applied. The chain that led there is
-computed anew from the groups it trained, with what it stored of what is not to be had again:
-baselines of earlier steps, values of a critic, prices of leaving a reference. Where the two
-disagree, that is said. Without what was stored, gates and penalties are shown as they are where the
-policy still is the sampler's, which is where the first optimizer step begins.
+The step stored the credit of each call, with the gates that applied. The chain that led to it is
+computed from the groups of the step and from stored values that cannot be recomputed: baselines of
+earlier steps, values of a critic, penalties for leaving a reference. If the chain and the stored
+credit disagree, the report says so. Without stored credit, gates and penalties are shown for the
+start of the first optimizer step, where the policy is still the sampler.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ COUNTS = frozenset(
 # -- what was collected ----------------------------------------------------------------------------
 
 
-def sampled(groups: Sequence[Group]) -> Metrics:
+def group_metrics(groups: Sequence[Group]) -> Metrics:
     """Counts of the groups of a step, and rewards of the rollouts that are no replays, whoever
     learns from them."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -62,17 +62,17 @@ def sampled(groups: Sequence[Group]) -> Metrics:
         "groups": len(groups),
         **rewards(played),
         **by_role(played),
-        **branching.measure(groups),
-        **counterfactuals.measure(groups),
+        **branching.branch_metrics(groups),
+        **counterfactuals.counterfactual_metrics(groups),
     }
 
 
-def collected(groups: Sequence[Group], batch: Batch, policy: str = POLICY) -> Metrics:
+def batch_metrics(groups: Sequence[Group], batch: Batch, policy: str = POLICY) -> Metrics:
     """Counts, rewards and completions of the groups of a step; `batch` is what of them the policy
     may learn from."""
     calls = own_calls(groups, policy)
     return {
-        **sampled(groups),
+        **group_metrics(groups),
         "groups/dropped": len(groups) - len(batch.groups),
         "rollouts/usable": len(batch.rollouts),
         "calls": len(calls),
@@ -213,7 +213,7 @@ def optimizer_step(
         "loss": report.loss,
         "grad_norm": report.grad_norm,
         "tokens/forwarded": float(report.tokens),
-        **trust(algo, terms, report.current),
+        **ratio_metrics(algo, terms, report.current),
         **report.metrics,
     }
     live = terms.weight > 0
@@ -226,7 +226,7 @@ def optimizer_step(
     return metrics
 
 
-def trust(algo: Algo, terms: Terms, p: Tensor) -> Metrics:
+def ratio_metrics(algo: Algo, terms: Terms, p: Tensor) -> Metrics:
     """How far the streams of log-probs are apart, from p, [N] or [N, K], before the update.
 
     policy/clip_fraction: share of the tokens in the loss that have an advantage and a gate that is
@@ -309,7 +309,7 @@ def advantages(planned: Sequence[Terms]) -> Metrics:
     }
 
 
-def merged(steps: Sequence[Metrics]) -> Metrics:
+def merge_optimizer_steps(steps: Sequence[Metrics]) -> Metrics:
     """One number for all optimizer steps of a training step: by `RULES`, and else the mean. Steps
     that do not report it, or report NaN or an infinity, are left out."""
     found: dict[str, list[float]] = {}
@@ -320,7 +320,7 @@ def merged(steps: Sequence[Metrics]) -> Metrics:
     return {name: _rule(name)(values) for name, values in found.items()}
 
 
-def of_several(shared: Metrics, measured: Mapping[str, Metrics]) -> Metrics:
+def merge_policies(shared: Metrics, measured: Mapping[str, Metrics]) -> Metrics:
     """The metrics of a step in which several policies may learn: what is `shared`, sums of what is
     counted for each, and everything that only one of them measured under `<policy>/`."""
     metrics = dict(shared)

@@ -1,1 +1,1 @@
-"""Which tasks are rolled out, how often, against whom, and which groups a step trains on."""
+"""Which tasks are rolled out, how often, against which opponents, and which groups are trained."""

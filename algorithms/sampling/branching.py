@@ -1,13 +1,13 @@
-"""Which rollouts branch off others, once these have ended: a pure function of what they did.
+"""Which rollouts branch off others, once these have ended: a pure function of their calls.
 
 A branch repeats the first calls of a rollout of its group and then goes its own way (see
 `runners.replay`), so that what a call was worth is seen from what came after it, instead of read
 from the end of one rollout. The branches join the group of their source before it is claimed, and
-credit that knows trees of rollouts (`steps.Tree`) compares them.
+credit over trees of rollouts (`credit.trees`) compares them.
 
-Always true: asking again gives the same branches with the same ids, because only rollouts that are
-none, and have ended, are looked at. So a run that was killed between asking and claiming asks for
-nothing twice.
+Always true: asking again gives the same branches with the same ids, because they are computed only
+from ended rollouts that are no branches themselves. So a run that was killed between asking and
+claiming asks for nothing twice.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from agentrl.algorithms.data.merge import trainable, valid
-from agentrl.algorithms.sampling.counterfactuals import replays
-from agentrl.algorithms.sampling.task_sampler import branch_of
+from agentrl.algorithms.sampling.counterfactuals import counterfactual_rollouts
+from agentrl.algorithms.sampling.task_sampler import branch_rollout
 from agentrl.config import BranchingConfig, RunConfig
 from agentrl.config import policies as team
 from agentrl.errors import Conflict
@@ -33,17 +33,17 @@ log = logging.getLogger(__name__)
 
 
 class Fork(NamedTuple):
-    """A call that is to be sampled anew. `surprise`: mean -log-prob of its tokens, in nats, which
-    estimates the policy's entropy there."""
+    """A call to sample anew. surprise: the mean of -log-prob over its tokens in nats, an estimate
+    of the policy's entropy there."""
 
     rollout: str
     calls: int  # before it
     surprise: float
 
 
-async def grow(store: Store, config: RunConfig, asked: Sequence[NewRollout]) -> None:
-    """Wait until the rollouts that were asked for have ended, ask for the branches or replays that
-    the run file wants of their groups, and wait for those."""
+async def request_branches(store: Store, config: RunConfig, asked: Sequence[NewRollout]) -> None:
+    """Wait until the requested rollouts have ended, request the branches or counterfactual rollouts
+    of their groups, and wait for those."""
     settings = config.algorithm
     if settings.branching.kind == "none" and not settings.counterfactual.stand_ins:
         return
@@ -59,7 +59,7 @@ async def _grow(store: Store, config: RunConfig, group: str) -> None:
     known = [trace for trace in traces if trace is not None]
     rollouts = [replace(trace.rollout, transitions=trace.transitions) for trace in known]
     replayed = config.algorithm.counterfactual.stand_ins
-    more = replays(config, rollouts) if replayed else branches(config, rollouts)
+    more = counterfactual_rollouts(config, rollouts) if replayed else branches(config, rollouts)
     try:
         await store.enqueue(more)
     except Conflict:  # an earlier step took it, before the run file asked for branches
@@ -69,19 +69,18 @@ async def _grow(store: Store, config: RunConfig, group: str) -> None:
 
 
 def branches(config: RunConfig, rollouts: Sequence[Rollout]) -> list[NewRollout]:
-    """What to ask for, of the rollouts of one group that are no branches themselves."""
+    """The branches of one group, whose rollouts (without branches) are given."""
     settings = config.algorithm.branching
     policies = team.trained(config)
-    found = chosen(settings, [list(forks(rollout, policies)) for rollout in rollouts])
+    found = choose_forks(settings, [list(forks(rollout, policies)) for rollout in rollouts])
     by_id = {rollout.id: rollout for rollout in rollouts}
     again = [fork for fork in found for _ in range(settings.width)]
-    return [branch_of(config, by_id[f.rollout], f.calls, n) for n, f in enumerate(again)]
+    return [branch_rollout(config, by_id[f.rollout], f.calls, n) for n, f in enumerate(again)]
 
 
 def forks(rollout: Rollout, policies: Collection[str] = (POLICY,)) -> Iterator[Fork]:
-    """The calls of a rollout that can be sampled anew: those of the trained policies, all of them
-    sampled at a temperature, after the first. Before the first call a branch would be a rollout
-    like any other."""
+    """The calls of a rollout that can be sampled anew: those of trained policies at a temperature
+    above 0, except the first, where a branch would be an ordinary rollout."""
     if not any(valid(rollout, policy=policy) for policy in policies):
         return
     for number, call in enumerate(rollout.transitions):
@@ -92,8 +91,8 @@ def forks(rollout: Rollout, policies: Collection[str] = (POLICY,)) -> Iterator[F
             return
 
 
-def chosen(settings: BranchingConfig, forks: Sequence[Sequence[Fork]]) -> list[Fork]:
-    """The forks, by rollout, that branches are asked for, in order of rollout and call."""
+def choose_forks(settings: BranchingConfig, forks: Sequence[Sequence[Fork]]) -> list[Fork]:
+    """The forks to branch at, in order of rollout and call. forks: by rollout."""
     together = [fork for some in forks for fork in some]
     picked = {
         fork
@@ -103,9 +102,9 @@ def chosen(settings: BranchingConfig, forks: Sequence[Sequence[Fork]]) -> list[F
     return [fork for fork in together if fork in picked]
 
 
-def measure(groups: Sequence[Group]) -> dict[str, float]:
-    """Metrics: how many rollouts were branches, and how many of them did not repeat all that they
-    should have, because the agent asked something else. None without branches."""
+def branch_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Metrics: the number of branches, and of those that did not repeat all calls before the fork,
+    because the agent asked something else. Empty without branches."""
     rows = [row for group in groups for row in group.rollouts]
     found = [row for row in rows if row.branch is not None and not row.counterfactual]
     if not found:

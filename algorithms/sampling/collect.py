@@ -1,9 +1,9 @@
-"""Which groups a step trains: asked for, claimed, and replaced where they teach nothing.
+"""Which groups a step trains: requested, claimed, and replaced if they carry no signal.
 
-Always true: what is asked for is a function of seed, step and round, so a process that was killed
-asks for the same again, and the store ignores what is there already. What is claimed and not
-committed comes back. So a step ends with the same groups however often it was begun, unless
-`algorithm.max_staleness` lets it take what has ended first of those of later steps.
+Always true: requests are a function of seed, step and round, so a restarted process asks for the
+same rollouts, and the store ignores those it has. Groups that were claimed and not committed are
+claimed again. So a step trains the same groups however often it was started, unless
+`algorithm.max_staleness` lets it take groups of later steps that ended first.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from agentrl.algorithms.credit.core import SPREAD
 from agentrl.algorithms.data.merge import valid
 from agentrl.algorithms.data.rewards import reward_reference
 from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.sampling import readable
-from agentrl.algorithms.sampling.branching import grow
-from agentrl.algorithms.sampling.readable import Vocabulary
-from agentrl.algorithms.sampling.task_sampler import TaskStream
+from agentrl.algorithms.sampling import group_checks
+from agentrl.algorithms.sampling.branching import request_branches
+from agentrl.algorithms.sampling.group_checks import Vocabulary
+from agentrl.algorithms.sampling.task_sampler import TaskSampler
 from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.errors import ConfigError
 from agentrl.store.base import Store
@@ -40,82 +40,82 @@ class Collected:
 
 @dataclass(frozen=True, slots=True)
 class Collector:
-    """Asks for groups and claims them. `resample`: the reward that must differ within a group for
-    it to be trained; none: all are. `vocabulary`: what the policies can read; groups with anything
-    else are discarded."""
+    """Requests groups and claims them. resample: the reward that must differ within a group for it
+    to be trained; None: all groups are. vocabulary: sizes by policy; groups with other token ids
+    are discarded."""
 
     config: RunConfig
     store: Store
     epoch: int
-    tasks: TaskStream
+    tasks: TaskSampler
     resample: str | None = None
     vocabulary: Vocabulary = field(default_factory=dict)
 
     async def collect(self, step: int) -> Collected:
         """The groups of a step, `algorithm.groups` of them.
 
-        With `resample` each that teaches nothing is discarded and another one asked for, up to
-        `algorithm.max_rounds` times; then the step does with what there is."""
-        claimed, asked = await self.rounds(step)
-        claimed, unreadable = readable.split(claimed, self.vocabulary)
+        With `resample`, groups without a signal are discarded and others requested, up to
+        `algorithm.max_rounds` times; then the step trains the groups that there are."""
+        claimed, asked = await self.claim_rounds(step)
+        claimed, unreadable = group_checks.split_unreadable(claimed, self.vocabulary)
         if self.tasks.difficulty is not None:
-            self.tasks.difficulty.learn(claimed)
-        played = self.tasks.pool.learn(claimed) if self.tasks.pool is not None else {}
+            self.tasks.difficulty.record_outcomes(claimed)
+        played = self.tasks.pool.record_games(claimed) if self.tasks.pool is not None else {}
         if unreadable:
             played["groups/unreadable"] = len(unreadable)
         if self.resample is None:
             return Collected(claimed, unreadable, played)
-        kept = [group for group in claimed if self.teaches(group)]
-        idle = [group for group in claimed if not self.teaches(group)]
-        return Collected(kept, idle + unreadable, measured(claimed, idle, asked) | played)
+        kept = [group for group in claimed if self.is_informative(group)]
+        idle = [group for group in claimed if not self.is_informative(group)]
+        return Collected(kept, idle + unreadable, resampling_metrics(claimed, idle, asked) | played)
 
-    async def rounds(self, step: int) -> tuple[list[Group], int]:
-        """All that was claimed, and how many groups were asked for in the place of others."""
+    async def claim_rounds(self, step: int) -> tuple[list[Group], int]:
+        """All claimed groups, and the number of replacements that were requested."""
         size, asked = self.config.algorithm.groups, 0
         await self.ask(step)
         claimed = await self.claim(size)
         if self.resample is None:
             return claimed, asked
         for number in range(self.config.algorithm.max_rounds or ROUNDS):
-            lacking = size - sum(map(self.teaches, claimed))
-            broken = not any(known(group, self.resample) for group in claimed)
-            if not lacking or broken:  # what fails every time is not mended by more of it
+            lacking = size - sum(map(self.is_informative, claimed))
+            broken = not any(known_values(group, self.resample) for group in claimed)
+            if not lacking or broken:  # more rollouts would fail too
                 break
             asked += lacking
             others = self.tasks.replacements(step, number, lacking)
             await self.store.enqueue(others)
-            await grow(self.store, self.config, others)
+            await request_branches(self.store, self.config, others)
             claimed = await self.claim(len(claimed) + lacking)
         return claimed, asked
 
     async def ask(self, step: int) -> None:
-        """For this step's groups, and those that may be sampled ahead of the update. What branches
-        off their rollouts joins a group before it is claimed."""
+        """Request this step's groups, and those of later steps that may be sampled ahead. Branches
+        join this step's groups before they are claimed."""
         last = min(step + self.config.algorithm.max_staleness, self.config.steps - 1)
         for ahead in range(step, last + 1):
             await self.store.enqueue(self.tasks.rollouts(ahead))
-        await grow(self.store, self.config, self.tasks.rollouts(step))
+        await request_branches(self.store, self.config, self.tasks.rollouts(step))
 
     async def claim(self, n: int) -> list[Group]:
         """Waits for the oldest `n` groups, those claimed for this step before included."""
         return await self.store.claim_groups(self.config.name, self.epoch, n)
 
-    def teaches(self, group: Group) -> bool:
-        """Whether enough rollouts of the group have the reward, and not all the same, and it can be
-        read."""
-        values = known(group, self.resample) if self.resample else []
+    def is_informative(self, group: Group) -> bool:
+        """Whether enough rollouts of the group have the reward, with different values, and the
+        group can be trained."""
+        values = known_values(group, self.resample) if self.resample else []
         if len(values) < max(2, self.config.algorithm.min_group):
             return False
-        if readable.unreadable(group, self.vocabulary):
+        if group_checks.unreadable_reason(group, self.vocabulary):
             return False
         return max(values) - min(values) > SPREAD * max(map(abs, values))
 
 
-def rule(config: AlgorithmConfig, algo: Algo) -> str | None:
-    """The reward that dynamic sampling goes by: the preset's or, if the run file asks for it, the
-    first that the algorithm reads. arXiv 2503.14476.
+def resampling_reward(config: AlgorithmConfig, algo: Algo) -> str | None:
+    """The reward of dynamic sampling: the preset's or, if the run file turns it on, the first that
+    the algorithm reads; None: off. arXiv 2503.14476.
 
-    Raises ConfigError for settings of what is off, and where there is no reward to go by."""
+    Raises ConfigError for settings without effect, and for algorithms that read no reward."""
     wanted = (
         algo.resample is not None if config.dynamic_sampling is None else config.dynamic_sampling
     )
@@ -134,7 +134,7 @@ def rule(config: AlgorithmConfig, algo: Algo) -> str | None:
     return algo.resample or algo.rewards[0]
 
 
-def known(group: Group, reward: str) -> list[float]:
+def known_values(group: Group, reward: str) -> list[float]:
     """The values of a reward within a group, of rollouts that may be trained."""
     rows = (
         row for rollout in group.rollouts if valid(rollout, (reward,)) for row in rollout.rewards
@@ -142,7 +142,9 @@ def known(group: Group, reward: str) -> list[float]:
     return [row.value for row in rows if reward_reference(row) == reward and not isnan(row.value)]
 
 
-def measured(claimed: Sequence[Group], discarded: Sequence[Group], asked: int) -> dict[str, float]:
+def resampling_metrics(
+    claimed: Sequence[Group], discarded: Sequence[Group], asked: int
+) -> dict[str, float]:
     """groups/resampled: asked for in the place of others. reward/sampled_mean: of all rollouts that
     were sampled and are no replays, where reward/mean is that of the trained groups."""
     every = (rollout for group in claimed for rollout in group.rollouts)

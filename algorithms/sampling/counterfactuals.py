@@ -1,16 +1,14 @@
-"""What each role adds to its team: rollouts played again with others in some of the roles.
+"""Counterfactual rollouts: what each role contributes to its team.
 
-A replay repeats a rollout where the other roles are asked what they were asked then; the roles that
-it is without are played by their stand-ins, and everything else anew, by the policies as they are
-(see `runners.replay`). What the replays of a rollout come to are the values of coalitions, and the
-formulas of `team_rewards` make rewards of roles of them, of which no verifier has to know.
+A counterfactual rollout repeats a rollout with stand-ins in some of the roles. The other roles'
+calls are replayed while their prompts are the same, and sampled by the current policy after that
+(see `runners.replay`). Their outcomes are the values of coalitions, from which the formulas of
+`team_rewards` compute rewards of roles; the verifier needs no change.
 
-Always true: replays join the group of their rollout before it is claimed, and asking again asks for
-the same, as with branches; nobody learns from a replay. The members of a team are the roles that
-called: without one that did not, nothing is different. What a rollout comes to without a role does
-not depend on what the role sampled in it, so the difference that it makes, as a reward, leaves the
-policy gradient of the outcome what it is. Shapley values do not.
-"""
+Always true: they join the group of their rollout before it is claimed, requests are deterministic,
+as with branches, and no policy trains on them. The members of a team are the roles that made a
+call. The outcome without a role does not depend on what the role sampled, so the difference reward
+has the same policy gradient as the outcome. Shapley values do not."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ from msgspec.structs import replace
 
 from agentrl.algorithms.data.merge import valid
 from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.sampling.task_sampler import replay_of
+from agentrl.algorithms.sampling.task_sampler import counterfactual_rollout
 from agentrl.config import CounterfactualConfig, RunConfig
 from agentrl.config import policies as team
 from agentrl.errors import ConfigError, TrainingError, nearest
@@ -35,25 +33,25 @@ from agentrl.types import Group, NewRollout, Reward, Rollout, RolloutState, Scop
 
 log = logging.getLogger(__name__)
 SOURCE = "counterfactual"  # of its rewards
-Worth = Mapping[tuple[str, Coalition], Sequence[float]]
-"""Outcomes of the replays of a rollout without some roles."""
+CoalitionOutcomes = Mapping[tuple[str, Coalition], Sequence[float]]
+"""Outcomes of counterfactual rollouts, by the rollout they repeat and the roles replaced."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
-    """Which formula makes rewards of coalition values. seed: of the orders that are drawn where
+class CoalitionFormula:
+    """The formula that turns coalition values into rewards. seed: of the orders that are sampled if
     there are too many."""
 
     settings: CounterfactualConfig
     seed: int
 
     def members(self, rollout: Rollout) -> Coalition:
-        """The roles that a rollout can be played again without."""
+        """The roles of a rollout that have a stand-in."""
         called = {call.role for call in rollout.transitions}
         return frozenset(called & self.settings.stand_ins.keys())
 
     def of(self, rollout: Rollout, value: Value) -> dict[str, float]:
-        """The reward of each member, for values of coalitions of them."""
+        """The reward of each member, given the value of each coalition."""
         members = self.members(rollout)
         if self.settings.value == "difference":
             return difference(value, members)
@@ -61,8 +59,8 @@ class Shares:
         return shapley(value, members, samples=self.settings.orders, seed=seed)
 
     def absent(self, rollout: Rollout) -> list[Coalition]:
-        """Without whom a rollout must be played again: those who are in none of the coalitions that
-        the formula values, as it says itself."""
+        """The sets of roles to replace, one for each coalition whose value the formula needs. They
+        are found by running the formula on values of 0."""
         members, valued = self.members(rollout), []
 
         def value(coalition: Coalition) -> float:
@@ -73,14 +71,14 @@ class Shares:
         return [members - coalition for coalition in valued if coalition != members]
 
 
-def shares(config: RunConfig) -> Shares:
-    return Shares(config.algorithm.counterfactual, config.seed)
+def coalition_formula(config: RunConfig) -> CoalitionFormula:
+    return CoalitionFormula(config.algorithm.counterfactual, config.seed)
 
 
-def replays(config: RunConfig, rollouts: Sequence[Rollout]) -> list[NewRollout]:
-    """What to ask for, of the rollouts of one group that are no replays themselves: of those that
-    have an outcome to compare with, and that a policy may learn from."""
-    formula, players = shares(config), team.stand_ins(config)
+def counterfactual_rollouts(config: RunConfig, rollouts: Sequence[Rollout]) -> list[NewRollout]:
+    """The counterfactual rollouts of one group: for each of its rollouts that has an outcome and
+    can be trained. rollouts: those of the group that are not counterfactual themselves."""
+    formula, players = coalition_formula(config), team.stand_ins(config)
     policies = team.trained(config)
     asked = [
         (rollout, absent)
@@ -90,22 +88,24 @@ def replays(config: RunConfig, rollouts: Sequence[Rollout]) -> list[NewRollout]:
         for _ in range(config.algorithm.counterfactual.width)
     ]
     return [
-        replay_of(config, rollout, {role: players[role] for role in sorted(absent)}, number)
+        counterfactual_rollout(
+            config, rollout, {role: players[role] for role in sorted(absent)}, number
+        )
         for number, (rollout, absent) in enumerate(asked)
     ]
 
 
 @dataclass(frozen=True, slots=True)
 class RoleRewards:
-    """Gives the roles that a policy played what they added, as the replays of the rollout show it.
-    It is missing where the outcome of the rollout, or of all replays of a coalition, is."""
+    """Adds a counterfactual reward to each role that a policy played. It is missing if the outcome
+    of the rollout, or of every counterfactual rollout of a coalition, is missing."""
 
-    shares: Shares
+    formula: CoalitionFormula
     policy: str
 
     def complete(self, groups: list[Group]) -> list[Group]:
-        """`groups` with a reward of roles, named by the formula. The log says where there is none
-        at all because no replay has an outcome.
+        """`groups` with a reward of roles, named after the formula. A warning is logged if no
+        counterfactual rollout has an outcome.
 
         Raises TrainingError for stand-ins of a role that has another name in the agent, for
         rollouts without an outcome, and where the verifier gives the same reward."""
@@ -120,7 +120,7 @@ class RoleRewards:
         return [replace(group, rollouts=list(self._rewarded(group))) for group in groups]
 
     def _check(self, rollouts: Sequence[Rollout]) -> None:
-        name, known = self.shares.settings.value, self.shares.settings.stand_ins.keys()
+        name, known = self.formula.settings.value, self.formula.settings.stand_ins.keys()
         if any(row.scope is Scope.ROLE and row.name == name for r in rollouts for row in r.rewards):
             raise TrainingError(
                 f"the verifier gives roles a reward {name!r}, and algorithm.counterfactual makes "
@@ -144,13 +144,13 @@ class RoleRewards:
             )
 
     def _rewarded(self, group: Group) -> Iterator[Rollout]:
-        worth = played_without(group)
+        worth = outcomes_without(group)
         for rollout in group.rollouts:
             made = [] if rollout.counterfactual else self._rewards(rollout, worth)
             yield replace(rollout, rewards=[*rollout.rewards, *made])
 
-    def _rewards(self, rollout: Rollout, worth: Worth) -> list[Reward]:
-        members = self.shares.members(rollout)
+    def _rewards(self, rollout: Rollout, worth: CoalitionOutcomes) -> list[Reward]:
+        members = self.formula.members(rollout)
 
         def value(coalition: Coalition) -> float:
             if coalition == members:
@@ -159,16 +159,16 @@ class RoleRewards:
             return fmean(known) if known else nan
 
         own = {call.role for call in rollout.transitions if call.policy == self.policy}
-        name = self.shares.settings.value
+        name = self.formula.settings.value
         return [
             Reward(value=share, name=name, scope=Scope.ROLE, target=role, source=SOURCE)
-            for role, share in self.shares.of(rollout, value).items()
+            for role, share in self.formula.of(rollout, value).items()
             if role in own and not isnan(share)
         ]
 
 
-def played_without(group: Group) -> Worth:
-    """The known outcomes of the replays in a group."""
+def outcomes_without(group: Group) -> CoalitionOutcomes:
+    """The outcomes of the counterfactual rollouts in a group, without missing ones."""
     found: dict[tuple[str, Coalition], list[float]] = defaultdict(list)
     for row in group.rollouts:
         if row.branch is not None and row.counterfactual and not isnan(row.reward()):
@@ -176,35 +176,41 @@ def played_without(group: Group) -> Worth:
     return found
 
 
-def read(config: RunConfig, algo: Algo) -> bool:
-    """Whether an algorithm learns from what replays come to."""
-    settings = config.algorithm.counterfactual
+def uses_counterfactuals(settings: CounterfactualConfig, algo: Algo) -> bool:
+    """Whether an algorithm reads counterfactual rewards."""
     return bool(settings.stand_ins) and f"role:{settings.value}" in algo.rewards
 
 
-def lenient(config: RunConfig, algo: Algo) -> Algo:
-    """An algorithm that goes on after a step in which no replay has an outcome."""
-    if not read(config, algo):
+def with_optional_reward(settings: CounterfactualConfig, algo: Algo) -> Algo:
+    """The algorithm, with counterfactual rewards optional, so that a step without any does not end
+    the run."""
+    if not uses_counterfactuals(settings, algo):
         return algo
-    name = f"role:{config.algorithm.counterfactual.value}"
+    name = f"role:{settings.value}"
     return dataclasses.replace(algo, optional=(*algo.optional, name))
 
 
-def check_read(config: RunConfig, algos: Mapping[str, Algo], resample: str | None) -> None:
-    """Raises ConfigError for replays that no policy learns from, for a role that would not learn as
-    nobody stands in for it, and where `resample`, the reward by which groups are sampled again, is
-    not known until they are complete."""
+def check_counterfactuals(
+    config: RunConfig, algos: Mapping[str, Algo], resample: str | None
+) -> None:
+    """Raises ConfigError if no policy reads counterfactual rewards, if a role that reads them has
+    no stand-in, and if `resample`, the reward of dynamic sampling, is a counterfactual one, which
+    is unknown when groups are sampled."""
     settings = config.algorithm.counterfactual
     name = f"role:{settings.value}"
     if not settings.stand_ins:
         return
-    if not any(read(config, algo) for algo in algos.values()):
+    if not any(uses_counterfactuals(settings, algo) for algo in algos.values()):
         raise ConfigError(
             f"algorithm.counterfactual is set, and no preset reads its reward {name!r}; choose the "
             f"preset {settings.value!r}, or set algorithm.options.reward = {name!r}"
         )
     for role, policy in team.claims(config).items():
-        if policy in algos and read(config, algos[policy]) and role not in settings.stand_ins:
+        if (
+            policy in algos
+            and uses_counterfactuals(settings, algos[policy])
+            and role not in settings.stand_ins
+        ):
             raise ConfigError(
                 f"algorithm.counterfactual.stand_ins has no {role!r}, and {policy!r}, which plays "
                 f"it, learns from {name!r}; say who stands in for it"
@@ -216,9 +222,9 @@ def check_read(config: RunConfig, algos: Mapping[str, Algo], resample: str | Non
         )
 
 
-def measure(groups: Sequence[Group]) -> dict[str, float]:
-    """Metrics: how many rollouts were replays, how many of them have no outcome, and how many calls
-    they repeated. None without replays."""
+def counterfactual_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Metrics: the number of counterfactual rollouts, of those without an outcome, and of the calls
+    that they repeated. Empty if there are none."""
     found = [row for group in groups for row in group.rollouts if row.counterfactual]
     if not found:
         return {}

@@ -5,37 +5,37 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
 import msgspec
 from msgspec.structs import replace
 
-from agentrl.algorithms.sampling.task_sampler import evaluation
+from agentrl.algorithms.sampling.task_sampler import evaluation_rollouts
 from agentrl.config import RunConfig
 from agentrl.loading import load_tasks
 from agentrl.processes import PHASE
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.types import ENDED, Json, Rollout, Scope
+from agentrl.types import ENDED, Json, NewRollout, Rollout, Scope
 
 log = logging.getLogger("agentrl.algorithm")
 
 
-async def remote(config: RunConfig) -> None:
-    """The algorithm process of a run without a model of its own: has the held-out tasks played,
-    once, because endpoints keep their own sampling."""
+async def evaluate_upstreams(config: RunConfig) -> None:
+    """The algorithm process of a run whose calls `[upstreams]` answer: it scores the held-out tasks
+    once, because endpoints have their own sampling settings."""
     tasks = load_tasks(config.tasks.heldout, Path(config.root), key="tasks.heldout")
     temperatures = {"score": config.eval.temperature}
     async with open_store(config.store) as store:
         state = await store.open_run(config.name, msgspec.to_builtins(config))
         limit = config.eval.tasks or None
-        await held_out(store, config, state.epoch, 0, tasks[:limit], temperatures)
+        await evaluate_heldout(store, config, state.epoch, 0, tasks[:limit], temperatures)
         await store.log(config.name, 0, {ENDED: 1.0}, epoch=state.epoch)
 
 
-async def held_out(
+async def evaluate_heldout(
     store: Store,
     config: RunConfig,
     epoch: int,
@@ -43,7 +43,7 @@ async def held_out(
     tasks: list[dict[str, Json]],
     temperatures: dict[str, float],
 ) -> None:
-    """Log what `score` finds after `step` steps, if an earlier start has not."""
+    """Log the held-out scores after `step` steps, unless they are in the store already."""
     done = {row.step: row.metrics for row in await store.steps(config.name)}
     if "eval/score" in done.get(step, {}):
         return
@@ -63,26 +63,36 @@ async def score(
     tasks: list[dict[str, Json]],
     temperatures: dict[str, float],
 ) -> dict[str, float]:
-    """What one rollout per task comes to after `step` steps, as `eval/<name>` and so on for each
-    named temperature. Asking again for the same step finds the finished rollouts."""
-    groups = {}
+    """The scores of one rollout per task after `step` steps, as `eval/<name>` and so on for each
+    named temperature. A second call for the same step reuses the finished rollouts."""
+    asked = {}
     for name, temperature in temperatures.items():
         sampling = replace(config.sampling, temperature=temperature)
-        rollouts = evaluation(config, step, name, tasks, sampling)
+        asked[name] = evaluation_rollouts(config, step, name, tasks, sampling)
+    played = await play(store, asked)
+    found = [score_metrics(name, rows) for name, rows in played.items()]
+    return {f"eval/{key}": value for metrics in found for key, value in metrics.items()}
+
+
+async def play(
+    store: Store, asked: Mapping[str, Sequence[NewRollout]]
+) -> dict[str, Sequence[Rollout]]:
+    """The rollouts of each of `asked`, a group by name, once all of them have ended. Those that
+    ended before are not played again, so a process that was killed may ask once more."""
+    for rollouts in asked.values():
         await store.enqueue(rollouts)
-        groups[name] = rollouts[0].group
-    scores: dict[str, float] = {}
-    for name, group in groups.items():
-        await store.settled(group)
-        rows = await store.rollouts(config.name, group=group)
-        scores |= {f"eval/{key}": value for key, value in summary(name, rows).items()}
-    return scores
+    for rollouts in asked.values():
+        await store.settled(rollouts[0].group)
+    return {
+        name: await store.rollouts(rollouts[0].run, group=rollouts[0].group)
+        for name, rollouts in asked.items()
+    }
 
 
-def summary(name: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """<name>: the mean outcome; <name>/<role>: that of each role to which the verifier gives one of
-    its own, such as the players of a game; <name>_missing: how many rollouts have no outcome, such
-    as crashes and time-outs, and are in no mean."""
+def score_metrics(name: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """<name>: the mean outcome; <name>/<role>: the mean of each role with its own outcome, such as
+    the players of a game; <name>_missing: the number of rollouts without an outcome, such as
+    crashes and time-outs, which are in no mean."""
     found: dict[str, list[float]] = {name: [rollout.reward() for rollout in rollouts]}
     for row in (row for rollout in rollouts for row in rollout.rewards):
         if row.scope is Scope.ROLE and row.name == "outcome":

@@ -1,7 +1,7 @@
-"""How strong players are, and whom to play: Elo ratings, win rates, prioritised opponents.
+"""Ratings of players: Elo, win rates, priorities of opponents.
 
-A score is what a player got out of one game between two: 1 won, 0.5 drawn, 0 lost. Nothing here has
-a memory; `selfplay` keeps the numbers.
+A score is the result of a game for one player: 1 won, 0.5 drawn, 0 lost. All functions are pure;
+`selfplay` keeps the numbers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def priorities(rates: Sequence[float], kind: Priority, power: float = 2.0) -> li
     return [weight / total if total else 1 / len(weights) for weight in weights]
 
 
-def fitted(
+def fit_ratings(
     scores: Sequence[Sequence[float]], games: Sequence[Sequence[float]], prior: float = PRIOR
 ) -> list[float]:
     """The Elo ratings, of mean 0, under which results are likeliest: `scores[i][j]` is what i got

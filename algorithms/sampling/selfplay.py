@@ -1,11 +1,11 @@
-"""Whom a policy plays against: itself, or snapshots of what it was, and how it does.
+"""Self-play: a policy plays against itself or a pool of its snapshots, and is rated.
 
 Owns the pool: the snapshots of one policy, what it scored against each of them in each seat, and
 Elo ratings. It is a part of the run's state. Always true: which policy plays which seat of a
 rollout is a function of seed, group, index and of the pool as it is when the rollout is asked for;
 all rollouts of a group have the same opponent, and among them the learner plays each seat equally
 often, so that rewards of one seat are compared under equal conditions. Results change the pool once
-per trained step. Checkpoints of snapshots are kept by `opponents`.
+per trained step. `train.snapshots` saves and serves the weights.
 
 The opponent takes every seat but the learner's. A score is 1 where the learner's return is above
 the mean of the other seats', 1/2 where it is equal, so it has a meaning in general-sum games too.
@@ -36,7 +36,7 @@ FIRST = 1000.0  # rating of the policy that the run began with
 MEMORY = 0.99  # what is left of a result after another game: AlphaStar's payoffs, Nature 575
 
 
-class Record(msgspec.Struct):
+class SeatRecord(msgspec.Struct):
     """What the learner scored in one seat against one snapshot, fading from game to game."""
 
     games: float = 0.0
@@ -53,7 +53,7 @@ class Snapshot(msgspec.Struct):
     name: str
     step: int
     rating: float
-    records: dict[str, Record] = {}  # of the learner against it, by the learner's seat
+    records: dict[str, SeatRecord] = {}  # of the learner against it, by the learner's seat
     until: int | None = None  # not drawn any more, and held for so many steps; none: of the pool
 
     def rate(self) -> float:
@@ -63,14 +63,14 @@ class Snapshot(msgspec.Struct):
         return fmean(win_rate(record.score, record.games) for record in self.records.values())
 
 
-class Remembered(msgspec.Struct):
-    """What a checkpoint holds of a pool."""
+class PoolState(msgspec.Struct):
+    """The state of a pool in a checkpoint."""
 
     rating: float = FIRST
     snapshots: list[Snapshot] = []
 
 
-class Game(NamedTuple):
+class ScoredGame(NamedTuple):
     """The score of one rollout that was played by its rules."""
 
     opponent: str  # the learner's own name, where it played itself
@@ -78,7 +78,7 @@ class Game(NamedTuple):
 
 
 @dataclass(slots=True)
-class Pool:
+class OpponentPool:
     """The opponents of `policy`. `ahead`: steps that rollouts may be asked for before theirs.
     `seen`: the roles of all games since the process began."""
 
@@ -86,7 +86,7 @@ class Pool:
     policy: str
     seed: int
     ahead: int = 0
-    now: Remembered = field(default_factory=Remembered)
+    now: PoolState = field(default_factory=PoolState)
     seen: set[str] = field(default_factory=set)
 
     @property
@@ -95,14 +95,14 @@ class Pool:
         return [snapshot for snapshot in self.now.snapshots if snapshot.until is None]
 
     def seats(self, group: str, index: int) -> dict[str, str]:
-        """Who plays each seat of rollout `index` of a group."""
+        """The policy in each seat, of rollout `index` of a group."""
         roles = self.settings.seats
         other = self.opponent(group)
         learner = roles[index % len(roles)]
         return {role: self.policy if role == learner else other for role in roles}
 
     def opponent(self, group: str) -> str:
-        """Of all rollouts of a group: a snapshot, or the policy itself."""
+        """The opponent in all rollouts of a group: a snapshot, or the policy itself."""
         dice = random.Random(f"{self.seed}/{group}/opponent")
         kind, known = self.settings.opponents, self.drawn
         if kind == "self" or not known or dice.random() < self.settings.self_share:
@@ -113,8 +113,8 @@ class Pool:
         weights = priorities(rates, self.settings.pfsp) if kind == "pfsp" else None
         return dice.choices(known, weights)[0].name
 
-    def learn(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Remember how the games of a step ended; what they came to, as metrics.
+    def record_games(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Record the results of a step's games; returns metrics.
 
         Raises TrainingError for a seat that the games do not have."""
         every = (rollout for group in groups for rollout in group.rollouts)
@@ -126,10 +126,10 @@ class Pool:
         for game in scored:
             if game.opponent in by_name:
                 self._count(by_name[game.opponent], game)
-        return self.measured(scored, len(games) - len(scored))
+        return self.game_metrics(scored, len(games) - len(scored))
 
-    def game(self, rollout: Rollout) -> Game | None:
-        """None: it failed, or the return of a seat is not known."""
+    def game(self, rollout: Rollout) -> ScoredGame | None:
+        """The scores of a rollout; None if it failed or a seat has no return."""
         roles = self.settings.seats
         got = returns(rollout, roles)
         if got is None:
@@ -137,9 +137,9 @@ class Pool:
         mine = [role for role in roles if rollout.seats.get(role, self.policy) == self.policy]
         others = {rollout.seats[role] for role in roles if role not in mine}
         scores = {role: game_score(got, role, roles) for role in mine}
-        return Game(others.pop() if others else self.policy, scores)
+        return ScoredGame(others.pop() if others else self.policy, scores)
 
-    def measured(self, games: Sequence[Game], unscored: int) -> dict[str, float]:
+    def game_metrics(self, games: Sequence[ScoredGame], unscored: int) -> dict[str, float]:
         """Metrics of the games of one step, and of the pool after them."""
         found = {"selfplay/games": float(len(games)), "selfplay/unscored": float(unscored)}
         every = [score for game in games for score in game.scores.values()]
@@ -171,7 +171,7 @@ class Pool:
         name = f"{self.policy}@{steps:06d}"
         self.now.snapshots.append(Snapshot(name, steps, self.now.rating))
         while len(self.drawn) > self.settings.pool:
-            retired = least(self.drawn)
+            retired = most_redundant(self.drawn)
             retired.until = steps + self.ahead
             if not self.ahead:
                 self.now.snapshots.remove(retired)
@@ -182,12 +182,12 @@ class Pool:
         return made
 
     def restore(self, data: Json) -> None:
-        """Take over what `dump` wrote. Raises msgspec.ValidationError for what it cannot have."""
-        self.now = msgspec.convert(data, Remembered)
+        """Restore what `dump` returned. Raises msgspec.ValidationError for anything else."""
+        self.now = msgspec.convert(data, PoolState)
 
-    def _count(self, snapshot: Snapshot, game: Game) -> None:
+    def _count(self, snapshot: Snapshot, game: ScoredGame) -> None:
         for seat, score in game.scores.items():
-            snapshot.records.setdefault(seat, Record()).add(score)
+            snapshot.records.setdefault(seat, SeatRecord()).add(score)
             mine, theirs = self.now.rating, snapshot.rating
             self.now.rating = elo(mine, theirs, score, self.settings.k)
             snapshot.rating = elo(theirs, mine, 1 - score, self.settings.k)
@@ -206,9 +206,9 @@ class Pool:
                 )
 
 
-def least(snapshots: Sequence[Snapshot]) -> Snapshot:
-    """The one that a pool can best do without, of two or more, oldest first: not the newest, and of
-    the others not the first, but where the steps covered stay the most even."""
+def most_redundant(snapshots: Sequence[Snapshot]) -> Snapshot:
+    """The snapshot to drop from a pool of two or more, oldest first: the one whose removal leaves
+    the steps most evenly covered. The newest always stays, and of more than two the first."""
     if len(snapshots) == 2:
         return snapshots[0]
     gaps = [after.step - before.step for before, after in pairwise(snapshots)]
@@ -216,9 +216,9 @@ def least(snapshots: Sequence[Snapshot]) -> Snapshot:
     return snapshots[1 + wide.index(min(wide))]
 
 
-def check_fair(algo: Algo) -> None:
-    """Raises ConfigError for an algorithm that compares the returns of one seat with another's: who
-    moves first may win more often, which is nobody's merit."""
+def check_seat_comparison(algo: Algo) -> None:
+    """Raises ConfigError for an algorithm that compares the returns of different seats: the seat
+    that moves first may win more often, whoever plays it."""
     for part in parts_of(algo.credit):
         if isinstance(part, GroupRelative):
             alone = part.base == part.norm == "none"

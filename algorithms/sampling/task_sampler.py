@@ -1,5 +1,5 @@
-"""Which rollouts to ask for: a pure function of seed, step and what the checkpoint remembers, so a
-restart asks for the same. What was asked for ahead of its step stays what it was."""
+"""Which tasks are rolled out: a pure function of the seed, the step and the state in the
+checkpoint, so a restart requests the same rollouts. Prefetched rollouts are never drawn again."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from functools import lru_cache
 
 from msgspec.structs import replace
 
-from agentrl.algorithms.sampling.curriculum import Difficulty
-from agentrl.algorithms.sampling.selfplay import Pool
+from agentrl.algorithms.sampling.curriculum import TaskDifficulty
+from agentrl.algorithms.sampling.selfplay import OpponentPool
 from agentrl.config import RunConfig
 from agentrl.types import Branch, Json, NewRollout, Purpose, Rollout, Sampling
 
-URGENT = 1  # what holds up the loop goes before rollouts asked for ahead
+URGENT = 1  # rollouts that the loop waits for run before prefetched ones
 
 
 @dataclass(frozen=True, slots=True)
-class TaskStream:
+class TaskSampler:
     """Training tasks in a shuffled order that changes every epoch or, with `difficulty`, drawn by
     how often they were solved so far.
 
@@ -29,8 +29,8 @@ class TaskStream:
     config: RunConfig
     tasks: list[dict[str, Json]]
     greedy: bool = False
-    difficulty: Difficulty | None = None
-    pool: Pool | None = None
+    difficulty: TaskDifficulty | None = None
+    pool: OpponentPool | None = None
 
     def task(self, index: int) -> dict[str, Json]:
         """The `index`-th task of the run, counted over all epochs."""
@@ -95,7 +95,7 @@ def _order(seed: str, size: int) -> list[int]:
     return order
 
 
-def evaluation(
+def evaluation_rollouts(
     config: RunConfig,
     step: int,
     name: str,
@@ -120,13 +120,13 @@ def evaluation(
     ]
 
 
-def branch_of(config: RunConfig, source: Rollout, calls: int, number: int) -> NewRollout:
+def branch_rollout(config: RunConfig, source: Rollout, calls: int, number: int) -> NewRollout:
     """The `number`-th branch of the group of `source`, with so many of its calls repeated and the
     same players."""
     return _joining(config, source, Branch(rollout=source.id, calls=calls), source.seats, number)
 
 
-def replay_of(
+def counterfactual_rollout(
     config: RunConfig, source: Rollout, without: Mapping[str, str], number: int
 ) -> NewRollout:
     """The `number`-th replay in the group of `source`. without: role -> who plays it there."""

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: a directory that is there is whole, whatever was killed when.
+"""Checkpoints on disk. A directory that exists is complete, whenever the process was killed.
 
 A checkpoint is what the learner saved (an ordinary Hugging Face directory plus optimizer state),
 `state.json`, the state of the algorithm and of the random number generators, and `SHA256SUMS`, the
@@ -14,7 +14,8 @@ import json
 import random
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -31,35 +32,44 @@ NAME = re.compile(r"(\d+)(?:\.(\d+))?$")
 
 
 def checkpoint_name(steps: int, epoch: int) -> str:
-    """Of the weights after `steps` steps, written by the run's owner of that epoch."""
+    """The name of the checkpoint after `steps` steps, written by the run's owner of that epoch."""
     return f"{steps:06d}" if epoch == 1 else f"{steps:06d}.{epoch}"
 
 
-class Kept(Protocol):
-    """A learner, or several together."""
+class Checkpointable(Protocol):
+    """What a checkpoint saves and restores: a learner, or a set of them."""
 
     def save(self, directory: Path) -> None: ...
     def load(self, directory: Path) -> None: ...
 
 
-def numbers(path: Path) -> tuple[int, int] | None:
-    """Steps and epoch of what has a `checkpoint_name`."""
+def parse_name(path: Path) -> tuple[int, int] | None:
+    """The steps and the epoch in the name of a checkpoint; None for any other name."""
     found = NAME.match(path.name)
     return (int(found[1]), int(found[2] or 1)) if found else None
 
 
 def save_checkpoint(
-    directory: Path, learner: Kept, state: Mapping[str, Json], run: str = ""
+    directory: Path, learner: Checkpointable, state: Mapping[str, Json], run: str = ""
 ) -> None:
-    """Write a checkpoint, replacing one of the same name. `state` must survive JSON. run: whose it
-    is, which no other run has been.
+    """Write a checkpoint, replacing one of the same name. state: of the algorithm, as JSON values;
+    run: the identity of the run that writes it.
 
     Raises TrainingError when the disk refuses, with nothing left behind."""
     content = {"run": run, "state": state, "random": random_state()}
+    with _new_directory(directory) as partial:
+        learner.save(partial)
+        (partial / STATE).write_text(json.dumps(content), encoding="utf-8")
+
+
+@contextmanager
+def _new_directory(directory: Path) -> Iterator[Path]:
+    """Where to write files that, with their digests, become `directory` as a whole or not at all.
+
+    Raises TrainingError when the disk refuses, with nothing left behind."""
     try:
         with atomic_directory(directory) as partial:
-            learner.save(partial)
-            (partial / STATE).write_text(json.dumps(content), encoding="utf-8")
+            yield partial
             digests.write(partial)
     except (OSError, SafetensorError) as error:
         raise TrainingError(
@@ -68,11 +78,11 @@ def save_checkpoint(
         ) from error
 
 
-def load_checkpoint(directory: Path, learner: Kept) -> dict[str, Json]:
+def load_checkpoint(directory: Path, learner: Checkpointable) -> dict[str, Json]:
     """Restore learner and random state; returns the `state` given to `save_checkpoint`.
 
-    Raises DamagedError, with nothing changed, if it is not as it was written, PolicyError if it is
-    of another model."""
+    Raises DamagedError, with nothing changed, if its files are not those that were written,
+    PolicyError if it is of another model."""
     digests.check(directory)
     try:
         content = json.loads((directory / STATE).read_text(encoding="utf-8"))
@@ -97,22 +107,15 @@ def load_checkpoint(directory: Path, learner: Kept) -> dict[str, Json]:
     return state
 
 
-def save_policy(directory: Path, learner: Kept) -> None:
+def save_policy(directory: Path, learner: Checkpointable) -> None:
     """Write the policy alone, as `export_checkpoint` does, replacing what is there.
 
     Raises TrainingError when the disk refuses, with nothing left behind."""
-    try:
-        with atomic_directory(directory) as partial:
-            learner.save(partial)
-            for file in partial.iterdir():
-                if not _of_the_policy(file):
-                    file.unlink()
-            digests.write(partial)
-    except (OSError, SafetensorError) as error:
-        raise TrainingError(
-            f"{directory}: the policy cannot be written ({error}); free disk space or check the "
-            "permissions of the folder, then start the run again"
-        ) from error
+    with _new_directory(directory) as partial:
+        learner.save(partial)
+        for file in partial.iterdir():
+            if not _is_policy_file(file):
+                file.unlink()
 
 
 def export_checkpoint(source: Path, target: Path) -> None:
@@ -122,12 +125,12 @@ def export_checkpoint(source: Path, target: Path) -> None:
     Raises PolicyError, with nothing written, if `target` exists or `source` is no whole one."""
     if target.exists():
         raise PolicyError(f"{target}: it is there already; give a directory to be made")
-    files = [file for file in sorted(source.glob("*")) if file.is_file() and _of_the_policy(file)]
+    files = [file for file in sorted(source.glob("*")) if file.is_file() and _is_policy_file(file)]
     whole = any((folder / STATE).is_file() for folder in (source, source.parent))
-    if not whole or not any(map(_weights, files)):
+    if not whole or not any(map(_is_weights, files)):
         raise PolicyError(f"{source}: it is no checkpoint of a run; give <output>/checkpoints/...")
     digests.check(source)
-    for file in filter(_weights, files):
+    for file in filter(_is_weights, files):
         try:
             with safe_open(file, framework="pt"):
                 pass  # its header names every tensor and the file's length
@@ -144,16 +147,15 @@ def export_checkpoint(source: Path, target: Path) -> None:
 
 
 def prune(folder: Path, *, keep: int, last: Path, run: str = "") -> None:
-    """Delete all but the `keep` newest checkpoints of a run up to `last`, which its owner has just
-    committed, those of steps that were taken back, and what killed processes left.
+    """Delete old checkpoints of a run, once its owner has committed `last`: all but the `keep`
+    newest, those of steps that were rewound, and partial ones of killed processes.
 
-    What is of another run, or of an owner after that of `last`, stays, and so does all that has no
-    `checkpoint_name`."""
-    present = numbers(last)
+    Checkpoints of other runs or of later owners stay, and so do files of any other name."""
+    present = parse_name(last)
     assert present is not None
     own = {}
     for path in folder.iterdir():
-        named = numbers(path)
+        named = parse_name(path)
         if named and path.is_dir() and named[1] <= present[1] and _is_of(path, run):
             own[path] = named
     ahead = [path for path, named in own.items() if named[0] > present[0]]
@@ -162,24 +164,25 @@ def prune(folder: Path, *, keep: int, last: Path, run: str = "") -> None:
         if path.resolve() != last.resolve():
             delete_directory(path)
     for path in folder.glob(f"*{PARTIAL}*"):
-        named = numbers(Path(path.name.partition(PARTIAL)[0]))
+        named = parse_name(Path(path.name.partition(PARTIAL)[0]))
         if named and named[1] <= present[1]:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def earlier(folder: Path, last: Path, run: str) -> list[Path]:
+def earlier_checkpoints(folder: Path, last: Path, run: str) -> list[Path]:
     """The run's checkpoints on disk of fewer steps than `last`, newest first."""
-    present = numbers(last) or (0, 0)
+    present = parse_name(last) or (0, 0)
     found = [
         (named, path)
         for path in (folder.iterdir() if folder.is_dir() else ())
-        if (named := numbers(path)) and path.is_dir() and named[0] < present[0]
+        if (named := parse_name(path)) and path.is_dir() and named[0] < present[0]
     ]
     return [path for _, path in sorted(found, reverse=True) if _is_of(path, run)]
 
 
 def _is_of(path: Path, run: str) -> bool:
-    """Earlier versions did not say whose a checkpoint is. One that cannot be read is not whole."""
+    """Whether a checkpoint is of this run. One without a run's identity (of an earlier version) or
+    with an unreadable state counts as its own."""
     try:
         content = json.loads((path / STATE).read_text(encoding="utf-8"))
         return content.get("run", "") in ("", run)
@@ -205,13 +208,13 @@ def set_random_state(state: Mapping[str, Json]) -> None:
     torch.set_rng_state(torch.frombuffer(torch_bytes, dtype=torch.uint8))
 
 
-def _of_the_policy(file: Path) -> bool:
-    """Not the optimizer's, the algorithm's or another model's."""
+def _is_policy_file(file: Path) -> bool:
+    """Whether a file belongs to the policy, not to the optimizer, the state or another model."""
     if file.suffix == ".safetensors":
-        return _weights(file)
+        return _is_weights(file)
     return file.name not in (STATE, digests.FILE)
 
 
-def _weights(file: Path) -> bool:
+def _is_weights(file: Path) -> bool:
     """Under the names that transformers and peft look for."""
     return file.suffix == ".safetensors" and file.name.startswith(("model", "adapter_model"))

@@ -1,4 +1,4 @@
-"""Optimizer steps that could not be made: their batches go to files, and too many end the run.
+"""Optimizer steps that failed: their batches are written to files, and too many end the run.
 
 A file is safetensors: the tensors of the batch, of its terms and the log-probs of the policy; what
 is no tensor is JSON in its metadata. `load_dump` reads it without the model or the store.
@@ -27,7 +27,7 @@ ROW = ("tokens", "actions", "logprobs", "temperature", "transition")
 
 @dataclass(frozen=True, slots=True)
 class Dump:
-    """Everything psi and the loss of one optimizer step were computed from, but the weights."""
+    """All inputs of psi and the loss of one optimizer step, except the weights."""
 
     batch: Batch
     terms: Terms
@@ -38,14 +38,14 @@ class Dump:
 
 @dataclass(slots=True)
 class BadSteps:
-    """Counts optimizer steps in a row that changed nothing. A run that starts again counts anew."""
+    """Counts optimizer steps in a row that changed nothing; a restart begins at 0."""
 
-    folder: Path  # of the files; made when it is needed
+    folder: Path  # of the files
     limit: int
     streak: int = 0
 
     def good(self) -> None:
-        """A step was made."""
+        """A step was applied."""
         self.streak = 0
 
     def bad(self, step: int, number: int, dump: Dump) -> None:

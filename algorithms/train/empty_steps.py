@@ -1,29 +1,40 @@
-"""Steps that had nothing to learn from, and when there have been too many of them.
+"""Empty steps, in which no rollout could be trained, and when there were too many of them.
 
-An empty step is one without a rollout that any policy may learn from: all of them failed, or their
-calls are ones that cannot be trained. It commits its failure counts and nothing else, so how many
-came in a row is a question to the store, whoever was killed in between.
+A step is empty if all its rollouts failed, or none has a call that can be trained. It commits its
+failure counts and nothing else. How many came in a row is read from the store, so it is right after
+a restart too.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 
 from agentrl.algorithms.data.merge import valid
 from agentrl.algorithms.diagnostics.metrics import Metrics
-from agentrl.algorithms.train.policies import Team
+from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.config import RunConfig
-from agentrl.errors import TrainingError, brief
+from agentrl.errors import TrainingError
 from agentrl.store.base import Store
-from agentrl.types import EMPTY, Failure, Group, Purpose, RolloutState, StepRow
+from agentrl.types import (
+    EMPTY,
+    Failure,
+    Group,
+    Purpose,
+    RolloutState,
+    StepRow,
+    commonest_failure,
+)
 
 KEPT = ("rollouts", "rollouts/failed", "calls/refused", "calls/inexact", "calls/too_long")
 
 
 def is_empty(
-    team: Team, step: int, metrics: Metrics, groups: Iterable[Group], discarded: Iterable[Group]
+    team: PolicySet,
+    step: int,
+    metrics: Metrics,
+    groups: Iterable[Group],
+    discarded: Iterable[Group],
 ) -> bool:
     """Whether no policy has anything to learn from. `metrics`: of those whose turn it was; what
     these did without, and what there is for the others, is asked of the groups."""
@@ -34,7 +45,7 @@ def is_empty(
     return not (_usable(team, team.updaters, discarded) or _usable(team, waiting, groups))
 
 
-def _usable(team: Team, policies: Iterable[str], groups: Iterable[Group]) -> bool:
+def _usable(team: PolicySet, policies: Iterable[str], groups: Iterable[Group]) -> bool:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = {name: team.updaters[name].algo.rewards for name in policies}
     return any(valid(row, names, name) for name, names in rewards.items() for row in rollouts)
@@ -79,7 +90,7 @@ async def _cause(store: Store, config: RunConfig, empty: Sequence[StepRow]) -> s
         failures += [rollout.failure for rollout in failed if rollout.failure]
     total = sum(int(row.metrics[EMPTY]) for row in empty)
     if 2 * len(failures) >= total and failures:
-        return _commonest(failures, total)
+        return commonest_failure(failures, total)
     long, refused = (_sum(empty, name) for name in ("calls/too_long", "calls/refused"))
     if long and 2 * long >= refused:
         return (
@@ -92,18 +103,11 @@ async def _cause(store: Store, config: RunConfig, empty: Sequence[StepRow]) -> s
             'algorithm.inexact = "retokenize"'
         )
     if failures:
-        return _commonest(failures, total)
+        return commonest_failure(failures, total)
     return (
         "no group has algorithm.min_group rollouts with a reward and with a call that a trained "
         "policy answered; look at one with `agentrl show ROLLOUT`"
     )
-
-
-def _commonest(failures: Sequence[Failure], total: int) -> str:
-    ((kind, count),) = Counter(failure.kind for failure in failures).most_common(1)
-    messages = Counter(failure.message for failure in failures if failure.kind is kind)
-    ((message, _),) = messages.most_common(1)
-    return f"{count} of {total} failed by {kind}: {brief(message)}"
 
 
 def _sum(rows: Iterable[StepRow], name: str) -> int:

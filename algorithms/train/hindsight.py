@@ -1,8 +1,8 @@
-"""How probable each call looks once its outcome is known: the reward of calls that HCAPO reads.
+"""Hindsight rewards: how probable each call is to the current policy once it knows the outcome.
 
-The conversation of a call is rendered again with the outcome told at its end, and the learner says
-how probable the sampled tokens are there. Nothing is sampled: it is a reading of the policy of the
-moment, and the rewards are stored with the step that read it. arXiv 2603.08754.
+The prompt of a call is rendered again with the outcome at its end, and the learner computes the
+log-probs of the sampled tokens after it. Nothing is sampled. The rewards are stored with the step
+that computed them. Used by HCAPO, arXiv 2603.08754.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ TOLD = "\n\n(In the end, this attempt was rewarded with {outcome:g}.)"
 
 
 @dataclass(slots=True)
-class Hindsight:
-    """Scores calls of a trained policy by the learner. context: tokens that it can read."""
+class HindsightRewards:
+    """Adds hindsight rewards to the calls of a trained policy. context: its length in tokens."""
 
     tokenizer: Tokenizer
     learner: Learner

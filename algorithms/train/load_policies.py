@@ -1,4 +1,4 @@
-"""The policies of a run in memory: each a model, or an adapter on a model that several share."""
+"""Loading the policies of a run: each is a model, or an adapter of a model that several share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from agentrl import digests
 from agentrl.algorithms.model.load import Tokenizer, load_model, vocabulary_size
 from agentrl.algorithms.model.lora import Adapters
-from agentrl.config import LoraConfig, RunConfig
+from agentrl.config import LoraConfig, PolicyConfig, RunConfig
 from agentrl.config import policies as team
 from agentrl.errors import ConfigError, PolicyError
 from agentrl.files import atomic_directory
@@ -23,22 +23,22 @@ log = logging.getLogger("agentrl.algorithm")
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
-    """A model, and the policies that are it or its adapters, as the run began with them."""
+class LoadedModel:
+    """A model in memory, and the names of the policies that are this model or adapters of it."""
 
     source: str  # directory or hub name
     model: PreTrainedModel
     tokenizer: Tokenizer
     adapters: Adapters | None = None  # by the names of the policies; none: the model is the policy
     policies: list[str] = field(default_factory=list)
-    built: bool = False  # just now, as the run file says
+    built: bool = False  # by policy.build, just now
 
 
-def load_bases(config: RunConfig) -> list[Base]:
+def load_policies(config: RunConfig) -> list[LoadedModel]:
     """The models of all policies of a run, each with the adapters that it has.
 
     Raises PolicyError for what cannot be loaded, or is an adapter of another model."""
-    bases: dict[tuple[str, str], Base] = {}
+    bases: dict[tuple[str, str], LoadedModel] = {}
     for name in (*team.trained(config), *team.frozen(config)):
         own = team.view(config, name)
         source, built = policy_directory(own)
@@ -46,7 +46,7 @@ def load_bases(config: RunConfig) -> list[Base]:
         key = (source, "" if adapted else name)
         try:
             if key not in bases:
-                bases[key] = load_base(source, config, adapted=adapted, built=built)
+                bases[key] = load_base_model(source, config.policy, adapted=adapted, built=built)
             bases[key].policies.append(name)
             add_adapter(bases[key].adapters, name, own)
         except PolicyError as error:
@@ -55,17 +55,19 @@ def load_bases(config: RunConfig) -> list[Base]:
     return list(bases.values())
 
 
-def load_base(source: str, config: RunConfig, *, adapted: bool, built: bool = False) -> Base:
+def load_base_model(
+    source: str, policy: PolicyConfig, *, adapted: bool, built: bool = False
+) -> LoadedModel:
     digests.check(Path(source))
     log.log(PHASE, f"loading the model {source}")
-    model, tokenizer = load_model(source, config.policy.dtype, config.policy.device)
+    model, tokenizer = load_model(source, policy.dtype, policy.device)
     adapters = Adapters(model) if adapted else None
-    return Base(source, model, tokenizer, adapters, built=built)
+    return LoadedModel(source, model, tokenizer, adapters, built=built)
 
 
 def add_adapter(adapters: Adapters | None, name: str, config: RunConfig) -> None:
-    """The adapter that the run file asks for, by the name of its policy; none: all weights are the
-    policy's. A directory alone, without a rank, is one that stays as it is."""
+    """Add the adapter of a policy as its settings say. adapters: None if the policy is a whole
+    model. An adapter directory without a rank is loaded frozen."""
     settings: LoraConfig = config.policy.lora
     if adapters is None:
         return
@@ -84,8 +86,8 @@ def add_adapter(adapters: Adapters | None, name: str, config: RunConfig) -> None
 
 
 def policy_directory(config: RunConfig) -> tuple[str, bool]:
-    """The model to start from, a local directory or a hub name, and whether it was built just now,
-    as the run file says it is to be where there is none."""
+    """The model to start from, a local directory or a hub name, and whether `policy.build` has
+    built it just now because there was none."""
     settings = config.policy
     directory = config.path(settings.model) if settings.model else Path(config.output, "policy")
     if not settings.build or directory.is_dir():
@@ -104,6 +106,6 @@ def policy_directory(config: RunConfig) -> tuple[str, bool]:
     return str(directory), True
 
 
-def vocabulary(bases: Sequence[Base]) -> dict[str, int]:
-    """How many token ids each policy has, by its name."""
+def vocabulary_sizes(bases: Sequence[LoadedModel]) -> dict[str, int]:
+    """The vocabulary size of each policy, by its name."""
     return {name: vocabulary_size(base.model) for base in bases for name in base.policies}

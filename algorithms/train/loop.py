@@ -1,7 +1,7 @@
-"""The training loop: ask, claim groups, update, commit, publish, evaluate.
+"""The training loop: claim groups, compute credit, update, commit, publish, evaluate.
 
-It owns nothing that the store or the last checkpoint does not hold, so it may be killed anywhere:
-the next start continues after the last committed step. It never knows which algorithm it runs.
+Everything it knows is in the store or the last checkpoint, so it may be killed at any moment: the
+next start continues after the last committed step. It does not know which algorithm it runs.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl.algorithms.diagnostics.metrics import sampled, throughput
+from agentrl.algorithms.diagnostics.metrics import group_metrics, throughput
 from agentrl.algorithms.sampling.collect import Collected, Collector
-from agentrl.algorithms.sampling.evaluate import held_out
+from agentrl.algorithms.sampling.evaluate import evaluate_heldout
 from agentrl.algorithms.train import empty_steps
 from agentrl.algorithms.train.checkpoint import checkpoint_name, prune, save_checkpoint
-from agentrl.algorithms.train.policies import Team
-from agentrl.algorithms.train.serving import Serving
-from agentrl.algorithms.train.snapshots import Opponents
+from agentrl.algorithms.train.policy_set import PolicySet
+from agentrl.algorithms.train.serving import PolicyServers
+from agentrl.algorithms.train.snapshots import SnapshotStore
 from agentrl.config import RunConfig
 from agentrl.folder_lock import FolderLock
 from agentrl.store.base import Store
@@ -25,55 +25,52 @@ from agentrl.types import Json, RunState, StepCommit
 
 
 @dataclass(frozen=True, slots=True)
-class Loop:
+class TrainingLoop:
     """Everything one run trains with. `state` is what `open_run` returned."""
 
     config: RunConfig
     store: Store
     state: RunState
-    team: Team
-    serving: Serving
+    policies: PolicySet
+    serving: PolicyServers
     collector: Collector
     heldout: list[dict[str, Json]]
     lock: FolderLock
-    opponents: Opponents | None = None  # none: nobody plays against snapshots
+    snapshots: SnapshotStore | None = None  # None: without a pool of opponents
 
     async def run(self) -> None:
         """Train from the last committed step to the last one of the run file."""
-        await self.publish()
+        await self.announce()
         await self.evaluate(self.state.step)
         for step in range(self.state.step, self.config.steps):
             started = time.monotonic()
-            collected = await self.collector.collect(step)
-            sampled = time.monotonic()
+            collected = await self.collector.collect(step)  # claims the groups of the step
+            claimed = time.monotonic()
             async with self.serving.updating():
-                metrics = self.team.update(step, collected.groups) | collected.metrics
-                metrics["time/rollouts"] = sampled - started
-                metrics["time/update"] = time.monotonic() - sampled
+                metrics = self.policies.update(step, collected.groups)  # credit, packing, gradients
+                metrics |= collected.metrics
+                metrics["time/rollouts"] = claimed - started
+                metrics["time/update"] = time.monotonic() - claimed
                 metrics |= throughput(metrics)
-                if empty := self.is_empty(step, collected, metrics):
-                    await self.commit_empty(step, collected, metrics)
-                else:
-                    await self.commit(step, collected, metrics)
-                await self.serving.publish(self.team.versions(step + 1))
-                if self.opponents is not None:
-                    await self.opponents.serve()
+                empty = empty_steps.is_empty(
+                    self.policies, step, metrics, collected.groups, collected.discarded
+                )
+                commit = self.commit_empty if empty else self.commit
+                await commit(step, collected, metrics)
+                await self.serving.publish(self.policies.versions(step + 1))
+                if self.snapshots is not None:
+                    await self.snapshots.serve_pool()
             if empty:
                 await empty_steps.check(self.store, self.config)
-            await self.publish()
+            await self.announce()
             await self.evaluate(step + 1)
-        await empty_steps.check(self.store, self.config)  # again, by whom it is started again
-
-    def is_empty(self, step: int, collected: Collected, metrics: dict[str, float]) -> bool:
-        """Whether the step had nothing to learn from."""
-        groups, discarded = collected.groups, collected.discarded
-        return empty_steps.is_empty(self.team, step, metrics, groups, discarded)
+        await empty_steps.check(self.store, self.config)  # also where no step was left to train
 
     async def commit_empty(
         self, step: int, collected: Collected, metrics: dict[str, float]
     ) -> None:
-        """The step took place, and all that came of it are failures: the checkpoint before it
-        stays the last."""
+        """Commit the failure counts of a step without one usable rollout. It trains no group and
+        writes no checkpoint, so the one before it stays the last."""
         groups = [*collected.groups, *collected.discarded]
         await self.store.commit_step(
             StepCommit(
@@ -82,20 +79,20 @@ class Loop:
                 step=step,
                 groups=[],
                 discarded=[group.id for group in groups],
-                versions=self.team.versions(step + 1),
+                versions=self.policies.versions(step + 1),
                 checkpoint=None,
-                metrics=empty_steps.failure_counts(metrics | sampled(groups)),
+                metrics=empty_steps.failure_counts(metrics | group_metrics(groups)),
             )
         )
 
     async def commit(self, step: int, collected: Collected, metrics: dict[str, float]) -> None:
-        """Write the checkpoint, then make the step true; earlier checkpoints go last."""
+        """Write the checkpoint, then commit the step that names it, then delete old checkpoints."""
         self.lock.check()
         folder = Path(self.config.output, "checkpoints")
         path = folder / checkpoint_name(step + 1, self.state.epoch)
-        if self.opponents is not None:
-            await self.opponents.keep(step + 1)
-        save_checkpoint(path, self.team, self.team.dump(), self.state.identity)
+        if self.snapshots is not None:
+            await self.snapshots.save_due(step + 1)
+        save_checkpoint(path, self.policies, self.policies.dump(), self.state.identity)
         await self.store.commit_step(
             StepCommit(
                 run=self.config.name,
@@ -103,9 +100,9 @@ class Loop:
                 step=step,
                 groups=[group.id for group in collected.groups],
                 discarded=[group.id for group in collected.discarded],
-                credits=self.team.credits(step),
-                judgements=self.team.judgements(step),
-                versions=self.team.versions(step + 1),
+                credits=self.policies.credits(step),
+                judgements=self.policies.judgements(step),
+                versions=self.policies.versions(step + 1),
                 checkpoint=f"checkpoints/{path.name}",
                 metrics=metrics,
             )
@@ -113,7 +110,7 @@ class Loop:
         keep = self.config.keep_checkpoints
         prune(folder, keep=keep, last=path, run=self.state.identity)
 
-    async def publish(self) -> None:
+    async def announce(self) -> None:
         """Tell the runners where each policy is served."""
         await self.serving.announce(self.store, self.config.name, self.state.epoch)
 
@@ -129,4 +126,4 @@ class Loop:
         if outer and settings.sampled:
             temperatures["sampled"] = 1.0
         epoch = self.state.epoch
-        await held_out(self.store, self.config, epoch, step, tasks, temperatures)
+        await evaluate_heldout(self.store, self.config, epoch, step, tasks, temperatures)

@@ -1,7 +1,7 @@
-"""The algorithm process where nothing is learned: it serves players and has their games played.
+"""The algorithm process of an evaluation plan: it serves frozen policies and plays their games.
 
-It owns nothing that the store does not hold: the next start asks for the same rollouts, of which
-those that have ended are there already.
+Everything it knows is in the store: a process that starts again asks for the same rollouts, and
+those that have ended are not played again.
 """
 
 from __future__ import annotations
@@ -13,23 +13,22 @@ import msgspec
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from agentrl.algorithms.sampling.task_sampler import evaluation
-from agentrl.algorithms.train.frozen_policies import serve
-from agentrl.algorithms.train.load_policies import load_bases
-from agentrl.algorithms.train.serving import Serving
+from agentrl.algorithms.sampling.evaluate import play
+from agentrl.algorithms.sampling.task_sampler import evaluation_rollouts
+from agentrl.algorithms.train.load_policies import load_policies
+from agentrl.algorithms.train.serving import PolicyServers
 from agentrl.config import RunConfig
-from agentrl.config import policies as team
-from agentrl.config.players import Plan
+from agentrl.config.players import EvaluationPlan
+from agentrl.config.policies import trained
 from agentrl.store import open_store
-from agentrl.store.base import Store
 
 
-def main(config: RunConfig, plan: Plan) -> None:
+def main(config: RunConfig, plan: EvaluationPlan) -> None:
     """Play a plan to the end."""
     asyncio.run(run(config, plan))
 
 
-async def run(config: RunConfig, plan: Plan) -> None:
+async def run(config: RunConfig, plan: EvaluationPlan) -> None:
     """Serve the run's policies and the players, then have every lineup play every task.
 
     Raises PolicyError for a player that cannot be served."""
@@ -38,26 +37,19 @@ async def run(config: RunConfig, plan: Plan) -> None:
     torch.manual_seed(config.seed)
     async with open_store(config.store) as store:
         state = await store.open_run(config.name, msgspec.to_builtins(config))
-        bases = load_bases(config)
-        serving = Serving(config, bases)
+        bases = load_policies(config)
+        serving = PolicyServers(config, bases)
         await serving.start()
         try:
             async with serving.updating():
-                await serving.publish(dict.fromkeys(team.trained(config), plan.steps))
-                await serve(config, bases, serving, plan.players)
+                await serving.publish(dict.fromkeys(trained(config), plan.steps))
+                await serving.serve_frozen(plan.players)
             await serving.announce(store, config.name, state.epoch)
-            await play(store, config, plan)
+            sampling = msgspec.structs.replace(config.sampling, temperature=plan.temperature)
+            asked = {
+                name: evaluation_rollouts(config, 0, name, plan.tasks, sampling, seats)
+                for name, seats in plan.lineups.items()
+            }
+            await play(store, asked)
         finally:
             await serving.close()
-
-
-async def play(store: Store, config: RunConfig, plan: Plan) -> None:
-    """Returns when every rollout of the plan has ended."""
-    sampling = msgspec.structs.replace(config.sampling, temperature=plan.temperature)
-    groups = []
-    for name, seats in plan.lineups.items():
-        rollouts = evaluation(config, 0, name, plan.tasks, sampling, seats)
-        await store.enqueue(rollouts)
-        groups.append(rollouts[0].group)
-    for group in groups:
-        await store.settled(group)

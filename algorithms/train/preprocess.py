@@ -1,5 +1,5 @@
-"""What of the collected groups a step learns from: completed by what only the learning side can
-know, without the calls that the model cannot read."""
+"""Preprocessing of collected groups before credit: rewards and token ids that only the learning
+side can compute are added, and calls longer than the model's context are left out."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from agentrl.types import POLICY, Group, Judgement, Rollout, Transition
 
 
 class Completer(Protocol):
-    """Adds to what was collected what only the learning side can know: token ids of inexact calls,
-    rewards of reward models, after those that are there."""
+    """Adds data to groups that only the learning side can compute: token ids of inexact calls, or
+    rewards of reward models, after the rewards that are there."""
 
     def complete(self, groups: list[Group]) -> list[Group]: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Intake:
-    """What is done to collected groups before credit. Owns what of it the step is to commit."""
+class Preprocessor:
+    """Prepares collected groups for credit. `judgements` are the rewards that it added in the
+    current step, for the step's commit."""
 
     completers: tuple[Completer, ...] = ()  # in this order
     trainers: tuple[ImplicitTrainer, ...] = ()  # of reward models that learn what they have scored
@@ -34,18 +35,18 @@ class Intake:
     judgements: list[Judgement] = field(default_factory=list)  # rewards that completers gave
     decode: Callable[[Sequence[int]], str] | None = None  # none: what prompts say is not looked at
 
-    def take(self, groups: list[Group]) -> tuple[list[Group], Metrics]:
-        """The groups as they are learned from. Metrics: calls/inexact before they were completed,
+    def process(self, groups: list[Group]) -> tuple[list[Group], Metrics]:
+        """The groups ready for credit, and metrics: calls/inexact (before completion),
         calls/too_long, calls/tools_unseen."""
         calls = own_calls(groups, self.policy)
         inexact = sum(not call.exact for call in calls)
-        unseen = 0 if self.decode is None else unseen_tools(calls, self.decode)
+        unseen = 0 if self.decode is None else count_unseen_tools(calls, self.decode)
         collected = groups
         for completer in self.completers:
             groups = completer.complete(groups)
-        self.judgements[:] = judged(collected, groups)
+        self.judgements[:] = added_rewards(collected, groups)
         learned = {k: v for trainer in self.trainers for k, v in trainer.learn(groups).items()}
-        groups, too_long = fitting(groups, self.context, self.policy)
+        groups, too_long = without_long_calls(groups, self.context, self.policy)
         counts = {
             "calls/inexact": inexact,
             "calls/too_long": too_long,
@@ -54,9 +55,9 @@ class Intake:
         return groups, {**learned, **counts}
 
 
-def unseen_tools(calls: Iterable[Transition], decode: Callable[[Sequence[int]], str]) -> int:
-    """Calls that sent tools of which the model saw none: the name of none is in the prompt, because
-    the chat template renders no tools. The first call of each role speaks for all of them."""
+def count_unseen_tools(calls: Iterable[Transition], decode: Callable[[Sequence[int]], str]) -> int:
+    """The number of calls with tools whose prompt contains the name of none of them, because the
+    chat template renders no tools. Only the first call of each role is decoded."""
     seen: dict[str, bool] = {}
     unseen = 0
     for call in calls:
@@ -69,20 +70,19 @@ def unseen_tools(calls: Iterable[Transition], decode: Callable[[Sequence[int]], 
     return unseen
 
 
-def judged(collected: list[Group], completed: list[Group]) -> Iterator[Judgement]:
-    """The rewards that were added to what was collected."""
+def added_rewards(collected: list[Group], completed: list[Group]) -> Iterator[Judgement]:
+    """The rewards that completion added to the collected rollouts."""
     before = {row.id: len(row.rewards) for group in collected for row in group.rollouts}
     for rollout in (row for group in completed for row in group.rollouts):
         for reward in rollout.rewards[before[rollout.id] :]:
             yield Judgement(rollout=rollout.id, reward=reward)
 
 
-def fitting(
+def without_long_calls(
     groups: list[Group], context: int | None, policy: str = POLICY
 ) -> tuple[list[Group], int]:
-    """Groups of which no call of the policy is longer than the model's context, and how many were:
-    they are refused like calls whose tokens are not known, their rollout's other calls and reward
-    stay."""
+    """The groups, with the policy's calls that exceed the model's context marked as inexact, so
+    that they are not trained; and the number of those calls. Nothing else changes."""
     long = {
         call.id
         for call in own_calls(groups, policy)

@@ -1,6 +1,6 @@
-"""Where a run goes on: at its last checkpoint or, where that is damaged, at the one before it.
+"""Resuming a run from its last checkpoint or, if that is damaged, from the one before it.
 
-Always true: nothing is taken back in the store before an earlier checkpoint is found to be whole.
+Always true: the store is rewound only after an earlier checkpoint was loaded without an error.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from agentrl.algorithms.train.checkpoint import earlier, load_checkpoint, numbers
-from agentrl.algorithms.train.policies import Team
+from agentrl.algorithms.train.checkpoint import earlier_checkpoints, load_checkpoint, parse_name
+from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.config import RunConfig
 from agentrl.errors import DamagedError
 from agentrl.store.base import Store
@@ -20,9 +20,9 @@ from agentrl.types import RunState
 log = logging.getLogger("agentrl.algorithms")
 
 
-async def resumed(store: Store, config: RunConfig, state: RunState, team: Team) -> RunState:
-    """The state of the run once its newest whole checkpoint is loaded; what was trained after that
-    is taken back. Raises DamagedError where none is whole."""
+async def resume_run(store: Store, config: RunConfig, state: RunState, team: PolicySet) -> RunState:
+    """Load the newest undamaged checkpoint; returns the run's state at that step. Steps after it
+    are rewound in the store. Raises DamagedError if every checkpoint is damaged."""
     if state.checkpoint is None:
         return state
     last = config.checkpoint(state.checkpoint)
@@ -32,21 +32,21 @@ async def resumed(store: Store, config: RunConfig, state: RunState, team: Team) 
     except DamagedError as error:
         log.warning("%s", error)
         damage = error
-    for path in earlier(Path(config.output, "checkpoints"), last, state.identity):
+    for path in earlier_checkpoints(Path(config.output, "checkpoints"), last, state.identity):
         try:
             team.restore(load_checkpoint(path, team))
         except DamagedError as error:
             log.warning("%s", error)
         else:
-            return await _taken_back(store, state, path)
+            return await _rewind(store, state, path)
     raise DamagedError(
         f"{damage}. No earlier one is whole: put a copy in its place, name one with `agentrl train "
         "--from PATH`, or train from the start with --from 0"
     )
 
 
-async def _taken_back(store: Store, state: RunState, path: Path) -> RunState:
-    found = numbers(path)
+async def _rewind(store: Store, state: RunState, path: Path) -> RunState:
+    found = parse_name(path)
     assert found is not None
     steps, name = found[0], f"checkpoints/{path.name}"
     log.warning("Going on from %s: %d steps are trained again.", path, state.step - steps)

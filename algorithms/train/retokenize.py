@@ -1,8 +1,8 @@
-"""Calls whose token ids are unknown, tokenised once more so that they can be learned from.
+"""Retokenization of calls whose token ids are unknown, so that they can be trained.
 
-What the policy's own template and tokenizer make of a conversation is usually, not always, what was
-sampled; the sampler's log-probs are replaced by the learner's, as if the call were on-policy. Both
-are approximations, which is why this happens only on `algorithm.inexact = "retokenize"`.
+The policy's chat template and tokenizer usually, but not always, give the tokens that were sampled,
+and the learner's log-probs stand in for the sampler's, as if the call were on-policy. Both are
+approximations, so this is done only with `algorithm.inexact = "retokenize"`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from agentrl.types import POLICY, Group, Json, Transition, float32, int32
 
 @dataclass(slots=True)
 class Retokenizer:
-    """Completes the inexact calls of a trained policy. context: tokens that it can read;
-    reward_names: rewards that make a failed rollout worth learning from."""
+    """Adds token ids to the inexact calls of a trained policy. context: its length in tokens;
+    reward_names: the rewards with which even a failed rollout is trained."""
 
     tokenizer: Tokenizer
     learner: Learner

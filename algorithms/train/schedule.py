@@ -1,5 +1,5 @@
-"""When and how far: learning rate, order of minibatches, early stop. All functions of the step, so
-nothing of a schedule is in a checkpoint."""
+"""Learning-rate schedule, order of minibatches, KL early stop. All are functions of the step, so
+checkpoints hold no schedule state."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def minibatches(items: Sequence[T], count: int, seed: str) -> list[list[T]]:
     return [order[first:last] for first, last in pairwise(bounds)]
 
 
-def moved(old: Tensor, now: Tensor, weight: Tensor) -> float:
+def mean_kl(old: Tensor, now: Tensor, weight: Tensor) -> float:
     """KL(old || now) in nats per token by the k3 estimate, over the tokens in the loss: how far the
     policy has moved on a batch. Schulman, http://joschu.net/blog/kl-approx.html"""
     d = (old.double() - now.double().cpu())[weight > 0]

@@ -1,8 +1,8 @@
-"""What answers the calls of a run: every policy, trained or frozen, by its name.
+"""The policy servers of a run: each policy, trained or frozen, is served under its name.
 
-Owns a policy server for each model in memory; the adapters of a model share one. Always true:
-weights, versions and what is served change only while the servers are quiet, all of them together,
-and a policy that did not learn keeps its version.
+Owns one policy server for each model in memory; the adapters of a model share it. Always true:
+weights, versions and the set of served policies change only inside `updating`, when no call is in
+flight, and a policy that did not learn keeps its version.
 """
 
 from __future__ import annotations
@@ -17,17 +17,20 @@ from msgspec.structs import replace
 from agentrl.algorithms.engines.base import PolicyServer, advertised_url, run_unless_failed
 from agentrl.algorithms.engines.factory import policy_server
 from agentrl.algorithms.model import lora
-from agentrl.algorithms.train.load_policies import Base, load_base
+from agentrl.algorithms.train.load_policies import LoadedModel, load_base_model
 from agentrl.config import RunConfig
+from agentrl.config.players import FrozenPolicy
+from agentrl.config.policies import view
 from agentrl.errors import PolicyError
+from agentrl.files import atomic_directory
 from agentrl.store.base import Store
 from agentrl.types import PolicyVersion
 
 
-class Serving:
-    """The servers of one run. `bases` are the models it holds, with what they are adapted by."""
+class PolicyServers:
+    """The servers of one run. bases: the loaded models, with their adapters."""
 
-    def __init__(self, config: RunConfig, bases: Sequence[Base]) -> None:
+    def __init__(self, config: RunConfig, bases: Sequence[LoadedModel]) -> None:
         """Raises PolicyError for a model that cannot be served."""
         if len(bases) > 1 and config.engine.vllm.urls:
             raise PolicyError(
@@ -38,7 +41,7 @@ class Serving:
         self._servers: dict[str, PolicyServer] = {}  # by policy
         self._versions: dict[str, int] = {}
         self._bases = list(bases)
-        self._closing: list[PolicyServer] = []  # once nobody is held behind them any more
+        self._closing: list[PolicyServer] = []  # closed once no call waits for them
         for number, base in enumerate(bases):
             server = _server(_apart(config, number), base)
             for name in base.policies:
@@ -51,7 +54,7 @@ class Serving:
 
     @asynccontextmanager
     async def updating(self) -> AsyncIterator[None]:
-        """While inside, weights may change: calls in flight have finished, new ones are held."""
+        """Inside, weights may change: calls in flight have finished, and new ones wait."""
         try:
             async with AsyncExitStack() as stack:
                 for server in self._each():
@@ -89,12 +92,19 @@ class Serving:
                     "and no other model beside the policy's; train adapters (policy.lora.rank), or "
                     "set engine.kind = 'embedded'"
                 )
-            base = load_base(str(directory), self._config, adapted=False)
+            base = load_base_model(str(directory), self._config.policy, adapted=False)
             base.policies.append(name)
             server = _server(_apart(self._config, 1), base)
             await server.start()
             await server.publish(version)
         self._servers[name], self._versions[name] = server, version
+
+    async def serve_frozen(self, players: Mapping[str, FrozenPolicy]) -> None:
+        """Also serve these policies, which do not learn, by their names. Call inside `updating`.
+
+        Raises PolicyError for one that cannot be served."""
+        for name, player in players.items():
+            await self.freeze(name, self._directory_of(name, player), player.steps)
 
     async def drop(self, name: str) -> None:
         """Serve a frozen policy no more; calls that still name it are refused. Call inside
@@ -122,7 +132,7 @@ class Serving:
         ]
 
     async def announce(self, store: Store, run: str, epoch: int) -> None:
-        """Tell the runners where each policy is served, as far as that has changed."""
+        """Write to the store where each policy is served, if that has changed."""
         known = await store.policies(run)
         for name, version, base_url, model in self.table():
             row = PolicyVersion(
@@ -140,13 +150,28 @@ class Serving:
         return list(dict.fromkeys(self._servers.values()))
 
     def _wire(self, name: str) -> str:
-        """What a policy's server calls it: where it is alone, that is the server's own name."""
+        """The model name of a policy at its server: the server's own if it serves only this one."""
         server = self._servers[name]
         alone = sum(other is server for other in self._servers.values()) == 1
         return server.model if alone else name
 
-    def _base_of(self, directory: Path) -> Base:
-        """The model in memory that an adapter was made for, as far as its name tells."""
+    def _directory_of(self, name: str, player: FrozenPolicy) -> Path:
+        """The weights of a frozen policy; an adapter that was never trained is written first."""
+        if player.directory:
+            return Path(player.directory)
+        base = next(base for base in self._bases if player.policy in base.policies)
+        if base.adapters is None:
+            raise PolicyError(f"{name}: {player.policy!r} is no adapter, so it began with a model")
+        path = Path(self._config.output, "players", name)
+        lora, seed = view(self._config, player.policy).policy.lora, self._config.seed
+        base.adapters.add(name, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=seed)
+        with atomic_directory(path) as partial:
+            base.adapters.save(name, partial)
+        base.adapters.close(name)
+        return path
+
+    def _base_of(self, directory: Path) -> LoadedModel:
+        """The loaded model that an adapter was trained on, by the name in its files."""
         adapted = [base for base in self._bases if base.adapters is not None]
         if not adapted:
             raise PolicyError(
@@ -157,7 +182,7 @@ class Serving:
         return next((b for b in adapted if b.adapters and b.adapters.base == source), adapted[0])
 
 
-def _server(config: RunConfig, base: Base) -> PolicyServer:
+def _server(config: RunConfig, base: LoadedModel) -> PolicyServer:
     return policy_server(config, base.model, base.tokenizer, base.adapters, base.policies[0])
 
 

@@ -1,9 +1,8 @@
-"""Snapshots of a policy on disk and in service: what the opponents of its pool play with.
+"""Snapshots of a policy, saved to disk and served as opponents for self-play.
 
-Owns the directories `<output>/pool/NAME@STEPS`: an ordinary Hugging Face directory or an adapter,
-without what only training needs. Always true: a directory is whole when it is there, and is there
-before the commit that remembers its snapshot; it goes after the commit that has forgotten it.
-"""
+Owns the directories `<output>/pool/NAME@STEPS`: a Hugging Face model or an adapter, without
+optimizer state. Always true: a directory is complete once it exists; it is written before the
+commit that adds its snapshot to the pool and deleted after the commit that drops it."""
 
 from __future__ import annotations
 
@@ -12,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from agentrl.algorithms.learners.base import Learner
-from agentrl.algorithms.sampling.selfplay import Pool, Snapshot
+from agentrl.algorithms.sampling.selfplay import OpponentPool, Snapshot
 from agentrl.algorithms.train.checkpoint import save_policy
-from agentrl.algorithms.train.serving import Serving
+from agentrl.algorithms.train.serving import PolicyServers
 from agentrl.errors import PolicyError
 from agentrl.files import PARTIAL
 from agentrl.store.base import Store
@@ -22,36 +21,35 @@ from agentrl.types import RolloutState
 
 
 @dataclass(frozen=True, slots=True)
-class Opponents:
-    """What a pool's snapshots are made of, and where they are served. learner: of the policy; run:
-    whose rollouts in the store name them."""
+class SnapshotStore:
+    """Saves and serves the snapshots of a pool. learner: of the policy; run: the name of the run
+    whose rollouts play against them."""
 
-    pool: Pool
+    pool: OpponentPool
     learner: Learner
-    serving: Serving
+    serving: PolicyServers
     store: Store
     run: str
     folder: Path
     served: set[str] = field(default_factory=set)
 
     async def start(self, steps: int) -> None:
-        """A run that has come to so many steps begins, with a first opponent if it has none.
-
-        Raises PolicyError for a snapshot that is not on disk any more."""
+        """Serve the pool when the process starts after `steps` steps; an empty pool gets a first
+        snapshot. Raises PolicyError for a snapshot that is no longer on disk."""
         if not self.pool.now.snapshots:
-            await self.keep(steps)
+            await self.save_due(steps)
         async with self.serving.updating():
             await self._serve()
 
-    async def keep(self, steps: int) -> None:
-        """So many steps are trained, and the commit that says so is next."""
+    async def save_due(self, steps: int) -> None:
+        """Save the snapshot that is due after `steps` steps, before the commit of the last one."""
         taken = self.pool.finish(steps, await self._playing() if self.pool.ahead else ())
         if taken is not None:
             save_policy(self.folder / taken.name, self.learner)
 
-    async def serve(self) -> None:
-        """Serve what the pool holds, and nothing else; inside `updating`, after the commit, which
-        only the owner of the run can make: what others may need is deleted by nobody else."""
+    async def serve_pool(self) -> None:
+        """Serve exactly the snapshots of the pool and delete all others. Call inside `updating` and
+        after a commit: only the owner of the run can commit, so nobody else deletes files."""
         await self._serve()
         for path in self.folder.iterdir():
             if path.name not in self.served and (PARTIAL in path.name or "@" in path.name):
@@ -67,7 +65,7 @@ class Opponents:
             self.served.add(name)
 
     async def _playing(self) -> set[str]:
-        """Who has a seat in a rollout that has not ended."""
+        """The policies that play in rollouts that have not ended."""
         unended = [state for state in RolloutState if not state.terminal]
         found = [await self.store.rollouts(self.run, state=state) for state in unended]
         return {name for rows in found for row in rows for name in row.seats.values()}

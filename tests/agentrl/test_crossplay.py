@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from agentrl.algorithms.sampling import task_sampler
 from agentrl.config import RunConfig, resolve
-from agentrl.config.players import Plan, Player, first_version
+from agentrl.config.players import EvaluationPlan, FrozenPolicy, first_version
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.evaluation import ablation, crossplay
 from agentrl.evaluation import core as evaluation
@@ -35,7 +35,7 @@ from agentrl.types import (
 from tests import factories
 
 ROLES = ["first", "second"]
-PLAYERS = {name: Player(policy="policy", directory="", steps=0) for name in "ab"}
+PLAYERS = {name: FrozenPolicy(policy="policy", directory="", steps=0) for name in "ab"}
 
 
 def game(*values: float, outcome: float | None = None, **changed: Any) -> Rollout:
@@ -92,10 +92,12 @@ def test_the_matrix_is_of_both_seats() -> None:
 
 def test_games_without_a_return_are_counted_apart() -> None:
     rows = [game(1.0, -1.0), game(1.0), game(3.0, nan), game(3.0, 0.0, state=RolloutState.FAILED)]
-    met = crossplay.meeting([("first", row) for row in rows], ROLES)
+    met = crossplay.matchup([("first", row) for row in rows], ROLES)
     assert (met.games, met.missing, met.mean, met.score) == (1, 3, 1.0, 1.0)
     assert isnan(met.error)
-    said = json.loads(crossplay.as_json(crossplay.Matrix(["a", "b"], [[None, met]] * 2, [0, 0])))
+    said = json.loads(
+        crossplay.as_json(crossplay.PayoffMatrix(["a", "b"], [[None, met]] * 2, [0, 0]))
+    )
     assert said["meetings"][0] == {
         "row": "a", "column": "b", "games": 1, "missing": 3, "mean": 1.0, "error": None,
         "score": 1.0,
@@ -144,7 +146,12 @@ def test_each_pair_plays_at_least_so_many_games(
     asked = []
 
     def run_plan(
-        config: RunConfig, last: evaluation.Checkpoint, plan: Plan, kind: str, *, fresh: bool
+        config: RunConfig,
+        last: evaluation.SavedCheckpoint,
+        plan: EvaluationPlan,
+        kind: str,
+        *,
+        fresh: bool,
     ) -> dict[str, list[Rollout]]:
         asked.append((plan, last.steps))
         return {name: [game(1.0, -1.0)] * len(plan.tasks) for name in plan.lineups}
@@ -165,7 +172,7 @@ def test_checkpoints_by_their_steps(tmp_path: Path) -> None:
     steps = [made.steps for made in crossplay.chosen_checkpoints(config, [])]
     assert steps == [5, 10, 15, 20]
     every = crossplay.chosen_checkpoints(config, [], every=10)
-    assert [evaluation.player(config, made, "policy")[0] for made in every] == [
+    assert [evaluation.frozen_policy(config, made, "policy")[0] for made in every] == [
         "policy@000010-2",
         "policy@000020",
     ]
@@ -174,16 +181,16 @@ def test_checkpoints_by_their_steps(tmp_path: Path) -> None:
 def test_players_of_other_runs_and_of_several_policies(tmp_path: Path) -> None:
     other = evaluation.checkpoint_at(checkpoint(tmp_path, "000003", run="rival"))
     config = run_of(tmp_path)
-    name, player = evaluation.player(config, other, "policy")
+    name, player = evaluation.frozen_policy(config, other, "policy")
     assert (name, player.steps, player.directory) == ("rival-policy@000003", 3, str(other.path))
     team = {"solver": {"roles": ["solver"], "lora": {"rank": 2}}}
     team["planner"] = {"roles": ["planner"], "lora": {"rank": 2}}
     several = run_of(tmp_path, policies=team)
     made = evaluation.checkpoint_at(checkpoint(tmp_path, "000004", policy="solver"))
-    name, player = evaluation.player(several, made, "solver")
+    name, player = evaluation.frozen_policy(several, made, "solver")
     assert (name, player.directory) == ("solver@000004", str(made.path / "solver"))
     with pytest.raises(ConfigError, match="'planner' is not in it"):
-        evaluation.player(several, made, "planner")
+        evaluation.frozen_policy(several, made, "planner")
 
 
 # -- where the games are ---------------------------------------------------------------------------
@@ -191,12 +198,12 @@ def test_players_of_other_runs_and_of_several_policies(tmp_path: Path) -> None:
 
 def test_what_decides_a_game_names_the_evaluation(tmp_path: Path) -> None:
     first, last = (checkpoint(tmp_path, name) for name in ("000001", "000002"))
-    player = Player(policy="policy", directory=str(first), steps=1)
-    plan = Plan(players={"a": player}, lineups={}, tasks=[], temperature=1.0, steps=2)
+    player = FrozenPolicy(policy="policy", directory=str(first), steps=1)
+    plan = EvaluationPlan(players={"a": player}, lineups={}, tasks=[], temperature=1.0, steps=2)
     of = evaluation.checkpoint_at(last)
 
-    def name(plan: Plan = plan, **settings: Any) -> str:
-        return evaluation.beside(run_of(tmp_path, **settings), of, plan, "crossplay").name
+    def name(plan: EvaluationPlan = plan, **settings: Any) -> str:
+        return evaluation.plan_run(run_of(tmp_path, **settings), of, plan, "crossplay").name
 
     same = name()
     assert same == name(runner={"processes": 3}, engine={"max_batch": 2}, steps=9)
@@ -217,15 +224,15 @@ def test_what_decides_a_game_names_the_evaluation(tmp_path: Path) -> None:
 
 
 def test_only_a_fresh_start_plays_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def played(config: RunConfig, plan: Plan) -> dict[str, list[Rollout]]:
+    async def played(config: RunConfig, plan: EvaluationPlan) -> dict[str, list[Rollout]]:
         return {}
 
     monkeypatch.setattr(evaluation, "_played", played)
     (tmp_path / "tasks.jsonl").write_text('{"input": "x"}\n')
     config = run_of(tmp_path, tasks={"heldout": str(tmp_path / "tasks.jsonl")})
     last = evaluation.checkpoint_at(checkpoint(tmp_path, "000002"))
-    plan = Plan(players={}, lineups={}, tasks=[], temperature=1.0, steps=2)
-    store = Path(evaluation.beside(config, last, plan, "ablation").output, "store.db")
+    plan = EvaluationPlan(players={}, lineups={}, tasks=[], temperature=1.0, steps=2)
+    store = Path(evaluation.plan_run(config, last, plan, "ablation").output, "store.db")
     store.parent.mkdir()
     store.touch()
     evaluation.run_plan(config, last, plan, "ablation")
@@ -239,12 +246,14 @@ async def test_a_plan_has_been_played_when_every_game_has_ended(tmp_path: Path) 
     config = run_of(tmp_path)
     tasks: list[dict[str, Any]] = [{"input": "x"}, {"input": "y"}]
     lineups = {"team": {}, "other": {"left": "a"}}
-    plan = Plan(players=PLAYERS, lineups=lineups, tasks=tasks, temperature=1.0, steps=2)
+    plan = EvaluationPlan(players=PLAYERS, lineups=lineups, tasks=tasks, temperature=1.0, steps=2)
     async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
         assert await evaluation._ended(store, config, plan) is None
         await store.open_run(config.name, {})
         for name, seats in lineups.items():
-            await store.enqueue(task_sampler.evaluation(config, 0, name, tasks, Sampling(), seats))
+            await store.enqueue(
+                task_sampler.evaluation_rollouts(config, 0, name, tasks, Sampling(), seats)
+            )
         attempts = await store.claim(4, runner="test", lease=60.0)
         assert len(attempts) == 4
         for attempt in attempts:
@@ -264,11 +273,12 @@ async def test_a_role_that_nobody_has_is_told_from_games_that_fail(tmp_path: Pat
     failure = Failure(kind=ErrorKind.AGENT, message="it broke")
     async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
         await store.open_run(config.name, {})
-        await store.enqueue(task_sampler.evaluation(config, 0, "team", tasks, Sampling()))
+        await store.enqueue(task_sampler.evaluation_rollouts(config, 0, "team", tasks, Sampling()))
         first, second = await store.claim(2, runner="test", lease=60.0)
         await store.finish([Outcome(attempt=first.id, fence=first.fence, failure=failure)])
         rows = await store.rollouts(config.name)
-        with pytest.raises(AgentRLError, match="every game failed, such as by: it broke; mend it"):
+        said = "team: every rollout failed, 1 of 1 failed by agent_error: it broke"
+        with pytest.raises(AgentRLError, match=said):
             await evaluation._check_heard(store, "team", rows[:1], {"left": "a"})
         call = Transition(
             id="call", attempt=second.id, index=0, role="left", prompt=int32([1]),
@@ -288,7 +298,7 @@ async def test_a_role_that_nobody_has_is_told_from_games_that_fail(tmp_path: Pat
 def test_a_loss_is_paired_by_task() -> None:
     whole = [game(outcome=1.0), game(outcome=0.5), game(outcome=1.0), game()]
     without = [game(outcome=0.0), game(outcome=0.5), game(), game(outcome=1.0)]
-    found = ablation.row("solver", "solver@000000", whole, without)
+    found = ablation.ablation_row("solver", "solver@000000", whole, without)
     assert (found.pairs, found.loss, found.error) == (2, 0.5, 0.5)
     assert found.team == pytest.approx(2.5 / 3)
     assert found.without == 0.5
@@ -298,7 +308,7 @@ def test_roles_that_cannot_be_replaced_are_refused(tmp_path: Path) -> None:
     members = {name: {"roles": [name], "lora": {"rank": 2}} for name in ("solver", "planner")}
     members["judge"] = {"roles": ["judge"], "frozen": True, "model": "m"}
     config = run_of(tmp_path, policies=members)
-    assert evaluation.claimed(config) == {"solver": "solver", "planner": "planner"}
+    assert evaluation.trained_roles(config) == {"solver": "solver", "planner": "planner"}
     with pytest.raises(ConfigError, match="--role judge: no trained policy plays it"):
         ablation.ablate(config, ["judge"], None)
     with pytest.raises(ConfigError, match="name one with --role"):

@@ -71,5 +71,7 @@ def test_a_run_that_never_was_is_to_be_trained_first(tmp_path: Path) -> None:
 
 
 def test_what_is_scored_is_named_by_its_step(tmp_path: Path) -> None:
-    assert evaluation.scored(tmp_path / "000020.3").startswith("scoring the policy after step 20: ")
-    assert evaluation.scored(tmp_path / "mine") == f"scoring the policy: {tmp_path / 'mine'}"
+    assert evaluation.scored_line(tmp_path / "000020.3").startswith(
+        "scoring the policy after step 20: "
+    )
+    assert evaluation.scored_line(tmp_path / "mine") == f"scoring the policy: {tmp_path / 'mine'}"

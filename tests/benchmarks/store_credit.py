@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from agentrl.algorithms.diagnostics.credit_records import Ledger
+from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.store import Store, open_store
@@ -48,7 +48,7 @@ def ledger(rollouts: int) -> Figures:
     figures: Figures = {"tokens": data.n_tokens}
     for name, weight in (("broadcast", terms.weight), ("per_token", terms.weight * drawn.abs())):
         started = time.process_time()
-        book = Ledger()
+        book = CreditRecorder()
         book.open(algo, data)
         book.record(algo, data, replace(terms, weight=weight), data.behaviour)
         figures[f"ledger_{name}_cpu_seconds"] = time.process_time() - started

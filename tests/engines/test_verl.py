@@ -22,7 +22,7 @@ from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.core import Algo, Gate, KLPenalty
 from agentrl.algorithms.objective.ratios import Clip
 from agentrl.algorithms.objective.values import ValueTerms, value_terms
-from agentrl.algorithms.train.load_policies import load_bases
+from agentrl.algorithms.train.load_policies import load_policies
 from agentrl.config import resolve
 from tests.algorithms.learners.test_learner import make_batch
 from tests.engines.program import program
@@ -96,7 +96,7 @@ class Case:
 
 def torch_learner(run: dict[str, Any], algo: Algo) -> TorchLearner:
     config = resolve(run | {"learner": {"threads": 1, "token_budget": 64}}, source="test")
-    (policy,) = load_bases(config)
+    (policy,) = load_policies(config)
     learner = make_learner(
         config, algo, policy.model, policy.tokenizer, policy.source, policy.adapters
     )

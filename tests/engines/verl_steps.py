@@ -23,7 +23,7 @@ from agentrl.algorithms.learners.factory import make_learner
 from agentrl.algorithms.learners.verl.learner import VerlLearner
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.values import ValueTerms
-from agentrl.algorithms.train.load_policies import load_bases
+from agentrl.algorithms.train.load_policies import load_policies
 from agentrl.config import resolve
 from agentrl.errors import AgentRLError
 
@@ -51,7 +51,7 @@ def opened(case: dict[str, Any], ranks: int) -> VerlLearner:
     run = case["run"]
     run["learner"]["verl"]["gpus_per_node"] = ranks
     config = resolve(run, source="test")
-    (policy,) = load_bases(config)
+    (policy,) = load_policies(config)
     learner = make_learner(
         config, case["algo"], policy.model, policy.tokenizer, policy.source, policy.adapters
     )

@@ -18,9 +18,9 @@ from agentrl.algorithms.engines.embedded.server import EmbeddedServer
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.objective.core import compute_advantages
 from agentrl.algorithms.presets.catalogue import make
-from agentrl.algorithms.sampling.branching import measure
+from agentrl.algorithms.sampling.branching import branch_metrics
 from agentrl.algorithms.sampling.collect import Collector
-from agentrl.algorithms.sampling.task_sampler import TaskStream
+from agentrl.algorithms.sampling.task_sampler import TaskSampler
 from agentrl.config import RunConfig, RunnerConfig, resolve
 from agentrl.runners.execution import AttemptRunner
 from agentrl.runners.executors.agents import as_agent
@@ -100,7 +100,7 @@ async def until(store: Store, succeeded: int) -> None:
 
 async def sampled(store: Store, server: EmbeddedServer, config: RunConfig) -> Group:
     """The group of step 0 with its branches; everything is killed while these are made."""
-    tasks = TaskStream(config, [{"input": "2 + 2"}])
+    tasks = TaskSampler(config, [{"input": "2 + 2"}])
     for killed in (True, False):
         state = await store.open_run("run", {})
         async with working(store, server):
@@ -135,7 +135,7 @@ async def test_branches_are_made_once_and_credited(server: EmbeddedServer, tmp_p
         assert list(map(content, new[:calls])) == list(map(content, old[:calls]))
         assert [call.repeats for call in new[calls:]] == [None] * (TURNS - calls)
         assert new[calls].prompt == old[calls].prompt
-    assert measure([group]) == {
+    assert branch_metrics([group]) == {
         "branches": SIZE * 2 * WIDTH,
         "branches/diverged": 0,
         "calls/repeated": SIZE * (1 + 2) * WIDTH,

@@ -17,8 +17,12 @@ from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.engines.embedded.server import EmbeddedServer
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.sampling.collect import Collector
-from agentrl.algorithms.sampling.counterfactuals import RoleRewards, measure, shares
-from agentrl.algorithms.sampling.task_sampler import TaskStream
+from agentrl.algorithms.sampling.counterfactuals import (
+    RoleRewards,
+    coalition_formula,
+    counterfactual_metrics,
+)
+from agentrl.algorithms.sampling.task_sampler import TaskSampler
 from agentrl.config import RunConfig, RunnerConfig, UpstreamConfig, resolve
 from agentrl.runners.execution import AttemptRunner
 from agentrl.runners.executors.agents import as_agent
@@ -106,7 +110,7 @@ async def until(store: Store, succeeded: int) -> None:
 
 async def sampled(store: Store, server: EmbeddedServer, config: RunConfig) -> Group:
     """The group of step 0 with its replays; everything is killed while these are made."""
-    tasks = TaskStream(config, [{"input": "2 + 2"}])
+    tasks = TaskSampler(config, [{"input": "2 + 2"}])
     for killed in (True, False):
         state = await store.open_run("run", {})
         async with working(store, server):
@@ -127,12 +131,12 @@ async def test_what_each_role_adds_is_what_it_said(server: EmbeddedServer, tmp_p
     async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
         group = await sampled(store, server, config)
     assert {row.state for row in group.rollouts} == {RolloutState.SUCCEEDED}
-    assert measure([group]) == {
+    assert counterfactual_metrics([group]) == {
         "replays": SIZE * 7,
         "replays/missing": 0,
         "calls/repeated": SIZE * (3 * 2 + 3 * 1),  # without one role, without two
     }
-    (whole,) = RoleRewards(shares(config), "policy").complete([group])
+    (whole,) = RoleRewards(coalition_formula(config), "policy").complete([group])
     sources = [row for row in whole.rollouts if not row.counterfactual]
     assert len(sources) == SIZE
     for row in sources:

@@ -12,17 +12,23 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
+from msgspec.structs import replace
+from safetensors.torch import load_file
+from torch import Tensor
 
 from agentrl import digests, folder_lock
 from agentrl.cli.restart import go_back
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, DamagedError, Fenced, TrainingError
+from agentrl.store import open_store
 from agentrl.store.sqlite.connection import StoreFile
 from agentrl.trainer import clear
+from agentrl.types import EMPTY
 from tests.algorithms.train.test_checkpoint import flip
-from tests.system.steady import STEPS, config, run, strike_at
+from tests.system.steady import STEPS, config, failing_config, run, strike_at
 from tests.system.test_kill import wait_for_progress
-from tests.system.test_resume import Interrupted, assert_same, check_store, interrupt
+from tests.system.test_resume import Interrupted, assert_same, check_store, interrupt, kept
 
 
 def start(
@@ -154,6 +160,44 @@ def test_a_damaged_last_checkpoint_is_passed_over_and_the_run_ends_the_same(
     assert_same(folder_of(broken), whole)
 
 
+def test_a_damaged_checkpoint_before_empty_steps_is_passed_over(
+    broken: RunConfig, tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """Empty steps write no checkpoint, so the last one is older than the last step, and the steps
+    that are taken back are the empty ones and one that was trained."""
+    failing_config(folder_of(broken), tiny_model_dir)
+    with pytest.raises(TrainingError, match="in 2 steps in a row"):
+        start(replace(broken, max_empty_steps=2), nothing)
+    assert empty_steps(broken) == [False] * 4 + [True] * 2
+    twin = config(shutil.copytree(folder_of(broken), tmp_path / "twin"), tiny_model_dir)
+    flip(checkpoint(broken, 4) / "model.safetensors")
+    with pytest.raises(TrainingError, match="in 2 steps in a row"):  # the same two
+        start(replace(broken, max_empty_steps=2), nothing)
+    assert empty_steps(broken) == [False] * 4 + [True] * 2
+    for settings in (broken, twin):
+        config(folder_of(settings), tiny_model_dir)  # whose tasks do not fail
+        start(replace(settings, steps=STEPS + 1), nothing)
+        assert empty_steps(settings) == [False] * 4 + [True] * 2 + [False]
+    assert weights_of(broken).keys() == weights_of(twin).keys()
+    for name, tensor in weights_of(broken).items():
+        assert torch.equal(tensor, weights_of(twin)[name]), name
+
+
+def empty_steps(settings: RunConfig) -> list[bool]:
+    """Of each committed step, whether it was one without a usable rollout."""
+
+    async def read() -> list[bool]:
+        async with open_store(settings.store) as store:
+            rows = await store.steps(settings.name)
+            return [EMPTY in row.metrics for row in rows if row.committed]
+
+    return asyncio.run(read())
+
+
+def weights_of(settings: RunConfig) -> dict[str, Tensor]:
+    return load_file(checkpoint(settings, STEPS + 1) / "model.safetensors")
+
+
 def test_where_no_checkpoint_is_whole_the_run_ends_with_what_to_do(
     whole: Path, broken: RunConfig, tmp_path: Path
 ) -> None:
@@ -168,6 +212,7 @@ def test_where_no_checkpoint_is_whole_the_run_ends_with_what_to_do(
         go_back(broken, "2")
     check_store(folder_of(broken), {4})
     go_back(broken, str(tmp_path / "000003"))
+    assert asyncio.run(kept(folder_of(broken)))[0] == [0, 1, 2]
     start(broken, nothing)
     check_store(folder_of(broken), {STEPS})
     assert_same(folder_of(broken), whole)
@@ -176,6 +221,7 @@ def test_where_no_checkpoint_is_whole_the_run_ends_with_what_to_do(
 @pytest.mark.slow
 def test_from_the_start_all_steps_are_trained_again(whole: Path, broken: RunConfig) -> None:
     go_back(broken, "0")
+    assert asyncio.run(kept(folder_of(broken)))[0] == []
     start(broken, nothing)
     assert_same(folder_of(broken), whole)
 

@@ -144,3 +144,17 @@ def test_a_run_of_empty_steps_alone_never_succeeds(tmp_path: Path, tiny_model_di
     for _ in range(2):
         with pytest.raises(TrainingError, match=r"1 steps in a row.*with --fresh"):
             asyncio.run(run(short, lambda point: None))
+
+
+def test_an_evaluation_without_one_result_fails_with_the_cause(run_folder: Path) -> None:
+    """Of a run without a model of its own, which evaluates the same way as a checkpoint does."""
+    (run_folder / "agent.py").write_text("def agent(text): raise ValueError('no luck')")
+    command = [sys.executable, "-m", "agentrl", "eval", "run.toml", "policy.model="]
+    command += ["upstreams.far.base_url=http://127.0.0.1:1/v1", "roles.agent=far"]
+    evaluated = subprocess.run(
+        command, cwd=run_folder, capture_output=True, text=True, timeout=150, check=False
+    )
+    assert evaluated.returncode == 2, evaluated.stdout + evaluated.stderr
+    assert "every rollout failed, 4 of 4 failed by agent_error" in evaluated.stderr
+    assert "no luck" in evaluated.stderr
+    assert "Traceback" not in evaluated.stderr

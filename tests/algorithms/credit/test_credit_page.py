@@ -17,7 +17,11 @@ from msgspec.structs import replace
 import agentrl.algorithms
 from agentrl.algorithms.diagnostics.explain import explain
 from agentrl.algorithms.presets.catalogue import make
-from agentrl.algorithms.sampling.counterfactuals import RoleRewards, check_read, shares
+from agentrl.algorithms.sampling.counterfactuals import (
+    RoleRewards,
+    check_counterfactuals,
+    coalition_formula,
+)
 from agentrl.config import resolve
 from agentrl.types import (
     POLICY,
@@ -94,8 +98,10 @@ def rows(page: str) -> Iterator[tuple[str, str]]:
         config = resolve(tomllib.loads(block), source=letter[1])
         settings = config.algorithm
         algo = make(settings.preset, settings.options)
-        check_read(config, {"policy": algo}, None)
-        explanation = explain(algo, RoleRewards(shares(config), POLICY).complete([group]))
+        check_counterfactuals(config, {"policy": algo}, None)
+        explanation = explain(
+            algo, RoleRewards(coalition_formula(config), POLICY).complete([group])
+        )
         advantage = explanation.chain[-1].columns["advantage"]
         numbers = explanation.psi if letter[2] else advantage
         cells = ["-" if x != x else f"{x:+.3f}".replace("+0.000", "0") for x in numbers.tolist()]

@@ -17,7 +17,7 @@ from agentrl.algorithms.presets.zoo.dapo import NotTruncated, OverlongPenalty
 from agentrl.algorithms.presets.zoo.pass_at_k import BestOverSecond, PassAtKReward
 from agentrl.algorithms.presets.zoo.reinforce import GreedyBaseline, SampledRewards
 from agentrl.algorithms.presets.zoo.teams import RoleFilter
-from agentrl.algorithms.train.main import algorithm
+from agentrl.algorithms.train.build import load_algorithm
 from agentrl.config import resolve
 from agentrl.errors import ConfigError, TrainingError
 from tests.algorithms.worlds import NAN, Call, Play, world
@@ -110,7 +110,7 @@ def subsets(outcomes: Sequence[int], i: int, k: int) -> float:
 def test_pass_at_k_of_all_rollouts_of_a_group_is_refused_at_load() -> None:
     def loaded(k: int, **more: Any) -> None:
         settings = {"preset": "pass-at-k", "options": {"k": k}, "group_size": 4, **more}
-        algorithm(resolve({"algorithm": settings}, source="run.toml"))
+        load_algorithm(resolve({"algorithm": settings}, source="run.toml"))
 
     loaded(3)
     loaded(4, branching={"kind": "mc", "width": 1})

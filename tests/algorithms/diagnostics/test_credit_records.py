@@ -10,7 +10,13 @@ import torch
 
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.data.state import AlgorithmState
-from agentrl.algorithms.diagnostics.credit_records import Ledger, baselines, read, replayed, spans
+from agentrl.algorithms.diagnostics.credit_records import (
+    CreditRecorder,
+    baselines,
+    call_values,
+    read,
+    replayed,
+)
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.algorithms.train.update import Updater
@@ -25,13 +31,13 @@ def updater(learner: Recorder, name: str = "grpo", **settings: object) -> Update
     config = RunConfig(steps=5, algorithm=AlgorithmConfig(lr=1.0, **settings))  # type: ignore[arg-type]
     algo = make(name, {})
     state = AlgorithmState(algo.memories)
-    return Updater(config, algo, learner, state=state, ledger=Ledger())
+    return Updater(config, algo, learner, state=state, recorder=CreditRecorder())
 
 
 def stored(step: Updater, groups: list[Group]) -> dict[str, Credit]:
     step.update(0, groups)
-    assert step.ledger is not None
-    return {credit.transition: credit for credit in step.ledger.take()}
+    assert step.recorder is not None
+    return {credit.transition: credit for credit in step.recorder.stored()}
 
 
 def test_the_numbers_of_a_call_are_those_of_its_tokens() -> None:
@@ -52,13 +58,13 @@ def test_what_differs_between_tokens_is_kept_for_each() -> None:
     batch = dataclasses.replace(batch, token_transition=token)
     x = torch.tensor([1.0, 1.0, 2.0, NAN, NAN, 4.0])
     y = torch.tensor([5.0, 5.0, 5.0, 6.0, 6.0, 7.0])
-    assert list(map(list, spans(batch, [y, y]))) == [[5.0, 5.0], [6.0, 6.0], [7.0, 7.0]]
-    first, second, third = map(list, spans(batch, [x, y]))
+    assert list(map(list, call_values(batch, [y, y]))) == [[5.0, 5.0], [6.0, 6.0], [7.0, 7.0]]
+    first, second, third = map(list, call_values(batch, [x, y]))
     assert first == [1.0, 1.0, 2.0, 5.0, 5.0, 5.0]
     assert len(second) == 2
     assert second[0] != second[0]
     assert third == [4.0, 7.0]
-    assert list(map(list, spans(batch, []))) == [[], [], []]
+    assert list(map(list, call_values(batch, []))) == [[], [], []]
 
 
 def test_gates_are_those_of_the_first_optimizer_step_of_a_token() -> None:
@@ -78,12 +84,12 @@ def test_what_a_later_step_makes_of_a_call_is_not_stored() -> None:
     """Also where it has calls that no earlier one had."""
     algo = make("grpo", {})
     part, whole = (build_batch([group(g, 1.0, 0.0) for g in names]) for names in ("a", "ab"))
-    ledger = Ledger()
-    ledger.open(algo, whole)
+    recorder = CreditRecorder()
+    recorder.open(algo, whole)
     for batch, moved in ((part, 0.0), (whole, 0.5)):
         terms = objective.loss_terms(algo, batch, {"o": batch.behaviour})
-        ledger.record(algo, batch, terms, batch.behaviour + moved)
-    assert [credit.gate[0] for credit in ledger.take()][::2] == [1.0, 0.0]
+        recorder.record(algo, batch, terms, batch.behaviour + moved)
+    assert [credit.gate[0] for credit in recorder.stored()][::2] == [1.0, 0.0]
 
 
 def test_a_token_outside_of_the_loss_has_no_advantage() -> None:
@@ -120,12 +126,12 @@ def test_what_is_stored_brings_back_what_is_not_to_be_had_again(
         batch = recalled(algo, state, step_of(7, number))
     values, drift = torch.randn(2, batch.n_tokens, dtype=torch.float64)
     batch = replace(batch, values=values, reference=batch.behaviour.double() + drift)
-    ledger = Ledger()
-    ledger.open(algo, batch)
+    recorder = CreditRecorder()
+    recorder.open(algo, batch)
     streams = dict.fromkeys(algo.needs, batch.behaviour.double())
     terms = objective.loss_terms(algo, batch, streams, fresh=True)
-    ledger.record(algo, batch, terms, batch.behaviour)
-    credits = {credit.transition: credit for credit in ledger.take()}
+    recorder.record(algo, batch, terms, batch.behaviour)
+    credits = {credit.transition: credit for credit in recorder.stored()}
     bare = replace(batch, memory={}, values=torch.empty(0), reference=torch.empty(0))
     back = read(algo, bare, credits)
     assert back.known.all()

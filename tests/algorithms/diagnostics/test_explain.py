@@ -17,13 +17,13 @@ from torch import Tensor
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.data.state import AlgorithmState
-from agentrl.algorithms.diagnostics.credit_records import Ledger
+from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
 from agentrl.algorithms.diagnostics.explain import brief, explain, links, report
 from agentrl.algorithms.learners.reward_models import RewardModel
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.kl_control import KlController, ReferenceControl
 from agentrl.algorithms.presets.catalogue import make, modifiers, presets
-from agentrl.algorithms.train.preprocess import Completer, Intake
+from agentrl.algorithms.train.preprocess import Completer, Preprocessor
 from agentrl.algorithms.train.update import Updater
 from agentrl.cli.main import cli
 from agentrl.config import AlgorithmConfig, RunConfig
@@ -229,8 +229,8 @@ class Run:
             algo,
             self.learner,
             AlgorithmState(algo.memories),
-            Intake(completers),
-            ledger=Ledger(),
+            Preprocessor(completers),
+            recorder=CreditRecorder(),
         )
 
     async def ask(self, group: str, step: int, scores: tuple[float, ...]) -> None:
@@ -252,12 +252,12 @@ class Run:
     async def train(self, step: int, n: int = 1) -> None:
         groups = await self.store.claim_groups("r", 1, n)
         metrics = self.updater.update(step, groups)
-        ledger = self.updater.ledger
+        recorder = self.updater.recorder
         await self.store.commit_step(
             StepCommit(
                 run="r", epoch=1, step=step, groups=[group.id for group in groups], versions={},
-                checkpoint="c", metrics=metrics, credits=ledger.take() if ledger else [],
-                judgements=self.updater.intake.judgements,
+                checkpoint="c", metrics=metrics, credits=recorder.stored() if recorder else [],
+                judgements=self.updater.preprocessor.judgements,
             )
         )  # fmt: skip
 

@@ -17,16 +17,16 @@ from agentrl.algorithms.credit.core import GroupRelative
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.diagnostics.metrics import (
     advantages,
+    batch_metrics,
     by_role,
     call_tokens,
-    collected,
     completions,
-    merged,
+    group_metrics,
+    merge_optimizer_steps,
     optimizer_step,
-    sampled,
+    ratio_metrics,
     staleness,
     throughput,
-    trust,
 )
 from agentrl.algorithms.learners.base import StepReport
 from agentrl.algorithms.objective.core import Algo, Gate, loss_terms
@@ -89,7 +89,7 @@ def test_counts_of_what_was_collected() -> None:
     )
     poor = Group(id="poor", run="r", step=0, rollouts=[rollout("d", [outcome(1)], call("d", 5))])
     groups = [good, poor]
-    metrics = collected(groups, build_batch(groups, min_group=2))
+    metrics = batch_metrics(groups, build_batch(groups, min_group=2))
     expected = {
         "rollouts": 4,
         "rollouts/failed": 1,
@@ -122,7 +122,7 @@ def test_a_call_that_a_branch_repeats_is_counted_where_it_was_sampled() -> None:
     own = Group(id="g", run="r", step=2, rollouts=rollouts[:1])
     both = Group(id="g", run="r", step=2, rollouts=rollouts)
     alone, together = (
-        {**collected([g], build_batch([g])), **staleness(2, [g])} for g in (own, both)
+        {**batch_metrics([g], build_batch([g])), **staleness(2, [g])} for g in (own, both)
     )
     same = ("calls", "tokens/completion", "tokens/prompt", "completion/length_mean")
     assert all(alone[name] == together[name] for name in (*same, "staleness/version_mean"))
@@ -143,7 +143,7 @@ def test_rewards_by_reference_and_by_role() -> None:
     ]
     calls = [call("c1", 2, role="actor"), call("c2", 6, role="critic", finish="length")]
     group = Group(id="g", run="r", step=0, rollouts=[rollout("a", rewards, *calls)])
-    metrics = collected([group], build_batch([group]))
+    metrics = batch_metrics([group], build_batch([group]))
     found = {
         name: (metrics[f"{name}/mean"], metrics[f"{name}/std"])
         for name in metrics
@@ -182,12 +182,12 @@ def test_the_learning_curve_of_each_role() -> None:
     assert by_role(rows[1:2]) == {}
     early = row("d", 2.0, "planner", seats={"planner": "policy", "solver": "policy"})
     assert by_role([early]) == {"role/planner/reward": 2.0, "role/solver/reward": -2.0}
-    assert sampled([Group(id="g", run="r", step=0, rollouts=rows)]).items() >= found.items()
+    assert group_metrics([Group(id="g", run="r", step=0, rollouts=rows)]).items() >= found.items()
 
 
 def test_nothing_collected_is_no_numbers() -> None:
     group = Group(id="g", run="r", step=0, rollouts=[rollout("a", [], state=RolloutState.FAILED)])
-    metrics = collected([group], build_batch([group]))
+    metrics = batch_metrics([group], build_batch([group]))
     assert not [name for name in metrics if name.startswith(("reward", "completion"))]
     assert completions([]) == {}
     assert staleness(0, []) == {}
@@ -196,7 +196,7 @@ def test_nothing_collected_is_no_numbers() -> None:
 def test_groups_that_teach_nothing() -> None:
     def shares(*args: Any) -> list[float]:
         group = Group(id="g", run="r", step=0, rollouts=[])
-        metrics = collected([group], three_rows(*args))
+        metrics = batch_metrics([group], three_rows(*args))
         return [metrics[f"reward/outcome/frac_{n}"] for n in ("solo", "zero_std", "missing")]
 
     assert shares((1, 0)) == [0, 0, 0]
@@ -230,7 +230,7 @@ def test_distances_against_a_loop() -> None:
     old = b + torch.tensor([0.1, 0, 0.5, 0, 0, -0.2])  # one token is capped
     p = old + torch.tensor([0.4, 0, 0, 0, -0.4, 0.1])  # two are clipped
     q = p + torch.tensor([0.3, -0.1, 0, 0, 0, 0])
-    metrics = trust(algo, loss_terms(algo, batch, {"o": old, "q": q}), p)
+    metrics = ratio_metrics(algo, loss_terms(algo, batch, {"o": old, "q": q}), p)
     expected = {
         "policy/clip_fraction": 3 / 6,
         "policy/clip_fraction_low": 1 / 6,
@@ -264,7 +264,7 @@ def test_only_tokens_in_the_loss_are_measured() -> None:
     algo = Algo(GroupRelative(base="none"), (Gate(Clip()),))
     p = batch.behaviour.double() + torch.tensor([0, 0, 0, 0, 1.0, 1.0])
     terms = loss_terms(algo, batch, {}, fresh=True)
-    metrics = trust(algo, terms, p)
+    metrics = ratio_metrics(algo, terms, p)
     assert metrics["sampler/kl"] == metrics["policy/clip_fraction"] == 0
     assert metrics["logprob_difference/max"] == pytest.approx(1)  # disagreement is of all tokens
     report = StepReport(
@@ -288,7 +288,7 @@ def test_only_tokens_in_the_loss_are_measured() -> None:
 def test_on_the_sampled_policy_all_is_quiet() -> None:
     batch = three_rows()
     algo = Algo(GroupRelative(), (Gate(Clip(0, 0)), Gate(Truncate(1, 1), "o", "b")))
-    metrics = trust(algo, loss_terms(algo, batch, {}, fresh=True), batch.behaviour)
+    metrics = ratio_metrics(algo, loss_terms(algo, batch, {}, fresh=True), batch.behaviour)
     assert metrics["policy/clip_fraction"] == 0
     assert metrics["sampler/ratio_mean"] == metrics["sampler/ratio_max"] == 1
     assert metrics["sampler/kl"] == metrics["sampler/kl_k1"] == 0
@@ -301,7 +301,7 @@ def test_without_a_correction_the_weights_are_the_plain_ratios() -> None:
     p = batch.behaviour.double() + torch.tensor([1.0, 0, 0, 0, 0, 0])
     expected = (math.e + 5) ** 2 / (math.e**2 + 5) / 6
     for algo in (Algo(GroupRelative()), Algo(GroupRelative(), (Gate(Ratio(), "o", "b"),))):
-        metrics = trust(algo, loss_terms(algo, batch, {}, fresh=True), p)
+        metrics = ratio_metrics(algo, loss_terms(algo, batch, {}, fresh=True), p)
         assert metrics["sampler/ess"] == pytest.approx(expected)
 
 
@@ -346,7 +346,7 @@ def test_optimizer_steps_are_merged_by_a_word_of_the_name() -> None:
         "tokens/forwarded": 4.0,
     }
     third = {"loss": math.nan, "grad_norm": math.inf, "kl": 1.0, "memory/peak_mb": 1.0}
-    assert merged([first, second, third]) == {
+    assert merge_optimizer_steps([first, second, third]) == {
         "loss": 1.5,
         "a/ratio_max": 5.0,
         "a/x_min": 4.0,
@@ -354,7 +354,7 @@ def test_optimizer_steps_are_merged_by_a_word_of_the_name() -> None:
         "kl": 1.0,
         "memory/peak_mb": 2.0,
     }
-    assert merged([]) == {}
+    assert merge_optimizer_steps([]) == {}
 
 
 def test_throughput() -> None:

@@ -17,7 +17,7 @@ from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.train.checkpoint import load_checkpoint, save_checkpoint
-from agentrl.algorithms.train.preprocess import Intake
+from agentrl.algorithms.train.preprocess import Preprocessor
 from agentrl.algorithms.train.update import Updater
 from agentrl.config import AlgorithmConfig, RunConfig, resolve
 from agentrl.errors import ConfigError, PolicyError, TrainingError
@@ -102,7 +102,7 @@ def test_it_comes_to_know_the_outcome_and_its_rewards_are_older_than_that(
     algo = catalogue.make("streams", {"streams": {"outcome": {}, "prm": {}}})
     learner = TorchLearner(*load_model(tiny_model_dir, device="cpu"), threads=1)
     config = RunConfig(steps=20, algorithm=AlgorithmConfig(min_group=1))
-    steps = Updater(config, algo, learner, intake=Intake((model,), (trainer,)))
+    steps = Updater(config, algo, learner, preprocessor=Preprocessor((model,), (trainer,)))
     found = [steps.update(step, groups(1.0, 0.0)) for step in range(8)]
     assert found[0]["reward/prm/std"] == 0.0  # it begins as its reference
     assert found[-1]["reward_models/prm/accuracy"] == 1.0

@@ -30,7 +30,7 @@ from agentrl.algorithms.objective.values import ValueTerms
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.presets.registry import Supply
 from agentrl.algorithms.train.checkpoint import load_checkpoint, save_checkpoint
-from agentrl.algorithms.train.preprocess import Intake
+from agentrl.algorithms.train.preprocess import Preprocessor
 from agentrl.algorithms.train.update import Updater
 from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.errors import TrainingError
@@ -109,9 +109,12 @@ def updater(learner: object, preset: str = "ppo", **settings: object) -> Updater
     algo = catalogue.make(preset, options, streams=EVERY)
     beside = {key: settings.pop(key) for key in ("kl_adapts", "scorers") if key in settings}
     config = replace(AlgorithmConfig(min_group=1, lr=1e-2), **settings)
-    anchor, intake = ReferenceControl(kl=beside.get("kl_adapts")), Intake(beside.get("scorers", ()))
+    anchor, preprocessor = (
+        ReferenceControl(kl=beside.get("kl_adapts")),
+        Preprocessor(beside.get("scorers", ())),
+    )
     run = RunConfig(steps=10, algorithm=config)
-    return Updater(run, algo, learner, anchor=anchor, intake=intake)  # type: ignore[arg-type]
+    return Updater(run, algo, learner, anchor=anchor, preprocessor=preprocessor)  # type: ignore[arg-type]
 
 
 VALUES = {5: 0.5, 6: 0.6, 7: 0.7}
@@ -249,8 +252,8 @@ def test_a_reward_model_s_rewards_are_credited() -> None:
     config = RunConfig(algorithm=AlgorithmConfig(min_group=1))
     with pytest.raises(TrainingError, match="a reward 'length'"):
         Updater(config, algo, learner).update(0, example())  # type: ignore[arg-type]
-    intake = Intake((RewardModel("length", count),))
-    steps = Updater(config, algo, learner, intake=intake)  # type: ignore[arg-type]
+    preprocessor = Preprocessor((RewardModel("length", count),))
+    steps = Updater(config, algo, learner, preprocessor=preprocessor)  # type: ignore[arg-type]
     steps.update(0, example())
     # Longer than the other of the group is better.
     assert learner.psis[0][0] > 0 > learner.psis[0][3]

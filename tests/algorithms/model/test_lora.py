@@ -18,7 +18,7 @@ from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.lora import WEIGHTS, Adapters, export_merged, fingerprint
 from agentrl.algorithms.train.checkpoint import load_checkpoint, save_checkpoint
-from agentrl.algorithms.train.load_policies import load_bases
+from agentrl.algorithms.train.load_policies import load_policies
 from agentrl.config import resolve
 from agentrl.errors import ConfigError, PolicyError
 from tests.algorithms.learners.test_learner import make_batch, psi_for
@@ -336,7 +336,7 @@ def test_a_run_file_asks_for_an_adapter_and_what_it_starts_from(
     def made(**lora: object) -> Adapters | None:
         policy = {"model": str(tiny_model_dir), "device": "cpu", "lora": lora}
         settings = {"root": str(tmp_path), "policy": policy, "seed": 3}
-        (base,) = load_bases(resolve(settings, source="run.toml"))
+        (base,) = load_policies(resolve(settings, source="run.toml"))
         return base.adapters
 
     assert made() is None

@@ -31,7 +31,7 @@ from agentrl.algorithms.multiagent.rollout_episodes import JointActionSpace
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.presets.catalogue import make
-from agentrl.algorithms.train.main import remembered
+from agentrl.algorithms.train.build import make_state
 from agentrl.config import resolve
 from agentrl.errors import PolicyError, TrainingError
 from agentrl.types import (
@@ -281,7 +281,7 @@ def test_a_step_that_is_begun_again_comes_to_the_same() -> None:
 def test_the_critic_of_a_run_begins_with_the_seed_of_the_run() -> None:
     algo = make("coma", OPTIONS)
     first, again, other = (
-        remembered(resolve({"name": "r", "seed": seed}, source="test"), algo, None)[0].dump()
+        make_state(resolve({"name": "r", "seed": seed}, source="test"), algo, None)[0].dump()
         for seed in (1, 1, 2)
     )
     assert first == again != other

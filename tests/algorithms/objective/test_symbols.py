@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.diagnostics.credit_records import Ledger
-from agentrl.algorithms.diagnostics.metrics import trust
+from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
+from agentrl.algorithms.diagnostics.metrics import ratio_metrics
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.lm_head import action_logprobs, other_logprobs, top_tokens
 from agentrl.algorithms.model.load import load_model
@@ -206,10 +206,10 @@ class Symbolic(Recorder):
 
 
 def test_minibatches_and_epochs_carry_their_symbols(tmp_path: Path) -> None:
-    learner, ledger = Symbolic(shift=0.05), Ledger("policy")
+    learner, recorder = Symbolic(shift=0.05), CreditRecorder("policy")
     algo = make("dppo-topk", {"k": 2, "high": 0.01}, streams=learner.supplies)
     config = AlgorithmConfig(lr=1.0, epochs=2, minibatches=2)
-    updater = Updater(RunConfig(steps=5, algorithm=config), algo, learner, ledger=ledger)
+    updater = Updater(RunConfig(steps=5, algorithm=config), algo, learner, recorder=recorder)
     groups = [group("a", 1.0, 0.0), group("b", 0.0, 1.0)]
     found = updater.update(0, groups)
     assert [batch.symbols.tolist() for batch in learner.batches[:2]] in (
@@ -222,7 +222,7 @@ def test_minibatches_and_epochs_carry_their_symbols(tmp_path: Path) -> None:
     batch = learner.batches[0]
     o_NK = learner.top(batch, 2)[1]
     terms = loss_terms(algo, batch, {"o": o_NK[:, 0], "o_K": o_NK})
-    assert trust(algo, terms, o_NK)["policy/clip_fraction"] == 0
+    assert ratio_metrics(algo, terms, o_NK)["policy/clip_fraction"] == 0
 
 
 def test_steps_of_a_real_learner_are_held_and_can_be_dumped(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from agentrl.algorithms.sampling.branching import branches, chosen, forks, measure
+from agentrl.algorithms.sampling.branching import branch_metrics, branches, choose_forks, forks
 from agentrl.config import BranchingConfig, RunConfig, resolve
 from agentrl.errors import ConfigError
 from agentrl.types import (
@@ -98,7 +98,7 @@ def test_a_rollout_that_is_not_learned_from_has_no_branches() -> None:
 
 def test_equally_certain_calls_are_taken_in_order() -> None:
     found = [list(forks(rollout(name, 1, 1, 1))) for name in "ab"]
-    few = chosen(BranchingConfig(kind="tree", calls=3), found)
+    few = choose_forks(BranchingConfig(kind="tree", calls=3), found)
     assert [(fork.rollout, fork.calls) for fork in few] == [("a", 1), ("a", 2), ("b", 1)]
 
 
@@ -107,9 +107,9 @@ def test_branches_that_went_astray_are_counted() -> None:
     whole = call(call(rollout("b", 1, 1, 1), 0, repeats="a0"), 1, repeats="a1")
     astray = call(rollout("c", 1, 1), 0, repeats="a0")
     rows = [rollout("a", 1, 1, 1), *(replace(row, branch=branch) for row in (whole, astray))]
-    found = measure([Group(id="g", run="run", step=0, rollouts=rows)])
+    found = branch_metrics([Group(id="g", run="run", step=0, rollouts=rows)])
     assert found == {"branches": 2, "branches/diverged": 1, "calls/repeated": 3}
-    assert measure([Group(id="g", run="run", step=0, rollouts=rows[:1])]) == {}
+    assert branch_metrics([Group(id="g", run="run", step=0, rollouts=rows[:1])]) == {}
 
 
 @pytest.mark.parametrize(

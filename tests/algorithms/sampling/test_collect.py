@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from agentrl.algorithms.presets.catalogue import make
-from agentrl.algorithms.sampling import readable
-from agentrl.algorithms.sampling.collect import Collected, Collector, rule
-from agentrl.algorithms.sampling.task_sampler import TaskStream
+from agentrl.algorithms.sampling import group_checks
+from agentrl.algorithms.sampling.collect import Collected, Collector, resampling_reward
+from agentrl.algorithms.sampling.task_sampler import TaskSampler
 from agentrl.config import AlgorithmConfig, RunConfig, resolve
 from agentrl.errors import ConfigError
 from agentrl.store import Store, open_store
@@ -53,8 +53,8 @@ def config(**algorithm: Any) -> RunConfig:
 
 def collector(store: Store, epoch: int = 1, tasks: list[Any] = TASKS, **more: Any) -> Collector:
     settings = config(**more)
-    stream = TaskStream(settings, tasks)
-    reward = rule(settings.algorithm, make("grpo", {}))
+    stream = TaskSampler(settings, tasks)
+    reward = resampling_reward(settings.algorithm, make("grpo", {}))
     return Collector(settings, store, epoch, stream, reward, {"policy": 7})
 
 
@@ -157,11 +157,11 @@ def test_what_an_older_store_did_not_refuse_is_not_learned_from(value: float) ->
         return Group(id="g", run="r", step=0, rollouts=[row])
 
     good, bad = group(1e15, 1e-6), [group(value, -1.0), group(1.0, 0.5)]
-    assert readable.split([good, group(1.0, 0.5, exact=False)], {}) == (
+    assert group_checks.split_unreadable([good, group(1.0, 0.5, exact=False)], {}) == (
         [good, group(1.0, 0.5, exact=False)],
         [],
     )
-    assert [readable.unreadable(one, {}) is None for one in bad] == [False, False]
+    assert [group_checks.unreadable_reason(one, {}) is None for one in bad] == [False, False]
 
 
 async def test_groups_that_teach_nothing_are_replaced(store: Store) -> None:
@@ -314,7 +314,7 @@ async def test_nothing_is_lost_of_what_was_sampled_ahead(store: Store) -> None:
 
 
 def test_replacements_are_the_same_whoever_asks() -> None:
-    stream = TaskStream(config(), TASKS)
+    stream = TaskSampler(config(), TASKS)
     one, more = stream.replacements(2, 1, 1), stream.replacements(2, 1, 9)
     assert more[:2] == one
     assert len({row.task["input"] for row in more[:12]}) == len({t["input"] for t in TASKS})
@@ -337,12 +337,12 @@ def test_replacements_are_the_same_whoever_asks() -> None:
 def test_a_preset_or_the_run_file_asks_for_it(
     preset: str, settings: dict[str, Any], expected: str | None
 ) -> None:
-    assert rule(AlgorithmConfig(**settings), make(preset, {})) == expected
+    assert resampling_reward(AlgorithmConfig(**settings), make(preset, {})) == expected
 
 
 def test_settings_of_what_is_off_are_refused() -> None:
     distill = make("distill", {}, streams=("t",))
     with pytest.raises(ConfigError, match=r"algorithm\.max_rounds = 3: nothing is sampled again"):
-        rule(AlgorithmConfig(max_rounds=3), make("grpo", {}))
+        resampling_reward(AlgorithmConfig(max_rounds=3), make("grpo", {}))
     with pytest.raises(ConfigError, match=r"'distill' reads no reward"):
-        rule(AlgorithmConfig(dynamic_sampling=True), distill)
+        resampling_reward(AlgorithmConfig(dynamic_sampling=True), distill)

@@ -17,15 +17,15 @@ from agentrl.algorithms.presets.catalogue import make
 from agentrl.algorithms.sampling import collect
 from agentrl.algorithms.sampling.counterfactuals import (
     RoleRewards,
-    check_read,
-    lenient,
-    measure,
-    read,
-    replays,
-    shares,
+    check_counterfactuals,
+    coalition_formula,
+    counterfactual_metrics,
+    counterfactual_rollouts,
+    uses_counterfactuals,
+    with_optional_reward,
 )
-from agentrl.algorithms.train.main import sampled_for
-from agentrl.algorithms.train.preprocess import Intake
+from agentrl.algorithms.train.build import group_requirements
+from agentrl.algorithms.train.preprocess import Preprocessor
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.types import (
@@ -86,7 +86,7 @@ def worth(asked: NewRollout) -> float:
 
 def complete(config: RunConfig, *rollouts: Rollout, policy: str = "policy") -> Group:
     group = Group(id="g", run="run", step=3, rollouts=list(rollouts))
-    return RoleRewards(shares(config), policy).complete([group])[0]
+    return RoleRewards(coalition_formula(config), policy).complete([group])[0]
 
 
 def given(row: Rollout) -> dict[str | None, float]:
@@ -100,7 +100,7 @@ def without(asked: list[NewRollout]) -> list[tuple[str, str]]:
 
 
 def test_a_difference_needs_the_team_without_each_role() -> None:
-    asked = replays(run_file(), [rollout("a"), rollout("b", "13")])
+    asked = counterfactual_rollouts(run_file(), [rollout("a"), rollout("b", "13")])
     assert without(asked) == [("a", "1"), ("a", "2"), ("a", "3"), ("b", "1"), ("b", "3")]
     assert [row.id for row in asked] == [f"g/000{n}" for n in range(2, 7)]
     first = asked[0]
@@ -111,7 +111,7 @@ def test_a_difference_needs_the_team_without_each_role() -> None:
 
 def test_shapley_values_need_every_coalition_but_the_team() -> None:
     config = run_file(value="shapley", width=2)
-    asked = replays(config, [rollout("a")])
+    asked = counterfactual_rollouts(config, [rollout("a")])
     assert sorted(set(without(asked))) == sorted(
         ("a", "".join(role for role, out in zip(ROLES, bits, strict=True) if out))
         for bits in product([0, 1], repeat=3)
@@ -130,7 +130,7 @@ def test_the_catalogues_game() -> None:
         ("shapley", {"1": 17 / 30, "2": 8 / 30, "3": 5 / 30}),
     ):
         config = run_file(value=value)
-        ended = [played(asked, worth(asked)) for asked in replays(config, [source])]
+        ended = [played(asked, worth(asked)) for asked in counterfactual_rollouts(config, [source])]
         first, *rest = complete(config, source, *ended).rollouts
         assert given(first) == pytest.approx(expected)
         assert {row.name for row in first.rewards} == {"outcome", value}
@@ -139,7 +139,7 @@ def test_the_catalogues_game() -> None:
 
 def test_several_replays_count_by_their_mean_and_those_without_an_outcome_not() -> None:
     config = run_file(["1"], width=4)
-    asked = replays(config, [rollout("a")])
+    asked = counterfactual_rollouts(config, [rollout("a")])
     ended = [played(row, x) for row, x in zip(asked, (0.0, 0.5, nan, 1.0), strict=True)]
     assert given(complete(config, rollout("a"), *ended).rollouts[0]) == {"1": 0.5}
     lost = [played(row, nan) for row in asked]
@@ -148,7 +148,10 @@ def test_several_replays_count_by_their_mean_and_those_without_an_outcome_not() 
 
 def test_a_replay_is_about_its_own_rollout() -> None:
     config, rows = run_file(["1"]), [rollout("a"), rollout("b", outcome=0.5)]
-    ended = [played(row, x) for row, x in zip(replays(config, rows), (0.25, 0.0), strict=True)]
+    ended = [
+        played(row, x)
+        for row, x in zip(counterfactual_rollouts(config, rows), (0.25, 0.0), strict=True)
+    ]
     found = complete(config, *rows, *ended).rollouts
     assert [given(row) for row in found[:2]] == [{"1": 0.75}, {"1": 0.5}]
 
@@ -160,7 +163,9 @@ def test_rollouts_that_nobody_could_learn_from_are_not_played_again() -> None:
     silent = rollout("s", transitions=[])
     unknown = rollout("u", outcome=nan)
     others = rollout("o", roles="45")
-    asked = replays(run_file(["1"]), [eval_, failed, priced, silent, unknown, others])
+    asked = counterfactual_rollouts(
+        run_file(["1"]), [eval_, failed, priced, silent, unknown, others]
+    )
     assert without(asked) == [("p", "1")]
 
 
@@ -168,8 +173,8 @@ def test_orders_that_are_drawn_differ_by_rollout_and_are_the_same_again() -> Non
     names = list("12345")
     config = run_file(names, value="shapley", orders=2)
     rows = [rollout(name, roles="12345") for name in "abcd"]
-    asked = replays(config, rows)
-    assert asked == replays(config, rows)
+    asked = counterfactual_rollouts(config, rows)
+    assert asked == counterfactual_rollouts(config, rows)
     sets = [{out for of, out in without(asked) if of == name} for name in "abcd"]
     assert all(len(found) <= 2 * 4 + 1 for found in sets)
     assert len(set(map(frozenset, sets))) > 1
@@ -201,13 +206,13 @@ def test_a_policy_gives_the_roles_that_it_played() -> None:
 def test_nobody_learns_from_a_replay() -> None:
     config = run_file()
     rows = [rollout("a"), rollout("b", outcome=0.5)]
-    ended = [played(asked, worth(asked)) for asked in replays(config, rows)]
+    ended = [played(asked, worth(asked)) for asked in counterfactual_rollouts(config, rows)]
     assert not any(map(valid, ended))
     group = Group(id="g", run="run", step=3, rollouts=[*rows, *ended])
-    intake = Intake((RoleRewards(shares(config), "policy"),))
-    (whole,), _ = intake.take([group])
-    assert {made.rollout for made in intake.judgements} == {"a", "b"}
-    assert len(intake.judgements) == 6
+    preprocessor = Preprocessor((RoleRewards(coalition_formula(config), "policy"),))
+    (whole,), _ = preprocessor.process([group])
+    assert {made.rollout for made in preprocessor.judgements} == {"a", "b"}
+    assert len(preprocessor.judgements) == 6
     algo = make("difference", {})
     batch = build_batch([whole], reward_names=algo.rewards)
     assert batch.rollouts == ["a", "b"]
@@ -215,8 +220,8 @@ def test_nobody_learns_from_a_replay() -> None:
     assert compute_advantages(algo, batch).tolist() == pytest.approx([0.25] * 3 + [-0.25] * 3)
     alone = compute_advantages(make("difference", {"baseline": "none"}), batch).tolist()
     assert alone == pytest.approx([1.0, 0.6, 0.4, 0.5, 0.1, -0.1])
-    assert collect.measured([whole], [], 0)["reward/sampled_mean"] == 0.75
-    measured = metrics.collected([whole], batch)
+    assert collect.resampling_metrics([whole], [], 0)["reward/sampled_mean"] == 0.75
+    measured = metrics.batch_metrics([whole], batch)
     assert measured["rollouts"] == 8
     assert measured["reward/mean"] == 0.75
     assert measured["calls"] == 6
@@ -249,44 +254,44 @@ def test_a_step_whose_replays_have_no_outcome_teaches_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     config = run_file()
-    ended = [played(asked, nan) for asked in replays(config, [rollout("a")])]
+    ended = [played(asked, nan) for asked in counterfactual_rollouts(config, [rollout("a")])]
     group = complete(config, rollout("a"), *ended)
     assert "None of the 3 replays of step 3 has an outcome" in caplog.text
-    algo = lenient(config, make("difference", {}))
-    assert read(config, algo)
+    algo = with_optional_reward(config.algorithm.counterfactual, make("difference", {}))
+    assert uses_counterfactuals(config.algorithm.counterfactual, algo)
     columns.check_rewards([group], [name for name in algo.rewards if name not in algo.optional])
     assert build_batch([group], reward_names=algo.rewards, min_group=1).n_tokens == 0
     other = make("grpo", {})
-    assert lenient(config, other) is other
+    assert with_optional_reward(config.algorithm.counterfactual, other) is other
     with pytest.raises(TrainingError, match=r"none of 1 rollouts of step 3 has one"):
         complete(config, rollout("a", outcome=nan))
 
 
 def test_replays_are_counted() -> None:
     config = run_file(["1", "2"])
-    first, second = replays(config, [rollout("a")])
+    first, second = counterfactual_rollouts(config, [rollout("a")])
     repeated = played(first, 0.5)
     calls = [replace(c, repeats=f"a{c.index}") for c in repeated.transitions[1:]]
     repeated = replace(repeated, transitions=[repeated.transitions[0], *calls])
     rows = [rollout("a"), repeated, played(second, nan)]
-    found = measure([Group(id="g", run="run", step=0, rollouts=rows)])
+    found = counterfactual_metrics([Group(id="g", run="run", step=0, rollouts=rows)])
     assert found == {"replays": 2, "replays/missing": 1, "calls/repeated": 2}
-    assert measure([Group(id="g", run="run", step=0, rollouts=rows[:1])]) == {}
+    assert counterfactual_metrics([Group(id="g", run="run", step=0, rollouts=rows[:1])]) == {}
 
 
 def test_replays_that_nobody_reads_are_refused() -> None:
     config, algo = run_file(), make("grpo", {})
     with pytest.raises(ConfigError, match=r"no preset reads its reward 'role:difference'"):
-        sampled_for(config, {"policy": algo})
+        group_requirements(config, {"policy": algo})
     other = make("grpo", {"reward": "role:difference"})
-    check_read(config, {"reader": algo, "writer": other}, None)
-    check_read(resolve({}, source="test"), {"policy": algo}, None)
+    check_counterfactuals(config, {"reader": algo, "writer": other}, None)
+    check_counterfactuals(resolve({}, source="test"), {"policy": algo}, None)
     part = {"algorithm": {"counterfactual": {"stand_ins": {"planner": "first"}}}}
     part |= {"roles": {"planner": "policy", "solver": "policy"}}
     with pytest.raises(ConfigError, match=r"stand_ins has no 'solver', and 'policy', which plays"):
-        check_read(resolve(part, source="test"), {"policy": other}, None)
+        check_counterfactuals(resolve(part, source="test"), {"policy": other}, None)
     with pytest.raises(ConfigError, match=r"dynamic_sampling goes by 'role:difference'"):
-        check_read(config, {"policy": other}, "role:difference")
+        check_counterfactuals(config, {"policy": other}, "role:difference")
 
 
 PAIR = {

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from agentrl.algorithms.data.state import AlgorithmState, CountedMeans
 from agentrl.algorithms.sampling.collect import Collector
-from agentrl.algorithms.sampling.curriculum import PART, Difficulty, name
-from agentrl.algorithms.sampling.task_sampler import TaskStream
+from agentrl.algorithms.sampling.curriculum import PART, TaskDifficulty, task_name
+from agentrl.algorithms.sampling.task_sampler import TaskSampler
 from agentrl.config import resolve
 from agentrl.store import open_store
 from agentrl.types import Branch, StepCommit
@@ -23,66 +23,74 @@ from tests.algorithms.train.test_update import group
 TASKS = [{"input": word} for word in ("easy", "good", "hard")]
 
 
-def stream(difficulty: Difficulty, **algorithm: object) -> TaskStream:
+def stream(difficulty: TaskDifficulty, **algorithm: object) -> TaskSampler:
     settings = {"groups": 4, "group_size": 2, **algorithm}
     config = resolve({"name": "r", "algorithm": settings, "steps": 9}, source="test")
-    return TaskStream(config, TASKS, difficulty=difficulty)
+    return TaskSampler(config, TASKS, difficulty=difficulty)
 
 
 def test_a_history_is_the_mean_outcome_of_what_is_known() -> None:
-    difficulty = Difficulty()
+    difficulty = TaskDifficulty()
     assert difficulty.weight({}) == 0.25
-    difficulty.learn([group("a", 1.0, 0.0, None), group("b", 1.0)])  # all of the task {}
-    assert difficulty.means.values == {name({}): (pytest.approx(2 / 3), 3)}
+    difficulty.record_outcomes([group("a", 1.0, 0.0, None), group("b", 1.0)])  # all of the task {}
+    assert difficulty.means.values == {task_name({}): (pytest.approx(2 / 3), 3)}
     assert difficulty.weight({}) == pytest.approx(3 / 5 * 2 / 5)
 
 
 def test_a_branch_is_no_try_at_the_task() -> None:
-    difficulty, tried = Difficulty(), group("a", 1.0, 0.0)
+    difficulty, tried = TaskDifficulty(), group("a", 1.0, 0.0)
     branch = replace(tried.rollouts[0], branch=Branch(rollout="a/1", calls=1))
-    difficulty.learn([replace(tried, rollouts=[*tried.rollouts, branch])])
-    assert difficulty.means.values == {name({}): (0.5, 2)}
+    difficulty.record_outcomes([replace(tried, rollouts=[*tried.rollouts, branch])])
+    assert difficulty.means.values == {task_name({}): (0.5, 2)}
 
 
 @pytest.mark.parametrize("outcome", [0.0, 1.0, -7.0, 7.0])
 def test_what_is_always_the_same_is_drawn_ever_less_but_never_not_at_all(outcome: float) -> None:
-    difficulty, weights = Difficulty(), []
+    difficulty, weights = TaskDifficulty(), []
     for _ in range(4):
         weights.append(difficulty.weight({}))
-        difficulty.learn([group("a", outcome, outcome)])
+        difficulty.record_outcomes([group("a", outcome, outcome)])
     assert weights == sorted(weights, reverse=True)
     assert 0 < weights[-1] < 0.15
 
 
 def test_tasks_that_are_solved_sometimes_come_most_often() -> None:
     means = CountedMeans(
-        {name(TASKS[0]): (1.0, 50), name(TASKS[1]): (0.5, 50), name(TASKS[2]): (0.0, 50)}
+        {
+            task_name(TASKS[0]): (1.0, 50),
+            task_name(TASKS[1]): (0.5, 50),
+            task_name(TASKS[2]): (0.0, 50),
+        }
     )
-    drawn = Counter(task["input"] for task in Difficulty(means).draw(TASKS, "seed", 500))
+    drawn = Counter(task["input"] for task in TaskDifficulty(means).draw(TASKS, "seed", 500))
     assert drawn["good"] > 400
     assert drawn["easy"] > 0
     assert drawn["hard"] > 0
 
 
 def test_a_task_is_known_by_its_id_or_its_content() -> None:
-    assert name({"id": 7, "input": "a"}) == name({"id": 7, "input": "b"}) == "7"
-    assert name({"input": "a", "x": 1}) == name({"x": 1, "input": "a"}) != name({"input": "b"})
+    assert task_name({"id": 7, "input": "a"}) == task_name({"id": 7, "input": "b"}) == "7"
+    assert (
+        task_name({"input": "a", "x": 1})
+        == task_name({"x": 1, "input": "a"})
+        != task_name({"input": "b"})
+    )
 
 
 def test_requests_follow_seed_and_checkpoint() -> None:
     state = AlgorithmState(
-        (), {PART: CountedMeans({name(TASKS[1]): (0.5, 9), name(TASKS[0]): (1 / 3, 7)})}
+        (), {PART: CountedMeans({task_name(TASKS[1]): (0.5, 9), task_name(TASKS[0]): (1 / 3, 7)})}
     )
     saved = json.dumps(state.dump())
     again = CountedMeans()
     AlgorithmState((), {PART: again}).restore(json.loads(saved))
     part = state.parts[PART]
     assert isinstance(part, CountedMeans)
-    one, other = stream(Difficulty(part)), stream(Difficulty(again))
+    one, other = stream(TaskDifficulty(part)), stream(TaskDifficulty(again))
     for step in range(3):
         assert one.rollouts(step) == other.rollouts(step)
         assert one.replacements(step, 0, 5)[:4] == other.replacements(step, 0, 2)
-    fresh = stream(Difficulty())
+    fresh = stream(TaskDifficulty())
     assert [one.rollouts(step) for step in range(9)] != [fresh.rollouts(step) for step in range(9)]
 
 
@@ -92,7 +100,7 @@ async def test_what_was_asked_for_ahead_stays_what_it_was_after_a_restart(tmp_pa
     for lives in (1, 2):
         url = f"sqlite:///{tmp_path / str(lives)}.db"
         async with open_store(url) as store, running(store):
-            difficulty, checkpoint = Difficulty(), "{}"
+            difficulty, checkpoint = TaskDifficulty(), "{}"
             for step in (0, 1):
                 for _ in range(lives if step else 1):
                     difficulty.means.restore(json.loads(checkpoint))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import nan
 
-from agentrl.algorithms.sampling.evaluate import summary
+from agentrl.algorithms.sampling.evaluate import score_metrics
 from agentrl.types import Purpose, Reward, Rollout, Scope
 from tests import factories
 
@@ -24,7 +24,7 @@ def played(outcome: float, **roles: float) -> Rollout:
 
 def test_the_mean_of_all_and_of_each_role_of_what_is_known() -> None:
     rows = [played(1.0, first=2.0, second=0.0), played(0.5, first=1.0), played(nan)]
-    assert summary("score", rows) == {
+    assert score_metrics("score", rows) == {
         "score": 0.75, "score/first": 1.5, "score/second": 0.0, "score_missing": 1.0,
     }  # fmt: skip
-    assert summary("sampled", [played(nan)]) == {"sampled_missing": 1.0}
+    assert score_metrics("sampled", [played(nan)]) == {"sampled_missing": 1.0}

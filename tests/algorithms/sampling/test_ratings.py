@@ -6,7 +6,7 @@ from math import log10
 
 import pytest
 
-from agentrl.algorithms.sampling.ratings import elo, expected, fitted, priorities, win_rate
+from agentrl.algorithms.sampling.ratings import elo, expected, fit_ratings, priorities, win_rate
 
 RATES = (0.9, 0.5, 0.1)
 
@@ -50,14 +50,14 @@ def test_shares_are_a_distribution_even_where_no_weight_is_left(kind: str) -> No
 
 
 def test_a_fit_of_two_is_their_odds() -> None:
-    found = fitted([[0, 30], [10, 0]], [[0, 40], [40, 0]], prior=0)
+    found = fit_ratings([[0, 30], [10, 0]], [[0, 40], [40, 0]], prior=0)
     assert found == pytest.approx([200 * log10(3), -200 * log10(3)])
 
 
 @pytest.mark.parametrize("prior", [0.0, 1.0])
 def test_a_fit_expects_what_was_scored(prior: float) -> None:
     scores, games = [[0, 7, 3], [3, 0, 12], [1, 8, 0]], [[0, 10, 4], [10, 0, 20], [4, 20, 0]]
-    ratings = fitted(scores, games, prior)
+    ratings = fit_ratings(scores, games, prior)
     assert sum(ratings) == pytest.approx(0)
     for i in range(3):
         others = [j for j in range(3) if j != i]
@@ -66,5 +66,5 @@ def test_a_fit_expects_what_was_scored(prior: float) -> None:
 
 
 def test_who_never_lost_has_a_rating() -> None:
-    found = fitted([[0, 5, 0], [0, 0, 0], [0, 0, 0]], [[0, 5, 0], [5, 0, 0], [0, 0, 0]])
+    found = fit_ratings([[0, 5, 0], [0, 0, 0], [0, 0, 0]], [[0, 5, 0], [5, 0, 0], [0, 0, 0]])
     assert found[0] - found[1] == pytest.approx(400 * log10(6))  # 6 wins to 1, with the prior

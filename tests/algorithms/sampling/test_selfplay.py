@@ -13,7 +13,14 @@ from msgspec.structs import replace
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.sampling.ratings import elo
-from agentrl.algorithms.sampling.selfplay import MEMORY, Pool, Record, Snapshot, check_fair, least
+from agentrl.algorithms.sampling.selfplay import (
+    MEMORY,
+    OpponentPool,
+    SeatRecord,
+    Snapshot,
+    check_seat_comparison,
+    most_redundant,
+)
 from agentrl.config import SelfplayConfig, resolve
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.types import Branch, Group, Reward, Rollout, RolloutState, Scope
@@ -23,12 +30,12 @@ SEATS = ["player_0", "player_1"]
 OUTCOMES = ("role:outcome",)
 
 
-def pool(opponents: Any = "uniform", **settings: Any) -> Pool:
+def pool(opponents: Any = "uniform", **settings: Any) -> OpponentPool:
     made = SelfplayConfig(**{"seats": SEATS, "opponents": opponents, "every": 2} | settings)
-    return Pool(made, "policy", seed=0)
+    return OpponentPool(made, "policy", seed=0)
 
 
-def grown(steps: int, *args: Any, ahead: int = 0, **settings: Any) -> Pool:
+def grown(steps: int, *args: Any, ahead: int = 0, **settings: Any) -> OpponentPool:
     """After so many steps without games."""
     made = pool(*args, **settings)
     made.ahead = ahead
@@ -37,7 +44,7 @@ def grown(steps: int, *args: Any, ahead: int = 0, **settings: Any) -> Pool:
     return made
 
 
-def names(made: Pool) -> list[str]:
+def names(made: OpponentPool) -> list[str]:
     return [snapshot.name for snapshot in made.drawn]
 
 
@@ -100,7 +107,7 @@ def test_the_opponent_takes_all_other_seats() -> None:
 def test_opponents_are_drawn_by_kind(kind: str, shares: tuple[float, ...]) -> None:
     made = grown(4, kind, self_share=0.0)
     for snapshot, (games, score) in zip(made.drawn, [(8, 8), (0, 0), (8, 0)], strict=True):
-        snapshot.records = {role: Record(games, score) for role in SEATS}
+        snapshot.records = {role: SeatRecord(games, score) for role in SEATS}
     assert [snapshot.rate() for snapshot in made.drawn] == [0.9, 0.5, 0.1]
     drawn = Counter(made.opponent(f"g{number}") for number in range(3000))
     found = [drawn[name] / 3000 for name in names(made)]
@@ -115,7 +122,7 @@ def test_a_share_of_groups_is_self_play() -> None:
 
 def test_who_plays_is_a_function_of_seed_and_checkpoint() -> None:
     one = grown(6, "pfsp")
-    one.learn(groups(*[game([1, -1], "policy", "policy@000002")] * 3))
+    one.record_games(groups(*[game([1, -1], "policy", "policy@000002")] * 3))
     other = pool("pfsp")
     other.restore(json.loads(json.dumps(one.dump())))
     asked = [(f"g{number}", index) for number in range(50) for index in range(4)]
@@ -127,23 +134,23 @@ def test_who_plays_is_a_function_of_seed_and_checkpoint() -> None:
 
 def test_a_win_moves_both_ratings_and_the_record_of_the_seat() -> None:
     made = grown(0, k=32.0)
-    found = made.learn(groups(game([1, -1], "policy", "policy@000000")))
+    found = made.record_games(groups(game([1, -1], "policy", "policy@000000")))
     assert made.drawn[0].rating == found["selfplay/elo/policy@000000"] == 984.0
     assert found["selfplay/elo"] == 1016.0
     assert found["selfplay/win_rate"] == found["selfplay/seat/player_0"] == 1.0
-    made.learn(groups(game([1, -1], "policy@000000", "policy")))
+    made.record_games(groups(game([1, -1], "policy@000000", "policy")))
     assert made.now.rating == elo(1016, 984, 0.0, 32)
     (snapshot,) = made.drawn
-    assert snapshot.records == {"player_0": Record(1, 1), "player_1": Record(1, 0)}
+    assert snapshot.records == {"player_0": SeatRecord(1, 1), "player_1": SeatRecord(1, 0)}
     assert snapshot.rate() == pytest.approx(0.5)
-    made.learn(groups(game([1, -1], "policy", "policy@000000")))
+    made.record_games(groups(game([1, -1], "policy", "policy@000000")))
     assert snapshot.records["player_0"].games == 1 + MEMORY
 
 
 def test_draws_alone_change_no_rating_and_opponents_stay_equally_likely() -> None:
     made = grown(4, "pfsp", self_share=0.0)
     for name in names(made):
-        found = made.learn(groups(*[game([0, 0], "policy", name)] * 50))
+        found = made.record_games(groups(*[game([0, 0], "policy", name)] * 50))
     assert found["selfplay/draws"] == 1.0
     assert {made.now.rating, *(snapshot.rating for snapshot in made.drawn)} == {1000.0}
     drawn = Counter(made.opponent(f"g{number}") for number in range(3000))
@@ -152,7 +159,7 @@ def test_draws_alone_change_no_rating_and_opponents_stay_equally_likely() -> Non
 
 def test_games_against_itself_are_no_results_of_the_pool() -> None:
     made = grown(0)
-    found = made.learn(groups(game([1, -1], "policy", "policy")))
+    found = made.record_games(groups(game([1, -1], "policy", "policy")))
     assert made.now.rating == 1000.0
     assert "selfplay/win_rate" not in found
     assert (found["selfplay/seat/player_0"], found["selfplay/seat/player_1"]) == (1.0, 0.0)
@@ -160,7 +167,7 @@ def test_games_against_itself_are_no_results_of_the_pool() -> None:
 
 def test_seats_are_measured_on_games_against_others_where_there_are_some() -> None:
     games = [game([-1, 1], "policy", "policy@000000"), game([1, -1], "policy", "policy")]
-    found = grown(0).learn(groups(*games))
+    found = grown(0).record_games(groups(*games))
     assert found["selfplay/games"] == 2.0
     assert found["selfplay/seat/player_0"] == found["selfplay/win_rate"] == 0.0
     assert "selfplay/seat/player_1" not in found
@@ -169,7 +176,7 @@ def test_seats_are_measured_on_games_against_others_where_there_are_some() -> No
 def test_a_branch_is_no_game_of_its_own() -> None:
     made = grown(0)
     again = replace(game([1, -1], "policy", "policy@000000"), branch=Branch(rollout="g/0", calls=1))
-    assert made.learn(groups(again))["selfplay/games"] == 0.0
+    assert made.record_games(groups(again))["selfplay/games"] == 0.0
     assert made.now.rating == 1000.0
 
 
@@ -187,29 +194,32 @@ def test_what_has_no_score_is_counted() -> None:
     done = game([1, -1], "policy", "policy@000000")
     failed = replace(done, state=RolloutState.FAILED)
     half = replace(done, rewards=done.rewards[:1])
-    found = made.learn(groups(done, failed, half))
+    found = made.record_games(groups(done, failed, half))
     assert (found["selfplay/games"], found["selfplay/unscored"]) == (1.0, 2.0)
 
 
 def test_a_seat_that_the_game_does_not_have_ends_the_first_step() -> None:
     made = grown(0, seats=[*SEATS, "player_2"])
     lost = game([1, -1], "policy", "policy@000000")
-    assert made.learn(groups(replace(lost, state=RolloutState.FAILED)))["selfplay/unscored"] == 1
+    assert (
+        made.record_games(groups(replace(lost, state=RolloutState.FAILED)))["selfplay/unscored"]
+        == 1
+    )
     said = (
         r"nobody played 'player_2' in any of 1 games, whose roles are player_0, player_1; did you"
     )
     with pytest.raises(TrainingError, match=said):
-        made.learn(groups(lost))
+        made.record_games(groups(lost))
 
 
 def test_a_seat_is_known_by_its_return_or_from_an_earlier_step() -> None:
     """A player may lose before the other one is asked."""
     lost = game([-1, 1], "policy", "policy@000000")
     early = replace(lost, transitions=lost.transitions[:1])
-    assert grown(0).learn(groups(early))["selfplay/games"] == 1
+    assert grown(0).record_games(groups(early))["selfplay/games"] == 1
     made = grown(0)
-    made.learn(groups(lost))
-    assert made.learn(groups(replace(early, rewards=[])))["selfplay/unscored"] == 1
+    made.record_games(groups(lost))
+    assert made.record_games(groups(replace(early, rewards=[])))["selfplay/unscored"] == 1
 
 
 def test_a_full_pool_keeps_the_first_and_the_newest_and_covers_what_is_between() -> None:
@@ -217,7 +227,7 @@ def test_a_full_pool_keeps_the_first_and_the_newest_and_covers_what_is_between()
     assert names(grown(16, pool=2)) == ["policy@000000", "policy@000016"]
     assert names(grown(16, pool=1)) == ["policy@000016"]
     kept = [Snapshot(str(step), step, 0.0) for step in (0, 4, 5, 20)]
-    assert least(kept).step == 4
+    assert most_redundant(kept).step == 4
 
 
 def test_an_opponent_of_rollouts_asked_ahead_is_held_until_their_step() -> None:
@@ -226,7 +236,7 @@ def test_an_opponent_of_rollouts_asked_ahead_is_held_until_their_step() -> None:
     assert [s.name for s in made.now.snapshots] == [f"policy@{step:06d}" for step in (0, 2, 4)]
     made.finish(5)
     assert [s.step for s in made.now.snapshots] == [2, 4]
-    made.learn(groups(game([-1, 1], "policy", "policy@000002")))
+    made.record_games(groups(game([-1, 1], "policy", "policy@000002")))
     assert made.now.rating < 1000
     made.finish(9, playing=["policy", "policy@000002"])
     assert [s.step for s in made.now.snapshots] == [2, 4]
@@ -319,17 +329,17 @@ def test_several_policies_say_who_plays() -> None:
     ],
 )
 def test_fair_comparisons(name: str, options: dict[str, Any]) -> None:
-    check_fair(catalogue.make(name, options))
+    check_seat_comparison(catalogue.make(name, options))
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr-grpo", "rloo", "reinforce+ema", "liteppo", "dapo"])
 def test_seats_are_not_compared_with_each_other(name: str) -> None:
     with pytest.raises(ConfigError, match="compares the seats"):
-        check_fair(catalogue.make(name, {}))
+        check_seat_comparison(catalogue.make(name, {}))
 
 
 def test_seats_are_not_scaled_by_each_other() -> None:
     algo = catalogue.make("liteppo+per-role", {"reward": "role:outcome"})
-    check_fair(algo)
+    check_seat_comparison(algo)
     with pytest.raises(ConfigError, match="compares the seats"):
-        check_fair(replaced(algo, credit=replaced(algo.credit, norm_by=("all",))))
+        check_seat_comparison(replaced(algo, credit=replaced(algo.credit, norm_by=("all",))))

@@ -1,15 +1,15 @@
 from dataclasses import replace
 
-from agentrl.algorithms.sampling.task_sampler import TaskStream, evaluation
+from agentrl.algorithms.sampling.task_sampler import TaskSampler, evaluation_rollouts
 from agentrl.config import resolve
 from agentrl.types import Purpose, Sampling
 
 TASKS = [{"input": str(i)} for i in range(5)]
 
 
-def stream(seed: int = 0) -> TaskStream:
+def stream(seed: int = 0) -> TaskSampler:
     settings = {"name": "r", "seed": seed, "algorithm": {"groups": 3, "group_size": 2}}
-    return TaskStream(resolve(settings, source="test"), TASKS)
+    return TaskSampler(resolve(settings, source="test"), TASKS)
 
 
 def test_every_task_once_an_epoch_in_an_order_of_its_own() -> None:
@@ -36,7 +36,7 @@ def test_steps_ask_for_groups_of_their_own() -> None:
 
 
 def test_an_evaluation_is_one_group_of_single_rollouts() -> None:
-    rows = evaluation(stream().config, 7, "score", TASKS, Sampling(temperature=0.0))
+    rows = evaluation_rollouts(stream().config, 7, "score", TASKS, Sampling(temperature=0.0))
     assert {row.group for row in rows} == {"r/eval/000007/score"}
     assert {row.purpose for row in rows} == {Purpose.EVAL}
     assert [row.task for row in rows] == TASKS

@@ -18,7 +18,7 @@ from agentrl.algorithms.learners.base import Psi, StepReport
 from agentrl.algorithms.train.checkpoint import (
     STATE,
     checkpoint_name,
-    earlier,
+    earlier_checkpoints,
     export_checkpoint,
     load_checkpoint,
     prune,
@@ -178,9 +178,9 @@ def test_prune_deletes_what_was_trained_in_steps_that_were_taken_back(tmp_path: 
 def test_earlier_checkpoints_are_those_of_the_run_newest_first(tmp_path: Path) -> None:
     checkpoints(tmp_path, "000001", "000002", "000002.3", "000003", "000004")
     checkpoints(tmp_path, "000002.5", run="other@2")
-    found = earlier(tmp_path, tmp_path / "000003", "mine@1")
+    found = earlier_checkpoints(tmp_path, tmp_path / "000003", "mine@1")
     assert [path.name for path in found] == ["000002.3", "000002", "000001"]
-    assert earlier(tmp_path / "none", tmp_path / "000003", "mine@1") == []
+    assert earlier_checkpoints(tmp_path / "none", tmp_path / "000003", "mine@1") == []
 
 
 def flip(file: Path) -> None:

@@ -10,21 +10,21 @@ import pytest
 from msgspec.structs import replace
 
 from agentrl.algorithms.train.empty_steps import EMPTY, check, failure_counts, is_empty
-from agentrl.algorithms.train.policies import Team
-from agentrl.algorithms.train.preprocess import unseen_tools
+from agentrl.algorithms.train.policy_set import PolicySet
+from agentrl.algorithms.train.preprocess import count_unseen_tools
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import TrainingError
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.types import Group, RolloutState, StepCommit
-from tests.algorithms.train.test_policies import config as team_config
-from tests.algorithms.train.test_policies import recording, shared
+from tests.algorithms.train.test_policy_set import config as team_config
+from tests.algorithms.train.test_policy_set import recording, shared
 from tests.algorithms.train.test_update import Recorder, group, updater
 
 
 def alone(groups: list[Group], discarded: list[Group] = []) -> bool:  # noqa: B006 - read only
     learner = updater(Recorder())
-    team = Team(learner.config, {"policy": learner})
+    team = PolicySet(learner.config, {"policy": learner})
     return is_empty(team, 0, team.update(0, groups), groups, discarded)
 
 
@@ -118,4 +118,4 @@ def test_tools_that_no_prompt_names_are_counted() -> None:
     blind = [replace(call, id=str(n), role="blind", tools=tools) for n in range(3)]
     seeing = replace(call, role="seeing", tools=tools)
     texts = iter(["user: hi", 'tools: {"name": "query"} user: hi'])
-    assert unseen_tools([call, *blind, seeing], lambda _: next(texts)) == 3
+    assert count_unseen_tools([call, *blind, seeing], lambda _: next(texts)) == 3

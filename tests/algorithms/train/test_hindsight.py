@@ -13,8 +13,8 @@ from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.algorithms.presets.zoo.hcapo import HINDSIGHT
-from agentrl.algorithms.train.hindsight import Hindsight
-from agentrl.algorithms.train.preprocess import Intake
+from agentrl.algorithms.train.hindsight import HindsightRewards
+from agentrl.algorithms.train.preprocess import Preprocessor
 from agentrl.algorithms.train.update import Updater
 from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.types import (
@@ -31,12 +31,12 @@ TOLD = "\n\n(In the end, this attempt was rewarded with 0.5.)"
 
 
 @pytest.fixture
-def hindsight(tiny_llama_dir: Path) -> Hindsight:
+def hindsight(tiny_llama_dir: Path) -> HindsightRewards:
     model, tokenizer = load_model(str(tiny_llama_dir), "float32", "cpu")
-    return Hindsight(tokenizer, TorchLearner(model, tokenizer))
+    return HindsightRewards(tokenizer, TorchLearner(model, tokenizer))
 
 
-def group(hindsight: Hindsight, *, told: str = "", rewards: list[Reward]) -> Group:
+def group(hindsight: HindsightRewards, *, told: str = "", rewards: list[Reward]) -> Group:
     """One rollout of two calls, the second in a conversation that goes on."""
     encode = hindsight.tokenizer.encode
     conversations = [[QUESTION], [QUESTION, {"role": "assistant", "content": "?"}, QUESTION]]
@@ -61,7 +61,7 @@ def scores(groups: list[Group]) -> dict[str | None, float]:
     return {reward.target: reward.value for reward in rewards if reward.name == "hindsight"}
 
 
-def test_calls_are_scored_where_the_prompt_tells_the_outcome(hindsight: Hindsight) -> None:
+def test_calls_are_scored_where_the_prompt_tells_the_outcome(hindsight: HindsightRewards) -> None:
     known = [Reward(value=0.5)]
     found = scores(hindsight.complete([group(hindsight, rewards=known)]))
     batch = build_batch([group(hindsight, told=TOLD, rewards=known)])
@@ -73,7 +73,7 @@ def test_calls_are_scored_where_the_prompt_tells_the_outcome(hindsight: Hindsigh
     assert not torch.allclose(hindsight.learner.logprobs(plain), logprobs)
 
 
-def test_what_cannot_be_told_has_no_score(hindsight: Hindsight) -> None:
+def test_what_cannot_be_told_has_no_score(hindsight: HindsightRewards) -> None:
     assert scores(hindsight.complete([group(hindsight, rewards=[])])) == {}
     whole = group(hindsight, rewards=[Reward(value=0.5)])
     first, second = whole.rollouts[0].transitions
@@ -84,7 +84,7 @@ def test_what_cannot_be_told_has_no_score(hindsight: Hindsight) -> None:
         assert set(scores(hindsight.complete([replace(whole, rollouts=[rollout])]))) == {"1"}
 
 
-def test_hcapo_reads_it(hindsight: Hindsight) -> None:
+def test_hcapo_reads_it(hindsight: HindsightRewards) -> None:
     algo = make("hcapo", {})
     assert HINDSIGHT in algo.rewards
     groups = hindsight.complete([group(hindsight, rewards=[Reward(value=0.5)])])
@@ -92,15 +92,17 @@ def test_hcapo_reads_it(hindsight: Hindsight) -> None:
     assert not batch.rewards[HINDSIGHT].isnan().any()
 
 
-def test_a_step_scores_what_its_algorithm_reads(hindsight: Hindsight) -> None:
+def test_a_step_scores_what_its_algorithm_reads(hindsight: HindsightRewards) -> None:
     algo = make("hcapo", {})
     config = RunConfig(algorithm=AlgorithmConfig(preset="hcapo", min_group=1))
-    updater = Updater(config, algo, hindsight.learner, intake=Intake((hindsight,)))
+    updater = Updater(config, algo, hindsight.learner, preprocessor=Preprocessor((hindsight,)))
     metrics = updater.update(0, [group(hindsight, rewards=[Reward(value=0.5)])])
     assert metrics["reward/transition:hindsight/frac_missing"] == 0.0
 
 
-def test_a_call_that_fills_the_context_has_no_room_for_the_outcome(hindsight: Hindsight) -> None:
+def test_a_call_that_fills_the_context_has_no_room_for_the_outcome(
+    hindsight: HindsightRewards,
+) -> None:
     made = group(hindsight, rewards=[Reward(value=0.5)])
     first, _ = group(hindsight, told=TOLD, rewards=[]).rollouts[0].transitions
     hindsight.context = len(first.prompt) + len(first.completion)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.algorithms.train.schedule import learning_rate, minibatches, moved
+from agentrl.algorithms.train.schedule import learning_rate, mean_kl, minibatches
 from agentrl.config import AlgorithmConfig
 
 STEPS = 5
@@ -48,5 +48,5 @@ def test_moved_is_the_divergence_of_the_old_policy_from_the_new() -> None:
     outside = torch.tensor([0])  # a token of weight 0 counts nowhere
     index = torch.cat([tokens, outside])
     weight = torch.tensor([0.1] * 10 + [0.0])
-    assert moved(old.log()[index], now.log()[index], weight) == pytest.approx(exact, rel=1e-6)
-    assert moved(old.log()[outside], now.log()[outside], torch.zeros(1)) == 0.0
+    assert mean_kl(old.log()[index], now.log()[index], weight) == pytest.approx(exact, rel=1e-6)
+    assert mean_kl(old.log()[outside], now.log()[outside], torch.zeros(1)) == 0.0

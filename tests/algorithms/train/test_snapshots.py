@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from agentrl.algorithms.sampling.selfplay import Pool
-from agentrl.algorithms.sampling.task_sampler import TaskStream
-from agentrl.algorithms.train.snapshots import Opponents
+from agentrl.algorithms.sampling.selfplay import OpponentPool
+from agentrl.algorithms.sampling.task_sampler import TaskSampler
+from agentrl.algorithms.train.snapshots import SnapshotStore
 from agentrl.config import RunConfig, resolve
 from agentrl.store import open_store
 from agentrl.store.base import Store
@@ -49,13 +49,15 @@ def run_of(folder: Path, ahead: int) -> RunConfig:
     )
 
 
-def opponents(config: RunConfig, store: Store) -> Opponents:
-    pool = Pool(config.selfplay, "policy", config.seed, ahead=config.algorithm.max_staleness)
+def opponents(config: RunConfig, store: Store) -> SnapshotStore:
+    pool = OpponentPool(
+        config.selfplay, "policy", config.seed, ahead=config.algorithm.max_staleness
+    )
     fakes: tuple[Any, Any] = (Learner(), Serving())
-    return Opponents(pool, *fakes, store, config.name, Path(config.output, "pool"))
+    return SnapshotStore(pool, *fakes, store, config.name, Path(config.output, "pool"))
 
 
-def kept(made: Opponents) -> set[str]:
+def kept(made: SnapshotStore) -> set[str]:
     """What is on disk, which is what is served."""
     found = {path.name for path in made.folder.iterdir()}
     assert found == made.served == made.serving.served.keys()  # type: ignore[attr-defined]
@@ -71,16 +73,16 @@ async def test_a_snapshot_is_served_until_the_last_game_against_it_has_ended(
         await made.start(0)
         await store.open_run("run", {})
         # Asked for at the start, and not ended four steps later.
-        asked = TaskStream(config, [{"input": 1}], pool=made.pool).rollouts(1)
+        asked = TaskSampler(config, [{"input": 1}], pool=made.pool).rollouts(1)
         await store.enqueue(asked)
         for steps in range(1, 5):
-            await made.keep(steps)
-            await made.serve()
+            await made.save_due(steps)
+            await made.serve_pool()
         assert [snapshot.name for snapshot in made.pool.drawn] == ["policy@000004"]
         assert kept(made) == {"policy@000000", "policy@000003", "policy@000004"}
         await store.cancel([rollout.id for rollout in asked])
-        await made.keep(5)
-        await made.serve()
+        await made.save_due(5)
+        await made.serve_pool()
         assert kept(made) == {"policy@000004", "policy@000005"}
 
 
@@ -89,12 +91,12 @@ async def test_only_whoever_commits_deletes(tmp_path: Path) -> None:
     async with open_store(config.store) as store:
         mine, stale = opponents(config, store), opponents(config, store)
         await mine.start(0)
-        await mine.keep(1)
-        await mine.serve()
+        await mine.save_due(1)
+        await mine.serve_pool()
         assert kept(mine) == {"policy@000001"}
         await stale.start(0)  # of a process that another one has taken the run from
         assert {path.name for path in mine.folder.iterdir()} == {"policy@000000", "policy@000001"}
         left = mine.folder / "policy@000009.tmp-1"
         left.mkdir()
-        await mine.serve()
+        await mine.serve_pool()
         assert kept(mine) == {"policy@000001"}

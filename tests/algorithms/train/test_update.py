@@ -16,9 +16,9 @@ from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.learners.base import Psi, StepReport
 from agentrl.algorithms.objective.values import ValueTerms
 from agentrl.algorithms.presets import catalogue
+from agentrl.algorithms.train.build import load_algorithm
 from agentrl.algorithms.train.dump import BadSteps, load_dump
-from agentrl.algorithms.train.main import algorithm
-from agentrl.algorithms.train.preprocess import Intake
+from agentrl.algorithms.train.preprocess import Preprocessor
 from agentrl.algorithms.train.update import Updater
 from agentrl.config import AlgorithmConfig, RunConfig, resolve
 from agentrl.errors import ConfigError, TrainingError
@@ -90,10 +90,10 @@ def test_an_entropy_bonus_weighs_tokens_as_the_loss_does_and_learns_where_credit
 
 def test_an_entropy_bonus_is_refused_where_its_gradient_is_not_to_be_had() -> None:
     settings: dict[str, Any] = {"algorithm": {"options": {"entropy": 0.01}}}
-    assert algorithm(resolve(settings, source="run.toml")).entropy == 0.01
+    assert load_algorithm(resolve(settings, source="run.toml")).entropy == 0.01
     settings["learner"] = {"kind": "verl"}
     with pytest.raises(ConfigError, match=r"options.entropy = 0.01: .* learner.kind = 'torch'"):
-        algorithm(resolve(settings, source="run.toml"))
+        load_algorithm(resolve(settings, source="run.toml"))
 
 
 def rollout(group: str, index: int, reward: float | None) -> Rollout:
@@ -276,11 +276,13 @@ def test_calls_longer_than_the_context_are_left_out_and_counted() -> None:
     learner = Recorder()
     step = updater(learner)
     assert (
-        dataclasses.replace(step, intake=Intake(context=11)).update(0, groups)["calls/too_long"]
+        dataclasses.replace(step, preprocessor=Preprocessor(context=11)).update(0, groups)[
+            "calls/too_long"
+        ]
         == 0
     )
     with pytest.warns(RuntimeWarning, match="1 calls are longer than the 10 tokens"):
-        metrics = dataclasses.replace(step, intake=Intake(context=10)).update(0, groups)
+        metrics = dataclasses.replace(step, preprocessor=Preprocessor(context=10)).update(0, groups)
     assert (metrics["calls/too_long"], metrics["calls/refused"]) == (1, 1)
     assert [len(batch.transitions) for batch in learner.batches] == [3, 2]
     assert learner.batches[1].rollouts == ["a/0", "a/1"]

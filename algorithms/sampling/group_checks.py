@@ -1,4 +1,5 @@
-"""Groups that the models can read: what no store can know, and what older stores did not refuse."""
+"""Checks of claimed groups: token ids outside a policy's vocabulary, which no store can know, and
+rewards and log-probs that older stores did not refuse."""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ log = logging.getLogger(__name__)
 Vocabulary = Mapping[str, int]  # token ids that a policy has, by its name
 
 
-def split(groups: Sequence[Group], known: Vocabulary) -> tuple[list[Group], list[Group]]:
-    """Those that can be read, and those that cannot, of which the log says why. One row of these
-    would end every step that has it, and the step would begin again with it."""
-    why = {group.id: unreadable(group, known) for group in groups}
+def split_unreadable(groups: Sequence[Group], known: Vocabulary) -> tuple[list[Group], list[Group]]:
+    """The valid groups, and the invalid ones, whose defect is logged. One invalid row would make
+    every attempt at its step fail, so its group is discarded."""
+    why = {group.id: unreadable_reason(group, known) for group in groups}
     for id, reason in why.items():
         if reason:
             log.warning("group %s is discarded: %s", id, reason)
@@ -24,8 +25,8 @@ def split(groups: Sequence[Group], known: Vocabulary) -> tuple[list[Group], list
     return good, [group for group in groups if why[group.id] is not None]
 
 
-def unreadable(group: Group, known: Vocabulary) -> str | None:
-    """What is wrong with the first row of a group that cannot be read."""
+def unreadable_reason(group: Group, known: Vocabulary) -> str | None:
+    """The first defect of a group; None if there is none."""
     for rollout in group.rollouts:
         for reward in rollout.rewards:
             if not abs(reward.value) <= LARGEST_REWARD:  # NaN neither

@@ -1,8 +1,8 @@
-"""What a run trains: one policy or several, each with an updater of its own, on the same groups.
+"""The policies that a run trains, one or several, each with its own updater, on the same groups.
 
-Owns what is remembered from step to step: of each policy, and of the run as a whole, which of a
-single policy is the same. Always true: which policies learn in a step is a function of the run file
-and the step; a policy whose turn it is not changes in nothing.
+Owns the state that is kept from step to step: that of each policy and that of the run, which are
+the same for a single policy. Always true: which policies learn in a step is a function of the run
+file and the step; a policy that does not learn in a step does not change.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from agentrl.types import Credit, Group, Json, Judgement
 
 
 @dataclass(frozen=True, slots=True)
-class Team:
-    """The updaters of the policies that learn, by name. `memory` is what the run remembers."""
+class PolicySet:
+    """The updaters of the trained policies, by name. `memory` is the state of the run."""
 
     config: RunConfig
     updaters: Mapping[str, Updater]
@@ -34,17 +34,17 @@ class Team:
         return bool(self.config.policies)
 
     def update(self, step: int, groups: list[Group]) -> Metrics:
-        """Let the policies whose turn it is learn from the groups of a step; what they measured.
+        """Train the policies whose turn it is on the groups of a step; returns the metrics.
 
-        Of several, what is true of the step whatever is learned from it keeps its name, counts are
-        added up under theirs, and everything else is under `<policy>/`."""
+        With several policies, metrics of the step itself keep their names, counts are summed, and
+        everything else is under `<policy>/`."""
         measured = {
             name: updater.update(step, groups, team.turns(self.config, name, step))
             for name, updater in self.learning(step)
         }
         if not self.several:
             return next(iter(measured.values()))
-        return metrics.of_several(metrics.sampled(groups), measured)
+        return metrics.merge_policies(metrics.group_metrics(groups), measured)
 
     def learning(self, step: int) -> Iterator[tuple[str, Updater]]:
         """The policies whose turn it is."""
@@ -53,41 +53,43 @@ class Team:
                 yield name, updater
 
     def versions(self, steps: int) -> dict[str, int]:
-        """Of every policy after so many steps: in how many it learned."""
+        """The version of every policy after `steps` steps: the number of steps it learned in."""
         return {name: team.turns(self.config, name, steps) for name in self.updaters}
 
     def credits(self, step: int) -> list[Credit]:
-        """What the step made of each call, for its commit."""
-        ledgers = [updater.ledger for _, updater in self.learning(step)]
-        return [credit for ledger in ledgers if ledger for credit in ledger.take()]
+        """The credit of each call in a step, for the step's commit."""
+        recorders = [updater.recorder for _, updater in self.learning(step)]
+        return [credit for recorder in recorders if recorder for credit in recorder.stored()]
 
     def judgements(self, step: int) -> list[Judgement]:
-        """The rewards that the step gave, for its commit."""
-        return [made for _, updater in self.learning(step) for made in updater.intake.judgements]
+        """The rewards that preprocessing added in a step, for the step's commit."""
+        return [
+            made for _, updater in self.learning(step) for made in updater.preprocessor.judgements
+        ]
 
     def save(self, directory: Path) -> None:
-        """Write what the learners need to continue: of several each into a folder of its own."""
+        """Save the learners; several policies have a folder each."""
         for name, updater in self.updaters.items():
             updater.learner.save(self.folder(directory, name))
 
     def load(self, directory: Path) -> None:
-        """Restore what `save` wrote. Raises PolicyError for what is damaged or of other models."""
+        """Load what `save` wrote. Raises PolicyError for damaged files or other models."""
         for name, updater in self.updaters.items():
             updater.learner.load(self.folder(directory, name))
 
     def folder(self, directory: Path, name: str) -> Path:
-        """Where in a checkpoint a policy is."""
+        """The folder of a policy in a checkpoint."""
         return directory / name if self.several else directory
 
     def dump(self) -> dict[str, Json]:
-        """What is remembered, as JSON."""
+        """The state of the run and its policies, as JSON values."""
         if not self.several:
             return self.memory.dump()
         own = {name: updater.state.dump() for name, updater in self.updaters.items()}
         return {"run": self.memory.dump(), "policies": own}
 
     def restore(self, data: Mapping[str, Json]) -> None:
-        """Take over what `dump` wrote. Raises PolicyError for that of other policies."""
+        """Restore what `dump` returned. Raises PolicyError for a state of other policies."""
         if not self.several:
             self.memory.restore(data)
             return

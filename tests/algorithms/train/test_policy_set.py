@@ -11,15 +11,20 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from agentrl.algorithms.diagnostics.credit_records import Ledger
-from agentrl.algorithms.diagnostics.metrics import of_several
+from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
+from agentrl.algorithms.diagnostics.metrics import merge_policies
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.train import serving as module
+from agentrl.algorithms.train.build import (
+    group_requirements,
+    load_algorithms,
+    make_difficulty,
+    make_policies,
+)
 from agentrl.algorithms.train.checkpoint import export_checkpoint, load_checkpoint, save_checkpoint
-from agentrl.algorithms.train.load_policies import load_bases
-from agentrl.algorithms.train.main import algorithms, make_team, sampled_for
-from agentrl.algorithms.train.policies import Team
-from agentrl.algorithms.train.serving import Serving
+from agentrl.algorithms.train.load_policies import load_policies
+from agentrl.algorithms.train.policy_set import PolicySet
+from agentrl.algorithms.train.serving import PolicyServers
 from agentrl.algorithms.train.update import Updater
 from agentrl.config import RunConfig, resolve
 from agentrl.config import policies as team
@@ -66,19 +71,19 @@ def test_whose_turn_it_is_depends_on_the_step_alone(
 # -- what ------------------------------------------------------------------------------------------
 
 
-def recording(made: RunConfig) -> tuple[Team, dict[str, Recorder]]:
+def recording(made: RunConfig) -> tuple[PolicySet, dict[str, Recorder]]:
     learners = {name: Recorder() for name in team.trained(made)}
     updaters = {
         name: Updater(
             team.view(made, name),
             catalogue.make("grpo", {}),
             learner,
-            ledger=Ledger(name),
+            recorder=CreditRecorder(name),
             policy=name,
         )
         for name, learner in learners.items()
     }
-    return Team(made, updaters), learners
+    return PolicySet(made, updaters), learners
 
 
 def shared(name: str, *rewards: float) -> Group:
@@ -136,7 +141,7 @@ def test_a_policy_whose_turn_it_is_not_changes_in_nothing() -> None:
     assert whole.versions(3) == {"planner": 2, "solver": 1}
     assert {row.policy for row in whole.credits(2)} == {"planner"}
     for name, updater in whole.updaters.items():  # the solver's are of an earlier step
-        updater.intake.judgements[:] = [Judgement(rollout=name, reward=Reward(value=1.0))]
+        updater.preprocessor.judgements[:] = [Judgement(rollout=name, reward=Reward(value=1.0))]
     assert [row.rollout for row in whole.judgements(2)] == ["planner"]
 
 
@@ -167,7 +172,7 @@ def test_staleness_counts_the_updates_of_the_policy() -> None:
 
 
 def test_counts_are_added_and_measurements_kept_apart() -> None:
-    measured = of_several(
+    measured = merge_policies(
         {"rollouts": 8.0},
         {
             "a": {"rollouts": 8.0, "calls": 2.0, "loss": 0.5},
@@ -183,15 +188,15 @@ def test_counts_are_added_and_measurements_kept_apart() -> None:
 def test_algorithms_that_want_other_groups_are_refused() -> None:
     made = config({**TWO, "solver": TWO["solver"] | {"algorithm": {"preset": "dapo"}}})
     with pytest.raises(ConfigError, match=r"policies.planner and policies.solver learn from the"):
-        sampled_for(made, algorithms(made))
+        group_requirements(made, load_algorithms(made))
     plain = replace(made, algorithm=replace(made.algorithm, dynamic_sampling=False))
-    assert sampled_for(plain, algorithms(plain)) == (False, None)
+    assert group_requirements(plain, load_algorithms(plain)) == (False, None)
 
 
 def test_what_one_policy_cannot_use_is_refused_by_its_name() -> None:
     made = config({**TWO, "solver": TWO["solver"] | {"critic": {"model": "shared"}}})
     with pytest.raises(ConfigError, match=r"policies.solver: critic.model is set, and algorithm"):
-        algorithms(made)
+        load_algorithms(made)
 
 
 # -- weights ---------------------------------------------------------------------------------------
@@ -206,7 +211,7 @@ def test_adapters_of_a_model_share_it_and_whole_models_do_not(
         "judge": {"roles": ["judge"], "frozen": True, "model": str(tiny_model_dir)},
     }
     made = config(policies, tiny_model_dir, output=str(tmp_path))
-    bases = load_bases(made)
+    bases = load_policies(made)
     assert [base.policies for base in bases] == [["planner", "solver"], ["coder"], ["judge"]]
     assert bases[0].adapters is not None
     assert bases[0].adapters.names == ["planner", "solver"]
@@ -214,18 +219,19 @@ def test_adapters_of_a_model_share_it_and_whole_models_do_not(
     assert bases[1].model.config.model_type == "llama"
     bases[0].adapters.save("solver", tmp_path / "kept")
     kept = {"roles": ["helper"], "frozen": True, "lora": {"adapter": str(tmp_path / "kept")}}
-    (base,) = load_bases(config({**TWO, "helper": kept}, tiny_model_dir, output=str(tmp_path)))
+    (base,) = load_policies(config({**TWO, "helper": kept}, tiny_model_dir, output=str(tmp_path)))
     assert base.policies == ["planner", "solver", "helper"]
     assert base.adapters is not None
     assert base.adapters.rank("helper") == 2
 
 
-def learner_of(whole: Team, name: str) -> Any:
+def learner_of(whole: PolicySet, name: str) -> Any:
     return whole.updaters[name].learner
 
 
-def build(made: RunConfig) -> Team:
-    whole, _ = make_team(made, algorithms(made), load_bases(made), AsyncExitStack())
+def build(made: RunConfig) -> PolicySet:
+    whole = make_policies(made, load_algorithms(made), load_policies(made), AsyncExitStack())
+    make_difficulty(made, whole)
     return whole
 
 
@@ -285,7 +291,7 @@ async def test_only_what_has_learned_is_published(
 
     monkeypatch.setattr(module, "policy_server", lambda *given: Server())
     made = config(TWO, tiny_model_dir, output=str(tmp_path))
-    serving = Serving(made, load_bases(made))
+    serving = PolicyServers(made, load_policies(made))
     for versions in ((0, 0), (1, 0), (1, 0), (1, 1)):
         await serving.publish(dict(zip(TWO, versions, strict=True)))
     assert published == [("planner", 1), ("solver", 1)]
@@ -295,14 +301,14 @@ async def test_every_policy_is_served_by_name_with_its_own_version(
     tiny_model_dir: Path, tiny_llama_dir: Path, tmp_path: Path
 ) -> None:
     policies = {**TWO, "coder": {"roles": ["coder"], "model": str(tiny_llama_dir)}}
-    bases = load_bases(config(policies, tiny_model_dir, output=str(tmp_path)))
+    bases = load_policies(config(policies, tiny_model_dir, output=str(tmp_path)))
     adapters = bases[0].adapters
     assert adapters is not None
     with torch.no_grad():
         for parameter in adapters.parameters("solver").values():
             parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(0))
     adapters.save("solver", tmp_path / "adapter")
-    serving = Serving(config(policies, tiny_model_dir, output=str(tmp_path)), bases)
+    serving = PolicyServers(config(policies, tiny_model_dir, output=str(tmp_path)), bases)
     await serving.start()
     try:
         async with serving.updating():

@@ -1,0 +1,190 @@
+"""What a run is put together from: the algorithm, updater and state of every policy that learns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from agentrl.algorithms.data.state import AlgorithmState
+from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
+from agentrl.algorithms.learners import auxiliary
+from agentrl.algorithms.learners.base import Learner
+from agentrl.algorithms.learners.factory import make_learner
+from agentrl.algorithms.learners.implicit_reward import ImplicitTrainer
+from agentrl.algorithms.model.load import context_length
+from agentrl.algorithms.objective.core import Algo
+from agentrl.algorithms.objective.kl_control import ReferenceControl, UpdatableReference
+from agentrl.algorithms.presets import catalogue
+from agentrl.algorithms.presets.registry import check_group
+from agentrl.algorithms.presets.zoo.hcapo import HINDSIGHT
+from agentrl.algorithms.sampling import counterfactuals
+from agentrl.algorithms.sampling.collect import resampling_reward
+from agentrl.algorithms.sampling.counterfactuals import RoleRewards, coalition_formula
+from agentrl.algorithms.sampling.curriculum import PART, TaskDifficulty
+from agentrl.algorithms.sampling.selfplay import PART as GAMES
+from agentrl.algorithms.sampling.selfplay import OpponentPool, check_seat_comparison
+from agentrl.algorithms.train.dump import BadSteps
+from agentrl.algorithms.train.hindsight import HindsightRewards
+from agentrl.algorithms.train.load_policies import LoadedModel
+from agentrl.algorithms.train.policy_set import PolicySet
+from agentrl.algorithms.train.preprocess import Completer, Preprocessor
+from agentrl.algorithms.train.retokenize import Retokenizer
+from agentrl.algorithms.train.update import Updater
+from agentrl.config import RunConfig
+from agentrl.config.players import FrozenPolicy, first_version
+from agentrl.config.policies import FIRST, player_of, trained, view
+from agentrl.config.selfplay import player
+from agentrl.errors import ConfigError
+from agentrl.types import POLICY
+
+
+def load_algorithms(config: RunConfig) -> dict[str, Algo]:
+    """The algorithm of each trained policy. Raises ConfigError for settings that do not fit."""
+    algos = {}
+    for name in trained(config):
+        try:
+            algos[name] = load_algorithm(view(config, name))
+        except ConfigError as error:
+            where = f"policies.{name}: " if config.policies else ""
+            raise ConfigError(f"{where}{error}") from None
+    if config.selfplay.seats:
+        check_seat_comparison(algos[player(config)])
+    return algos
+
+
+def group_requirements(config: RunConfig, algos: Mapping[str, Algo]) -> tuple[bool, str | None]:
+    """What the algorithms require of the groups, which all policies share: whether the first
+    rollout is greedy, and the reward that must differ within a group, if there is one.
+
+    Raises ConfigError if they disagree, and for counterfactual rollouts that none of them reads."""
+    asked = {
+        name: (algo.greedy, resampling_reward(view(config, name).algorithm, algo))
+        for name, algo in algos.items()
+    }
+    (first, wanted), *others = asked.items()
+    for name, other in others:
+        if other != wanted:
+            raise ConfigError(
+                f"policies.{first} and policies.{name} learn from the same groups, and their "
+                f"presets {algos[first].name!r} and {algos[name].name!r} ask for different ones (a "
+                "greedy rollout, or groups sampled again); choose presets that agree, or set "
+                "algorithm.dynamic_sampling = false"
+            )
+    counterfactuals.check_counterfactuals(config, algos, wanted[1])
+    return wanted
+
+
+def load_algorithm(config: RunConfig) -> Algo:
+    """The algorithm of the run file. Raises ConfigError for settings that do not fit it."""
+    streams = auxiliary.available_streams(config)
+    settings = config.algorithm
+    algo = catalogue.make(
+        settings.preset, settings.options, streams=streams, root=Path(config.root)
+    )
+    check_group(settings, algo)
+    auxiliary.refuse_unused_settings(config, algo)
+    return counterfactuals.with_optional_reward(settings.counterfactual, algo)
+
+
+def make_policies(
+    config: RunConfig,
+    algos: Mapping[str, Algo],
+    models: Sequence[LoadedModel],
+    stack: AsyncExitStack,
+) -> PolicySet:
+    """The policies that learn. The processes that their learners start end with `stack`."""
+    updaters = {}
+    for name, algo in algos.items():
+        model = next(model for model in models if name in model.policies)
+        dumps = Path(config.output, "dumps", name if config.policies else "")
+        updaters[name] = make_updater(view(config, name), name, algo, model, dumps)
+        if close := getattr(updaters[name].learner, "close", None):
+            stack.callback(close)
+    state = AlgorithmState() if config.policies else updaters[POLICY].state
+    return PolicySet(config, updaters, state)
+
+
+def make_difficulty(config: RunConfig, policies: PolicySet) -> TaskDifficulty | None:
+    """How often each task was solved, where tasks are drawn by that; it is saved with the run."""
+    if config.tasks.order != "difficulty":
+        return None
+    difficulty = TaskDifficulty()
+    policies.memory.parts[PART] = difficulty.means
+    return difficulty
+
+
+def first_versions(config: RunConfig) -> dict[str, FrozenPolicy]:
+    """The untrained versions of policies that are stand-ins in counterfactual rollouts. Empty if
+    the run trains nothing."""
+    given = config.algorithm.counterfactual.stand_ins if config.steps else {}
+    roles = [role for role, player in given.items() if player == FIRST]
+    return dict(first_version(config, player_of(config, role)) for role in roles)
+
+
+def make_pool(config: RunConfig, policies: PolicySet) -> OpponentPool | None:
+    """The opponents of self-play, if there are seats; a pool of snapshots is saved with the run."""
+    settings = config.selfplay
+    if not settings.seats:
+        return None
+    pool = OpponentPool(settings, player(config), config.seed, ahead=config.algorithm.max_staleness)
+    if settings.opponents != "self":
+        policies.memory.parts[GAMES] = pool
+    return pool
+
+
+def make_updater(
+    config: RunConfig, name: str, algo: Algo, model: LoadedModel, dumps: Path
+) -> Updater:
+    """The updater of one policy. config: its own view of the run; dumps: the folder for failed
+    optimizer steps."""
+    loaded = model.model, model.tokenizer, model.source
+    scorers, trainers = auxiliary.make_reward_models(config, *loaded)
+    learner = make_learner(config, algo, *loaded, model.adapters, trainers, name)
+    state, anchor = make_state(config, algo, getattr(learner, "frozen", {}).get("q"))
+    return Updater(
+        config,
+        algo,
+        learner,
+        state=state,
+        preprocessor=make_preprocessor(config, algo, name, model, learner, scorers, trainers),
+        anchor=anchor,
+        recorder=CreditRecorder(name) if config.algorithm.store_credit else None,
+        bad_steps=BadSteps(dumps, config.algorithm.max_bad_steps),
+        policy=name,
+    )
+
+
+def make_state(
+    config: RunConfig, algo: Algo, reference: UpdatableReference | None
+) -> tuple[AlgorithmState, ReferenceControl]:
+    """The state that a policy keeps from step to step, and its KL control."""
+    memory = AlgorithmState(algo.memories, seed=config.seed)
+    anchor = ReferenceControl(reference, auxiliary.make_controller(config, algo))
+    if anchor.kl is not None:
+        memory.parts["kl"] = anchor.kl
+    return memory, anchor
+
+
+def make_preprocessor(
+    config: RunConfig,
+    algo: Algo,
+    name: str,
+    model: LoadedModel,
+    learner: Learner,
+    scorers: Sequence[Completer],
+    trainers: Sequence[ImplicitTrainer],
+) -> Preprocessor:
+    """The preprocessing of a policy: counterfactual rewards, token ids of inexact calls, and then
+    the rewards of models, which need the ids."""
+    tokenizer, context = model.tokenizer, context_length(model.model)
+    completers: list[Completer] = []
+    if counterfactuals.uses_counterfactuals(config.algorithm.counterfactual, algo):
+        completers.append(RoleRewards(coalition_formula(config), name))
+    if config.algorithm.inexact == "retokenize":
+        completers.append(Retokenizer(tokenizer, learner, context, algo.rewards, name))
+    completers += scorers
+    if HINDSIGHT in algo.rewards:
+        completers.append(HindsightRewards(tokenizer, learner, context, name))
+    decode = tokenizer.decode
+    return Preprocessor(tuple(completers), tuple(trainers), context, name, decode=decode)
