@@ -39,7 +39,7 @@ from agentrl.telemetry.log_follower import LogFollower
 from agentrl.telemetry.sinks.exporter import Exporter, exporters
 from agentrl.types import Json
 
-WRITTEN = (
+RUN_OUTPUTS = (
     *("store.db*", "run.json", "logs", "checkpoints", "dumps", "curve.png"),
     *("policy", "policy.tmp-*", "train.jsonl", "heldout.jsonl"),
     *("metrics", "tensorboard", "wandb", "mlruns", "vllm", "servers", "pool"),
@@ -52,7 +52,7 @@ PAUSE = 1.0  # seconds before a runner is started again
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class TrainingResult:
     """What a run achieved. Scores are mean held-out rewards; None where not evaluated."""
 
     before: float | None
@@ -64,14 +64,14 @@ class Result:
     store: str
 
 
-def run_training(config: RunConfig, *, fresh: bool = False, level: int = PHASE) -> Result:
+def run_training(config: RunConfig, *, fresh: bool = False, level: int = PHASE) -> TrainingResult:
     """Train to the end with runner processes, show it, print the report. level: the lowest, of
     `logging`, of what is shown while it works."""
-    config = conceal(config)
+    config = hide_secrets(config)
     check(config)
     if fresh:
         clear(config)
-    return blocking(front(config, runners=config.runner.processes, level=level))
+    return run_blocking(front(config, runners=config.runner.processes, level=level))
 
 
 class Trainer:
@@ -99,12 +99,12 @@ class Trainer:
         self.agent, self.tasks, self.verifier = agent, tasks, verifier
         self.policy, self.heldout, self.settings = policy, heldout, settings
 
-    def fit(self, *, fresh: bool = False) -> Result:
+    def fit(self, *, fresh: bool = False) -> TrainingResult:
         """Train to the end, or continue where an earlier call of this name was stopped."""
-        config = conceal(self._config())
+        config = hide_secrets(self._config())
         if fresh:
             clear(config)
-        output = folder_at(Path(config.output))
+        output = make_folder(Path(config.output))
         names = {
             "train": _task_file(self.tasks, output / "train.jsonl"),
             "heldout": _task_file(self.heldout, output / "heldout.jsonl"),
@@ -115,7 +115,7 @@ class Trainer:
         if isinstance(self.agent, str) and isinstance(self.verifier, str):
             return run_training(config)
         check(config)
-        return blocking(front(config, runners=0, local=(self.agent, self.verifier)))
+        return run_blocking(front(config, runners=0, local=(self.agent, self.verifier)))
 
     def _config(self) -> RunConfig:
         data = {"policy": {}, "agent": {}, "verifier": {}} | self.settings
@@ -139,12 +139,12 @@ def check(config: RunConfig) -> None:
         if file.endswith(".py") and not (root / file).is_file():
             raise ConfigError(f"{key} = {value!r}: there is no file {root / file}")
     own = config.policies and all(member.model for member in config.policies.values())
-    if team.remote(config) and config.steps:
+    if team.has_no_own_policy(config) and config.steps:
         raise ConfigError(
             "policy.model is missing: there is nothing to train. `agentrl eval` scores what "
             "[upstreams] answer; to train, give a Hugging Face directory or name"
         )
-    if not (config.policy.model or config.policy.build or own or team.remote(config)):
+    if not (config.policy.model or config.policy.build or own or team.has_no_own_policy(config)):
         raise ConfigError("policy.model is missing: a Hugging Face directory or name")
     if config.learner.kind == "verl":
         verl_settings.check(config)
@@ -156,13 +156,13 @@ def check(config: RunConfig) -> None:
             load_tasks(value, root, key=key)
 
 
-def conceal(config: RunConfig) -> RunConfig:
+def hide_secrets(config: RunConfig) -> RunConfig:
     """Take password or key out of the store's URL, and the values out of `agent.env`: what is
     printed, stored, written to files or given as arguments is read by others. Every process finds
     them in its environment."""
     store, secrets = concealed(config.store)
     os.environ.update(secrets)
-    return agent_env.hide(msgspec.structs.replace(config, store=store))
+    return agent_env.without_values(msgspec.structs.replace(config, store=store))
 
 
 def clear(config: RunConfig) -> None:
@@ -178,10 +178,10 @@ def clear(config: RunConfig) -> None:
         )
     if not output.is_dir():
         return
-    with folder_lock.alone(output):
+    with folder_lock.exclusive(output):
         with contextlib.suppress(StoreError):  # there is none, or none that could be trained on
-            blocking(_fence(config))
-        for pattern in WRITTEN:
+            run_blocking(_fence(config))
+        for pattern in RUN_OUTPUTS:
             for path in output.glob(pattern):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
@@ -196,7 +196,7 @@ def has_own_store(config: RunConfig) -> bool:
     return config.store == f"sqlite:///{Path(config.output) / 'store.db'}"
 
 
-def folder_at(path: Path) -> Path:
+def make_folder(path: Path) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -212,17 +212,17 @@ async def front(
     runners: int,
     local: tuple[Any, Any] | None = None,
     level: int = PHASE,
-) -> Result:
+) -> TrainingResult:
     """Train to the end and report. local: agent and verifier of this process, in place of runner
     processes. level: as of `run_training`."""
-    folder_at(Path(config.output))  # before the store, which is most often in it
+    make_folder(Path(config.output))  # before the store, which is most often in it
     async with open_store(config.store) as store:
         await refuse_changes(store, config)
-        seconds = await attend(store, config, runners=runners, local=local, level=level)
+        seconds = await supervise(store, config, runners=runners, local=local, level=level)
         return await _finish(store, config, seconds)
 
 
-async def attend(
+async def supervise(
     store: Store,
     config: RunConfig,
     *,
@@ -236,8 +236,8 @@ async def attend(
     it took. play: a plan of games to play instead of training.
 
     Raises what ended a process that should have gone on."""
-    config, output = agent_env.hide(config), Path(config.output)
-    logs = folder_at(output / "logs")
+    config, output = agent_env.without_values(config), Path(config.output)
+    logs = make_folder(output / "logs")
     # Runners read the settings from the store; and an algorithm left over is fenced from here.
     await store.open_run(config.name, msgspec.to_builtins(config))
     run_file = output / "run.json"
@@ -286,12 +286,12 @@ def _to_join(config: RunConfig) -> str:
     )
 
 
-async def _finish(store: Store, config: RunConfig, seconds: float) -> Result:
+async def _finish(store: Store, config: RunConfig, seconds: float) -> TrainingResult:
     state = await store.run(config.name)
     last = state.checkpoint if state else None
     steps = await store.steps(config.name)
     before, after = steps[0].metrics, steps[-1].metrics
-    result = Result(
+    result = TrainingResult(
         before=before.get("eval/score"),
         after=after.get("eval/score"),
         before_sampled=before.get("eval/sampled"),
@@ -393,7 +393,7 @@ def _ending(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
-def blocking(work: Coroutine[Any, Any, T]) -> T:
+def run_blocking(work: Coroutine[Any, Any, T]) -> T:
     """Run to the end from a script, or from a notebook whose own event loop is running."""
     try:
         asyncio.get_running_loop()

@@ -208,9 +208,9 @@ def show(rollout: str, store: str | None) -> None:
 @click.option("--store", help="Store URL; default: the one of the run the rollout names.")
 def explain(rollout: str, tokens: bool, store: str | None) -> None:
     """Print how the tokens of ROLLOUT got their numbers: from reward rows to psi."""
-    from agentrl.cli.algorithms import echo, explained
+    from agentrl.cli.algorithms import echo, explain_rollout
 
-    echo(asyncio.run(explained(store or _store_of(rollout), rollout, tokens=tokens)))
+    echo(asyncio.run(explain_rollout(store or _store_of(rollout), rollout, tokens=tokens)))
 
 
 @cli.command()
@@ -305,10 +305,10 @@ def play_lineups(config_file: Path, plan_file: Path) -> None:
     import msgspec
 
     from agentrl.algorithms.train.play import main as play
-    from agentrl.config.players import Plan
+    from agentrl.config.evaluation_plan import EvaluationPlan
 
     config = msgspec.json.decode(config_file.read_bytes(), type=RunConfig)
-    play(config, msgspec.json.decode(plan_file.read_bytes(), type=Plan))
+    play(config, msgspec.json.decode(plan_file.read_bytes(), type=EvaluationPlan))
 
 
 @cli.group(hidden=True)

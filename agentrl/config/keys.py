@@ -46,7 +46,7 @@ def check_keys(
                         check_keys(inner, table, prefix=where, source=source)
 
 
-def said(message: str) -> str:
+def format_validation_error(message: str) -> str:
     """What msgspec says, with the key as it is in the run file and the words that it may be."""
     wrong = re.fullmatch(r"Invalid enum value '(.*)' - at `\$\.(.*)`", message, re.DOTALL)
     if wrong is None:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from agentrl.config import validate
-from agentrl.config.keys import check_keys, flatten, said
+from agentrl.config.keys import check_keys, flatten, format_validation_error
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.store.urls import concealed
@@ -44,7 +44,7 @@ def resolve(data: Mapping[str, Any], *, source: str) -> RunConfig:
     try:
         config = msgspec.convert(data, RunConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{source}: {said(str(error))}") from None
+        raise ConfigError(f"{source}: {format_validation_error(str(error))}") from None
     validate.check(config, source)
     output = Path(config.output or Path("runs", config.name)).resolve()
     return msgspec.structs.replace(

@@ -16,9 +16,9 @@ from agentrl.errors import ConfigError
 from agentrl.types import POLICY, Rollout, RolloutState, Scope
 
 
-def player(config: RunConfig) -> str:
+def learning_policy(config: RunConfig) -> str:
     """The policy that plays against itself and its pool."""
-    return config.selfplay.policy or team.trained(config)[0]
+    return config.selfplay.policy or team.trained_policies(config)[0]
 
 
 def check(config: RunConfig, source: str) -> None:
@@ -26,7 +26,7 @@ def check(config: RunConfig, source: str) -> None:
     settings = config.selfplay
     if not settings.seats:
         return
-    trained = team.trained(config)
+    trained = team.trained_policies(config)
     if settings.policy and settings.policy not in trained:
         raise ConfigError(
             f"{source}: selfplay.policy = {settings.policy!r} is none of those that learn: "
@@ -37,9 +37,9 @@ def check(config: RunConfig, source: str) -> None:
             f"{source}: selfplay.policy is not set, and {', '.join(trained)} learn; name the one "
             "that plays"
         )
-    claims = team.claims(config)
+    claims = team.policy_by_role(config)
     for role in settings.seats:
-        if claims.get(role, player(config)) != player(config):
+        if claims.get(role, learning_policy(config)) != learning_policy(config):
             raise ConfigError(
                 f"{source}: selfplay.seats names {role!r}, which {claims[role]!r} plays by [roles] "
                 "or [policies]; leave it out there"
@@ -57,7 +57,7 @@ def check(config: RunConfig, source: str) -> None:
 def _check_room(config: RunConfig, source: str) -> None:
     """That vLLM has room for the policy and its snapshots."""
     views = {name: team.view(config, name).policy for name in config.policies or [POLICY]}
-    own = views[player(config)]
+    own = views[learning_policy(config)]
     if not own.lora.rank:
         raise ConfigError(
             f"{source}: selfplay.opponents = {config.selfplay.opponents!r}: engine.kind = 'vllm' "

@@ -11,7 +11,7 @@ import msgspec
 from agentrl.config import policies as team
 from agentrl.config import selfplay
 from agentrl.config.infrastructure import EngineConfig, LearnerConfig, VerlConfig, VllmConfig
-from agentrl.config.keys import check_keys, flatten, said
+from agentrl.config.keys import check_keys, flatten, format_validation_error
 from agentrl.config.schema import AlgorithmConfig, LoraConfig, MemberConfig, RunConfig, TeamConfig
 from agentrl.config.sinks import SINKS, missing
 from agentrl.errors import ConfigError, nearest
@@ -77,7 +77,7 @@ def _check_roles(config: RunConfig, source: str) -> None:
                 )
             claimed[role] = f"policies.{name}.roles"
     for name in config.policies:
-        if name not in {POLICY, *team.claims(config).values()}:
+        if name not in {POLICY, *team.policy_by_role(config).values()}:
             raise ConfigError(
                 f"{source}: policies.{name}.roles is empty: no call would be its; name the roles "
                 "that it plays"
@@ -90,7 +90,7 @@ def _check_policies(config: RunConfig, source: str) -> None:
         raise ConfigError(f"{source}: [team] is about several policies, and there is one")
     if not config.policies:
         return
-    names = team.trained(config)
+    names = team.trained_policies(config)
     if not names:
         raise ConfigError(f"{source}: [policies]: all of them are frozen; one must learn")
     if config.learner.kind == "verl":
@@ -125,16 +125,16 @@ def _check_stand_ins(config: RunConfig, source: str) -> None:
             "played again yet, which algorithm.counterfactual learns nothing from; leave one of "
             "them out"
         )
-    trained = team.trained(config)
-    players = {*(config.policies or (POLICY,)), *config.upstreams, team.FIRST}
+    trained = team.trained_policies(config)
+    players = {*(config.policies or (POLICY,)), *config.upstreams, team.INITIAL}
     for role, player in given.items():
         where = f"{source}: algorithm.counterfactual.stand_ins.{role}"
-        if team.player_of(config, role) not in trained:
-            known = {role for role, name in team.claims(config).items() if name in trained}
+        if team.policy_of_role(config, role) not in trained:
+            known = {role for role, name in team.policy_by_role(config).items() if name in trained}
             raise ConfigError(f"{where}: no policy that learns plays it; {nearest(role, known)}")
         if player not in players:
             raise ConfigError(f"{where} = {player!r}; {nearest(player, players)}")
-        if player == team.FIRST and player in {*config.policies, *config.upstreams}:
+        if player == team.INITIAL and player in {*config.policies, *config.upstreams}:
             raise ConfigError(
                 f"{where} = {player!r} is the role's own policy as training began with it, and "
                 "there is another player of this name; rename that one"
@@ -174,7 +174,7 @@ def _check_view(config: RunConfig, name: str, source: str) -> None:
     try:
         view = team.view(config, name)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{own}: {said(str(error))}") from None
+        raise ConfigError(f"{own}: {format_validation_error(str(error))}") from None
     _check_numbers(view, own)
     _check_lora(view.policy.lora, own)
     _check_schedule(view.algorithm, own)

@@ -24,7 +24,7 @@ from rich.console import Console
 from agentrl import trainer
 from agentrl.config import LoraConfig, MetricsConfig, PolicyConfig, RunConfig, SelfplayConfig
 from agentrl.config import policies as team
-from agentrl.config.players import Plan, Player
+from agentrl.config.evaluation_plan import EvaluationPlan, FrozenPolicy
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.loading import load_tasks
 from agentrl.processes import PHASE
@@ -59,18 +59,18 @@ class Checkpoint:
 
 def evaluate(
     config: RunConfig, checkpoint: Path | None, tasks: str | None, *, level: int = PHASE
-) -> trainer.Result:
+) -> trainer.TrainingResult:
     """Score a checkpoint, by default the run's last, or what `[upstreams]` answer where the run has
     no model of its own: a run of no steps in a folder of its own, and in the store that the run
     file names, if it names one."""
-    if team.remote(config):
+    if team.has_no_own_policy(config):
         if checkpoint:
             raise ConfigError(
                 f"{checkpoint}: [upstreams] answer every call, so no checkpoint is played; leave "
                 "it out, or set policy.model"
             )
     else:
-        checkpoint = checkpoint or trainer.blocking(last_checkpoint(config))
+        checkpoint = checkpoint or trainer.run_blocking(last_checkpoint(config))
         if not checkpoint.is_dir():
             raise ConfigError(f"{checkpoint}: no such checkpoint directory")
     replace = msgspec.structs.replace
@@ -87,7 +87,7 @@ def evaluate(
     trainer.check(config)
     if checkpoint:
         Console().print(scored(checkpoint), highlight=False, markup=False, soft_wrap=True)
-    return trainer.blocking(trainer.front(config, runners=config.runner.processes, level=level))
+    return trainer.run_blocking(trainer.front(config, runners=config.runner.processes, level=level))
 
 
 def scored(checkpoint: Path) -> str:
@@ -114,13 +114,13 @@ def checkpoints_of(config: RunConfig) -> list[Checkpoint]:
     return sorted(map(checkpoint_at, found), key=lambda made: (made.steps, made.path.name))
 
 
-def player(config: RunConfig, checkpoint: Checkpoint, policy: str) -> tuple[str, Player]:
+def player(config: RunConfig, checkpoint: Checkpoint, policy: str) -> tuple[str, FrozenPolicy]:
     """A policy as a checkpoint has it, and its name: the policy's, or that of another run."""
     output = checkpoint.path.parent.parent
     who = policy if output == Path(config.output).resolve() else f"{output.name}-{policy}"
     name = f"{who}@{checkpoint.path.name}".replace(".", "-")  # adapters have no dots in their names
     directory = checkpoint.of(config, policy)
-    return name, Player(policy=policy, directory=str(directory), steps=checkpoint.steps)
+    return name, FrozenPolicy(policy=policy, directory=str(directory), steps=checkpoint.steps)
 
 
 def tasks_of(config: RunConfig, limit: int = 0) -> list[dict[str, Json]]:
@@ -133,7 +133,12 @@ def tasks_of(config: RunConfig, limit: int = 0) -> list[dict[str, Json]]:
 
 
 def run_plan(
-    config: RunConfig, checkpoint: Checkpoint, plan: Plan, kind: str, *, fresh: bool = False
+    config: RunConfig,
+    checkpoint: Checkpoint,
+    plan: EvaluationPlan,
+    kind: str,
+    *,
+    fresh: bool = False,
 ) -> Played:
     """The games of a plan, by lineup. `config`: the trained run; `checkpoint`: where its own
     policies are taken from; `fresh`: play again what has been played. Raises AgentRLError where
@@ -142,10 +147,10 @@ def run_plan(
     trainer.check(own)
     if fresh:
         trainer.clear(own)
-    return trainer.blocking(_played(own, plan))
+    return trainer.run_blocking(_played(own, plan))
 
 
-def beside(config: RunConfig, checkpoint: Checkpoint, plan: Plan, kind: str) -> RunConfig:
+def beside(config: RunConfig, checkpoint: Checkpoint, plan: EvaluationPlan, kind: str) -> RunConfig:
     """The settings of the evaluation run."""
     settings = [getattr(config, key) for key in GAMES]
     directories = [str(checkpoint.path), *(one.directory for one in plan.players.values())]
@@ -186,7 +191,7 @@ def policies_at(config: RunConfig, checkpoint: Path) -> dict[str, Any]:
     if not config.policies:
         return {"policy": _policy_at(config.policy, checkpoint)}
     members = dict(config.policies)
-    for name in team.trained(config):
+    for name in team.trained_policies(config):
         folder = checkpoint / name
         if not folder.is_dir():
             raise ConfigError(f"{checkpoint}: it has no policy {name!r}, which the run file trains")
@@ -231,8 +236,8 @@ async def last_checkpoint(config: RunConfig) -> Path:
     return config.checkpoint(state.checkpoint)
 
 
-async def _played(config: RunConfig, plan: Plan) -> Played:
-    output = trainer.folder_at(Path(config.output))
+async def _played(config: RunConfig, plan: EvaluationPlan) -> Played:
+    output = trainer.make_folder(Path(config.output))
     async with open_store(config.store) as store:
         found = await _ended(store, config, plan)
         if found is None:
@@ -240,7 +245,7 @@ async def _played(config: RunConfig, plan: Plan) -> Played:
             file.write_bytes(msgspec.json.encode(plan))
             console = Console(stderr=True)  # what is printed in the end is the result alone
             runners = config.runner.processes
-            await trainer.attend(store, config, runners=runners, play=file, console=console)
+            await trainer.supervise(store, config, runners=runners, play=file, console=console)
             found = await _ended(store, config, plan)
         if found is None:
             raise AgentRLError(f"{output}: games are missing; give the same command again")
@@ -249,7 +254,7 @@ async def _played(config: RunConfig, plan: Plan) -> Played:
     return found
 
 
-async def _ended(store: Store, config: RunConfig, plan: Plan) -> Played | None:
+async def _ended(store: Store, config: RunConfig, plan: EvaluationPlan) -> Played | None:
     """The games of each lineup, if all have ended."""
     found: Played = {name: [] for name in plan.lineups}
     if await store.run(config.name) is None:
@@ -315,8 +320,8 @@ def _known(value: Json) -> Json:
 
 def claimed(config: RunConfig) -> dict[str, str]:
     """Role -> the trained policy that plays it."""
-    trained = team.trained(config)
-    roles = team.claims(config)
+    trained = team.trained_policies(config)
+    roles = team.policy_by_role(config)
     return {role: name for role, name in roles.items() if name in trained} or (
         {} if config.policies else dict.fromkeys(config.selfplay.seats, POLICY)
     )

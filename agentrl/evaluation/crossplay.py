@@ -16,7 +16,7 @@ from rich.table import Table
 
 from agentrl.algorithms.sampling.ratings import fitted
 from agentrl.config import RunConfig, selfplay
-from agentrl.config.players import Plan, Player, Seats
+from agentrl.config.evaluation_plan import EvaluationPlan, FrozenPolicy, Seats
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.evaluation import core as evaluation
 from agentrl.evaluation.core import Checkpoint, Played
@@ -63,14 +63,14 @@ def crossplay(
             "other; name them, such as selfplay.seats = ['player_0', 'player_1']"
         )
     chosen = chosen_checkpoints(config, paths, every)
-    policy = selfplay.player(config)
+    policy = selfplay.learning_policy(config)
     found = [evaluation.player(config, checkpoint, policy) for checkpoint in chosen]
     players = dict(found)
     if len(players) < len(found):
         raise ConfigError("two of the checkpoints have one name: give each only once")
     lineups = schedule(list(players), roles)
     last = _own_checkpoint(config, chosen)
-    plan = Plan(
+    plan = EvaluationPlan(
         players=players,
         lineups=lineups,
         tasks=_dealt(config, ceil(games / len(roles))),
@@ -120,7 +120,7 @@ def named(seats: Mapping[str, str]) -> str:
 
 
 def matrix(
-    players: Mapping[str, Player],
+    players: Mapping[str, FrozenPolicy],
     roles: Sequence[str],
     lineups: Mapping[str, Seats],
     played: Played,

@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from agentrl.config import RunConfig
-from agentrl.config.policies import claims, remote
+from agentrl.config.policies import has_no_own_policy, policy_by_role
 from agentrl.store.base import Store
 from agentrl.telemetry.failures import FirstFailures
 from agentrl.telemetry.report import refused, unheard, unread
@@ -69,7 +69,7 @@ async def _follow_plain(
 async def silent_roles(store: Store, config: RunConfig) -> str:
     """A sentence about the roles that the run file names and no call of the first trained step has;
     empty where all spoke. Of several policies, one without any call is reported by `unheard`."""
-    named = claims(config)
+    named = policy_by_role(config)
     if not named:
         return ""
     heard: set[str] = set()
@@ -125,7 +125,7 @@ class Progress:
         self.counts = await store.counts(self.config.name)
         if self.committed and self.silent is None:
             self.silent = await silent_roles(store, self.config)
-        self.ready = remote(self.config) or bool(await store.policies(self.config.name))
+        self.ready = has_no_own_policy(self.config) or bool(await store.policies(self.config.name))
 
     def warn(self, console: Console) -> None:
         """Says once that there are calls which are not learned from, and how many, and of each

@@ -169,10 +169,10 @@ def unheard(config: RunConfig, steps: list[StepRow]) -> dict[str, str]:
     """Of several policies those that had their turn to learn and no call to learn from, each with a
     sentence: its roles may have other names in the agent."""
     found = {}
-    for name in team.trained(config) if config.policies else []:
+    for name in team.trained_policies(config) if config.policies else []:
         calls = [row.metrics[f"{name}/calls"] for row in steps if f"{name}/calls" in row.metrics]
         if calls and not any(calls):
-            own = [role for role, player in team.claims(config).items() if player == name]
+            own = [role for role, player in team.policy_by_role(config).items() if player == name]
             heard = ", ".join(map(repr, sorted(roles(steps)))) or "none of several"
             found[name] = (
                 f"the policy {name!r} has learned nothing: no call was made in its roles "

@@ -81,7 +81,7 @@ def replays(config: RunConfig, rollouts: Sequence[Rollout]) -> list[NewRollout]:
     """What to ask for, of the rollouts of one group that are no replays themselves: of those that
     have an outcome to compare with, and that a policy may learn from."""
     formula, players = shares(config), team.stand_ins(config)
-    policies = team.trained(config)
+    policies = team.trained_policies(config)
     asked = [
         (rollout, absent)
         for rollout in rollouts
@@ -203,7 +203,7 @@ def check_read(config: RunConfig, algos: Mapping[str, Algo], resample: str | Non
             f"algorithm.counterfactual is set, and no preset reads its reward {name!r}; choose the "
             f"preset {settings.value!r}, or set algorithm.options.reward = {name!r}"
         )
-    for role, policy in team.claims(config).items():
+    for role, policy in team.policy_by_role(config).items():
         if policy in algos and read(config, algos[policy]) and role not in settings.stand_ins:
             raise ConfigError(
                 f"algorithm.counterfactual.stand_ins has no {role!r}, and {policy!r}, which plays "

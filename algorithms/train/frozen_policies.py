@@ -9,13 +9,13 @@ from agentrl.algorithms.train.load_policies import Base
 from agentrl.algorithms.train.serving import Serving
 from agentrl.config import RunConfig
 from agentrl.config import policies as team
-from agentrl.config.players import Player
+from agentrl.config.evaluation_plan import FrozenPolicy
 from agentrl.errors import PolicyError
 from agentrl.files import atomic_directory
 
 
 async def serve(
-    config: RunConfig, bases: Sequence[Base], serving: Serving, players: Mapping[str, Player]
+    config: RunConfig, bases: Sequence[Base], serving: Serving, players: Mapping[str, FrozenPolicy]
 ) -> None:
     """Serve players by their names. Call inside `serving.updating`.
 
@@ -24,7 +24,7 @@ async def serve(
         await serving.freeze(name, _directory(config, bases, name, player), player.steps)
 
 
-def _directory(config: RunConfig, bases: Sequence[Base], name: str, player: Player) -> Path:
+def _directory(config: RunConfig, bases: Sequence[Base], name: str, player: FrozenPolicy) -> Path:
     """Where a player's weights are; those of an adapter that was never trained are made."""
     if player.directory:
         return Path(player.directory)

@@ -48,9 +48,15 @@ from agentrl.algorithms.train.serving import Serving
 from agentrl.algorithms.train.snapshots import Opponents
 from agentrl.algorithms.train.update import Updater
 from agentrl.config import RunConfig
-from agentrl.config.players import Player, first_version
-from agentrl.config.policies import FIRST, player_of, remote, trained, view
-from agentrl.config.selfplay import player
+from agentrl.config.evaluation_plan import FrozenPolicy, initial_version
+from agentrl.config.policies import (
+    INITIAL,
+    has_no_own_policy,
+    policy_of_role,
+    trained_policies,
+    view,
+)
+from agentrl.config.selfplay import learning_policy
 from agentrl.errors import ConfigError
 from agentrl.loading import load_tasks
 from agentrl.processes import PHASE, log_to_stderr
@@ -64,7 +70,7 @@ log = logging.getLogger("agentrl.algorithm")
 def main(config: RunConfig) -> None:
     """Train (or, with no steps, evaluate) until the run is complete."""
     log_to_stderr()
-    asyncio.run(evaluate.remote(config) if remote(config) else run(config))
+    asyncio.run(evaluate.remote(config) if has_no_own_policy(config) else run(config))
 
 
 async def run(config: RunConfig) -> None:
@@ -111,14 +117,14 @@ async def run(config: RunConfig) -> None:
 def algorithms(config: RunConfig) -> dict[str, Algo]:
     """The record of each policy that learns. Raises ConfigError for what one could not use."""
     algos = {}
-    for name in trained(config):
+    for name in trained_policies(config):
         try:
             algos[name] = algorithm(view(config, name))
         except ConfigError as error:
             where = f"policies.{name}: " if config.policies else ""
             raise ConfigError(f"{where}{error}") from None
     if config.selfplay.seats:
-        check_fair(algos[player(config)])
+        check_fair(algos[learning_policy(config)])
     return algos
 
 
@@ -172,12 +178,12 @@ def make_team(
     return Team(config, updaters, memory), difficulty
 
 
-def first_versions(config: RunConfig) -> dict[str, Player]:
+def first_versions(config: RunConfig) -> dict[str, FrozenPolicy]:
     """The policies as training began with them that stand in for what they have become. None where
     nothing is trained."""
     given = config.algorithm.counterfactual.stand_ins if config.steps else {}
-    roles = [role for role, player in given.items() if player == FIRST]
-    return dict(first_version(config, player_of(config, role)) for role in roles)
+    roles = [role for role, player in given.items() if player == INITIAL]
+    return dict(initial_version(config, policy_of_role(config, role)) for role in roles)
 
 
 def make_pool(config: RunConfig, team: Team) -> Pool | None:
@@ -185,7 +191,9 @@ def make_pool(config: RunConfig, team: Team) -> Pool | None:
     settings = config.selfplay
     if not settings.seats:
         return None
-    pool = Pool(settings, player(config), config.seed, ahead=config.algorithm.max_staleness)
+    pool = Pool(
+        settings, learning_policy(config), config.seed, ahead=config.algorithm.max_staleness
+    )
     if settings.opponents != "self":
         team.memory.parts[GAMES] = pool
     return pool

@@ -19,17 +19,17 @@ from agentrl.algorithms.train.load_policies import load_bases
 from agentrl.algorithms.train.serving import Serving
 from agentrl.config import RunConfig
 from agentrl.config import policies as team
-from agentrl.config.players import Plan
+from agentrl.config.evaluation_plan import EvaluationPlan
 from agentrl.store import open_store
 from agentrl.store.base import Store
 
 
-def main(config: RunConfig, plan: Plan) -> None:
+def main(config: RunConfig, plan: EvaluationPlan) -> None:
     """Play a plan to the end."""
     asyncio.run(run(config, plan))
 
 
-async def run(config: RunConfig, plan: Plan) -> None:
+async def run(config: RunConfig, plan: EvaluationPlan) -> None:
     """Serve the run's policies and the players, then have every lineup play every task.
 
     Raises PolicyError for a player that cannot be served."""
@@ -43,7 +43,7 @@ async def run(config: RunConfig, plan: Plan) -> None:
         await serving.start()
         try:
             async with serving.updating():
-                await serving.publish(dict.fromkeys(team.trained(config), plan.steps))
+                await serving.publish(dict.fromkeys(team.trained_policies(config), plan.steps))
                 await serve(config, bases, serving, plan.players)
             await serving.announce(store, config.name, state.epoch)
             await play(store, config, plan)
@@ -51,7 +51,7 @@ async def run(config: RunConfig, plan: Plan) -> None:
             await serving.close()
 
 
-async def play(store: Store, config: RunConfig, plan: Plan) -> None:
+async def play(store: Store, config: RunConfig, plan: EvaluationPlan) -> None:
     """Returns when every rollout of the plan has ended."""
     sampling = msgspec.structs.replace(config.sampling, temperature=plan.temperature)
     groups = []

@@ -39,7 +39,7 @@ class Team:
         Of several, what is true of the step whatever is learned from it keeps its name, counts are
         added up under theirs, and everything else is under `<policy>/`."""
         measured = {
-            name: updater.update(step, groups, team.turns(self.config, name, step))
+            name: updater.update(step, groups, team.steps_learned(self.config, name, step))
             for name, updater in self.learning(step)
         }
         if not self.several:
@@ -49,12 +49,12 @@ class Team:
     def learning(self, step: int) -> Iterator[tuple[str, Updater]]:
         """The policies whose turn it is."""
         for name, updater in self.updaters.items():
-            if team.learns(self.config, name, step):
+            if team.learns_in_step(self.config, name, step):
                 yield name, updater
 
     def versions(self, steps: int) -> dict[str, int]:
         """Of every policy after so many steps: in how many it learned."""
-        return {name: team.turns(self.config, name, steps) for name in self.updaters}
+        return {name: team.steps_learned(self.config, name, steps) for name in self.updaters}
 
     def credits(self, step: int) -> list[Credit]:
         """What the step made of each call, for its commit."""

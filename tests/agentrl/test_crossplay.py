@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from agentrl.algorithms.sampling import task_sampler
 from agentrl.config import RunConfig, resolve
-from agentrl.config.players import Plan, Player, first_version
+from agentrl.config.evaluation_plan import EvaluationPlan, FrozenPolicy, initial_version
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.evaluation import ablation, crossplay
 from agentrl.evaluation import core as evaluation
@@ -35,7 +35,7 @@ from agentrl.types import (
 from tests import factories
 
 ROLES = ["first", "second"]
-PLAYERS = {name: Player(policy="policy", directory="", steps=0) for name in "ab"}
+PLAYERS = {name: FrozenPolicy(policy="policy", directory="", steps=0) for name in "ab"}
 
 
 def game(*values: float, outcome: float | None = None, **changed: Any) -> Rollout:
@@ -144,7 +144,12 @@ def test_each_pair_plays_at_least_so_many_games(
     asked = []
 
     def run_plan(
-        config: RunConfig, last: evaluation.Checkpoint, plan: Plan, kind: str, *, fresh: bool
+        config: RunConfig,
+        last: evaluation.Checkpoint,
+        plan: EvaluationPlan,
+        kind: str,
+        *,
+        fresh: bool,
     ) -> dict[str, list[Rollout]]:
         asked.append((plan, last.steps))
         return {name: [game(1.0, -1.0)] * len(plan.tasks) for name in plan.lineups}
@@ -191,11 +196,11 @@ def test_players_of_other_runs_and_of_several_policies(tmp_path: Path) -> None:
 
 def test_what_decides_a_game_names_the_evaluation(tmp_path: Path) -> None:
     first, last = (checkpoint(tmp_path, name) for name in ("000001", "000002"))
-    player = Player(policy="policy", directory=str(first), steps=1)
-    plan = Plan(players={"a": player}, lineups={}, tasks=[], temperature=1.0, steps=2)
+    player = FrozenPolicy(policy="policy", directory=str(first), steps=1)
+    plan = EvaluationPlan(players={"a": player}, lineups={}, tasks=[], temperature=1.0, steps=2)
     of = evaluation.checkpoint_at(last)
 
-    def name(plan: Plan = plan, **settings: Any) -> str:
+    def name(plan: EvaluationPlan = plan, **settings: Any) -> str:
         return evaluation.beside(run_of(tmp_path, **settings), of, plan, "crossplay").name
 
     same = name()
@@ -217,14 +222,14 @@ def test_what_decides_a_game_names_the_evaluation(tmp_path: Path) -> None:
 
 
 def test_only_a_fresh_start_plays_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def played(config: RunConfig, plan: Plan) -> dict[str, list[Rollout]]:
+    async def played(config: RunConfig, plan: EvaluationPlan) -> dict[str, list[Rollout]]:
         return {}
 
     monkeypatch.setattr(evaluation, "_played", played)
     (tmp_path / "tasks.jsonl").write_text('{"input": "x"}\n')
     config = run_of(tmp_path, tasks={"heldout": str(tmp_path / "tasks.jsonl")})
     last = evaluation.checkpoint_at(checkpoint(tmp_path, "000002"))
-    plan = Plan(players={}, lineups={}, tasks=[], temperature=1.0, steps=2)
+    plan = EvaluationPlan(players={}, lineups={}, tasks=[], temperature=1.0, steps=2)
     store = Path(evaluation.beside(config, last, plan, "ablation").output, "store.db")
     store.parent.mkdir()
     store.touch()
@@ -239,7 +244,7 @@ async def test_a_plan_has_been_played_when_every_game_has_ended(tmp_path: Path) 
     config = run_of(tmp_path)
     tasks: list[dict[str, Any]] = [{"input": "x"}, {"input": "y"}]
     lineups = {"team": {}, "other": {"left": "a"}}
-    plan = Plan(players=PLAYERS, lineups=lineups, tasks=tasks, temperature=1.0, steps=2)
+    plan = EvaluationPlan(players=PLAYERS, lineups=lineups, tasks=tasks, temperature=1.0, steps=2)
     async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
         assert await evaluation._ended(store, config, plan) is None
         await store.open_run(config.name, {})
@@ -309,9 +314,9 @@ def test_the_first_version_is_what_training_began_with(tmp_path: Path) -> None:
     started = tmp_path / "start"
     started.mkdir()
     whole = run_of(tmp_path, policy={"model": str(started)})
-    assert first_version(whole, "policy")[1].directory == str(started)
+    assert initial_version(whole, "policy")[1].directory == str(started)
     fresh = run_of(tmp_path, policy={"model": "hub/name", "lora": {"rank": 2}})
-    name, player = first_version(fresh, "policy")
+    name, player = initial_version(fresh, "policy")
     assert (name, player.directory, player.steps) == ("policy@000000", "", 0)
     hub = run_of(tmp_path, policy={"model": "hub/name"})
-    assert first_version(hub, "policy")[1].directory == "hub/name"
+    assert initial_version(hub, "policy")[1].directory == "hub/name"

@@ -11,7 +11,7 @@ import openai
 import agentrl
 from agentrl.algorithms.train import play
 from agentrl.config import resolve
-from agentrl.config.players import Plan, Player
+from agentrl.config.evaluation_plan import EvaluationPlan, FrozenPolicy
 from agentrl.evaluation import ablation
 from agentrl.runners.main import RunnerThread
 from agentrl.store import open_store
@@ -44,9 +44,9 @@ async def test_lineups_are_played_once(tmp_path: Path, tiny_model_dir: Path) -> 
         },
         source="test",
     )
-    first = Player(policy="policy", directory="", steps=0)
+    first = FrozenPolicy(policy="policy", directory="", steps=0)
     seats = {"first": "policy", "second": "policy@000000"}
-    plan = Plan(
+    plan = EvaluationPlan(
         players={"policy@000000": first},
         lineups={ablation.TEAM: {}, "second=policy@000000": seats},
         tasks=[{"input": "Oslo"}, {"input": "Lima"}],

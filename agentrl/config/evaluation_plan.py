@@ -17,7 +17,7 @@ from agentrl.types import Json
 Seats = dict[str, str]  # role -> player, or a policy of the run
 
 
-class Player(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FrozenPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A policy that plays and does not learn. Of an empty directory: the policy's adapter as
     training began with it, which changes nothing."""
 
@@ -26,18 +26,18 @@ class Player(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     steps: int  # that it was trained for: its version
 
 
-class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class EvaluationPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is played: `tasks` once by each of `lineups`, which name `players` or policies of the
     run, at one temperature."""
 
-    players: dict[str, Player]
+    players: dict[str, FrozenPolicy]
     lineups: dict[str, Seats]  # by names without a slash
     tasks: list[dict[str, Json]]
     temperature: float
     steps: int  # that the run's own policies were trained for
 
 
-def first_version(config: RunConfig, policy: str) -> tuple[str, Player]:
+def initial_version(config: RunConfig, policy: str) -> tuple[str, FrozenPolicy]:
     """A policy as training began with it, and its name."""
     own = policies.view(config, policy).policy
     if own.lora.rank or own.lora.adapter:
@@ -45,4 +45,4 @@ def first_version(config: RunConfig, policy: str) -> tuple[str, Player]:
     else:
         made = config.path(own.model) if own.model else Path(config.output, "policy")
         directory = str(made) if made.is_dir() else own.model
-    return policies.first_name(policy), Player(policy=policy, directory=directory, steps=0)
+    return policies.initial_name(policy), FrozenPolicy(policy=policy, directory=directory, steps=0)
