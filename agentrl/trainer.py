@@ -25,7 +25,7 @@ from rich.console import Console
 
 from agentrl import folder_lock
 from agentrl.algorithms.learners.verl import settings as verl_settings
-from agentrl.config import RunConfig, agent_env, differences, resolve
+from agentrl.config import RunConfig, agent_env, differences, from_store, resolve
 from agentrl.config import policies as team
 from agentrl.errors import AgentRLError, ConfigError, StoreError, TrainingError
 from agentrl.loading import check_tasks, load_tasks
@@ -365,8 +365,8 @@ async def refuse_changes(store: Store, config: RunConfig) -> None:
             " least as many, choose another name, or give --fresh"
         )
     try:
-        before = msgspec.convert(state.config, RunConfig)
-    except msgspec.ValidationError as error:
+        before = from_store(state.config)
+    except ConfigError as error:
         raise ConfigError(
             f"run {config.name!r} in {config.output} was started by another version of agentrl"
             f" ({error}); choose another name, or give --fresh"

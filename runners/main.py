@@ -16,9 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from agentrl.config import RunConfig, agent_env
+from agentrl.config import RunConfig, agent_env, from_store
 from agentrl.config.policies import has_no_own_policy, policy_by_role
 from agentrl.errors import ConfigError, StoreError
 from agentrl.processes import PHASE, log_to_stderr
@@ -223,7 +221,7 @@ async def _config(store: Store, run: str, stop: asyncio.Event) -> RunConfig | No
     while not stop.is_set():
         state = await store.run(run)
         if state is not None:
-            return agent_env.with_values(msgspec.convert(state.config, RunConfig))
+            return agent_env.with_values(from_store(state.config))
         cursor = await store.wait(cursor, timeout=1.0)
     return None
 

@@ -13,7 +13,7 @@ from agentrl.algorithms.diagnostics.explain import Explanation, brief, explain, 
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.presets import catalogue as presets
 from agentrl.algorithms.presets.registry import EMPTY, Supply, options_of
-from agentrl.config import RunConfig
+from agentrl.config import RunConfig, from_store
 from agentrl.config import policies as team
 from agentrl.errors import StoreError
 from agentrl.store import open_store
@@ -80,7 +80,7 @@ async def explain_rollout(store_url: str, rollout: str, *, tokens: bool) -> list
         groups = await _groups(store, trace.rollout)
         members = [member.id for group in groups for member in group.rollouts]
         credits = [row for id in members for row in await store.credits(id)]
-    config = msgspec.convert(state.config, RunConfig)
+    config = from_store(state.config)
     step = trace.rollout.trained
     lines = []
     for policy in team.trained_policies(config):

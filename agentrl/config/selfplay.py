@@ -11,7 +11,8 @@ from math import ceil, isfinite
 from statistics import fmean
 
 from agentrl.config import policies as team
-from agentrl.config.schema import RunConfig
+from agentrl.config.infrastructure import VllmConfig, VllmEngineConfig
+from agentrl.config.schema import RunConfig, SnapshotOpponents
 from agentrl.errors import ConfigError
 from agentrl.types import POLICY, Rollout, RolloutState, Scope
 
@@ -45,32 +46,36 @@ def check(config: RunConfig, source: str) -> None:
                 "or [policies]; leave it out there"
             )
     size, seats = config.algorithm.group_size, len(settings.seats)
-    if settings.opponents != "self" and size % seats:
+    if not isinstance(settings, SnapshotOpponents):
+        return
+    if size % seats:
         raise ConfigError(
             f"{source}: algorithm.group_size = {size} is no multiple of the {seats} "
             "selfplay.seats, which the policy plays equally often in every group"
         )
-    if settings.opponents != "self" and config.engine.kind == "vllm":
-        _check_room(config, source)
+    if isinstance(config.engine, VllmEngineConfig):
+        _check_room(config, settings, config.engine.vllm, source)
 
 
-def _check_room(config: RunConfig, source: str) -> None:
+def _check_room(
+    config: RunConfig, settings: SnapshotOpponents, vllm: VllmConfig, source: str
+) -> None:
     """That vLLM has room for the policy and its snapshots."""
     views = {name: team.view(config, name).policy for name in config.policies or [POLICY]}
     own = views[learning_policy(config)]
     if not own.lora.rank:
         raise ConfigError(
-            f"{source}: selfplay.opponents = {config.selfplay.opponents!r}: engine.kind = 'vllm' "
+            f"{source}: selfplay.opponents = {settings.opponents!r}: engine.kind = 'vllm' "
             "serves snapshots that are adapters; set policy.lora.rank, or engine.kind = 'embedded'"
         )
     shared = sum(
         bool(one.lora.rank or one.lora.adapter) and one.model == own.model for one in views.values()
     )
-    retired = ceil(config.algorithm.max_staleness / config.selfplay.every)
-    needed, room = shared + config.selfplay.pool + retired, config.engine.vllm.max_adapters
-    if not config.engine.vllm.urls and needed > room:
+    retired = ceil(config.algorithm.max_staleness / settings.every)
+    needed, room = shared + settings.pool + retired, vllm.max_adapters
+    if not vllm.urls and needed > room:
         raise ConfigError(
-            f"{source}: engine.vllm.max_adapters = {room}: selfplay.pool = {config.selfplay.pool} "
+            f"{source}: engine.vllm.max_adapters = {room}: selfplay.pool = {settings.pool} "
             f"asks for {needed} at once; raise the one to that, or lower the other"
         )
 

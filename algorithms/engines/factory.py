@@ -19,7 +19,7 @@ from agentrl.algorithms.engines.vllm.server import VllmServer
 from agentrl.algorithms.engines.vllm.serving import Host, Learned
 from agentrl.algorithms.model.load import Model, Tokenizer, checkpoint_weights
 from agentrl.algorithms.model.lora import Adapters
-from agentrl.config import RunConfig
+from agentrl.config import RunConfig, VllmEngineConfig
 from agentrl.errors import ConfigError
 from agentrl.types import POLICY
 
@@ -51,7 +51,9 @@ def policy_server(
             threads=engine.threads,
             adapters=adapters,
         )
-    return vllm_server(config, model, tokenizer, adapters)
+    if isinstance(engine, VllmEngineConfig):
+        return vllm_server(config, model, tokenizer, adapters)
+    raise ConfigError(f"engine.kind = {engine.kind!r} is not served here")
 
 
 def vllm_server(
@@ -60,6 +62,7 @@ def vllm_server(
     """vLLM, as a child or where it runs already, brought up to date with the weights of `model`, or
     with its adapters."""
     engine, dtype = config.engine, config.policy.dtype
+    assert isinstance(engine, VllmEngineConfig)
     learned = _learned(model, tokenizer, adapters, engine.threads)
     folder = Path(config.output, "vllm").absolute()
     folder.mkdir(parents=True, exist_ok=True)

@@ -17,8 +17,8 @@ from agentrl.algorithms.model.cpu_threads import Threads, threads_of
 from agentrl.algorithms.model.load import Tokenizer
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.objective.core import Algo
-from agentrl.config import RunConfig
-from agentrl.errors import PolicyError
+from agentrl.config import RunConfig, TorchLearnerConfig
+from agentrl.errors import ConfigError, PolicyError
 from agentrl.types import POLICY
 
 
@@ -50,6 +50,9 @@ def make_learner(
             frozen=_frozen(config, algo, tokenizer, start),
             every=config.reference.every,
         )
+    own = config.learner
+    if not isinstance(own, TorchLearnerConfig):
+        raise ConfigError(f"learner.kind = {own.kind!r} cannot be loaded here")
     return TorchLearner(
         model,
         tokenizer,
@@ -57,21 +60,20 @@ def make_learner(
         frozen=auxiliary.make_frozen(config, algo, model, tokenizer, start),
         weight_decay=config.algorithm.weight_decay,
         max_grad_norm=config.algorithm.max_grad_norm,
-        token_budget=config.learner.token_budget,
-        packing=config.learner.packed,
-        gradient_checkpointing=config.learner.gradient_checkpointing,
-        fp32_head=config.learner.fp32_head,
-        optimizer=config.learner.optimizer,
-        threads=_threads(config, model),
+        token_budget=own.token_budget,
+        packing=own.packed,
+        gradient_checkpointing=own.gradient_checkpointing,
+        fp32_head=own.fp32_head,
+        optimizer=own.optimizer,
+        threads=_threads(own.threads, model),
         adapters=adapters,
         policy=policy,
         trainers=trainers,
     )
 
 
-def _threads(config: RunConfig, model: PreTrainedModel) -> Threads:
+def _threads(number: int, model: PreTrainedModel) -> Threads:
     """As many as the run file says, all cores, or what is measured."""
-    number = config.learner.threads
     if number or model.device.type != "cpu":
         return Threads(number or os.cpu_count() or 1)
     return threads_of(model.num_parameters(), "training computes", os.cpu_count() or 1)

@@ -18,7 +18,7 @@ from agentrl.algorithms.engines.base import PolicyServer, advertised, unless_giv
 from agentrl.algorithms.engines.factory import policy_server
 from agentrl.algorithms.model import lora
 from agentrl.algorithms.train.load_policies import Base, load_base
-from agentrl.config import RunConfig
+from agentrl.config import RunConfig, VllmEngineConfig
 from agentrl.errors import PolicyError
 from agentrl.store.base import Store
 from agentrl.types import PolicyVersion
@@ -29,7 +29,8 @@ class Serving:
 
     def __init__(self, config: RunConfig, bases: Sequence[Base]) -> None:
         """Raises PolicyError for a model that cannot be served."""
-        if len(bases) > 1 and config.engine.vllm.urls:
+        engine = config.engine
+        if len(bases) > 1 and isinstance(engine, VllmEngineConfig) and engine.vllm.urls:
             raise PolicyError(
                 f"engine.vllm.urls are servers of one model, and the policies have {len(bases)}; "
                 "make them adapters of one (policies.NAME.lora), or remove engine.vllm.urls"

@@ -5,7 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from agentrl.addresses import is_loopback
-from agentrl.config import RunConfig
+from agentrl.config import (
+    ContainerRunnerConfig,
+    KubernetesRunnerConfig,
+    PoolRunnerConfig,
+    RunConfig,
+)
 from agentrl.errors import ConfigError
 from agentrl.runners.executors import Executor, agents
 from agentrl.runners.executors.command import Command
@@ -21,7 +26,8 @@ def choose(
     file's; `gateway` is the base URL for agents on this machine, `runner` this runner's name.
 
     Raises ConfigError or AgentError when agent and executor do not fit."""
-    kind = config.runner.executor
+    runner_settings = config.runner
+    kind = runner_settings.executor
     path = agent if isinstance(agent, str) else config.agent.path
     command = "" if agent else config.agent.command
     if path and command:
@@ -47,13 +53,15 @@ def choose(
         )
     if kind == "command":
         return Command(config.agent, config.runner, root=root, gateway=gateway)
-    if kind == "container":
-        return Container(config.agent, config.runner, gateway=gateway)
+    if isinstance(runner_settings, ContainerRunnerConfig):
+        return Container(config.agent, runner_settings, gateway=gateway)
+    if not isinstance(runner_settings, KubernetesRunnerConfig):
+        raise ConfigError(f"runner.executor = {kind!r} cannot be loaded here")
     from agentrl.runners.executors.kubernetes import Kubernetes  # an extra
 
     return Kubernetes(
         config.agent,
-        config.runner,
+        runner_settings,
         root=root,
         gateway=gateway,
         name=runner,
@@ -64,6 +72,6 @@ def choose(
 def _python(config: RunConfig, kind: str, path: str, root: Path) -> Executor:
     if not path:
         raise ConfigError("agent.path is missing: write it as file.py:name")
-    if kind == "pool":
+    if isinstance(config.runner, PoolRunnerConfig):
         return Pool(path, config.agent, config.runner, root=root)
     return InProcess(agents.as_agent(agents.load(path, root)), threaded=kind == "threads")

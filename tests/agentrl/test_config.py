@@ -51,7 +51,7 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
         (
             "[reward_models.judge]\nmodel = 'x'\nkind = 'scalr'",
             [],
-            r"reward_models\[\.\.\.\]\.kind = 'scalr'; did you mean 'scalar'\?",
+            r"reward_models\.judge\.kind = 'scalr'; did you mean 'scalar'\?",
         ),
         ("[algorithm]\nlr = inf", [], r"algorithm\.lr = inf; it must be finite"),
         ("[sampling]\ntemperature = nan", [], r"sampling\.temperature = nan; it must be finite"),

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from aiohttp import web
 
-from agentrl.config import RunnerConfig
+from agentrl.config import PoolRunnerConfig
 from agentrl.runners.executors.environment import environment
 from agentrl.runners.executors.pool import Pool
 from agentrl.runners.games import GameAgent, verify
@@ -115,7 +115,7 @@ async def test_a_client_made_at_import_has_the_gateways_key(
     for name in ("OPENAI_API_KEY", "GEMINI_API_KEY", "TOOL_API_KEY", "OPENAI_ORG_ID"):
         monkeypatch.setenv(name, "the user's own")
     with environment(bench.gateway.base_url):
-        pool = Pool("ready_client.py:agent", RunnerConfig(), root=tmp_path)
+        pool = Pool("ready_client.py:agent", PoolRunnerConfig(), root=tmp_path)
         await pool.start()
         try:
             (rollout,) = await bench.run(pool, TASK)

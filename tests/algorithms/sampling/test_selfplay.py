@@ -14,7 +14,7 @@ from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.sampling.ratings import elo
 from agentrl.algorithms.sampling.selfplay import MEMORY, Pool, Record, Snapshot, check_fair, least
-from agentrl.config import SelfplayConfig, resolve
+from agentrl.config import resolve
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.types import Branch, Group, Reward, Rollout, RolloutState, Scope
 from tests.algorithms.train.test_update import group
@@ -24,8 +24,10 @@ OUTCOMES = ("role:outcome",)
 
 
 def pool(opponents: Any = "uniform", **settings: Any) -> Pool:
-    made = SelfplayConfig(**{"seats": SEATS, "opponents": opponents, "every": 2} | settings)
-    return Pool(made, "policy", seed=0)
+    every = {} if opponents == "self" else {"every": 2}
+    made = {"seats": SEATS, "opponents": opponents} | every | settings
+    run = {"selfplay": made, "algorithm": {"group_size": 24}}
+    return Pool(resolve(run, source="test").selfplay, "policy", seed=0)
 
 
 def grown(steps: int, *args: Any, ahead: int = 0, **settings: Any) -> Pool:
@@ -237,11 +239,17 @@ def test_an_opponent_of_rollouts_asked_ahead_is_held_until_their_step() -> None:
     [
         ({"seats": ["player_0"]}, "two or more roles"),
         ({"seats": ["a", "a"]}, "each named once"),
-        ({"opponents": "pfsp"}, "opponents means nothing without seats"),
+        ({"opponents": "pfsp"}, r"selfplay\.seats is missing"),
         ({"seats": SEATS, "pool": 0}, "selfplay.pool"),
         ({"seats": SEATS, "opponents": "pfsp", "pool": 0}, "selfplay.pool"),
-        ({"seats": SEATS, "k": 8.0}, "k is about a pool"),
-        ({"seats": SEATS, "opponents": "latest", "pfsp": "variance"}, "pfsp is for"),
+        (
+            {"seats": SEATS, "k": 8.0},
+            r"selfplay\.k is for selfplay\.opponents = .latest. or .uniform. or .pfsp., and",
+        ),
+        (
+            {"seats": SEATS, "opponents": "latest", "pfsp": "variance"},
+            r"pfsp is for selfplay\.opponents = .pfsp.",
+        ),
         ({"seats": SEATS, "opponents": "pfsp", "self_share": 1.0}, "selfplay.self_share"),
         ({"seats": SEATS, "opponents": "best"}, "did you mean 'latest'"),
         ({"seats": SEATS, "policy": "other"}, "none of those that learn: policy"),
