@@ -14,9 +14,10 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ from agentrl import folder_lock
 from agentrl.algorithms.learners.verl import settings as verl_settings
 from agentrl.config import RunConfig, agent_env, differences, from_store, resolve
 from agentrl.config import policies as team
+from agentrl.config.presets import check_presets
 from agentrl.errors import AgentRLError, ConfigError, StoreError, TrainingError
 from agentrl.loading import check_tasks, load_tasks
 from agentrl.processes import PHASE, USER_ERROR, Child
@@ -46,7 +48,7 @@ RUN_OUTPUTS = (
     *("plan.json", "players"),
 )  # by a run, in its output folder
 T = TypeVar("T")
-RESTARTS = 20  # of one runner in a row; more means that it cannot work
+RESTARTS = 20  # of one runner in a row, with no rollout ended between: it cannot work
 STEADY = 300.0  # seconds alive after which a runner's earlier deaths do not count
 PAUSE = 1.0  # seconds before a runner is started again
 
@@ -102,6 +104,7 @@ class Trainer:
     def fit(self, *, fresh: bool = False) -> TrainingResult:
         """Train to the end, or continue where an earlier call of this name was stopped."""
         config = hide_secrets(self._config())
+        check_presets(config)  # before the tasks, which may take long to make
         if fresh:
             clear(config)
         output = make_folder(Path(config.output))
@@ -130,6 +133,7 @@ def check(config: RunConfig) -> None:
     """Refuse, before anything starts, what can be seen to be wrong from here: the tasks, which may
     take long to make, last."""
     root = Path(config.root)
+    check_presets(config)
     if config.steps and not config.tasks.train:
         raise ConfigError("tasks.train is missing: name a .jsonl file or file.py:name")
     if not config.steps and not config.tasks.heldout:
@@ -260,7 +264,8 @@ async def supervise(
         stack.push_async_callback(algorithm.stop)  # after the runners: they still need a model
         stack.push_async_callback(_stop_runners, workers, config.runner.drain)
         watchers = [asyncio.create_task(_algorithm(algorithm))]
-        watchers += [asyncio.create_task(_keep_alive(child)) for child in workers]
+        count = partial(_ended_rollouts, store, config.name)
+        watchers += [asyncio.create_task(_keep_alive(child, count)) for child in workers]
         if local:
             watchers.append(asyncio.create_task(_local_runner(config, *local)))
         quiet = level > PHASE
@@ -316,16 +321,28 @@ async def _algorithm(child: Child) -> None:
         )
 
 
-async def _keep_alive(child: Child) -> None:
-    """Start a runner again whenever it dies: its rollouts come back when their leases expire."""
-    deaths = 0
+async def _ended_rollouts(store: Store, run: str) -> int:
+    try:
+        counts = await store.counts(run)
+    except StoreError:  # a store that is away for a while does not end the run here
+        return 0
+    return counts.succeeded + counts.failed + counts.cancelled
+
+
+async def _keep_alive(child: Child, count_ended: Callable[[], Awaitable[int]]) -> None:
+    """Start a runner again whenever it dies: its rollouts come back when their leases expire.
+    count_ended: rollouts of the run that have ended. While there are more of them, deaths are those
+    of an agent that kills its runner with some tasks, and the run gets on."""
+    deaths, ended = 0, await count_ended()
     while deaths < RESTARTS:
         await child.start()
         started = time.monotonic()
         code = await child.wait()
         if code == USER_ERROR:
             raise AgentRLError(child.last_error() or f"see {child.log}")
-        deaths = 1 if time.monotonic() - started > STEADY else deaths + 1
+        before, ended = ended, await count_ended()
+        working = ended > before or time.monotonic() - started > STEADY
+        deaths = 1 if working else deaths + 1
         await asyncio.sleep(PAUSE)
     raise TrainingError(
         f"{child.name} died {RESTARTS} times in a row; read {child.log}, mend the cause, repeat"

@@ -12,6 +12,8 @@ import click
 
 from agentrl import __version__
 from agentrl.cli.export import export
+from agentrl.cli.settings import config as config_group
+from agentrl.cli.settings import init
 from agentrl.cli.store import store as store_group
 from agentrl.config import RunConfig, load, to_toml
 from agentrl.errors import AgentRLError
@@ -25,7 +27,8 @@ def cli() -> None:
     """Reinforcement learning for the agents people already have."""
 
 
-cli.add_command(export)
+for command in (config_group, export, init, store_group):
+    cli.add_command(command)
 
 
 def _log_level(context: click.Context, option: click.Parameter, value: str | None) -> None:
@@ -326,9 +329,6 @@ def start_sink(name: str, config_file: Path) -> None:
     from agentrl.telemetry.sinks.follow import main as export_metrics
 
     export_metrics(msgspec.json.decode(config_file.read_bytes(), type=RunConfig), name)
-
-
-cli.add_command(store_group)
 
 
 def main() -> None:

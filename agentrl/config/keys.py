@@ -116,7 +116,8 @@ class _Reader:
         changed = [name for name, value in given.items() if value != default.get(name)]
         if changed and not self.stored:
             field = str(section.__struct_config__.tag_field)
-            tags = " or ".join(repr(other.__struct_config__.tag) for other in others)
+            names = (str(other.__struct_config__.tag) for other in others)
+            tags = " or ".join(repr(n if n != EXTERNAL else "file.py:name") for n in names)
             raise ConfigError(
                 f"{self.source}: {path}{changed[0]} is for {path}{field} = {tags}, and it is "
                 f"{data[field]!r}"
