@@ -190,7 +190,7 @@ def test_kinds_from_outside_have_free_options(
     with pytest.raises(ConfigError, match=message):
         resolve({section: {field: "vlm"}}, source="test")
     with pytest.raises(
-        ConfigError, match=rf"{section}\.options\.x is for {section}\.{field} = 'ex"
+        ConfigError, match=rf"{section}\.options\.x is for {section}\.{field} = 'file"
     ):
         resolve({section: {"options": {"x": 1}}}, source="test")
 
