@@ -3,7 +3,7 @@
 Importing torch, transformers and LangChain takes most of the CPU time of a short run. One template
 process imports them once and forks for each command; what a command starts with `python -m agentrl`
 is forked as well, and is its real child: signals, exit codes and the death of a parent are those of
-any process. The tests of starting and of `kill -9` start cold processes instead.
+any process. `/proc/PID/comm` is its first argument. Tests of starting start cold processes instead.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ IMPORTED = (
     "psycopg_pool", "safetensors.torch", "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2.modeling_qwen2", "tests.system.steady",
 )  # fmt: skip
-SPARE = 4  # processes that a command may start before it starts cold ones
-Command = dict[str, Any]  # arguments after `python`, cwd, env, session
+Command = dict[str, Any]  # arguments after `python`, cwd, env, session, spare
 
 
 # -- in the tests ----------------------------------------------------------------------------------
@@ -55,6 +54,12 @@ class Process:
         if self.returncode is None:
             self._channel.settimeout(timeout)
             self.returncode = int(self._channel.recv(16) or -signal.SIGKILL)
+            self._channel.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        if self.returncode is None and select.select([self._channel], [], [], 0)[0]:
+            self.wait()
         return self.returncode
 
     def terminate(self) -> None:
@@ -76,10 +81,16 @@ class Process:
 
 def start(
     *arguments: str, cwd: Path | None = None, env: Mapping[str, str] | None = None,
-    output: Any = None, errors: Any = None,
+    output: Any = None, errors: Any = None, spare: int = 4,
 ) -> Process:  # fmt: skip
-    """Run `python ARGUMENTS`; what it prints goes to these files, or to the tests' errors."""
-    command = {"arguments": arguments, "cwd": str(cwd or Path.cwd()), "session": False}
+    """Run `python ARGUMENTS`; what it prints goes to these files, or to the tests' errors. It may
+    start `spare` processes before it starts cold ones."""
+    command = {
+        "arguments": arguments,
+        "cwd": str(cwd or Path.cwd()),
+        "session": False,
+        "spare": spare,
+    }
     command["env"] = dict(os.environ if env is None else env)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs, open(os.devnull, "rb") as nothing, _template() as template:  # noqa: PTH123
@@ -160,7 +171,7 @@ def supervise(command: Command, files: list[int]) -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     pid = os.fork()
     if pid == 0:
-        become(command, files[:3], spare=SPARE)
+        become(command, files[:3], command["spare"])
     with socket.socket(fileno=files[3]) as channel:
         channel.send(str(pid).encode())
         if channel in select.select([os.pidfd_open(pid), channel], [], [])[0]:
@@ -189,6 +200,7 @@ def become(command: Command, files: list[int], spare: int = 0) -> NoReturn:
     os.chdir(command["cwd"])
     _, module, *arguments = command["arguments"]
     sys.argv, sys.path[0] = [module, *arguments], command["cwd"]
+    Path("/proc/self/comm").write_text("/".join(arguments[:1]))
     _fork_what_it_starts(spare)
     _exit(_run(module))
 

@@ -19,6 +19,9 @@ from agentrl.config.base import (
     kind_of,
 )
 
+ENGINES = ("embedded", "vllm")
+LEARNERS = ("torch", "verl")
+
 
 class VerlConfig(Section, frozen=True):
     """Where verl's workers run, for `learner.kind = "verl"`."""
@@ -168,6 +171,9 @@ class KubernetesConfig(Section, frozen=True):
     context: str = ""  # of the kubeconfig; default: its current one, or that of the own pod
     template: str = ""  # YAML or JSON file of a Job that is completed, relative to the run file
     ttl: Natural = 300  # seconds a finished Job is kept
+
+
+EXECUTORS = ("auto", "async", "threads", "pool", "command", "container", "kubernetes")
 
 
 class RunnerConfig(Section, frozen=True, tag_field="executor", tag="auto"):

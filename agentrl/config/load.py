@@ -19,7 +19,7 @@ from agentrl.config.infrastructure import TorchLearnerConfig
 from agentrl.config.keys import check_keys, flatten, format_validation_error
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError
-from agentrl.store.urls import concealed
+from agentrl.store.urls import split_secret
 
 
 def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
@@ -77,7 +77,7 @@ def to_toml(config: RunConfig) -> str:
             if isinstance(value, dict):
                 table(value, f"{prefix}.{_toml_key(key)}" if prefix else key)
 
-    public, _ = concealed(config.store)
+    public, _ = split_secret(config.store)
     values = msgspec.to_builtins(msgspec.structs.replace(config, store=public))
     for section, field in (("engine", "kind"), ("learner", "kind"), ("runner", "executor")):
         if "factory" in values[section]:

@@ -77,6 +77,7 @@ class TasksConfig(Section, frozen=True):
 
 class VerifierConfig(Section, frozen=True):
     path: str = ""  # "file.py:name"
+    rewards: dict[str, str] = {}  # more rewards: name -> "file.py:name" or an entry point
 
 
 class LoraConfig(Section, frozen=True):

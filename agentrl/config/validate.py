@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from importlib.metadata import entry_points
 from typing import Any
 
 import msgspec
@@ -13,7 +12,7 @@ from agentrl.config import policies as team
 from agentrl.config import selfplay
 from agentrl.config.keys import check_keys, flatten, format_validation_error
 from agentrl.config.schema import AlgorithmConfig, LoraConfig, MemberConfig, RunConfig, TeamConfig
-from agentrl.config.sinks import SINKS, missing
+from agentrl.config.sinks import SINKS, known_sinks, missing
 from agentrl.errors import ConfigError, nearest
 from agentrl.types import POLICY
 
@@ -211,11 +210,13 @@ def _check_schedule(algorithm: AlgorithmConfig, source: str) -> None:
 
 
 def _check_sinks(names: list[str], source: str) -> None:
-    registered = entry_points(group="agentrl.sinks").names
-    own = [*SINKS, *registered]
+    known = known_sinks()
     for name in names:
-        if ":" not in name and name not in own:
-            raise ConfigError(f"{source}: metrics.sinks: {name!r}; {nearest(name, own)}")
+        if ":" not in name and name not in known:
+            raise ConfigError(
+                f"{source}: metrics.sinks: {name!r}; {nearest(name, known)}, or your own as"
+                " file.py:name"
+            )
         if names.count(name) > 1:
             raise ConfigError(f"{source}: metrics.sinks names {name!r} twice")
     for name in missing(name for name in names if name in SINKS):

@@ -8,10 +8,8 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from urllib.request import getproxies
 
-MODEL = (
-    *("OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY", "OPENAI_AGENTS_DISABLE_TRACING"),
-    *("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "NO_PROXY", "no_proxy"),
-)  # what `environment` sets
+# Frameworks send traces of their own to api.openai.com and telemetry.crewai.com by default.
+NO_TELEMETRY = {"OPENAI_AGENTS_DISABLE_TRACING": "1", "CREWAI_DISABLE_TELEMETRY": "true"}
 LOCAL = "127.0.0.1,localhost"
 KEY = "agentrl"  # in the place of the user's own, which are of no use at the gateway
 # What clients of models find their credentials in. Those of tools are the agent's own business.
@@ -24,6 +22,10 @@ KEYS = (
     *("PERPLEXITY_API_KEY", "PERPLEXITYAI_API_KEY", "CEREBRAS_API_KEY", "MOONSHOT_API_KEY"),
     *("DASHSCOPE_API_KEY", "NVIDIA_API_KEY", "AWS_BEARER_TOKEN_BEDROCK", "LITELLM_API_KEY"),
 )
+MODEL = (
+    *("OPENAI_BASE_URL", "OPENAI_API_BASE", "ANTHROPIC_BASE_URL", "NO_PROXY", "no_proxy"),
+    *(*KEYS, *NO_TELEMETRY),
+)  # what `environment` sets
 ACCOUNT = ("OPENAI_ORG_ID", "OPENAI_ORGANIZATION", "OPENAI_PROJECT_ID")  # sent along with a key
 
 
@@ -41,7 +43,7 @@ def environment(base_url: str, keep: Sequence[str] = ()) -> Iterator[None]:
         "OPENAI_API_KEY": KEY,
         "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
         "ANTHROPIC_API_KEY": KEY,
-        "OPENAI_AGENTS_DISABLE_TRACING": "1",  # that SDK sends its traces to api.openai.com
+        **NO_TELEMETRY,
     }
     present = os.environ.keys()
     changed |= {name: KEY for name in KEYS if name in present and not _kept(name, keep)}

@@ -16,16 +16,16 @@ import pytest
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.engines.embedded.server import EmbeddedServer
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.objective.core import credited
+from agentrl.algorithms.objective.core import compute_advantages
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.algorithms.sampling.branching import measure
 from agentrl.algorithms.sampling.collect import Collector
 from agentrl.algorithms.sampling.task_sampler import TaskStream
 from agentrl.config import RunConfig, RunnerConfig, resolve
-from agentrl.runners.execution import Execution
+from agentrl.runners.execution import AttemptRunner
 from agentrl.runners.executors.agents import as_agent
 from agentrl.runners.executors.environment import environment
-from agentrl.runners.executors.inprocess import InProcess
+from agentrl.runners.executors.inprocess import InProcessExecutor
 from agentrl.runners.gateway.server import Gateway
 from agentrl.runners.scoring.verifiers import Verifier
 from agentrl.runners.worker import Worker
@@ -80,7 +80,9 @@ async def working(store: Store, server: EmbeddedServer) -> AsyncIterator[None]:
     gateway, stop = Gateway(store, "run"), asyncio.Event()
     gateway.start()
     with environment(gateway.base_url):
-        execution = Execution(store, gateway, InProcess(as_agent(agent)), Verifier(verify))
+        execution = AttemptRunner(
+            store, gateway, InProcessExecutor(as_agent(agent)), Verifier(verify)
+        )
         worker = Worker("run", execution, RunnerConfig(concurrency=2, drain=0.0), name="test")
         running = asyncio.create_task(worker.run(stop))
         try:
@@ -143,7 +145,7 @@ async def test_branches_are_made_once_and_credited(server: EmbeddedServer, tmp_p
     batch = build_batch([group])
     fresh = [call for row in group.rollouts for call in row.transitions if call.repeats is None]
     assert batch.n_tokens == sum(len(call.completion) for call in fresh)
-    credit = credited(make("c3", {}), batch)
+    credit = compute_advantages(make("c3", {}), batch)
     ends, drawn = defaultdict(list), defaultdict(list)
     for rollout in group.rollouts:
         for call in rollout.transitions:
@@ -168,4 +170,4 @@ async def test_branches_are_made_once_and_credited(server: EmbeddedServer, tmp_p
 
 
 def _vine(batch: Any) -> Any:
-    return credited(make("vineppo", {}), batch)
+    return compute_advantages(make("vineppo", {}), batch)

@@ -7,15 +7,15 @@ import os
 import random
 import signal
 import sqlite3
-import subprocess
-import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from agentrl.store import open_store
 from agentrl.types import Purpose, RolloutState
+from tests import warm
 
 KILLS = 5
 VICTIMS = [("runner",), ("algorithm",), ("runner", "algorithm")]
@@ -25,12 +25,8 @@ GROUPS, SIZE = 2, 4
 
 def children(pid: int) -> dict[str, int]:
     """`runner` and `algorithm` processes of a front, by name."""
-    found = {}
     listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    for child in map(int, listed):
-        arguments = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
-        found[arguments[3].decode()] = child
-    return found
+    return {Path(f"/proc/{child}/comm").read_text().strip(): int(child) for child in listed}
 
 
 def committed(database: Path) -> int:
@@ -48,27 +44,27 @@ def committed(database: Path) -> int:
 @pytest.mark.timeout(360)
 def test_killed_at_random_moments_the_run_ends_where_it_would_have_ended(run_folder: Path) -> None:
     database = run_folder / "out" / "store.db"
-    command = [sys.executable, "-m", "agentrl", "train", "run.toml"]
-    overrides = [f"steps={STEPS}", f"algorithm.groups={GROUPS}", f"algorithm.group_size={SIZE}"]
+    command = ["-m", "agentrl", "train", "run.toml", f"steps={STEPS}"]
+    command += [f"algorithm.groups={GROUPS}", f"algorithm.group_size={SIZE}"]
+    start = partial(warm.start, *command, cwd=run_folder, spare=2 + KILLS)
     chance = random.Random(20261121)
     kills = 0
-    process = subprocess.Popen([*command, *overrides], cwd=run_folder)
+    process = start()
     try:
         while kills < KILLS:
             wait_for_progress(process, database)
             time.sleep(chance.uniform(0.0, 0.6))
             kills += kill(process, chance.choice(VICTIMS))
             if process.poll() is not None:
-                process = subprocess.Popen([*command, *overrides], cwd=run_folder)
+                process = start()
         while process.wait(timeout=120) != 0:  # the last kill may have ended this start as well
-            process = subprocess.Popen([*command, *overrides], cwd=run_folder)
+            process = start()
     finally:
-        if process.poll() is None:
-            process.kill()
+        process.close()
     asyncio.run(check(run_folder, database))
 
 
-def wait_for_progress(process: subprocess.Popen[bytes], database: Path) -> None:
+def wait_for_progress(process: warm.Process, database: Path) -> None:
     """Until the run has committed another step, or an earlier kill has ended the front."""
     before = committed(database)
     deadline = time.monotonic() + 90
@@ -78,7 +74,7 @@ def wait_for_progress(process: subprocess.Popen[bytes], database: Path) -> None:
     assert committed(database) < STEPS, "the run ended before all kills were made"
 
 
-def kill(process: subprocess.Popen[bytes], victims: tuple[str, ...]) -> int:
+def kill(process: warm.Process, victims: tuple[str, ...]) -> int:
     """1 if any victim was there to be killed. Without the algorithm the front ends as well."""
     processes = children(process.pid) if process.poll() is None else {}
     found = [processes[name] for name in victims if name in processes]

@@ -8,6 +8,7 @@ import signal
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -89,45 +90,49 @@ def die() -> None:
     Silent.gone.set()
 
 
-@pytest.fixture
-def folders(tmp_path: Path) -> tuple[Path, Path]:
-    pair = tmp_path / "whole", tmp_path / "broken"
-    for folder in pair:
-        folder.mkdir()
-    return pair
+Whole = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Whole:
+    """The folder of a run that nothing interrupted, trained once for all tests."""
+
+    @cache
+    def trained(kind: str = "alone", dtype: str = "float32") -> Path:
+        folder = tmp_path_factory.mktemp(kind)
+        asyncio.run(run(KINDS[kind](folder, tiny_model_dir, dtype), lambda point: None))
+        return folder
+
+    return trained
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_interrupted_at_every_step_a_run_ends_bitwise_the_same(
-    folders: tuple[Path, Path], tiny_model_dir: Path, dtype: str
+    whole: Whole, tmp_path: Path, tiny_model_dir: Path, dtype: str
 ) -> None:
-    whole, broken = folders
-    asyncio.run(run(config(whole, tiny_model_dir, dtype), lambda point: None))
-    settings = config(broken, tiny_model_dir, dtype)
+    settings = config(tmp_path, tiny_model_dir, dtype)
     for point in POINTS:  # each start gets one step further than its last commit
         with pytest.raises(Interrupted):
             asyncio.run(
                 run(settings, strike_at(point, 6 if point == "optimizer" else 2, interrupt))
             )
     asyncio.run(run(settings, lambda point: None))
-    assert_same(broken, whole)
-    check_export(broken)
+    assert_same(tmp_path, whole("alone", dtype))
+    check_export(tmp_path)
 
 
 def test_interrupted_at_every_step_a_team_ends_bitwise_the_same(
-    folders: tuple[Path, Path], tiny_model_dir: Path
+    whole: Whole, tmp_path: Path, tiny_model_dir: Path
 ) -> None:
-    whole, broken = folders
-    asyncio.run(run(team_config(whole, tiny_model_dir), lambda point: None))
-    settings = team_config(broken, tiny_model_dir)
+    settings = team_config(tmp_path, tiny_model_dir)
     for point in POINTS:
         with pytest.raises(Interrupted):
             asyncio.run(
                 run(settings, strike_at(point, 6 if point == "optimizer" else 2, interrupt))
             )
     asyncio.run(run(settings, lambda point: None))
-    assert_same(broken, whole)
-    _, tensors = outcome(whole)
+    assert_same(tmp_path, whole("team"))
+    _, tensors = outcome(whole("team"))
     assert {name.partition("/")[0] for name in tensors} == {"planner", "solver"}
 
 
@@ -141,16 +146,14 @@ def refuse() -> None:
     [("update", refuse), ("checkpoint", die), ("publish", refuse), ("commit", die)],
 )
 def test_an_engine_that_dies_in_a_step_leaves_it_whole_or_undone(
-    folders: tuple[Path, Path], tiny_model_dir: Path, where: str, how: Callable[[], None]
+    whole: Whole, tmp_path: Path, tiny_model_dir: Path, where: str, how: Callable[[], None]
 ) -> None:
-    whole, broken = folders
-    asyncio.run(run(config(whole, tiny_model_dir), lambda point: None))
-    settings = config(broken, tiny_model_dir)
+    settings = config(tmp_path, tiny_model_dir)
     with pytest.raises(PolicyError, match="the engine"):
         asyncio.run(run(settings, strike_at(where, 3, how)))
-    check_store(broken, {2, 3} if where == "checkpoint" else {2} if where == "update" else {3})
+    check_store(tmp_path, {2, 3} if where == "checkpoint" else {2} if where == "update" else {3})
     asyncio.run(run(settings, lambda point: None))
-    assert_same(broken, whole)
+    assert_same(tmp_path, whole())
 
 
 def check_store(folder: Path, steps: set[int]) -> None:
@@ -194,19 +197,16 @@ def check_export(folder: Path) -> None:
     assert CliRunner().invoke(export, ["model", "--to", "y"]).exit_code == 2
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["alone", "team"])
 def test_killed_in_an_update_and_before_a_commit_a_run_ends_bitwise_the_same(
-    folders: tuple[Path, Path], tiny_model_dir: Path, kind: str
+    whole: Whole, tmp_path: Path, tiny_model_dir: Path, kind: str
 ) -> None:
-    whole, broken = folders
-    config = KINDS[kind]
-    asyncio.run(run(config(whole, tiny_model_dir), lambda point: None))
-    command = ["-m", "tests.system.steady", kind, str(broken), str(tiny_model_dir)]
+    command = ["-m", "tests.system.steady", kind, str(tmp_path), str(tiny_model_dir)]
     for where in ("optimizer:6", "checkpoint:2"):
         killed = warm.run(*command, where)
         assert killed.returncode == -signal.SIGKILL
-    asyncio.run(run(config(broken, tiny_model_dir), lambda point: None))
-    assert_same(broken, whole)
+    asyncio.run(run(KINDS[kind](tmp_path, tiny_model_dir), lambda point: None))
+    assert_same(tmp_path, whole(kind))
 
 
 def judging(folder: Path, model: Path) -> RunConfig:
@@ -219,9 +219,11 @@ def judging(folder: Path, model: Path) -> RunConfig:
 
 
 def test_rewards_of_a_model_are_in_the_store_once_and_explained(
-    folders: tuple[Path, Path], tiny_model_dir: Path
+    tmp_path: Path, tiny_model_dir: Path
 ) -> None:
-    whole, broken = folders
+    whole, broken = folders = tmp_path / "whole", tmp_path / "broken"
+    for folder in folders:
+        folder.mkdir()
     asyncio.run(run(judging(whole, tiny_model_dir), lambda point: None))
     settings = judging(broken, tiny_model_dir)
     for point in ("optimizer", "checkpoint", "commit"):

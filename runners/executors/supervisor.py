@@ -1,0 +1,199 @@
+"""Starts the process of an agent, watches it, and kills everything that it started.
+
+The runner starts one *template*, a small process with a single thread. For each process it sends
+the template a few file descriptors; the template forks a *supervisor*, which starts the payload in
+a session of its own, as its child. Linux only.
+
+Always true: a supervisor is the subreaper of its payload, so whatever the payload starts, however
+it detaches itself, stays a descendant of the supervisor. The connection between supervisor and
+runner is open while both are alive. When the payload ends, or the connection does (the runner said
+so, or was killed), the supervisor kills every descendant, and only then reports and exits.
+
+Small processes import this module: use nothing but the standard library here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import select
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypedDict
+
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36  # linux/prctl.h
+HEADER = struct.Struct("!I")  # length of the JSON that follows
+MOST_FDS = 8
+CANNOT_RUN = 127  # exit status, as of a shell
+CLEANUP_TIMEOUT = 10.0  # seconds for `after`
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class ProcessSpec(TypedDict, total=False):
+    """What to run. Without `argv`, the template's own `serve`."""
+
+    argv: list[str]
+    env: dict[str, str]
+    folder: str
+    memory: int  # bytes of data of one process; RLIMIT_DATA, as runtimes reserve far more than this
+    after: list[str]  # run when the payload did not end by itself
+    remove: str  # folder to delete when the runner is gone
+
+
+Serve = Callable[[int], int]
+"""Given the first file descriptor after stderr, it returns the exit status."""
+
+
+def run_template(control: socket.socket, serve: Serve | None = None) -> None:
+    """Fork a supervisor for each message, until the runner closes `control` or dies."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors report by their connection
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    while True:
+        message, fds, *_ = socket.recv_fds(control, 1, MOST_FDS, socket.MSG_CMSG_CLOEXEC)
+        if not message:
+            return
+        if os.fork() == 0:
+            control.close()
+            try:
+                _keep(fds[0], fds[1:], serve)
+            finally:
+                os._exit(0)
+        for fd in fds:
+            os.close(fd)
+
+
+def _keep(line_fd: int, fds: list[int], serve: Serve | None) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    with socket.socket(fileno=line_fd) as line:
+        spec = _receive(line)
+        if spec is None:
+            return
+        payload = os.fork()
+        if payload == 0:
+            line.close()
+            _payload(spec, fds, serve)
+        for fd in fds:
+            os.close(fd)
+        ended_by_itself = _wait(payload, line)
+        status = _kill_descendants(payload)
+        if not ended_by_itself or status < 0:
+            _clean_up(spec)
+        try:
+            line.sendall(f"{status}\n".encode())
+        except OSError:  # the runner is gone
+            if "remove" in spec:
+                shutil.rmtree(spec["remove"], ignore_errors=True)
+
+
+def _receive(line: socket.socket) -> ProcessSpec | None:
+    """The spec, or None when the runner changed its mind."""
+    with line.makefile("rb") as stream:
+        header = stream.read(HEADER.size)
+        if len(header) < HEADER.size:
+            return None
+        (size,) = HEADER.unpack(header)
+        body = stream.read(size)
+    return json.loads(body) if len(body) == size else None
+
+
+def _wait(payload: int, line: socket.socket) -> bool:
+    """True when the payload ended, False when the line did."""
+    pidfd = os.pidfd_open(payload)
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    poll.register(line, select.POLLIN)
+    ready = [fd for fd, _ in poll.poll()]
+    os.close(pidfd)
+    return pidfd in ready
+
+
+def _kill_descendants(payload: int) -> int:
+    """Kill until no child is left: orphans become children, as this process is their subreaper.
+    Returns the payload's exit status, or minus the number of the signal that ended it."""
+    status = 0
+    while True:
+        try:
+            pid, code = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                for child in _children():
+                    os.kill(child, signal.SIGKILL)
+                pid, code = os.waitpid(-1, 0)
+        except ChildProcessError:
+            return status
+        if pid == payload:
+            status = os.waitstatus_to_exitcode(code)
+
+
+def _children() -> list[int]:
+    me, found = str(os.getpid()), []
+    for entry in os.listdir("/proc"):  # noqa: PTH208 - thousands of entries, and only names
+        if entry.isdigit():
+            try:
+                stat = Path("/proc", entry, "stat").read_text()
+            except OSError:  # it has ended
+                continue
+            if stat.rpartition(")")[2].split()[1] == me:
+                found.append(int(entry))
+    return found
+
+
+def _clean_up(spec: ProcessSpec) -> None:
+    """Nobody is left to tell when it fails."""
+    if not spec.get("after"):
+        return
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        subprocess.run(
+            spec["after"],
+            env=spec.get("env"),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=CLEANUP_TIMEOUT,
+            check=False,
+        )
+
+
+def _payload(spec: ProcessSpec, fds: list[int], serve: Serve | None) -> None:
+    """Become the payload; never returns."""
+    status = CANNOT_RUN
+    try:
+        os.setsid()
+        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        for number in (signal.SIGINT, signal.SIGPIPE):
+            signal.signal(number, signal.SIG_DFL)
+        for target, fd in enumerate(fds):
+            os.dup2(fd, target, inheritable=True)
+        limits = {resource.RLIMIT_CORE: 0}
+        if spec.get("memory"):
+            limits[resource.RLIMIT_DATA] = spec["memory"]
+        for limit, value in limits.items():
+            resource.setrlimit(limit, (value, value))
+        if "argv" not in spec:
+            assert serve is not None
+            status = serve(3)
+            return
+        if "folder" in spec:
+            os.chdir(spec["folder"])
+        os.execvpe(spec["argv"][0], spec["argv"], spec["env"])
+    except OSError as error:
+        os.write(2, f"cannot run {spec.get('argv')}: {error}\n".encode())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    # No payload can read or trace its supervisor; `exec` makes the payload ordinary again.
+    _libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    run_template(socket.socket(fileno=int(sys.argv[1])))
