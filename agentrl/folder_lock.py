@@ -56,7 +56,7 @@ def shared(output: Path) -> Iterator[FolderLock]:
 
 
 @contextmanager
-def alone(output: Path) -> Iterator[None]:
+def exclusive(output: Path) -> Iterator[None]:
     """Raises ConfigError while anybody else works in the folder."""
     try:
         with _locked(output, fcntl.LOCK_EX | fcntl.LOCK_NB):

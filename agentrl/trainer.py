@@ -14,9 +14,10 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,9 +27,10 @@ from rich.console import Console
 from agentrl import folder_lock
 from agentrl.algorithms.learners.verl import settings as verl_settings
 from agentrl.algorithms.plugins import engine_factory, learner_factory
-from agentrl.config import RunConfig, agent_env, differences, resolve
+from agentrl.config import RunConfig, agent_env, differences, from_store, resolve
 from agentrl.config import policies as team
 from agentrl.config.infrastructure import EXECUTORS
+from agentrl.config.presets import check_presets
 from agentrl.errors import AgentRLError, ConfigError, StoreError, TrainingError
 from agentrl.loading import check_tasks, load_tasks
 from agentrl.plugins import load_plugin
@@ -43,20 +45,20 @@ from agentrl.telemetry.sinks.base import check_sinks
 from agentrl.telemetry.sinks.process import SinksProcess, sinks_process
 from agentrl.types import Json
 
-WRITTEN = (
+RUN_OUTPUTS = (
     *("store.db*", "run.json", "logs", "checkpoints", "dumps", "curve.png"),
     *("policy", "policy.tmp-*", "train.jsonl", "heldout.jsonl"),
     *("metrics", "tensorboard", "wandb", "mlruns", "vllm", "servers", "pool"),
     *("plan.json", "players"),
 )  # by a run, in its output folder
 T = TypeVar("T")
-RESTARTS = 20  # of one runner in a row; more means that it cannot work
+RESTARTS = 20  # of one runner in a row, with no rollout ended between: it cannot work
 STEADY = 300.0  # seconds alive after which a runner's earlier deaths do not count
 PAUSE = 1.0  # seconds before a runner is started again
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class TrainingResult:
     """What a run achieved. Scores are mean held-out rewards; None where not evaluated."""
 
     before: float | None
@@ -68,14 +70,14 @@ class Result:
     store: str
 
 
-def run_training(config: RunConfig, *, fresh: bool = False, level: int = PHASE) -> Result:
+def run_training(config: RunConfig, *, fresh: bool = False, level: int = PHASE) -> TrainingResult:
     """Train to the end with runner processes, show it, print the report. level: the lowest, of
     `logging`, of what is shown while it works."""
-    config = conceal(config)
+    config = hide_secrets(config)
     check(config)
     if fresh:
         clear(config)
-    return blocking(front(config, runners=config.runner.processes, level=level))
+    return run_blocking(front(config, runners=config.runner.processes, level=level))
 
 
 class Trainer:
@@ -103,12 +105,13 @@ class Trainer:
         self.agent, self.tasks, self.verifier = agent, tasks, verifier
         self.policy, self.heldout, self.settings = policy, heldout, settings
 
-    def fit(self, *, fresh: bool = False) -> Result:
+    def fit(self, *, fresh: bool = False) -> TrainingResult:
         """Train to the end, or continue where an earlier call of this name was stopped."""
-        config = conceal(self._config())
+        config = hide_secrets(self._config())
+        check_presets(config)  # before the tasks, which may take long to make
         if fresh:
             clear(config)
-        output = folder_at(Path(config.output))
+        output = make_folder(Path(config.output))
         names = {
             "train": _task_file(self.tasks, output / "train.jsonl"),
             "heldout": _task_file(self.heldout, output / "heldout.jsonl"),
@@ -119,7 +122,7 @@ class Trainer:
         if isinstance(self.agent, str) and isinstance(self.verifier, str):
             return run_training(config)
         check(config)
-        return blocking(front(config, runners=0, local=(self.agent, self.verifier)))
+        return run_blocking(front(config, runners=0, local=(self.agent, self.verifier)))
 
     def _config(self) -> RunConfig:
         data = {"policy": {}, "agent": {}, "verifier": {}} | self.settings
@@ -134,6 +137,7 @@ def check(config: RunConfig) -> None:
     """Refuse, before anything starts, what can be seen to be wrong from here: the tasks, which may
     take long to make, last."""
     root = Path(config.root)
+    check_presets(config)
     if config.steps and not config.tasks.train:
         raise ConfigError("tasks.train is missing: name a .jsonl file or file.py:name")
     if not config.steps and not config.tasks.heldout:
@@ -150,12 +154,12 @@ def check(config: RunConfig) -> None:
     if ":" not in config.runner.executor:
         load_plugin("executors", config.runner.executor, EXECUTORS, root, key="runner.executor")
     own = config.policies and all(member.model for member in config.policies.values())
-    if team.remote(config) and config.steps:
+    if team.has_no_own_policy(config) and config.steps:
         raise ConfigError(
             "policy.model is missing: there is nothing to train. `agentrl eval` scores what "
             "[upstreams] answer; to train, give a Hugging Face directory or name"
         )
-    if not (config.policy.model or config.policy.build or own or team.remote(config)):
+    if not (config.policy.model or config.policy.build or own or team.has_no_own_policy(config)):
         raise ConfigError("policy.model is missing: a Hugging Face directory or name")
     engine_factory(config)
     learner_factory(config)
@@ -170,13 +174,13 @@ def check(config: RunConfig) -> None:
             load_tasks(value, root, key=key)
 
 
-def conceal(config: RunConfig) -> RunConfig:
+def hide_secrets(config: RunConfig) -> RunConfig:
     """Take password or key out of the store's URL, and the values out of `agent.env`: what is
     printed, stored, written to files or given as arguments is read by others. Every process finds
     them in its environment."""
     store, secrets = split_secret(config.store)
     os.environ.update(secrets)
-    return agent_env.hide(msgspec.structs.replace(config, store=store))
+    return agent_env.without_values(msgspec.structs.replace(config, store=store))
 
 
 def clear(config: RunConfig) -> None:
@@ -192,10 +196,10 @@ def clear(config: RunConfig) -> None:
         )
     if not output.is_dir():
         return
-    with folder_lock.alone(output):
+    with folder_lock.exclusive(output):
         with contextlib.suppress(StoreError):  # there is none, or none that could be trained on
-            blocking(_fence(config))
-        for pattern in WRITTEN:
+            run_blocking(_fence(config))
+        for pattern in RUN_OUTPUTS:
             for path in output.glob(pattern):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
@@ -210,7 +214,7 @@ def has_own_store(config: RunConfig) -> bool:
     return config.store == f"sqlite:///{Path(config.output) / 'store.db'}"
 
 
-def folder_at(path: Path) -> Path:
+def make_folder(path: Path) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -226,17 +230,17 @@ async def front(
     runners: int,
     local: tuple[Any, Any] | None = None,
     level: int = PHASE,
-) -> Result:
+) -> TrainingResult:
     """Train to the end and report. local: agent and verifier of this process, in place of runner
     processes. level: as of `run_training`."""
-    folder_at(Path(config.output))  # before the store, which is most often in it
+    make_folder(Path(config.output))  # before the store, which is most often in it
     async with open_store(config.store) as store:
         await refuse_changes(store, config)
-        seconds = await attend(store, config, runners=runners, local=local, level=level)
+        seconds = await supervise(store, config, runners=runners, local=local, level=level)
         return await _finish(store, config, seconds)
 
 
-async def attend(
+async def supervise(
     store: Store,
     config: RunConfig,
     *,
@@ -250,8 +254,8 @@ async def attend(
     it took. play: a plan of games to play instead of training.
 
     Raises what ended a process that should have gone on."""
-    config, output = agent_env.hide(config), Path(config.output)
-    logs = folder_at(output / "logs")
+    config, output = agent_env.without_values(config), Path(config.output)
+    logs = make_folder(output / "logs")
     # Runners read the settings from the store; and an algorithm left over is fenced from here.
     await store.open_run(config.name, msgspec.to_builtins(config))
     run_file = output / "run.json"
@@ -276,7 +280,8 @@ async def attend(
         stack.push_async_callback(algorithm.stop)  # after the runners: they still need a model
         stack.push_async_callback(_stop_runners, workers, config.runner.drain)
         watchers = [asyncio.create_task(_algorithm(algorithm))]
-        watchers += [asyncio.create_task(_keep_alive(child)) for child in workers]
+        count = partial(_ended_rollouts, store, config.name)
+        watchers += [asyncio.create_task(_keep_alive(child, count)) for child in workers]
         if local:
             watchers.append(asyncio.create_task(_local_runner(config, *local)))
         quiet = level > PHASE
@@ -302,12 +307,12 @@ def _to_join(config: RunConfig) -> str:
     )
 
 
-async def _finish(store: Store, config: RunConfig, seconds: float) -> Result:
+async def _finish(store: Store, config: RunConfig, seconds: float) -> TrainingResult:
     state = await store.run(config.name)
     last = state.checkpoint if state else None
     steps = await store.steps(config.name)
     before, after = steps[0].metrics, steps[-1].metrics
-    result = Result(
+    result = TrainingResult(
         before=before.get("eval/score"),
         after=after.get("eval/score"),
         before_sampled=before.get("eval/sampled"),
@@ -332,16 +337,28 @@ async def _algorithm(child: Child) -> None:
         )
 
 
-async def _keep_alive(child: Child) -> None:
-    """Start a runner again whenever it dies: its rollouts come back when their leases expire."""
-    deaths = 0
+async def _ended_rollouts(store: Store, run: str) -> int:
+    try:
+        counts = await store.counts(run)
+    except StoreError:  # a store that is away for a while does not end the run here
+        return 0
+    return counts.succeeded + counts.failed + counts.cancelled
+
+
+async def _keep_alive(child: Child, count_ended: Callable[[], Awaitable[int]]) -> None:
+    """Start a runner again whenever it dies: its rollouts come back when their leases expire.
+    count_ended: rollouts of the run that have ended. While there are more of them, deaths are those
+    of an agent that kills its runner with some tasks, and the run gets on."""
+    deaths, ended = 0, await count_ended()
     while deaths < RESTARTS:
         await child.start()
         started = time.monotonic()
         code = await child.wait()
         if code == USER_ERROR:
             raise AgentRLError(child.last_error() or f"see {child.log}")
-        deaths = 1 if time.monotonic() - started > STEADY else deaths + 1
+        before, ended = ended, await count_ended()
+        working = ended > before or time.monotonic() - started > STEADY
+        deaths = 1 if working else deaths + 1
         await asyncio.sleep(PAUSE)
     raise TrainingError(
         f"{child.name} died {RESTARTS} times in a row; read {child.log}, mend the cause, repeat"
@@ -382,8 +399,8 @@ async def refuse_changes(store: Store, config: RunConfig) -> None:
             " least as many, choose another name, or give --fresh"
         )
     try:
-        before = msgspec.convert(state.config, RunConfig)
-    except msgspec.ValidationError as error:
+        before = from_store(state.config)
+    except ConfigError as error:
         raise ConfigError(
             f"run {config.name!r} in {config.output} was started by another version of agentrl"
             f" ({error}); choose another name, or give --fresh"
@@ -410,7 +427,7 @@ def _ending(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
-def blocking(work: Coroutine[Any, Any, T]) -> T:
+def run_blocking(work: Coroutine[Any, Any, T]) -> T:
     """Run to the end from a script, or from a notebook whose own event loop is running."""
     try:
         asyncio.get_running_loop()

@@ -16,10 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from agentrl.config import RunConfig, agent_env
-from agentrl.config.policies import claims, remote
+from agentrl.config import RunConfig, agent_env, from_store
+from agentrl.config.policies import has_no_own_policy, policy_by_role
 from agentrl.errors import StoreError
 from agentrl.processes import PHASE, log_to_stderr
 from agentrl.runners.execution import AttemptRunner
@@ -104,9 +102,9 @@ async def start_runner(
             host=config.runner.host,
             port=config.runner.port,
             upstreams=config.upstreams,
-            roles=claims(config),
+            roles=policy_by_role(config),
             policies=config.policies,
-            remote=remote(config),
+            remote=has_no_own_policy(config),
         )
         await asyncio.to_thread(gateway.start)
         try:
@@ -226,7 +224,7 @@ async def _config(store: Store, run: str, stop: asyncio.Event) -> RunConfig | No
     while not stop.is_set():
         state = await store.run(run)
         if state is not None:
-            return agent_env.look_up(msgspec.convert(state.config, RunConfig))
+            return agent_env.with_values(from_store(state.config))
         cursor = await store.wait(cursor, timeout=1.0)
     return None
 

@@ -6,9 +6,11 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import UnionType
+from typing import Any, get_args
 
-import msgspec
 import pytest
+from msgspec.structs import fields
 
 from agentrl.algorithms.train.build import load_algorithms
 from agentrl.config import RunConfig, load
@@ -50,13 +52,16 @@ def test_every_way_to_train_is_one(run_file: str, rest: str) -> None:
 
 def test_the_table_names_settings() -> None:
     names = set(re.findall(r"`([a-z_]+(?:\.[a-z_]+)*)`", README.read_text()))
-    tables = {field.name: field.type for field in msgspec.structs.fields(RunConfig)}
+    tables = {field.name: field.type for field in fields(RunConfig)}
     found = {name for name in names if name.split(".")[0] in tables and not name.endswith(".py")}
     assert {"policy.lora", "learner.packing", "metrics.sinks"} <= found
     for name in found:
-        kind: type = RunConfig
+        kind: Any = RunConfig
         for part in name.split("."):
-            kind = {field.name: field.type for field in msgspec.structs.fields(kind)}[part]
+            kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+            known = {field.name: field.type for one in kinds for field in fields(one)}
+            known |= {one.__struct_config__.tag_field: str for one in kinds}
+            kind = known[part]
 
 
 NOUNS = re.findall(

@@ -13,14 +13,14 @@ from agentrl.algorithms.diagnostics.explain import Explanation, brief, explain, 
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.presets import catalogue as presets
 from agentrl.algorithms.presets.registry import EMPTY, Supply, options_of
-from agentrl.config import RunConfig
+from agentrl.config import RunConfig, from_store
 from agentrl.config import policies as team
 from agentrl.errors import StoreError
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.types import Credit, Group, Purpose, Rollout
 
-EVERYTHING: tuple[Supply, ...] = ("o", "b", "q", "t", "v", "k", "e")
+ALL_STREAMS: tuple[Supply, ...] = ("o", "b", "q", "t", "v", "k", "e")
 
 
 def catalogue() -> list[str]:
@@ -36,14 +36,18 @@ def record(name: str) -> list[str]:
     """The answers of one algorithm, and its options with their defaults."""
     options = options_of(name)
     needed = {key: _example(key) for key, default in options.items() if default is EMPTY}
-    algo = presets.make(name, needed, streams=EVERYTHING)
-    lines = [name, *(f"  {key:<12} {answer}" for key, answer in answers(algo).items()), "options"]
+    algo = presets.make(name, needed, streams=ALL_STREAMS)
+    lines = [
+        name,
+        *(f"  {key:<12} {answer}" for key, answer in record_fields(algo).items()),
+        "options",
+    ]
     for key, default in options.items():
         lines.append(f"  {key} = {'(required)' if key in needed else _plain(default)}")
     return lines
 
 
-def answers(algo: Algo) -> dict[str, str]:
+def record_fields(algo: Algo) -> dict[str, str]:
     """What an algorithm says to each question."""
     remembered = ", ".join(memory.name for memory in algo.memories)
     supply = sorted(algo.needs) + (["v"] if algo.critic else []) + (["k"] if algo.symbols else [])
@@ -61,7 +65,7 @@ def answers(algo: Algo) -> dict[str, str]:
     }
 
 
-async def explained(store_url: str, rollout: str, *, tokens: bool) -> list[str]:
+async def explain_rollout(store_url: str, rollout: str, *, tokens: bool) -> list[str]:
     """How the tokens of a rollout got their numbers, from what the store holds of its step.
 
     Raises StoreError for an unknown rollout."""
@@ -76,14 +80,14 @@ async def explained(store_url: str, rollout: str, *, tokens: bool) -> list[str]:
         groups = await _groups(store, trace.rollout)
         members = [member.id for group in groups for member in group.rollouts]
         credits = [row for id in members for row in await store.credits(id)]
-    config = msgspec.convert(state.config, RunConfig)
+    config = from_store(state.config)
     step = trace.rollout.trained
     lines = []
-    for policy in team.trained(config):
+    for policy in team.trained_policies(config):
         explanation = _of_policy(team.view(config, policy), policy, groups, credits)
         if config.policies:
             lines.append(f"policy {policy}")
-            if step is not None and not team.learns(config, policy, step):
+            if step is not None and not team.learns_in_step(config, policy, step):
                 lines.append(f"  step {step} was not its turn to learn")
                 continue
             if rollout not in explanation.batch.rollouts:
@@ -104,7 +108,7 @@ def _of_policy(
     """What one policy made of the groups of a step, by its own view of the run."""
     settings = config.algorithm
     algo = presets.make(
-        settings.preset, settings.options, streams=EVERYTHING, root=Path(config.root)
+        settings.preset, settings.options, streams=ALL_STREAMS, root=Path(config.root)
     )
     own = {row.transition: row for row in credits if row.policy == policy}
     return explain(algo, groups, min_group=settings.min_group, credits=own, policy=policy)
@@ -158,7 +162,7 @@ def _fields(name: str) -> str:
     """What a preset sets besides credit, or a modifier changes of its host."""
     host = "reinforce" + name if name.startswith("+") else name
     needed = {key: _example(key) for key, default in options_of(host).items() if default is EMPTY}
-    algo = presets.make(host, needed, streams=EVERYTHING)
+    algo = presets.make(host, needed, streams=ALL_STREAMS)
     base = presets.make("reinforce", {}) if name.startswith("+") else Algo(algo.credit)
     names = {"credit": "credit", "gates": "gates", "penalties": "penalties", "agg": "average",
              "keep": "filter"}  # fmt: skip

@@ -12,6 +12,8 @@ import click
 
 from agentrl import __version__
 from agentrl.cli.export import export
+from agentrl.cli.settings import config as config_group
+from agentrl.cli.settings import init
 from agentrl.cli.store import store as store_group
 from agentrl.config import RunConfig, load, to_toml
 from agentrl.errors import AgentRLError
@@ -25,7 +27,8 @@ def cli() -> None:
     """Reinforcement learning for the agents people already have."""
 
 
-cli.add_command(export)
+for command in (config_group, export, init, store_group):
+    cli.add_command(command)
 
 
 def _log_level(context: click.Context, option: click.Parameter, value: str | None) -> None:
@@ -208,9 +211,9 @@ def show(rollout: str, store: str | None) -> None:
 @click.option("--store", help="Store URL; default: the one of the run the rollout names.")
 def explain(rollout: str, tokens: bool, store: str | None) -> None:
     """Print how the tokens of ROLLOUT got their numbers: from reward rows to psi."""
-    from agentrl.cli.algorithms import echo, explained
+    from agentrl.cli.algorithms import echo, explain_rollout
 
-    echo(asyncio.run(explained(store or _store_of(rollout), rollout, tokens=tokens)))
+    echo(asyncio.run(explain_rollout(store or _store_of(rollout), rollout, tokens=tokens)))
 
 
 @cli.command()
@@ -305,7 +308,7 @@ def play_lineups(config_file: Path, plan_file: Path) -> None:
     import msgspec
 
     from agentrl.algorithms.train.play import main as play
-    from agentrl.config.players import EvaluationPlan
+    from agentrl.config.evaluation_plan import EvaluationPlan
 
     config = msgspec.json.decode(config_file.read_bytes(), type=RunConfig)
     play(config, msgspec.json.decode(plan_file.read_bytes(), type=EvaluationPlan))
@@ -325,9 +328,6 @@ def start_sinks(config_file: Path) -> None:
     from agentrl.telemetry.sinks.process import main as write_metrics
 
     write_metrics(msgspec.json.decode(config_file.read_bytes(), type=RunConfig))
-
-
-cli.add_command(store_group)
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ def go_back(config: RunConfig, start: str) -> None:
 
     Raises ConfigError, with nothing changed, for what this run has not been, DamagedError for what
     is not whole."""
-    trainer.blocking(_go_back(trainer.conceal(config), start))
+    trainer.run_blocking(_go_back(trainer.hide_secrets(config), start))
 
 
 async def _go_back(config: RunConfig, start: str) -> None:

@@ -16,7 +16,7 @@ from agentrl.errors import ConfigError
 VARIABLE = "AGENTRL_AGENT_ENV"  # JSON object of the values
 
 
-def hide(config: RunConfig) -> RunConfig:
+def without_values(config: RunConfig) -> RunConfig:
     """The settings with empty values, which this process and what it starts can look up."""
     known = _known()
     values = {name: value for name, value in config.agent.env.items() if value or name not in known}
@@ -25,7 +25,7 @@ def hide(config: RunConfig) -> RunConfig:
     return _with(config, dict.fromkeys(config.agent.env, ""))
 
 
-def look_up(config: RunConfig) -> RunConfig:
+def with_values(config: RunConfig) -> RunConfig:
     """The settings with the values. Raises ConfigError for a variable that has none here."""
     given = {name: value for name, value in config.agent.env.items() if value}
     known = os.environ | _known() | given

@@ -17,3 +17,11 @@ Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all tables of the run file."""
+
+
+EXTERNAL = "external"  # tag of kinds from outside the library; their `factory` is the given name
+
+
+def kind_of(section: Section) -> str:
+    """How the run file names the kind of a table that has several."""
+    return getattr(section, "factory", "") or str(section.__struct_config__.tag)

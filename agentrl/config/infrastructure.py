@@ -1,11 +1,23 @@
-"""The tables of the run file about by what a run is done, and where: what trains, what answers the
-policy's calls, what runs the agents."""
+"""The infrastructure settings: what trains, what answers the policy's calls, what runs the agents.
+
+A table with several kinds has one class per kind, which its tag names (`kind` or `executor`). So a
+kind has the settings that it reads and no others; what all kinds read is in their base.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from agentrl.config.base import Count, Natural, NonNegative, Port, Seconds, Section
+from agentrl.config.base import (
+    EXTERNAL,
+    Count,
+    Natural,
+    NonNegative,
+    Port,
+    Seconds,
+    Section,
+    kind_of,
+)
 
 ENGINES = ("embedded", "vllm")
 LEARNERS = ("torch", "verl")
@@ -22,27 +34,52 @@ class VerlConfig(Section, frozen=True):
     timeout: Seconds = 1800.0  # of one call: an update, or loading the model
 
 
-class LearnerConfig(Section, frozen=True):
-    kind: str = "torch"  # in one process; verl: its workers on many GPUs; or your own: file.py:name
+class LearnerConfig(Section, frozen=True, tag_field="kind"):
+    """What every learner reads."""
+
     token_budget: Count = 4096  # tokens forwarded at once; gradients of all are summed
     gradient_checkpointing: bool = False  # recompute activations: less memory, more time
-    fp32_head: bool = False  # logits of a bfloat16 policy in float32
-    optimizer: Literal["adamw", "adamw8bit", "paged_adamw8bit"] = "adamw"
     # What branches have in common: again, or once. auto: trie; with verl rows, as it has no other
     packing: Literal["auto", "rows", "trie"] = "auto"
-    threads: Natural = 0  # 0: all cores; of a small model one, where that is measured to be faster
-    verl: VerlConfig = VerlConfig()
+
+    @property
+    def kind(self) -> str:
+        return kind_of(self)
 
     @property
     def packed(self) -> Literal["rows", "trie"]:
-        """By what computes in one process."""
+        """How models in the algorithm process pack their rows."""
         return "trie" if self.packing == "auto" else self.packing
+
+
+class TorchLearnerConfig(LearnerConfig, frozen=True, tag="torch"):
+    """Training in the algorithm process."""
+
+    fp32_head: bool = False  # logits of a bfloat16 policy in float32
+    optimizer: Literal["adamw", "adamw8bit", "paged_adamw8bit"] = "adamw"
+    threads: Natural = 0  # 0: all cores; of a small model one, where that is measured to be faster
+
+
+class VerlLearnerConfig(LearnerConfig, frozen=True, tag="verl"):
+    """Training by verl's workers, on many GPUs."""
+
+    verl: VerlConfig = VerlConfig()
+
+
+class ExternalLearnerConfig(LearnerConfig, frozen=True, kw_only=True, tag=EXTERNAL):
+    """A learner of the user's."""
+
+    factory: str  # "file.py:name", "package.module:name" or the name of an entry point
+    options: dict[str, Any] = {}  # free keys, which the factory is given
+
+
+Learner = TorchLearnerConfig | VerlLearnerConfig | ExternalLearnerConfig
 
 
 class VllmConfig(Section, frozen=True):
     """A vLLM child process, or servers that run already, for `engine.kind = "vllm"`."""
 
-    urls: list[str] = []  # http://host:port of servers that run already; none: a child process
+    urls: list[str] = []  # http://HOST:PORT of servers that run already; none: a child process
     key_env: str = ""  # environment variable with the API key of those servers, if they have one
     start_timeout: Seconds = 300.0  # until it must answer
     timeout: Seconds = 60.0  # for calls in flight to end before an update, and for the update
@@ -53,18 +90,58 @@ class VllmConfig(Section, frozen=True):
     tool_parser: str = "hermes"
     arguments: list[str] = []  # more arguments of `vllm serve`
 
+    def __post_init__(self) -> None:
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"engine.vllm.urls = {url!r}: give it as http://HOST:PORT")
+        for name, default in (("arguments", []), ("tool_parser", "hermes")):
+            if self.urls and getattr(self, name) != default:
+                raise ValueError(
+                    f"engine.vllm.{name} is for a vLLM child, and engine.vllm.urls are servers that"
+                    " run already; start those with it"
+                )
 
-class EngineConfig(Section, frozen=True):
-    """The policy server."""
 
-    kind: str = "embedded"  # in the learner's process; vllm: beside it; or your own: file.py:name
+class EngineConfig(Section, frozen=True, tag_field="kind"):
+    """What every policy server reads."""
+
     host: str = "127.0.0.1"  # where it listens, and where runners call it
     port: Port = 0  # 0: any free one
     advertise: str = ""  # the address by which runners elsewhere call it, where that is not `host`
     max_batch: Count = 64  # calls decoded together
     max_context: Count = 2048  # tokens of prompt and completion
     threads: Count = 1
+
+    @property
+    def kind(self) -> str:
+        return kind_of(self)
+
+    def __post_init__(self) -> None:
+        if self.host in ("0.0.0.0", "::") and not self.advertise:
+            raise ValueError(
+                f"engine.host = {self.host!r} listens everywhere and is no address that a runner "
+                "could call; set engine.advertise to this machine's"
+            )
+
+
+class EmbeddedEngineConfig(EngineConfig, frozen=True, tag="embedded"):
+    """A policy server in the algorithm process."""
+
+
+class VllmEngineConfig(EngineConfig, frozen=True, tag="vllm"):
+    """vLLM beside the algorithm process."""
+
     vllm: VllmConfig = VllmConfig()
+
+
+class ExternalEngineConfig(EngineConfig, frozen=True, kw_only=True, tag=EXTERNAL):
+    """A policy server of the user's."""
+
+    factory: str  # "file.py:name", "package.module:name" or the name of an entry point
+    options: dict[str, Any] = {}  # free keys, which the factory is given
+
+
+Engine = EmbeddedEngineConfig | VllmEngineConfig | ExternalEngineConfig
 
 
 class PoolConfig(Section, frozen=True):
@@ -80,7 +157,7 @@ class PoolConfig(Section, frozen=True):
 class ContainerConfig(Section, frozen=True):
     """A container for each rollout, for `executor = "container"`."""
 
-    image: str = ""
+    image: str  # that holds the agent
     network: str = ""  # of `docker run`; with "host" the gateway's loopback address is reached
     options: list[str] = []  # more arguments of `docker run`
     cli: str = "docker"  # or podman
@@ -99,9 +176,9 @@ class KubernetesConfig(Section, frozen=True):
 EXECUTORS = ("auto", "async", "threads", "pool", "command", "container", "kubernetes")
 
 
-class RunnerConfig(Section, frozen=True):
-    # One of EXECUTORS, an entry point of the group agentrl.executors, or "file.py:name".
-    executor: str = "auto"  # command if the agent is one, else async
+class RunnerConfig(Section, frozen=True, tag_field="executor", tag="auto"):
+    """What runners read with every executor. auto: command if the agent is one, else async."""
+
     processes: Natural = 1  # 0: runners are started elsewhere
     concurrency: Count = 64  # rollouts at a time in one process
     lease: Seconds = 15.0  # without a heartbeat until a rollout is given to another runner
@@ -110,7 +187,57 @@ class RunnerConfig(Section, frozen=True):
     host: str = "127.0.0.1"  # where the gateway listens
     port: Port = 0  # of the gateway; 0: any free one
     advertise: str = ""  # how a container or a job calls the gateway's host
-    pool: PoolConfig = PoolConfig()
-    container: ContainerConfig = ContainerConfig()
-    kubernetes: KubernetesConfig = KubernetesConfig()
     framework_spans: bool = False  # record steps by OpenInference, with inputs and outputs: slower
+
+    @property
+    def executor(self) -> str:
+        return kind_of(self)
+
+
+class AsyncRunnerConfig(RunnerConfig, frozen=True, tag="async"):
+    """The agent runs in the runner's event loop."""
+
+
+class ThreadsRunnerConfig(RunnerConfig, frozen=True, tag="threads"):
+    """The agent runs in threads of the runner."""
+
+
+class CommandRunnerConfig(RunnerConfig, frozen=True, tag="command"):
+    """`agent.command` runs as a process for each rollout."""
+
+
+class PoolRunnerConfig(RunnerConfig, frozen=True, tag="pool"):
+    """The agent runs in warm processes."""
+
+    pool: PoolConfig = PoolConfig()
+
+
+class ContainerRunnerConfig(RunnerConfig, frozen=True, kw_only=True, tag="container"):
+    """The agent runs in a container for each rollout."""
+
+    container: ContainerConfig
+
+
+class KubernetesRunnerConfig(RunnerConfig, frozen=True, tag="kubernetes"):
+    """The agent runs in a Job for each rollout."""
+
+    kubernetes: KubernetesConfig = KubernetesConfig()
+
+
+class ExternalRunnerConfig(RunnerConfig, frozen=True, kw_only=True, tag=EXTERNAL):
+    """An executor of the user's."""
+
+    factory: str  # "file.py:name", "package.module:name" or the name of an entry point
+    options: dict[str, Any] = {}  # free keys, which the factory is given
+
+
+Runner = (
+    RunnerConfig
+    | AsyncRunnerConfig
+    | ThreadsRunnerConfig
+    | CommandRunnerConfig
+    | PoolRunnerConfig
+    | ContainerRunnerConfig
+    | KubernetesRunnerConfig
+    | ExternalRunnerConfig
+)

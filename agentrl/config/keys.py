@@ -1,15 +1,22 @@
-"""Keys of the run file: their paths, those that it has, and the nearest to one that it has not."""
+"""Keys of the run file: which of them a table has, and how messages name them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from importlib.metadata import entry_points
+from types import UnionType
 from typing import Any, get_args
 
 import msgspec
 
+from agentrl.config.base import EXTERNAL
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError, nearest
+
+Struct = type[msgspec.Struct]
+Structs = tuple[Struct, ...]
+GROUPS = {"engine": "engines", "learner": "learners", "runner": "executors"}  # of entry points
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -24,36 +31,131 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def check_keys(
-    section: type[msgspec.Struct], data: Mapping[str, Any], *, prefix: str, source: str
-) -> None:
-    """Raises ConfigError for a key that a table, or one inside it, does not have."""
-    types = {field.name: field.type for field in msgspec.structs.fields(section)}
-    for key, value in data.items():
-        if key not in types:
-            where = f" in [{prefix.rstrip('.')}]" if prefix else ""
+    section: Struct, data: Mapping[str, Any], *, source: str, prefix: str = "", stored: bool = False
+) -> dict[str, Any]:
+    """The table as its type reads it: with the kind of every table that has several, and without
+    settings of other kinds that are at their defaults and so change nothing.
+
+    stored: also without those that are not, which earlier versions kept. Raises ConfigError for a
+    key that a table, or one inside it, does not have."""
+    return _Reader(source, stored).table((section,), data, prefix)
+
+
+def field_types(section: Struct) -> dict[str, Any]:
+    return {field.name: field.type for field in msgspec.structs.fields(section)}
+
+
+class _Reader:
+    def __init__(self, source: str, stored: bool) -> None:
+        self.source, self.stored = source, stored
+
+    def table(self, kinds: Structs, data: Mapping[str, Any], path: str) -> dict[str, Any]:
+        """kinds: the type of the table, or one for each of its kinds, the default first."""
+        section, found = self._choose(kinds, dict(data), path)
+        types = field_types(section)
+        for key, value in list(found.items()):
+            if key in types:
+                found[key] = self._value(types[key], value, f"{path}{key}.")
+            elif key != section.__struct_config__.tag_field:
+                self._check_other(kinds, section, found, key, path)
+                del found[key]
+        return found
+
+    def _value(self, kind: Any, value: Any, path: str) -> Any:
+        if not isinstance(value, dict):
+            return value
+        if structs := _structs(kind):
+            return self.table(structs, value, path)
+        structs = _structs(get_args(kind)[-1]) if get_args(kind) else ()
+        if not structs:
+            return value
+        return {
+            name: self.table(structs, inner, f"{path}{name}.") if isinstance(inner, dict) else inner
+            for name, inner in value.items()
+        }
+
+    def _choose(
+        self, kinds: Structs, data: dict[str, Any], path: str
+    ) -> tuple[Struct, dict[str, Any]]:
+        """The type of a table of several kinds. What only it has and needs may be left out."""
+        field = kinds[0].__struct_config__.tag_field
+        if field is None:
+            return kinds[0], data
+        by_tag = {str(kind.__struct_config__.tag): kind for kind in kinds}
+        tag = str(data.setdefault(field, next(iter(by_tag))))
+        if tag not in by_tag:
+            own = sorted(by_tag.keys() - {EXTERNAL})
+            registered: list[str] = []
+            if EXTERNAL in by_tag:
+                registered = list(entry_points(group=f"agentrl.{GROUPS[path[:-1]]}").names)
+            if EXTERNAL not in by_tag or not (":" in tag or tag in registered):
+                raise ConfigError(
+                    f"{self.source}: {path}{field} = {tag!r}; {nearest(tag, own + registered)}"
+                )
+            data |= {field: EXTERNAL, "factory": tag}
+        section = by_tag[data[field]]
+        for name, kind in field_types(section).items():
+            if name == tag and _structs(kind):
+                data.setdefault(name, {})
+        return section, data
+
+    def _check_other(
+        self, kinds: Structs, section: Struct, data: dict[str, Any], key: str, path: str
+    ) -> None:
+        """Raises ConfigError for a key that a table does not have, unless it is of another of its
+        kinds and changes nothing."""
+        others = [kind for kind in kinds if key in field_types(kind)]
+        if not others:
+            where = f" in [{path.rstrip('.')}]" if path else ""
+            known = field_types(section)
             raise ConfigError(
-                f"{source}: unknown key {prefix + key!r}{where}; {nearest(key, types)}"
+                f"{self.source}: unknown key {path + key!r}{where}; {nearest(key, known)}"
             )
-        kind = types[key]
-        if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and isinstance(value, dict):
-            check_keys(kind, value, prefix=f"{prefix}{key}.", source=source)
-        elif isinstance(value, dict):
-            inner = get_args(kind)[-1] if get_args(kind) else Any
-            if isinstance(inner, type) and issubclass(inner, msgspec.Struct):
-                for name, table in value.items():
-                    if isinstance(table, dict):
-                        where = f"{prefix}{key}.{name}."
-                        check_keys(inner, table, prefix=where, source=source)
+        given = flatten({key: data[key]})
+        default = flatten({key: default_of(others[0], key)})
+        changed = [name for name, value in given.items() if value != default.get(name)]
+        if changed and not self.stored:
+            field = str(section.__struct_config__.tag_field)
+            names = (str(other.__struct_config__.tag) for other in others)
+            tags = " or ".join(repr(n if n != EXTERNAL else "file.py:name") for n in names)
+            raise ConfigError(
+                f"{self.source}: {path}{changed[0]} is for {path}{field} = {tags}, and it is "
+                f"{data[field]!r}"
+            )
 
 
-def said(message: str) -> str:
-    """What msgspec says, with the key as it is in the run file and the words that it may be."""
+def default_of(section: Struct, name: str) -> Any:
+    """The default of a field, as JSON has it; NODEFAULT where it must be set."""
+    field = next(field for field in msgspec.structs.fields(section) if field.name == name)
+    if field.default_factory is not msgspec.NODEFAULT:
+        return field.default_factory()
+    return msgspec.NODEFAULT if field.required else msgspec.to_builtins(field.default)
+
+
+def format_validation_error(message: str) -> str:
+    """A message of msgspec's with the key as it is in the run file, and the words it may be."""
+    missing = re.fullmatch(r"Object missing required field `(\w+)`(?: - at `\$\.(.*)`)?", message)
+    if missing is not None:
+        return f"{missing[2]}.{missing[1]} is missing"
     wrong = re.fullmatch(r"Invalid enum value '(.*)' - at `\$\.(.*)`", message, re.DOTALL)
     if wrong is None:
         return message.replace("`$.", "`").replace("`$`", "the top level")
-    kind: Any = RunConfig
-    for name, inner in re.findall(r"(\w+)(\[\.\.\.\])?", wrong[2]):
-        kind = next(field.type for field in msgspec.structs.fields(kind) if field.name == name)
+    words = (word for kind in _kinds_at(wrong[2]) for word in get_args(kind))
+    return f"{wrong[2]} = {wrong[1]!r}; {nearest(wrong[1], map(str, words))}"
+
+
+def _kinds_at(path: str) -> Iterator[Any]:
+    """The types of a key, as messages of msgspec's name it."""
+    kinds: list[Any] = [RunConfig]
+    for name, inner in re.findall(r"(\w+)(\[\.\.\.\])?", path):
+        tables = [field_types(struct) for kind in kinds for struct in _structs(kind)]
+        kinds = [table[name] for table in tables if name in table]
         if inner:
-            kind = get_args(kind)[-1]
-    return f"{wrong[2]} = {wrong[1]!r}; {nearest(wrong[1], map(str, get_args(kind)))}"
+            kinds = [get_args(kind)[-1] for kind in kinds]
+    yield from kinds
+
+
+def _structs(kind: Any) -> Structs:
+    """The struct that a type is, or those of a union."""
+    every = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    return tuple(one for one in every if isinstance(one, type) and issubclass(one, msgspec.Struct))

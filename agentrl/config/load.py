@@ -1,7 +1,7 @@
 """The run file: TOML into typed settings. An unknown key is an error with its path.
 
-The settings themselves are in `sections` and `deployment`, what they mean together in `checks`;
-everybody else has them from here.
+The settings themselves are in `schema` and `infrastructure`, checks of what they mean together in
+`validate`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 
 from agentrl.config import validate
-from agentrl.config.keys import check_keys, flatten, said
+from agentrl.config.infrastructure import TorchLearnerConfig
+from agentrl.config.keys import check_keys, flatten, format_validation_error
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.store.urls import split_secret
@@ -40,11 +41,10 @@ def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
 
 def resolve(data: Mapping[str, Any], *, source: str) -> RunConfig:
     """Typed settings from a mapping, with every path absolute."""
-    check_keys(RunConfig, data, prefix="", source=source)
     try:
-        config = msgspec.convert(data, RunConfig)
+        config = msgspec.convert(check_keys(RunConfig, data, source=source), RunConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{source}: {said(str(error))}") from None
+        raise ConfigError(f"{source}: {format_validation_error(str(error))}") from None
     validate.check(config, source)
     output = Path(config.output or Path("runs", config.name)).resolve()
     return msgspec.structs.replace(
@@ -53,6 +53,15 @@ def resolve(data: Mapping[str, Any], *, source: str) -> RunConfig:
         output=str(output),
         store=config.store or f"sqlite:///{output / 'store.db'}",
     )
+
+
+def from_store(data: Mapping[str, Any]) -> RunConfig:
+    """The settings of a run as its store has them, also if an earlier version wrote them. Raises
+    ConfigError where this one does not know what they say."""
+    try:
+        return msgspec.convert(check_keys(RunConfig, data, source="store", stored=True), RunConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"store: {format_validation_error(str(error))}") from None
 
 
 def to_toml(config: RunConfig) -> str:
@@ -69,7 +78,11 @@ def to_toml(config: RunConfig) -> str:
                 table(value, f"{prefix}.{_toml_key(key)}" if prefix else key)
 
     public, _ = split_secret(config.store)
-    table(msgspec.to_builtins(msgspec.structs.replace(config, store=public)), "")
+    values = msgspec.to_builtins(msgspec.structs.replace(config, store=public))
+    for section, field in (("engine", "kind"), ("learner", "kind"), ("runner", "executor")):
+        if "factory" in values[section]:
+            values[section][field] = values[section].pop("factory")
+    table(values, "")
     return "\n".join(lines) + "\n"
 
 
@@ -79,8 +92,10 @@ def differences(old: RunConfig, new: RunConfig) -> list[str]:
     ignored |= {"metrics", "max_empty_steps"}
     # Either learner goes on from the other's checkpoint, on any number of GPUs.
     placement = ("learner.kind", "learner.packing", "learner.verl.")
+    base = flatten({"learner": msgspec.to_builtins(TorchLearnerConfig())})
     before, after = (
-        _moved(flatten(msgspec.to_builtins(config)), Path(config.output))
+        base
+        | _moved(flatten(msgspec.to_builtins(config)), Path(config.output))
         | {"policies": list(config.policies)}  # their order
         for config in (old, new)
     )

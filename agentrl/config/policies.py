@@ -23,7 +23,7 @@ from agentrl.config.schema import (
 )
 from agentrl.types import POLICY
 
-FIRST = "first"  # who stands in for a role: its own policy as training began with it
+INITIAL = "first"  # who stands in for a role: its own policy as training began with it
 TABLES: dict[str, type[msgspec.Struct]] = {
     "algorithm": AlgorithmConfig,
     "critic": CriticConfig,
@@ -36,25 +36,25 @@ SHARED |= {"branching", "counterfactual", "store_credit"}
 """Settings of `[algorithm]` that are the run's, because all policies learn from the same groups."""
 
 
-def trained(config: RunConfig) -> list[str]:
+def trained_policies(config: RunConfig) -> list[str]:
     """The policies that learn, in the order of the run file."""
     if not config.policies:
         return [POLICY]
     return [name for name, member in config.policies.items() if not member.frozen]
 
 
-def frozen(config: RunConfig) -> list[str]:
+def frozen_policies(config: RunConfig) -> list[str]:
     """The policies that are served and never learn."""
     return [name for name, member in config.policies.items() if member.frozen]
 
 
-def remote(config: RunConfig) -> bool:
+def has_no_own_policy(config: RunConfig) -> bool:
     """Whether `[upstreams]` answer every call: the run has no model of its own."""
     own = config.policies or config.policy.model or config.policy.build
     return bool(config.upstreams) and not own and POLICY not in config.roles.values()
 
 
-def claims(config: RunConfig) -> dict[str, str]:
+def policy_by_role(config: RunConfig) -> dict[str, str]:
     """Role -> the policy or upstream that plays it, from both sides: `[roles]` and `[policies]`."""
     made = {role: name for name, member in config.policies.items() for role in member.roles}
     return made | config.roles
@@ -63,17 +63,17 @@ def claims(config: RunConfig) -> dict[str, str]:
 def stand_ins(config: RunConfig) -> dict[str, str]:
     """Role -> who plays it where the team is measured without it, by the name it is served by."""
     return {
-        role: first_name(player_of(config, role)) if player == FIRST else player
+        role: initial_name(policy_of_role(config, role)) if player == INITIAL else player
         for role, player in config.algorithm.counterfactual.stand_ins.items()
     }
 
 
-def player_of(config: RunConfig, role: str) -> str:
+def policy_of_role(config: RunConfig, role: str) -> str:
     """Who plays a role, named in the run file or not."""
-    return claims(config).get(role, POLICY)
+    return policy_by_role(config).get(role, POLICY)
 
 
-def first_name(policy: str) -> str:
+def initial_name(policy: str) -> str:
     """The name of a policy as training began with it, where that is served too."""
     return f"{policy}@000000"
 
@@ -90,21 +90,21 @@ def view(config: RunConfig, name: str) -> RunConfig:
     return msgspec.structs.replace(
         config,
         policy=_policy(config.policy, member),
-        steps=turns(config, name, config.steps),
+        steps=steps_learned(config, name, config.steps),
         policies={},
         roles={},
         **own,
     )
 
 
-def learns(config: RunConfig, name: str, step: int) -> bool:
+def learns_in_step(config: RunConfig, name: str, step: int) -> bool:
     """Whether it is a policy's turn in a step."""
-    return turns(config, name, step + 1) > turns(config, name, step)
+    return steps_learned(config, name, step + 1) > steps_learned(config, name, step)
 
 
-def turns(config: RunConfig, name: str, step: int) -> int:
+def steps_learned(config: RunConfig, name: str, step: int) -> int:
     """In how many of the steps before `step` a policy learned; 0 for a frozen one."""
-    names, every = trained(config), config.team.every
+    names, every = trained_policies(config), config.team.every
     if name not in names:
         return 0
     place, last = names.index(name), len(names) - 1
@@ -120,7 +120,7 @@ def turns(config: RunConfig, name: str, step: int) -> int:
 def _policy(base: PolicyConfig, member: MemberConfig) -> PolicyConfig:
     # An adapter that is frozen says itself what it is.
     inherited = {} if member.frozen else msgspec.to_builtins(base.lora)
-    lora = merged(inherited, member.lora)
+    lora = merge_tables(inherited, member.lora)
     replace = msgspec.structs.replace
     policy = replace(base, lora=_typed(lora, LoraConfig, "policy.lora"))
     return replace(policy, model=member.model, build="") if member.model else policy
@@ -133,16 +133,16 @@ def _own(config: RunConfig, name: str, key: str) -> Any:
     differs: Mapping[str, Any] = getattr(config.policies[name], key)
     if differs.get("preset", base.get("preset")) != base.get("preset"):
         base["options"] = {}
-    return _typed(merged(base, differs), TABLES[key], key)
+    return _typed(merge_tables(base, differs), TABLES[key], key)
 
 
-def merged(base: Mapping[str, Any], differs: Mapping[str, Any]) -> dict[str, Any]:
+def merge_tables(base: Mapping[str, Any], differs: Mapping[str, Any]) -> dict[str, Any]:
     """`base` with the values of `differs`, table by table."""
     made = dict(base)
     for key, value in differs.items():
         inner = made.get(key)
         if isinstance(inner, Mapping) and isinstance(value, Mapping):
-            made[key] = merged(inner, value)
+            made[key] = merge_tables(inner, value)
         else:
             made[key] = value
     return made

@@ -1,8 +1,8 @@
 """The tables of the run file: every setting with its type, its default and what it means.
 
 Numbers that cannot be are refused by their types, tables that contradict themselves by
-`__post_init__`; what settings of several tables mean together is checked in `checks`. By what and
-where a run is done, which changes nothing of what it learns, is said in `deployment`.
+`__post_init__`; what settings of several tables mean together is checked in `validate`. Settings
+that change nothing of what a run learns are in `infrastructure`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,24 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from agentrl.config.base import Count, Name, Natural, NonNegative, Positive, Seconds, Section
-from agentrl.config.infrastructure import EngineConfig, LearnerConfig, RunnerConfig
+from agentrl.config.base import (
+    Count,
+    Name,
+    Natural,
+    NonNegative,
+    Positive,
+    Seconds,
+    Section,
+    kind_of,
+)
+from agentrl.config.infrastructure import (
+    EmbeddedEngineConfig,
+    Engine,
+    Learner,
+    Runner,
+    RunnerConfig,
+    TorchLearnerConfig,
+)
 from agentrl.team_rewards import EXACT
 from agentrl.types import Sampling
 
@@ -210,20 +226,29 @@ class TeacherConfig(Section, frozen=True):
     model: str = ""  # a checkpoint directory or hub name with the policy's vocabulary
 
 
-class RewardModelConfig(Section, frozen=True):
-    """A model whose scores are rewards, under its name."""
+class RewardModelConfig(Section, frozen=True, tag_field="kind", tag="scalar"):
+    """A model whose scores are rewards, under its name: a decoder with a head of one label."""
 
     model: str  # a checkpoint directory or hub name with the policy's vocabulary
-    # scalar: a decoder with a head of one label; implicit: a decoder, of which it is beta * (log
-    # probability - that of the reference) that is the reward
-    kind: Literal["scalar", "implicit"] = "scalar"
     scope: Literal["rollout", "transition"] = "rollout"  # a reward of the rollout, or of each call
-    beta: Positive = 0.05  # of an implicit one
-    reference: str = ""  # of an implicit one; empty: what the policy begins as
-    train: bool = False  # an implicit one learns from every step, once it has scored it
+
+    @property
+    def kind(self) -> str:
+        return kind_of(self)
+
+
+class ImplicitRewardModelConfig(RewardModelConfig, frozen=True, tag="implicit"):
+    """A decoder, of which beta * (log probability - that of the reference) is the reward."""
+
+    beta: Positive = 0.05
+    reference: str = ""  # a checkpoint directory or hub name; empty: what the policy begins as
+    train: bool = False  # it learns from every step, once it has scored it
     # from outcomes from 0 to 1 (PRIME), or from pairs of rollouts of a group (iStar)
     loss: Literal["outcome", "pairs"] = "outcome"
     lr: Positive = 1e-6  # constant, where it learns
+
+
+RewardModel = RewardModelConfig | ImplicitRewardModelConfig
 
 
 class UpstreamConfig(Section, frozen=True):
@@ -252,40 +277,55 @@ class EvalConfig(Section, frozen=True):
     temperature: NonNegative = 0.0  # everything else is sampled as in training
 
 
-class SelfplayConfig(Section, frozen=True):
-    """Whom the trained policy plays against, in games of several seats."""
+class SelfplayConfig(Section, frozen=True, tag_field="opponents", tag="self"):
+    """Games of several seats, all of which the trained policy plays."""
 
-    seats: list[str] = []  # roles of the game; the policy plays one of them, or against itself all
-    policy: str = ""  # whose games they are; default: the one policy that is trained
-    # self: no others. Of the pool: the newest snapshot, any, or by how often the policy beats them:
-    # the hardest, or those of its own strength.
-    opponents: Literal["self", "latest", "uniform", "pfsp"] = "self"
-    pfsp: Literal["hard", "variance"] = "hard"
+    seats: list[str] = []  # roles of the game; none: no self-play
+    policy: str = ""  # that plays; default: the one policy that is trained
+
+    @property
+    def opponents(self) -> str:
+        return kind_of(self)
+
+    def __post_init__(self) -> None:
+        if len(set(self.seats)) != len(self.seats) or len(self.seats) == 1:
+            raise ValueError("seats are two or more roles, each named once")
+        if self.policy and not self.seats:
+            raise ValueError("policy means nothing without seats: the roles of the game")
+
+
+class SnapshotOpponents(SelfplayConfig, frozen=True, kw_only=True):
+    """The trained policy plays one of the seats, and snapshots of it play the others."""
+
+    seats: Annotated[list[str], msgspec.Meta(min_length=2)]
     self_share: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.5  # of groups, against itself
     every: Count = 10  # steps from one snapshot to the next
     pool: Count = 8  # snapshots that are kept
     k: Positive = 16.0  # points of Elo that a game is about
 
-    def __post_init__(self) -> None:
-        if len(set(self.seats)) != len(self.seats) or len(self.seats) == 1:
-            raise ValueError("seats are two or more roles, each named once")
-        fields = [field for field in msgspec.structs.fields(self) if field.name != "seats"]
-        given = [field.name for field in fields if getattr(self, field.name) != field.default]
-        if given and not self.seats:
-            raise ValueError(f"{given[0]} means nothing without seats: the roles of the game")
-        pooled = [name for name in given if name not in ("policy", "opponents")]
-        if pooled and self.opponents == "self":
-            raise ValueError(
-                f"{pooled[0]} is about a pool of opponents, and opponents = 'self' has none"
-            )
-        if "pfsp" in given and self.opponents != "pfsp":
-            raise ValueError("pfsp is for opponents = 'pfsp'")
+
+class LatestOpponents(SnapshotOpponents, frozen=True, tag="latest"):
+    """The newest snapshot plays."""
+
+
+class UniformOpponents(SnapshotOpponents, frozen=True, tag="uniform"):
+    """Every snapshot plays equally often."""
+
+
+class PfspOpponents(SnapshotOpponents, frozen=True, tag="pfsp"):
+    """Snapshots play by how often the policy beats them (prioritised fictitious self-play)."""
+
+    pfsp: Literal["hard", "variance"] = "hard"  # most often the hardest, or those of equal strength
+
+
+Selfplay = SelfplayConfig | LatestOpponents | UniformOpponents | PfspOpponents
 
 
 class MetricsConfig(Section, frozen=True):
     """Where metrics go besides the store. Each sink is an extra: `pip install 'agentrl[wandb]'`."""
 
-    sinks: list[str] = []  # tensorboard, wandb, mlflow, trackio, or your own: file.py:name
+    sinks: list[str] = []  # tensorboard, wandb, mlflow, trackio, or your own as "file.py:name"
+    options: dict[str, Any] = {}  # free keys, which sinks of your own are given
     project: Annotated[str, msgspec.Meta(min_length=1)] = "agentrl"  # there; MLflow's experiment
 
 
@@ -312,12 +352,12 @@ class RunConfig(Section, frozen=True):
     critic: CriticConfig = CriticConfig()
     reference: ReferenceConfig = ReferenceConfig()
     teacher: TeacherConfig = TeacherConfig()
-    reward_models: dict[Name, RewardModelConfig] = {}  # by the name of their reward
-    learner: LearnerConfig = LearnerConfig()
-    engine: EngineConfig = EngineConfig()
-    runner: RunnerConfig = RunnerConfig()
+    reward_models: dict[Name, RewardModel] = {}  # by the name of their reward
+    learner: Learner = TorchLearnerConfig()
+    engine: Engine = EmbeddedEngineConfig()
+    runner: Runner = RunnerConfig()
     eval: EvalConfig = EvalConfig()
-    selfplay: SelfplayConfig = SelfplayConfig()
+    selfplay: Selfplay = SelfplayConfig()
     metrics: MetricsConfig = MetricsConfig()
     upstreams: dict[Name, UpstreamConfig] = {}  # by name, which is a model name for the agent too
     roles: dict[str, str] = {}  # role -> the upstream or policy that answers it

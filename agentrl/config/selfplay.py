@@ -11,14 +11,15 @@ from math import ceil, isfinite
 from statistics import fmean
 
 from agentrl.config import policies as team
-from agentrl.config.schema import RunConfig
+from agentrl.config.infrastructure import VllmConfig, VllmEngineConfig
+from agentrl.config.schema import RunConfig, SnapshotOpponents
 from agentrl.errors import ConfigError
 from agentrl.types import POLICY, Rollout, RolloutState, Scope
 
 
-def player(config: RunConfig) -> str:
+def learning_policy(config: RunConfig) -> str:
     """The policy that plays against itself and its pool."""
-    return config.selfplay.policy or team.trained(config)[0]
+    return config.selfplay.policy or team.trained_policies(config)[0]
 
 
 def check(config: RunConfig, source: str) -> None:
@@ -26,7 +27,7 @@ def check(config: RunConfig, source: str) -> None:
     settings = config.selfplay
     if not settings.seats:
         return
-    trained = team.trained(config)
+    trained = team.trained_policies(config)
     if settings.policy and settings.policy not in trained:
         raise ConfigError(
             f"{source}: selfplay.policy = {settings.policy!r} is none of those that learn: "
@@ -37,40 +38,44 @@ def check(config: RunConfig, source: str) -> None:
             f"{source}: selfplay.policy is not set, and {', '.join(trained)} learn; name the one "
             "that plays"
         )
-    claims = team.claims(config)
+    claims = team.policy_by_role(config)
     for role in settings.seats:
-        if claims.get(role, player(config)) != player(config):
+        if claims.get(role, learning_policy(config)) != learning_policy(config):
             raise ConfigError(
                 f"{source}: selfplay.seats names {role!r}, which {claims[role]!r} plays by [roles] "
                 "or [policies]; leave it out there"
             )
     size, seats = config.algorithm.group_size, len(settings.seats)
-    if settings.opponents != "self" and size % seats:
+    if not isinstance(settings, SnapshotOpponents):
+        return
+    if size % seats:
         raise ConfigError(
             f"{source}: algorithm.group_size = {size} is no multiple of the {seats} "
             "selfplay.seats, which the policy plays equally often in every group"
         )
-    if settings.opponents != "self" and config.engine.kind == "vllm":
-        _check_room(config, source)
+    if isinstance(config.engine, VllmEngineConfig):
+        _check_room(config, settings, config.engine.vllm, source)
 
 
-def _check_room(config: RunConfig, source: str) -> None:
+def _check_room(
+    config: RunConfig, settings: SnapshotOpponents, vllm: VllmConfig, source: str
+) -> None:
     """That vLLM has room for the policy and its snapshots."""
     views = {name: team.view(config, name).policy for name in config.policies or [POLICY]}
-    own = views[player(config)]
+    own = views[learning_policy(config)]
     if not own.lora.rank:
         raise ConfigError(
-            f"{source}: selfplay.opponents = {config.selfplay.opponents!r}: engine.kind = 'vllm' "
+            f"{source}: selfplay.opponents = {settings.opponents!r}: engine.kind = 'vllm' "
             "serves snapshots that are adapters; set policy.lora.rank, or engine.kind = 'embedded'"
         )
     shared = sum(
         bool(one.lora.rank or one.lora.adapter) and one.model == own.model for one in views.values()
     )
-    retired = ceil(config.algorithm.max_staleness / config.selfplay.every)
-    needed, room = shared + config.selfplay.pool + retired, config.engine.vllm.max_adapters
-    if not config.engine.vllm.urls and needed > room:
+    retired = ceil(config.algorithm.max_staleness / settings.every)
+    needed, room = shared + settings.pool + retired, vllm.max_adapters
+    if not vllm.urls and needed > room:
         raise ConfigError(
-            f"{source}: engine.vllm.max_adapters = {room}: selfplay.pool = {config.selfplay.pool} "
+            f"{source}: engine.vllm.max_adapters = {room}: selfplay.pool = {settings.pool} "
             f"asks for {needed} at once; raise the one to that, or lower the other"
         )
 

@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from importlib.metadata import entry_points
 from typing import Any
 
 import msgspec
 
 from agentrl.config import policies as team
 from agentrl.config import selfplay
-from agentrl.config.infrastructure import (
-    ENGINES,
-    LEARNERS,
-    EngineConfig,
-    LearnerConfig,
-    VerlConfig,
-    VllmConfig,
-)
-from agentrl.config.keys import check_keys, flatten, said
+from agentrl.config.keys import check_keys, flatten, format_validation_error
 from agentrl.config.schema import AlgorithmConfig, LoraConfig, MemberConfig, RunConfig, TeamConfig
 from agentrl.config.sinks import SINKS, known_sinks, missing
 from agentrl.errors import ConfigError, nearest
@@ -40,14 +30,12 @@ def check(config: RunConfig, source: str) -> None:
     _check_stand_ins(config, source)
     selfplay.check(config, source)
     _check_sinks(config.metrics.sinks, source)
-    _check_engine(config.engine, source)
-    _check_learner(config.learner, source)
 
 
 def _check_numbers(config: RunConfig, source: str) -> None:
     """Numbers that their types let pass and that no run can be made with."""
     for key, value in flatten(msgspec.to_builtins(config)).items():
-        free = key == "critic.clip" or key.startswith("algorithm.options.")
+        free = key == "critic.clip" or ".options." in key
         if isinstance(value, float) and not math.isfinite(value) and not free:
             raise ConfigError(f"{source}: {key} = {value}; it must be finite")
     sampling, algorithm = config.sampling, config.algorithm
@@ -86,7 +74,7 @@ def _check_roles(config: RunConfig, source: str) -> None:
                 )
             claimed[role] = f"policies.{name}.roles"
     for name in config.policies:
-        if name not in {POLICY, *team.claims(config).values()}:
+        if name not in {POLICY, *team.policy_by_role(config).values()}:
             raise ConfigError(
                 f"{source}: policies.{name}.roles is empty: no call would be its; name the roles "
                 "that it plays"
@@ -99,7 +87,7 @@ def _check_policies(config: RunConfig, source: str) -> None:
         raise ConfigError(f"{source}: [team] is about several policies, and there is one")
     if not config.policies:
         return
-    names = team.trained(config)
+    names = team.trained_policies(config)
     if not names:
         raise ConfigError(f"{source}: [policies]: all of them are frozen; one must learn")
     if config.learner.kind == "verl":
@@ -134,16 +122,16 @@ def _check_stand_ins(config: RunConfig, source: str) -> None:
             "played again yet, which algorithm.counterfactual learns nothing from; leave one of "
             "them out"
         )
-    trained = team.trained(config)
-    players = {*(config.policies or (POLICY,)), *config.upstreams, team.FIRST}
+    trained = team.trained_policies(config)
+    players = {*(config.policies or (POLICY,)), *config.upstreams, team.INITIAL}
     for role, player in given.items():
         where = f"{source}: algorithm.counterfactual.stand_ins.{role}"
-        if team.player_of(config, role) not in trained:
-            known = {role for role, name in team.claims(config).items() if name in trained}
+        if team.policy_of_role(config, role) not in trained:
+            known = {role for role, name in team.policy_by_role(config).items() if name in trained}
             raise ConfigError(f"{where}: no policy that learns plays it; {nearest(role, known)}")
         if player not in players:
             raise ConfigError(f"{where} = {player!r}; {nearest(player, players)}")
-        if player == team.FIRST and player in {*config.policies, *config.upstreams}:
+        if player == team.INITIAL and player in {*config.policies, *config.upstreams}:
             raise ConfigError(
                 f"{where} = {player!r} is the role's own policy as training began with it, and "
                 "there is another player of this name; rename that one"
@@ -183,7 +171,7 @@ def _check_view(config: RunConfig, name: str, source: str) -> None:
     try:
         view = team.view(config, name)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{own}: {said(str(error))}") from None
+        raise ConfigError(f"{own}: {format_validation_error(str(error))}") from None
     _check_numbers(view, own)
     _check_lora(view.policy.lora, own)
     _check_schedule(view.algorithm, own)
@@ -235,46 +223,3 @@ def _check_sinks(names: list[str], source: str) -> None:
         raise ConfigError(
             f"{source}: metrics.sinks: {name!r} is not installed: pip install 'agentrl[{name}]'"
         )
-
-
-def _check_kind(key: str, kind: str, own: Sequence[str], group: str, source: str) -> None:
-    known = [*own, *(point.name for point in entry_points(group=group))]
-    if ":" not in kind and kind not in known:
-        raise ConfigError(
-            f"{source}: {key} = {kind!r}; {nearest(kind, known)}, or your own as file.py:name"
-        )
-
-
-def _check_engine(engine: EngineConfig, source: str) -> None:
-    _check_kind("engine.kind", engine.kind, ENGINES, "agentrl.engines", source)
-    if engine.host in ("0.0.0.0", "::") and not engine.advertise:
-        raise ConfigError(
-            f"{source}: engine.host = {engine.host!r} listens everywhere and is no address that a "
-            "runner could call; set engine.advertise to this machine's"
-        )
-    for name, default in msgspec.to_builtins(VllmConfig()).items():
-        if engine.kind != "vllm" and getattr(engine.vllm, name) != default:
-            raise ConfigError(
-                f"{source}: engine.vllm.{name} is for engine.kind = 'vllm', and it is "
-                f"{engine.kind!r}"
-            )
-    for url in engine.vllm.urls:
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"{source}: engine.vllm.urls = {url!r}: give it as http://HOST:PORT")
-    if engine.vllm.urls:
-        for name in ("arguments", "tool_parser"):
-            if getattr(engine.vllm, name) != getattr(VllmConfig(), name):
-                raise ConfigError(
-                    f"{source}: engine.vllm.{name} is for a vLLM child, and engine.vllm.urls are "
-                    "servers that run already; start those with it"
-                )
-
-
-def _check_learner(learner: LearnerConfig, source: str) -> None:
-    _check_kind("learner.kind", learner.kind, LEARNERS, "agentrl.learners", source)
-    for name, default in msgspec.to_builtins(VerlConfig()).items():
-        if learner.kind != "verl" and getattr(learner.verl, name) != default:
-            raise ConfigError(
-                f"{source}: learner.verl.{name} is for learner.kind = 'verl', and it is "
-                f"{learner.kind!r}"
-            )

@@ -16,7 +16,7 @@ from rich.table import Table
 from agentrl import trainer
 from agentrl.config import RunConfig
 from agentrl.config import policies as team
-from agentrl.config.players import EvaluationPlan, Seats, first_version
+from agentrl.config.evaluation_plan import EvaluationPlan, Seats, initial_version
 from agentrl.errors import ConfigError, nearest
 from agentrl.evaluation import core as evaluation
 from agentrl.types import Rollout
@@ -54,12 +54,12 @@ def ablate(
             "the run file names no role that the policy plays: name one with --role, such as the "
             "agent's --role agent"
         )
-    last = evaluation.checkpoint_at(trainer.blocking(evaluation.last_checkpoint(config)))
+    last = evaluation.checkpoint_at(trainer.run_blocking(evaluation.last_checkpoint(config)))
     other = evaluation.checkpoint_at(replacement) if replacement else None
     found = {
         role: evaluation.frozen_policy(config, other, policy)
         if other
-        else first_version(config, policy)
+        else initial_version(config, policy)
         for role, policy in wanted.items()
     }
     players = {role: name for role, (name, _) in found.items()}
@@ -110,4 +110,4 @@ def as_json(rows: Sequence[AblationRow]) -> str:
 
 def _only(config: RunConfig) -> str:
     """The policy that plays a role which the run file does not name."""
-    return team.trained(config)[0]
+    return team.trained_policies(config)[0]

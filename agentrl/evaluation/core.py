@@ -24,7 +24,7 @@ from rich.console import Console
 from agentrl import trainer
 from agentrl.config import LoraConfig, MetricsConfig, PolicyConfig, RunConfig, SelfplayConfig
 from agentrl.config import policies as team
-from agentrl.config.players import EvaluationPlan, FrozenPolicy
+from agentrl.config.evaluation_plan import EvaluationPlan, FrozenPolicy
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.loading import load_tasks
 from agentrl.processes import PHASE
@@ -59,18 +59,18 @@ class SavedCheckpoint:
 
 def evaluate(
     config: RunConfig, checkpoint: Path | None, tasks: str | None, *, level: int = PHASE
-) -> trainer.Result:
+) -> trainer.TrainingResult:
     """Score a checkpoint, by default the run's last, or what `[upstreams]` answer where the run has
     no model of its own: a run of no steps in a folder of its own, and in the store that the run
     file names, if it names one."""
-    if team.remote(config):
+    if team.has_no_own_policy(config):
         if checkpoint:
             raise ConfigError(
                 f"{checkpoint}: [upstreams] answer every call, so no checkpoint is played; leave "
                 "it out, or set policy.model"
             )
     else:
-        checkpoint = checkpoint or trainer.blocking(last_checkpoint(config))
+        checkpoint = checkpoint or trainer.run_blocking(last_checkpoint(config))
         if not checkpoint.is_dir():
             raise ConfigError(f"{checkpoint}: no such checkpoint directory")
     replace = msgspec.structs.replace
@@ -87,10 +87,10 @@ def evaluate(
     trainer.check(config)
     if checkpoint:
         Console().print(scored_line(checkpoint), highlight=False, markup=False, soft_wrap=True)
-    return trainer.blocking(_score(config, level))
+    return trainer.run_blocking(_score(config, level))
 
 
-async def _score(config: RunConfig, level: int) -> trainer.Result:
+async def _score(config: RunConfig, level: int) -> trainer.TrainingResult:
     result = await trainer.front(config, runners=config.runner.processes, level=level)
     async with open_store(config.store) as store:
         check_any_succeeded(await store.rollouts(config.name, purpose=Purpose.EVAL), config.name)
@@ -167,7 +167,7 @@ def run_plan(
     trainer.check(own)
     if fresh:
         trainer.clear(own)
-    return trainer.blocking(_played(own, plan))
+    return trainer.run_blocking(_played(own, plan))
 
 
 def plan_run(
@@ -213,7 +213,7 @@ def policies_at(config: RunConfig, checkpoint: Path) -> dict[str, Any]:
     if not config.policies:
         return {"policy": _policy_at(config.policy, checkpoint)}
     members = dict(config.policies)
-    for name in team.trained(config):
+    for name in team.trained_policies(config):
         folder = checkpoint / name
         if not folder.is_dir():
             raise ConfigError(f"{checkpoint}: it has no policy {name!r}, which the run file trains")
@@ -259,7 +259,7 @@ async def last_checkpoint(config: RunConfig) -> Path:
 
 
 async def _played(config: RunConfig, plan: EvaluationPlan) -> Played:
-    output = trainer.folder_at(Path(config.output))
+    output = trainer.make_folder(Path(config.output))
     async with open_store(config.store) as store:
         found = await _ended(store, config, plan)
         if found is None:
@@ -267,7 +267,7 @@ async def _played(config: RunConfig, plan: EvaluationPlan) -> Played:
             file.write_bytes(msgspec.json.encode(plan))
             console = Console(stderr=True)  # stdout is for the result
             runners = config.runner.processes
-            await trainer.attend(store, config, runners=runners, play=file, console=console)
+            await trainer.supervise(store, config, runners=runners, play=file, console=console)
             found = await _ended(store, config, plan)
         if found is None:
             raise AgentRLError(f"{output}: games are missing; give the same command again")
@@ -337,8 +337,8 @@ def _known(value: Json) -> Json:
 
 def trained_roles(config: RunConfig) -> dict[str, str]:
     """Role -> the trained policy that plays it."""
-    trained = team.trained(config)
-    roles = team.claims(config)
+    trained = team.trained_policies(config)
+    roles = team.policy_by_role(config)
     return {role: name for role, name in roles.items() if name in trained} or (
         {} if config.policies else dict.fromkeys(config.selfplay.seats, POLICY)
     )

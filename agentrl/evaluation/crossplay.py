@@ -16,7 +16,7 @@ from rich.table import Table
 
 from agentrl.algorithms.sampling.ratings import fit_ratings
 from agentrl.config import RunConfig, selfplay
-from agentrl.config.players import EvaluationPlan, FrozenPolicy, Seats
+from agentrl.config.evaluation_plan import EvaluationPlan, FrozenPolicy, Seats
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.evaluation import core as evaluation
 from agentrl.evaluation.core import Played, SavedCheckpoint
@@ -63,7 +63,7 @@ def crossplay(
             "other; name them, such as selfplay.seats = ['player_0', 'player_1']"
         )
     chosen = chosen_checkpoints(config, paths, every)
-    policy = selfplay.player(config)
+    policy = selfplay.learning_policy(config)
     found = [evaluation.frozen_policy(config, checkpoint, policy) for checkpoint in chosen]
     players = dict(found)
     if len(players) < len(found):

@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from agentrl.config import RunConfig
-from agentrl.config.policies import remote
+from agentrl.config.policies import has_no_own_policy
 from agentrl.store.base import Store
 from agentrl.telemetry.warnings import RunWarnings
 from agentrl.types import EMPTY, Counts, StepRow
@@ -88,7 +88,7 @@ class Progress:
         done = min(len(self.committed), state.step if state else 0)
         self.rows[done:] = await store.steps(self.config.name, after=done - 1)
         self.counts = await store.counts(self.config.name)
-        self.ready = remote(self.config) or bool(await store.policies(self.config.name))
+        self.ready = has_no_own_policy(self.config) or bool(await store.policies(self.config.name))
 
     @property
     def committed(self) -> list[StepRow]:

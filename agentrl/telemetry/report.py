@@ -161,10 +161,10 @@ def policies_without_calls(config: RunConfig, steps: list[StepRow]) -> dict[str,
     """The policies that had a turn to learn and no call to learn from, each with a sentence for the
     user, whose agent may use other names for its roles."""
     found = {}
-    for name in team.trained(config) if config.policies else []:
+    for name in team.trained_policies(config) if config.policies else []:
         calls = [row.metrics[f"{name}/calls"] for row in steps if f"{name}/calls" in row.metrics]
         if calls and not any(calls):
-            own = [role for role, player in team.claims(config).items() if player == name]
+            own = [role for role, player in team.policy_by_role(config).items() if player == name]
             heard = ", ".join(map(repr, sorted(reward_curves(steps)))) or "none of several"
             found[name] = (
                 f"the policy {name!r} has learned nothing: no call was made in its roles "

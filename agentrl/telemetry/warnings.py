@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from agentrl.config import RunConfig
-from agentrl.config.policies import claims
+from agentrl.config.policies import policy_by_role
 from agentrl.errors import brief
 from agentrl.store.base import Store
 from agentrl.telemetry.report import policies_without_calls, untrained_calls
@@ -86,7 +86,7 @@ class RunWarnings:
 async def roles_without_calls(store: Store, config: RunConfig) -> str:
     """A sentence that names the roles of the run file in which no call of the first trained step
     was made; empty if there are none. `policies_without_calls` reports policies without a call."""
-    named = claims(config)
+    named = policy_by_role(config)
     if not named:
         return ""
     seen: set[str] = set()

@@ -20,7 +20,7 @@ from agentrl.algorithms.engines.vllm.serving import TrainedModel, VllmHost
 from agentrl.algorithms.model.load import Model, Tokenizer, checkpoint_weights
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.plugins import engine_factory
-from agentrl.config import RunConfig
+from agentrl.config import RunConfig, VllmEngineConfig
 from agentrl.errors import ConfigError
 from agentrl.plugins import check_protocol
 from agentrl.types import POLICY
@@ -57,7 +57,9 @@ def policy_server(
             threads=engine.threads,
             adapters=adapters,
         )
-    return vllm_server(config, model, tokenizer, adapters)
+    if isinstance(engine, VllmEngineConfig):
+        return vllm_server(config, model, tokenizer, adapters)
+    raise ConfigError(f"engine.kind = {engine.kind!r} is not served here")
 
 
 def vllm_server(
@@ -66,6 +68,7 @@ def vllm_server(
     """vLLM, as a child process or at `engine.vllm.urls`, which gets the weights of `model` or its
     adapters at every publish."""
     engine, dtype = config.engine, config.policy.dtype
+    assert isinstance(engine, VllmEngineConfig)
     learned = _learned(model, tokenizer, adapters, engine.threads)
     folder = Path(config.output, "vllm").absolute()
     folder.mkdir(parents=True, exist_ok=True)

@@ -29,7 +29,7 @@ from agentrl.algorithms.model.packing import check_model, supported_packing
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.objective.kl_control import KlController, make_kl_controller
 from agentrl.algorithms.presets.registry import Supply
-from agentrl.config import RunConfig, Section
+from agentrl.config import ImplicitRewardModelConfig, RunConfig, Section, TorchLearnerConfig
 from agentrl.config.schema import MODEL_LR
 from agentrl.errors import ConfigError
 from agentrl.types import Scope
@@ -117,7 +117,7 @@ def make_reward_models(
     for name, settings in config.reward_models.items():
         key, source = f"reward_models.{name}", model_source(config, settings.model)
         scorer: Scorer
-        if settings.kind == "scalar":
+        if not isinstance(settings, ImplicitRewardModelConfig):
             model = load_scalar(f"{key}.model", source, policy, tokenizer)
             scorer, limits = (
                 ScalarScorer(model, supported_packing(model, packing), budget),
@@ -132,13 +132,15 @@ def make_reward_models(
             )
             limits = [context_length(model), context_length(against)]
         context = min((limit for limit in limits if limit is not None), default=None)
-        whole = settings.kind == "implicit"
+        whole = isinstance(scorer, ImplicitScorer)
         made.append(RewardModel(name, scorer, Scope(settings.scope), whole, context))
-        if settings.train and isinstance(scorer, ImplicitScorer):
-            limit, kind = config.algorithm.max_grad_norm, config.learner.optimizer
-            trainers.append(
-                ImplicitTrainer(made[-1], scorer, settings.lr, limit, kind, settings.loss)
-            )
+        if isinstance(scorer, ImplicitScorer) and isinstance(settings, ImplicitRewardModelConfig):
+            limit = config.algorithm.max_grad_norm
+            if settings.train and isinstance(config.learner, TorchLearnerConfig):
+                kind = config.learner.optimizer
+                trainers.append(
+                    ImplicitTrainer(made[-1], scorer, settings.lr, limit, kind, settings.loss)
+                )
     return tuple(made), tuple(trainers)
 
 
@@ -187,12 +189,7 @@ def _unused_settings(config: RunConfig, algo: Algo) -> list[tuple[str, str]]:
         if reference not in algo.rewards:
             why = f"{none} reads no reward {reference!r}; name it in algorithm.options, or"
             idle.append((f"reward_models.{name}", why))
-        if model.kind == "scalar":
-            idle += [
-                (f"reward_models.{name}.{key}", "and means something for kind = 'implicit' alone")
-                for key in sorted(set(_changed_keys(model)) & {"beta", "reference", "train"})
-            ]
-        if not model.train:
+        if isinstance(model, ImplicitRewardModelConfig) and not model.train:
             idle += [
                 (f"reward_models.{name}.{key}", "and it does not learn without train")
                 for key in sorted(set(_changed_keys(model)) & {"lr", "loss"})

@@ -19,7 +19,7 @@ from agentrl.algorithms.model.load import Tokenizer
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.plugins import learner_factory
-from agentrl.config import RunConfig
+from agentrl.config import ImplicitRewardModelConfig, RunConfig, TorchLearnerConfig
 from agentrl.errors import ConfigError, PolicyError
 from agentrl.plugins import check_protocol
 from agentrl.types import POLICY
@@ -55,6 +55,9 @@ def make_learner(
             frozen=_frozen(config, algo, tokenizer, start),
             every=config.reference.every,
         )
+    own = config.learner
+    if not isinstance(own, TorchLearnerConfig):
+        raise ConfigError(f"learner.kind = {own.kind!r} cannot be loaded here")
     return TorchLearner(
         model,
         tokenizer,
@@ -62,12 +65,12 @@ def make_learner(
         frozen=auxiliary.make_frozen_models(config, algo, model, tokenizer, start),
         weight_decay=config.algorithm.weight_decay,
         max_grad_norm=config.algorithm.max_grad_norm,
-        token_budget=config.learner.token_budget,
-        packing=config.learner.packed,
-        gradient_checkpointing=config.learner.gradient_checkpointing,
-        fp32_head=config.learner.fp32_head,
-        optimizer=config.learner.optimizer,
-        threads=_threads(config, model),
+        token_budget=own.token_budget,
+        packing=own.packed,
+        gradient_checkpointing=own.gradient_checkpointing,
+        fp32_head=own.fp32_head,
+        optimizer=own.optimizer,
+        threads=_threads(own.threads, model),
         adapters=adapters,
         policy=policy,
         trainers=trainers,
@@ -84,7 +87,7 @@ def _from_plugin(
     policy: str,
 ) -> Learner:
     for name, section in config.reward_models.items():
-        if section.train:
+        if isinstance(section, ImplicitRewardModelConfig) and section.train:
             raise ConfigError(
                 f"reward_models.{name}.train: checkpoints of learner.kind = "
                 f"{config.learner.kind!r} hold no reward model; leave it out"
@@ -101,9 +104,8 @@ def _from_plugin(
     return learner
 
 
-def _threads(config: RunConfig, model: PreTrainedModel) -> ThreadTuner:
+def _threads(number: int, model: PreTrainedModel) -> ThreadTuner:
     """`learner.threads`, or all cores, or for small models what is measured to be faster."""
-    number = config.learner.threads
     if number or model.device.type != "cpu":
         return ThreadTuner(number or os.cpu_count() or 1)
     return thread_tuner(model.num_parameters(), "training computes", os.cpu_count() or 1)

@@ -71,7 +71,7 @@ async def _grow(store: Store, config: RunConfig, group: str) -> None:
 def branches(config: RunConfig, rollouts: Sequence[Rollout]) -> list[NewRollout]:
     """The branches of one group, whose rollouts (without branches) are given."""
     settings = config.algorithm.branching
-    policies = team.trained(config)
+    policies = team.trained_policies(config)
     found = choose_forks(settings, [list(forks(rollout, policies)) for rollout in rollouts])
     by_id = {rollout.id: rollout for rollout in rollouts}
     again = [fork for fork in found for _ in range(settings.width)]

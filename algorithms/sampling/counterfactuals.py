@@ -79,7 +79,7 @@ def counterfactual_rollouts(config: RunConfig, rollouts: Sequence[Rollout]) -> l
     """The counterfactual rollouts of one group: for each of its rollouts that has an outcome and
     can be trained. rollouts: those of the group that are not counterfactual themselves."""
     formula, players = coalition_formula(config), team.stand_ins(config)
-    policies = team.trained(config)
+    policies = team.trained_policies(config)
     asked = [
         (rollout, absent)
         for rollout in rollouts
@@ -205,7 +205,7 @@ def check_counterfactuals(
             f"algorithm.counterfactual is set, and no preset reads its reward {name!r}; choose the "
             f"preset {settings.value!r}, or set algorithm.options.reward = {name!r}"
         )
-    for role, policy in team.claims(config).items():
+    for role, policy in team.policy_by_role(config).items():
         if (
             policy in algos
             and uses_counterfactuals(settings, algos[policy])

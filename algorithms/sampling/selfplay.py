@@ -26,7 +26,7 @@ from agentrl.algorithms.credit.baselines import Ema
 from agentrl.algorithms.credit.core import GroupRelative, Whiten, parts_of
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.sampling.ratings import elo, priorities, win_rate
-from agentrl.config import SelfplayConfig
+from agentrl.config import PfspOpponents, SelfplayConfig, SnapshotOpponents
 from agentrl.config.selfplay import game_score, returns
 from agentrl.errors import ConfigError, TrainingError, nearest
 from agentrl.types import Group, Json, Rollout, RolloutState, Scope
@@ -104,13 +104,16 @@ class OpponentPool:
     def opponent(self, group: str) -> str:
         """The opponent in all rollouts of a group: a snapshot, or the policy itself."""
         dice = random.Random(f"{self.seed}/{group}/opponent")
-        kind, known = self.settings.opponents, self.drawn
-        if kind == "self" or not known or dice.random() < self.settings.self_share:
+        settings, known = self.settings, self.drawn
+        if not isinstance(settings, SnapshotOpponents) or not known:
             return self.policy
-        if kind == "latest":
+        if dice.random() < settings.self_share:
+            return self.policy
+        if settings.opponents == "latest":
             return known[-1].name
         rates = [snapshot.rate() for snapshot in known]
-        weights = priorities(rates, self.settings.pfsp) if kind == "pfsp" else None
+        prefers = settings.pfsp if isinstance(settings, PfspOpponents) else None
+        weights = priorities(rates, prefers) if prefers else None
         return dice.choices(known, weights)[0].name
 
     def record_games(self, groups: Sequence[Group]) -> dict[str, float]:
@@ -166,11 +169,12 @@ class OpponentPool:
         held = self.now.snapshots
         due = {s.name for s in held if s.until is not None and s.until <= steps} - {*playing}
         self.now.snapshots = [s for s in held if s.name not in due]
-        if self.settings.opponents == "self" or (held and steps % self.settings.every):
+        settings = self.settings
+        if not isinstance(settings, SnapshotOpponents) or (held and steps % settings.every):
             return None
         name = f"{self.policy}@{steps:06d}"
         self.now.snapshots.append(Snapshot(name, steps, self.now.rating))
-        while len(self.drawn) > self.settings.pool:
+        while len(self.drawn) > settings.pool:
             retired = most_redundant(self.drawn)
             retired.until = steps + self.ahead
             if not self.ahead:
@@ -186,6 +190,7 @@ class OpponentPool:
         self.now = msgspec.convert(data, PoolState)
 
     def _count(self, snapshot: Snapshot, game: ScoredGame) -> None:
+        assert isinstance(self.settings, SnapshotOpponents)  # no others hold snapshots
         for seat, score in game.scores.items():
             snapshot.records.setdefault(seat, SeatRecord()).add(score)
             mine, theirs = self.now.rating, snapshot.rating

@@ -32,9 +32,9 @@ from agentrl.algorithms.train.preprocess import Completer, Preprocessor
 from agentrl.algorithms.train.retokenize import Retokenizer
 from agentrl.algorithms.train.update import Updater
 from agentrl.config import RunConfig
-from agentrl.config.players import FrozenPolicy, first_version
-from agentrl.config.policies import FIRST, player_of, trained, view
-from agentrl.config.selfplay import player
+from agentrl.config.evaluation_plan import FrozenPolicy, initial_version
+from agentrl.config.policies import INITIAL, policy_of_role, trained_policies, view
+from agentrl.config.selfplay import learning_policy
 from agentrl.errors import ConfigError
 from agentrl.types import POLICY
 
@@ -42,14 +42,14 @@ from agentrl.types import POLICY
 def load_algorithms(config: RunConfig) -> dict[str, Algo]:
     """The algorithm of each trained policy. Raises ConfigError for settings that do not fit."""
     algos = {}
-    for name in trained(config):
+    for name in trained_policies(config):
         try:
             algos[name] = load_algorithm(view(config, name))
         except ConfigError as error:
             where = f"policies.{name}: " if config.policies else ""
             raise ConfigError(f"{where}{error}") from None
     if config.selfplay.seats:
-        check_seat_comparison(algos[player(config)])
+        check_seat_comparison(algos[learning_policy(config)])
     return algos
 
 
@@ -118,8 +118,8 @@ def first_versions(config: RunConfig) -> dict[str, FrozenPolicy]:
     """The untrained versions of policies that are stand-ins in counterfactual rollouts. Empty if
     the run trains nothing."""
     given = config.algorithm.counterfactual.stand_ins if config.steps else {}
-    roles = [role for role, player in given.items() if player == FIRST]
-    return dict(first_version(config, player_of(config, role)) for role in roles)
+    roles = [role for role, player in given.items() if player == INITIAL]
+    return dict(initial_version(config, policy_of_role(config, role)) for role in roles)
 
 
 def make_pool(config: RunConfig, policies: PolicySet) -> OpponentPool | None:
@@ -127,7 +127,9 @@ def make_pool(config: RunConfig, policies: PolicySet) -> OpponentPool | None:
     settings = config.selfplay
     if not settings.seats:
         return None
-    pool = OpponentPool(settings, player(config), config.seed, ahead=config.algorithm.max_staleness)
+    pool = OpponentPool(
+        settings, learning_policy(config), config.seed, ahead=config.algorithm.max_staleness
+    )
     if settings.opponents != "self":
         policies.memory.parts[GAMES] = pool
     return pool

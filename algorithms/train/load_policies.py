@@ -39,7 +39,7 @@ def load_policies(config: RunConfig) -> list[LoadedModel]:
 
     Raises PolicyError for what cannot be loaded, or is an adapter of another model."""
     bases: dict[tuple[str, str], LoadedModel] = {}
-    for name in (*team.trained(config), *team.frozen(config)):
+    for name in (*team.trained_policies(config), *team.frozen_policies(config)):
         own = team.view(config, name)
         source, built = policy_directory(own)
         adapted = bool(own.policy.lora.rank or own.policy.lora.adapter)

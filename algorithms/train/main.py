@@ -29,7 +29,7 @@ from agentrl.algorithms.train.resume import resume_run
 from agentrl.algorithms.train.serving import PolicyServers
 from agentrl.algorithms.train.snapshots import SnapshotStore
 from agentrl.config import RunConfig
-from agentrl.config.policies import remote
+from agentrl.config.policies import has_no_own_policy
 from agentrl.loading import load_tasks
 from agentrl.processes import PHASE, log_to_stderr
 from agentrl.store import open_store
@@ -42,7 +42,7 @@ log = logging.getLogger("agentrl.algorithm")
 def main(config: RunConfig) -> None:
     """Train (or, with no steps, evaluate) until the run is complete."""
     log_to_stderr()
-    asyncio.run(evaluate.evaluate_upstreams(config) if remote(config) else run(config))
+    asyncio.run(evaluate.evaluate_upstreams(config) if has_no_own_policy(config) else run(config))
 
 
 async def run(config: RunConfig) -> None:

@@ -18,8 +18,8 @@ from agentrl.algorithms.sampling.task_sampler import evaluation_rollouts
 from agentrl.algorithms.train.load_policies import load_policies
 from agentrl.algorithms.train.serving import PolicyServers
 from agentrl.config import RunConfig
-from agentrl.config.players import EvaluationPlan
-from agentrl.config.policies import trained
+from agentrl.config.evaluation_plan import EvaluationPlan
+from agentrl.config.policies import trained_policies
 from agentrl.store import open_store
 
 
@@ -42,7 +42,7 @@ async def run(config: RunConfig, plan: EvaluationPlan) -> None:
         await serving.start()
         try:
             async with serving.updating():
-                await serving.publish(dict.fromkeys(trained(config), plan.steps))
+                await serving.publish(dict.fromkeys(trained_policies(config), plan.steps))
                 await serving.serve_frozen(plan.players)
             await serving.announce(store, config.name, state.epoch)
             sampling = msgspec.structs.replace(config.sampling, temperature=plan.temperature)

@@ -39,7 +39,7 @@ class PolicySet:
         With several policies, metrics of the step itself keep their names, counts are summed, and
         everything else is under `<policy>/`."""
         measured = {
-            name: updater.update(step, groups, team.turns(self.config, name, step))
+            name: updater.update(step, groups, team.steps_learned(self.config, name, step))
             for name, updater in self.learning(step)
         }
         if not self.several:
@@ -49,12 +49,12 @@ class PolicySet:
     def learning(self, step: int) -> Iterator[tuple[str, Updater]]:
         """The policies whose turn it is."""
         for name, updater in self.updaters.items():
-            if team.learns(self.config, name, step):
+            if team.learns_in_step(self.config, name, step):
                 yield name, updater
 
     def versions(self, steps: int) -> dict[str, int]:
         """The version of every policy after `steps` steps: the number of steps it learned in."""
-        return {name: team.turns(self.config, name, steps) for name in self.updaters}
+        return {name: team.steps_learned(self.config, name, steps) for name in self.updaters}
 
     def credits(self, step: int) -> list[Credit]:
         """The credit of each call in a step, for the step's commit."""

@@ -18,8 +18,8 @@ from agentrl.algorithms.engines.base import PolicyServer, advertised_url, run_un
 from agentrl.algorithms.engines.factory import policy_server
 from agentrl.algorithms.model import lora
 from agentrl.algorithms.train.load_policies import LoadedModel, load_base_model
-from agentrl.config import RunConfig
-from agentrl.config.players import FrozenPolicy
+from agentrl.config import RunConfig, VllmEngineConfig
+from agentrl.config.evaluation_plan import FrozenPolicy
 from agentrl.config.policies import view
 from agentrl.errors import PolicyError
 from agentrl.files import atomic_directory
@@ -32,7 +32,8 @@ class PolicyServers:
 
     def __init__(self, config: RunConfig, bases: Sequence[LoadedModel]) -> None:
         """Raises PolicyError for a model that cannot be served."""
-        if len(bases) > 1 and config.engine.vllm.urls:
+        engine = config.engine
+        if len(bases) > 1 and isinstance(engine, VllmEngineConfig) and engine.vllm.urls:
             raise PolicyError(
                 f"engine.vllm.urls are servers of one model, and the policies have {len(bases)}; "
                 "make them adapters of one (policies.NAME.lora), or remove engine.vllm.urls"

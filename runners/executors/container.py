@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from agentrl.config import AgentConfig, RunnerConfig
+from agentrl.config import AgentConfig, ContainerRunnerConfig
 from agentrl.errors import ConfigError
 from agentrl.runners.executors import ExecutionResult, contract, input_of
 from agentrl.runners.executors.command import run_process
@@ -38,12 +38,10 @@ class ContainerExecutor:
     sealed = True
     limit: int | None = None
 
-    def __init__(self, agent: AgentConfig, runner: RunnerConfig, *, gateway: str) -> None:
+    def __init__(self, agent: AgentConfig, runner: ContainerRunnerConfig, *, gateway: str) -> None:
         """`gateway` is the base URL for agents on this machine."""
         self.argv = shlex.split(agent.command) if isinstance(agent.command, str) else agent.command
         self.agent, self.runner, self.config = agent, runner, runner.container
-        if not self.config.image:
-            raise ConfigError("runner.container.image is missing: which image holds the agent?")
         for name in contract.passed_environment(_of_many_lines(self._given()), CLI_VARIABLES):
             raise ConfigError(f"agent.env: {name} has several lines, which no container is given")
         self._on_host = self.config.network == "host"

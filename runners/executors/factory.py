@@ -8,7 +8,12 @@ from typing import Any, cast
 from msgspec.structs import replace
 
 from agentrl.addresses import is_loopback
-from agentrl.config import RunConfig
+from agentrl.config import (
+    ContainerRunnerConfig,
+    KubernetesRunnerConfig,
+    PoolRunnerConfig,
+    RunConfig,
+)
 from agentrl.config.infrastructure import EXECUTORS
 from agentrl.errors import ConfigError
 from agentrl.plugins import check_call, check_protocol, load_plugin, where
@@ -28,7 +33,8 @@ def make_executor(
     file's; `gateway` is the base URL for agents on this machine, `runner` this runner's name.
 
     Raises ConfigError or AgentError when agent and executor do not fit."""
-    kind = config.runner.executor
+    settings = config.runner
+    kind = settings.executor
     if (make := load_plugin("executors", kind, EXECUTORS, root, key=KEY)) is not None:
         return _plugin(make, config, root, gateway, runner, agent)
     path = agent if isinstance(agent, str) else config.agent.path
@@ -51,14 +57,15 @@ def make_executor(
             f" run file as {'agent.path' if kind == 'pool' else 'agent.command'}"
         )
     if kind == "command":
-        return CommandExecutor(config.agent, config.runner, root=root, gateway=gateway)
-    if kind == "container":
-        return ContainerExecutor(config.agent, config.runner, gateway=gateway)
+        return CommandExecutor(config.agent, settings, root=root, gateway=gateway)
+    if isinstance(settings, ContainerRunnerConfig):
+        return ContainerExecutor(config.agent, settings, gateway=gateway)
+    assert isinstance(settings, KubernetesRunnerConfig)
     from agentrl.runners.executors.kubernetes import KubernetesExecutor  # an extra
 
     return KubernetesExecutor(
         config.agent,
-        config.runner,
+        settings,
         root=root,
         gateway=gateway,
         name=runner,
@@ -69,7 +76,7 @@ def make_executor(
 def _python(config: RunConfig, kind: str, path: str, root: Path) -> Executor:
     if not path:
         raise ConfigError("agent.path is missing: write it as file.py:name")
-    if kind == "pool":
+    if isinstance(config.runner, PoolRunnerConfig):
         return PoolExecutor(path, config.agent, config.runner, root=root)
     return InProcessExecutor(agents.as_agent(agents.load(path, root)), threaded=kind == "threads")
 

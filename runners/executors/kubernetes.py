@@ -26,7 +26,7 @@ import aiohttp
 import msgspec
 from msgspec.structs import replace
 
-from agentrl.config import AgentConfig, RunnerConfig
+from agentrl.config import AgentConfig, KubernetesRunnerConfig
 from agentrl.errors import ConfigError
 from agentrl.runners.executors import ExecutionResult, contract, input_of, out_of_time
 from agentrl.runners.gateway.attribution import ActiveAttempt
@@ -59,7 +59,7 @@ class KubernetesExecutor:
     def __init__(
         self,
         agent: AgentConfig,
-        runner: RunnerConfig,
+        runner: KubernetesRunnerConfig,
         *,
         root: Path,
         gateway: str,

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from agentrl.config import AgentConfig, RunnerConfig
+from agentrl.config import AgentConfig, PoolRunnerConfig
 from agentrl.errors import AgentError
 from agentrl.runners.executors import ExecutionResult, contract, input_of, out_of_time
 from agentrl.runners.executors.environment import MODEL
@@ -119,7 +119,9 @@ class PoolExecutor:
 
     sealed = False
 
-    def __init__(self, path: str, agent: AgentConfig, runner: RunnerConfig, *, root: Path) -> None:
+    def __init__(
+        self, path: str, agent: AgentConfig, runner: PoolRunnerConfig, *, root: Path
+    ) -> None:
         """`path` names the agent, relative to `root`. Of this process's environment, which holds
         the keys of store and database, it gets what Python and the model's clients need, and
         `agent.pass_env`."""

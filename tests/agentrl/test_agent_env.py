@@ -22,9 +22,9 @@ def config(tmp_path: Path, **env: str) -> RunConfig:
 
 def test_hidden_values_are_found_by_processes_of_the_run(tmp_path: Path) -> None:
     given = config(tmp_path, SECRET_KEY="hush", EMPTY="")
-    hidden = agent_env.hide(agent_env.hide(given))
+    hidden = agent_env.without_values(agent_env.without_values(given))
     assert hidden.agent.env == {"SECRET_KEY": "", "EMPTY": ""}
-    assert agent_env.look_up(hidden) == given
+    assert agent_env.with_values(hidden) == given
 
 
 def test_a_runner_elsewhere_has_its_own_or_is_told(
@@ -32,6 +32,6 @@ def test_a_runner_elsewhere_has_its_own_or_is_told(
 ) -> None:
     hidden = config(tmp_path, SECRET_KEY="")
     with pytest.raises(ConfigError, match="SECRET_KEY has no value on this machine"):
-        agent_env.look_up(hidden)
+        agent_env.with_values(hidden)
     monkeypatch.setenv("SECRET_KEY", "of this machine")
-    assert agent_env.look_up(hidden).agent.env == {"SECRET_KEY": "of this machine"}
+    assert agent_env.with_values(hidden).agent.env == {"SECRET_KEY": "of this machine"}

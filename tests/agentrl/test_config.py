@@ -1,8 +1,10 @@
+from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from agentrl.config import RunConfig, differences, load, resolve, to_toml
+from agentrl.config import RunConfig, differences, from_store, load, resolve, to_toml
 from agentrl.errors import ConfigError
 
 
@@ -51,7 +53,7 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
         (
             "[reward_models.judge]\nmodel = 'x'\nkind = 'scalr'",
             [],
-            r"reward_models\[\.\.\.\]\.kind = 'scalr'; did you mean 'scalar'\?",
+            r"reward_models\.judge\.kind = 'scalr'; did you mean 'scalar'\?",
         ),
         ("[algorithm]\nlr = inf", [], r"algorithm\.lr = inf; it must be finite"),
         ("[sampling]\ntemperature = nan", [], r"sampling\.temperature = nan; it must be finite"),
@@ -160,3 +162,87 @@ def test_settings_of_a_schedule_that_mean_nothing_are_refused(case: str, tmp_pat
         load(tmp_path / "run.toml", overrides)
     fine = ["algorithm.schedule=linear", "algorithm.min_lr=1e-7", "algorithm.epochs=2"]
     load(tmp_path / "run.toml", [*fine, "algorithm.target_kl=0.1"])
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "message"),
+    [
+        ("engine", "kind", r"engine\.kind = 'vlm'; did you mean 'vllm'\?"),
+        ("learner", "kind", r"learner\.kind = 'vlm'; valid: torch, verl"),
+        (
+            "runner",
+            "executor",
+            r"runner\.executor = 'vlm'; valid: async, auto, command, container,",
+        ),
+    ],
+)
+def test_kinds_from_outside_have_free_options(
+    tmp_path: Path, section: str, field: str, message: str
+) -> None:
+    table = {field: "mine.py:Own", "options": {"cap": float("inf"), "deep": {"x": 1}}}
+    config = resolve({"root": str(tmp_path), section: table}, source="test")
+    made = getattr(config, section)
+    assert (getattr(made, field), made.options) == ("mine.py:Own", table["options"])
+    printed = to_toml(config)
+    assert f'{field} = "mine.py:Own"\n' in printed
+    assert load(run_file(tmp_path, printed)) == config
+    assert from_store(msgspec.to_builtins(config)) == config
+    with pytest.raises(ConfigError, match=message):
+        resolve({section: {field: "vlm"}}, source="test")
+    with pytest.raises(
+        ConfigError, match=rf"{section}\.options\.x is for {section}\.{field} = 'file"
+    ):
+        resolve({section: {"options": {"x": 1}}}, source="test")
+
+
+def test_a_kind_that_a_package_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("mine", "mine:Own", "agentrl.engines")
+    monkeypatch.setattr(
+        "agentrl.config.keys.entry_points", lambda group: EntryPoints([point]).select(group=group)
+    )
+    assert resolve({"engine": {"kind": "mine"}}, source="test").engine.kind == "mine"
+    with pytest.raises(ConfigError, match=r"learner\.kind = 'mine'"):
+        resolve({"learner": {"kind": "mine"}}, source="test")
+
+
+def test_settings_of_other_kinds_that_change_nothing_are_accepted(tmp_path: Path) -> None:
+    """As a run file has them that `--dry-run` of an earlier version printed."""
+    text = "[engine]\nkind = 'embedded'\n[engine.vllm]\nmax_adapters = 8\nurls = []\n"
+    text += (
+        "[learner.verl]\nnodes = 1\n[runner.pool]\nprocesses = 0\n[runner.kubernetes]\nttl=300\n"
+    )
+    assert load(run_file(tmp_path, text)).engine == RunConfig().engine
+    with pytest.raises(ConfigError, match=r"runner\.pool\.processes is for runner\.executor = 'po"):
+        load(run_file(tmp_path, text), ["runner.pool.processes=2"])
+
+
+def test_settings_that_an_earlier_version_stored_are_read() -> None:
+    stored = msgspec.to_builtins(resolve({"seed": 4}, source="test"))
+    stored["engine"] |= {"vllm": {"urls": [], "sync": "auto"}}
+    stored["learner"] |= {"verl": {"nodes": 2}}
+    stored["runner"] |= {
+        "executor": "threads",
+        "pool": {"processes": 9},
+        "container": {"image": ""},
+    }
+    stored["selfplay"] |= {"pfsp": "hard", "pool": 8, "k": 16.0}
+    stored["reward_models"] = {"judge": {"model": "m", "kind": "scalar", "beta": 0.05}}
+    config = from_store(stored)
+    assert (config.seed, config.runner.executor) == (4, "threads")
+    assert from_store(msgspec.to_builtins(config)) == config
+    with pytest.raises(ConfigError, match="unknown key 'sead'"):
+        from_store(stored | {"sead": 1})
+
+
+def test_what_a_kind_needs_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"test: runner\.container\.image is missing"):
+        resolve({"runner": {"executor": "container"}}, source="test")
+    with pytest.raises(ConfigError, match=r"test: selfplay\.seats is missing"):
+        resolve({"selfplay": {"opponents": "latest"}}, source="test")
+
+
+def test_sinks_from_outside_are_named_by_file() -> None:
+    metrics = {"sinks": ["mine.py:write"], "options": {"every": 2}}
+    assert resolve({"metrics": metrics}, source="test").metrics.options == {"every": 2}
+    with pytest.raises(ConfigError, match=r"metrics\.sinks: 'mlflo'; did you mean 'mlflow'\?"):
+        resolve({"metrics": {"sinks": ["mlflo"]}}, source="test")

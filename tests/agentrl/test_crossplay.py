@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from agentrl.algorithms.sampling import task_sampler
 from agentrl.config import RunConfig, resolve
-from agentrl.config.players import EvaluationPlan, FrozenPolicy, first_version
+from agentrl.config.evaluation_plan import EvaluationPlan, FrozenPolicy, initial_version
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.evaluation import ablation, crossplay
 from agentrl.evaluation import core as evaluation
@@ -319,9 +319,9 @@ def test_the_first_version_is_what_training_began_with(tmp_path: Path) -> None:
     started = tmp_path / "start"
     started.mkdir()
     whole = run_of(tmp_path, policy={"model": str(started)})
-    assert first_version(whole, "policy")[1].directory == str(started)
+    assert initial_version(whole, "policy")[1].directory == str(started)
     fresh = run_of(tmp_path, policy={"model": "hub/name", "lora": {"rank": 2}})
-    name, player = first_version(fresh, "policy")
+    name, player = initial_version(fresh, "policy")
     assert (name, player.directory, player.steps) == ("policy@000000", "", 0)
     hub = run_of(tmp_path, policy={"model": "hub/name"})
-    assert first_version(hub, "policy")[1].directory == "hub/name"
+    assert initial_version(hub, "policy")[1].directory == "hub/name"

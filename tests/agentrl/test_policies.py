@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from agentrl.config import LoraConfig, differences, resolve, to_toml
-from agentrl.config.policies import claims, view
+from agentrl.config.policies import policy_by_role, view
 from agentrl.config.policies import stand_ins as in_place
 from agentrl.errors import ConfigError
 
@@ -86,7 +86,7 @@ def test_a_policy_has_what_differs_and_the_rest_of_the_run() -> None:
     assert (planner.policy.model, solver.policy.model) == ("m", "own")
     assert (planner.policy.lora.rank, solver.policy.lora.rank) == (8, 4)
     assert planner.critic.lr == 0.1
-    assert claims(config) == {"planner": "planner", "solver": "solver", "critic": "solver"}
+    assert policy_by_role(config) == {"planner": "planner", "solver": "solver", "critic": "solver"}
     assert tomllib.loads(to_toml(config))["policies"]["solver"]["algorithm"]["preset"] == "gspo"
 
 
@@ -115,7 +115,10 @@ def test_a_frozen_adapter_inherits_nothing_of_the_run() -> None:
 
 def test_roles_may_be_given_in_their_own_table_and_nothing_need_be_trained() -> None:
     data = team(roles=[]) | {"roles": {"solver": "solver"}, "steps": 0}
-    assert claims(resolve(data, source="run.toml")) == {"planner": "planner", "solver": "solver"}
+    assert policy_by_role(resolve(data, source="run.toml")) == {
+        "planner": "planner",
+        "solver": "solver",
+    }
 
 
 def test_another_order_of_policies_is_another_run() -> None:

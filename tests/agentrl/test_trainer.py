@@ -34,17 +34,31 @@ class Mortal:
 
 
 @pytest.mark.parametrize(
-    ("life", "ends", "started"),
-    [(1.0, TrainingError, trainer.RESTARTS), (trainer.STEADY + 1.0, KeyboardInterrupt, 101)],
+    ("life", "rollouts", "ends", "started"),
+    [
+        (1.0, 0, TrainingError, trainer.RESTARTS),
+        (trainer.STEADY + 1.0, 0, KeyboardInterrupt, 101),
+        (1.0, 1, KeyboardInterrupt, 101),  # an agent that kills its runner, one task after another
+    ],
 )
 async def test_a_runner_is_given_up_only_when_it_dies_young(
-    monkeypatch: pytest.MonkeyPatch, life: float, ends: type[BaseException], started: int
+    monkeypatch: pytest.MonkeyPatch,
+    life: float,
+    rollouts: int,
+    ends: type[BaseException],
+    started: int,
 ) -> None:
+    """rollouts: that end in each of its lives."""
+
     child: Any = Mortal(life, lives=100)
     monkeypatch.setattr(trainer, "time", child)
     monkeypatch.setattr(trainer, "PAUSE", 0.0)
+
+    async def ended() -> int:
+        return rollouts * int(child.started)
+
     with pytest.raises(ends):
-        await trainer._keep_alive(child)
+        await trainer._keep_alive(child, ended)
     assert child.started == started
 
 
@@ -64,3 +78,33 @@ def test_what_is_cheap_to_check_is_checked_before_tasks_are_made(tmp_path: Path)
     made |= {"policy": {"model": "m"}, "agent": {"path": "absent.py:agent"}}
     with pytest.raises(ConfigError, match=r"agent.path = 'absent.py:agent': there is no file"):
         trainer.check(resolve(made, source="test"))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        ({"preset": "grpoo"}, r"no preset 'grpoo'; did you mean 'grpo'\?"),
+        ({"preset": "grpo+tiss"}, r"no modifier \+tiss for 'grpo'; did you mean 'tis'\?"),
+        ({"options": {"clip_hihg": 1.0}}, r"options\.clip_hihg: no option of 'grpo'; did you mean"),
+    ],
+)
+def test_an_unknown_preset_or_option_is_refused_before_tasks_are_made(
+    tmp_path: Path, algorithm: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "dear.py").write_text("raise SystemError('made')")
+    made = {"root": str(tmp_path), "steps": 1, "tasks": {"train": "dear.py:tasks"}}
+    made |= {"policy": {"model": "m"}, "output": str(tmp_path / "out"), "algorithm": algorithm}
+    with pytest.raises(ConfigError, match=message):
+        trainer.check(resolve(made, source="test"))
+    tasks = (pytest.fail("made") for _ in range(1))
+    settings = {key: made[key] for key in ("steps", "algorithm", "output")}
+    with pytest.raises(ConfigError, match=message):
+        trainer.Trainer(None, tasks, "v.py:v", "m", **settings).fit()
+    assert not (tmp_path / "out").exists()
+
+
+def test_presets_from_outside_are_left_to_the_algorithm_process(tmp_path: Path) -> None:
+    algorithm = {"preset": "mine.py:lenient", "options": {"anything": 1}}
+    made = {"policy": {"model": "m"}, "tasks": {"train": "none.jsonl"}, "algorithm": algorithm}
+    with pytest.raises(ConfigError, match="cannot read the task file"):
+        trainer.check(resolve(made | {"root": str(tmp_path)}, source="test"))

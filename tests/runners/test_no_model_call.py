@@ -12,7 +12,7 @@ import httpx
 import pytest
 from aiohttp import web
 
-from agentrl.config import AgentConfig, RunnerConfig
+from agentrl.config import AgentConfig, PoolRunnerConfig
 from agentrl.runners.executors.environment import environment
 from agentrl.runners.executors.pool import PoolExecutor
 from agentrl.runners.games import GameAgent, verify
@@ -116,7 +116,7 @@ async def test_a_client_made_at_import_has_the_gateways_key(
         monkeypatch.setenv(name, "the user's own")
     with environment(bench.gateway.base_url):
         seen = AgentConfig(pass_env=["TOOL_API_KEY"])
-        pool = PoolExecutor("ready_client.py:agent", seen, RunnerConfig(), root=tmp_path)
+        pool = PoolExecutor("ready_client.py:agent", seen, PoolRunnerConfig(), root=tmp_path)
         await pool.start()
         try:
             (rollout,) = await bench.run(pool, TASK)

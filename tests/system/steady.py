@@ -102,7 +102,7 @@ async def answer(settings: RunConfig) -> None:
     async with open_store(settings.store) as store:
         while True:
             for attempt in await store.claim(8, runner="r", lease=1.0, timeout=5.0):
-                calls, outcome = played(attempt, team.trained(settings))
+                calls, outcome = played(attempt, team.trained_policies(settings))
                 await store.add_transitions(calls)
                 await store.finish([outcome])
 

@@ -18,7 +18,7 @@ from agentrl.config import load, to_toml
 from agentrl.errors import ConfigError
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.trainer import clear, conceal
+from agentrl.trainer import clear, hide_secrets
 from agentrl.types import Rollout, RolloutState
 from tests import warm
 
@@ -123,7 +123,7 @@ def test_a_run_over_postgres_is_interrupted_and_continues(
     config = load(run_folder / "run.toml", small)
     assert "secret" not in to_toml(config)
     with pytest.raises(ConfigError, match="may hold other runs"):
-        clear(conceal(config))
+        clear(hide_secrets(config))
 
 
 async def test_a_run_over_http_outlives_its_server(run_folder: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from agentrl.config import RunConfig
+from agentrl.config import ImplicitRewardModelConfig, RunConfig, VerlConfig, VerlLearnerConfig
 from agentrl.config.keys import flatten
 from agentrl.config.schema import MODEL_LR
 from agentrl.errors import ConfigError
@@ -31,7 +31,7 @@ def settings(config: RunConfig, model: str) -> VerlSettings:
     Raises ConfigError for settings that verl cannot follow."""
     for key, why in _unsupported_settings(config):
         raise ConfigError(f"{key}: {why}; leave it out, or set learner.kind = 'torch'")
-    asked, lora = config.learner.verl, config.policy.lora
+    asked, lora = placement(config), config.policy.lora
     narrow = "bf16" if config.policy.dtype == "bfloat16" else "fp32"
     packed = asked.attention == "flash_attention_2"
     decoder = {
@@ -82,6 +82,11 @@ def settings(config: RunConfig, model: str) -> VerlSettings:
     }
 
 
+def placement(config: RunConfig) -> VerlConfig:
+    """Where verl's workers run. Of another learner: where they would run by default."""
+    return config.learner.verl if isinstance(config.learner, VerlLearnerConfig) else VerlConfig()
+
+
 def describe_settings(config: RunConfig) -> str:
     """`settings` as comments under a run file, for `--dry-run`."""
     directory = config.path(config.policy.model)
@@ -100,7 +105,7 @@ def check(config: RunConfig) -> None:
     and a Ray cluster that cannot be reached."""
     settings(config, config.policy.model)
     check_installed()
-    _check_reachable(config.learner.verl.address or os.environ.get("RAY_ADDRESS", ""))
+    _check_reachable(placement(config).address or os.environ.get("RAY_ADDRESS", ""))
 
 
 def check_installed() -> None:
@@ -155,17 +160,11 @@ def _unsupported_settings(config: RunConfig) -> list[tuple[str, str]]:
     found = []
     if config.critic.model == "shared":
         found.append(("critic.model = 'shared'", "a critic of verl is a model of its own ('copy')"))
-    if config.learner.optimizer != "adamw":
-        found.append(("learner.optimizer", "the verl learner has adamw alone"))
-    if config.learner.fp32_head:
-        found.append(("learner.fp32_head", "verl computes the head in policy.dtype"))
     if config.learner.packing == "trie":
         found.append(("learner.packing = 'trie'", "verl has rows only"))
-    if config.learner.threads:
-        found.append(("learner.threads", "Ray says how many threads a worker has"))
     found += [
         (f"reward_models.{name}.train", "the verl learner's checkpoints hold no reward model")
         for name, model in config.reward_models.items()
-        if model.train
+        if isinstance(model, ImplicitRewardModelConfig) and model.train
     ]
     return found

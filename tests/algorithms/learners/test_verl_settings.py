@@ -91,14 +91,19 @@ def test_settings_are_those_of_the_run_file() -> None:
     [
         ({"critic": {"model": "shared"}}, "critic.model = 'shared'"),
         ({"learner": {"packing": "trie"}}, "learner.packing = 'trie'"),
-        ({"learner": {"optimizer": "adamw8bit"}}, "learner.optimizer"),
-        ({"learner": {"fp32_head": True}}, "learner.fp32_head"),
-        ({"learner": {"threads": 2}}, "learner.threads"),
     ],
 )
 def test_what_verl_cannot_follow_is_refused(sections: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=f"^{key}: .*learner.kind = 'torch'"):
         settings(config_of(**sections), "somewhere")
+
+
+@pytest.mark.parametrize("key", [{"optimizer": "adamw8bit"}, {"fp32_head": True}, {"threads": 2}])
+def test_verl_has_no_settings_of_the_other_learner(key: dict[str, Any]) -> None:
+    message = f"learner.{next(iter(key))} is for learner.kind = 'torch', and it is 'verl'"
+    with pytest.raises(ConfigError, match=message):
+        config_of(learner=key)
+    resolve({"learner": key}, source="test")
 
 
 def test_a_critic_is_a_model_with_an_optimizer_of_its_own(tmp_path: Path) -> None:

@@ -247,11 +247,17 @@ def test_an_opponent_of_rollouts_asked_ahead_is_held_until_their_step() -> None:
     [
         ({"seats": ["player_0"]}, "two or more roles"),
         ({"seats": ["a", "a"]}, "each named once"),
-        ({"opponents": "pfsp"}, "opponents means nothing without seats"),
+        ({"opponents": "pfsp"}, r"selfplay\.seats is missing"),
         ({"seats": SEATS, "pool": 0}, "selfplay.pool"),
         ({"seats": SEATS, "opponents": "pfsp", "pool": 0}, "selfplay.pool"),
-        ({"seats": SEATS, "k": 8.0}, "k is about a pool"),
-        ({"seats": SEATS, "opponents": "latest", "pfsp": "variance"}, "pfsp is for"),
+        (
+            {"seats": SEATS, "k": 8.0},
+            r"selfplay\.k is for selfplay\.opponents = .latest. or .uniform. or .pfsp., and",
+        ),
+        (
+            {"seats": SEATS, "opponents": "latest", "pfsp": "variance"},
+            r"pfsp is for selfplay\.opponents = .pfsp.",
+        ),
         ({"seats": SEATS, "opponents": "pfsp", "self_share": 1.0}, "selfplay.self_share"),
         ({"seats": SEATS, "opponents": "best"}, "did you mean 'latest'"),
         ({"seats": SEATS, "policy": "other"}, "none of those that learn: policy"),

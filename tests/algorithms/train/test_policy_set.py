@@ -60,11 +60,11 @@ def test_whose_turn_it_is_depends_on_the_step_alone(
 ) -> None:
     three = {name: {"roles": [name], "lora": {"rank": 1}} for name in "abc"}
     made = config(three, team={"schedule": schedule, "every": every}, steps=7)
-    learning = ["".join(n for n in "abc" if team.learns(made, n, s)) for s in range(7)]
+    learning = ["".join(n for n in "abc" if team.learns_in_step(made, n, s)) for s in range(7)]
     assert learning == expected
     for name in "abc":
         counted = [sum(name in turn for turn in expected[:step]) for step in range(8)]
-        assert [team.turns(made, name, step) for step in range(8)] == counted
+        assert [team.steps_learned(made, name, step) for step in range(8)] == counted
         assert team.view(made, name).steps == counted[-1]
 
 
@@ -72,7 +72,7 @@ def test_whose_turn_it_is_depends_on_the_step_alone(
 
 
 def recording(made: RunConfig) -> tuple[PolicySet, dict[str, Recorder]]:
-    learners = {name: Recorder() for name in team.trained(made)}
+    learners = {name: Recorder() for name in team.trained_policies(made)}
     updaters = {
         name: Updater(
             team.view(made, name),

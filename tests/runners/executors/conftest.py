@@ -28,7 +28,7 @@ def settings(kind: str, **runner: Any) -> RunConfig:
     python = {"path": "contract_agent.py:agent"}
     command = {"command": [sys.executable, str(HERE / "contract_agent.py")]}
     agent = python if kind in PYTHON else command
-    runner = {"executor": kind, "pool": {"processes": 1}} | runner
+    runner = {"executor": kind} | ({"pool": {"processes": 1}} if kind == "pool" else {}) | runner
     if kind in ("container", "kubernetes"):
         runner = {**ELSEWHERE, kind: {"image": "agent"}} | runner
     data = {

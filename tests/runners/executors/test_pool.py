@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.config import AgentConfig, PoolConfig, RetriesConfig, RunnerConfig
+from agentrl.config import AgentConfig, PoolConfig, PoolRunnerConfig, RetriesConfig
 from agentrl.errors import AgentRLError
 from agentrl.runners.executors import pool as module
 from agentrl.runners.executors.pool import PoolExecutor
@@ -44,7 +44,7 @@ async def pool(tmp_path: Path) -> AsyncIterator[Any]:
         text: str = AGENT, path: str = "pool_agent.py:build", **pool: Any
     ) -> PoolExecutor:
         (tmp_path / "pool_agent.py").write_text(text)
-        config = RunnerConfig(pool=PoolConfig(**{"processes": 1} | pool))
+        config = PoolRunnerConfig(pool=PoolConfig(**{"processes": 1} | pool))
         agent = AgentConfig(pass_env=["MY_*"], env={"ADDED": "1"})
         made.append(PoolExecutor(path, agent, config, root=tmp_path))
         await made[-1].start()

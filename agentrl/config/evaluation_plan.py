@@ -37,7 +37,7 @@ class EvaluationPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     steps: int  # of training of the run's own policies
 
 
-def first_version(config: RunConfig, policy: str) -> tuple[str, FrozenPolicy]:
+def initial_version(config: RunConfig, policy: str) -> tuple[str, FrozenPolicy]:
     """A policy as training began with it, and its name."""
     own = policies.view(config, policy).policy
     if own.lora.rank or own.lora.adapter:
@@ -45,4 +45,4 @@ def first_version(config: RunConfig, policy: str) -> tuple[str, FrozenPolicy]:
     else:
         made = config.path(own.model) if own.model else Path(config.output, "policy")
         directory = str(made) if made.is_dir() else own.model
-    return policies.first_name(policy), FrozenPolicy(policy=policy, directory=directory, steps=0)
+    return policies.initial_name(policy), FrozenPolicy(policy=policy, directory=directory, steps=0)

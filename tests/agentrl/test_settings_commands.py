@@ -1,0 +1,117 @@
+"""`agentrl config schema` and `agentrl init`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from agentrl import trainer
+from agentrl.cli.main import cli
+from agentrl.cli.settings import FILES
+from agentrl.config import load, to_toml
+from agentrl.errors import ConfigError
+
+RUN_FILES = sorted((Path(__file__).parents[2] / "examples").glob("*/run.toml"))
+
+
+@pytest.fixture(scope="module")
+def schema() -> Any:
+    result = CliRunner().invoke(cli, ["config", "schema"])
+    assert result.exit_code == 0
+    return json.loads(result.output)
+
+
+def errors(schema: Any, data: Any) -> list[str]:
+    validator = pytest.importorskip("jsonschema").Draft202012Validator
+    validator.check_schema(schema)
+    return [error.message for error in validator(schema).iter_errors(data)]
+
+
+def test_the_schema_says_what_a_setting_is(schema: Any) -> None:
+    tables = schema["$defs"]
+    assert "discriminator" not in json.dumps(schema)
+    described = {
+        "RunConfig.steps": None,
+        "AlgorithmConfig.groups": "per step",
+        "VllmConfig.max_adapters": "that a child serves at once, frozen ones too",
+        "VllmEngineConfig.max_batch": "calls decoded together",
+    }
+    for key, words in described.items():
+        name, setting = key.split(".")
+        assert tables[name]["properties"][setting].get("description") == words
+    assert tables["ContainerConfig"]["required"] == ["image"]
+
+
+def test_the_schema_accepts_run_files(schema: Any, tmp_path: Path) -> None:
+    for file in RUN_FILES:
+        assert errors(schema, tomllib.loads(file.read_text())) == [], file
+    assert RUN_FILES
+    outside = {"engine": {"kind": "mine.py:Own", "options": {"x": 1}}, "runner": {"executor": "p"}}
+    assert errors(schema, outside) == []
+    (tmp_path / "run.toml").write_text("")
+    printed = to_toml(load(tmp_path / "run.toml", ["engine.kind=vllm", "learner.kind=a.py:b"]))
+    assert errors(schema, tomllib.loads(printed)) == []
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"sed": 1},
+        {"steps": -1},
+        {"engine": {"vllm": {"urls": []}}},
+        {"engine": {"kind": "vllm", "vllm": {"sync": "fast"}}},
+        {"runner": {"executor": "container", "container": {}}},
+        {"reward_models": {"judge": {"kind": "implicit"}}},
+    ],
+)
+def test_the_schema_refuses_what_the_run_file_would(schema: Any, data: Any) -> None:
+    assert errors(schema, data)
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> str:
+    """The run file that `init` wrote."""
+    result = CliRunner().invoke(cli, ["init", str(tmp_path / "mine")])
+    assert (result.exit_code, str(tmp_path / "mine" / "run.toml") in result.output) == (0, True)
+    assert sorted(path.name for path in (tmp_path / "mine").iterdir()) == sorted(FILES)
+    run_file = str(tmp_path / "mine" / "run.toml")
+    assert (tmp_path / "mine" / "run.toml").read_text().count("#") > 10
+    return run_file
+
+
+def test_init_writes_a_run_file_that_is_accepted(started: str) -> None:
+    result = CliRunner().invoke(cli, ["train", started, "--dry-run"])
+    assert result.exit_code == 0, result.exception
+    trainer.check(load(Path(started)))
+
+
+@pytest.mark.slow
+def test_what_init_writes_trains(started: str, tmp_path: Path) -> None:
+    few = ["algorithm.groups=2", "algorithm.group_size=2", "algorithm.dynamic_sampling=false"]
+    command = [sys.executable, "-m", "agentrl", "train", started, "--steps", "1", *few]
+    done = subprocess.run(
+        [*command, "eval.tasks=2", "eval.sampled=false", "algorithm.lr=1e-9"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "runs" / "mine" / "checkpoints").glob("000001*"))
+
+
+def test_init_overwrites_nothing(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text("mine")
+    result = CliRunner().invoke(cli, ["init", str(tmp_path)])
+    assert isinstance(result.exception, ConfigError)
+    assert "has agent.py already; name another folder" in str(result.exception)
+    assert [path.name for path in tmp_path.iterdir()] == ["agent.py"]
+    assert (tmp_path / "agent.py").read_text() == "mine"
