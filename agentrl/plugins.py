@@ -1,4 +1,4 @@
-"""Presets, executors, engines, learners and metrics sinks from outside the library.
+"""Presets, executors, engines, learners, rewards and metrics sinks from outside the library.
 
 Settings such as `runner.executor` name one of three things: one of the library's own ("pool"), one
 that an installed package registers under an entry point of the group `agentrl.executors`, or one in
@@ -18,7 +18,7 @@ from typing import Any, Literal
 from agentrl.errors import ConfigError, nearest
 from agentrl.loading import load_attribute
 
-Kind = Literal["presets", "executors", "engines", "learners", "sinks"]
+Kind = Literal["presets", "executors", "engines", "learners", "sinks", "rewards"]
 
 
 def load_plugin(kind: Kind, name: str, own: Collection[str], root: Path, *, key: str) -> Any:
@@ -58,13 +58,14 @@ def check_call(thing: object, *arguments: str, key: str) -> None:
 
 
 def check_protocol(made: object, protocol: type, *, by: object, key: str) -> None:
-    """Raises ConfigError unless what `by` returned has every public method of a protocol."""
+    """Raises ConfigError unless what `by` returned, or the class `by`, has every public method
+    of a protocol."""
     wanted = [name for name, item in vars(protocol).items() if callable(item) and name[0] != "_"]
     missing = [name for name in wanted if not callable(getattr(made, name, None))]
     if missing:
+        verb = "is" if made is by else f"returned {type(made).__name__}, which is"
         raise ConfigError(
-            f"{key}: {where(by)} returned {type(made).__name__}, which is no {protocol.__name__}:"
-            f" it has no {', '.join(missing)}"
+            f"{key}: {where(by)} {verb} no {protocol.__name__}: it has no {', '.join(missing)}"
         )
 
 

@@ -15,12 +15,12 @@ from typing import Any
 from msgspec.structs import replace
 
 from agentrl.config import RetriesConfig
-from agentrl.runners.executors import Executor, Ran
-from agentrl.runners.gateway.attribution import Live
+from agentrl.runners.executors import ExecutionResult, Executor
+from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.runners.gateway.replay import recording
 from agentrl.runners.gateway.server import Gateway
 from agentrl.runners.scoring.results import as_json, failure_of
-from agentrl.runners.scoring.rewards import settle, unsettled
+from agentrl.runners.scoring.rewards import needs_trace, resolve_targets
 from agentrl.runners.scoring.verifiers import Verifier, VerifierError
 from agentrl.runners.tracing import core as tracing
 from agentrl.store.base import Store
@@ -30,7 +30,7 @@ log = logging.getLogger("agentrl.runner")
 
 
 @dataclass(slots=True)
-class Execution:
+class AttemptRunner:
     """Runs and scores the attempts of one agent."""
 
     store: Store
@@ -41,52 +41,52 @@ class Execution:
     retries: RetriesConfig = field(default_factory=RetriesConfig)
     calls_optional: bool = False  # whether an agent may succeed without a model call
 
-    async def run(self, live: Live) -> Outcome:
+    async def run(self, active: ActiveAttempt) -> Outcome:
         """How the attempt ended. Cancelling it stops the agent and raises CancelledError."""
         try:
-            ran = await self._run_agent(live)
+            ran = await self._run_agent(active)
         except Exception as error:  # a bug of an executor costs one attempt, not the runner
-            log.exception("the executor failed in attempt %s", live.id)
-            ran = Ran(failure=failure_of(ErrorKind.LOST_RUNNER, error))
+            log.exception("the executor failed in attempt %s", active.id)
+            ran = ExecutionResult(failure=failure_of(ErrorKind.LOST_RUNNER, error))
         finally:
-            over = self.gateway.unregister(live)
+            over = self.gateway.unregister(active)
         await asyncio.wrap_future(over)
-        if live.failures:
-            message = next(iter(live.failures.values()))
-            return self._failed(live, ran, Failure(kind=ErrorKind.MODEL, message=message))
+        if active.failures:
+            message = next(iter(active.failures.values()))
+            return self._failed(active, ran, Failure(kind=ErrorKind.MODEL, message=message))
         if ran.failure:
-            return self._failed(live, ran, ran.failure)
-        if not (live.stored or ran.needs_no_call or self.calls_optional):
-            return self._failed(live, ran, self._no_call(live, ran))
-        return await self._score(live, ran)
+            return self._failed(active, ran, ran.failure)
+        if not (active.stored or ran.needs_no_call or self.calls_optional):
+            return self._failed(active, ran, self._no_call(active, ran))
+        return await self._score(active, ran)
 
-    async def _run_agent(self, live: Live) -> Ran:
-        rollout = live.attempt.rollout
+    async def _run_agent(self, active: ActiveAttempt) -> ExecutionResult:
+        rollout = active.attempt.rollout
         if "input" in rollout.task:
             if rollout.branch is not None:
-                live.recording = await recording(self.store, rollout.branch)
-            return await self.executor.run(live)
+                active.recording = await recording(self.store, rollout.branch)
+            return await self.executor.run(active)
         message = f"the task of rollout {rollout.id} has no 'input' to give to the agent"
-        return Ran(failure=Failure(kind=ErrorKind.AGENT, message=message))
+        return ExecutionResult(failure=Failure(kind=ErrorKind.AGENT, message=message))
 
-    async def _score(self, live: Live, ran: Ran) -> Outcome:
-        rollout = live.attempt.rollout
+    async def _score(self, active: ActiveAttempt, ran: ExecutionResult) -> Outcome:
+        rollout = active.attempt.rollout
         whole = await self.store.trace(rollout.id) if self.verifier.wants_trace else None
         whole = whole and replace(whole, spans=[*whole.spans, *ran.spans])
-        live.extend(rollout.timeout)
+        active.extend(rollout.timeout)
         try:
-            rewards = [*ran.rewards, *await self._verify(live.attempt, ran.result, whole)]
+            rewards = [*ran.rewards, *await self._verify(active.attempt, ran.result, whole)]
         except Exception as error:  # noqa: BLE001 - the user's verifier is a boundary
-            return self._failed(live, ran, failure_of(ErrorKind.VERIFIER, error))
-        if whole is None and unsettled(rewards):
+            return self._failed(active, ran, failure_of(ErrorKind.VERIFIER, error))
+        if whole is None and needs_trace(rewards):
             whole = await self.store.trace(rollout.id)
         try:
-            rewards = settle(rewards, whole, ran.spans)
+            rewards = resolve_targets(rewards, whole, ran.spans)
         except VerifierError as error:
-            return self._failed(live, ran, failure_of(ErrorKind.VERIFIER, error))
+            return self._failed(active, ran, failure_of(ErrorKind.VERIFIER, error))
         return Outcome(
-            attempt=live.id,
-            fence=live.attempt.fence,
+            attempt=active.id,
+            fence=active.attempt.fence,
             result=as_json(ran.result),
             rewards=rewards,
             spans=ran.spans,
@@ -105,14 +105,14 @@ class Execution:
             message = f"the verifier ran longer than {rollout.timeout:g} s"
             raise VerifierError(message) from None
 
-    def _failed(self, live: Live, ran: Ran, failure: Failure) -> Outcome:
+    def _failed(self, active: ActiveAttempt, ran: ExecutionResult, failure: Failure) -> Outcome:
         """No reward, save for the price of the agent's own error, if it has one."""
-        rewards, retry = [], self._again(failure.kind, live.attempt)
+        rewards, retry = [], self._may_retry(failure.kind, active.attempt)
         if failure.kind is ErrorKind.AGENT and self.error_reward is not None and not retry:
             rewards = [Reward(value=self.error_reward, source="runner")]
         return Outcome(
-            attempt=live.id,
-            fence=live.attempt.fence,
+            attempt=active.id,
+            fence=active.attempt.fence,
             result=as_json(ran.result),
             rewards=rewards,
             spans=ran.spans,
@@ -120,23 +120,23 @@ class Execution:
             retry=retry,
         )
 
-    def _again(self, kind: ErrorKind, attempt: Attempt) -> bool:
+    def _may_retry(self, kind: ErrorKind, attempt: Attempt) -> bool:
         """Whether a failure of this kind is worth another attempt, and one is left."""
         limit = getattr(self.retries, kind.value)
         return attempt.fence < attempt.rollout.max_attempts and (
             limit is None or attempt.fence <= limit
         )
 
-    def _no_call(self, live: Live, ran: Ran) -> Failure:
+    def _no_call(self, active: ActiveAttempt, ran: ExecutionResult) -> Failure:
         """Nothing can be learned from what no model of the run said, however well it was done."""
         gateway = self.gateway.base_url
         said = "; set agent.calls_optional = true if that is how it should be"
-        if live.calls:
-            why = f": the last one was refused, {live.refused}" if live.refused else ""
-            message = f"none of the agent's {live.calls} model calls has an answer to record{why}"
+        if active.calls:
+            why = f": the last one was refused, {active.refused}" if active.refused else ""
+            message = f"none of the agent's {active.calls} model calls has an answer to record{why}"
             return Failure(kind=ErrorKind.NO_CALL, message=message + said)
         called = {
-            str(span.attributes["url.full"]) for span in ran.spans if _elsewhere(span, gateway)
+            str(span.attributes["url.full"]) for span in ran.spans if _other_server(span, gateway)
         }
         instead = f", but called {', '.join(sorted(called)[:3])}" if called else ""
         message = (
@@ -147,6 +147,6 @@ class Execution:
         return Failure(kind=ErrorKind.NO_CALL, message=message + said)
 
 
-def _elsewhere(span: Span, gateway: str) -> bool:
+def _other_server(span: Span, gateway: str) -> bool:
     url = span.attributes.get("url.full")
     return url is not None and not str(url).startswith(gateway)

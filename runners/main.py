@@ -20,15 +20,14 @@ import msgspec
 
 from agentrl.config import RunConfig, agent_env
 from agentrl.config.policies import claims, remote
-from agentrl.errors import ConfigError, StoreError
+from agentrl.errors import StoreError
 from agentrl.processes import PHASE, log_to_stderr
-from agentrl.runners.execution import Execution
+from agentrl.runners.execution import AttemptRunner
 from agentrl.runners.executors import Executor
 from agentrl.runners.executors.environment import environment
-from agentrl.runners.executors.factory import choose
+from agentrl.runners.executors.factory import make_executor
 from agentrl.runners.gateway.server import Gateway
 from agentrl.runners.scoring import verifiers
-from agentrl.runners.scoring.verifiers import Verifier
 from agentrl.runners.tracing import core as tracing
 from agentrl.runners.worker import Worker
 from agentrl.store import open_store
@@ -37,7 +36,7 @@ from agentrl.threads import DaemonThreads
 from agentrl.types import ENDED
 
 log = logging.getLogger("agentrl.runner")
-LOOK = 2.0  # seconds between looks whether the run has ended
+END_CHECK_INTERVAL = 2.0  # seconds between looks whether the run has ended
 
 
 def main(
@@ -66,7 +65,7 @@ def main(
             name=name,
             stop=stop,
             until_ended=until_ended,
-            ready=_tune_collector,
+            ready=_tune_gc,
             on_blocked=_end_process,
         )
 
@@ -112,14 +111,18 @@ async def start_runner(
         await asyncio.to_thread(gateway.start)
         try:
             with environment(gateway.base_url, config.agent.pass_env):
-                executor = choose(
+                executor = make_executor(
                     config, root=folder, gateway=gateway.base_url, runner=name, agent=agent
                 )
-                scored = Execution(
+                scored = AttemptRunner(
                     store,
                     gateway,
                     executor,
-                    _verifier(verifier, config, folder),
+                    verifiers.load(
+                        config.verifier.path if verifier is None else verifier,
+                        config.verifier.rewards,
+                        folder,
+                    ),
                     config.agent.error_reward,
                     config.agent.retries,
                     config.agent.calls_optional,
@@ -154,7 +157,7 @@ async def _stop_at_end(store: Store, run: str, steps: int, stop: asyncio.Event) 
                 stop.set()
         except StoreError:  # the worker says so, and decides what becomes of it
             pass
-        await store.wait(2**62, timeout=LOOK)
+        await store.wait(2**62, timeout=END_CHECK_INTERVAL)
 
 
 @contextlib.asynccontextmanager
@@ -228,14 +231,7 @@ async def _config(store: Store, run: str, stop: asyncio.Event) -> RunConfig | No
     return None
 
 
-def _verifier(given: Callable[..., Any] | str | None, config: RunConfig, root: Path) -> Verifier:
-    path = config.verifier.path if given is None else given
-    if path == "":
-        raise ConfigError("verifier.path is missing: write it as file.py:name")
-    return verifiers.load(path, root) if isinstance(path, str) else Verifier(path)
-
-
-def _tune_collector() -> None:
+def _tune_gc() -> None:
     """What is loaded by now stays, and agents make much short-lived garbage without cycles: the
     default thresholds cost a LangChain agent a tenth of its speed."""
     gc.collect()

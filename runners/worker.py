@@ -18,12 +18,12 @@ from msgspec.structs import replace
 
 from agentrl.config import RunnerConfig
 from agentrl.errors import Invalid, StoreError
-from agentrl.runners.execution import Execution
-from agentrl.runners.gateway.attribution import Live
+from agentrl.runners.execution import AttemptRunner
+from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.types import Attempt, ErrorKind, Failure, Outcome
 
 log = logging.getLogger("agentrl.runner")
-ROUND = 1.0  # seconds one `claim` waits on the store, and so the longest wait of a stop
+CLAIM_TIMEOUT = 1.0  # seconds one `claim` waits on the store, and so the longest wait of a stop
 GRACE = 5.0  # seconds past its deadline after which the lease of a hung attempt is let go
 
 
@@ -33,7 +33,7 @@ class Worker:
     def __init__(
         self,
         run: str,
-        execution: Execution,
+        execution: AttemptRunner,
         config: RunnerConfig,
         *,
         name: str,
@@ -46,9 +46,9 @@ class Worker:
         self._execution = execution
         self._store, self._gateway = execution.store, execution.gateway
         limit = execution.executor.limit
-        self._places = config.concurrency if limit is None else min(limit, config.concurrency)
-        self._running: dict[str, tuple[asyncio.Task[None], Live]] = {}
-        self._ending: dict[str, asyncio.Task[None]] = {}  # their outcomes are being stored
+        self._slots = config.concurrency if limit is None else min(limit, config.concurrency)
+        self._running: dict[str, tuple[asyncio.Task[None], ActiveAttempt]] = {}
+        self._being_stored: dict[str, asyncio.Task[None]] = {}  # their outcomes are being stored
         self._outcomes: list[Outcome] = []
         self._finishing = asyncio.Lock()
         self._failed: BaseException | None = None
@@ -64,10 +64,10 @@ class Worker:
         stopping.add_done_callback(lambda _: self._changed.set())
         home = asyncio.get_running_loop()
         leases = self._gateway.spawn(self._keep_leases(home))
-        leases.add_done_callback(lambda ended: home.call_soon_threadsafe(self._settle, ended))
+        leases.add_done_callback(lambda ended: home.call_soon_threadsafe(self._note_failure, ended))
         try:
             while not stop.is_set() and self._failed is None:
-                await self._round(stop)
+                await self._claim_and_start(stop)
             await self._drain()
         finally:
             self._stopped = True
@@ -79,9 +79,9 @@ class Worker:
         if self._failed:
             raise self._failed
 
-    async def _round(self, stop: asyncio.Event) -> None:
+    async def _claim_and_start(self, stop: asyncio.Event) -> None:
         self._changed.clear()
-        free = self._places - len(self._running)
+        free = self._slots - len(self._running)
         if not free:
             await self._changed.wait()
             return
@@ -89,10 +89,14 @@ class Worker:
             # The algorithm is starting: an attempt's time would run while nobody can answer it.
             cursor = await self._store.cursor()
             if not await self._store.policies(self.run_name):
-                await self._store.wait(cursor, timeout=ROUND)
+                await self._store.wait(cursor, timeout=CLAIM_TIMEOUT)
                 return
         attempts = await self._store.claim(
-            free, runner=self.name, lease=self.config.lease, run=self.run_name, timeout=ROUND
+            free,
+            runner=self.name,
+            lease=self.config.lease,
+            run=self.run_name,
+            timeout=CLAIM_TIMEOUT,
         )
         if stop.is_set():
             await self._give_back(attempts)
@@ -101,22 +105,22 @@ class Worker:
             self._start(attempt)
 
     def _start(self, attempt: Attempt) -> None:
-        live = self._gateway.register(attempt, sealed=self._execution.executor.sealed)
-        task = asyncio.create_task(self._attempt(live), name=f"attempt-{live.id}")
-        self._running[live.id] = task, live
-        task.add_done_callback(self._settle)
+        active = self._gateway.register(attempt, sealed=self._execution.executor.sealed)
+        task = asyncio.create_task(self._attempt(active), name=f"attempt-{active.id}")
+        self._running[active.id] = task, active
+        task.add_done_callback(self._note_failure)
 
-    async def _attempt(self, live: Live) -> None:
+    async def _attempt(self, active: ActiveAttempt) -> None:
         try:
-            outcome = await self._execution.run(live)
+            outcome = await self._execution.run(active)
         finally:
-            task, _ = self._running.pop(live.id)
+            task, _ = self._running.pop(active.id)
             self._changed.set()
-        self._ending[live.id] = task  # a slot is free, and the lease is still kept
+        self._being_stored[active.id] = task  # a slot is free, and the lease is still kept
         try:
             await self._end(outcome)
         finally:
-            del self._ending[live.id]
+            del self._being_stored[active.id]
 
     async def _end(self, outcome: Outcome) -> None:
         """Those that end while the store is busy are ended together."""
@@ -137,7 +141,7 @@ class Worker:
             for outcome in outcomes:
                 await self._finish([outcome])
 
-    def _settle(self, ended: asyncio.Task[None] | Future[None]) -> None:
+    def _note_failure(self, ended: asyncio.Task[None] | Future[None]) -> None:
         """What an attempt or the heartbeat did not expect ends the worker."""
         failed: BaseException | None = None
         if not ended.cancelled():
@@ -159,12 +163,12 @@ class Worker:
         unfinished = list(self._running.values())
         for task, _ in unfinished:
             task.cancel()
-        tasks = {*(task for task, _ in unfinished), *self._ending.values()}
+        tasks = {*(task for task, _ in unfinished), *self._being_stored.values()}
         try:
             if tasks:
                 await asyncio.wait(tasks, timeout=GRACE)
         finally:
-            await self._give_back([live.attempt for _, live in unfinished])
+            await self._give_back([active.attempt for _, active in unfinished])
 
     async def _give_back(self, attempts: Sequence[Attempt]) -> None:
         """Return them to the queue, without waiting for their leases to expire."""
@@ -182,11 +186,11 @@ class Worker:
         while True:
             await asyncio.sleep(self.config.lease / 3)
             running = list(self._running.values())
-            blocked = [live for _, live in running if live.left < -GRACE - self.config.lease]
+            blocked = [active for _, active in running if active.left < -GRACE - self.config.lease]
             if blocked and self.on_blocked is not None:
                 self.on_blocked(blocked[0].attempt.rollout.id)
-            held = [live.id for _, live in running if live.left > -GRACE]
-            held += list(self._ending)
+            held = [active.id for _, active in running if active.left > -GRACE]
+            held += list(self._being_stored)
             if not held:
                 continue
             try:
@@ -197,9 +201,9 @@ class Worker:
             lost = set(held).difference(kept)
             if lost:
                 with contextlib.suppress(RuntimeError):  # the worker's loop has ended
-                    home.call_soon_threadsafe(self._lose, sorted(lost))
+                    home.call_soon_threadsafe(self._stop_lost, sorted(lost))
 
-    def _lose(self, attempts: Sequence[str]) -> None:
+    def _stop_lost(self, attempts: Sequence[str]) -> None:
         for attempt in attempts:
             if attempt in self._running:
                 task, _ = self._running[attempt]

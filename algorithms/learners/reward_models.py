@@ -39,7 +39,7 @@ class Scorer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Scalar:
+class ScalarScorer:
     """Reads the score of a call after its last token."""
 
     model: PreTrainedModel
@@ -58,7 +58,7 @@ class Scalar:
 
 
 @dataclass(frozen=True, slots=True)
-class Implicit:
+class ImplicitScorer:
     """Reads how much likelier than the reference its model finds a call, at temperature 1."""
 
     model: PreTrainedModel
@@ -102,7 +102,7 @@ class RewardModel:
             (rollout, calls)
             for group in groups
             for rollout in group.rollouts
-            if (calls := self.judged(rollout))
+            if (calls := self.scored_calls(rollout))
         ]
         calls = [call for _, each in scored for call in each]
         scores = self.scorer(calls).tolist() if calls else []
@@ -120,15 +120,15 @@ class RewardModel:
             for group in groups
         ]
 
-    def judged(self, rollout: Rollout) -> list[Transition]:
+    def scored_calls(self, rollout: Rollout) -> list[Transition]:
         """The calls whose scores its rewards are made of."""
         if rollout.state is not RolloutState.SUCCEEDED or not valid(rollout):
             return []
         calls = [call for call in rollout.transitions if trainable(call) and len(call.completion)]
         if self.scope is Scope.TRANSITION:
             return list(filter(self._fits, calls))
-        judged = calls if self.sums else calls[-1:]
-        return judged if all(map(self._fits, judged)) else []
+        scored_calls = calls if self.sums else calls[-1:]
+        return scored_calls if all(map(self._fits, scored_calls)) else []
 
     def _fits(self, call: Transition) -> bool:
         return self.context is None or len(call.prompt) + len(call.completion) <= self.context
@@ -172,7 +172,7 @@ def load_scalar(
     except Exception as error:  # transformers and safetensors document no types
         reason = " ".join(str(error).split())[:300]
         raise PolicyError(f"{key} = {name!r}: cannot be loaded: {reason}") from error
-    if fault := _fault(model, sorted(loading["missing_keys"])):
+    if fault := _head_problem(model, sorted(loading["missing_keys"])):
         raise PolicyError(
             f"{key} = {name!r}: {fault}; give a checkpoint of a decoder with a head of one label, "
             "as reward trainers save it"
@@ -182,7 +182,7 @@ def load_scalar(
     return model.to(policy.device)
 
 
-def _fault(model: PreTrainedModel, missing: list[str]) -> str | None:
+def _head_problem(model: PreTrainedModel, missing: list[str]) -> str | None:
     if not hasattr(model, "score"):
         return f"{type(model).__name__} is no decoder with a score"
     if model.config.num_labels != 1:

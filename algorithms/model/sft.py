@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedModel
 
 from agentrl.algorithms.data.batch import TokenRow
-from agentrl.algorithms.model.cpu_threads import threads_of
+from agentrl.algorithms.model.cpu_threads import thread_tuner
 from agentrl.algorithms.model.load import Tokenizer
 from agentrl.algorithms.model.packing import forward_logprobs, pack_rows
 from agentrl.errors import TrainingError
@@ -65,7 +65,7 @@ def imitate(
     linearly to zero. Returns the mean loss in nats per action token over the last tenth."""
     dice = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), betas=betas, weight_decay=0.0, fused=True)
-    threads = threads_of(model.num_parameters(), "imitation computes", torch.get_num_threads())
+    threads = thread_tuner(model.num_parameters(), "imitation computes", torch.get_num_threads())
     losses = []
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = lr * min((step + 1) / warmup, 1 - step / steps)

@@ -21,8 +21,7 @@ from agentrl.algorithms.learners import auxiliary
 from agentrl.algorithms.learners.base import Learner
 from agentrl.algorithms.learners.factory import make_learner
 from agentrl.algorithms.learners.implicit_reward import ImplicitTrainer
-from agentrl.algorithms.learners.verl.learner import VerlLearner
-from agentrl.algorithms.model.load import context_of
+from agentrl.algorithms.model.load import context_length
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.objective.kl_control import ReferenceControl, UpdatableReference
 from agentrl.algorithms.presets import catalogue
@@ -146,13 +145,13 @@ def sampled_for(config: RunConfig, algos: Mapping[str, Algo]) -> tuple[bool, str
 
 def algorithm(config: RunConfig) -> Algo:
     """The record that the run file asks for. Raises ConfigError for what it could not use."""
-    streams = auxiliary.supplied(config)
+    streams = auxiliary.available_streams(config)
     settings = config.algorithm
     algo = catalogue.make(
         settings.preset, settings.options, streams=streams, root=Path(config.root)
     )
     check_group(config.algorithm, algo)
-    auxiliary.check_used(config, algo)
+    auxiliary.refuse_unused_settings(config, algo)
     return counterfactuals.lenient(config, algo)
 
 
@@ -166,8 +165,8 @@ def make_team(
         base = next(base for base in bases if name in base.policies)
         dumps = Path(config.output, "dumps", name if config.policies else "")
         updaters[name] = make_updater(view(config, name), name, algo, base, dumps)
-        if isinstance(learner := updaters[name].learner, VerlLearner):
-            stack.callback(learner.close)
+        if close := getattr(updaters[name].learner, "close", None):
+            stack.callback(close)
     memory = AlgorithmState() if config.policies else updaters[POLICY].state
     difficulty = Difficulty() if config.tasks.order == "difficulty" else None
     if difficulty is not None:
@@ -210,7 +209,7 @@ def make_updater(config: RunConfig, name: str, algo: Algo, base: Base, dumps: Pa
     model, tokenizer, source = base.model, base.tokenizer, base.source
     scorers, trainers = auxiliary.make_reward_models(config, model, tokenizer, source)
     learner = make_learner(config, algo, model, tokenizer, source, base.adapters, trainers, name)
-    memory, anchor = remembered(config, algo, learner.frozen.get("q"))
+    memory, anchor = remembered(config, algo, getattr(learner, "frozen", {}).get("q"))
     return Updater(
         config,
         algo,
@@ -246,7 +245,7 @@ def make_intake(
 ) -> Intake:
     """What completes the groups before a policy learns from them: what replays say of its roles,
     ids, and then the rewards that models give, which read these."""
-    tokenizer, context = base.tokenizer, context_of(base.model)
+    tokenizer, context = base.tokenizer, context_length(base.model)
     completers: list[Completer] = []
     if counterfactuals.read(config, algo):
         completers.append(RoleRewards(shares(config), name))

@@ -17,7 +17,7 @@ from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.diagnostics import metrics
 from agentrl.algorithms.diagnostics.credit_records import Ledger
 from agentrl.algorithms.diagnostics.metrics import Metrics
-from agentrl.algorithms.learners.auxiliary import scored
+from agentrl.algorithms.learners.auxiliary import score_batch
 from agentrl.algorithms.learners.base import Learner, Psi, StepReport
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective import values as targets
@@ -69,7 +69,7 @@ class Updater:
         columns.check_rewards(groups, [name for name in algo.rewards if name not in algo.optional])
         batch = self.batch(groups)
         recall = self.state.recall(batch, groups)
-        batch, streams = scored(algo, self.learner, replace(batch, memory=recall.columns))
+        batch, streams = score_batch(algo, self.learner, replace(batch, memory=recall.columns))
         values = targets.critic_terms(algo, batch, clip=self.config.critic.clip)
         measured = self.optimize(Step(step, turn, algo, groups, batch, streams, values))
         self.state.adopt(recall)

@@ -20,7 +20,7 @@ Body = dict[str, Json]
 
 
 @dataclass(slots=True)
-class Memory:
+class ConversationMemory:
     """What later calls of an attempt may refer to."""
 
     answers: dict[str, list[Body]] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Dialect:
     route: str  # where agents post, below /v1
     api: str  # where the policy server is asked, below its base URL
     error: Callable[[int, str, str], Body]  # of HTTP status, code and message
-    translate: Callable[[Body, Memory], Translation] | None = None  # None: the same API
+    translate: Callable[[Body, ConversationMemory], Translation] | None = None  # None: the same API
 
 
 @contextmanager

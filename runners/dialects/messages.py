@@ -14,8 +14,8 @@ import msgspec
 
 from agentrl.runners.dialects.base import (
     Body,
+    ConversationMemory,
     Dialect,
-    Memory,
     UntranslatableError,
     event,
     objects,
@@ -57,7 +57,7 @@ def error(status: int, code: str, message: str) -> Body:
 # -- the request -----------------------------------------------------------------------------------
 
 
-def chat_request(body: Body, memory: Memory) -> Body:
+def chat_request(body: Body, memory: ConversationMemory) -> Body:
     refuse_unless(body, ALLOWED)
     chat = {k: v for k, v in body.items() if k not in ALLOWED.keys() | IDLE | TRANSLATED}
     for name in ("max_tokens", "messages"):
@@ -82,7 +82,7 @@ def chat_request(body: Body, memory: Memory) -> Body:
     return chat | _tool_choice(body.get("tool_choice") or {}) | output
 
 
-def prompt_of(body: Body, memory: Memory) -> Body:
+def prompt_of(body: Body, memory: ConversationMemory) -> Body:
     """What of a request is rendered into its prompt, as fields of a chat completion."""
     with typed():
         chat = chat_request(body | {"max_tokens": 1}, memory)
@@ -123,7 +123,7 @@ def _output(config: Body) -> Body:
     return chat
 
 
-def _message(message: Body, where: str, memory: Memory) -> list[Body]:
+def _message(message: Body, where: str, memory: ConversationMemory) -> list[Body]:
     """One message as one of chat completions, or as several: results of tools have their own."""
     role, content = text(message.get("role"), f"{where}.role"), message.get("content")
     if isinstance(content, str):
@@ -151,7 +151,7 @@ def _message(message: Body, where: str, memory: Memory) -> list[Body]:
     return made
 
 
-def _assistant(blocks: list[Body], where: str, memory: Memory) -> Body:
+def _assistant(blocks: list[Body], where: str, memory: ConversationMemory) -> Body:
     turn: Body = {"role": "assistant", "content": None}
     for index, block in enumerate(blocks):
         here, kind = f"{where}[{index}]", block.get("type")
@@ -208,11 +208,11 @@ def _text(content: Json, where: str) -> str:
 # -- the answer ------------------------------------------------------------------------------------
 
 
-class Messages:
+class MessagesTranslation:
     """A `Translation`. The input of a tool is shown once it is whole, as Anthropic does unless
     asked otherwise: an object, or the broken text inside one."""
 
-    def __init__(self, body: Body, memory: Memory) -> None:
+    def __init__(self, body: Body, memory: ConversationMemory) -> None:
         self.chat = chat_request(body, memory)
         self._memory = memory
         if body.get("stream"):
@@ -316,4 +316,4 @@ def _input(arguments: str) -> Body:
         return {BROKEN: arguments}
 
 
-DIALECT = Dialect("messages", "chat/completions", error, Messages)
+DIALECT = Dialect("messages", "chat/completions", error, MessagesTranslation)

@@ -14,8 +14,8 @@ import msgspec
 
 from agentrl.runners.dialects.base import (
     Body,
+    ConversationMemory,
     Dialect,
-    Memory,
     UntranslatableError,
     event,
     objects,
@@ -196,10 +196,10 @@ def _content(content: Json, where: str, *, plain: bool) -> Json:
 # -- the answer ------------------------------------------------------------------------------------
 
 
-class Responses:
+class ResponsesTranslation:
     """A `Translation`. A whole answer is a stream whose events nobody reads."""
 
-    def __init__(self, body: Body, memory: Memory) -> None:
+    def __init__(self, body: Body, memory: ConversationMemory) -> None:
         previous = body.get("previous_response_id")
         if previous is not None and previous not in memory.answers:
             why = f"{previous!r:.80} is none that this attempt was answered with and had stored"
@@ -210,7 +210,7 @@ class Responses:
         self.chat = chat_request(body, earlier)
         if body.get("stream"):
             self.chat["stream_options"] = {"include_usage": True}
-        self._memory = memory if body.get("store") is not False else Memory()
+        self._memory = memory if body.get("store") is not False else ConversationMemory()
         self._said = self.chat["messages"][body.get("instructions") is not None :]
         self._response = _envelope(body)
         self._items: list[Body] = self._response["output"]
@@ -358,4 +358,4 @@ def _id(prefix: str) -> str:
     return f"{prefix}_{uuid4().hex}"
 
 
-DIALECT = Dialect("responses", "chat/completions", error, Responses)
+DIALECT = Dialect("responses", "chat/completions", error, ResponsesTranslation)

@@ -6,11 +6,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
-from agentrl.runners.gateway.attribution import Live
+from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.types import ErrorKind, Failure, Json, Reward, Span
 
 
-class Ran(msgspec.Struct, frozen=True, kw_only=True):
+class ExecutionResult(msgspec.Struct, frozen=True, kw_only=True):
     """What is left of an agent's run: its result or its failure, and what it left on the way."""
 
     result: Any = None
@@ -28,13 +28,13 @@ class Executor(Protocol):
     """What runs has the attempt's key and nothing else, and is not trusted with more."""
 
     limit: int | None
-    """Attempts it runs at a time; None: any number."""
+    """AttemptRegistry it runs at a time; None: any number."""
 
     async def start(self) -> None:
         """Raises ConfigError or AgentError for what the user can mend."""
         ...
 
-    async def run(self, live: Live) -> Ran:
+    async def run(self, active: ActiveAttempt) -> ExecutionResult:
         """Ends at the attempt's deadline at the latest, or when it is cancelled. In both cases
         nothing that it started is left behind, save for threads of the runner's own process."""
         ...
@@ -42,12 +42,12 @@ class Executor(Protocol):
     async def close(self) -> None: ...
 
 
-def input_of(live: Live) -> Json:
+def input_of(active: ActiveAttempt) -> Json:
     """What the agent is given."""
-    return live.attempt.rollout.task["input"]
+    return active.attempt.rollout.task["input"]
 
 
-def out_of_time(live: Live) -> Failure:
-    waiting = f", waiting for {len(live.tasks)} model calls" if live.tasks else ""
-    message = f"the agent ran longer than {live.attempt.rollout.timeout:g} s{waiting}"
+def out_of_time(active: ActiveAttempt) -> Failure:
+    waiting = f", waiting for {len(active.tasks)} model calls" if active.tasks else ""
+    message = f"the agent ran longer than {active.attempt.rollout.timeout:g} s{waiting}"
     return Failure(kind=ErrorKind.TIMEOUT, message=message)

@@ -19,11 +19,18 @@ import msgspec
 from msgspec.structs import replace
 
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.runners.executors import Ran, agents, contract
+from agentrl.runners.executors import ExecutionResult, agents
 from agentrl.runners.executors.agents import Agent
-from agentrl.runners.executors.inprocess import guarded, in_trace
-from agentrl.runners.executors.keeper import run_template
-from agentrl.runners.executors.wire import Done, Hello, Job, Settings, pack, read
+from agentrl.runners.executors.inprocess import in_trace, run_guarded
+from agentrl.runners.executors.supervisor import run_template
+from agentrl.runners.executors.wire import (
+    RunRequest,
+    RunResponse,
+    StartupReport,
+    WorkerSettings,
+    pack,
+    read,
+)
 from agentrl.runners.scoring.results import as_json, failure_of
 from agentrl.runners.tracing import core as tracing
 from agentrl.threads import DaemonThreads
@@ -32,7 +39,7 @@ from agentrl.types import ErrorKind
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-def main(settings: Settings, fd: int) -> int:
+def main(settings: WorkerSettings, fd: int) -> int:
     """`fd` is the template's control socket, or the process's own channel."""
     if settings.start == "spawn":
         return serve(fd, lambda: agents.as_agent(_load(settings)))
@@ -65,14 +72,14 @@ async def _serve(channel: socket.socket, build: Callable[[], Agent]) -> int:
     try:
         agent = build()
     except AgentRLError as error:
-        writer.write(pack(Hello(str(error))))
+        writer.write(pack(StartupReport(str(error))))
         await writer.drain()
         return 1
-    writer.write(pack(Hello()))
+    writer.write(pack(StartupReport()))
     running = set()
     while True:
         try:
-            job = msgspec.json.decode(await read(reader), type=Job)
+            job = msgspec.json.decode(await read(reader), type=RunRequest)
         except asyncio.IncompleteReadError:
             return 0
         task = asyncio.create_task(_run(agent, job, writer))
@@ -80,16 +87,14 @@ async def _serve(channel: socket.socket, build: Callable[[], Agent]) -> int:
         task.add_done_callback(running.discard)
 
 
-async def _run(agent: Agent, job: Job, writer: asyncio.StreamWriter) -> None:
+async def _run(agent: Agent, job: RunRequest, writer: asyncio.StreamWriter) -> None:
     try:
-        ran = await in_trace(job.attempt, guarded(agent, job.input))
+        ran = await in_trace(job.attempt, run_guarded(agent, job.input))
         ran = replace(ran, result=as_json(ran.result))
-        if len(msgspec.json.encode(ran.result)) > contract.LARGEST_RESULT:
-            ran = replace(ran, result=None, failure=contract.too_large("its result"))
-        message = pack(Done(job.attempt, ran, _resident()))
+        message = pack(RunResponse(job.attempt, ran, _resident()))
     except Exception as error:  # noqa: BLE001 - what the agent left here is a boundary
-        failed = Ran(failure=failure_of(ErrorKind.AGENT, error))
-        message = pack(Done(job.attempt, failed, _resident()))
+        failed = ExecutionResult(failure=failure_of(ErrorKind.AGENT, error))
+        message = pack(RunResponse(job.attempt, failed, _resident()))
     writer.write(message)
 
 
@@ -97,7 +102,7 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_bytes().split()[1]) * PAGE
 
 
-def _load(settings: Settings) -> object:
+def _load(settings: WorkerSettings) -> object:
     loaded = agents.load(settings.path, Path(settings.root))
     tracing.install()
     if settings.framework_spans:
@@ -116,4 +121,4 @@ def _refuse_threads(path: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(msgspec.json.decode(sys.argv[1], type=Settings), int(sys.argv[2])))
+    sys.exit(main(msgspec.json.decode(sys.argv[1], type=WorkerSettings), int(sys.argv[2])))

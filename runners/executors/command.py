@@ -15,17 +15,22 @@ from msgspec.structs import replace
 
 from agentrl.config import AgentConfig, RunnerConfig
 from agentrl.errors import ConfigError
-from agentrl.runners.executors import Ran, contract, input_of, out_of_time
-from agentrl.runners.executors.keeper import Spec
-from agentrl.runners.executors.launcher import KeeperLost, Kept, Launcher, Output
-from agentrl.runners.gateway.attribution import Live
+from agentrl.runners.executors import ExecutionResult, contract, input_of, out_of_time
+from agentrl.runners.executors.launcher import (
+    OutputPipe,
+    ProcessLauncher,
+    SupervisedProcess,
+    SupervisorLost,
+)
+from agentrl.runners.executors.supervisor import ProcessSpec
+from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.runners.scoring.results import LONGEST_TRACEBACK
 from agentrl.types import ErrorKind, Failure, Json
 
 MB = 2**20
 
 
-class Command:
+class CommandExecutor:
     """Starts `agent.command` for each attempt. `runner.memory_mb` limits the data of each of its
     processes (RLIMIT_DATA); a limit for all of them together needs a container."""
 
@@ -39,7 +44,9 @@ class Command:
         self.argv = shlex.split(agent.command) if isinstance(agent.command, str) else agent.command
         self.folder = root / agent.folder
         self.agent, self.runner, self.gateway = agent, runner, gateway
-        self._launcher = Launcher(env=contract.passed(os.environ, agent.pass_env))
+        self._launcher = ProcessLauncher(
+            env=contract.passed_environment(os.environ, agent.pass_env)
+        )
 
     async def start(self) -> None:
         check_command(self.argv, self.folder)
@@ -48,32 +55,38 @@ class Command:
     async def close(self) -> None:
         await self._launcher.close()
 
-    async def run(self, live: Live) -> Ran:
-        root = contract.Root(live)
-        task = msgspec.json.encode(input_of(live))
+    async def run(self, active: ActiveAttempt) -> ExecutionResult:
+        root = contract.RootSpan(active)
+        task = msgspec.json.encode(input_of(active))
         with contract.task_folder(task) as folder:
-            spec = self._spec(live, root.id, folder, task)
-            result, failed = await self._ended(live, spec, folder)
-        return Ran(result=result, failure=failed, spans=[root.ended(ok=failed is None)])
+            spec = self._spec(active, root.id, folder, task)
+            result, failed = await self._ended(active, spec, folder)
+        return ExecutionResult(result=result, failure=failed, spans=[root.ended(ok=failed is None)])
 
-    def _spec(self, live: Live, span: str, folder: Path, task: bytes) -> Spec:
+    def _spec(self, active: ActiveAttempt, span: str, folder: Path, task: bytes) -> ProcessSpec:
         files = {
             "AGENTRL_TASK_FILE": str(folder / contract.TASK),
             "AGENTRL_RESULT_FILE": str(folder / contract.RESULT),
         }
-        env = contract.passed(os.environ, self.agent.pass_env) | self.agent.env
-        env |= contract.variables(live, self.gateway, span) | contract.task_variable(task) | files
-        spec = Spec(argv=self.argv, env=env, folder=str(self.folder))
+        env = contract.passed_environment(os.environ, self.agent.pass_env) | self.agent.env
+        env |= (
+            contract.attempt_environment(active, self.gateway, span)
+            | contract.task_variable(task)
+            | files
+        )
+        spec = ProcessSpec(argv=self.argv, env=env, folder=str(self.folder))
         if self.runner.memory_mb:
             spec["memory"] = self.runner.memory_mb * MB
         return spec
 
-    async def _ended(self, live: Live, spec: Spec, folder: Path) -> tuple[Json, Failure | None]:
-        done = await run_process(self._launcher, live, spec, folder)
+    async def _ended(
+        self, active: ActiveAttempt, spec: ProcessSpec, folder: Path
+    ) -> tuple[Json, Failure | None]:
+        done = await run_process(self._launcher, active, spec, folder)
         if isinstance(done, Failure):
             return None, done
         status, stdout, stderr = done
-        if failed := contract.failure(status, stderr):
+        if failed := contract.exit_failure(status, stderr):
             return None, failed
         try:
             size = (folder / contract.RESULT).stat().st_size
@@ -86,39 +99,39 @@ class Command:
         except OSError as error:  # it made something else of its file, or of the folder
             message = f"the agent's result file cannot be read: {error.strerror}"
             return None, Failure(kind=ErrorKind.AGENT, message=message)
-        return contract.answer(stdout), None
+        return contract.parse_result(stdout), None
 
 
 async def run_process(
-    launcher: Launcher, live: Live, spec: Spec, folder: Path
+    launcher: ProcessLauncher, active: ActiveAttempt, spec: ProcessSpec, folder: Path
 ) -> tuple[int, str, str] | Failure:
     """Exit status, stdout and the end of stderr; or why it had to be ended. By then nothing of it
     is left, also when this is cancelled. `folder` holds its task; when the runner is killed it goes
     with the process."""
     spec["remove"] = str(folder)
-    stdout = Output(contract.LARGEST_RESULT)
-    stderr = Output(LONGEST_TRACEBACK, tail=True)
+    stdout = OutputPipe(contract.LARGEST_RESULT)
+    stderr = OutputPipe(LONGEST_TRACEBACK, tail=True)
     fds = [os.open(folder / contract.TASK, os.O_RDONLY), await stdout.open(), await stderr.open()]
     try:
-        kept = await launcher.launch(spec, fds)
-    except KeeperLost as lost:
+        process = await launcher.launch(spec, fds)
+    except SupervisorLost as lost:
         return Failure(kind=ErrorKind.LOST_RUNNER, message=str(lost))
     finally:
         for fd in fds:
             os.close(fd)
     try:
-        async with asyncio.timeout(live.left) as limit:
-            status = await kept.wait()
-    except KeeperLost as lost:
+        async with asyncio.timeout(active.left) as limit:
+            status = await process.wait()
+    except SupervisorLost as lost:
         return Failure(kind=ErrorKind.LOST_RUNNER, message=str(lost))
     except TimeoutError:
         if not limit.expired():
             raise
-        failed = out_of_time(live)
-        await _end(kept)
+        failed = out_of_time(active)
+        await _end(process)
         return replace(failed, traceback=await stderr.text())
     except asyncio.CancelledError:
-        await asyncio.shield(_end(kept))
+        await asyncio.shield(_end(process))
         raise
     if stdout.cut:
         return contract.too_large("stdout")
@@ -137,7 +150,7 @@ def check_command(argv: Sequence[str], folder: Path) -> None:
         raise ConfigError(f"agent.command: there is no program {program!r} on this machine")
 
 
-async def _end(kept: Kept) -> None:
-    kept.kill()
-    with suppress(KeeperLost):
-        await kept.wait()
+async def _end(process: SupervisedProcess) -> None:
+    process.kill()
+    with suppress(SupervisorLost):
+        await process.wait()

@@ -18,11 +18,11 @@ import msgspec
 
 from agentrl.config import AgentConfig, RunnerConfig
 from agentrl.errors import ConfigError
-from agentrl.runners.executors import Ran, contract, input_of
+from agentrl.runners.executors import ExecutionResult, contract, input_of
 from agentrl.runners.executors.command import run_process
-from agentrl.runners.executors.keeper import Spec
-from agentrl.runners.executors.launcher import Launcher
-from agentrl.runners.gateway.attribution import Live
+from agentrl.runners.executors.launcher import ProcessLauncher
+from agentrl.runners.executors.supervisor import ProcessSpec
+from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.types import ErrorKind, Failure, Json
 
 HOST = "host.docker.internal"  # what a container calls the machine it is on
@@ -32,7 +32,7 @@ CLI_VARIABLES = ("DOCKER_*", "CONTAINER_*", "XDG_RUNTIME_DIR")
 CHECK_TIMEOUT = 20.0  # seconds for the daemon to answer
 
 
-class Container:
+class ContainerExecutor:
     """Runs `agent.command`, or else the image's own, in `runner.container.image`."""
 
     sealed = True
@@ -44,11 +44,11 @@ class Container:
         self.agent, self.runner, self.config = agent, runner, runner.container
         if not self.config.image:
             raise ConfigError("runner.container.image is missing: which image holds the agent?")
-        for name in contract.passed(_of_many_lines(self._given()), CLI_VARIABLES):
+        for name in contract.passed_environment(_of_many_lines(self._given()), CLI_VARIABLES):
             raise ConfigError(f"agent.env: {name} has several lines, which no container is given")
         self._on_host = self.config.network == "host"
-        self.gateway = gateway if self._on_host else contract.reachable(gateway, runner, HOST)
-        self._launcher = Launcher(env=contract.passed(os.environ, CLI_VARIABLES))
+        self.gateway = gateway if self._on_host else contract.reachable_url(gateway, runner, HOST)
+        self._launcher = ProcessLauncher(env=contract.passed_environment(os.environ, CLI_VARIABLES))
 
     async def start(self) -> None:
         cli = self.config.cli
@@ -75,27 +75,29 @@ class Container:
     async def close(self) -> None:
         await self._launcher.close()
 
-    async def run(self, live: Live) -> Ran:
-        root = contract.Root(live)
-        task = msgspec.json.encode(input_of(live))
+    async def run(self, active: ActiveAttempt) -> ExecutionResult:
+        root = contract.RootSpan(active)
+        task = msgspec.json.encode(input_of(active))
         with contract.task_folder(task) as folder:
-            spec = self._spec(live, root.id, task, folder)
-            done = await run_process(self._launcher, live, spec, folder)
+            spec = self._spec(active, root.id, task, folder)
+            done = await run_process(self._launcher, active, spec, folder)
         result, failed = (None, done) if isinstance(done, Failure) else self._ended(*done)
-        return Ran(result=result, failure=failed, spans=[root.ended(ok=failed is None)])
+        return ExecutionResult(result=result, failure=failed, spans=[root.ended(ok=failed is None)])
 
     def _given(self) -> dict[str, str]:
         return contract.matching(os.environ, self.agent.pass_env) | self.agent.env
 
-    def _spec(self, live: Live, span: str, task: bytes, folder: Path) -> Spec:
+    def _spec(self, active: ActiveAttempt, span: str, task: bytes, folder: Path) -> ProcessSpec:
         given = self._given()
-        own = contract.variables(live, self.gateway, span) | contract.task_variable(task)
+        own = contract.attempt_environment(active, self.gateway, span) | contract.task_variable(
+            task
+        )
         inside = _of_many_lines(given) | own  # a line of the file holds one
         lines = [f"{name}={given[name]}\n" for name in given if name not in inside]
         file = folder / "env"
         file.write_text("".join(lines), errors="surrogateescape")
-        outside = contract.passed(os.environ, CLI_VARIABLES)
-        name = f"agentrl-{live.id}"
+        outside = contract.passed_environment(os.environ, CLI_VARIABLES)
+        name = f"agentrl-{active.id}"
         argv = [self.config.cli, "run", "--rm", "--interactive", "--init", "--name", name]
         argv += ["--env-file", str(file)] if lines else []
         for variable in inside:
@@ -112,12 +114,14 @@ class Container:
         if self.agent.folder:
             argv += ["--workdir", self.agent.folder]
         argv += [*self.config.options, self.config.image, *self.argv]
-        return Spec(argv=argv, env=inside | outside, after=[self.config.cli, "rm", "--force", name])
+        return ProcessSpec(
+            argv=argv, env=inside | outside, after=[self.config.cli, "rm", "--force", name]
+        )
 
     def _ended(self, status: int, stdout: str, stderr: str) -> tuple[Json, Failure | None]:
-        failed = contract.failure(status, stderr)
+        failed = contract.exit_failure(status, stderr)
         if failed is None:
-            return contract.answer(stdout), None
+            return contract.parse_result(stdout), None
         if status == NOT_STARTED:
             message = f"{self.config.cli} could not run the container: {stderr.strip()}"
             return None, Failure(kind=ErrorKind.LOST_RUNNER, message=message)

@@ -27,7 +27,8 @@ import msgspec
 from agentrl.addresses import is_loopback
 from agentrl.config import RunnerConfig
 from agentrl.errors import ConfigError
-from agentrl.runners.gateway.attribution import Live
+from agentrl.runners.executors.environment import NO_TELEMETRY
+from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.runners.scoring.results import LONGEST_TRACEBACK
 from agentrl.types import ErrorKind, Failure, Json, Span
 
@@ -39,21 +40,21 @@ PYTHON = ("PYTHON*", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "
 PASSED = ("PATH", "HOME", "USER", "LANG", "LC_*", "TZ", "TMPDIR", "SSL_CERT_FILE", "SSL_CERT_DIR")
 
 
-def variables(live: Live, gateway: str, span: str) -> dict[str, str]:
+def attempt_environment(active: ActiveAttempt, gateway: str, span: str) -> dict[str, str]:
     """The environment of one attempt; `gateway` is the URL that ends in /v1 as the process sees
     it, `span` the span id its own spans hang from."""
     root = gateway.removesuffix("/v1")
     return {
         "OPENAI_BASE_URL": gateway,
         "OPENAI_API_BASE": gateway,
-        "OPENAI_API_KEY": live.key,
+        "OPENAI_API_KEY": active.key,
         "ANTHROPIC_BASE_URL": root,
-        "ANTHROPIC_API_KEY": live.key,
-        "OPENAI_AGENTS_DISABLE_TRACING": "1",  # that SDK sends its traces to api.openai.com
-        "TRACEPARENT": f"00-{live.id}-{span}-01",
+        "ANTHROPIC_API_KEY": active.key,
+        **NO_TELEMETRY,
+        "TRACEPARENT": f"00-{active.id}-{span}-01",
         "OTEL_EXPORTER_OTLP_ENDPOINT": root,
         "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
-        "OTEL_EXPORTER_OTLP_HEADERS": f"authorization=Bearer%20{live.key}",
+        "OTEL_EXPORTER_OTLP_HEADERS": f"authorization=Bearer%20{active.key}",
     }
 
 
@@ -71,7 +72,7 @@ def task_folder(task: bytes) -> Iterator[Path]:
         yield Path(name)
 
 
-def passed(environment: Mapping[str, str], patterns: Iterable[str]) -> dict[str, str]:
+def passed_environment(environment: Mapping[str, str], patterns: Iterable[str]) -> dict[str, str]:
     """What a process of this machine sees of the runner's own environment."""
     return matching(environment, (*PASSED, *patterns))
 
@@ -81,7 +82,7 @@ def matching(environment: Mapping[str, str], patterns: Iterable[str]) -> dict[st
     return {k: v for k, v in environment.items() if any(fnmatch(k, p) for p in wanted)}
 
 
-def reachable(base_url: str, runner: RunnerConfig, host: str) -> str:
+def reachable_url(base_url: str, runner: RunnerConfig, host: str) -> str:
     """The gateway's URL as others than this machine's processes see it; `host` is how they call
     this machine unless the run file says otherwise.
 
@@ -97,24 +98,24 @@ def reachable(base_url: str, runner: RunnerConfig, host: str) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{urlsplit(base_url).port}/v1"
 
 
-def answer(text: str) -> Json:
+def parse_result(text: str) -> Json:
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):
         return text.strip()
 
 
-def failure(status: int, stderr: str) -> Failure | None:
+def exit_failure(status: int, stderr: str) -> Failure | None:
     """Why the process failed, if it did: its last words, and on which of them it ended."""
     if status == 0:
         return None
-    how = ending(status)
+    how = describe_exit(status)
     last = stderr.strip().rpartition("\n")[2].strip()
     message = f"the agent {how}: {last}" if last else f"the agent {how}"
     return Failure(kind=ErrorKind.AGENT, message=message, traceback=stderr[-LONGEST_TRACEBACK:])
 
 
-def ending(status: int) -> str:
+def describe_exit(status: int) -> str:
     return (
         f"ended with exit status {status}" if status >= 0 else f"was killed by {_signal(-status)}"
     )
@@ -129,16 +130,16 @@ def _signal(number: int) -> str:
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
-class Root:
+class RootSpan:
     """The span that stands for a whole attempt, where the agent runs elsewhere."""
 
-    def __init__(self, live: Live) -> None:
-        self.id, self._live, self._start = secrets.token_hex(8), live, time.time_ns()
+    def __init__(self, active: ActiveAttempt) -> None:
+        self.id, self._active, self._start = secrets.token_hex(8), active, time.time_ns()
 
     def ended(self, *, ok: bool) -> Span:
         return Span(
             id=self.id,
-            attempt=self._live.id,
+            attempt=self._active.id,
             parent=None,
             name="attempt",
             kind="agent",

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from urllib.request import getproxies
 
+# Frameworks send traces of their own to api.openai.com and telemetry.crewai.com by default.
+NO_TELEMETRY = {"OPENAI_AGENTS_DISABLE_TRACING": "1", "CREWAI_DISABLE_TELEMETRY": "true"}
 LOCAL = "127.0.0.1,localhost"
 KEY = "agentrl"  # in the place of the user's own, which are of no use at the gateway
 # What clients of models find their credentials in. Those of tools are the agent's own business.
@@ -21,9 +23,8 @@ KEYS = (
     *("DASHSCOPE_API_KEY", "NVIDIA_API_KEY", "AWS_BEARER_TOKEN_BEDROCK", "LITELLM_API_KEY"),
 )
 MODEL = (
-    *("OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY", "OPENAI_AGENTS_DISABLE_TRACING"),
-    *("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "NO_PROXY", "no_proxy"),
-    *KEYS,
+    *("OPENAI_BASE_URL", "OPENAI_API_BASE", "ANTHROPIC_BASE_URL", "NO_PROXY", "no_proxy"),
+    *(*KEYS, *NO_TELEMETRY),
 )  # what `environment` sets
 ACCOUNT = ("OPENAI_ORG_ID", "OPENAI_ORGANIZATION", "OPENAI_PROJECT_ID")  # sent along with a key
 
@@ -42,7 +43,7 @@ def environment(base_url: str, keep: Sequence[str] = ()) -> Iterator[None]:
         "OPENAI_API_KEY": KEY,
         "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
         "ANTHROPIC_API_KEY": KEY,
-        "OPENAI_AGENTS_DISABLE_TRACING": "1",  # that SDK sends its traces to api.openai.com
+        **NO_TELEMETRY,
     }
     present = os.environ.keys()
     changed |= {name: KEY for name in KEYS if name in present and not _kept(name, keep)}

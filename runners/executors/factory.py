@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
+
+from msgspec.structs import replace
 
 from agentrl.addresses import is_loopback
 from agentrl.config import RunConfig
+from agentrl.config.infrastructure import EXECUTORS
 from agentrl.errors import ConfigError
+from agentrl.plugins import check_call, check_protocol, load_plugin, where
 from agentrl.runners.executors import Executor, agents
-from agentrl.runners.executors.command import Command
-from agentrl.runners.executors.container import Container
-from agentrl.runners.executors.inprocess import InProcess
-from agentrl.runners.executors.pool import Pool
+from agentrl.runners.executors.command import CommandExecutor
+from agentrl.runners.executors.container import ContainerExecutor
+from agentrl.runners.executors.inprocess import InProcessExecutor
+from agentrl.runners.executors.pool import PoolExecutor
+
+KEY = "runner.executor"
 
 
-def choose(
+def make_executor(
     config: RunConfig, *, root: Path, gateway: str, runner: str, agent: object = None
 ) -> Executor:
     """`agent` is an object of this process, or "file.py:name", that takes the place of the run
@@ -22,6 +29,8 @@ def choose(
 
     Raises ConfigError or AgentError when agent and executor do not fit."""
     kind = config.runner.executor
+    if (make := load_plugin("executors", kind, EXECUTORS, root, key=KEY)) is not None:
+        return _plugin(make, config, root, gateway, runner, agent)
     path = agent if isinstance(agent, str) else config.agent.path
     command = "" if agent else config.agent.command
     if path and command:
@@ -29,29 +38,25 @@ def choose(
     if kind == "auto":
         kind = "command" if command else "async"
     if kind in ("async", "threads", "pool"):
-        if not is_loopback(config.runner.host):
-            raise ConfigError(
-                f"runner.host = {config.runner.host!r}: agents of this process have no key of their"
-                f" own, so with runner.executor = {kind!r} the gateway listens to this machine only"
-            )
+        _refuse_network(config)
         if command:
             raise ConfigError(f"runner.executor = {kind!r} runs agent.path, not agent.command")
         if agent is None or isinstance(agent, str):
             return _python(config, kind, path, root)
         if kind != "pool":
-            return InProcess(agents.as_agent(agent), threaded=kind == "threads")
+            return InProcessExecutor(agents.as_agent(agent), threaded=kind == "threads")
     if agent or path:
         raise ConfigError(
             f"runner.executor = {kind!r}: the agent runs in a process of its own; give it in the"
             f" run file as {'agent.path' if kind == 'pool' else 'agent.command'}"
         )
     if kind == "command":
-        return Command(config.agent, config.runner, root=root, gateway=gateway)
+        return CommandExecutor(config.agent, config.runner, root=root, gateway=gateway)
     if kind == "container":
-        return Container(config.agent, config.runner, gateway=gateway)
-    from agentrl.runners.executors.kubernetes import Kubernetes  # an extra
+        return ContainerExecutor(config.agent, config.runner, gateway=gateway)
+    from agentrl.runners.executors.kubernetes import KubernetesExecutor  # an extra
 
-    return Kubernetes(
+    return KubernetesExecutor(
         config.agent,
         config.runner,
         root=root,
@@ -65,5 +70,34 @@ def _python(config: RunConfig, kind: str, path: str, root: Path) -> Executor:
     if not path:
         raise ConfigError("agent.path is missing: write it as file.py:name")
     if kind == "pool":
-        return Pool(path, config.agent, config.runner, root=root)
-    return InProcess(agents.as_agent(agents.load(path, root)), threaded=kind == "threads")
+        return PoolExecutor(path, config.agent, config.runner, root=root)
+    return InProcessExecutor(agents.as_agent(agents.load(path, root)), threaded=kind == "threads")
+
+
+def _plugin(
+    make: Any, config: RunConfig, root: Path, gateway: str, runner: str, agent: object
+) -> Executor:
+    """The executor of a factory from outside the library: (config, root, gateway, runner)."""
+    check_call(make, "config", "root", "gateway", "runner", key=KEY)
+    if isinstance(agent, str):
+        config = replace(config, agent=replace(config.agent, path=agent))
+    elif agent is not None:
+        raise ConfigError(f"{KEY} = {config.runner.executor!r}: give the agent in the run file")
+    executor = make(config, root, gateway, runner)
+    check_protocol(executor, Executor, by=make, key=KEY)
+    for name in ("sealed", "limit"):
+        if not hasattr(executor, name):
+            raise ConfigError(f"{KEY}: {where(make)} returned an executor without {name!r}")
+    if not executor.sealed:
+        _refuse_network(config)
+    return cast("Executor", executor)
+
+
+def _refuse_network(config: RunConfig) -> None:
+    """Agents that share the runner's key must not be reached from other machines."""
+    if not is_loopback(config.runner.host):
+        raise ConfigError(
+            f"runner.host = {config.runner.host!r}: agents of this process have no key of their"
+            f" own, so with {KEY} = {config.runner.executor!r} the gateway listens to this machine"
+            " only"
+        )

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl import threads
-from agentrl.runners.executors import Ran, input_of, out_of_time
+from agentrl.runners.executors import ExecutionResult, contract, input_of, out_of_time
 from agentrl.runners.executors.agents import Agent
-from agentrl.runners.gateway.attribution import Live
-from agentrl.runners.scoring.results import failure_of
+from agentrl.runners.gateway.attribution import ActiveAttempt
+from agentrl.runners.scoring.results import failure_of, json_size
 from agentrl.runners.tracing import core as tracing
 from agentrl.types import ErrorKind, Failure, Json
 
 
 @dataclass(slots=True)
-class InProcess:
+class InProcessExecutor:
     """Async agents share the worker's event loop and sync ones get a thread; with `threaded`,
     each rollout gets a thread, and an async agent an event loop of its own in it: one that blocks
     it holds up nobody, but clients that are bound to one loop cannot be shared."""
@@ -35,18 +35,20 @@ class InProcess:
     async def close(self) -> None:
         """There is nothing to end."""
 
-    async def run(self, live: Live) -> Ran:
+    async def run(self, active: ActiveAttempt) -> ExecutionResult:
         agent = self._in_thread if self.threaded else self.agent
-        return await in_trace(live.id, self._until_deadline(agent, live))
+        return await in_trace(active.id, self._until_deadline(agent, active))
 
-    async def _until_deadline(self, agent: Agent, live: Live) -> tuple[Any, Failure | None]:
+    async def _until_deadline(
+        self, agent: Agent, active: ActiveAttempt
+    ) -> tuple[Any, Failure | None]:
         """An agent that does not heed its cancellation is left behind."""
-        task = asyncio.create_task(guarded(agent, input_of(live)))
+        task = asyncio.create_task(run_guarded(agent, input_of(active)))
         try:
-            await asyncio.wait({task}, timeout=live.left)
+            await asyncio.wait({task}, timeout=active.left)
             if task.done():
                 return task.result()
-            return None, out_of_time(live)
+            return None, out_of_time(active)
         finally:
             task.cancel()  # nothing happens if it is done
 
@@ -69,22 +71,24 @@ class InProcess:
             raise
 
 
-async def in_trace(attempt: str, work: Awaitable[tuple[Any, Failure | None]]) -> Ran:
+async def in_trace(attempt: str, work: Awaitable[tuple[Any, Failure | None]]) -> ExecutionResult:
     """The agent's run with what it leaves in this process: here everything is collected that an
     in-process agent gives beside its result."""
-    with tracing.install().attempt(attempt) as left:
+    with tracing.install().attempt(attempt) as log:
         result, failure = await work
-    spans = tracing.records(left, attempt)
-    return Ran(
+    if json_size(result) > contract.LARGEST_RESULT:
+        result, failure = None, contract.too_large("its result")
+    spans = tracing.records(log, attempt)
+    return ExecutionResult(
         result=result,
         failure=failure,
-        rewards=left.rewards,
+        rewards=log.rewards,
         spans=spans,
-        needs_no_call=left.needs_no_call,
+        needs_no_call=log.needs_no_call,
     )
 
 
-async def guarded(agent: Agent, value: Json) -> tuple[Any, Failure | None]:
+async def run_guarded(agent: Agent, value: Json) -> tuple[Any, Failure | None]:
     """Result or failure of an agent, whatever it raises."""
     try:
         return await agent(value), None

@@ -28,8 +28,8 @@ from msgspec.structs import replace
 
 from agentrl.config import AgentConfig, RunnerConfig
 from agentrl.errors import ConfigError
-from agentrl.runners.executors import Ran, contract, input_of, out_of_time
-from agentrl.runners.gateway.attribution import Live
+from agentrl.runners.executors import ExecutionResult, contract, input_of, out_of_time
+from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.types import ErrorKind, Failure, Json
 
 try:
@@ -50,7 +50,7 @@ RUNNER, RUN, ROLLOUT = "agentrl/runner", "agentrl/run", "agentrl/rollout"  # lab
 UNREACHABLE = (ApiException, aiohttp.ClientError, TimeoutError, OSError)
 
 
-class Kubernetes:
+class KubernetesExecutor:
     """Runs `agent.command`, or else the image's own, in `runner.kubernetes.image`."""
 
     sealed = True
@@ -70,7 +70,7 @@ class Kubernetes:
         is the same for all runners of a run, and for no other that shares the namespace."""
         self.argv = shlex.split(agent.command) if isinstance(agent.command, str) else agent.command
         self.agent, self.runner, self.config = agent, runner, runner.kubernetes
-        self.gateway = contract.reachable(gateway, runner, "")
+        self.gateway = contract.reachable_url(gateway, runner, "")
         self.template = _template(self.config.template, root)
         if not (self.config.image or _container(deepcopy(self.template)).get("image")):
             raise ConfigError("runner.kubernetes.image is missing: which image holds the agent?")
@@ -112,32 +112,32 @@ class Kubernetes:
                 await self._watching
             await self._client.close()
 
-    async def run(self, live: Live) -> Ran:
-        root = contract.Root(live)
+    async def run(self, active: ActiveAttempt) -> ExecutionResult:
+        root = contract.RootSpan(active)
         try:
-            async with asyncio.timeout(live.left + ANSWER):
-                result, failed = await self._result(live, root.id)
+            async with asyncio.timeout(active.left + ANSWER):
+                result, failed = await self._result(active, root.id)
         except UNREACHABLE as error:
             failed = Failure(kind=ErrorKind.LOST_RUNNER, message=f"Kubernetes: {_reason(error)}")
             result = None
-        return Ran(result=result, failure=failed, spans=[root.ended(ok=failed is None)])
+        return ExecutionResult(result=result, failure=failed, spans=[root.ended(ok=failed is None)])
 
-    async def _result(self, live: Live, span: str) -> tuple[Json, Failure | None]:
-        task = msgspec.json.encode(input_of(live))
+    async def _result(self, active: ActiveAttempt, span: str) -> tuple[Json, Failure | None]:
+        task = msgspec.json.encode(input_of(active))
         if len(task) > contract.LARGEST_VARIABLE:
             message = f"the task's input has {len(task)} bytes, more than a Job can be given"
             return None, Failure(kind=ErrorKind.AGENT, message=message)
-        job = self.manifest(live, span, task)
+        job = self.manifest(active, span, task)
         name = job["metadata"]["name"]
         ended = self._ended[name] = asyncio.get_running_loop().create_future()
         delete = True
         try:
-            if live.attempt.fence > 1:
-                await self._delete_earlier(live)
+            if active.attempt.fence > 1:
+                await self._delete_earlier(active)
             await self._jobs.create_namespaced_job(self.config.namespace, cast("Any", job))
-            await asyncio.wait({ended}, timeout=live.left)
+            await asyncio.wait({ended}, timeout=active.left)
             if not ended.done():
-                return None, await self._late(live, name)
+                return None, await self._late(active, name)
             delete = False
             return await self._read(name)
         finally:
@@ -145,17 +145,17 @@ class Kubernetes:
             if delete:
                 await asyncio.shield(self._delete(name))
 
-    def manifest(self, live: Live, span: str, task: bytes) -> dict[str, Any]:
+    def manifest(self, active: ActiveAttempt, span: str, task: bytes) -> dict[str, Any]:
         """The Job of one attempt: the user's template, completed."""
         job = deepcopy(self.template)
-        labels = {RUNNER: self.label, RUN: self._run, ROLLOUT: _label(live.attempt.rollout.id)}
+        labels = {RUNNER: self.label, RUN: self._run, ROLLOUT: _label(active.attempt.rollout.id)}
         metadata = job.setdefault("metadata", {})
-        metadata["name"] = f"agentrl-{live.id}"
+        metadata["name"] = f"agentrl-{active.id}"
         metadata.setdefault("labels", {}).update(labels)
         spec = job.setdefault("spec", {})
         spec |= {
             "backoffLimit": 0,
-            "activeDeadlineSeconds": math.ceil(live.left) + MARGIN,
+            "activeDeadlineSeconds": math.ceil(active.left) + MARGIN,
             "ttlSecondsAfterFinished": self.config.ttl,
         }
         container = _container(job)
@@ -165,7 +165,9 @@ class Kubernetes:
         pod["spec"].setdefault("automountServiceAccountToken", False)  # the model is all it reaches
         pod["spec"].setdefault("enableServiceLinks", False)
         variables = contract.matching(os.environ, self.agent.pass_env) | self.agent.env
-        variables |= contract.variables(live, self.gateway, span) | contract.task_variable(task)
+        variables |= contract.attempt_environment(
+            active, self.gateway, span
+        ) | contract.task_variable(task)
         variables["AGENTRL_RESULT_FILE"] = RESULT_FILE
         container["env"] = [
             *container.get("env", []),
@@ -219,13 +221,16 @@ class Kubernetes:
         if ended.get("reason") == "OOMKilled":
             message = f"the agent was killed for using more than {self.runner.memory_mb} MB"
             return None, Failure(kind=ErrorKind.AGENT, message=message, traceback=told)
-        if failed := contract.failure(ended["exitCode"], told):
+        if failed := contract.exit_failure(ended["exitCode"], told):
             return None, failed
-        return contract.answer(told or await self._log(pod)), None
+        result = told or await self._log(pod)
+        if len(result) > contract.LARGEST_RESULT:
+            return None, contract.too_large("its log")
+        return contract.parse_result(result), None
 
-    async def _late(self, live: Live, job: str) -> Failure:
+    async def _late(self, active: ActiveAttempt, job: str) -> Failure:
         """Out of time: did the agent need too long, or did it never begin?"""
-        failed, pod = out_of_time(live), await self._pod(job)
+        failed, pod = out_of_time(active), await self._pod(job)
         waiting = _state(pod, "waiting")
         if pod is not None and waiting is None:
             return failed
@@ -245,7 +250,7 @@ class Kubernetes:
             pod["metadata"]["name"],
             self.config.namespace,
             container=pod["status"]["containerStatuses"][0]["name"],
-            limit_bytes=contract.LARGEST_RESULT,
+            limit_bytes=contract.LARGEST_RESULT + 1,
             _preload_content=False,  # else the client turns a log that is JSON into a Python repr
         )
         async with answer:
@@ -261,10 +266,10 @@ class Kubernetes:
                     grace_period_seconds=0,
                 )
 
-    async def _delete_earlier(self, live: Live) -> None:
+    async def _delete_earlier(self, active: ActiveAttempt) -> None:
         await self._jobs.delete_collection_namespaced_job(
             self.config.namespace,
-            label_selector=f"{RUN}={self._run},{ROLLOUT}={_label(live.attempt.rollout.id)}",
+            label_selector=f"{RUN}={self._run},{ROLLOUT}={_label(active.attempt.rollout.id)}",
             propagation_policy="Background",
             grace_period_seconds=0,
         )

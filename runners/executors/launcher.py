@@ -1,7 +1,7 @@
-"""The runner's side of the keepers: starting a process, reading what it writes, ending it.
+"""The runner's side of the supervisors: starts a process, reads what it writes, ends it.
 
-Owns: the template process and the sockets to it and to every keeper. When this process is killed
-the kernel closes them, and the keepers end what they keep.
+Owns: the template process and the sockets to it and to every supervisor. When this process is
+killed the kernel closes them, and the supervisors end the processes that they watch.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Self
 import msgspec
 
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.runners.executors import keeper
-from agentrl.runners.executors.keeper import HEADER, Spec
+from agentrl.runners.executors import supervisor
+from agentrl.runners.executors.supervisor import HEADER, ProcessSpec
 
-KEEPER = ("-I", "-S", keeper.__file__)  # small, as it is forked for every process
-
-
-class KeeperLost(AgentRLError):
-    """The keeper of a process ended without saying how its process did."""
+SUPERVISOR = ("-I", "-S", supervisor.__file__)  # small, as it is forked for every process
 
 
-class Kept(asyncio.Protocol):
-    """A running process that has a keeper."""
+class SupervisorLost(AgentRLError):
+    """The supervisor of a process ended without saying how its process did."""
+
+
+class SupervisedProcess(asyncio.Protocol):
+    """A running process that has a supervisor."""
 
     def __init__(self) -> None:
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -38,7 +38,7 @@ class Kept(asyncio.Protocol):
     async def wait(self) -> int:
         """Exit status; negative: the signal that ended it. By then nothing is left of it.
 
-        Raises KeeperLost when somebody killed the keeper."""
+        Raises SupervisorLost when somebody killed the supervisor."""
         return await asyncio.shield(self._ended)
 
     def kill(self) -> None:
@@ -59,16 +59,16 @@ class Kept(asyncio.Protocol):
         if self._received.endswith(b"\n"):
             self._ended.set_result(int(self._received))
         else:
-            self._ended.set_exception(KeeperLost("the keeper of the process was killed"))
+            self._ended.set_exception(SupervisorLost("the supervisor of the process was killed"))
             self._ended.exception()  # nobody may be waiting
 
 
-class Launcher:
-    """Starts processes through a template: `keeper` itself, or a Python program that ends in
-    `keeper.run_template`. It is given its socket as its last argument."""
+class ProcessLauncher:
+    """Starts processes through a template: `supervisor` itself, or a Python program that ends in
+    `supervisor.run_template`. It is given its socket as its last argument."""
 
     def __init__(
-        self, program: Sequence[str] = KEEPER, env: Mapping[str, str] | None = None
+        self, program: Sequence[str] = SUPERVISOR, env: Mapping[str, str] | None = None
     ) -> None:
         """`env` is the template's own environment, by default all of the runner's: a payload can
         read it, as that of any process of the same user."""
@@ -77,7 +77,7 @@ class Launcher:
         self._template: subprocess.Popen[bytes] | None = None
 
     async def start(self) -> None:
-        """Raises ConfigError where there are no keepers."""
+        """Raises ConfigError where there are no supervisors."""
         if not sys.platform.startswith("linux"):
             raise ConfigError("runner.executor: processes of their own need Linux; use 'async'")
         self._start_template()
@@ -93,11 +93,11 @@ class Launcher:
                 start_new_session=True,  # Ctrl-C reaches the runner, which ends its processes
             )
 
-    async def launch(self, spec: Spec, fds: Sequence[int]) -> Kept:
+    async def launch(self, spec: ProcessSpec, fds: Sequence[int]) -> SupervisedProcess:
         """Start a process with `fds` as its stdin, stdout, stderr and so on; the caller closes
         its own copies.
 
-        Raises KeeperLost when the template is gone, and so is the one that took its place."""
+        Raises SupervisorLost when the template is gone, and so is the one that took its place."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         with theirs:
@@ -105,11 +105,13 @@ class Launcher:
                 self._send([theirs.fileno(), *fds])
             except OSError as error:
                 ours.close()
-                raise KeeperLost(f"the template process is gone: {error}") from error
-        transport, kept = await asyncio.get_running_loop().create_unix_connection(Kept, sock=ours)
+                raise SupervisorLost(f"the template process is gone: {error}") from error
+        transport, process = await asyncio.get_running_loop().create_unix_connection(
+            SupervisedProcess, sock=ours
+        )
         body = msgspec.json.encode(spec)
         transport.write(HEADER.pack(len(body)) + body)
-        return kept
+        return process
 
     def _send(self, fds: Sequence[int]) -> None:
         assert self._control is not None
@@ -148,7 +150,7 @@ class Pipe(asyncio.Protocol):
         return theirs
 
 
-class Printed(Pipe):
+class LogPipe(Pipe):
     """What a process that runs many rollouts prints, passed on to this process's stderr: at most
     `limit` bytes until `reset`, and then a sentence instead of the rest."""
 
@@ -168,7 +170,7 @@ class Printed(Pipe):
         sys.stderr.flush()
 
 
-class Output(Pipe):
+class OutputPipe(Pipe):
     """What a process writes into a pipe: its beginning or its end, at most `limit` bytes."""
 
     def __init__(self, limit: int, *, tail: bool = False) -> None:

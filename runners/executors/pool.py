@@ -22,80 +22,99 @@ import msgspec
 
 from agentrl.config import AgentConfig, RunnerConfig
 from agentrl.errors import AgentError
-from agentrl.runners.executors import Ran, contract, input_of, out_of_time
+from agentrl.runners.executors import ExecutionResult, contract, input_of, out_of_time
 from agentrl.runners.executors.environment import MODEL
-from agentrl.runners.executors.keeper import Spec
-from agentrl.runners.executors.launcher import KEEPER, KeeperLost, Kept, Launcher, Printed
-from agentrl.runners.executors.wire import LARGEST, Done, Hello, Job, Settings, pack, read
-from agentrl.runners.gateway.attribution import Live
+from agentrl.runners.executors.launcher import (
+    SUPERVISOR,
+    LogPipe,
+    ProcessLauncher,
+    SupervisedProcess,
+    SupervisorLost,
+)
+from agentrl.runners.executors.supervisor import ProcessSpec
+from agentrl.runners.executors.wire import (
+    LARGEST,
+    RunRequest,
+    RunResponse,
+    StartupReport,
+    WorkerSettings,
+    pack,
+    read,
+)
+from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.types import ErrorKind, Failure
 
 log = logging.getLogger("agentrl.runner")
 MB = 2**20
 BACKOFF, LONGEST = 0.5, 30.0  # seconds until a process that did not start is started again
-DIED = "loading the agent ended its process; what that wrote before says more"
+DIED_LOADING = "loading the agent ended its process; what that wrote before says more"
 CHILD = ("-m", "agentrl.runners.executors.child")
 
 
-class Process:
+class WarmProcess:
     """One warm process, as the pool sees it."""
 
     def __init__(
         self,
-        kept: Kept,
-        printed: Printed,
+        supervised: SupervisedProcess,
+        printed: LogPipe,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
-        self.kept, self._printed, self._reader, self._writer = kept, printed, reader, writer
-        self.jobs: dict[str, asyncio.Future[Ran]] = {}
+        self.supervised, self._printed, self._reader, self._writer = (
+            supervised,
+            printed,
+            reader,
+            writer,
+        )
+        self.requests: dict[str, asyncio.Future[ExecutionResult]] = {}
         self.served, self.resident = 0, 0
         self.retired = False
 
-    async def hello(self) -> str | None:
+    async def wait_until_loaded(self) -> str | None:
         """Waits until the agent is loaded; what keeps it from working."""
         try:
-            return msgspec.json.decode(await read(self._reader), type=Hello).problem
+            return msgspec.json.decode(await read(self._reader), type=StartupReport).problem
         except (asyncio.IncompleteReadError, ConnectionError):
-            return DIED
+            return DIED_LOADING
 
-    def begin(self, live: Live) -> asyncio.Future[Ran]:
-        future = self.jobs[live.id] = asyncio.get_running_loop().create_future()
-        self._writer.write(pack(Job(live.id, input_of(live))))
+    def submit(self, active: ActiveAttempt) -> asyncio.Future[ExecutionResult]:
+        future = self.requests[active.id] = asyncio.get_running_loop().create_future()
+        self._writer.write(pack(RunRequest(active.id, input_of(active))))
         return future
 
-    async def answers(self) -> None:
+    async def read_responses(self) -> None:
         """Hand out what it answers, until it ends."""
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
-                done = msgspec.json.decode(await read(self._reader, LARGEST), type=Done)
+                done = msgspec.json.decode(await read(self._reader, LARGEST), type=RunResponse)
                 self.served, self.resident = self.served + 1, done.resident
                 self._printed.reset()
-                if (future := self.jobs.get(done.attempt)) and not future.done():
+                if (future := self.requests.get(done.attempt)) and not future.done():
                     future.set_result(done.ran)
 
-    async def died(self) -> None:
+    async def fail_pending(self) -> None:
         """Tell those who wait for it."""
-        self.kept.kill()  # it may only have stopped to make sense
-        failure = _death(await self._status(), len(self.jobs))
-        for future in self.jobs.values():
+        self.supervised.kill()  # it may only have stopped to make sense
+        failure = _exit_failure(await self._status(), len(self.requests))
+        for future in self.requests.values():
             if not future.done():
-                future.set_result(Ran(failure=failure))
+                future.set_result(ExecutionResult(failure=failure))
         self._writer.close()
 
     async def end(self) -> None:
         """It and what it started are gone when this returns."""
-        self.kept.kill()
+        self.supervised.kill()
         await self._status()
 
     async def _status(self) -> int:
         try:
-            return await self.kept.wait()
-        except KeeperLost:
+            return await self.supervised.wait()
+        except SupervisorLost:
             return -9
 
 
-class Pool:
+class PoolExecutor:
     """`runner.pool.processes` of them, each running `runner.pool.rollouts` at a time."""
 
     sealed = False
@@ -107,14 +126,14 @@ class Pool:
         self.config, self.memory = runner.pool, runner.memory_mb * MB
         self.processes = self.config.processes or min(os.cpu_count() or 1, runner.concurrency)
         self.limit: int | None = self.processes * self.config.rollouts
-        settings = Settings(path, str(root), self.config.start, runner.framework_spans)
+        settings = WorkerSettings(path, str(root), self.config.start, runner.framework_spans)
         self._program = (*CHILD, msgspec.json.encode(settings).decode())
         self._forks = self.config.start == "fork"
         patterns = (*contract.PYTHON, *MODEL, *agent.pass_env)
-        self._env = contract.passed(os.environ, patterns) | agent.env
-        self._launcher = Launcher(self._program if self._forks else KEEPER, self._env)
-        self._places: asyncio.Queue[Process] = asyncio.Queue()
-        self._following: dict[Process, asyncio.Task[None]] = {}
+        self._env = contract.passed_environment(os.environ, patterns) | agent.env
+        self._launcher = ProcessLauncher(self._program if self._forks else SUPERVISOR, self._env)
+        self._places: asyncio.Queue[WarmProcess] = asyncio.Queue()
+        self._following: dict[WarmProcess, asyncio.Task[None]] = {}
         self._starting: set[asyncio.Task[None]] = set()
         self._problem: str | None = None  # why the last process did not start
         self._closed = asyncio.Event()
@@ -133,42 +152,44 @@ class Pool:
         await asyncio.gather(*self._following.values())
         await self._launcher.close()
 
-    async def run(self, live: Live) -> Ran:
+    async def run(self, active: ActiveAttempt) -> ExecutionResult:
         try:
-            async with asyncio.timeout(live.left):
+            async with asyncio.timeout(active.left):
                 process = await self._take()
         except TimeoutError:
             why = f": {self._problem}" if self._problem else ""
             message = f"no process of the pool was ready within the attempt's time{why}"
-            return Ran(failure=Failure(kind=ErrorKind.LOST_RUNNER, message=message))
-        future = process.begin(live)
+            return ExecutionResult(failure=Failure(kind=ErrorKind.LOST_RUNNER, message=message))
+        future = process.submit(active)
         try:
-            await asyncio.wait({future}, timeout=live.left)
-            return future.result() if future.done() else Ran(failure=out_of_time(live))
+            await asyncio.wait({future}, timeout=active.left)
+            return (
+                future.result() if future.done() else ExecutionResult(failure=out_of_time(active))
+            )
         finally:
-            del process.jobs[live.id]
-            await self._put_back(process, in_doubt=not future.done())
+            del process.requests[active.id]
+            await self._put_back(process, suspect=not future.done())
 
-    async def _take(self) -> Process:
+    async def _take(self) -> WarmProcess:
         while True:
             process = await self._places.get()
             if not process.retired:
                 return process
 
-    async def _put_back(self, process: Process, *, in_doubt: bool) -> None:
-        worn = process.served >= self.config.recycle_after or (
+    async def _put_back(self, process: WarmProcess, *, suspect: bool) -> None:
+        used_up = process.served >= self.config.recycle_after or (
             0 < self.config.recycle_mb * MB < process.resident
         )
-        if in_doubt or worn:
+        if suspect or used_up:
             self._retire(process)
         if not process.retired:
             self._places.put_nowait(process)
-        elif not process.jobs:
-            process.kept.kill()
-            if in_doubt:
+        elif not process.requests:
+            process.supervised.kill()
+            if suspect:
                 await asyncio.shield(process.end())
 
-    def _retire(self, process: Process) -> None:
+    def _retire(self, process: WarmProcess) -> None:
         """No more rollouts for this one; another takes its place."""
         if not process.retired and not self._closed.is_set():
             task = asyncio.create_task(self._replace())
@@ -191,9 +212,9 @@ class Pool:
         """One more process, with as many places as it runs rollouts; or why there is none."""
         try:
             process = await self._launch()
-        except KeeperLost:
-            return DIED
-        problem = await process.hello()
+        except SupervisorLost:
+            return DIED_LOADING
+        problem = await process.wait_until_loaded()
         process.retired = problem is not None  # nobody is to replace it but who asked for it
         self._following[process] = asyncio.create_task(self._follow(process))
         if problem is None:
@@ -201,36 +222,36 @@ class Pool:
                 self._places.put_nowait(process)
         return problem
 
-    async def _follow(self, process: Process) -> None:
-        await process.answers()
+    async def _follow(self, process: WarmProcess) -> None:
+        await process.read_responses()
         self._retire(process)
-        await process.died()
+        await process.fail_pending()
         del self._following[process]
 
-    async def _launch(self) -> Process:
+    async def _launch(self) -> WarmProcess:
         ours, theirs = socket.socketpair()
         null = os.open(os.devnull, os.O_RDONLY)
-        spec = Spec()
+        spec = ProcessSpec()
         if not self._forks:
-            spec = Spec(argv=[sys.executable, *self._program, "3"], env=self._env)
+            spec = ProcessSpec(argv=[sys.executable, *self._program, "3"], env=self._env)
         if self.memory:
             spec["memory"] = self.memory
-        printed = Printed(contract.LARGEST_PRINT)
+        printed = LogPipe(contract.LARGEST_PRINT)
         out = await printed.open()
         try:
-            kept = await self._launcher.launch(spec, [null, out, out, theirs.fileno()])
-        except KeeperLost:
+            supervised = await self._launcher.launch(spec, [null, out, out, theirs.fileno()])
+        except SupervisorLost:
             ours.close()
             raise
         finally:
             os.close(null)
             os.close(out)
             theirs.close()
-        return Process(kept, printed, *await asyncio.open_unix_connection(sock=ours))
+        return WarmProcess(supervised, printed, *await asyncio.open_unix_connection(sock=ours))
 
 
-def _death(status: int, together: int) -> Failure:
-    how = contract.ending(status)
+def _exit_failure(status: int, together: int) -> Failure:
+    how = contract.describe_exit(status)
     if together == 1:
         return Failure(kind=ErrorKind.AGENT, message=f"the agent's process {how}")
     message = f"the process {how} while it ran {together} rollouts"

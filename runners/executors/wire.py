@@ -7,14 +7,14 @@ from typing import Literal
 
 import msgspec
 
-from agentrl.runners.executors import Ran
-from agentrl.runners.executors.keeper import HEADER
+from agentrl.runners.executors import ExecutionResult
+from agentrl.runners.executors.supervisor import HEADER
 from agentrl.types import Json
 
 LARGEST = 64 * 2**20  # bytes of an answer: result, rewards and spans
 
 
-class Settings(msgspec.Struct, frozen=True):
+class WorkerSettings(msgspec.Struct, frozen=True):
     """What a process is started with."""
 
     path: str
@@ -23,22 +23,22 @@ class Settings(msgspec.Struct, frozen=True):
     framework_spans: bool = False
 
 
-class Job(msgspec.Struct, frozen=True):
+class RunRequest(msgspec.Struct, frozen=True):
     """Runner to process: run the agent on this."""
 
     attempt: str
     input: Json
 
 
-class Done(msgspec.Struct, frozen=True):
+class RunResponse(msgspec.Struct, frozen=True):
     """Process to runner."""
 
     attempt: str
-    ran: Ran
+    ran: ExecutionResult
     resident: int  # bytes of the process now
 
 
-class Hello(msgspec.Struct, frozen=True):
+class StartupReport(msgspec.Struct, frozen=True):
     """A process's first words: what keeps it from working, if anything does."""
 
     problem: str | None = None

@@ -12,7 +12,7 @@ import httpx
 import msgspec
 
 from agentrl.errors import PolicyError
-from agentrl.runners.games.match import Match, Message, Prompt, Result, read_task
+from agentrl.runners.games.match import GameResult, Match, Message, Prompt, read_task
 from agentrl.runners.games.rules import View, role_of
 from agentrl.runners.tracing import attempt_log
 from agentrl.types import Json
@@ -42,7 +42,7 @@ class GameAgent:
             timeout=None,  # of a move: the task's
         )
 
-    async def __call__(self, task: Json) -> Result:
+    async def __call__(self, task: Json) -> GameResult:
         """Play the game of a task's input, see `GameTask`.
 
         Raises ConfigError for an input that is none, PolicyError when a model refuses a call."""

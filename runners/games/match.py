@@ -46,7 +46,7 @@ class GameTask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     move_timeout: Seconds = 30.0
 
 
-class Result(TypedDict):
+class GameResult(TypedDict):
     """How a game went; players are called by their roles."""
 
     game: str  # with its parameters
@@ -99,7 +99,7 @@ class Match:
         self.invalid: Counter[str] = Counter()
         self.forfeits: dict[int, Literal["invalid", "timeout"]] = {}
 
-    async def play(self) -> Result:
+    async def play(self) -> GameResult:
         """Raises what `ask` raises."""
         made = 0
         while not self.state.is_terminal():
@@ -176,8 +176,8 @@ class Match:
 
     def _result(
         self, ended: Literal["rules", "forfeit", "max_moves"], returns: list[float]
-    ) -> Result:
-        return Result(
+    ) -> GameResult:
+        return GameResult(
             game=str(self.game.rules),
             seed=self.seed,
             returns=returns,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from statistics import fmean
 
 from agentrl.errors import ConfigError
-from agentrl.runners.games.match import Result
+from agentrl.runners.games.match import GameResult
 from agentrl.runners.games.rules import role_of
 from agentrl.types import Reward, Scope, Task, Trace
 
 
-def verify(task: Task, result: Result, trace: Trace) -> list[Reward]:
+def verify(task: Task, result: GameResult, trace: Trace) -> list[Reward]:
     """For each player that a model plays, by its calls or its seat in the rollout, `outcome`, its
     return, and `invalid`, minus the number of its answers that were no legal move; for the rollout
     `outcome`, the learner's return.

@@ -1,7 +1,7 @@
 """Whose model call is this? By path, W3C trace context or API key, in this order; never guessed.
 
 Owns: the attempts this process runs and what the gateway learns about each of them.
-Always true: an attempt is live from `register` to `unregister`; a call of one that is not is
+Always true: an attempt is active from `register` to `unregister`; a call of one that is not is
 refused, and calls in flight when it ends are cancelled. A sealed attempt, whose agent runs outside
 of this process, is reached with its secret key only, and that key reaches nothing else.
 Who may write: the worker registers and unregisters, the gateway's event loop everything else.
@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 from urllib.parse import unquote_plus
 
-from agentrl.runners.dialects.base import Memory
+from agentrl.runners.dialects.base import ConversationMemory
 from agentrl.runners.gateway.replay import Recording
-from agentrl.runners.gateway.routing import NOBODY, Seats
+from agentrl.runners.gateway.routing import NO_SEATS, Seats
 from agentrl.runners.tracing.roles import NAMES, ROLE, read_names, resolve, role_of_model
 from agentrl.types import Attempt
 
@@ -29,7 +29,7 @@ PARENT = re.compile("[0-9a-f]{2}-([0-9a-f]{32})-(?:(?!0{16})([0-9a-f]{16})-)?")
 REMEMBERED = 10_000  # ended attempts that are told apart from ones that never were
 
 
-class Asked(NamedTuple):
+class ModelCall(NamedTuple):
     """A call of an attempt."""
 
     number: int  # within the attempt
@@ -38,7 +38,7 @@ class Asked(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Live:
+class ActiveAttempt:
     """An attempt in progress, as the gateway sees it."""
 
     attempt: Attempt
@@ -52,7 +52,9 @@ class Live:
     failures: dict[int, str] = field(default_factory=dict)  # index of a call -> what broke it
     ended: dict[int, tuple[int, ...]] = field(default_factory=dict)  # key -> calls that failed
     tasks: set[asyncio.Task[object]] = field(default_factory=set)  # calls in flight
-    memory: Memory = field(default_factory=Memory)  # conversations that later calls may continue
+    memory: ConversationMemory = field(
+        default_factory=ConversationMemory
+    )  # conversations that later calls may continue
     roles: Collection[str] = ()  # those that the run file or a seat names
     recording: Recording | None = None  # what it repeats of another rollout
 
@@ -63,25 +65,25 @@ class Live:
     @property
     def seats(self) -> Seats:
         """Who plays which role of the agent; a verifier plays none."""
-        return NOBODY if self.scoring else self.attempt.rollout.seats
+        return NO_SEATS if self.scoring else self.attempt.rollout.seats
 
     @property
     def left(self) -> float:
         """Seconds until the deadline."""
         return self.deadline - time.monotonic()
 
-    def asks(self, raw: bytes) -> Asked:
+    def begin_call(self, raw: bytes) -> ModelCall:
         """A new call, whose request is `raw`."""
         number, self.calls = self.calls, self.calls + 1
         key = hash(raw)
-        return Asked(number, key, self.ended.get(key, ()))
+        return ModelCall(number, key, self.ended.get(key, ()))
 
-    def answered(self, asked: Asked) -> None:
+    def call_succeeded(self, asked: ModelCall) -> None:
         """What failed before is made good."""
         for number in (asked.number, *asked.repeats):
             self.failures.pop(number, None)
 
-    def done(self, asked: Asked) -> None:
+    def done(self, asked: ModelCall) -> None:
         """The call is over. Has it failed, then only a later request can make it good: the success
         of an equal one beside it says nothing about it."""
         if asked.number in self.failures:
@@ -92,60 +94,64 @@ class Live:
         self.deadline = time.monotonic() + seconds
 
 
-class Caller(NamedTuple):
-    live: Live
+class CallOrigin(NamedTuple):
+    attempt: ActiveAttempt
     role: str | None  # None: still to be read from the requested model, see `roles`
     span: str | None  # span id of the request's parent, 16 hex digits
     inside: tuple[str, ...] = ()  # names of nodes and agent around the call, innermost first
 
     def role_of(self, model: str) -> str:
         """Who makes the call, which asks for `model`."""
-        return role_of_model(self.role, model, self.live.roles)
+        return role_of_model(self.role, model, self.attempt.roles)
 
 
 class RefusedError(Exception):
-    """A request that belongs to no live attempt."""
+    """A request that belongs to no active attempt."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
         self.status, self.code, self.message = status, code, message
 
 
-class Attempts:
-    """The registry of live attempts. `open`: attempts that are not sealed may be reached at all,
+class AttemptRegistry:
+    """The registry of active attempts. `open`: attempts that are not sealed may be reached at all,
     which is right only where nobody else can connect."""
 
     def __init__(self, *, open: bool = True, roles: Collection[str] = ()) -> None:
         self.open, self.roles = open, frozenset(roles)
-        self._live: dict[str, Live] = {}
-        self._keys: dict[str, Live] = {}
+        self._active: dict[str, ActiveAttempt] = {}
+        self._keys: dict[str, ActiveAttempt] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()  # keys and ids -> id
 
-    def register(self, attempt: Attempt, *, sealed: bool = False, scoring: bool = False) -> Live:
+    def register(
+        self, attempt: Attempt, *, sealed: bool = False, scoring: bool = False
+    ) -> ActiveAttempt:
         deadline = time.monotonic() + attempt.rollout.timeout
         roles = self.roles.union(attempt.rollout.seats)
-        live = self._live[attempt.id] = Live(attempt, deadline, sealed, scoring, roles=roles)
-        self._keys[live.key] = live
-        return live
+        active = self._active[attempt.id] = ActiveAttempt(
+            attempt, deadline, sealed, scoring, roles=roles
+        )
+        self._keys[active.key] = active
+        return active
 
     def unregister(self, attempt: str) -> None:
-        live = self._live.pop(attempt, None)
-        if live is not None:
-            del self._keys[live.key]
-            self._ended |= {attempt: attempt, live.key: attempt}
+        active = self._active.pop(attempt, None)
+        if active is not None:
+            del self._keys[active.key]
+            self._ended |= {attempt: attempt, active.key: attempt}
             while len(self._ended) > 2 * REMEMBERED:
                 self._ended.popitem(last=False)
 
-    def live(self) -> list[Live]:
-        return list(self._live.values())
+    def active(self) -> list[ActiveAttempt]:
+        return list(self._active.values())
 
-    def find(self, attempt: str) -> Live:
+    def find(self, attempt: str) -> ActiveAttempt:
         """Raises RefusedError for an attempt that has ended or never was, or that is sealed."""
-        live = self._live.get(attempt)
+        active = self._active.get(attempt)
         # The id of a verifier's trace is random and leaves this process for nobody's agent.
-        if live is not None and not live.sealed and (self.open or live.scoring):
-            return live
-        if live is not None:
+        if active is not None and not active.sealed and (self.open or active.scoring):
+            return active
+        if active is not None:
             raise RefusedError(
                 401,
                 "key_missing",
@@ -158,32 +164,34 @@ class Attempts:
             404, "attempt_unknown", f"there is no attempt {attempt!r:.80} in this runner"
         )
 
-    def caller(self, headers: Mapping[str, str], path: Mapping[str, str]) -> Caller:
+    def caller(self, headers: Mapping[str, str], path: Mapping[str, str]) -> CallOrigin:
         """Who makes the request. `path` holds `attempt` and `role` where the URL names them.
 
         Raises RefusedError with a sentence that says how to mend it."""
         trace, span = _traceparent(headers.get("traceparent", ""))
-        live = self._owner(headers, path, trace)
+        active = self._owner(headers, path, trace)
         said = _baggage(headers.get("baggage", ""))
         names = read_names(said.get(NAMES))
-        role = resolve(live.roles, path=path.get("role"), said=said.get(ROLE), names=names)
-        return Caller(live, role, span, tuple(names))
+        role = resolve(active.roles, path=path.get("role"), said=said.get(ROLE), names=names)
+        return CallOrigin(active, role, span, tuple(names))
 
-    def _owner(self, headers: Mapping[str, str], path: Mapping[str, str], trace: str) -> Live:
+    def _owner(
+        self, headers: Mapping[str, str], path: Mapping[str, str], trace: str
+    ) -> ActiveAttempt:
         """The attempt that a request belongs to."""
         key = headers.get("x-api-key") or headers.get("authorization", "")
         key = key.removeprefix("Bearer ").strip()
         if key in self._keys:
-            live = self._keys[key]
-            stranger = trace != live.id and (trace in self._live or trace in self._ended)
-            if stranger or path.get("attempt", live.id) != live.id:
+            active = self._keys[key]
+            stranger = trace != active.id and (trace in self._active or trace in self._ended)
+            if stranger or path.get("attempt", active.id) != active.id:
                 message = "this API key opens no attempt but its own"
                 raise RefusedError(403, "wrong_attempt", message)
-            return live
+            return active
         if "attempt" in path:
             return self.find(path["attempt"])
         for attempt in (trace, key):
-            if attempt in self._live or attempt in self._ended:
+            if attempt in self._active or attempt in self._ended:
                 return self.find(attempt)
         raise RefusedError(
             401,

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from agentrl.runners.dialects import Dialect, Translation, UntranslatableError
-from agentrl.runners.dialects.base import Memory, typed
+from agentrl.runners.dialects.base import ConversationMemory, typed
 from agentrl.runners.dialects.openai import TEXT
 from agentrl.runners.gateway.routing import Route
 from agentrl.types import Json, Sampling, Transition, float32, int32
@@ -49,7 +49,7 @@ def value(fields: Fields, name: str) -> Json:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ModelRequest:
     """A request of the agent, ready to forward to whichever server answers."""
 
     dialect: Dialect
@@ -58,8 +58,8 @@ class Call:
     index: int  # of the request within its attempt
     model: str
     stream: bool
-    shows_tokens: bool  # the agent asked for token ids itself
-    shows_logprobs: bool
+    asks_token_ids: bool  # the agent asked for token ids itself
+    asks_logprobs: bool
     messages: list[dict[str, Json]]  # the conversation; a text prompt is one user message
     tools: list[dict[str, Json]]
 
@@ -70,28 +70,30 @@ class Call:
         body = self.fields | {"model": route.model or self.model}
         if capture:
             body["return_token_ids"] = True
-            if not self.shows_logprobs:
+            if not self.asks_logprobs:
                 body["logprobs"] = 1 if self.dialect is TEXT else True
-        sampling = _complete(body, Sampling() if route.frozen else defaults, self.index, route)
+        sampling = _fill_sampling(body, Sampling() if route.frozen else defaults, self.index, route)
         return msgspec.json.encode(body), sampling
 
-    def tidy(self, part: Part) -> bytes:
+    def restore_fields(self, part: ResponseChunk) -> bytes:
         """A whole answer, or a chunk of a stream, as the agent's API would have sent it."""
         fields = part.fields | {"model": self.model}
-        if not self.shows_tokens:
+        if not self.asks_token_ids:
             fields.pop("prompt_token_ids", None)
         for choice in part.choices:
-            if not self.shows_tokens:
+            if not self.asks_token_ids:
                 choice.pop("token_ids", None)
                 choice.pop("prompt_token_ids", None)
-            if not self.shows_logprobs and "logprobs" in choice:
+            if not self.asks_logprobs and "logprobs" in choice:
                 choice["logprobs"] = None
         if "choices" in fields:
             fields["choices"] = part.choices
         return msgspec.json.encode(fields)
 
 
-def read_call(dialect: Dialect, raw: bytes, memory: Memory, index: int) -> Call:
+def read_request(
+    dialect: Dialect, raw: bytes, memory: ConversationMemory, index: int
+) -> ModelRequest:
     """Understand a request.
 
     Raises msgspec.DecodeError, UnicodeDecodeError or RecursionError unless it is a JSON object,
@@ -109,17 +111,17 @@ def read_call(dialect: Dialect, raw: bytes, memory: Memory, index: int) -> Call:
         why = f"{stream!r:.80} is neither true nor false"
         raise UntranslatableError("stream", why, code="invalid_type")
     logprobs = value(fields, "logprobs")
-    return Call(
+    return ModelRequest(
         dialect,
         fields,
         translation,
         index=index,
         model=str(value(fields, "model") or ""),
         stream=stream is True,
-        shows_tokens=value(fields, "return_token_ids") is True,
-        shows_logprobs=logprobs is not None and logprobs is not False,
-        messages=_objects(_prompt(fields)),
-        tools=_objects(value(fields, "tools")),
+        asks_token_ids=value(fields, "return_token_ids") is True,
+        asks_logprobs=logprobs is not None and logprobs is not False,
+        messages=_dicts(_prompt(fields)),
+        tools=_dicts(value(fields, "tools")),
     )
 
 
@@ -130,12 +132,12 @@ def _prompt(fields: Fields) -> Json:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else None
 
 
-def _objects(found: Json) -> list[dict[str, Json]]:
+def _dicts(found: Json) -> list[dict[str, Json]]:
     """What is stored of a list; what is none is the policy server's to refuse."""
     return [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []
 
 
-def _complete(body: Fields, defaults: Sampling, index: int, route: Route) -> Sampling:
+def _fill_sampling(body: Fields, defaults: Sampling, index: int, route: Route) -> Sampling:
     """Fill the parameters on which the agent is silent; returns all that are in force."""
     asked = {name: value(body, name) for name in ("temperature", "top_p", "top_k", "seed")}
     limit = value(body, "max_completion_tokens")
@@ -166,21 +168,21 @@ def _number(given: Json, kind: type, default: Any) -> Any:
 
 
 @dataclass(slots=True)
-class Part:
+class ResponseChunk:
     """A whole answer or a chunk of one, its values still bytes."""
 
     fields: Fields
     choices: list[Fields]
 
 
-def read_part(raw: bytes) -> Part:
+def read_chunk(raw: bytes) -> ResponseChunk:
     """Raises msgspec.DecodeError for what is no completion."""
     fields = _fields.decode(raw)
-    return Part(fields, _choices.decode(fields.get("choices", b"null")) or [])
+    return ResponseChunk(fields, _choices.decode(fields.get("choices", b"null")) or [])
 
 
 @dataclass(slots=True)
-class Choice:
+class SampledChoice:
     """One sampled continuation, complete once `finish` is set."""
 
     prompt: array[int] = field(default_factory=int32)
@@ -196,19 +198,19 @@ class Choice:
         return self.known and bool(self.prompt) and len(self.tokens) == len(self.logprobs)
 
     @property
-    def speaks(self) -> bool:
+    def has_content(self) -> bool:
         """Its message says something."""
         return any(said for name, said in self.message.items() if name != "role")
 
 
 @dataclass(slots=True)
-class Answer:
+class ModelResponse:
     """An answer as it becomes known: absorb the whole of it, or chunk by chunk."""
 
-    choices: dict[int, Choice] = field(default_factory=dict)
+    choices: dict[int, SampledChoice] = field(default_factory=dict)
     prompt: array[int] = field(default_factory=int32)
 
-    def absorb(self, part: Part) -> bool:
+    def add(self, part: ResponseChunk) -> bool:
         """Read one part; true if it may end a choice, so that the agent must not see it early.
 
         Raises msgspec.DecodeError, OverflowError, TypeError, KeyError or AttributeError for what
@@ -216,13 +218,13 @@ class Answer:
         if ids := _ids.decode(part.fields.get("prompt_token_ids", b"null")):
             self.prompt = int32(ids)
         for data in part.choices:
-            self._absorb_choice(data)
+            self._add_choice(data)
         if part.choices:
             return any(value(data, "finish_reason") for data in part.choices)
         return any(choice.finish for choice in self.choices.values())
 
-    def _absorb_choice(self, data: Fields) -> None:
-        choice = self.choices.setdefault(value(data, "index") or 0, Choice())
+    def _add_choice(self, data: Fields) -> None:
+        choice = self.choices.setdefault(value(data, "index") or 0, SampledChoice())
         ids = _ids.decode(data.get("prompt_token_ids", b"null"))
         choice.prompt = int32(ids) if ids else self.prompt or choice.prompt
         ids = _ids.decode(data.get("token_ids", b"null"))
@@ -238,7 +240,7 @@ class Answer:
 
     def cut(self, finish: str) -> None:
         """Nothing comes any more: of the choices that have begun this is the end."""
-        begun = {i: c for i, c in self.choices.items() if c.finish or c.tokens or c.speaks}
+        begun = {i: c for i, c in self.choices.items() if c.finish or c.tokens or c.has_content}
         for choice in begun.values():
             choice.finish = choice.finish or finish
             choice.known = choice.known and bool(
@@ -279,7 +281,7 @@ def _merge_tools(calls: list[dict[str, Json]], deltas: Any) -> None:
             call["function"][key] = call["function"].get(key, "") + (more or "")
 
 
-def transition(choice: Choice, **known: Any) -> Transition:
+def transition(choice: SampledChoice, **known: Any) -> Transition:
     """The stored form of a choice. Without exact ids it is kept, marked inexact."""
     return Transition(
         prompt=choice.prompt,

@@ -10,10 +10,11 @@ import msgspec
 from aiohttp import web
 
 from agentrl.errors import AgentRLError, Invalid
+from agentrl.http_server import read_body
 from agentrl.runners import dialects
 from agentrl.runners.dialects import DIALECTS, Dialect, UntranslatableError
-from agentrl.runners.gateway.attribution import Attempts, Caller, RefusedError
-from agentrl.runners.gateway.handler import Exchange, in_words_of
+from agentrl.runners.gateway.attribution import AttemptRegistry, CallOrigin, RefusedError
+from agentrl.runners.gateway.handler import CallHandler, translate_error
 from agentrl.runners.gateway.routing import Router
 from agentrl.runners.gateway.unrecorded import count_tokens, embeddings
 from agentrl.runners.gateway.upstream import Upstream, UpstreamError
@@ -28,14 +29,14 @@ UNREADABLE = "invalid_body"
 # We have repeated what made sense: the agent's SDK need not.
 FINAL = {"x-should-retry": "false"}
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Work = Callable[[Caller, web.Request], Awaitable[web.StreamResponse]]
+Work = Callable[[CallOrigin, web.Request], Awaitable[web.StreamResponse]]
 
 
 class Endpoints:
-    """What agents can ask for, each on behalf of one live attempt."""
+    """What agents can ask for, each on behalf of one active attempt."""
 
     def __init__(
-        self, attempts: Attempts, router: Router, upstream: Upstream, store: Store
+        self, attempts: AttemptRegistry, router: Router, upstream: Upstream, store: Store
     ) -> None:
         self._attempts, self._router, self._upstream = attempts, router, upstream
         self._store = store
@@ -55,18 +56,18 @@ class Endpoints:
             app.router.add_get(f"{prefix}/v1/models", self.models)
 
     async def call(
-        self, dialect: Dialect, caller: Caller, request: web.Request
+        self, dialect: Dialect, caller: CallOrigin, request: web.Request
     ) -> web.StreamResponse:
-        exchange = Exchange(self._upstream, self._store, caller, request, dialect)
+        exchange = CallHandler(self._upstream, self._store, caller, request, dialect)
         return await exchange.run()
 
-    async def traces(self, caller: Caller, request: web.Request) -> web.StreamResponse:
+    async def traces(self, caller: CallOrigin, request: web.Request) -> web.StreamResponse:
         """Spans of the caller's own attempt; any others are rejected, as OTLP says how."""
         from agentrl import otlp  # needs the extra that brings OpenTelemetry's messages
 
-        spans, unusable, why = otlp.decode_some(await request.read(), request.content_type)
-        live = caller.live
-        own = [span for span in spans if span.attempt == live.id and not live.scoring]
+        spans, unusable, why = otlp.decode_some(await read_body(request), request.content_type)
+        active = caller.attempt
+        own = [span for span in spans if span.attempt == active.id and not active.scoring]
         if own:
             await self._store.add_spans(own)
         if foreign := len(spans) - len(own):
@@ -94,11 +95,11 @@ class Endpoints:
         caller = self._attempts.caller(request.headers, request.match_info)
         task = asyncio.current_task()
         assert task is not None
-        caller.live.tasks.add(task)
+        caller.attempt.tasks.add(task)
         try:
             return await work(caller, request)
         finally:
-            caller.live.tasks.discard(task)
+            caller.attempt.tasks.discard(task)
 
 
 @web.middleware
@@ -125,11 +126,13 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except web.HTTPRequestEntityTooLarge:
         status, code = 413, "too_large"
         message = f"the request is larger than {request.client_max_size} bytes"
+    except web.HTTPRequestTimeout as error:
+        status, code, message = 408, "request_timeout", str(error.text)
     except web.HTTPException as error:
         status, code = error.status, "unknown_url"
         message = f"{request.method} {request.path}: {error.reason}; there is {', '.join(KNOWN)}"
     dialect = dialects.of(request.path, anthropic="anthropic-version" in request.headers)
-    body = in_words_of(dialect, status, words) if words else None
+    body = translate_error(dialect, status, words) if words else None
     body = body or msgspec.json.encode(dialect.error(status, code, message))
     answer = web.Response(status=status, body=body, content_type="application/json", headers=FINAL)
     if code == UNREADABLE:

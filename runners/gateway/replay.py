@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from agentrl.runners.dialects.openai import TEXT
-from agentrl.runners.gateway.capture import Call, value
+from agentrl.runners.gateway.capture import ModelRequest, value
 from agentrl.runners.gateway.routing import Route
 from agentrl.store.base import Store
 from agentrl.types import Branch, Json, Transition, float32, int32
@@ -40,18 +40,18 @@ class Recording:
     later: list[Transition]
     without: Collection[str] = ()
 
-    def take(self, call: Call, role: str) -> list[Transition]:
+    def take(self, call: ModelRequest, role: str) -> list[Transition]:
         """The record of a request, one call per choice; empty where the policy is to be asked.
 
         Calls that the agent makes at the same time come in any order."""
         if not self.left:
             return []
-        question, n = _asked_by(call, role), value(call.fields, "n") or 1
-        found = [row for row in self.left if _recorded(row) == question][:n]
+        question, n = _question_of(call, role), value(call.fields, "n") or 1
+        found = [row for row in self.left if _recorded_question(row) == question][:n]
         if found and len(found) == n:
             self.left = [row for row in self.left if row not in found]
             return found
-        known = any(_recorded(row) == question for row in (*self.left, *self.later))
+        known = any(_recorded_question(row) == question for row in (*self.left, *self.later))
         if not known and not self.without:
             self.left = []
         return []
@@ -60,17 +60,17 @@ class Recording:
 async def recording(store: Store, branch: Branch) -> Recording:
     """What a branch repeats. A record that is gone has nothing to repeat."""
     trace = await store.trace(branch.rollout)
-    return repeating([] if trace is None else trace.transitions, branch)
+    return recorded_calls([] if trace is None else trace.transitions, branch)
 
 
-def repeating(calls: Sequence[Transition], branch: Branch) -> Recording:
+def recorded_calls(calls: Sequence[Transition], branch: Branch) -> Recording:
     """What a branch repeats of these calls. One whose end the agent did not wait for ends it."""
     whole = list(takewhile(lambda row: row.finish != CUT, calls[: branch.calls]))
     left = [row for row in whole if row.role not in branch.without]
     return Recording(left, [*calls[len(whole) :]], branch.without)
 
 
-def repeated(row: Transition, call: Call, **known: Any) -> Transition:
+def repeat_call(row: Transition, call: ModelRequest, **known: Any) -> Transition:
     """A recorded call as one of the attempt that repeats it."""
     source = row.repeats or row.id
     return msgspec.structs.replace(
@@ -78,7 +78,7 @@ def repeated(row: Transition, call: Call, **known: Any) -> Transition:
     )
 
 
-def spoken(text: str, call: Call) -> list[Transition]:
+def fixed_answer(text: str, call: ModelRequest) -> list[Transition]:
     """A fixed answer as if it were recorded, for every choice that is asked for; it has no tokens.
 
     It is no call of an attempt: what is stored of it is read from the answer."""
@@ -95,22 +95,22 @@ def spoken(text: str, call: Call) -> list[Transition]:
     return [row] * (value(call.fields, "n") or 1)
 
 
-def whole(rows: Sequence[Transition], call: Call) -> bytes:
+def whole(rows: Sequence[Transition], call: ModelRequest) -> bytes:
     """The recorded choices as a policy server would send them."""
     text = call.dialect is TEXT
     choices = [
-        {"index": index, "finish_reason": row.finish, **_tokens(row, text), **_said(row, text)}
+        {"index": index, "finish_reason": row.finish, **_tokens(row, text), **_content(row, text)}
         for index, row in enumerate(rows)
     ]
     return msgspec.json.encode(_body(rows, "" if text else "chat.completion", choices, usage=True))
 
 
-async def stream(rows: Sequence[Transition], call: Call) -> AsyncIterator[bytes]:
+async def stream(rows: Sequence[Transition], call: ModelRequest) -> AsyncIterator[bytes]:
     """The same as server-sent events."""
     text, options = call.dialect is TEXT, value(call.fields, "stream_options") or {}
     kind = "" if text else "chat.completion.chunk"
     for index, row in enumerate(rows):
-        said = _said(row, text) if text else {"delta": _delta(row.answer or {})}
+        said = _content(row, text) if text else {"delta": _delta(row.answer or {})}
         nothing: dict[str, Json] = {"text": ""} if text else {"delta": {}}
         first = {"index": index, "finish_reason": None, **_tokens(row, text), **said}
         last = {"index": index, "finish_reason": row.finish, **nothing}
@@ -121,22 +121,22 @@ async def stream(rows: Sequence[Transition], call: Call) -> AsyncIterator[bytes]
     yield b"data: [DONE]\n\n"
 
 
-def _asked_by(call: Call, role: str) -> bytes:
+def _question_of(call: ModelRequest, role: str) -> bytes:
     return _question(role, call.messages, call.tools, value(call.fields, "prompt"))
 
 
-def _recorded(row: Transition) -> bytes:
+def _recorded_question(row: Transition) -> bytes:
     return _question(row.role, row.messages, row.tools, row.prompt.tolist())
 
 
 def _question(role: str, messages: list[dict[str, Json]], tools: Json, prompt: Json) -> bytes:
     """What makes two requests the same. A prompt of token ids is told by these; ids of tool calls
     are left out, because agents may number them as they like."""
-    asked = [role, [_plain(message) for message in messages] or prompt, tools]
+    asked = [role, [_without_ids(message) for message in messages] or prompt, tools]
     return msgspec.json.encode(asked, order="deterministic")
 
 
-def _plain(message: dict[str, Json]) -> dict[str, Json]:
+def _without_ids(message: dict[str, Json]) -> dict[str, Json]:
     plain = {name: said for name, said in message.items() if name != "tool_call_id"}
     if isinstance(calls := plain.get("tool_calls"), list):
         plain["tool_calls"] = [
@@ -167,7 +167,7 @@ def _body(
     return body
 
 
-def _said(row: Transition, text: bool) -> dict[str, Json]:
+def _content(row: Transition, text: bool) -> dict[str, Json]:
     answer = row.answer or {}
     return {"text": answer.get("content") or ""} if text else {"message": answer}
 

@@ -27,8 +27,8 @@ from agentrl.types import PolicyVersion
 
 log = logging.getLogger("agentrl.runner")
 Seats = Mapping[str, str]  # role -> policy or frozen endpoint
-NOBODY: Seats = MappingProxyType({})
-THROTTLE = 0.1  # seconds between reads: every write moves the feed, few of them move a policy
+NO_SEATS: Seats = MappingProxyType({})
+MIN_READ_INTERVAL = 0.1  # seconds; every write moves the feed, few of them move a policy
 DEFAULT = "policy"
 
 
@@ -41,7 +41,7 @@ class Route(NamedTuple):
     model: str  # the name the server answers to; empty: the one the agent asks for
     key: str = ""  # its own API key
     frozen: bool = False  # it is not trained
-    says: str | None = None  # the answer to every call, where there is no server
+    text: str | None = None  # the answer to every call, where there is no server
 
 
 class Router:
@@ -69,8 +69,8 @@ class Router:
         self.default = next(iter(policies)) if len(policies) == 1 else DEFAULT
         self.remote = remote
         self._paused = False
-        self._answering = 0
-        self._news = asyncio.Event()  # set and replaced whenever a route may have changed
+        self._in_flight = 0
+        self._changed = asyncio.Event()  # set and replaced whenever a route may have changed
 
     async def follow(self) -> None:
         """Keep the copy fresh, for ever."""
@@ -82,64 +82,64 @@ class Router:
             except StoreError as error:  # what was known may still be right
                 log.warning("the routes of run %s cannot be read: %s", self.run, error)
                 cursor = 0
-            self._tell()
-            await asyncio.sleep(THROTTLE)
+            self._notify()
+            await asyncio.sleep(MIN_READ_INTERVAL)
 
     @asynccontextmanager
-    async def route(self, model: str, role: str, seats: Seats = NOBODY) -> AsyncIterator[Route]:
+    async def route(self, model: str, role: str, seats: Seats = NO_SEATS) -> AsyncIterator[Route]:
         """The server for one call, which counts as in flight until the end of the block.
 
         Waits while the policy is not served or held."""
         while (route := self.find(model, role, seats)) is None:
-            await self._news.wait()
-        self._answering += not route.frozen
+            await self._changed.wait()
+        self._in_flight += not route.frozen
         try:
             yield route
         finally:
-            self._answering -= not route.frozen
-            if not self._answering:
-                self._tell()
+            self._in_flight -= not route.frozen
+            if not self._in_flight:
+                self._notify()
 
     @property
     def ready(self) -> bool:
         """Whether calls can be answered, as far as is known."""
         return bool(self.policies) or self.remote
 
-    def unplayed(
-        self, model: str, role: str, seats: Seats = NOBODY, inside: Sequence[str] = ()
+    def why_unmapped(
+        self, model: str, role: str, seats: Seats = NO_SEATS, inside: Sequence[str] = ()
     ) -> str:
         """Why none of several policies, or of a run's endpoints, answers a call; empty: one does,
         now or later. inside: names around the call, none of which is a role."""
         served = {policy.model for policy in self.policies.values()}
         named = model in {*self.several, *self.policies, *self.frozen, *served}
-        if named or self.player(role, seats) is not None:
+        if named or self.policy_of_role(role, seats) is not None:
             return ""
         around = f", inside of {', '.join(map(repr, inside))}" if inside else ""
-        asks = f"the role {role!r}{around}, which asks for the model {model!r:.80}"
+        request = f"the role {role!r}{around}, which asks for the model {model!r:.80}"
         if self.remote and not self.policies:
             return (
-                f"no endpoint plays {asks}, and the run has no model of its own: map it to one of "
-                f"{', '.join(map(repr, sorted(self.frozen)))} in [roles], or set policy.model"
+                f"no endpoint plays {request}, and the run has no model of its own: map it to one"
+                f" of {', '.join(map(repr, sorted(self.frozen)))} in [roles], or set policy.model"
             )
         if not self.several or DEFAULT in self.several:
             return ""
         players = ", ".join(f"{role!r} by {name!r}" for role, name in sorted(self.roles.items()))
         return (
-            f"no policy plays {asks}: the run file has {players}. Add one of its names to the "
+            f"no policy plays {request}: the run file has {players}. Add one of its names to the "
             "roles of a policy (policies.NAME.roles), or ask for a policy by its name"
         )
 
-    def find(self, model: str, role: str, seats: Seats = NOBODY) -> Route | None:
+    def find(self, model: str, role: str, seats: Seats = NO_SEATS) -> Route | None:
         """By role, if the rollout's seats or the run file map it, else by the requested name: a
         frozen endpoint, a policy, a served model. Agents keep their own model names
         ("gpt-4o-mini"), so any other name is the policy that is trained, where there is one. None:
         it cannot answer now."""
-        player = self.player(role, seats)
-        name = model if player is None else player
+        mapped = self.policy_of_role(role, seats)
+        name = model if mapped is None else mapped
         if name in self.frozen:
             return self.frozen[name]
         policy = self.policies.get(name)
-        if policy is None and player is None:
+        if policy is None and mapped is None:
             served = (p for p in self.policies.values() if p.model == name)
             policy = next(served, None) or self.policies.get(self.default)
             policy = policy or next(iter(() if self.several else self.policies.values()), None)
@@ -147,16 +147,16 @@ class Router:
             return None
         return Route(policy.policy, policy.version, policy.base_url, policy.model)
 
-    def player(self, role: str, seats: Seats) -> str | None:
+    def policy_of_role(self, role: str, seats: Seats) -> str | None:
         """Who plays a role; None where nothing says so."""
         return seats.get(role) or self.roles.get(role)
 
-    def missing(self, role: str, seats: Seats) -> str:
+    def why_not_served(self, role: str, seats: Seats) -> str:
         """Why `find` has no answer, for whoever waited in vain."""
-        player = self.player(role, seats)
-        if player is None or player in self.policies:
+        name = self.policy_of_role(role, seats)
+        if name is None or name in self.policies:
             return "no policy server was ready for this call"
-        return f"nobody serves the policy {player!r}, which plays the role {role!r} here"
+        return f"nobody serves the policy {name!r}, which plays the role {role!r} here"
 
     def pause(self) -> None:
         """Hold calls to policies that have not begun, until `resume`."""
@@ -164,16 +164,16 @@ class Router:
 
     def resume(self) -> None:
         self._paused = False
-        self._tell()
+        self._notify()
 
     async def drain(self) -> None:
         """Returns when no policy is answering a call."""
-        while self._answering:
-            await self._news.wait()
+        while self._in_flight:
+            await self._changed.wait()
 
-    def _tell(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
 def _frozen(name: str, config: UpstreamConfig) -> Route:
@@ -184,4 +184,4 @@ def _frozen(name: str, config: UpstreamConfig) -> Route:
             " endpoint's API key where the runner starts"
         )
     url = config.base_url.rstrip("/")
-    return Route(name, None, url, config.model, key, frozen=True, says=config.text)
+    return Route(name, None, url, config.model, key, frozen=True, text=config.text)

@@ -2,7 +2,7 @@
 
 Owns: a thread with its own event loop, so that an agent that blocks its loop blocks nothing here;
 the listening socket; the connections to the policy servers.
-Always true: a call that belongs to no live attempt is refused; the transition of a call is
+Always true: a call that belongs to no active attempt is refused; the transition of a call is
 durable before the last byte of its answer leaves; an answer that was not stored is not given.
 Who may write: the worker registers attempts; the store is written only through `add_transitions`
 and `add_spans`, and only for the caller's own attempt.
@@ -24,8 +24,9 @@ from msgspec.structs import replace
 from agentrl.addresses import is_loopback
 from agentrl.config import UpstreamConfig
 from agentrl.errors import ConfigError
+from agentrl.http_server import REQUEST_TIMEOUT
 from agentrl.processes import allow_files
-from agentrl.runners.gateway.attribution import Attempts, Live
+from agentrl.runners.gateway.attribution import ActiveAttempt, AttemptRegistry
 from agentrl.runners.gateway.endpoints import LARGEST, Endpoints
 from agentrl.runners.gateway.routing import Router
 from agentrl.runners.gateway.upstream import Upstream
@@ -33,7 +34,7 @@ from agentrl.store.base import Store
 from agentrl.types import Attempt
 
 BACKLOG = 4096  # connections that may wait to be accepted
-CUTTING = 5.0  # seconds for calls that are cut to store what they had shown
+STORE_TIMEOUT = 5.0  # seconds for calls that are cut to store what they had shown
 
 
 class Gateway:
@@ -57,7 +58,7 @@ class Gateway:
         Raises ConfigError for an upstream without its API key."""
         self.base_url = ""  # for agents on this machine, known once started; ends in /v1
         self.port = port
-        self.attempts = Attempts(open=is_loopback(host), roles=roles or ())
+        self.attempts = AttemptRegistry(open=is_loopback(host), roles=roles or ())
         self.router = Router(store, run, upstreams, roles, policies, remote=remote)
         self._store, self._host = store, host
         self._loop = asyncio.new_event_loop()
@@ -88,20 +89,20 @@ class Gateway:
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()
 
-    def register(self, attempt: Attempt, *, sealed: bool = False) -> Live:
+    def register(self, attempt: Attempt, *, sealed: bool = False) -> ActiveAttempt:
         """From now on calls may belong to `attempt`; its time starts to run. A sealed one is
         reached only with its `key`: give no more than that to what runs outside this process."""
         return self.attempts.register(attempt, sealed=sealed)
 
-    def unregister(self, live: Live) -> Future[None]:
+    def unregister(self, active: ActiveAttempt) -> Future[None]:
         """The attempt is over: later calls are refused, calls in flight are cut. Done when the
         store has what those had shown to the agent."""
-        self.attempts.unregister(live.id)
+        self.attempts.unregister(active.id)
         if self._loop.is_closed():  # and its calls with it
             over: Future[None] = Future()
             over.set_result(None)
             return over
-        return self.spawn(_cut(live))  # a call that found it before is in `tasks` by then
+        return self.spawn(_abort_calls(active))  # a call that found it before is in `tasks` by then
 
     @contextlib.contextmanager
     def scoring(self, attempt: Attempt) -> Iterator[str]:
@@ -109,11 +110,11 @@ class Gateway:
         the trace whose id it is given. Policies refuse it, and nothing it says is recorded: what a
         verifier samples is not the agent's doing, and must not be learned from."""
         own = replace(attempt, id=secrets.token_hex(16))  # whatever is left of the agent stays out
-        live = self.attempts.register(own, scoring=True)
+        active = self.attempts.register(own, scoring=True)
         try:
-            yield live.id
+            yield active.id
         finally:
-            self.unregister(live)
+            self.unregister(active)
 
     def pause(self) -> None:
         """Hold new calls to policies, within the deadlines of their attempts, until `resume`.
@@ -144,7 +145,11 @@ class Gateway:
         app = web.Application(client_max_size=LARGEST)
         Endpoints(self.attempts, self.router, upstream, self._store).add_to(app)
         runner = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, shutdown_timeout=0.0
+            app,
+            access_log=None,
+            handler_cancellation=True,
+            shutdown_timeout=0.0,
+            keepalive_timeout=REQUEST_TIMEOUT,
         )
         following = asyncio.create_task(self.router.follow())
         try:
@@ -160,15 +165,15 @@ class Gateway:
             await asyncio.wait((stopping, following), return_when=asyncio.FIRST_COMPLETED)
         finally:
             following.cancel()
-            await asyncio.gather(*map(_cut, self.attempts.live()))
+            await asyncio.gather(*map(_abort_calls, self.attempts.active()))
             await runner.cleanup()
             await upstream.close()
             with contextlib.suppress(asyncio.CancelledError):
                 await following
 
 
-async def _cut(live: Live) -> None:
-    for task in live.tasks:
+async def _abort_calls(active: ActiveAttempt) -> None:
+    for task in active.tasks:
         task.cancel()
-    if live.tasks:
-        await asyncio.wait(live.tasks, timeout=CUTTING)
+    if active.tasks:
+        await asyncio.wait(active.tasks, timeout=STORE_TIMEOUT)

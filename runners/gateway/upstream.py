@@ -18,24 +18,25 @@ from typing import TypeVar
 import aiohttp
 from multidict import CIMultiDict
 
-from agentrl.runners.gateway.attribution import Asked, Caller, RefusedError
+from agentrl.runners.gateway.attribution import CallOrigin, ModelCall, RefusedError
 from agentrl.runners.gateway.routing import Route, Router
 
 T = TypeVar("T")
 BACKOFF = 0.05  # seconds before the first repetition; doubles
 LONGEST = 1.0  # seconds between repetitions
-TRIES = 6  # for failures that waiting does not mend
+MAX_TRIES = 6  # for failures that waiting does not mend
 TRANSIENT = frozenset({429, 502, 503, 504})
-LARGE = 2**20  # bytes of a request
+CHUNKED_ABOVE = 2**20  # bytes of a request
 LARGEST_ANSWER = 64 * 2**20  # bytes of an answer in one piece, or of one event of a stream
 LARGEST_STREAM = 4 * LARGEST_ANSWER  # bytes of all its events
 CONNECT = 5.0  # seconds to establish a connection
-FORGET = 300.0  # seconds for which a frozen endpoint is spared what it refused: calls differ
+RECHECK_AFTER = 300.0  # seconds for which a frozen endpoint is spared what it refused: calls differ
 
 # Between the agent and us, or between us and the server; everything else passes through.
-HOP = {"authorization", "connection", "content-length", "content-encoding", "accept-encoding"}
-HOP |= {"date", "host", "keep-alive", "proxy-authorization", "server", "te", "trailer"}
-HOP |= {"transfer-encoding", "upgrade", "x-api-key", "x-policy-version"}
+HOP_BY_HOP = {"authorization", "connection", "content-length", "content-encoding"}
+HOP_BY_HOP |= {"accept-encoding"}
+HOP_BY_HOP |= {"date", "host", "keep-alive", "proxy-authorization", "server", "te", "trailer"}
+HOP_BY_HOP |= {"transfer-encoding", "upgrade", "x-api-key", "x-policy-version"}
 # Between us and what we train: of no concern to a frozen endpoint, which may be anybody's.
 PRIVATE = {"baggage", "cookie", "traceparent", "tracestate"}
 
@@ -72,32 +73,32 @@ class Upstream:
             read_bufsize=2**20,
             cookie_jar=aiohttp.DummyCookieJar(),  # what one attempt is told is not for another
         )
-        self._tells: set[str] = set()  # base URLs of servers that gave token ids
-        self._refused: dict[str, float] = {}  # base URL -> time.monotonic() of its refusal
+        self._give_token_ids: set[str] = set()  # base URLs of servers that gave token ids
+        self._refused_at: dict[str, float] = {}  # base URL -> time.monotonic() of its refusal
 
     async def close(self) -> None:
         await self.session.close()
 
-    def tells(self, route: Route) -> bool | None:
+    def gives_token_ids(self, route: Route) -> bool | None:
         """Whether the server gives token ids; None while that is not known."""
-        if route.base_url in self._tells:
+        if route.base_url in self._give_token_ids:
             return True
-        since = self._refused.get(route.base_url)
-        return None if since is None or time.monotonic() - since > FORGET else False
+        since = self._refused_at.get(route.base_url)
+        return None if since is None or time.monotonic() - since > RECHECK_AFTER else False
 
-    def learn(self, route: Route, *, tells: bool) -> None:
+    def note_token_ids(self, route: Route, *, given: bool) -> None:
         """What its answers show. A server that gave ids once is never thought to refuse them. That
         of a policy, which is to be learned from, is asked again with every call."""
-        if tells:
-            self._tells.add(route.base_url)
+        if given:
+            self._give_token_ids.add(route.base_url)
         elif route.frozen:
-            self._refused[route.base_url] = time.monotonic()
+            self._refused_at[route.base_url] = time.monotonic()
 
     async def retry(
         self,
-        caller: Caller,
+        caller: CallOrigin,
         model: str,
-        asked: Asked,
+        asked: ModelCall,
         once: Callable[[Route], Awaitable[T]],
     ) -> T:
         """The first success of `once`. The attempt carries the failure of the call until then.
@@ -105,31 +106,31 @@ class Upstream:
         Raises the last UpstreamError when trying again is of no use or the attempt ran out, and
         RefusedError for a verifier's call to anything but a frozen endpoint, and for that of a role
         which nobody plays."""
-        live, role = caller.live, caller.role_of(model)
-        if live.scoring:
+        active, role = caller.attempt, caller.role_of(model)
+        if active.scoring:
             self._refuse_policies(model, role)
-        seats = live.seats
-        if why := self.router.unplayed(model, role, seats, caller.inside):
-            live.failures[asked.number] = why  # counted, whatever the agent makes of the refusal
+        seats = active.seats
+        if why := self.router.why_unmapped(model, role, seats, caller.inside):
+            active.failures[asked.number] = why  # counted, whatever the agent makes of the refusal
             raise RefusedError(404, "role_unplayed", why)
         wait, tries = BACKOFF, 0
         while True:
             tries += 1
             if self.router.find(model, role, seats) is None:
-                live.failures[asked.number] = self.router.missing(role, seats)
+                active.failures[asked.number] = self.router.why_not_served(role, seats)
             try:
                 async with self.router.route(model, role, seats) as route:
                     value = await once(route)
             except UpstreamError as error:
-                live.failures[asked.number] = error.message
+                active.failures[asked.number] = error.message
                 pause = max(error.retry_after, wait * random.uniform(0.5, 1.0))
-                useless = tries >= TRIES and not error.transient
-                if error.final or useless or pause >= live.left:
+                useless = tries >= MAX_TRIES and not error.transient
+                if error.final or useless or pause >= active.left:
                     raise
                 wait = min(2 * wait, LONGEST)
                 await asyncio.sleep(pause)
             else:
-                live.answered(asked)
+                active.call_succeeded(asked)
                 return value
 
     def _refuse_policies(self, model: str, role: str) -> None:
@@ -151,13 +152,13 @@ class Upstream:
 
         Raises UpstreamError for 3xx, 401, 403, 429, 5xx and a connection that cannot be made or
         breaks: none of them is the agent's doing."""
-        if route.says is not None:
+        if route.text is not None:
             raise UpstreamError(
                 f"the endpoint {route.policy!r} has one text for every call, and none for {api}",
                 final=True,
             )
         url = f"{route.base_url}/{api}"
-        sent = forwarded(headers)
+        sent = forwarded_headers(headers)
         if route.frozen:
             for name in PRIVATE:
                 sent.popall(name, None)
@@ -165,7 +166,7 @@ class Upstream:
             sent["authorization"] = f"Bearer {route.key}"
         try:
             # In pieces, where writing it all at once would hold up the other calls.
-            data = body if len(body) < LARGE else io.BytesIO(body)
+            data = body if len(body) < CHUNKED_ABOVE else io.BytesIO(body)
             async with self.session.post(
                 url, data=data, headers=sent, allow_redirects=False
             ) as answer:
@@ -218,9 +219,9 @@ async def _refusal(url: str, answer: aiohttp.ClientResponse) -> UpstreamError:
     )
 
 
-def forwarded(headers: Mapping[str, str]) -> CIMultiDict[str]:
+def forwarded_headers(headers: Mapping[str, str]) -> CIMultiDict[str]:
     """The headers that concern both ends."""
-    return CIMultiDict((k, v) for k, v in headers.items() if k.lower() not in HOP)
+    return CIMultiDict((k, v) for k, v in headers.items() if k.lower() not in HOP_BY_HOP)
 
 
 def stream(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:

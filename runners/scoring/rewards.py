@@ -63,12 +63,14 @@ def reward(
     here.rewards.append(row)
 
 
-def unsettled(rows: Iterable[Reward]) -> bool:
+def needs_trace(rows: Iterable[Reward]) -> bool:
     """Whether `settle` needs the trace: some row is about less than the whole rollout."""
     return any(row.scope is not Scope.ROLLOUT for row in rows)
 
 
-def settle(rows: Iterable[Reward], trace: Trace | None, spans: Sequence[Span]) -> list[Reward]:
+def resolve_targets(
+    rows: Iterable[Reward], trace: Trace | None, spans: Sequence[Span]
+) -> list[Reward]:
     """The agent's and the verifier's `rows` as they are stored. `trace` is the attempt as the store
     knows it, `spans` what it left in the process.
 
@@ -93,11 +95,11 @@ def settle(rows: Iterable[Reward], trace: Trace | None, spans: Sequence[Span]) -
         elif row.scope is Scope.ROLLOUT or row.target in targets[row.scope]:
             settled.append(row)
         else:
-            raise VerifierError(_stray(row, targets[row.scope]))
+            raise VerifierError(_unknown_target(row, targets[row.scope]))
     return settled
 
 
-def _stray(row: Reward, targets: Collection[str]) -> str:
+def _unknown_target(row: Reward, targets: Collection[str]) -> str:
     known = ", ".join(sorted(targets)[:20]) or "none: the attempt made no model call"
     return (
         f"the {row.source} gave the reward {row.name!r} to the {row.scope} {row.target!r}, which"

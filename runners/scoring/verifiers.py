@@ -1,4 +1,4 @@
-"""Calling the user's verifier: task and result (and the trace, if it asks) to rewards."""
+"""Calls the user's reward sources: from task and result, and the trace if one asks, to rewards."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from agentrl import threads
-from agentrl.errors import AgentError, AgentRLError
+from agentrl.errors import AgentError, AgentRLError, ConfigError
 from agentrl.loading import load_attribute
+from agentrl.plugins import load_plugin
 from agentrl.store.rows import storable_text
 from agentrl.types import Json, Reward, Scope, Trace
 
@@ -25,55 +26,80 @@ class VerifierError(AgentRLError):
 
 
 class Verifier:
-    """A user's verifier, called with those of `task`, `result` and `trace` that it declares.
+    """The reward sources of a run, each called with those of `task`, `result` and `trace` that it
+    declares.
 
-    It may be async and returns a number, the outcome; a mapping of names to numbers; or a `Reward`
-    or a list of them, about the rollout, a role, or a transition of the trace by its id."""
+    Each may be async and returns a number, the reward of its name; a mapping of names to numbers;
+    or a `Reward` or a list of them, about the rollout, a role, or a transition of the trace."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        """Raises AgentError when `function` asks for anything else."""
-        self.function = function
-        self.arguments = _declared(function)
+    def __init__(
+        self,
+        outcome: Callable[..., Any] | None,
+        rewards: Mapping[str, Callable[..., Any]] | None = None,
+    ) -> None:
+        """`outcome` is the user's verifier, `rewards` are further sources by name.
+
+        Raises AgentError when a function asks for anything else."""
+        functions = ({} if outcome is None else {"outcome": outcome}) | dict(rewards or {})
+        self._sources = {name: (call, _declared(call)) for name, call in functions.items()}
 
     @property
     def wants_trace(self) -> bool:
-        return "trace" in self.arguments
+        return any("trace" in arguments for _, arguments in self._sources.values())
 
     async def __call__(
         self, *, task: Mapping[str, Json], result: Json, trace: Trace | None
     ) -> list[Reward]:
-        """Raises VerifierError for anything but finite numbers, and what the function raises.
-        Whether the targets of rows exist is not looked at."""
-        given = {"task": task, "result": result, "trace": trace}
-        call = partial(self.function, **{name: given[name] for name in self.arguments})
-        if inspect.iscoroutinefunction(self.function):
-            returned = await call()
-        else:
-            returned = await threads.call(call)
-            if isinstance(returned, Awaitable):
-                returned = await returned
-        return rewards(returned)
+        """Raises VerifierError for anything but finite numbers, and what a function raises.
+        Whether the targets of rows exist is not checked."""
+        given, rows = {"task": task, "result": result, "trace": trace}, list[Reward]()
+        for name, (function, arguments) in self._sources.items():
+            call = partial(function, **{argument: given[argument] for argument in arguments})
+            if inspect.iscoroutinefunction(function):
+                returned = await call()
+            else:
+                returned = await threads.call(call)
+                if isinstance(returned, Awaitable):
+                    returned = await returned
+            rows += as_rewards(returned, name)
+        return rows
 
 
-def load(path: str, root: Path) -> Verifier:
-    """The verifier that "file.py:name" names. Raises ConfigError or AgentError."""
-    return Verifier(load_attribute(path, root, key="verifier.path"))
+def load(path: str | Callable[..., Any], rewards: Mapping[str, str], root: Path) -> Verifier:
+    """The verifier that `path` names or is, and the functions of `verifier.rewards`, each as
+    "file.py:name", "package.module:name" or an entry point of the group agentrl.rewards.
+
+    Raises ConfigError or AgentError."""
+    if not path and not rewards:
+        raise ConfigError("verifier.path is missing: write it as file.py:name")
+    if path and "outcome" in rewards:
+        raise ConfigError("verifier.rewards.outcome and verifier.path: which gives the outcome?")
+    outcome: Any = path or None
+    if isinstance(path, str) and path:
+        outcome = load_attribute(path, root, key="verifier.path")
+    return Verifier(
+        outcome,
+        {
+            name: load_plugin("rewards", source, (), root, key=f"verifier.rewards.{name}")
+            for name, source in rewards.items()
+        },
+    )
 
 
-def rewards(returned: object) -> list[Reward]:
-    """Reward rows of a verifier's answer."""
+def as_rewards(returned: object, name: str = "outcome") -> list[Reward]:
+    """Reward rows of what a reward source returned; a plain number is the reward `name`."""
     if isinstance(returned, Reward):
         return [_row(returned)]
     if isinstance(returned, Mapping | list | tuple) and not returned:
         raise VerifierError("the verifier returned no reward; return a number, or a mapping")
     if isinstance(returned, Mapping):
         return [
-            Reward(name=storable_text(str(name)), value=_number(v, name))
-            for name, v in returned.items()
+            Reward(name=storable_text(str(key)), value=_number(v, key))
+            for key, v in returned.items()
         ]
     if isinstance(returned, list | tuple):
         return [_row(row) for row in returned]
-    return [Reward(value=_number(returned, "outcome"))]
+    return [Reward(value=_number(returned, name), name=name)]
 
 
 def _row(row: object) -> Reward:

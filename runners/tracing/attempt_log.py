@@ -29,20 +29,20 @@ if TYPE_CHECKING:
 
 SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 KEY = context.create_key("agentrl-journal")
-_open: dict[int, Journal] = {}  # by trace id
-_latest: ContextVar[Call | None] = ContextVar("agentrl_latest_call", default=None)
+_open: dict[int, AttemptLog] = {}  # by trace id
+_latest: ContextVar[HttpCall | None] = ContextVar("agentrl_latest_call", default=None)
 
 
 @dataclass(slots=True, eq=False, frozen=True)
-class Call:
+class HttpCall:
     """A request that left the process. `inside` are the spans around it, innermost first."""
 
     id: str
     inside: tuple[str, ...]
-    before: Call | None  # the latest call that its context could see
+    before: HttpCall | None  # the latest call that its context could see
 
 
-class Step(NamedTuple):
+class FrameworkStep(NamedTuple):
     """A step of a framework in progress, or past."""
 
     name: str
@@ -54,18 +54,18 @@ class Step(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Journal:
+class AttemptLog:
     """Of one attempt. Span ids are 16 hex digits, times unix nanoseconds."""
 
     attempt: str
     root: str
     start: int = field(default_factory=time.time_ns)
     spans: list[Span] = field(default_factory=list)  # finished ones, of ours
-    begun: dict[int, ReadableSpan] = field(default_factory=dict)  # of OpenTelemetry's SDK, by id
+    started_spans: dict[int, ReadableSpan] = field(default_factory=dict)  # of the SDK, by id
     finished: list[ReadableSpan] = field(default_factory=list)  # those of them that have ended
     rewards: list[Reward] = field(default_factory=list)  # targets may be span ids of calls
-    calls: list[Call] = field(default_factory=list)
-    steps: dict[str, Step] = field(default_factory=dict)
+    calls: list[HttpCall] = field(default_factory=list)
+    steps: dict[str, FrameworkStep] = field(default_factory=dict)
     running: set[str] = field(default_factory=set)  # of the steps
     needs_no_call: bool = False  # the agent rightly has no answer of a model
 
@@ -79,9 +79,9 @@ class Journal:
     ) -> None:
         """A framework begins a step inside the step `parent`, or where we are. What somebody else
         has `recorded` does not become a span of ours."""
-        around = _span_id()
+        around = _current_span_id()
         known = parent if parent is not None and parent in self.steps else around
-        self.steps[step] = Step(name, kind, known, around, time.time_ns(), recorded)
+        self.steps[step] = FrameworkStep(name, kind, known, around, time.time_ns(), recorded)
         self.running.add(step)
 
     def leave(self, step: str, ok: bool = True, attributes: dict[str, Json] | None = None) -> None:
@@ -91,11 +91,19 @@ class Journal:
         self.running.discard(step)
         begun = self.steps[step]
         if begun.recorded is None:
-            self._add(step, begun.name, begun.kind, begun.parent, begun.start, ok, attributes or {})
+            self._add(
+                step,
+                begun.name,
+                begun.kind,
+                begun.parent,
+                begun.start,
+                ok,
+                attributes or {},
+            )
 
     def inside(self) -> tuple[str, ...]:
         """The spans around the caller, innermost first, the attempt's own last."""
-        current, path = _span_id(), []
+        current, path = _current_span_id(), []
         step = framework_step() or ""
         if step in self.steps and self.steps[step].around != current:
             path.append(current)  # a span that the user opened inside the step
@@ -106,9 +114,9 @@ class Journal:
         return tuple(dict.fromkeys((*path, *outer)))
 
     @contextmanager
-    def call(self, name: str, attributes: dict[str, Json]) -> Iterator[Call]:
+    def call(self, name: str, attributes: dict[str, Json]) -> Iterator[HttpCall]:
         """A request to be sent inside the block, which it fills in `attributes`."""
-        call = Call(secrets.token_hex(8), self.inside(), _latest.get())
+        call = HttpCall(secrets.token_hex(8), self.inside(), _latest.get())
         self.calls.append(call)
         _latest.set(call)
         start, ok = time.time_ns(), False
@@ -123,13 +131,13 @@ class Journal:
             parent = recorded or call.inside[0]
             self._add(call.id, name, "internal", parent, start, ok, attributes)
 
-    def latest(self) -> Call | None:
+    def latest(self) -> HttpCall | None:
         """The latest call of the caller's context; else of the innermost span around it that has
         any, but for those that parallel branches made since this one began."""
         last = _latest.get()
         for span in self.inside():
             for call in reversed(self.calls):
-                if span in call.inside and (last is None or _follows(call, last)):
+                if span in call.inside and (last is None or _comes_after(call, last)):
                     return call
         return None
 
@@ -173,17 +181,17 @@ class Journal:
         )
 
 
-def current() -> Journal | None:
+def current() -> AttemptLog | None:
     """The journal of the attempt that the caller runs in."""
     found = context.get_value(KEY)
-    return found if isinstance(found, Journal) else None
+    return found if isinstance(found, AttemptLog) else None
 
 
 @contextmanager
-def opened(attempt: str) -> Iterator[Journal]:
+def open_log(attempt: str) -> Iterator[AttemptLog]:
     """Run the block in the trace of `attempt` (32 hex digits) and write its journal."""
     trace_id = int(attempt, 16)
-    journal = _open[trace_id] = Journal(attempt, secrets.token_hex(8))
+    journal = _open[trace_id] = AttemptLog(attempt, secrets.token_hex(8))
     inside = context.set_value(KEY, journal, context.Context())
     token = context.attach(_context(attempt, journal.root, inside))
     latest = _latest.set(None)
@@ -196,14 +204,14 @@ def opened(attempt: str) -> Iterator[Journal]:
         journal.close()
 
 
-def begin(span: ReadableSpan) -> None:
+def span_started(span: ReadableSpan) -> None:
     """Note a span of OpenTelemetry's SDK that begins, if it belongs to an attempt."""
     journal = _open.get(span.context.trace_id) if span.context else None
     if journal is not None and span.context:
-        journal.begun[span.context.span_id] = span
+        journal.started_spans[span.context.span_id] = span
 
 
-def write(span: ReadableSpan) -> None:
+def span_ended(span: ReadableSpan) -> None:
     """Note a span of OpenTelemetry's SDK that has ended, if it belongs to an attempt."""
     journal = _open.get(span.context.trace_id) if span.context else None
     if journal is not None:
@@ -229,13 +237,13 @@ def step_id(run: UUID) -> str:
     return run.hex[16:]
 
 
-def _follows(call: Call | None, earlier: Call) -> bool:
+def _comes_after(call: HttpCall | None, earlier: HttpCall) -> bool:
     while call is not None and call is not earlier:
         call = call.before
     return call is not None
 
 
-def _span_id() -> str:
+def _current_span_id() -> str:
     return format(trace.get_current_span().get_span_context().span_id, "016x")
 
 

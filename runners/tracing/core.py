@@ -22,7 +22,7 @@ from agentrl.errors import ConfigError
 from agentrl.otlp import DESCRIPTION, KIND, kind_of
 from agentrl.runners.tracing import attempt_log, http_clients, thread_context
 from agentrl.runners.tracing import langchain as steps
-from agentrl.runners.tracing.attempt_log import Journal
+from agentrl.runners.tracing.attempt_log import AttemptLog
 from agentrl.runners.tracing.roles import role
 from agentrl.types import Span
 
@@ -60,7 +60,7 @@ def instrument_frameworks() -> None:
     instrumentor = LangChainInstrumentor()
     if not instrumentor.is_instrumented_by_opentelemetry:
         instrumentor.instrument()
-    steps.leave_to(instrumentor.get_span)
+    steps.set_recorder(instrumentor.get_span)
 
 
 class Tracing(SpanProcessor):
@@ -70,33 +70,33 @@ class Tracing(SpanProcessor):
         provider.add_span_processor(self)
 
     @contextmanager
-    def attempt(self, attempt: str) -> Iterator[Journal]:
+    def attempt(self, attempt: str) -> Iterator[AttemptLog]:
         """Run the block in the trace of `attempt` (32 hex digits); gives what it leaves behind."""
         steps.install()  # here, not at the start: an agent may import LangChain when it is called
-        with attempt_log.opened(attempt) as here:
-            yield here
+        with attempt_log.open_log(attempt) as log:
+            yield log
 
     def on_start(self, span: ReadableSpan, parent_context: Context | None = None) -> None:
-        attempt_log.begin(span)
+        attempt_log.span_started(span)
 
     def on_end(self, span: ReadableSpan) -> None:
-        attempt_log.write(span)
+        attempt_log.span_ended(span)
 
 
-def records(left: Journal, attempt: str) -> list[Span]:
+def records(log: AttemptLog, attempt: str) -> list[Span]:
     """Finished spans as they are stored. One whose parent was not recorded, because it had not
     ended or was not sampled, is a child of the attempt."""
-    known = {span.id for span in left.spans}
-    known |= {_hex(span.context.span_id) for span in left.finished if span.context}
+    known = {span.id for span in log.spans}
+    known |= {_hex(span.context.span_id) for span in log.finished if span.context}
     own = [
-        span if span.parent is None or span.parent in known else _adopt(span, left)
-        for span in left.spans
+        span if span.parent is None or span.parent in known else _adopt(span, log)
+        for span in log.spans
     ]
-    return own + [_record(span, attempt, known, left.root) for span in left.finished]
+    return own + [_record(span, attempt, known, log.root) for span in log.finished]
 
 
-def _adopt(span: Span, left: Journal) -> Span:
-    return msgspec.structs.replace(span, parent=left.root)
+def _adopt(span: Span, log: AttemptLog) -> Span:
+    return msgspec.structs.replace(span, parent=log.root)
 
 
 def _record(span: ReadableSpan, attempt: str, known: set[str], root: str) -> Span:

@@ -11,16 +11,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from agentrl.runners.tracing import attempt_log
-from agentrl.runners.tracing.attempt_log import Call, Journal
+from agentrl.runners.tracing.attempt_log import AttemptLog, HttpCall
 
 AGENT_NAME = "gen_ai.agent.name"  # OpenTelemetry's semantic conventions for generative AI
 
 CREW = ("agent_execution_started", "lite_agent_execution_started")  # events of CrewAI
 
 
-def names(here: Journal, call: Call) -> list[str]:
+def names(log: AttemptLog, call: HttpCall) -> list[str]:
     """Nodes and agents around a call that is being sent, of each framework innermost first."""
-    found = [*_langgraph(), *_openai_agents(), *_crewai(), *_spans(here, call)]
+    found = [*_langgraph(), *_openai_agents(), *_crewai(), *_spans(log, call)]
     return list(dict.fromkeys(filter(None, found)))
 
 
@@ -67,10 +67,10 @@ def _crewai() -> Iterator[str]:
             yield str(role or "").strip()
 
 
-def _spans(here: Journal, call: Call) -> Iterator[str]:
+def _spans(log: AttemptLog, call: HttpCall) -> Iterator[str]:
     """Agents whose framework tells OpenTelemetry of them: AutoGen, Agent Framework and others."""
     for inside in call.inside:
-        span = here.begun.get(int(inside, 16))
+        span = log.started_spans.get(int(inside, 16))
         while span is not None:
             yield str((span.attributes or {}).get(AGENT_NAME, ""))
-            span = here.begun.get(span.parent.span_id) if span.parent is not None else None
+            span = log.started_spans.get(span.parent.span_id) if span.parent is not None else None

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from agentrl.runners.tracing import attempt_log, roles
-from agentrl.runners.tracing.attempt_log import Call, Journal
+from agentrl.runners.tracing.attempt_log import AttemptLog, HttpCall
 
 
 @cache
@@ -40,14 +40,14 @@ def _wrap(owner: type, name: str, wrapper: Callable[[Callable[..., Any]], Any]) 
 def _sync(send: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(send)
     def traced(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        here = attempt_log.current()
-        if here is None:
+        log = attempt_log.current()
+        if log is None:
             return send(self, request, *args, **kwargs)
-        said = {"url.full": _place(request.url)}
-        with here.call(request.method, said) as call:
-            mark(request.headers, here, call)
+        attributes = {"url.full": _without_query(request.url)}
+        with log.call(request.method, attributes) as call:
+            add_headers(request.headers, log, call)
             response = send(self, request, *args, **kwargs)
-            said["http.response.status_code"] = response.status_code
+            attributes["http.response.status_code"] = response.status_code
             return response
 
     return traced
@@ -56,14 +56,14 @@ def _sync(send: Callable[..., Any]) -> Callable[..., Any]:
 def _async(send: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(send)
     async def traced(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        here = attempt_log.current()
-        if here is None:
+        log = attempt_log.current()
+        if log is None:
             return await send(self, request, *args, **kwargs)
-        said = {"url.full": _place(request.url)}
-        with here.call(request.method, said) as call:
-            mark(request.headers, here, call)
+        attributes = {"url.full": _without_query(request.url)}
+        with log.call(request.method, attributes) as call:
+            add_headers(request.headers, log, call)
             response = await send(self, request, *args, **kwargs)
-            said["http.response.status_code"] = response.status_code
+            attributes["http.response.status_code"] = response.status_code
             return response
 
     return traced
@@ -72,31 +72,31 @@ def _async(send: Callable[..., Any]) -> Callable[..., Any]:
 def _aiohttp(request: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(request)
     async def traced(self: Any, method: str, url: Any, *, headers: Any = None, **rest: Any) -> Any:
-        here = attempt_log.current()
-        if here is None:
+        log = attempt_log.current()
+        if log is None:
             return await request(self, method, url, headers=headers, **rest)
         from multidict import CIMultiDict
 
         carrier: MutableMapping[str, str] = CIMultiDict(headers or ())
-        said = {"url.full": _place(url)}
-        with here.call(method, said) as call:
-            mark(carrier, here, call)
+        attributes = {"url.full": _without_query(url)}
+        with log.call(method, attributes) as call:
+            add_headers(carrier, log, call)
             response = await request(self, method, url, headers=carrier, **rest)
-            said["http.response.status_code"] = response.status
+            attributes["http.response.status_code"] = response.status
             return response
 
     return traced
 
 
-def mark(headers: MutableMapping[str, str], here: Journal, call: Call) -> None:
+def add_headers(headers: MutableMapping[str, str], log: AttemptLog, call: HttpCall) -> None:
     """Name attempt, span and role in the headers of a request."""
     if "traceparent" not in headers:
-        headers["traceparent"] = f"00-{here.attempt}-{call.id}-01"
-    items = [*filter(None, [headers.get("baggage")]), *roles.baggage_items(here, call)]
+        headers["traceparent"] = f"00-{log.attempt}-{call.id}-01"
+    items = [*filter(None, [headers.get("baggage")]), *roles.baggage_items(log, call)]
     if items:
         headers["baggage"] = ",".join(items)
 
 
-def _place(url: Any) -> str:
+def _without_query(url: Any) -> str:
     """The address without its query, which may hold a secret."""
     return str(url).partition("?")[0]

@@ -15,7 +15,7 @@ from typing import Any
 from uuid import UUID
 
 from agentrl.runners.tracing import attempt_log
-from agentrl.runners.tracing.attempt_log import Journal, step_id
+from agentrl.runners.tracing.attempt_log import AttemptLog, step_id
 
 GRAPH = "LangGraph"  # the name of a compiled graph that was given none
 
@@ -29,7 +29,7 @@ def install() -> None:
         _register()
 
 
-def leave_to(recorder: Callable[[UUID], Any] | None) -> None:
+def set_recorder(recorder: Callable[[UUID], Any] | None) -> None:
     """From now on somebody else records the steps; `recorder` gives the span of a run."""
     global _recorder
     _recorder = recorder
@@ -40,24 +40,24 @@ def _register() -> None:
     from langchain_core.callbacks import BaseCallbackHandler
     from langchain_core.tracers.context import register_configure_hook
 
-    class Steps(BaseCallbackHandler):  # type: ignore[misc, unused-ignore]
+    class StepHandler(BaseCallbackHandler):  # type: ignore[misc, unused-ignore]
         """Notes in the journal of the attempt around the step, if there is one."""
 
         run_inline = True  # in the context of the step, where the attempt is known
         ignore_llm = ignore_chat_model = ignore_retriever = ignore_custom_event = True
 
         def on_chain_start(self, serialized: Any, inputs: Any, **about: Any) -> None:
-            here = attempt_log.current()
-            if here is not None:
+            log = attempt_log.current()
+            if log is not None:
                 name = str(about.get("name") or "chain")
                 named = (about.get("metadata") or {}).get("lc_agent_name")
-                _enter(here, name, "agent" if name in (GRAPH, named) else "chain", about)
+                _enter(log, name, "agent" if name in (GRAPH, named) else "chain", about)
 
         def on_tool_start(self, serialized: Any, input_str: str, **about: Any) -> None:
-            here = attempt_log.current()
-            if here is not None:
+            log = attempt_log.current()
+            if log is not None:
                 name = about.get("name") or (serialized or {}).get("name") or "tool"
-                _enter(here, str(name), "tool", about)
+                _enter(log, str(name), "tool", about)
 
         def on_chain_end(self, outputs: Any, **about: Any) -> None:
             _leave(about)
@@ -67,22 +67,22 @@ def _register() -> None:
 
         on_tool_end, on_tool_error = on_chain_end, on_chain_error
 
-    everywhere = ContextVar("agentrl_steps", default=Steps())  # noqa: B039 - it has no state
+    everywhere = ContextVar("agentrl_steps", default=StepHandler())  # noqa: B039 - it has no state
     register_configure_hook(everywhere, inheritable=True)
 
 
-def _enter(here: Journal, name: str, kind: str, about: Mapping[str, Any]) -> None:
+def _enter(log: AttemptLog, name: str, kind: str, about: Mapping[str, Any]) -> None:
     run = about["run_id"]
     outer = about.get("parent_run_id")
     recorded = partial(_recorded, run) if _recorder is not None else None
-    here.enter(step_id(run), name, kind, outer and step_id(outer), recorded)
+    log.enter(step_id(run), name, kind, outer and step_id(outer), recorded)
 
 
 def _leave(about: Mapping[str, Any], error: BaseException | None = None) -> None:
-    here = attempt_log.current()
-    if here is not None:
-        said = {} if error is None else {"exception.type": type(error).__name__}
-        here.leave(step_id(about["run_id"]), error is None, said)
+    log = attempt_log.current()
+    if log is not None:
+        attributes = {} if error is None else {"exception.type": type(error).__name__}
+        log.leave(step_id(about["run_id"]), error is None, attributes)
 
 
 def _recorded(run: UUID) -> str | None:

@@ -20,7 +20,7 @@ from urllib.parse import quote, unquote
 from opentelemetry import baggage, context
 
 from agentrl.runners.tracing import attempt_log, frameworks
-from agentrl.runners.tracing.attempt_log import Call, Journal
+from agentrl.runners.tracing.attempt_log import AttemptLog, HttpCall
 
 DEFAULT = "agent"
 ROLE = "agentrl.role"  # baggage keys: what the code says,
@@ -56,11 +56,11 @@ def role(name: str) -> Iterator[None]:
         context.detach(token)
 
 
-def baggage_items(here: Journal, call: Call) -> list[str]:
+def baggage_items(log: AttemptLog, call: HttpCall) -> list[str]:
     """What the W3C baggage of a call says about the caller; empty where there is nothing to say."""
     values = {key: str(value) for key, value in baggage.get_all().items()}
     if ROLE not in values:
-        names = ",".join(quote(name, safe="") for name in frameworks.names(here, call))
+        names = ",".join(quote(name, safe="") for name in frameworks.names(log, call))
         values |= {NAMES: names} if names else {}
     return [f"{key}={quote(value, safe='')}" for key, value in values.items()]
 

@@ -20,10 +20,10 @@ import time
 from pathlib import Path
 
 from agentrl.config import RunConfig, resolve
-from agentrl.runners.execution import Execution
+from agentrl.runners.execution import AttemptRunner
 from agentrl.runners.executors import Executor
 from agentrl.runners.executors.environment import environment
-from agentrl.runners.executors.factory import choose
+from agentrl.runners.executors.factory import make_executor
 from agentrl.runners.gateway.server import Gateway
 from agentrl.runners.scoring.verifiers import Verifier
 from agentrl.runners.worker import Worker
@@ -56,7 +56,7 @@ async def measure(kind: str, rollouts: int, concurrency: int) -> dict[str, float
             gateway.start()
             try:
                 with environment(gateway.base_url):
-                    executor = choose(
+                    executor = make_executor(
                         config, root=folder, gateway=gateway.base_url, runner="benchmark"
                     )
                     await executor.start()
@@ -79,7 +79,7 @@ async def drain(
     store: Store, gateway: Gateway, executor: Executor, config: RunConfig, rollouts: int
 ) -> dict[str, float]:
     """Run a full queue to its end."""
-    execution = Execution(store, gateway, executor, Verifier(lambda result: 1.0))
+    execution = AttemptRunner(store, gateway, executor, Verifier(lambda result: 1.0))
     execution.calls_optional = True  # there is no model
     worker = Worker(RUN, execution, config.runner, name="benchmark")
     group = f"g{time.monotonic_ns()}"

@@ -16,11 +16,11 @@ from aiohttp.test_utils import TestServer
 
 from agentrl.config import RetriesConfig, RunnerConfig
 from agentrl.runners import worker
-from agentrl.runners.execution import Execution
+from agentrl.runners.execution import AttemptRunner
 from agentrl.runners.executors import Executor
 from agentrl.runners.executors.agents import as_agent
 from agentrl.runners.executors.environment import environment
-from agentrl.runners.executors.inprocess import InProcess
+from agentrl.runners.executors.inprocess import InProcessExecutor
 from agentrl.runners.gateway import upstream
 from agentrl.runners.gateway.server import Gateway
 from agentrl.runners.scoring.verifiers import Verifier
@@ -221,8 +221,8 @@ class Bench:
         **config: Any,
     ) -> Worker:
         """`agent` is an agent, or a started executor."""
-        executor = agent if isinstance(agent, Executor) else InProcess(as_agent(agent))
-        execution = Execution(
+        executor = agent if isinstance(agent, Executor) else InProcessExecutor(as_agent(agent))
+        execution = AttemptRunner(
             self.store,
             self.gateway,
             executor,
@@ -262,7 +262,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Repetitions follow at once, and so does the end of a worker."""
     monkeypatch.setattr(upstream, "BACKOFF", 0.001)
     monkeypatch.setattr(upstream, "LONGEST", 0.01)
-    monkeypatch.setattr(worker, "ROUND", 0.02)
+    monkeypatch.setattr(worker, "CLAIM_TIMEOUT", 0.02)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from agentrl.config import AgentConfig, RunnerConfig
 from agentrl.runners.executors.environment import environment
-from agentrl.runners.executors.pool import Pool
+from agentrl.runners.executors.pool import PoolExecutor
 from agentrl.runners.games import GameAgent, verify
 from agentrl.types import ErrorKind, Rollout, RolloutState
 
@@ -115,12 +115,8 @@ async def test_a_client_made_at_import_has_the_gateways_key(
     for name in ("OPENAI_API_KEY", "GEMINI_API_KEY", "TOOL_API_KEY", "OPENAI_ORG_ID"):
         monkeypatch.setenv(name, "the user's own")
     with environment(bench.gateway.base_url):
-        pool = Pool(
-            "ready_client.py:agent",
-            AgentConfig(pass_env=["TOOL_API_KEY"]),
-            RunnerConfig(),
-            root=tmp_path,
-        )
+        seen = AgentConfig(pass_env=["TOOL_API_KEY"])
+        pool = PoolExecutor("ready_client.py:agent", seen, RunnerConfig(), root=tmp_path)
         await pool.start()
         try:
             (rollout,) = await bench.run(pool, TASK)

@@ -17,9 +17,9 @@ from aiohttp import web
 import agentrl
 from agentrl.config import RetriesConfig
 from agentrl.runners import worker as module
-from agentrl.runners.executors import Ran
+from agentrl.runners.executors import ExecutionResult
 from agentrl.runners.executors.agents import as_agent
-from agentrl.runners.executors.inprocess import InProcess
+from agentrl.runners.executors.inprocess import InProcessExecutor
 from agentrl.runners.gateway import upstream
 from agentrl.types import ErrorKind, Outcome, RolloutState
 
@@ -160,16 +160,16 @@ async def test_agent_raises_and_that_has_a_price(bench: Any) -> None:
 
 
 async def test_an_executor_that_raises_costs_one_attempt(bench: Any) -> None:
-    executor = InProcess(as_agent(lambda text: text))
+    executor = InProcessExecutor(as_agent(lambda text: text))
     broken = iter([True])
 
     class Broken:
         sealed, limit, start, close = False, None, executor.start, executor.close
 
-        async def run(self, live: Any) -> Ran:
+        async def run(self, active: Any) -> ExecutionResult:
             if next(broken, False):
                 raise RuntimeError("a bug")
-            return await executor.run(live)
+            return await executor.run(active)
 
     (rollout,) = await bench.run(Broken(), TASK)
     assert (rollout.state, rollout.attempts) == (RolloutState.SUCCEEDED, 2)
@@ -237,7 +237,7 @@ async def test_verifier_raises_or_hangs(bench: Any) -> None:
 
 
 async def test_model_failure_is_tried_again_and_never_a_reward(bench: Any, ask: Any) -> None:
-    bench.model.then(*[fail] * upstream.TRIES * 2)
+    bench.model.then(*[fail] * upstream.MAX_TRIES * 2)
     (rollout,) = await bench.run(ask, TASK, error_reward=-1.0, max_attempts=2)
     assert rollout.state is RolloutState.FAILED
     assert rollout.failure.kind is ErrorKind.MODEL
@@ -253,7 +253,7 @@ async def test_model_failure_counts_even_if_the_agent_swallows_it(bench: Any, as
         except httpx.HTTPError:
             return "sorry"
 
-    bench.model.then(*[fail] * upstream.TRIES)
+    bench.model.then(*[fail] * upstream.MAX_TRIES)
     (rollout,) = await bench.run(swallow, TASK)
     assert rollout.state is RolloutState.SUCCEEDED
     assert rollout.result == "echo question"

@@ -20,10 +20,10 @@ from agentrl.algorithms.sampling.collect import Collector
 from agentrl.algorithms.sampling.counterfactuals import RoleRewards, measure, shares
 from agentrl.algorithms.sampling.task_sampler import TaskStream
 from agentrl.config import RunConfig, RunnerConfig, UpstreamConfig, resolve
-from agentrl.runners.execution import Execution
+from agentrl.runners.execution import AttemptRunner
 from agentrl.runners.executors.agents import as_agent
 from agentrl.runners.executors.environment import environment
-from agentrl.runners.executors.inprocess import InProcess
+from agentrl.runners.executors.inprocess import InProcessExecutor
 from agentrl.runners.gateway.server import Gateway
 from agentrl.runners.scoring.verifiers import Verifier
 from agentrl.runners.worker import Worker
@@ -86,7 +86,9 @@ async def working(store: Store, server: EmbeddedServer) -> AsyncIterator[None]:
     gateway.start()
     stop = asyncio.Event()
     with environment(gateway.base_url):
-        execution = Execution(store, gateway, InProcess(as_agent(team)), Verifier(verify))
+        execution = AttemptRunner(
+            store, gateway, InProcessExecutor(as_agent(team)), Verifier(verify)
+        )
         worker = Worker("run", execution, RunnerConfig(concurrency=2, drain=0.0), name="test")
         running = asyncio.create_task(worker.run(stop))
         try:

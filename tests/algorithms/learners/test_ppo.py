@@ -15,7 +15,7 @@ from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.learners.auxiliary import scored
 from agentrl.algorithms.learners.base import Psi, Scored, StepReport
 from agentrl.algorithms.learners.critic import ValueModel
-from agentrl.algorithms.learners.reference import Reference, load_beside
+from agentrl.algorithms.learners.reference import Reference, load_auxiliary
 from agentrl.algorithms.learners.reward_models import RewardModel
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
@@ -261,8 +261,8 @@ def make_learner(directory: Path, critic: str, seed: int = 0) -> TorchLearner:
     model, tokenizer = load_model(directory, device="cpu")
     decoder = None
     if critic == "copy":
-        decoder = load_beside("critic.model", str(directory), model, tokenizer).base_model
-    frozen = load_beside("reference.model", str(directory), model, tokenizer)
+        decoder = load_auxiliary("critic.model", str(directory), model, tokenizer).base_model
+    frozen = load_auxiliary("reference.model", str(directory), model, tokenizer)
     return TorchLearner(
         model,
         tokenizer,

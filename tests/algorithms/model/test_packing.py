@@ -36,7 +36,7 @@ from agentrl.algorithms.model.packing import (
     forward_logprobs,
     hidden_states,
     pack_rows,
-    usable,
+    supported_packing,
 )
 from agentrl.errors import PolicyError
 from agentrl.types import Sampling, Transition, float32, int32
@@ -321,10 +321,10 @@ def test_a_model_that_is_trained_still_does_everything_else() -> None:
 def test_the_packing_a_model_can_compute_is_said_once() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert usable(model_of("llama"), "trie") == "trie"
-        assert usable(model_of("capped scores"), "rows") == "rows"
+        assert supported_packing(model_of("llama"), "trie") == "trie"
+        assert supported_packing(model_of("capped scores"), "rows") == "rows"
     with pytest.warns(UserWarning, match="packing = 'trie': model type 'gemma2' caps its") as said:
-        assert usable(model_of("capped scores"), "trie") == "rows"
+        assert supported_packing(model_of("capped scores"), "trie") == "rows"
     assert len(said) == 1
 
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.runners.dialects import DIALECTS, UntranslatableError, messages, of, responses
-from agentrl.runners.dialects.base import Memory
+from agentrl.runners.dialects.base import ConversationMemory
 from agentrl.runners.dialects.openai import CHAT
-from agentrl.runners.gateway.capture import read_call
+from agentrl.runners.gateway.capture import read_request
 
 NAMES = sorted(
     {*responses.ALLOWED, *responses.IDLE, *responses.TRANSLATED}
@@ -38,7 +38,9 @@ BODIES = st.dictionaries(st.sampled_from(NAMES), JSON, max_size=6)
 def test_any_request(body: dict[str, Any], dialect: Any) -> None:
     said = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}
     try:
-        call = read_call(dialect, json.dumps(said | {"input": "x"} | body).encode(), Memory(), 0)
+        call = read_request(
+            dialect, json.dumps(said | {"input": "x"} | body).encode(), ConversationMemory(), 0
+        )
     except UntranslatableError:
         return
     assert call.messages
@@ -49,7 +51,9 @@ def test_any_request(body: dict[str, Any], dialect: Any) -> None:
 @given(chunk=JSON, dialect=st.sampled_from([responses.DIALECT, messages.DIALECT]))
 def test_any_answer(chunk: Any, dialect: Any) -> None:
     said = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}
-    call = read_call(dialect, json.dumps(said | {"input": "x"}).encode(), Memory(), 0)
+    call = read_request(
+        dialect, json.dumps(said | {"input": "x"}).encode(), ConversationMemory(), 0
+    )
     assert call.translation is not None
     answer = {"model": "m", "choices": [{"message": chunk, "finish_reason": "stop"}]}
     try:
@@ -64,7 +68,7 @@ def test_text_that_is_no_unicode(dialect: Any) -> None:
     said = b'[{"role": "user", "content": "\\ud800"}]'
     raw = b'{"model": "m", "max_tokens": 5, "input": ' + said + b', "messages": ' + said + b"}"
     with pytest.raises(msgspec.DecodeError):
-        read_call(dialect, raw, Memory(), 0)
+        read_request(dialect, raw, ConversationMemory(), 0)
 
 
 def test_the_dialect_of_a_path() -> None:

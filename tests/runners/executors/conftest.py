@@ -14,7 +14,7 @@ import pytest
 
 from agentrl.config import RunConfig, resolve
 from agentrl.runners.executors import Executor
-from agentrl.runners.executors.factory import choose
+from agentrl.runners.executors.factory import make_executor
 from tests.runners.executors.fake_kubernetes import FakeKubernetes
 
 HERE = Path(__file__).parent
@@ -73,7 +73,7 @@ async def make(bench: Any, docker: Path, kubernetes: FakeKubernetes) -> AsyncIte
     made: list[Executor] = []
 
     async def start(kind: str, *, config: RunConfig | None = None, **runner: Any) -> Executor:
-        executor = choose(
+        executor = make_executor(
             config or settings(kind, **runner),
             root=HERE,
             gateway=bench.gateway.base_url,

@@ -5,10 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+SECRET = re.compile(rb"secret-[0-9a-f]{32}")
 
 # Detached from its session, its process group and its parent: only a subreaper finds it again.
 DAEMON = """
@@ -49,6 +54,35 @@ async def ask(task: dict[str, Any]) -> str:
     async with httpx.AsyncClient(timeout=20, headers={"authorization": f"Bearer {key}"}) as client:
         answer = await client.post(f"{url}/chat/completions", json=body)
     return str(answer.raise_for_status().json()["choices"][0]["message"]["content"])
+
+
+async def enlarge(task: dict[str, Any]) -> str:
+    return "x" * task["bytes"]
+
+
+async def look(task: dict[str, Any]) -> list[str]:
+    """Everything like a secret that this process was given: arguments, environment, stdin, files
+    beside its task, and all of its memory."""
+    seen = [repr(task), repr(sys.argv), repr(dict(os.environ))]
+    if __name__ == "__main__":
+        seen.append(sys.stdin.read())
+    if task_file := os.environ.get("AGENTRL_TASK_FILE"):
+        seen += [file.read_text() for file in Path(task_file).parent.iterdir() if file.is_file()]
+    found = {secret for text in seen for secret in SECRET.findall(text.encode())}
+    if task["memory"]:
+        found |= set(_secrets_in_memory())
+    return sorted(secret.decode() for secret in found)
+
+
+def _secrets_in_memory() -> Iterator[bytes]:
+    with Path("/proc/self/mem").open("rb", buffering=0) as memory:
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            region, rights, *_ = line.split()
+            start, end = (int(edge, 16) for edge in region.split("-"))
+            if rights.startswith("rw"):
+                with suppress(OSError, OverflowError):
+                    memory.seek(start)
+                    yield from SECRET.findall(memory.read(end - start))
 
 
 async def eat(task: dict[str, Any]) -> int:

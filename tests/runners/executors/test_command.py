@@ -16,7 +16,7 @@ import pytest
 
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError
-from agentrl.runners.executors import contract, keeper
+from agentrl.runners.executors import contract, supervisor
 from agentrl.types import ErrorKind, RolloutState
 
 NESTED = "[" * 5000 + "]" * 5000  # JSON, and deeper than any parser goes
@@ -82,8 +82,8 @@ AS_KEEPER = f"""
 import runpy, socket, sys
 ours, theirs = socket.socketpair()
 ours.close()
-sys.argv = ["keeper", str(theirs.detach())]
-runpy.run_path({keeper.__file__!r}, run_name="__main__")
+sys.argv = ["supervisor", str(theirs.detach())]
+runpy.run_path({supervisor.__file__!r}, run_name="__main__")
 {SEALED}
 """
 AS_COMMAND = f"""
@@ -109,7 +109,7 @@ def test_every_process_of_a_run_is_sealed(command: list[str]) -> None:
     assert done.stdout.endswith("0\n")
 
 
-def test_keepers_are_sealed() -> None:
+def test_supervisors_are_sealed() -> None:
     done = subprocess.run(
         [sys.executable, "-c", AS_KEEPER], capture_output=True, text=True, check=True
     )
@@ -201,7 +201,9 @@ async def test_its_key_ends_with_its_attempt(bench: Any, make: Any) -> None:
     assert bench.model.requests == []
 
 
-async def test_a_keeper_that_is_killed_is_no_failure_of_the_agent(bench: Any, make: Any) -> None:
+async def test_a_supervisor_that_is_killed_is_no_failure_of_the_agent(
+    bench: Any, make: Any
+) -> None:
     """The agent goes with it, and the rollout is tried again."""
     code = "import os, signal; os.kill(os.getppid(), signal.SIGKILL); signal.pause()"
     executor = await make("command", config=configured(python(code)))

@@ -12,7 +12,7 @@ import pytest
 
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import ConfigError
-from agentrl.runners.executors.factory import choose
+from agentrl.runners.executors.factory import make_executor
 from agentrl.types import ErrorKind
 
 OUTSIDE = {"host": "0.0.0.0", "executor": "container"}
@@ -115,7 +115,7 @@ async def test_the_real_docker_without_a_daemon(
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
     config = configured({"command": ["cat"]})
-    executor = choose(config, root=tmp_path, gateway="http://127.0.0.1:1/v1", runner="test")
+    executor = make_executor(config, root=tmp_path, gateway="http://127.0.0.1:1/v1", runner="test")
     with pytest.raises(ConfigError, match="docker does not work here; start its daemon, or"):
         await executor.start()
     await executor.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import sys
 from collections.abc import AsyncIterator
 from typing import Any
@@ -11,6 +12,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from agentrl.runners.executors import contract
 from agentrl.runners.gateway import upstream
 from agentrl.types import ErrorKind, RolloutState
 from tests.runners.executors.conftest import settings
@@ -86,6 +88,30 @@ async def test_timeout(bench: Any, make: Any, hanging: Any, kind: str) -> None:
     assert await hanging.left() == []
 
 
+@each
+async def test_a_result_has_a_largest_size(bench: Any, make: Any, kind: str) -> None:
+    executor = await make(kind)
+    tasks = [{"input": {"do": "enlarge", "bytes": size}} for size in (contract.LARGEST_RESULT, 9)]
+    large, small = await bench.run(executor, *tasks)
+    assert large.failure.kind is ErrorKind.AGENT
+    assert f"more than {contract.LARGEST_RESULT} bytes" in large.failure.message
+    assert (large.result, small.result) == (None, "x" * 9)
+
+
+@each
+async def test_an_agent_is_given_the_input_of_its_task_and_no_answer(
+    bench: Any, make: Any, kubernetes: Any, docker: Any, kind: str
+) -> None:
+    executor = await make(kind)
+    answer, shown = (f"secret-{secrets.token_hex(16)}" for _ in range(2))
+    look = {"do": "look", "memory": kind in OUTSIDE, "shown": shown}
+    (rollout,) = await bench.run(executor, {"input": look, "answer": answer})
+    assert rollout.result == [shown], rollout.failure
+    assert rollout.task["answer"] == answer
+    if docker.exists():
+        assert answer not in docker.read_text()
+
+
 @outside
 async def test_memory_limit(bench: Any, make: Any, kind: str) -> None:
     executor = await make(kind, memory_mb=300)
@@ -102,7 +128,7 @@ async def test_a_model_failure_is_not_the_agents(bench: Any, make: Any, kind: st
         return web.json_response({"error": {"message": "scripted"}}, status=500)
 
     executor = await make(kind)
-    bench.model.then(*[broken] * upstream.TRIES)
+    bench.model.then(*[broken] * upstream.MAX_TRIES)
     task = {"input": {"do": "ask", "text": "x"}}
     (rollout,) = await bench.run(executor, task, max_attempts=1, error_reward=-1.0)
     assert rollout.failure.kind is ErrorKind.MODEL

@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 from agentrl.runners.executors.agents import as_agent
-from agentrl.runners.executors.inprocess import InProcess
+from agentrl.runners.executors.inprocess import InProcessExecutor
 from agentrl.types import ErrorKind
 
 
@@ -18,7 +18,7 @@ async def test_async_agents_that_block_their_loops_hold_nobody_up(bench: Any) ->
         together.wait()  # passes only if three run at the same time
         return threading.get_ident()
 
-    executor = InProcess(as_agent(agent), threaded=True)
+    executor = InProcessExecutor(as_agent(agent), threaded=True)
     rollouts = await bench.run(executor, *[{"input": "x"}] * 3)
     assert len({rollout.result for rollout in rollouts}) == 3, rollouts[0].failure
 
@@ -29,7 +29,7 @@ async def test_an_agent_that_cancels_itself_fails_alone(bench: Any) -> None:
             raise asyncio.CancelledError
         return text
 
-    executor = InProcess(as_agent(agent), threaded=True)
+    executor = InProcessExecutor(as_agent(agent), threaded=True)
     cancelled, fine = await bench.run(executor, {"input": "cancel"}, {"input": "x"})
     assert cancelled.failure.kind is ErrorKind.AGENT
     assert fine.result == "x"

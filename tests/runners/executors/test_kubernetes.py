@@ -91,8 +91,8 @@ async def test_a_template_may_ask_for_the_token_of_its_account(
     monkeypatch.setattr("tests.runners.executors.conftest.HERE", tmp_path)
     config = configured(tmp_path, python(""), kubernetes={"template": "job.yaml"})
     executor = await make("kubernetes", config=config)
-    live = bench.gateway.register(await bench.attempt(), sealed=True)
-    job = executor.manifest(live, "0" * 16, b"null")
+    active = bench.gateway.register(await bench.attempt(), sealed=True)
+    job = executor.manifest(active, "0" * 16, b"null")
     assert job["spec"]["template"]["spec"]["automountServiceAccountToken"] is True
 
 
@@ -177,13 +177,13 @@ async def test_only_the_jobs_of_this_run_make_room_for_the_next_attempt(
         await make("kubernetes", config=config),
         await make("kubernetes", config=replace(config, store="sqlite:///elsewhere/store.db")),
     )
-    live = bench.gateway.register(await bench.attempt(), sealed=True)
+    active = bench.gateway.register(await bench.attempt(), sealed=True)
     for number, executor in enumerate((ours, theirs)):
-        job = executor.manifest(live, "0" * 16, b"null")
+        job = executor.manifest(active, "0" * 16, b"null")
         kubernetes.jobs[f"job-{number}"] = job
         job["metadata"]["name"] = f"job-{number}"
         kubernetes.running[f"job-{number}"] = asyncio.create_task(asyncio.Event().wait())
-    await ours._delete_earlier(live)
+    await ours._delete_earlier(active)
     assert kubernetes.deleted == ["job-0"]
 
 

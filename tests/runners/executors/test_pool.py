@@ -11,7 +11,7 @@ import pytest
 from agentrl.config import AgentConfig, PoolConfig, RetriesConfig, RunnerConfig
 from agentrl.errors import AgentRLError
 from agentrl.runners.executors import pool as module
-from agentrl.runners.executors.pool import Pool
+from agentrl.runners.executors.pool import PoolExecutor
 from agentrl.types import ErrorKind, RolloutState
 
 AGENT = """
@@ -38,13 +38,15 @@ def build():  # called once in each process
 @pytest.fixture
 async def pool(tmp_path: Path) -> AsyncIterator[Any]:
     """Starts pools, and closes them."""
-    made: list[Pool] = []
+    made: list[PoolExecutor] = []
 
-    async def start(text: str = AGENT, path: str = "pool_agent.py:build", **pool: Any) -> Pool:
+    async def start(
+        text: str = AGENT, path: str = "pool_agent.py:build", **pool: Any
+    ) -> PoolExecutor:
         (tmp_path / "pool_agent.py").write_text(text)
         config = RunnerConfig(pool=PoolConfig(**{"processes": 1} | pool))
         agent = AgentConfig(pass_env=["MY_*"], env={"ADDED": "1"})
-        made.append(Pool(path, agent, config, root=tmp_path))
+        made.append(PoolExecutor(path, agent, config, root=tmp_path))
         await made[-1].start()
         return made[-1]
 

@@ -7,18 +7,23 @@ import secrets
 import pytest
 
 from agentrl.runners.gateway import attribution
-from agentrl.runners.gateway.attribution import Attempts, Caller, Live, RefusedError
+from agentrl.runners.gateway.attribution import (
+    ActiveAttempt,
+    AttemptRegistry,
+    CallOrigin,
+    RefusedError,
+)
 from agentrl.types import Attempt, NewRollout
 
 SPAN = "00f067aa0ba902b7"
 
 
 @pytest.fixture
-def attempts() -> Attempts:
-    return Attempts()
+def attempts() -> AttemptRegistry:
+    return AttemptRegistry()
 
 
-def start(attempts: Attempts) -> Live:
+def start(attempts: AttemptRegistry) -> ActiveAttempt:
     rollout = NewRollout(id="r", run="run", group="g", index=0, task={})
     return attempts.register(
         Attempt(id=secrets.token_hex(16), rollout=rollout, fence=1, lease_until=0.0)
@@ -33,25 +38,25 @@ def key(attempt: str) -> dict[str, str]:
     return {"authorization": f"Bearer {attempt}"}
 
 
-def test_path_before_traceparent_before_key(attempts: Attempts) -> None:
+def test_path_before_traceparent_before_key(attempts: AttemptRegistry) -> None:
     a, b, c = (start(attempts) for _ in range(3))
     headers = parent(b.id) | key(c.id)
-    assert attempts.caller(headers, {"attempt": a.id}) == Caller(a, None, SPAN)
-    assert attempts.caller(headers, {}) == Caller(b, None, SPAN)
-    assert attempts.caller(key(c.id), {}) == Caller(c, None, None)
+    assert attempts.caller(headers, {"attempt": a.id}) == CallOrigin(a, None, SPAN)
+    assert attempts.caller(headers, {}) == CallOrigin(b, None, SPAN)
+    assert attempts.caller(key(c.id), {}) == CallOrigin(c, None, None)
 
 
-def test_a_foreign_trace_does_not_hide_the_key(attempts: Attempts) -> None:
-    live = start(attempts)
-    headers = parent(secrets.token_hex(16)) | key(live.id)
-    assert attempts.caller(headers, {}).live is live
+def test_a_foreign_trace_does_not_hide_the_key(attempts: AttemptRegistry) -> None:
+    active = start(attempts)
+    headers = parent(secrets.token_hex(16)) | key(active.id)
+    assert attempts.caller(headers, {}).attempt is active
 
 
-def test_role_by_path_or_baggage(attempts: Attempts) -> None:
-    live = start(attempts)
-    headers = key(live.id) | {"baggage": "x=1, agentrl.role=the%20critic+a;p=2"}
+def test_role_by_path_or_baggage(attempts: AttemptRegistry) -> None:
+    active = start(attempts)
+    headers = key(active.id) | {"baggage": "x=1, agentrl.role=the%20critic+a;p=2"}
     assert attempts.caller(headers, {}).role == "the critic a"
-    path = {"attempt": live.id, "role": "solver"}
+    path = {"attempt": active.id, "role": "solver"}
     assert attempts.caller(headers, path).role == "solver"
 
 
@@ -66,17 +71,23 @@ def test_role_by_path_or_baggage(attempts: Attempts) -> None:
         parent("0" * 32),
     ],
 )
-def test_nobodys_call_is_refused_with_advice(attempts: Attempts, headers: dict[str, str]) -> None:
+def test_nobodys_call_is_refused_with_advice(
+    attempts: AttemptRegistry, headers: dict[str, str]
+) -> None:
     start(attempts)
     with pytest.raises(RefusedError, match="belongs to no rollout") as refused:
         attempts.caller(headers, {})
     assert refused.value.status == 401
 
 
-def test_ended_and_unknown_attempts(attempts: Attempts) -> None:
-    live = start(attempts)
-    attempts.unregister(live.id)
-    for headers, path in ((key(live.id), {}), (parent(live.id), {}), ({}, {"attempt": live.id})):
+def test_ended_and_unknown_attempts(attempts: AttemptRegistry) -> None:
+    active = start(attempts)
+    attempts.unregister(active.id)
+    for headers, path in (
+        (key(active.id), {}),
+        (parent(active.id), {}),
+        ({}, {"attempt": active.id}),
+    ):
         with pytest.raises(RefusedError, match="has ended") as refused:
             attempts.caller(headers, path)
         assert refused.value.status == 403
@@ -86,23 +97,23 @@ def test_ended_and_unknown_attempts(attempts: Attempts) -> None:
 
 
 def test_memory_of_ended_attempts_is_bounded(
-    attempts: Attempts, monkeypatch: pytest.MonkeyPatch
+    attempts: AttemptRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attribution, "REMEMBERED", 2)
     lives = [start(attempts) for _ in range(4)]
-    for live in lives:
-        attempts.unregister(live.id)
+    for active in lives:
+        attempts.unregister(active.id)
     codes = []
-    for live in lives:
+    for active in lives:
         with pytest.raises(RefusedError) as refused:
-            attempts.find(live.id)
+            attempts.find(active.id)
         codes.append(refused.value.status)
     assert codes == [404, 404, 403, 403]
 
 
 @pytest.mark.parametrize("span", ["x" * 16, "0" * 16, "A" * 16, "", "1" * 15, "é" * 16, " " * 16])
-def test_a_span_that_is_no_span_is_left_out(attempts: Attempts, span: str) -> None:
-    live = start(attempts)
-    headers = {"traceparent": f"00-{live.id}-{span}-01"}
-    assert attempts.caller(headers, {}) == Caller(live, None, None)
-    assert attempts.caller(parent(live.id), {}) == Caller(live, None, SPAN)
+def test_a_span_that_is_no_span_is_left_out(attempts: AttemptRegistry, span: str) -> None:
+    active = start(attempts)
+    headers = {"traceparent": f"00-{active.id}-{span}-01"}
+    assert attempts.caller(headers, {}) == CallOrigin(active, None, None)
+    assert attempts.caller(parent(active.id), {}) == CallOrigin(active, None, SPAN)

@@ -9,9 +9,16 @@ import msgspec
 import pytest
 
 from agentrl.runners.dialects import Dialect
-from agentrl.runners.dialects.base import Memory
+from agentrl.runners.dialects.base import ConversationMemory
 from agentrl.runners.dialects.openai import CHAT, TEXT
-from agentrl.runners.gateway.capture import Answer, Call, Part, read_call, read_part, transition
+from agentrl.runners.gateway.capture import (
+    ModelRequest,
+    ModelResponse,
+    ResponseChunk,
+    read_chunk,
+    read_request,
+    transition,
+)
 from agentrl.runners.gateway.routing import Route
 from agentrl.types import Sampling
 
@@ -19,19 +26,23 @@ TRAINED = Route("policy", 1, "http://x/v1", "tiny")
 FROZEN = Route("judge", None, "http://x/v1", "", frozen=True)
 
 
-def call(dialect: Dialect = CHAT, *, index: int = 0, **body: Any) -> Call:
-    return read_call(dialect, json.dumps(body).encode(), Memory(), index)
+def call(dialect: Dialect = CHAT, *, index: int = 0, **body: Any) -> ModelRequest:
+    return read_request(dialect, json.dumps(body).encode(), ConversationMemory(), index)
 
 
 def sent(
-    made: Call, route: Route = TRAINED, defaults: Sampling | None = None, *, capture: bool = True
+    made: ModelRequest,
+    route: Route = TRAINED,
+    defaults: Sampling | None = None,
+    *,
+    capture: bool = True,
 ) -> tuple[dict[str, Any], Sampling]:
     raw, sampling = made.encode(route, defaults or Sampling(), capture=capture)
     return json.loads(raw), sampling
 
 
-def part(body: dict[str, Any]) -> Part:
-    return read_part(json.dumps(body).encode())
+def part(body: dict[str, Any]) -> ResponseChunk:
+    return read_chunk(json.dumps(body).encode())
 
 
 def test_silence_is_filled_with_the_sampling_of_the_rollout() -> None:
@@ -65,7 +76,7 @@ def test_what_is_passed_on_keeps_its_bytes() -> None:
     raw = (
         b'{"model": "m", "messages": [ {"content":"\\u00e9", "x": 1.50e+1} ], "big": 1' + b"0" * 30
     )
-    made = read_call(CHAT, raw + b"}", Memory(), 0)
+    made = read_request(CHAT, raw + b"}", ConversationMemory(), 0)
     body, _ = made.encode(TRAINED, Sampling(), capture=True)
     assert b'[ {"content":"\\u00e9", "x": 1.50e+1} ]' in body
     assert b'"big":1' + b"0" * 30 in body
@@ -88,7 +99,7 @@ def test_sampling_that_is_no_number_is_the_servers_to_refuse() -> None:
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'"x"', b"\xff\xfe\x00", b"null"])
 def test_what_is_not_a_json_object(raw: bytes) -> None:
     with pytest.raises((msgspec.DecodeError, UnicodeDecodeError)):
-        read_call(CHAT, raw, Memory(), 0)
+        read_request(CHAT, raw, ConversationMemory(), 0)
 
 
 def answer_body(**extra: Any) -> dict[str, Any]:
@@ -103,7 +114,7 @@ def answer_body(**extra: Any) -> dict[str, Any]:
 
 
 def test_the_agent_sees_only_what_it_asked_for() -> None:
-    plain = json.loads(call(model="gpt").tidy(part(answer_body())))
+    plain = json.loads(call(model="gpt").restore_fields(part(answer_body())))
     assert plain == {
         "model": "gpt",
         "choices": [
@@ -116,12 +127,12 @@ def test_the_agent_sees_only_what_it_asked_for() -> None:
         ],
     }
     asked = call(model="gpt", logprobs=True, return_token_ids=True)
-    assert json.loads(asked.tidy(part(answer_body()))) == answer_body() | {"model": "gpt"}
+    assert json.loads(asked.restore_fields(part(answer_body()))) == answer_body() | {"model": "gpt"}
 
 
 def test_a_whole_answer_is_read_exactly() -> None:
-    answer = Answer()
-    answer.absorb(part(answer_body()))
+    answer = ModelResponse()
+    answer.add(part(answer_body()))
     made = call(model="gpt", messages=[{"role": "user", "content": "q"}], tools=[{"a": 1}])
     row = transition(answer.choices[0], id="t", attempt="a", index=0)
     assert (list(row.prompt), list(row.completion), list(row.logprobs)) == (
@@ -137,8 +148,8 @@ def test_a_whole_answer_is_read_exactly() -> None:
 
 @pytest.mark.parametrize("extra", [{"token_ids": None}, {"token_ids": [5]}, {"logprobs": None}])
 def test_unknown_ids_or_logprobs_make_a_call_inexact(extra: dict[str, Any]) -> None:
-    answer = Answer()
-    answer.absorb(part(answer_body(**extra)))
+    answer = ModelResponse()
+    answer.add(part(answer_body(**extra)))
     row = transition(answer.choices[0], id="t", attempt="a", index=0)
     assert not row.exact
     assert len(row.logprobs) == 0
@@ -152,7 +163,7 @@ def test_a_stream_adds_up_to_the_whole() -> None:
         head = {"id": f"c{index}"} if "name" in function else {}
         return {"tool_calls": [{"index": index, "function": function} | head]}
 
-    answer = Answer()
+    answer = ModelResponse()
     parts = [
         chunk({"role": "assistant", "content": ""}) | {"prompt_token_ids": [1]},
         chunk({"content": "he"}, token_ids=[2], logprobs={"content": [{"logprob": -1.0}]}),
@@ -163,7 +174,7 @@ def test_a_stream_adds_up_to_the_whole() -> None:
         chunk({}, "tool_calls"),
         {"choices": [], "usage": {"total_tokens": 3}},
     ]
-    held = [answer.absorb(part(body)) for body in parts]
+    held = [answer.add(part(body)) for body in parts]
     assert held == [False] * 6 + [True, True]
     assert answer.complete
     choice = answer.choices[0]
@@ -185,7 +196,7 @@ def test_a_stream_adds_up_to_the_whole() -> None:
 def test_completions() -> None:
     made = call(TEXT, model="gpt", prompt="once")
     assert sent(made)[0]["logprobs"] == 1
-    answer = Answer()
+    answer = ModelResponse()
     body = {
         "choices": [
             {
@@ -198,7 +209,7 @@ def test_completions() -> None:
             }
         ]
     }
-    answer.absorb(part(body))
+    answer.add(part(body))
     row = transition(answer.choices[0], id="t", attempt="a", index=0)
     assert (list(row.prompt), list(row.completion), list(row.logprobs)) == ([8], [9], [-0.25])
     assert made.messages == [{"role": "user", "content": "once"}]
@@ -220,25 +231,25 @@ def test_completions() -> None:
 )
 def test_odd_answers_are_refused(body: dict[str, Any]) -> None:
     with pytest.raises((msgspec.DecodeError, OverflowError, KeyError)):
-        Answer().absorb(part(body))
+        ModelResponse().add(part(body))
 
 
 def test_prompt_ids_alone_do_not_make_a_call_exact() -> None:
-    answer = Answer()
-    answer.absorb(part(answer_body(token_ids=None, logprobs=None)))
+    answer = ModelResponse()
+    answer.add(part(answer_body(token_ids=None, logprobs=None)))
     assert not transition(answer.choices[0], id="t", attempt="a", index=0).exact
 
 
 def test_what_is_left_of_an_answer_that_was_cut() -> None:
-    answer = Answer()
+    answer = ModelResponse()
     head = {"token_ids": [7], "logprobs": {"content": [{"logprob": -1.0}]}}
     deltas = [{"content": "a"} | {"role": "assistant"}, {"role": "assistant"}, {"content": "c"}]
     choices = [{"index": i, "delta": delta} for i, delta in enumerate(deltas)]
     choices[0] |= head
     choices[2] |= {"token_ids": []}  # its tokens would have come after its text
-    answer.absorb(part({"prompt_token_ids": [1], "choices": choices}))
-    answer.absorb(part({"choices": [{"index": 3, "delta": {"content": "d"}} | head]}))
-    answer.absorb(part({"choices": [{"index": 3, "delta": {}, "finish_reason": "stop"}]}))
+    answer.add(part({"prompt_token_ids": [1], "choices": choices}))
+    answer.add(part({"choices": [{"index": 3, "delta": {"content": "d"}} | head]}))
+    answer.add(part({"choices": [{"index": 3, "delta": {}, "finish_reason": "stop"}]}))
     answer.cut("cut")
     left = {index: (choice.finish, choice.exact) for index, choice in answer.choices.items()}
     assert left == {0: ("cut", True), 2: ("cut", False), 3: ("stop", True)}

@@ -28,37 +28,37 @@ async def http(bench: Any) -> AsyncIterator[httpx.AsyncClient]:
 
 
 @pytest.fixture
-async def live(bench: Any) -> Any:
+async def active(bench: Any) -> Any:
     return bench.gateway.register(await bench.attempt())
 
 
 @pytest.fixture
-async def sdk(live: Any) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(api_key=live.id) as client:
+async def sdk(active: Any) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(api_key=active.id) as client:
         yield client
 
 
-def key(live: Any) -> dict[str, str]:
-    return {"authorization": f"Bearer {live.id}"}
+def key(active: Any) -> dict[str, str]:
+    return {"authorization": f"Bearer {active.id}"}
 
 
-async def rows(bench: Any, live: Any) -> list[Any]:
-    trace = await bench.store.trace(live.attempt.rollout.id)
+async def rows(bench: Any, active: Any) -> list[Any]:
+    trace = await bench.store.trace(active.attempt.rollout.id)
     return list(trace.transitions)
 
 
-async def ask(http: httpx.AsyncClient, live: Any, **extra: Any) -> httpx.Response:
+async def ask(http: httpx.AsyncClient, active: Any, **extra: Any) -> httpx.Response:
     body = {"model": "gpt-4o", "messages": MESSAGES} | extra
-    return await http.post("/chat/completions", json=body, headers=key(live))
+    return await http.post("/chat/completions", json=body, headers=key(active))
 
 
-async def test_a_call_is_captured_and_looks_like_openai(bench: Any, live: Any, sdk: Any) -> None:
+async def test_a_call_is_captured_and_looks_like_openai(bench: Any, active: Any, sdk: Any) -> None:
     answer = await sdk.chat.completions.create(model="gpt-4o", messages=MESSAGES)
     assert answer.choices[0].message.content == "echo hello"
     assert answer.model == "gpt-4o"
     assert answer.choices[0].logprobs is None
     assert answer.model_extra == {}
-    (row,) = await rows(bench, live)
+    (row,) = await rows(bench, active)
     assert bytes(row.prompt.tolist()).decode() == json.dumps(MESSAGES)
     assert bytes(row.completion.tolist()).decode() == "echo hello"
     assert row.logprobs.tolist() == [-0.5] * 10
@@ -73,7 +73,9 @@ async def test_a_call_is_captured_and_looks_like_openai(bench: Any, live: Any, s
 
 
 @pytest.mark.parametrize("tools", [False, True])
-async def test_streaming_with_the_openai_sdk(bench: Any, live: Any, sdk: Any, tools: bool) -> None:
+async def test_streaming_with_the_openai_sdk(
+    bench: Any, active: Any, sdk: Any, tools: bool
+) -> None:
     function = {"name": "f", "parameters": {"type": "object", "properties": {}}}
     extra = {"tools": [{"type": "function", "function": function}]} if tools else {}
     stream = await sdk.chat.completions.create(
@@ -83,7 +85,7 @@ async def test_streaming_with_the_openai_sdk(bench: Any, live: Any, sdk: Any, to
     assert all(chunk.choices[0].logprobs is None for chunk in chunks)
     assert all(not chunk.model_extra and chunk.model == "gpt-4o" for chunk in chunks)
     assert not any(chunk.choices[0].model_extra for chunk in chunks)
-    (row,) = await rows(bench, live)
+    (row,) = await rows(bench, active)
     assert row.exact
     if tools:
         assert row.finish == "tool_calls"
@@ -95,7 +97,7 @@ async def test_streaming_with_the_openai_sdk(bench: Any, live: Any, sdk: Any, to
 
 
 async def test_the_end_of_a_stream_waits_for_the_store(
-    bench: Any, live: Any, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+    bench: Any, active: Any, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release, asked = asyncio.Event(), asyncio.Event()
     home, add = asyncio.get_running_loop(), bench.store.add_transitions
@@ -108,7 +110,7 @@ async def test_the_end_of_a_stream_waits_for_the_store(
     monkeypatch.setattr(bench.store, "add_transitions", slow)
     body = {"model": "m", "messages": MESSAGES, "stream": True}
     seen = b""
-    async with http.stream("POST", "/chat/completions", json=body, headers=key(live)) as response:
+    async with http.stream("POST", "/chat/completions", json=body, headers=key(active)) as response:
         chunks = response.aiter_raw()
         while b'"content": "o"' not in seen:  # the last letter comes before anything is stored
             seen += await anext(chunks)
@@ -119,47 +121,47 @@ async def test_the_end_of_a_stream_waits_for_the_store(
         async for chunk in chunks:
             seen += chunk
     assert seen.endswith(b"data: [DONE]\n\n")
-    assert len(await rows(bench, live)) == 1
+    assert len(await rows(bench, active)) == 1
 
 
-async def test_path_role_and_completions(bench: Any, live: Any, http: httpx.AsyncClient) -> None:
-    url = bench.gateway.base_url.replace("/v1", f"/a/{live.id}/critic/v1/completions")
+async def test_path_role_and_completions(bench: Any, active: Any, http: httpx.AsyncClient) -> None:
+    url = bench.gateway.base_url.replace("/v1", f"/a/{active.id}/critic/v1/completions")
     answer = await http.post(url, json={"model": "m", "prompt": "once"})
     assert answer.json()["choices"][0]["text"] == "echo once"
     assert answer.json()["choices"][0]["logprobs"] is None
-    (row,) = await rows(bench, live)
+    (row,) = await rows(bench, active)
     assert row.role == "critic"
     assert row.exact
 
 
 async def test_each_of_several_choices_is_a_transition(
-    bench: Any, live: Any, http: httpx.AsyncClient
+    bench: Any, active: Any, http: httpx.AsyncClient
 ) -> None:
-    answer = await ask(http, live, n=3)
+    answer = await ask(http, active, n=3)
     assert len(answer.json()["choices"]) == 3
-    found = await rows(bench, live)
+    found = await rows(bench, active)
     assert [row.index for row in found] == [0, 1, 2]
     assert len({row.id for row in found}) == 3
 
 
 async def test_without_token_ids_a_call_is_kept_but_inexact(
-    bench: Any, live: Any, http: httpx.AsyncClient
+    bench: Any, active: Any, http: httpx.AsyncClient
 ) -> None:
     bench.model.knows_tokens, bench.model.version = False, None
-    assert (await ask(http, live)).status_code == 200
-    (row,) = await rows(bench, live)
+    assert (await ask(http, active)).status_code == 200
+    (row,) = await rows(bench, active)
     assert not row.exact
     assert row.answer["content"] == "echo hello"
     assert row.version == 3  # the one the policy was published with
 
 
-async def test_refusals_say_how_to_mend_them(bench: Any, live: Any, http: Any) -> None:
+async def test_refusals_say_how_to_mend_them(bench: Any, active: Any, http: Any) -> None:
     body = {"model": "m", "messages": MESSAGES}
     nobody = await http.post("/chat/completions", json=body)
     assert nobody.status_code == 401
     assert "traceparent" in nobody.json()["error"]["message"]
-    bench.gateway.unregister(live)
-    ended = await ask(http, live)
+    bench.gateway.unregister(active)
+    ended = await ask(http, active)
     assert ended.status_code == 403
     assert ended.json()["error"]["code"] == "attempt_ended"
     assert bench.model.requests == []
@@ -167,9 +169,9 @@ async def test_refusals_say_how_to_mend_them(bench: Any, live: Any, http: Any) -
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe\x00garbage"])
 async def test_bodies_that_are_not_json_objects(
-    bench: Any, live: Any, http: httpx.AsyncClient, content: bytes
+    bench: Any, active: Any, http: httpx.AsyncClient, content: bytes
 ) -> None:
-    answer = await http.post("/chat/completions", content=content, headers=key(live))
+    answer = await http.post("/chat/completions", content=content, headers=key(active))
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
     assert bench.model.requests == []
@@ -183,15 +185,15 @@ async def test_models_and_unknown_routes(http: httpx.AsyncClient) -> None:
     assert "/v1/chat/completions" in unknown.json()["error"]["message"]
 
 
-async def test_the_agents_own_mistakes_pass_through(bench: Any, live: Any, http: Any) -> None:
+async def test_the_agents_own_mistakes_pass_through(bench: Any, active: Any, http: Any) -> None:
     async def refuse(request: web.Request, body: Any) -> web.Response:
         return web.json_response({"error": {"message": "too long"}}, status=400)
 
     bench.model.then(refuse, refuse)  # the repetition is without what we add: it may be our fault
-    answer = await ask(http, live)
+    answer = await ask(http, active)
     assert (answer.status_code, answer.json()) == (400, {"error": {"message": "too long"}})
-    assert live.failures == {}
-    assert await rows(bench, live) == []
+    assert active.failures == {}
+    assert await rows(bench, active) == []
 
 
 def status(code: int, **headers: str) -> Callable[..., Any]:
@@ -227,33 +229,33 @@ async def half(request: web.Request, body: Any) -> web.StreamResponse:
 
 @pytest.mark.parametrize("trouble", [status(500), status(503), status(429), reset, html, odd, half])
 async def test_trouble_before_the_first_byte_is_repeated(
-    bench: Any, live: Any, http: httpx.AsyncClient, trouble: Any
+    bench: Any, active: Any, http: httpx.AsyncClient, trouble: Any
 ) -> None:
     bench.model.then(trouble, trouble)
-    answer = await ask(http, live)
+    answer = await ask(http, active)
     assert answer.json()["choices"][0]["message"]["content"] == "echo hello"
     assert len(bench.model.requests) == 3
-    assert len(await rows(bench, live)) == 1
-    assert live.failures == {}
+    assert len(await rows(bench, active)) == 1
+    assert active.failures == {}
 
 
 @pytest.mark.parametrize(("trouble", "code"), [(status(500), 500), (empty, 502), (html, 502)])
 async def test_trouble_that_stays_is_reported_once(
-    bench: Any, live: Any, http: httpx.AsyncClient, trouble: Any, code: int
+    bench: Any, active: Any, http: httpx.AsyncClient, trouble: Any, code: int
 ) -> None:
-    bench.model.then(*[trouble] * upstream.TRIES)
-    answer = await ask(http, live)
+    bench.model.then(*[trouble] * upstream.MAX_TRIES)
+    answer = await ask(http, active)
     assert answer.status_code == code
     assert answer.headers["x-should-retry"] == "false"
-    assert len(bench.model.requests) == upstream.TRIES
-    assert list(live.failures.values())
-    assert await rows(bench, live) == []
-    assert (await ask(http, live)).status_code == 200  # the agent's own repetition mends it
-    assert live.failures == {}
+    assert len(bench.model.requests) == upstream.MAX_TRIES
+    assert list(active.failures.values())
+    assert await rows(bench, active) == []
+    assert (await ask(http, active)).status_code == 200  # the agent's own repetition mends it
+    assert active.failures == {}
 
 
 async def test_an_equal_call_beside_it_does_not_make_a_failure_good(
-    bench: Any, live: Any, http: httpx.AsyncClient
+    bench: Any, active: Any, http: httpx.AsyncClient
 ) -> None:
     entered, failed = asyncio.Event(), asyncio.Event()
 
@@ -261,19 +263,19 @@ async def test_an_equal_call_beside_it_does_not_make_a_failure_good(
         entered.set()
         await failed.wait()
 
-    bench.model.then(wait, *[status(500)] * upstream.TRIES)
-    twin = asyncio.create_task(ask(http, live))
+    bench.model.then(wait, *[status(500)] * upstream.MAX_TRIES)
+    twin = asyncio.create_task(ask(http, active))
     await entered.wait()
-    assert (await ask(http, live)).status_code == 500
+    assert (await ask(http, active)).status_code == 500
     failed.set()
     assert (await twin).status_code == 200
-    assert len(live.failures) == 1
-    assert (await ask(http, live)).status_code == 200
-    assert live.failures == {}
+    assert len(active.failures) == 1
+    assert (await ask(http, active)).status_code == 200
+    assert active.failures == {}
 
 
 async def test_a_dead_server_is_waited_for_until_it_is_back_elsewhere(
-    bench: Any, live: Any, http: httpx.AsyncClient
+    bench: Any, active: Any, http: httpx.AsyncClient
 ) -> None:
     down = asyncio.Event()
 
@@ -282,27 +284,27 @@ async def test_a_dead_server_is_waited_for_until_it_is_back_elsewhere(
         await reset(request, body)
 
     bench.model.then(*[crash] * 1000)
-    asking = asyncio.create_task(ask(http, live))
+    asking = asyncio.create_task(ask(http, active))
     await down.wait()
     await bench.model.stop()
     bench.model.script.clear()
     await bench.model.start()
     await bench.move(bench.model, version=9)
     assert (await asking).status_code == 200
-    assert live.failures == {}
+    assert active.failures == {}
 
 
 async def test_a_dead_server_is_given_up_at_the_deadline(bench: Any, http: Any) -> None:
-    live = bench.gateway.register(await bench.attempt(timeout=0.2))
+    active = bench.gateway.register(await bench.attempt(timeout=0.2))
     await bench.model.stop()
-    answer = await ask(http, live)
+    answer = await ask(http, active)
     assert answer.status_code in (502, 504)  # between two tries, or in the middle of one
     assert "unreachable" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("how", ["ends", "resets"])
 async def test_a_stream_that_breaks_cuts_the_agent_off(
-    bench: Any, live: Any, http: httpx.AsyncClient, how: str
+    bench: Any, active: Any, http: httpx.AsyncClient, how: str
 ) -> None:
     async def break_off(request: web.Request, body: Any) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
@@ -315,16 +317,16 @@ async def test_a_stream_that_breaks_cuts_the_agent_off(
 
     bench.model.then(break_off)
     with pytest.raises(httpx.HTTPError):
-        await ask(http, live, stream=True)
+        await ask(http, active, stream=True)
     expected = "half a stream" if how == "ends" else "unreachable"
-    assert expected in next(iter(live.failures.values()))
+    assert expected in next(iter(active.failures.values()))
     assert len(bench.model.requests) == 1
-    assert await rows(bench, live) == []
+    assert await rows(bench, active) == []
 
 
 @pytest.mark.parametrize("how", ["agent leaves", "attempt ends"])
 async def test_nothing_goes_on_for_an_agent_that_is_gone(
-    bench: Any, live: Any, http: httpx.AsyncClient, how: str
+    bench: Any, active: Any, http: httpx.AsyncClient, how: str
 ) -> None:
     entered, left = asyncio.Event(), asyncio.Event()
 
@@ -340,39 +342,39 @@ async def test_nothing_goes_on_for_an_agent_that_is_gone(
             left.set()
 
     bench.model.then(hang)
-    asking = asyncio.create_task(ask(http, live, stream=True))
+    asking = asyncio.create_task(ask(http, active, stream=True))
     await entered.wait()
     if how == "agent leaves":
         asking.cancel()
     else:
-        bench.gateway.unregister(live)
+        bench.gateway.unregister(active)
     await asyncio.wait_for(left.wait(), 10)
     (ended,) = await asyncio.gather(asking, return_exceptions=True)
     assert isinstance(ended, asyncio.CancelledError | httpx.HTTPError)
-    assert await rows(bench, live) == []
+    assert await rows(bench, active) == []
 
 
-async def test_a_call_that_came_as_its_attempt_ended_is_cut(bench: Any, live: Any) -> None:
+async def test_a_call_that_came_as_its_attempt_ended_is_cut(bench: Any, active: Any) -> None:
     async def late() -> None:
         task = asyncio.create_task(asyncio.Event().wait())
-        ending = threading.Thread(target=bench.gateway.unregister, args=(live,))
+        ending = threading.Thread(target=bench.gateway.unregister, args=(active,))
         ending.start()  # it sees no call yet
         ending.join()
-        live.tasks.add(task)
+        active.tasks.add(task)
         await asyncio.wait((task,), timeout=10)
         assert task.cancelled()
 
     await asyncio.wrap_future(bench.gateway.spawn(late()))
 
 
-async def test_a_lost_lease_ends_the_calls(bench: Any, live: Any, http: Any) -> None:
-    await bench.store.cancel([live.attempt.rollout.id])
-    answer = await ask(http, live)
+async def test_a_lost_lease_ends_the_calls(bench: Any, active: Any, http: Any) -> None:
+    await bench.store.cancel([active.attempt.rollout.id])
+    answer = await ask(http, active)
     assert answer.status_code == 403
     assert "lost its lease" in answer.json()["error"]["message"]
 
 
-async def test_many_calls_at_once_are_not_queued(bench: Any, live: Any) -> None:
+async def test_many_calls_at_once_are_not_queued(bench: Any, active: Any) -> None:
     together = asyncio.Barrier(1000)
 
     async def meet(request: web.Request, body: Any) -> None:
@@ -381,7 +383,7 @@ async def test_many_calls_at_once_are_not_queued(bench: Any, live: Any) -> None:
     bench.model.then(*[meet] * 1000)
     url = f"{bench.gateway.base_url}/chat/completions"
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, headers=key(live)) as http:
+    async with aiohttp.ClientSession(connector=connector, headers=key(active)) as http:
         calls = [http.post(url, json={"model": "m", "messages": MESSAGES}) for _ in range(1000)]
         answers = await asyncio.gather(*calls)
     assert {answer.status for answer in answers} == {200}
@@ -406,38 +408,38 @@ async def endless(request: web.Request, body: Any) -> web.StreamResponse:
         await asyncio.sleep(0.001)
 
 
-async def until_kept(bench: Any, live: Any) -> Any:
+async def until_kept(bench: Any, active: Any) -> Any:
     """The transition that a call leaves when it was cut."""
-    await asyncio.wait_for(asyncio.wrap_future(bench.gateway.unregister(live)), 10)
-    (row,) = await rows(bench, live)
+    await asyncio.wait_for(asyncio.wrap_future(bench.gateway.unregister(active)), 10)
+    (row,) = await rows(bench, active)
     return row
 
 
 @pytest.mark.parametrize("how", ["agent leaves", "attempt ends"])
 async def test_what_an_agent_read_before_it_left_is_kept(
-    bench: Any, live: Any, http: httpx.AsyncClient, how: str
+    bench: Any, active: Any, http: httpx.AsyncClient, how: str
 ) -> None:
     bench.model.then(status(503), endless)
     seen = b""
     body = {"model": "m", "messages": MESSAGES, "stream": True}
-    async with http.stream("POST", "/chat/completions", json=body, headers=key(live)) as answer:
+    async with http.stream("POST", "/chat/completions", json=body, headers=key(active)) as answer:
         chunks = answer.aiter_raw()
         while seen.count(b'"a"') < 3:
             seen += await anext(chunks)
         if how == "attempt ends":
-            row = await until_kept(bench, live)
+            row = await until_kept(bench, active)
     if how == "agent leaves":
-        row = await until_kept(bench, live)
+        row = await until_kept(bench, active)
     assert (row.finish, row.exact, row.version) == ("cut", True, 3)
     assert row.prompt.tolist() == [1]
     assert len(row.completion) >= seen.count(b'"a"')
     assert row.logprobs.tolist() == [-0.5] * len(row.completion)
     assert row.answer["content"] == "a" * len(row.completion)
-    assert live.failures == {}
+    assert active.failures == {}
 
 
 async def test_a_cut_call_waits_for_the_store_however_often_it_is_cut(
-    bench: Any, live: Any, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+    bench: Any, active: Any, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add, writing = bench.store.add_transitions, asyncio.Event()
     home, release = asyncio.get_running_loop(), asyncio.Event()
@@ -450,21 +452,21 @@ async def test_a_cut_call_waits_for_the_store_however_often_it_is_cut(
     monkeypatch.setattr(bench.store, "add_transitions", slow)
     bench.model.then(endless)
     body = {"model": "m", "messages": MESSAGES, "stream": True}
-    async with http.stream("POST", "/chat/completions", json=body, headers=key(live)) as answer:
+    async with http.stream("POST", "/chat/completions", json=body, headers=key(active)) as answer:
         chunks, seen = answer.aiter_raw(), b""
         while b'"a"' not in seen:
             seen += await anext(chunks)
     await asyncio.wait_for(writing.wait(), 10)
-    over = asyncio.wrap_future(bench.gateway.unregister(live))  # cuts it a second time
+    over = asyncio.wrap_future(bench.gateway.unregister(active))  # cuts it a second time
     assert not over.done()
     release.set()
     await asyncio.wait_for(over, 10)
-    (row,) = await rows(bench, live)
+    (row,) = await rows(bench, active)
     assert row.finish == "cut"
 
 
 async def test_a_cut_call_that_cannot_be_stored_is_the_models_failure(
-    bench: Any, live: Any, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+    bench: Any, active: Any, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def broken(rows: Any) -> Any:
         raise StoreError("the disk is full")
@@ -472,12 +474,12 @@ async def test_a_cut_call_that_cannot_be_stored_is_the_models_failure(
     monkeypatch.setattr(bench.store, "add_transitions", broken)
     bench.model.then(endless)
     body = {"model": "m", "messages": MESSAGES, "stream": True}
-    async with http.stream("POST", "/chat/completions", json=body, headers=key(live)) as answer:
+    async with http.stream("POST", "/chat/completions", json=body, headers=key(active)) as answer:
         chunks, seen = answer.aiter_raw(), b""
         while b'"a"' not in seen:
             seen += await anext(chunks)
-    await asyncio.wait_for(asyncio.wrap_future(bench.gateway.unregister(live)), 10)
-    assert "the disk is full" in next(iter(live.failures.values()))
+    await asyncio.wait_for(asyncio.wrap_future(bench.gateway.unregister(active)), 10)
+    assert "the disk is full" in next(iter(active.failures.values()))
 
 
 async def test_a_rollout_whose_agent_stops_reading_has_its_call(bench: Any) -> None:

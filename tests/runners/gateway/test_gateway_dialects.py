@@ -34,25 +34,25 @@ USER = {"role": "user", "content": "hello"}
 
 
 @pytest.fixture
-async def live(bench: Any) -> Any:
+async def active(bench: Any) -> Any:
     return bench.gateway.register(await bench.attempt())
 
 
 @pytest.fixture
-async def sdk(live: Any) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(api_key=live.key) as client:
+async def sdk(active: Any) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(api_key=active.key) as client:
         yield client
 
 
 @pytest.fixture
-async def claude(bench: Any, live: Any) -> AsyncIterator[anthropic.AsyncAnthropic]:
+async def claude(bench: Any, active: Any) -> AsyncIterator[anthropic.AsyncAnthropic]:
     url = bench.gateway.base_url.removesuffix("/v1")
-    async with anthropic.AsyncAnthropic(api_key=live.key, base_url=url) as client:
+    async with anthropic.AsyncAnthropic(api_key=active.key, base_url=url) as client:
         yield client
 
 
-async def rows(bench: Any, live: Any) -> list[Any]:
-    return list((await bench.store.trace(live.attempt.rollout.id)).transitions)
+async def rows(bench: Any, active: Any) -> list[Any]:
+    return list((await bench.store.trace(active.attempt.rollout.id)).transitions)
 
 
 def calls(*arguments: str) -> Any:
@@ -67,7 +67,7 @@ def calls(*arguments: str) -> Any:
 # -- Responses -------------------------------------------------------------------------------------
 
 
-async def test_responses_are_captured_as_chat(bench: Any, live: Any, sdk: Any) -> None:
+async def test_responses_are_captured_as_chat(bench: Any, active: Any, sdk: Any) -> None:
     answer = await sdk.responses.create(
         model="gpt-5", instructions="be brief", input="hello", max_output_tokens=9, temperature=0.5
     )
@@ -78,14 +78,14 @@ async def test_responses_are_captured_as_chat(bench: Any, live: Any, sdk: Any) -
     sent = bench.model.requests[0]
     assert sent["messages"] == [{"role": "system", "content": "be brief"}, USER]
     assert "input" not in sent
-    (row,) = await rows(bench, live)
+    (row,) = await rows(bench, active)
     assert row.exact
     assert row.messages == sent["messages"]
     assert (row.sampling.temperature, row.sampling.max_tokens) == (0.5, 9)
 
 
 async def test_responses_tools_in_parallel_and_their_results(
-    bench: Any, live: Any, sdk: Any
+    bench: Any, active: Any, sdk: Any
 ) -> None:
     bench.model.answer = calls('{"text": "a"}', '{"text": "b"}')
     first = await sdk.responses.create(
@@ -118,7 +118,7 @@ async def test_responses_tools_in_parallel_and_their_results(
 
 
 @pytest.mark.parametrize("tools", [False, True])
-async def test_responses_stream(bench: Any, live: Any, sdk: Any, tools: bool) -> None:
+async def test_responses_stream(bench: Any, active: Any, sdk: Any, tools: bool) -> None:
     bench.model.answer = calls('{"text": "a"}', "{}") if tools else bench.model.answer
     extra = {"tools": [FUNCTION]} if tools else {}
     events = []
@@ -139,7 +139,7 @@ async def test_responses_stream(bench: Any, live: Any, sdk: Any, tools: bool) ->
         *(["function_call_arguments.delta", "function_call_arguments.done"] if tools else []),
         "completed",
     ]
-    (row,) = await rows(bench, live)
+    (row,) = await rows(bench, active)
     assert final.output_text == row.answer["content"] == ("wait" if tools else "echo hello")
     assert final.usage.output_tokens == 1
     if tools:
@@ -147,7 +147,7 @@ async def test_responses_stream(bench: Any, live: Any, sdk: Any, tools: bool) ->
     assert row.exact
 
 
-async def test_a_responses_answer_that_was_cut_off(bench: Any, live: Any, sdk: Any) -> None:
+async def test_a_responses_answer_that_was_cut_off(bench: Any, active: Any, sdk: Any) -> None:
     async def cut(request: web.Request, body: Any) -> web.Response:
         whole = bench.model.whole(body, request.path)
         whole["choices"][0]["finish_reason"] = "length"
@@ -157,10 +157,10 @@ async def test_a_responses_answer_that_was_cut_off(bench: Any, live: Any, sdk: A
     answer = await sdk.responses.create(model="m", input="hello")
     assert answer.status == "incomplete"
     assert answer.incomplete_details.reason == "max_output_tokens"
-    assert (await rows(bench, live))[0].finish == "length"
+    assert (await rows(bench, active))[0].finish == "length"
 
 
-async def test_reasoning_survives_the_round_trip(bench: Any, live: Any, sdk: Any) -> None:
+async def test_reasoning_survives_the_round_trip(bench: Any, active: Any, sdk: Any) -> None:
     bench.model.answer = lambda body: {
         "role": "assistant",
         "content": "4",
@@ -173,7 +173,7 @@ async def test_reasoning_survives_the_round_trip(bench: Any, live: Any, sdk: Any
     assert said == {"role": "assistant", "reasoning_content": "2+2", "content": "4"}
 
 
-async def test_structured_output_and_logprobs(bench: Any, live: Any, sdk: Any) -> None:
+async def test_structured_output_and_logprobs(bench: Any, active: Any, sdk: Any) -> None:
     form = {"type": "json_schema", "name": "x", "schema": TOOL, "strict": True}
     answer = await sdk.responses.create(
         model="m",
@@ -210,11 +210,11 @@ IDLE = {
 
 
 @pytest.mark.parametrize("name", IDLE)
-async def test_what_leaves_an_answer_as_it_is(bench: Any, live: Any, sdk: Any, name: str) -> None:
+async def test_what_leaves_an_answer_as_it_is(bench: Any, active: Any, sdk: Any, name: str) -> None:
     answer = await sdk.responses.create(model="m", input="hello", **{name: IDLE[name]})
     assert answer.output_text == "echo hello"
     assert bench.model.requests[0]["messages"] == [USER]
-    (row,) = await rows(bench, live)
+    (row,) = await rows(bench, active)
     assert row.exact
 
 
@@ -250,17 +250,17 @@ def test_every_field_of_the_sdk_is_decided_upon() -> None:
     ],
 )
 async def test_what_responses_cannot_say_is_refused(
-    bench: Any, live: Any, sdk: Any, extra: dict[str, Any], param: str
+    bench: Any, active: Any, sdk: Any, extra: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         await sdk.responses.create(**{"model": "m", "input": "hello"} | extra)
     assert refused.value.body["message"].startswith(f"{param}: ")
     assert bench.model.requests == []
-    assert await rows(bench, live) == []
+    assert await rows(bench, active) == []
 
 
-async def test_langchain_over_responses(bench: Any, live: Any) -> None:
-    model = ChatOpenAI(model="m", use_responses_api=True, api_key=live.key)
+async def test_langchain_over_responses(bench: Any, active: Any) -> None:
+    model = ChatOpenAI(model="m", use_responses_api=True, api_key=active.key)
     with_tools = model.bind_tools([{"type": "function", "function": FUNCTION}])
     bench.model.answer = calls('{"text": "a"}')
     said = await with_tools.ainvoke("hello")
@@ -270,13 +270,13 @@ async def test_langchain_over_responses(bench: Any, live: Any) -> None:
     for chunk in chunks[1:]:
         whole = whole + chunk
     assert whole.tool_calls[0]["args"] == {"text": "a"}  # type: ignore[attr-defined]
-    assert len(await rows(bench, live)) == 2
+    assert len(await rows(bench, active)) == 2
 
 
 # -- Messages --------------------------------------------------------------------------------------
 
 
-async def test_messages_are_captured_as_chat(bench: Any, live: Any, claude: Any) -> None:
+async def test_messages_are_captured_as_chat(bench: Any, active: Any, claude: Any) -> None:
     answer = await claude.messages.create(
         model="claude",
         max_tokens=9,
@@ -291,13 +291,13 @@ async def test_messages_are_captured_as_chat(bench: Any, live: Any, claude: Any)
     assert sent["messages"] == [{"role": "system", "content": "be brief"}, USER]
     assert (sent["stop"], sent["max_completion_tokens"], sent["top_k"]) == (["x"], 9, 4)
     assert "x-api-key" not in bench.model.headers[0]
-    (row,) = await rows(bench, live)
+    (row,) = await rows(bench, active)
     assert row.exact
     assert (row.sampling.max_tokens, row.sampling.top_k) == (9, 4)
 
 
 async def test_messages_tools_in_parallel_and_their_results(
-    bench: Any, live: Any, claude: Any
+    bench: Any, active: Any, claude: Any
 ) -> None:
     bench.model.answer = calls('{"text":"a"}', '{"broken')
     tools = [{"name": "f", "description": "d", "input_schema": TOOL}]
@@ -330,7 +330,7 @@ async def test_messages_tools_in_parallel_and_their_results(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_arguments_return_to_the_model_as_it_wrote_them(
-    bench: Any, live: Any, claude: Any, stream: bool
+    bench: Any, active: Any, claude: Any, stream: bool
 ) -> None:
     written = ['{ "text":"\\u00e9", "n":1.0}', '{"text": "b"}', ""]
     bench.model.answer = calls(*written)
@@ -354,7 +354,7 @@ async def test_arguments_return_to_the_model_as_it_wrote_them(
 
 
 @pytest.mark.parametrize("tools", [False, True])
-async def test_messages_stream(bench: Any, live: Any, claude: Any, tools: bool) -> None:
+async def test_messages_stream(bench: Any, active: Any, claude: Any, tools: bool) -> None:
     bench.model.answer = calls('{"text": "a"}', "{}") if tools else bench.model.answer
     extra = {"tools": [{"name": "f", "input_schema": TOOL}]} if tools else {}
     async with claude.messages.stream(
@@ -364,7 +364,7 @@ async def test_messages_stream(bench: Any, live: Any, claude: Any, tools: bool) 
         final = await stream.get_final_message()
     assert kinds[:3] == ["message_start", "content_block_start", "content_block_delta"]
     assert kinds[-2:] == ["message_delta", "message_stop"]
-    (row,) = await rows(bench, live)
+    (row,) = await rows(bench, active)
     assert final.content[0].text == row.answer["content"] == ("wait" if tools else "echo hello")
     assert final.stop_reason == ("tool_use" if tools else "end_turn")
     assert (final.usage.input_tokens, final.usage.output_tokens) == (1, 1)
@@ -373,7 +373,7 @@ async def test_messages_stream(bench: Any, live: Any, claude: Any, tools: bool) 
 
 
 async def test_messages_with_images_thinking_and_a_schema(
-    bench: Any, live: Any, claude: Any
+    bench: Any, active: Any, claude: Any
 ) -> None:
     bench.model.answer = lambda body: {
         "role": "assistant",
@@ -411,11 +411,11 @@ async def test_messages_with_images_thinking_and_a_schema(
     ],
 )
 async def test_what_messages_cannot_say_is_refused(
-    bench: Any, live: Any, extra: dict[str, Any], param: str
+    bench: Any, active: Any, extra: dict[str, Any], param: str
 ) -> None:
     body = {"model": "m", "max_tokens": 9, "messages": [USER]} | extra
     async with httpx.AsyncClient(base_url=bench.gateway.base_url) as http:
-        answer = await http.post("/messages", json=body, headers={"x-api-key": live.key})
+        answer = await http.post("/messages", json=body, headers={"x-api-key": active.key})
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert answer.json()["type"] == "error"
@@ -424,7 +424,7 @@ async def test_what_messages_cannot_say_is_refused(
     assert bench.model.requests == []
 
 
-async def test_tokens_are_counted_by_the_server(bench: Any, live: Any, claude: Any) -> None:
+async def test_tokens_are_counted_by_the_server(bench: Any, active: Any, claude: Any) -> None:
     tools = [{"name": "f", "input_schema": TOOL}]
     count = await claude.messages.count_tokens(
         model="m", system="be brief", messages=[USER], tools=tools
@@ -433,10 +433,10 @@ async def test_tokens_are_counted_by_the_server(bench: Any, live: Any, claude: A
     assert sent["messages"] == [{"role": "system", "content": "be brief"}, USER]
     assert sent.keys() == {"model", "messages", "tools"}
     assert count.input_tokens == len(json.dumps(sent["messages"]))
-    assert await rows(bench, live) == []
+    assert await rows(bench, active) == []
 
 
-async def test_tokens_that_nobody_can_count(bench: Any, live: Any, claude: Any) -> None:
+async def test_tokens_that_nobody_can_count(bench: Any, active: Any, claude: Any) -> None:
     async def missing(request: web.Request, body: Any) -> web.Response:
         return web.json_response({"detail": "Not Found"}, status=404)
 
@@ -453,10 +453,10 @@ async def test_tokens_that_nobody_can_count(bench: Any, live: Any, claude: Any) 
         await claude.messages.count_tokens(model="m", messages=[{"role": "user", "content": 5}])
     with pytest.raises(anthropic.BadRequestError, match="not of its type"):
         await claude.messages.count_tokens(**ask, thinking="deep")
-    assert live.failures == {}
+    assert active.failures == {}
 
 
-async def test_errors_have_the_shape_of_messages(bench: Any, live: Any, claude: Any) -> None:
+async def test_errors_have_the_shape_of_messages(bench: Any, active: Any, claude: Any) -> None:
     async def refuse(request: web.Request, body: Any) -> web.Response:
         return web.json_response({"error": {"message": "too long", "code": "x"}}, status=400)
 
@@ -465,7 +465,7 @@ async def test_errors_have_the_shape_of_messages(bench: Any, live: Any, claude: 
     with pytest.raises(anthropic.BadRequestError, match="too long") as refused:
         await claude.messages.create(**ask)
     assert refused.value.body["error"]["type"] == "invalid_request_error"
-    bench.gateway.unregister(live)
+    bench.gateway.unregister(active)
     with pytest.raises(anthropic.PermissionDeniedError, match="has ended"):
         await claude.messages.create(**ask)
     stranger = claude.with_options(api_key="sk-ant-none", max_retries=0)
@@ -479,7 +479,7 @@ async def test_errors_have_the_shape_of_messages(bench: Any, live: Any, claude: 
 
 
 @pytest.mark.parametrize("api", ["responses", "messages"])
-async def test_a_repeated_stream_shows_what_is_stored(bench: Any, live: Any, api: str) -> None:
+async def test_a_repeated_stream_shows_what_is_stored(bench: Any, active: Any, api: str) -> None:
     async def broken(request: web.Request, body: Any) -> web.StreamResponse:
         """All of an answer in one chunk, which is held back, and then no proper end."""
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
@@ -493,13 +493,13 @@ async def test_a_repeated_stream_shows_what_is_stored(bench: Any, live: Any, api
     said = {"input": "hello"} if api == "responses" else {"messages": [USER], "max_tokens": 9}
     async with httpx.AsyncClient(base_url=bench.gateway.base_url) as http:
         body = {"model": "m", "stream": True} | said
-        answer = await http.post(f"/{api}", json=body, headers={"x-api-key": live.key})
+        answer = await http.post(f"/{api}", json=body, headers={"x-api-key": active.key})
     assert answer.status_code == 200
     assert "WRONG" not in answer.text
     first = "response.created" if api == "responses" else "message_start"
     assert answer.text.startswith(f"event: {first}\n")
     assert len(bench.model.requests) == 2
-    (row,) = await rows(bench, live)
+    (row,) = await rows(bench, active)
     assert row.answer["content"] == "echo hello"
 
 
@@ -526,9 +526,9 @@ async def test_both_on_the_embedded_server(store: Any, tiny_llama_dir: Path) -> 
         new = NewRollout(id="r", run="test", group="g", index=0, task={})
         await store.enqueue([new])
         (attempt,) = await store.claim(1, runner="x", lease=60.0, run="test")
-        live = gateway.register(attempt, sealed=True)
+        active = gateway.register(attempt, sealed=True)
         url = gateway.base_url
-        async with openai.AsyncOpenAI(api_key=live.key, base_url=url) as sdk:
+        async with openai.AsyncOpenAI(api_key=active.key, base_url=url) as sdk:
             first = await sdk.responses.create(model="m", input="hello", max_output_tokens=5)
             assert first.usage is not None
             assert first.usage.output_tokens <= 5
@@ -543,7 +543,7 @@ async def test_both_on_the_embedded_server(store: Any, tiny_llama_dir: Path) -> 
             assert events[-1].type in ("response.completed", "response.incomplete")
             said = events[-1].response.output_text
         url = url.removesuffix("/v1")
-        async with anthropic.AsyncAnthropic(api_key=live.key, base_url=url) as claude:
+        async with anthropic.AsyncAnthropic(api_key=active.key, base_url=url) as claude:
             third = await claude.messages.create(model="m", max_tokens=5, messages=[USER])
             count = await claude.messages.count_tokens(model="m", messages=[USER])
         found = list((await store.trace("r")).transitions)

@@ -32,29 +32,29 @@ async def http(bench: Any) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
     async def unwind() -> None:
-        for live in bench.gateway.attempts.live():
-            if live.tasks:
-                await asyncio.wait(live.tasks, timeout=10)
-            assert not live.tasks
-            bench.gateway.unregister(live)
+        for active in bench.gateway.attempts.active():
+            if active.tasks:
+                await asyncio.wait(active.tasks, timeout=10)
+            assert not active.tasks
+            bench.gateway.unregister(active)
 
     await asyncio.wrap_future(bench.gateway.spawn(unwind()))
     await asyncio.wait_for(bench.gateway.drain(), 10)
-    assert bench.gateway.attempts.live() == []
+    assert bench.gateway.attempts.active() == []
     assert bench.gateway.attempts._keys == {}
 
 
 @pytest.fixture
-async def live(bench: Any) -> Any:
+async def active(bench: Any) -> Any:
     return bench.gateway.register(await bench.attempt(), sealed=True)
 
 
-async def rows(bench: Any, live: Any) -> list[Any]:
-    return list((await bench.store.trace(live.attempt.rollout.id)).transitions)
+async def rows(bench: Any, active: Any) -> list[Any]:
+    return list((await bench.store.trace(active.attempt.rollout.id)).transitions)
 
 
-def key(live: Any) -> dict[str, str]:
-    return {"authorization": f"Bearer {live.key}"}
+def key(active: Any) -> dict[str, str]:
+    return {"authorization": f"Bearer {active.key}"}
 
 
 def reason(api: str, answer: httpx.Response) -> str:
@@ -76,17 +76,17 @@ def reason(api: str, answer: httpx.Response) -> str:
     ids=["empty", "half", "list", "null", "binary", "deep", "deeper"],
 )
 async def test_what_is_no_json_object(
-    bench: Any, live: Any, http: httpx.AsyncClient, api: str, content: bytes
+    bench: Any, active: Any, http: httpx.AsyncClient, api: str, content: bytes
 ) -> None:
-    answer = await http.post(f"/{api}", content=content, headers=key(live))
+    answer = await http.post(f"/{api}", content=content, headers=key(active))
     assert answer.status_code == 400
     assert "not a JSON object" in reason(api, answer)
     assert bench.model.requests == []
 
 
 @APIS
-async def test_what_is_no_gzip(bench: Any, live: Any, http: httpx.AsyncClient, api: str) -> None:
-    headers = key(live) | {"content-encoding": "gzip"}
+async def test_what_is_no_gzip(bench: Any, active: Any, http: httpx.AsyncClient, api: str) -> None:
+    headers = key(active) | {"content-encoding": "gzip"}
     answer = await http.post(f"/{api}", content=b"{}", headers=headers)
     assert answer.status_code == 400
     assert "does not decompress" in reason(api, answer)
@@ -99,9 +99,9 @@ async def test_what_is_no_gzip(bench: Any, live: Any, http: httpx.AsyncClient, a
 @APIS
 @pytest.mark.parametrize("stream", ["yes", 1, 0, [True]])
 async def test_stream_is_true_or_false(
-    bench: Any, live: Any, http: httpx.AsyncClient, api: str, stream: Any
+    bench: Any, active: Any, http: httpx.AsyncClient, api: str, stream: Any
 ) -> None:
-    answer = await http.post(f"/{api}", json=ASK[api] | {"stream": stream}, headers=key(live))
+    answer = await http.post(f"/{api}", json=ASK[api] | {"stream": stream}, headers=key(active))
     assert answer.status_code == 400
     assert reason(api, answer) == f"stream: {stream!r} is neither true nor false"
     assert bench.model.requests == []
@@ -109,38 +109,38 @@ async def test_stream_is_true_or_false(
 
 @APIS
 async def test_attempts_that_are_not_there(
-    bench: Any, live: Any, http: httpx.AsyncClient, api: str
+    bench: Any, active: Any, http: httpx.AsyncClient, api: str
 ) -> None:
     base = bench.gateway.base_url.removesuffix("/v1")
     unknown = await http.post(f"{base}/a/nobody/v1/{api}", json=ASK[api])
     assert unknown.status_code == 404
     assert "there is no attempt 'nobody'" in reason(api, unknown)
-    assert (await http.post(f"/{api}", json=ASK[api], headers=key(live))).status_code == 200
-    bench.gateway.unregister(live)
-    ended = await http.post(f"/{api}", json=ASK[api], headers=key(live))
+    assert (await http.post(f"/{api}", json=ASK[api], headers=key(active))).status_code == 200
+    bench.gateway.unregister(active)
+    ended = await http.post(f"/{api}", json=ASK[api], headers=key(active))
     assert ended.status_code == 403
     assert "has ended" in reason(api, ended)
     assert len(bench.model.requests) == 1
 
 
 @APIS
-async def test_a_lease_that_ran_out(bench: Any, live: Any, http: Any, api: str) -> None:
-    await bench.store.cancel([live.attempt.rollout.id])
-    answer = await http.post(f"/{api}", json=ASK[api], headers=key(live))
+async def test_a_lease_that_ran_out(bench: Any, active: Any, http: Any, api: str) -> None:
+    await bench.store.cancel([active.attempt.rollout.id])
+    answer = await http.post(f"/{api}", json=ASK[api], headers=key(active))
     assert answer.status_code == 403
     assert "lost its lease" in reason(api, answer)
-    assert await rows(bench, live) == []
+    assert await rows(bench, active) == []
 
 
 @APIS
 async def test_bodies_that_are_too_large(
-    bench: Any, live: Any, monkeypatch: pytest.MonkeyPatch, http: Any, api: str
+    bench: Any, active: Any, monkeypatch: pytest.MonkeyPatch, http: Any, api: str
 ) -> None:
     monkeypatch.setattr("agentrl.runners.gateway.server.LARGEST", 1000)
     small = Gateway(bench.store, "test")
     small.start()
     try:
-        mine = small.register(live.attempt)
+        mine = small.register(active.attempt)
         url = f"{small.base_url}/{api}"
         answer = await http.post(url, content=b" " * 1001, headers=key(mine))
         assert answer.status_code == 413
@@ -150,19 +150,19 @@ async def test_bodies_that_are_too_large(
     assert endpoints.LARGEST > 2**26
 
 
-async def test_large_bodies_pass(bench: Any, live: Any, http: httpx.AsyncClient) -> None:
+async def test_large_bodies_pass(bench: Any, active: Any, http: httpx.AsyncClient) -> None:
     message = {"role": "user", "content": "x" * 2**23}
     body = {"model": "m", "messages": [message]}
     bench.model.answer = lambda body: {"role": "assistant", "content": "ok"}
     bench.model.prompt = lambda body: {}
-    answer = await http.post("/chat/completions", json=body, headers=key(live))
+    answer = await http.post("/chat/completions", json=body, headers=key(active))
     assert answer.status_code == 200
-    (row,) = await rows(bench, live)
+    (row,) = await rows(bench, active)
     assert row.messages == [message]
 
 
 @pytest.mark.parametrize("n", [3, "x"])
-async def test_n_of_each_kind(bench: Any, live: Any, http: Any, n: Any) -> None:
+async def test_n_of_each_kind(bench: Any, active: Any, http: Any, n: Any) -> None:
     async def refuse(request: web.Request, body: Any) -> web.Response | None:
         if isinstance(body["n"], int):
             return None
@@ -170,9 +170,9 @@ async def test_n_of_each_kind(bench: Any, live: Any, http: Any, n: Any) -> None:
 
     bench.model.then(refuse, refuse)
     body = {"model": "m", "messages": [USER], "n": n}
-    answer = await http.post("/chat/completions", json=body, headers=key(live))
+    answer = await http.post("/chat/completions", json=body, headers=key(active))
     assert answer.status_code == (200 if n == 3 else 400)
-    assert len(await rows(bench, live)) == (3 if n == 3 else 0)
+    assert len(await rows(bench, active)) == (3 if n == 3 else 0)
 
 
 async def html(request: web.Request, body: Any) -> web.Response:
@@ -207,57 +207,57 @@ async def reset(request: web.Request, body: Any) -> None:
 @APIS
 @pytest.mark.parametrize("trouble", [html, stranger, overflow, stream, reset])
 async def test_an_upstream_that_answers_nonsense(
-    bench: Any, live: Any, http: Any, api: str, trouble: Any, monkeypatch: pytest.MonkeyPatch
+    bench: Any, active: Any, http: Any, api: str, trouble: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upstream, "TRIES", 2)
-    live.deadline += 0.3 - live.left if trouble is reset else 0  # that is repeated until then
+    monkeypatch.setattr(upstream, "MAX_TRIES", 2)
+    active.deadline += 0.3 - active.left if trouble is reset else 0  # that is repeated until then
     bench.model.then(*[trouble] * (10_000 if trouble is reset else 2))
-    answer = await http.post(f"/{api}", json=ASK[api], headers=key(live))
+    answer = await http.post(f"/{api}", json=ASK[api], headers=key(active))
     assert answer.status_code in (502, 504)
     assert "at http://127.0.0.1" in reason(api, answer) or answer.status_code == 504
-    assert await rows(bench, live) == []
-    assert len(live.failures) == 1
+    assert await rows(bench, active) == []
+    assert len(active.failures) == 1
 
 
 @APIS
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_upstream_that_answers_too_much(
-    bench: Any, live: Any, http: Any, api: str, stream: bool, monkeypatch: pytest.MonkeyPatch
+    bench: Any, active: Any, http: Any, api: str, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(upstream, "LARGEST_ANSWER", 2**16)
     monkeypatch.setattr(upstream, "LARGEST_STREAM", 2**17)
     bench.model.answer = lambda body: {"role": "assistant", "content": "x" * 2**17}
     bench.model.chunks = lambda body: [{"choices": [], "padding": "x" * 2**17}]
-    answer = await http.post(f"/{api}", json=ASK[api] | {"stream": stream}, headers=key(live))
+    answer = await http.post(f"/{api}", json=ASK[api] | {"stream": stream}, headers=key(active))
     assert answer.status_code == 502
     assert "is the most that the gateway reads" in reason(api, answer)
-    assert await rows(bench, live) == []
-    assert len(bench.model.requests) == len(live.failures) == 1
+    assert await rows(bench, active) == []
+    assert len(bench.model.requests) == len(active.failures) == 1
 
 
 async def test_a_stream_of_too_many_events(
-    bench: Any, live: Any, http: Any, monkeypatch: pytest.MonkeyPatch
+    bench: Any, active: Any, http: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The agent has read some of it by then: the connection is cut."""
     monkeypatch.setattr(upstream, "LARGEST_STREAM", 2**17)
     bench.model.answer = lambda body: {"role": "assistant", "content": "x" * 1000}
     body = ASK["chat/completions"] | {"stream": True}
     with pytest.raises(httpx.RemoteProtocolError):
-        await http.post("/chat/completions", json=body, headers=key(live))
-    (message,) = live.failures.values()
+        await http.post("/chat/completions", json=body, headers=key(active))
+    (message,) = active.failures.values()
     assert "more than 131072 bytes" in message
 
 
 @APIS
-async def test_an_upstream_without_the_route(bench: Any, live: Any, http: Any, api: str) -> None:
+async def test_an_upstream_without_the_route(bench: Any, active: Any, http: Any, api: str) -> None:
     bench.model.then(missing)
-    answer = await http.post(f"/{api}", json=ASK[api], headers=key(live))
+    answer = await http.post(f"/{api}", json=ASK[api], headers=key(active))
     assert answer.status_code == 404
     assert "nothing here" in reason(api, answer)
 
 
 @APIS
-async def test_an_upstream_that_hangs(bench: Any, live: Any, http: Any, api: str) -> None:
+async def test_an_upstream_that_hangs(bench: Any, active: Any, http: Any, api: str) -> None:
     left = asyncio.Event()
 
     async def hang(request: web.Request, body: Any) -> None:
@@ -267,33 +267,35 @@ async def test_an_upstream_that_hangs(bench: Any, live: Any, http: Any, api: str
             left.set()
 
     bench.model.then(hang)
-    live.deadline += 0.2 - live.left
-    answer = await http.post(f"/{api}", json=ASK[api], headers=key(live))
+    active.deadline += 0.2 - active.left
+    answer = await http.post(f"/{api}", json=ASK[api], headers=key(active))
     assert answer.status_code == 504
     assert "ran out of time" in reason(api, answer)
     await asyncio.wait_for(left.wait(), 10)
-    assert await rows(bench, live) == []
+    assert await rows(bench, active) == []
 
 
 @pytest.mark.parametrize("api", ["chat/completions", "responses", "messages"])
 @pytest.mark.parametrize("trouble", [stream, html])
 async def test_a_stream_that_breaks_never_looks_complete(
-    bench: Any, live: Any, http: Any, api: str, trouble: Any, monkeypatch: pytest.MonkeyPatch
+    bench: Any, active: Any, http: Any, api: str, trouble: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upstream, "TRIES", 1)
+    monkeypatch.setattr(upstream, "MAX_TRIES", 1)
     bench.model.then(trouble)
-    ask = http.post(f"/{api}", json=ASK[api] | {"stream": True}, headers=key(live))
+    ask = http.post(f"/{api}", json=ASK[api] | {"stream": True}, headers=key(active))
     if trouble is html:
         assert "text/html when it was asked for a stream" in reason(api, await ask)
     else:
         with pytest.raises(httpx.RemoteProtocolError):
             await ask
-    assert await rows(bench, live) == []
-    assert len(live.failures) == 1
+    assert await rows(bench, active) == []
+    assert len(active.failures) == 1
 
 
 @pytest.mark.parametrize("api", ["chat/completions", "responses", "messages"])
-async def test_an_agent_that_leaves_mid_stream(bench: Any, live: Any, http: Any, api: str) -> None:
+async def test_an_agent_that_leaves_mid_stream(
+    bench: Any, active: Any, http: Any, api: str
+) -> None:
     left = asyncio.Event()
 
     async def endless(request: web.Request, body: Any) -> web.StreamResponse:
@@ -309,34 +311,36 @@ async def test_an_agent_that_leaves_mid_stream(bench: Any, live: Any, http: Any,
 
     bench.model.then(endless)
     body = ASK[api] | {"stream": True}
-    async with http.stream("POST", f"/{api}", json=body, headers=key(live)) as answer:
+    async with http.stream("POST", f"/{api}", json=body, headers=key(active)) as answer:
         assert answer.status_code == 200
         await anext(answer.aiter_raw())
     await asyncio.wait_for(left.wait(), 10)
-    await asyncio.wait_for(asyncio.wrap_future(bench.gateway.unregister(live)), 10)
-    (row,) = await rows(bench, live)
+    await asyncio.wait_for(asyncio.wrap_future(bench.gateway.unregister(active)), 10)
+    (row,) = await rows(bench, active)
     assert (row.finish, row.exact) == ("cut", False)
     assert set(row.answer["content"]) == {"a"}
 
 
 @pytest.mark.parametrize("api", ["chat/completions", "responses", "messages"])
 async def test_trouble_before_the_first_byte_is_repeated_for_streams_too(
-    bench: Any, live: Any, http: Any, api: str
+    bench: Any, active: Any, http: Any, api: str
 ) -> None:
     async def busy(request: web.Request, body: Any) -> web.Response:
         return web.json_response({"error": {"message": "busy"}}, status=503)
 
     bench.model.then(busy, reset, html)
     body = ASK[api] | {"stream": True}
-    answer = await http.post(f"/{api}", json=body, headers=key(live))
+    answer = await http.post(f"/{api}", json=body, headers=key(active))
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert len(bench.model.requests) == 4
-    assert len(await rows(bench, live)) == 1
-    assert live.failures == {}
+    assert len(await rows(bench, active)) == 1
+    assert active.failures == {}
 
 
-async def test_an_agent_too_slow_to_read_holds_up_nobody(bench: Any, live: Any, http: Any) -> None:
+async def test_an_agent_too_slow_to_read_holds_up_nobody(
+    bench: Any, active: Any, http: Any
+) -> None:
     """A client that stops reading is stopped by its deadline, with its connections."""
     sent = asyncio.Event()
 
@@ -352,8 +356,8 @@ async def test_an_agent_too_slow_to_read_holds_up_nobody(bench: Any, live: Any, 
             sent.set()
 
     bench.model.then(flood)
-    live.deadline += 0.5 - live.left
+    active.deadline += 0.5 - active.left
     body = ASK["chat/completions"] | {"stream": True}
-    async with http.stream("POST", "/chat/completions", json=body, headers=key(live)) as answer:
+    async with http.stream("POST", "/chat/completions", json=body, headers=key(active)) as answer:
         assert answer.status_code == 200
         await asyncio.wait_for(sent.wait(), 10)

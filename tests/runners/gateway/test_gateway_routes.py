@@ -52,31 +52,31 @@ async def gateway(
 
 
 @pytest.fixture
-async def live(bench: Any, gateway: Gateway) -> Any:
+async def active(bench: Any, gateway: Gateway) -> Any:
     return gateway.register(await bench.attempt())
 
 
 async def ask(
-    gateway: Gateway, live: Any, role: str = "", model: str = "m", inside: str = "", **extra: Any
+    gateway: Gateway, active: Any, role: str = "", model: str = "m", inside: str = "", **extra: Any
 ) -> httpx.Response:
     base = gateway.base_url.removesuffix("/v1")
-    url = f"{base}/a/{live.id}{role and '/' + role}/v1/chat/completions"
+    url = f"{base}/a/{active.id}{role and '/' + role}/v1/chat/completions"
     async with httpx.AsyncClient(timeout=20) as http:
         body = {"model": model, "messages": MESSAGES} | extra
-        headers = {"traceparent": f"00-{live.id}-{'1' * 16}-01"}
+        headers = {"traceparent": f"00-{active.id}-{'1' * 16}-01"}
         headers |= {"baggage": f"{NAMES}={quote(inside)}"} if inside else {}
         return await http.post(url, json=body, headers=headers)
 
 
-async def rows(bench: Any, live: Any) -> list[Any]:
-    return list((await bench.store.trace(live.attempt.rollout.id)).transitions)
+async def rows(bench: Any, active: Any) -> list[Any]:
+    return list((await bench.store.trace(active.attempt.rollout.id)).transitions)
 
 
 @pytest.mark.parametrize(("role", "name"), [("critic", "m"), ("", "judge")])
 async def test_a_frozen_endpoint_by_role_or_name(
-    bench: Any, gateway: Gateway, judge: Any, live: Any, role: str, name: str
+    bench: Any, gateway: Gateway, judge: Any, active: Any, role: str, name: str
 ) -> None:
-    answer = await ask(gateway, live, role, name, stop=["x"])
+    answer = await ask(gateway, active, role, name, stop=["x"])
     assert answer.status_code == 200
     assert answer.json()["model"] == name
     sent, headers = judge.requests[0], judge.headers[0]
@@ -86,7 +86,7 @@ async def test_a_frozen_endpoint_by_role_or_name(
     assert headers["authorization"] == f"Bearer {SECRET}"
     assert "traceparent" not in headers
     assert SECRET not in str(answer.headers) + answer.text
-    (row,) = await rows(bench, live)
+    (row,) = await rows(bench, active)
     assert (row.policy, row.version, row.exact) == ("judge", None, False)
     assert row.role == (role or "agent")
     assert bench.model.requests == []
@@ -94,10 +94,10 @@ async def test_a_frozen_endpoint_by_role_or_name(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_one_text_for_every_call(
-    bench: Any, gateway: Gateway, live: Any, stream: bool
+    bench: Any, gateway: Gateway, active: Any, stream: bool
 ) -> None:
     base = gateway.base_url.removesuffix("/v1")
-    async with openai.AsyncOpenAI(base_url=f"{base}/a/{live.id}/guest/v1", api_key="x") as client:
+    async with openai.AsyncOpenAI(base_url=f"{base}/a/{active.id}/guest/v1", api_key="x") as client:
         if stream:
             chunks = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
             said = "".join([c.choices[0].delta.content or "" async for c in chunks if c.choices])
@@ -107,7 +107,7 @@ async def test_one_text_for_every_call(
             assert other == said
     assert said == "no comment"
     assert bench.model.requests == []
-    made = await rows(bench, live)
+    made = await rows(bench, active)
     assert len(made) == (1 if stream else 2)
     for row in made:
         assert (row.policy, row.version, row.role, row.exact) == ("mute", None, "guest", False)
@@ -115,8 +115,8 @@ async def test_one_text_for_every_call(
         assert (row.messages, row.finish, row.repeats) == (MESSAGES, "stop", None)
 
 
-async def test_a_text_is_no_embedding(bench: Any, gateway: Gateway, live: Any) -> None:
-    url = f"{gateway.base_url.removesuffix('/v1')}/a/{live.id}/guest/v1/embeddings"
+async def test_a_text_is_no_embedding(bench: Any, gateway: Gateway, active: Any) -> None:
+    url = f"{gateway.base_url.removesuffix('/v1')}/a/{active.id}/guest/v1/embeddings"
     async with httpx.AsyncClient(timeout=20) as http:
         answer = await http.post(url, json={"model": "m", "input": "x"})
     assert answer.status_code == 502
@@ -124,16 +124,16 @@ async def test_a_text_is_no_embedding(bench: Any, gateway: Gateway, live: Any) -
 
 
 async def test_the_other_roles_are_the_policys(
-    bench: Any, gateway: Gateway, judge: Any, live: Any
+    bench: Any, gateway: Gateway, judge: Any, active: Any
 ) -> None:
-    await ask(gateway, live, "me", "judge")  # the role decides before the name
-    await ask(gateway, live, "solver")
-    assert [row.policy for row in await rows(bench, live)] == ["policy", "policy"]
+    await ask(gateway, active, "me", "judge")  # the role decides before the name
+    await ask(gateway, active, "solver")
+    assert [row.policy for row in await rows(bench, active)] == ["policy", "policy"]
     assert judge.requests == []
 
 
 async def test_a_server_that_refuses_our_additions_is_asked_without(
-    bench: Any, gateway: Gateway, judge: Any, live: Any
+    bench: Any, gateway: Gateway, judge: Any, active: Any
 ) -> None:
     async def strict(request: web.Request, body: Any) -> web.Response | None:
         if "return_token_ids" not in body:
@@ -143,11 +143,11 @@ async def test_a_server_that_refuses_our_additions_is_asked_without(
 
     judge.then(*[strict] * 10)
     for _ in range(2):
-        answer = await ask(gateway, live, "critic", temperature=0.25)
+        answer = await ask(gateway, active, "critic", temperature=0.25)
         assert answer.json()["choices"][0]["message"]["content"] == "echo hello"
     assert len(judge.requests) == 3  # it is remembered
     assert judge.requests[2] == {"model": "big", "messages": MESSAGES, "temperature": 0.25}
-    found = await rows(bench, live)
+    found = await rows(bench, active)
     assert [row.exact for row in found] == [False, False]
     assert found[0].sampling.temperature == 0.25
 
@@ -159,58 +159,58 @@ async def strict_once(request: web.Request, body: Any) -> web.Response | None:
 
 
 async def test_one_refusal_of_a_policy_does_not_end_its_capture(
-    bench: Any, gateway: Gateway, live: Any
+    bench: Any, gateway: Gateway, active: Any
 ) -> None:
     bench.model.then(strict_once, strict_once)
     for _ in range(2):
-        assert (await ask(gateway, live)).status_code == 200
-    assert [row.exact for row in await rows(bench, live)] == [False, True]
+        assert (await ask(gateway, active)).status_code == 200
+    assert [row.exact for row in await rows(bench, active)] == [False, True]
 
 
 async def test_a_refusal_of_a_frozen_endpoint_is_forgotten(
-    bench: Any, gateway: Gateway, judge: Any, live: Any, monkeypatch: pytest.MonkeyPatch
+    bench: Any, gateway: Gateway, judge: Any, active: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judge.knows_tokens = True
     judge.then(strict_once, strict_once)
-    await ask(gateway, live, "critic")
-    await ask(gateway, live, "critic")
-    monkeypatch.setattr("agentrl.runners.gateway.upstream.FORGET", 0.0)
-    await ask(gateway, live, "critic")
-    assert [row.exact for row in await rows(bench, live)] == [False, False, True]
+    await ask(gateway, active, "critic")
+    await ask(gateway, active, "critic")
+    monkeypatch.setattr("agentrl.runners.gateway.upstream.RECHECK_AFTER", 0.0)
+    await ask(gateway, active, "critic")
+    assert [row.exact for row in await rows(bench, active)] == [False, False, True]
 
 
 async def test_a_server_that_gave_ids_is_not_asked_twice(
-    bench: Any, gateway: Gateway, live: Any
+    bench: Any, gateway: Gateway, active: Any
 ) -> None:
     async def refuse(request: web.Request, body: Any) -> web.Response:
         return web.json_response({"error": {"message": "too long"}}, status=400)
 
-    assert (await ask(gateway, live)).status_code == 200
+    assert (await ask(gateway, active)).status_code == 200
     bench.model.then(refuse)
-    assert (await ask(gateway, live)).status_code == 400
-    assert (await ask(gateway, live)).status_code == 200
+    assert (await ask(gateway, active)).status_code == 400
+    assert (await ask(gateway, active)).status_code == 200
     assert len(bench.model.requests) == 3
-    assert all(row.exact for row in await rows(bench, live))
+    assert all(row.exact for row in await rows(bench, active))
 
 
 @pytest.mark.parametrize("code", [401, 403, 307])
 async def test_a_refused_key_is_not_the_agents_fault(
-    bench: Any, gateway: Gateway, judge: Any, live: Any, code: int
+    bench: Any, gateway: Gateway, judge: Any, active: Any, code: int
 ) -> None:
     async def refuse(request: web.Request, body: Any) -> web.Response:
         error = {"message": f"Incorrect API key: {SECRET}"}
         return web.json_response({"error": error}, status=code, headers={"location": "/"})
 
     judge.then(refuse)
-    answer = await ask(gateway, live, "critic")
+    answer = await ask(gateway, active, "critic")
     assert answer.status_code == 502
     assert "correct its base_url or its API key" in answer.json()["error"]["message"]
     assert SECRET not in answer.text
-    assert SECRET not in str(live.failures)
-    assert len(judge.requests) == len(live.failures) == 1
+    assert SECRET not in str(active.failures)
+    assert len(judge.requests) == len(active.failures) == 1
 
 
-async def test_pause_drain_resume(bench: Any, gateway: Gateway, judge: Any, live: Any) -> None:
+async def test_pause_drain_resume(bench: Any, gateway: Gateway, judge: Any, active: Any) -> None:
     entered, release = asyncio.Event(), asyncio.Event()
 
     async def wait(request: web.Request, body: Any) -> None:
@@ -218,12 +218,12 @@ async def test_pause_drain_resume(bench: Any, gateway: Gateway, judge: Any, live
         await release.wait()
 
     bench.model.then(wait)
-    before = asyncio.create_task(ask(gateway, live))
+    before = asyncio.create_task(ask(gateway, active))
     await entered.wait()
     gateway.pause()
     draining = asyncio.create_task(gateway.drain())
-    held = asyncio.create_task(ask(gateway, live))
-    assert (await ask(gateway, live, "critic")).status_code == 200  # frozen: never held
+    held = asyncio.create_task(ask(gateway, active))
+    assert (await ask(gateway, active, "critic")).status_code == 200  # frozen: never held
     assert not draining.done()
     release.set()
     assert (await before).status_code == 200
@@ -232,13 +232,13 @@ async def test_pause_drain_resume(bench: Any, gateway: Gateway, judge: Any, live
     assert not held.done()
     gateway.resume()
     assert (await held).status_code == 200
-    assert live.failures == {}
+    assert active.failures == {}
 
 
 async def test_a_policy_published_without_an_address_is_held(
-    bench: Any, gateway: Gateway, live: Any
+    bench: Any, gateway: Gateway, active: Any
 ) -> None:
-    await ask(gateway, live)
+    await ask(gateway, active)
 
     async def settled(held: bool) -> None:
         while (gateway.router.find("m", "agent") is None) is not held:
@@ -248,7 +248,7 @@ async def test_a_policy_published_without_an_address_is_held(
     updating = PolicyVersion(run="test", policy="policy", version=4, base_url="", model="tiny")
     await bench.store.publish(updating)
     await asyncio.wait_for(settled(True), 10)
-    held = asyncio.create_task(ask(gateway, live))
+    held = asyncio.create_task(ask(gateway, active))
     late = gateway.register(await bench.attempt(timeout=0.3))
     out_of_time = await ask(gateway, late)
     assert out_of_time.status_code == 504
@@ -261,7 +261,7 @@ async def test_a_policy_published_without_an_address_is_held(
 
 
 async def test_embeddings_pass_through_unrecorded(
-    bench: Any, gateway: Gateway, judge: Any, live: Any
+    bench: Any, gateway: Gateway, judge: Any, active: Any
 ) -> None:
     seen = []
 
@@ -279,7 +279,7 @@ async def test_embeddings_pass_through_unrecorded(
         await bench.store.publish(
             PolicyVersion(run="test", policy="embedder", version=0, base_url=base_url, model="e5")
         )
-        headers = {"authorization": f"Bearer {live.id}"}
+        headers = {"authorization": f"Bearer {active.id}"}
         async with httpx.AsyncClient(base_url=gateway.base_url) as http:
             while gateway.router.policies.get("embedder") is None:
                 await bench.store.wait(await bench.store.cursor(), timeout=0.05)
@@ -289,7 +289,7 @@ async def test_embeddings_pass_through_unrecorded(
         assert answer.content == b'{ "data": [1.50] }'
         assert seen == [{"model": "e5", "input": ["x"]}]
         assert nobody.status_code == 401
-        assert await rows(bench, live) == []
+        assert await rows(bench, active) == []
     finally:
         await runner.cleanup()
 
@@ -336,11 +336,11 @@ async def test_seats_come_before_the_run_file_and_the_models_name(
     bench: Any, gateway: Gateway, judge: Any, snapshot: Any
 ) -> None:
     seats = {"critic": "policy@2", "guest": "policy", "me": "judge", "agent": "policy@2"}
-    live = gateway.register(await bench.attempt(seats=seats))
+    active = gateway.register(await bench.attempt(seats=seats))
     for role, model in (("critic", "m"), ("guest", "policy@2"), ("me", "policy"), ("", "judge")):
-        assert (await ask(gateway, live, role, model)).status_code == 200
+        assert (await ask(gateway, active, role, model)).status_code == 200
     assert (len(snapshot.requests), len(bench.model.requests), len(judge.requests)) == (2, 1, 1)
-    found = [(row.role, row.policy, row.version) for row in await rows(bench, live)]
+    found = [(row.role, row.policy, row.version) for row in await rows(bench, active)]
     assert found == [
         ("critic", "policy@2", 2),
         ("guest", "policy", 7),
@@ -353,23 +353,23 @@ async def test_seats_come_before_the_run_file_and_the_models_name(
 
 
 async def test_a_seat_makes_its_role_known(bench: Any, gateway: Gateway, snapshot: Any) -> None:
-    live = gateway.register(await bench.attempt(seats={"opponent": "policy@2", "mute": "nobody"}))
-    await ask(gateway, live, model="opponent")
+    active = gateway.register(await bench.attempt(seats={"opponent": "policy@2", "mute": "nobody"}))
+    await ask(gateway, active, model="opponent")
     plain = gateway.register(await bench.attempt())
     await ask(gateway, plain, model="opponent")
-    found = [(row.role, row.policy) for one in (live, plain) for row in await rows(bench, one)]
+    found = [(row.role, row.policy) for one in (active, plain) for row in await rows(bench, one)]
     assert found == [("opponent", "policy@2"), ("agent", "policy")]
 
 
 async def test_a_seat_that_nobody_serves_is_named_and_waited_for(
     bench: Any, gateway: Gateway, model: Any
 ) -> None:
-    live = gateway.register(await bench.attempt(seats={"opponent": "policy@9"}))
-    held = asyncio.create_task(ask(gateway, live, "opponent"))
+    active = gateway.register(await bench.attempt(seats={"opponent": "policy@9"}))
+    held = asyncio.create_task(ask(gateway, active, "opponent"))
     async with asyncio.timeout(20):
-        while not live.failures:  # what the attempt fails of, should its time be up now
+        while not active.failures:  # what the attempt fails of, should its time be up now
             await bench.store.wait(await bench.store.cursor(), timeout=0.05)
-    assert live.failures == {
+    assert active.failures == {
         0: "nobody serves the policy 'policy@9', which plays the role 'opponent' here"
     }
     late = PolicyVersion(
@@ -377,8 +377,8 @@ async def test_a_seat_that_nobody_serves_is_named_and_waited_for(
     )
     await bench.store.publish(late)
     assert (await held).status_code == 200
-    assert live.failures == {}
-    assert [row.policy for row in await rows(bench, live)] == ["policy@9"]
+    assert active.failures == {}
+    assert [row.policy for row in await rows(bench, active)] == ["policy@9"]
 
 
 async def test_a_verifier_plays_no_role(bench: Any, gateway: Gateway, judge: Any) -> None:
@@ -414,7 +414,7 @@ async def test_a_verifier_asks_a_judge_unrecorded(
     assert judge.requests == [{"model": "big", "messages": MESSAGES}]
     assert "traceparent" not in judge.headers[0]
     assert len((await bench.store.trace(rollout.id)).transitions) == open
-    assert gateway.attempts.live() == []
+    assert gateway.attempts.active() == []
 
 
 async def test_a_verifier_cannot_ask_what_is_trained(bench: Any, gateway: Gateway) -> None:
@@ -443,28 +443,28 @@ async def team(bench: Any) -> AsyncIterator[Gateway]:
 
 
 async def test_roles_and_names_find_their_policy(bench: Any, team: Gateway) -> None:
-    live = team.register(await bench.attempt())
+    active = team.register(await bench.attempt())
     for role, model in (("critic", "gpt-4o"), ("planner", "solver"), ("", "solver")):
-        assert (await ask(team, live, role, model)).status_code == 200
-    assert [row.policy for row in await rows(bench, live)] == ["solver", "planner", "solver"]
+        assert (await ask(team, active, role, model)).status_code == 200
+    assert [row.policy for row in await rows(bench, active)] == ["solver", "planner", "solver"]
     assert [body["model"] for body in bench.model.requests] == ["solver", "planner", "solver"]
-    assert live.failures == {}
+    assert active.failures == {}
 
 
 async def test_a_role_that_no_policy_plays_is_refused_and_counted(
     bench: Any, team: Gateway
 ) -> None:
-    live = team.register(await bench.attempt())
-    refused = await ask(team, live, "referee", "gpt-4o")
+    active = team.register(await bench.attempt())
+    refused = await ask(team, active, "referee", "gpt-4o")
     assert refused.status_code == 404
     sentence = refused.json()["error"]["message"]
     assert "no policy plays the role 'referee', which asks for the model 'gpt-4o'" in sentence
     assert "'critic' by 'solver', 'planner' by 'planner'" in sentence
-    inside = await ask(team, live, "", "gpt-5", inside="model,judging")
+    inside = await ask(team, active, "", "gpt-5", inside="model,judging")
     said = inside.json()["error"]["message"]
     assert "the role 'agent', inside of 'model', 'judging', which asks" in said
-    assert list(live.failures.values()) == [sentence, said]
-    assert await rows(bench, live) == []
+    assert list(active.failures.values()) == [sentence, said]
+    assert await rows(bench, active) == []
 
 
 async def test_a_run_without_a_policy_waits_for_none(bench: Any) -> None:
@@ -474,17 +474,17 @@ async def test_a_run_without_a_policy_waits_for_none(bench: Any) -> None:
     gateway = Gateway(bench.store, "alone", upstreams=upstreams, roles=roles, remote=True)
     gateway.start()
     try:
-        live = gateway.register(await bench.attempt())
-        assert (await ask(gateway, live, "critic", "gpt-4o")).status_code == 200
-        assert (await ask(gateway, live, "", "far")).status_code == 200
-        refused = await ask(gateway, live, "planner", "gpt-4o")
+        active = gateway.register(await bench.attempt())
+        assert (await ask(gateway, active, "critic", "gpt-4o")).status_code == 200
+        assert (await ask(gateway, active, "", "far")).status_code == 200
+        refused = await ask(gateway, active, "planner", "gpt-4o")
     finally:
         await asyncio.to_thread(gateway.close)
     assert refused.status_code == 404
     sentence = refused.json()["error"]["message"]
     assert "no endpoint plays the role 'planner', which asks for the model 'gpt-4o'" in sentence
     assert "map it to one of 'far' in [roles], or set policy.model" in sentence
-    assert list(live.failures.values()) == [sentence]
+    assert list(active.failures.values()) == [sentence]
 
 
 async def test_what_no_role_says_is_for_the_policy_and_not_for_its_snapshots(bench: Any) -> None:

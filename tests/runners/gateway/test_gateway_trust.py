@@ -121,12 +121,12 @@ async def test_beyond_loopback_only_keys_count(bench: Any, http: httpx.AsyncClie
     try:
         assert wide.base_url == f"http://127.0.0.1:{wide.port}/v1"
         attempt = await bench.attempt()
-        live = wide.register(attempt)  # open, and still not reachable without its key
+        active = wide.register(attempt)  # open, and still not reachable without its key
         url = f"{wide.base_url}/chat/completions"
-        for headers in (bearer(live.id), parent(live.id), {}):
+        for headers in (bearer(active.id), parent(active.id), {}):
             assert (await http.post(url, json=BODY, headers=headers)).status_code == 401
             assert (await http.get(f"{wide.base_url}/models", headers=headers)).status_code == 401
-        assert (await http.post(url, json=BODY, headers=bearer(live.key))).status_code == 200
+        assert (await http.post(url, json=BODY, headers=bearer(active.key))).status_code == 200
     finally:
         wide.close()
 
@@ -162,13 +162,13 @@ async def test_spans_are_taken_for_the_own_attempt_only(
 async def test_rejected_spans_are_counted(sealed: Any, other: Any, http: Any) -> None:
     spans = [
         {
-            "traceId": live.id,
+            "traceId": active.id,
             "spanId": SPAN,
             "name": "s",
             "startTimeUnixNano": "1",
             "endTimeUnixNano": "2",
         }
-        for live in (sealed, other)
+        for active in (sealed, other)
     ]
     body = {"resourceSpans": [{"scopeSpans": [{"spans": spans}]}]}
     answer = await http.post("/v1/traces", json=body, headers=bearer(sealed.key))

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import pytest
 
 from agentrl.runners.dialects.openai import CHAT
-from agentrl.runners.gateway.capture import Call
-from agentrl.runners.gateway.replay import Recording, repeating
+from agentrl.runners.gateway.capture import ModelRequest
+from agentrl.runners.gateway.replay import Recording, recorded_calls
 from agentrl.team_rewards import difference
 from agentrl.types import Branch, Transition, float32, int32
 
@@ -74,7 +74,7 @@ def played(dice: Dice, recording: Recording) -> Play:
 
     def ask(role: str, question: str) -> bool:
         messages = [{"role": "user", "content": question}]
-        call = Call(CHAT, {}, None, len(record), "m", False, False, False, messages, [])
+        call = ModelRequest(CHAT, {}, None, len(record), "m", False, False, False, messages, [])
         rows = recording.take(call, role)
         if rows:
             said = (rows[0].answer or {})["content"]
@@ -111,7 +111,7 @@ def test_the_difference_has_the_gradient_of_the_outcome() -> None:
             branch = Branch(rollout="r", calls=len(source.record), without=sorted(without))
             mean = 0.0
             for other in paths():
-                reward = played(other, repeating(source.record, branch)).reward
+                reward = played(other, recorded_calls(source.record, branch)).reward
                 mean += other.probability * reward
             return mean
 

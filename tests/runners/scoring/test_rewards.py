@@ -13,7 +13,7 @@ from opentelemetry import trace as otel
 
 import agentrl
 from agentrl import Reward, Scope, Trace
-from agentrl.runners.scoring.rewards import settle
+from agentrl.runners.scoring.rewards import resolve_targets
 from agentrl.runners.scoring.verifiers import VerifierError
 from agentrl.runners.tracing import core as tracing
 from agentrl.types import (
@@ -158,7 +158,7 @@ def test_a_reward_about_a_call_that_was_never_stored_is_dropped(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     row = Reward(value=1.0, scope=Scope.TRANSITION, target="call:0123456789abcdef")
-    assert settle([row], None, []) == []
+    assert resolve_targets([row], None, []) == []
     assert "failed" in caplog.text
 
 
@@ -211,7 +211,7 @@ def test_spans_of_the_users_own_between_call_and_request_are_skipped() -> None:
     rollout = factories.rollout(task=TASK, state=RolloutState.RUNNING, attempt=attempt)
     trace = Trace(rollout=rollout, attempt=attempt, transitions=[made], spans=[])
     row = Reward(value=1.0, scope=Scope.TRANSITION, target=f"call:{outer}")
-    assert [found.target for found in settle([row], trace, [span])] == [made.id]
+    assert [found.target for found in resolve_targets([row], trace, [span])] == [made.id]
 
 
 async def test_a_span_that_the_agent_opens_is_around_its_calls(bench: Any) -> None:
@@ -232,4 +232,4 @@ async def test_a_span_that_the_agent_opens_is_around_its_calls(bench: Any) -> No
 
 def test_settling_names_what_there_is() -> None:
     with pytest.raises(VerifierError, match="none: the attempt made no model call"):
-        settle([Reward(value=1.0, scope=Scope.ROLE, target="critic")], None, [])
+        resolve_targets([Reward(value=1.0, scope=Scope.ROLE, target="critic")], None, [])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentrl.errors import AgentError
-from agentrl.runners.scoring.verifiers import Verifier, VerifierError, rewards
+from agentrl.errors import AgentError, ConfigError
+from agentrl.runners.scoring.verifiers import Verifier, VerifierError, as_rewards, load
 from agentrl.types import Reward, Scope
 
 
@@ -39,15 +40,15 @@ def test_trace_is_made_only_for_those_who_want_it() -> None:
 
 
 def test_named_rewards() -> None:
-    found = rewards({"outcome": True, "format": 0.5})
+    found = as_rewards({"outcome": True, "format": 0.5})
     assert found == [Reward(value=1.0), Reward(name="format", value=0.5)]
 
 
 def test_rows_are_taken_as_they_are() -> None:
     step = Reward(value=1, name="step", scope=Scope.TRANSITION, target="t")
-    assert rewards(step) == [step]
-    assert rewards([step, Reward(value=True)]) == [step, Reward(value=1.0)]
-    assert rewards((Reward(value=2, scope="role", target="critic"),)) == [  # type: ignore[arg-type]
+    assert as_rewards(step) == [step]
+    assert as_rewards([step, Reward(value=True)]) == [step, Reward(value=1.0)]
+    assert as_rewards((Reward(value=2, scope="role", target="critic"),)) == [  # type: ignore[arg-type]
         Reward(value=2.0, scope=Scope.ROLE, target="critic")
     ]
 
@@ -69,10 +70,45 @@ WRONG_ROWS = [
 )
 def test_what_is_not_a_reward(value: Any) -> None:
     with pytest.raises(VerifierError, match="the verifier returned"):
-        rewards(value)
+        as_rewards(value)
 
 
 @pytest.mark.parametrize("function", [lambda task, answer: 1, lambda: 1, 17, lambda task, /: 1])
 def test_what_is_not_a_verifier(function: Any) -> None:
     with pytest.raises(AgentError, match=r"the verifier (has the parameters|is a)"):
         Verifier(function)
+
+
+REWARDS = """
+def short(result):
+    return 1.0 / len(result)
+
+async def steps(trace):
+    return {"calls": len(trace.transitions)}
+"""
+
+
+async def test_further_rewards_have_the_names_of_the_run_file(tmp_path: Path) -> None:
+    (tmp_path / "further_rewards.py").write_text(REWARDS)
+    sources = {"brevity": "further_rewards.py:short"}
+    verifier = load(lambda task: task["answer"] == "x", sources, tmp_path)
+    assert not verifier.wants_trace
+    assert await verifier(task={"answer": "x"}, result="four", trace=None) == [
+        Reward(value=1.0),
+        Reward(name="brevity", value=0.25),
+    ]
+    assert load("", {"steps": "further_rewards.py:steps"}, tmp_path).wants_trace
+
+
+@pytest.mark.parametrize(
+    ("path", "sources", "message"),
+    [
+        ("", {}, "verifier.path is missing"),
+        (len, {"outcome": "x.py:y"}, "which gives the outcome"),
+        (len, {"brevity": "missing.py:short"}, "verifier.rewards.brevity = 'missing.py:short'"),
+        (len, {"brevity": "brevity"}, "verifier.rewards.brevity = 'brevity'"),
+    ],
+)
+def test_rewards_that_cannot_be_loaded(path: Any, sources: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(path, sources, Path())

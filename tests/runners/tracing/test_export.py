@@ -195,7 +195,7 @@ async def test_openinference_spans_are_not_doubled(
         await bench.run(agent, {"input": "x"})
     finally:
         instrumentation.LangChainInstrumentor().uninstrument()
-        steps.leave_to(None)
+        steps.set_recorder(None)
     await export.send(bench.store.url, "test", [], receiver.url, {})
     calls = [row for row in tree(receiver.spans) if row[1] == "LLM"]
     assert calls == [("ChatOpenAI", "LLM", "model")] * 2

@@ -96,7 +96,7 @@ async def test_openinference_records_the_rest_on_request(bench: Any, build: Any)
         (rollout,) = await bench.run(agent, {"input": "x"})
     finally:
         instrumentation.LangChainInstrumentor().uninstrument()
-        steps.leave_to(None)
+        steps.set_recorder(None)
     trace = await bench.store.trace(rollout.id)
     kinds = [span.kind for span in trace.spans]
     assert {"agent", "chain", "tool", "llm"} <= set(kinds)

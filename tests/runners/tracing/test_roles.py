@@ -15,7 +15,7 @@ import pytest
 from opentelemetry import baggage
 
 import agentrl
-from agentrl.runners.gateway.attribution import Attempts
+from agentrl.runners.gateway.attribution import AttemptRegistry
 from agentrl.runners.tracing import roles
 from agentrl.types import Attempt, NewRollout
 
@@ -69,7 +69,7 @@ def test_names_survive_the_header() -> None:
     joined = ",".join(quote(name, safe="") for name in odd)
     headers = {"authorization": f"Bearer {ATTEMPT.id}"}
     for name in odd:
-        attempts = Attempts(roles=[name])
+        attempts = AttemptRegistry(roles=[name])
         attempts.register(ATTEMPT)
         item = f"x=1,{roles.NAMES}={quote(joined, safe='')}"
         assert attempts.caller(headers | {"baggage": item}, {}).role == name

@@ -1,15 +1,15 @@
-"""Starts what runs an agent, watches it, and leaves nothing of it behind.
+"""Starts the process of an agent, watches it, and kills everything that it started.
 
-The runner starts one *template*, a small process with a single thread. For each sandbox it sends
-it a few file descriptors, and the template forks a *keeper*, which starts the payload in a session
-of its own, as its child. Linux only.
+The runner starts one *template*, a small process with a single thread. For each process it sends
+the template a few file descriptors; the template forks a *supervisor*, which starts the payload in
+a session of its own, as its child. Linux only.
 
-Always true: a keeper is the subreaper of its payload, so that whatever the payload starts, however
-it detaches itself, is a descendant of the keeper alone; the keeper's *line* to the runner is open
-while both live. When the payload ends, or the line does (the runner said so, or was killed), the
-keeper kills every descendant, and only then reports and exits.
+Always true: a supervisor is the subreaper of its payload, so whatever the payload starts, however
+it detaches itself, stays a descendant of the supervisor. The connection between supervisor and
+runner is open while both are alive. When the payload ends, or the connection does (the runner said
+so, or was killed), the supervisor kills every descendant, and only then reports and exits.
 
-This module is imported by small processes: nothing but the standard library here.
+Small processes import this module: use nothing but the standard library here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CLEANUP_TIMEOUT = 10.0  # seconds for `after`
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Spec(TypedDict, total=False):
+class ProcessSpec(TypedDict, total=False):
     """What to run. Without `argv`, the template's own `serve`."""
 
     argv: list[str]
@@ -54,8 +54,8 @@ Serve = Callable[[int], int]
 
 
 def run_template(control: socket.socket, serve: Serve | None = None) -> None:
-    """Fork a keeper for each message, until the runner closes `control` or dies."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers report by their line
+    """Fork a supervisor for each message, until the runner closes `control` or dies."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors report by their connection
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
         message, fds, *_ = socket.recv_fds(control, 1, MOST_FDS, socket.MSG_CMSG_CLOEXEC)
@@ -95,7 +95,7 @@ def _keep(line_fd: int, fds: list[int], serve: Serve | None) -> None:
                 shutil.rmtree(spec["remove"], ignore_errors=True)
 
 
-def _receive(line: socket.socket) -> Spec | None:
+def _receive(line: socket.socket) -> ProcessSpec | None:
     """The spec, or None when the runner changed its mind."""
     with line.makefile("rb") as stream:
         header = stream.read(HEADER.size)
@@ -147,7 +147,7 @@ def _children() -> list[int]:
     return found
 
 
-def _clean_up(spec: Spec) -> None:
+def _clean_up(spec: ProcessSpec) -> None:
     """Nobody is left to tell when it fails."""
     if not spec.get("after"):
         return
@@ -163,7 +163,7 @@ def _clean_up(spec: Spec) -> None:
         )
 
 
-def _payload(spec: Spec, fds: list[int], serve: Serve | None) -> None:
+def _payload(spec: ProcessSpec, fds: list[int], serve: Serve | None) -> None:
     """Become the payload; never returns."""
     status = CANNOT_RUN
     try:
@@ -194,6 +194,6 @@ def _payload(spec: Spec, fds: list[int], serve: Serve | None) -> None:
 
 
 if __name__ == "__main__":
-    # A payload can neither read nor trace its keeper; it is an ordinary process again by its exec.
+    # No payload can read or trace its supervisor; `exec` makes the payload ordinary again.
     _libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     run_template(socket.socket(fileno=int(sys.argv[1])))
