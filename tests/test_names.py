@@ -22,12 +22,8 @@ DOCUMENTS = subprocess.run(
 ).stdout.split()
 IN_A_FOLDER = 20  # modules
 
-SEVERAL_CLASSES = {
-    "Answer", "Answers", "Batch", "Call", "Caller", "Checkpoint", "Choice", "Connection",
-    "Failure", "Game", "Gate", "Hindsight", "Kept", "Means", "Memory", "Moved", "Part", "Plan",
-    "Pool", "Record", "Result", "Row", "Scope", "Server", "Serving", "Settings", "Step", "Sum",
-}  # fmt: skip
-LONG_MODULES = {"agentrl/trainer.py", "algorithms/presets/rollouts.py"}
+SEVERAL_CLASSES = {"Checkpoint", "Game", "Record"}
+LONG_MODULES = {"agentrl/trainer.py"}
 
 
 def name(file: Path) -> str:
