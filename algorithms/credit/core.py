@@ -352,15 +352,6 @@ def was_truncated(batch: Batch) -> Tensor:
     return cut
 
 
-def has_outcome(batch: Batch) -> Tensor:
-    """bool [U]: whether the batch has a reward of the whole rollout, or of one of its roles."""
-    known = torch.zeros(len(batch.rollouts), dtype=torch.bool)
-    for name, x in batch.rewards.items():
-        if level_of(name) in ("rollout", "role"):
-            known |= ~x.isnan().reshape(len(batch.rollouts), -1).all(1)
-    return known
-
-
 def response_lengths(batch: Batch) -> Tensor:
     """Action tokens per rollout, float64 [U]."""
     return reduce_by(torch.ones(batch.n_tokens), batch.token_rollout, len(batch.rollouts))

@@ -18,7 +18,6 @@ from agentrl.algorithms.credit.core import (
     Column,
     Credit,
     CriticValues,
-    has_outcome,
     level_of,
     rewards,
     was_truncated,
@@ -189,6 +188,15 @@ class TurnDiscount:
 
     def __call__(self, batch: Batch) -> Tensor:
         return self.credit(batch) * turn_discounts(batch, self.gamma)[batch.token_transition]
+
+
+def has_outcome(batch: Batch) -> Tensor:
+    """bool [U]: whether the batch has a reward of the whole rollout, or of one of its roles."""
+    known = torch.zeros(len(batch.rollouts), dtype=torch.bool)
+    for name, x in batch.rewards.items():
+        if level_of(name) in ("rollout", "role"):
+            known |= ~x.isnan().reshape(len(batch.rollouts), -1).all(1)
+    return known
 
 
 def is_first_token(batch: Batch) -> Tensor:

@@ -43,11 +43,7 @@ def mis(algo: Algo, *, mis_cap: Cap = 3.0) -> Algo:
 
 @modifier("seq-mask-tis")
 def seq_mask_tis(
-    algo: Algo,
-    *,
-    seq_mask_low: Num = 0.99,
-    seq_mask_high: Cap = 1.01,
-    seq_mask_cap: Cap = 2.0,
+    algo: Algo, *, seq_mask_low: Num = 0.99, seq_mask_high: Cap = 1.01, seq_mask_cap: Cap = 2.0
 ) -> Algo:
     """TIS within rows whose geometric mean weight is near 1. OpenRLHF `seq-mask-tis`."""
     mask = Gate(InRange(seq_mask_low, seq_mask_high), "o", "b", "row")

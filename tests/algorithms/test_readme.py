@@ -19,20 +19,18 @@ PAGE = (FOLDER / "README.md").read_text(encoding="utf-8")
 
 def test_the_algorithm_runs(tmp_path: Path) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
-    (settings,) = re.findall(r"```toml\n(\[algorithm\]\npreset = \"mine.*?)```", PAGE, re.DOTALL)
+    blocks = re.findall(r"```toml\n(\[algorithm\]\n.*?)```", PAGE, flags=re.DOTALL)
+    used = [tomllib.loads(text)["algorithm"] for text in blocks if "mine.py" in text]
     (tmp_path / "mine.py").write_text(block)
-    chosen = tomllib.loads(settings)["algorithm"]
-    other = tomllib.loads(
-        settings.replace("preset =", "#").replace("options =", "#").replace("# #", "")
-    )
     batch = world(Play([Call()], 1.0), Play([Call()], 0.0))
     try:
-        for settings in (chosen, other["algorithm"]):
+        for settings in used:
             algo = make(settings["preset"], settings["options"], root=tmp_path)
             assert algo.rewards == ("outcome",)
             assert algo.credit(batch).tolist() == [0.5, -0.25]
     finally:
         presets.pop("lenient", None)
+    assert len(used) == 2
 
 
 def test_what_a_preset_is_written_with_is_imported_from_one_place() -> None:

@@ -264,3 +264,14 @@ def test_rollouts_that_are_not_trained_change_no_baseline() -> None:
     for state, one in zip(states, (mixed, alone), strict=True):
         recalled(algo, state, [one])
     assert states[0].dump() == states[1].dump()
+
+
+def test_a_checkpoint_from_before_its_classes_were_renamed_is_read(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    memories = make("dapo+ema", {"overlong_limit": 6}).memories
+    (name,) = (memory.name for memory in memories)
+    state = AlgorithmState(memories)
+    state.restore({name.replace("OverlongPenalty(", "Overlong("): {"/": 0.5}})
+    assert state.dump() == {name: {"/": 0.5}}
+    assert f"is now called {name}" in caplog.text

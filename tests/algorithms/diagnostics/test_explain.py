@@ -77,10 +77,16 @@ def group() -> Group:
     return Group(id="g", run="r", step=4, rollouts=rollouts)
 
 
+def nothing(batch: Batch) -> Tensor:
+    """A credit function of the user's."""
+    return torch.zeros(batch.n_tokens)
+
+
 def test_every_preset_has_a_chain_that_ends_in_its_credit() -> None:
     needed = {"streams": OPTIONS, "only": {"only_roles": ["agent"]}}
     needed["process"] = {"process_streams": OPTIONS["streams"]}
     needed |= {"equal": {"equal_units": ["role"]}, "coma": {"roles": ["a"], "actions": ["b"]}}
+    needed["credit"] = {"credit": f"{__name__}:nothing"}
     names = [*presets, *(f"grpo+{name}" for name in modifiers)]
     for name in names:
         options = needed.get(name.split("+")[-1], {})

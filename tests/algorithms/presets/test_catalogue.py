@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from agentrl.algorithms.credit.core import GroupRelative
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.objective.core import Algo, loss_terms, psi
 from agentrl.algorithms.objective.ratios import Clip
@@ -399,6 +400,13 @@ rollouts = per(lambda data, r: data.rollout[r])
 prompts = per(lambda data, r: data.group[data.rollout[r]])
 
 PPO = clip(0.2, 0.2)
+
+
+def group_mean(batch: Batch) -> Tensor:
+    """A credit function of the user's."""
+    return GroupRelative()(batch)
+
+
 CASES: dict[str, tuple[Any, Surrogate, Any, dict[str, Any]]] = {
     "reinforce": (raw, plain, row_sums, {}),
     "reinforce++": (whiten(raw), PPO, tokens, {}),
@@ -461,6 +469,7 @@ CASES: dict[str, tuple[Any, Surrogate, Any, dict[str, Any]]] = {
         row_means,
         {"seq_mask_low": 0.95, "seq_mask_high": 1.05},
     ),
+    "grpo+credit": (centred, PPO, row_means, {"credit": f"{__name__}:group_mean"}),
     "rloo+decoupled": (leave_one_out, weighted(plain, lambda d: d.exp()), row_sums, {}),
     "reinforce+++tis+opsm": (
         whiten(raw),
@@ -559,6 +568,7 @@ def test_every_preset_builds_with_its_defaults_and_says_where_it_is_from() -> No
         "process": {"process_streams": {"p": {"scope": "transition"}}},
         "only": {"only_roles": ["agent"]},
         "equal": {"equal_units": ["role"]},
+        "credit": {"credit": f"{__name__}:group_mean"},
         "coma": {"roles": ["agent"], "actions": ["yes"]},
     }
     for name, function in presets.items():
