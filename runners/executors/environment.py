@@ -10,10 +10,6 @@ from urllib.request import getproxies
 
 # Frameworks send traces of their own to api.openai.com and telemetry.crewai.com by default.
 NO_TELEMETRY = {"OPENAI_AGENTS_DISABLE_TRACING": "1", "CREWAI_DISABLE_TELEMETRY": "true"}
-MODEL = (
-    *("OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL"),
-    *("ANTHROPIC_API_KEY", "NO_PROXY", "no_proxy", *NO_TELEMETRY),
-)  # what `environment` sets
 LOCAL = "127.0.0.1,localhost"
 KEY = "agentrl"  # in the place of the user's own, which are of no use at the gateway
 # What clients of models find their credentials in. Those of tools are the agent's own business.
@@ -26,6 +22,10 @@ KEYS = (
     *("PERPLEXITY_API_KEY", "PERPLEXITYAI_API_KEY", "CEREBRAS_API_KEY", "MOONSHOT_API_KEY"),
     *("DASHSCOPE_API_KEY", "NVIDIA_API_KEY", "AWS_BEARER_TOKEN_BEDROCK", "LITELLM_API_KEY"),
 )
+MODEL = (
+    *("OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL"),
+    *("ANTHROPIC_API_KEY", "NO_PROXY", "no_proxy", *NO_TELEMETRY, *KEYS),
+)  # what `environment` sets
 ACCOUNT = ("OPENAI_ORG_ID", "OPENAI_ORGANIZATION", "OPENAI_PROJECT_ID")  # sent along with a key
 
 

@@ -104,6 +104,11 @@ class StoreFile:
         if self._found() != self._number:
             raise Moved
 
+    def cause(self, error: Exception) -> Exception:
+        """Moved in the place of an error that another file at the path may have caused."""
+        moved = isinstance(error, sqlite3.Error) and self._found() != self._number
+        return Moved() if moved else error
+
     def _found(self) -> tuple[int, int] | None:
         try:
             found = os.stat(self._path)  # noqa: PTH116 - on the path of every commit
@@ -159,7 +164,7 @@ class SqliteSession:
         return False  # the one lock is taken first, and waited for there
 
     def explained(self, error: Exception) -> Exception:
-        return explained(self._path, error)
+        return explained(self._path, self._file.cause(error))
 
     def close(self) -> None:
         self.conn.close()
@@ -182,8 +187,10 @@ class SqliteSnapshots:
         self._file.check()
         conn: sqlite3.Connection | None = getattr(self._local, "conn", None)
         if conn is None:
-            conn = self._local.conn = self._location.connect(readonly=True)
+            conn = self._location.connect(readonly=True)
             self._opened.append(conn)
+            self._file.check()  # the path may have led to another file while it was opened
+            self._local.conn = conn
         conn.execute("begin")
         try:
             yield conn
@@ -195,7 +202,7 @@ class SqliteSnapshots:
         return False
 
     def explained(self, error: Exception) -> Exception:
-        return explained(self._location.path, error)
+        return explained(self._location.path, self._file.cause(error))
 
     def close(self) -> None:
         for conn in self._opened:

@@ -15,10 +15,10 @@ import pytest
 from rich.console import Console
 
 from agentrl.config import MetricsConfig, RunConfig, resolve
+from agentrl.config import sinks as sink_settings
 from agentrl.errors import ConfigError, SinkError
 from agentrl.processes import Child
 from agentrl.store import open_store
-from agentrl.telemetry import sinks
 from agentrl.telemetry.sinks import exporter, follow
 from agentrl.telemetry.sinks.base import Mark, load_mark, mark_file, plain, save_mark, settings
 from agentrl.types import StepCommit, StepRow
@@ -382,7 +382,7 @@ def test_sinks_are_checked_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve({"metrics": {"sinks": ["wandbb"]}}, source="run.toml")
     with pytest.raises(ConfigError, match="'wandb' twice"):
         resolve({"metrics": {"sinks": ["wandb", "wandb"]}}, source="run.toml")
-    monkeypatch.setattr(sinks, "find_spec", lambda name: None)
+    monkeypatch.setattr(sink_settings, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"'trackio' is not installed.*agentrl\[trackio\]"):
         resolve({"metrics": {"sinks": ["trackio"]}}, source="run.toml")
 
@@ -392,7 +392,7 @@ def test_a_folder_that_a_backend_made_is_not_its_package(
 ) -> None:
     (tmp_path / "wandb_like").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    assert sinks.missing(["wandb_like", "json"]) == ["wandb_like"]
+    assert sink_settings.missing(["wandb_like", "json"]) == ["wandb_like"]
 
 
 # -- the front's side ------------------------------------------------------------------------------

@@ -146,7 +146,7 @@ class Bench:
         name = str(next(self.numbers))
         rollout = NewRollout(id=name, run="run", group=name, index=0, task={})
         await self.store.enqueue([rollout])
-        (attempt,) = await self.store.claim(1, runner="test", lease=1e6)
+        (attempt,) = await self.store.claim(1, runner="test", lease=3600.0)
         sent = [
             Transition(
                 id=f"{name}/{i}",

@@ -49,7 +49,7 @@ async def train(store, kit, clock, steps=4):
     await store.claim_groups("run", 1, 1)
     await work(store, kit, f"eval/{steps}", purpose=Purpose.EVAL, step=steps)
     await store.enqueue(kit.group("train/open", 2, step=steps))
-    await store.claim(1, runner="test", lease=DAY)
+    await store.claim(1, runner="test", lease=3600.0)
     return commit
 
 

@@ -140,4 +140,4 @@ def test_runners_on_other_machines_may_die_vanish_and_join(
     assert states == [("succeeded", STEPS * GROUPS * SIZE)]
     assert not (run_folder / "out" / "store.db").exists(), "the store is on its own machine"
     assert stranger.wait(timeout=60) == USER_ERROR
-    assert "key is missing or unknown" in (cluster.folder / "stranger" / "log").read_text()
+    assert "key is missing, unknown or expired" in (cluster.folder / "stranger" / "log").read_text()

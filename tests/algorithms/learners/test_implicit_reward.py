@@ -132,7 +132,7 @@ def test_it_resumes_bit_for_bit_and_a_damaged_file_changes_nothing(
         file = tmp_path / "1" / "reward_models" / "prm" / f"{name}.safetensors"
         content = file.read_bytes()
         file.write_bytes(content[:-9])
-        with pytest.raises(PolicyError, match=rf"{name}\.safetensors is missing or incomplete"):
+        with pytest.raises(PolicyError, match=rf"{name}\.safetensors is damaged, by the digests"):
             load_checkpoint(tmp_path / "1", other)
         file.write_bytes(content)
     assert all(map(torch.equal, before, resumed.scorer.model.parameters()))

@@ -594,7 +594,11 @@ def test_options_reach_the_preset_and_its_modifiers() -> None:
         ("grpo+tsi", {}, r"no modifier \+tsi for 'grpo'; did you mean 'tis'\?"),
         ("grpo+", {}, r"no modifier \+ for 'grpo'; valid"),
         ("grpo", {"clip_hihg": 0.3}, r"algorithm\.options\.clip_hihg: .* 'clip_high'\?"),
-        ("rloo", {"clip_high": 0.3}, r"options\.clip_high: no option of 'rloo'; valid: reward"),
+        (
+            "rloo",
+            {"clip_high": 0.3},
+            r"no option of 'rloo'; valid: entropy, reward",
+        ),
         ("grpo", {"tis_cap": 2.0}, r"options\.tis_cap: no option of 'grpo'"),
         ("grpo", {"clip_high": inf}, r"options\.clip_high = inf: .*<= 1000000"),
         ("grpo+decoupled+opsm", {"decoupled": 1}, r"options\.decoupled: no option of"),

@@ -243,7 +243,7 @@ def test_a_checkpoint_holds_every_policy_in_its_folder(
                 parameter.add_(0.01)
     save_checkpoint(tmp_path / "000003", whole, state=whole.dump())
     assert sorted(p.name for p in (tmp_path / "000003").iterdir()) == [
-        "coder", "planner", "solver", "state.json",
+        "SHA256SUMS", "coder", "planner", "solver", "state.json",
     ]  # fmt: skip
     again.restore(load_checkpoint(tmp_path / "000003", again))
     assert again.memory.parts["difficulty"].dump() == {"a task": (0.25, 4)}

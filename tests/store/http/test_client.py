@@ -83,7 +83,7 @@ async def test_keys_come_by_url_or_environment_and_stay_hidden(serving, tmp_path
                     await store.runs()
                 assert store.url == address
         async with open_store(address) as store:
-            with pytest.raises(Forbidden, match="missing or unknown"):
+            with pytest.raises(Forbidden, match="missing, unknown or expired"):
                 await store.cursor()
         monkeypatch.setenv(VARIABLE, "admin-secret")
         async with open_store(address) as store:
