@@ -58,13 +58,14 @@ def check_call(thing: object, *arguments: str, key: str) -> None:
 
 
 def check_protocol(made: object, protocol: type, *, by: object, key: str) -> None:
-    """Raises ConfigError unless what `by` returned has every public method of a protocol."""
+    """Raises ConfigError unless what `by` returned, or the class `by`, has every public method
+    of a protocol."""
     wanted = [name for name, item in vars(protocol).items() if callable(item) and name[0] != "_"]
     missing = [name for name in wanted if not callable(getattr(made, name, None))]
     if missing:
+        verb = "is" if made is by else f"returned {type(made).__name__}, which is"
         raise ConfigError(
-            f"{key}: {where(by)} returned {type(made).__name__}, which is no {protocol.__name__}:"
-            f" it has no {', '.join(missing)}"
+            f"{key}: {where(by)} {verb} no {protocol.__name__}: it has no {', '.join(missing)}"
         )
 
 

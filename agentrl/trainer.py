@@ -25,6 +25,7 @@ from rich.console import Console
 
 from agentrl import folder_lock
 from agentrl.algorithms.learners.verl import settings as verl_settings
+from agentrl.algorithms.plugins import engine_factory, learner_factory
 from agentrl.config import RunConfig, agent_env, differences, resolve
 from agentrl.config import policies as team
 from agentrl.config.infrastructure import EXECUTORS
@@ -34,11 +35,12 @@ from agentrl.plugins import load_plugin
 from agentrl.processes import PHASE, USER_ERROR, Child
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.store.urls import concealed
+from agentrl.store.urls import split_secret
 from agentrl.telemetry import console as view
 from agentrl.telemetry import report
 from agentrl.telemetry.log_follower import LogFollower
-from agentrl.telemetry.sinks.exporter import Exporter, exporters
+from agentrl.telemetry.sinks.base import check_sinks
+from agentrl.telemetry.sinks.process import SinksProcess, sinks_process
 from agentrl.types import Json
 
 WRITTEN = (
@@ -155,8 +157,11 @@ def check(config: RunConfig) -> None:
         )
     if not (config.policy.model or config.policy.build or own or team.remote(config)):
         raise ConfigError("policy.model is missing: a Hugging Face directory or name")
+    engine_factory(config)
+    learner_factory(config)
     if config.learner.kind == "verl":
         verl_settings.check(config)
+    check_sinks(config)
     for key, value in (
         ("tasks.train", config.tasks.train),
         ("tasks.heldout", config.tasks.heldout),
@@ -169,7 +174,7 @@ def conceal(config: RunConfig) -> RunConfig:
     """Take password or key out of the store's URL, and the values out of `agent.env`: what is
     printed, stored, written to files or given as arguments is read by others. Every process finds
     them in its environment."""
-    store, secrets = concealed(config.store)
+    store, secrets = split_secret(config.store)
     os.environ.update(secrets)
     return agent_env.hide(msgspec.structs.replace(config, store=store))
 
@@ -260,12 +265,14 @@ async def attend(
     console = console or Console()
     if not runners and not local:
         console.print(_to_join(config), soft_wrap=True, highlight=False)
-    said = LogFollower(console, level, [child.log for child in (algorithm, *workers)])
-    sinks = exporters(config, run_file, console)
+    sinks = sinks_process(config, run_file, console)
+    logged = [algorithm, *workers, *([sinks.child] if sinks else [])]
+    log_lines = LogFollower(console, level, [child.log for child in logged])
     started = time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(folder_lock.shared(output))
-        stack.push_async_callback(_stop_sinks, sinks)  # last: they wait for the last evaluation
+        if sinks:  # last: they wait for the last evaluation
+            stack.push_async_callback(_stop_sinks, sinks, log_lines)
         stack.push_async_callback(algorithm.stop)  # after the runners: they still need a model
         stack.push_async_callback(_stop_runners, workers, config.runner.drain)
         watchers = [asyncio.create_task(_algorithm(algorithm))]
@@ -273,9 +280,9 @@ async def attend(
         if local:
             watchers.append(asyncio.create_task(_local_runner(config, *local)))
         quiet = level > PHASE
-        following = [asyncio.create_task(view.follow(store, config, console, quiet=quiet))]
-        following += [asyncio.create_task(said.follow())]
-        following += [asyncio.create_task(sink.keep()) for sink in sinks]
+        following = [asyncio.create_task(view.show_progress(store, config, console, quiet=quiet))]
+        following += [asyncio.create_task(log_lines.follow())]
+        following += [asyncio.create_task(sinks.keep())] if sinks else []
         try:
             done, _ = await asyncio.wait(watchers, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -309,7 +316,7 @@ async def _finish(store: Store, config: RunConfig, seconds: float) -> Result:
         checkpoint=str(config.checkpoint(last)) if last else None,
         store=config.store,
     )
-    await report.write(store, config, steps, result.checkpoint, seconds)
+    await report.print_report(store, config, steps, result.checkpoint, seconds)
     return result
 
 
@@ -346,8 +353,9 @@ async def _stop_runners(children: list[Child], drain: float) -> None:
     await asyncio.gather(*(child.stop(drain + 10.0) for child in children))
 
 
-async def _stop_sinks(sinks: list[Exporter]) -> None:
-    await asyncio.gather(*(sink.stop() for sink in sinks))
+async def _stop_sinks(sinks: SinksProcess, log_lines: LogFollower) -> None:
+    await sinks.stop()
+    log_lines.look()
 
 
 async def _local_runner(config: RunConfig, agent: Any, verifier: Any) -> None:

@@ -1,1 +1,61 @@
-"""The learning side: loop, credit, objectives, batching, learners, policy servers."""
+"""The learning side: loop, credit, objectives, batching, learners, policy servers.
+
+What a preset is written with is imported from here: `from agentrl.algorithms import Algo, preset`.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from agentrl.algorithms.credit.baselines import Ema as Ema
+    from agentrl.algorithms.credit.core import AllFilters as AllFilters
+    from agentrl.algorithms.credit.core import Credit as Credit
+    from agentrl.algorithms.credit.core import CriticValues as CriticValues
+    from agentrl.algorithms.credit.core import Gae as Gae
+    from agentrl.algorithms.credit.core import GroupRelative as GroupRelative
+    from agentrl.algorithms.credit.core import RewardToGo as RewardToGo
+    from agentrl.algorithms.credit.core import TokenKLPenalty as TokenKLPenalty
+    from agentrl.algorithms.credit.core import Whiten as Whiten
+    from agentrl.algorithms.credit.core import ZeroAdvantage as ZeroAdvantage
+    from agentrl.algorithms.credit.core import rewards as rewards
+    from agentrl.algorithms.credit.core import standardise as standardise
+    from agentrl.algorithms.credit.core import weighted_sum as weighted_sum
+    from agentrl.algorithms.credit.turns import CallRewards as CallRewards
+    from agentrl.algorithms.credit.turns import PotentialShaping as PotentialShaping
+    from agentrl.algorithms.credit.turns import Returns as Returns
+    from agentrl.algorithms.credit.turns import StepGae as StepGae
+    from agentrl.algorithms.credit.turns import TurnDiscount as TurnDiscount
+    from agentrl.algorithms.data.batch import Batch as Batch
+    from agentrl.algorithms.objective.core import Algo as Algo
+    from agentrl.algorithms.objective.core import Average as Average
+    from agentrl.algorithms.objective.core import Gate as Gate
+    from agentrl.algorithms.objective.core import KLPenalty as KLPenalty
+    from agentrl.algorithms.objective.ratios import Clip as Clip
+    from agentrl.algorithms.objective.ratios import InRange as InRange
+    from agentrl.algorithms.objective.ratios import Ratio as Ratio
+    from agentrl.algorithms.objective.ratios import RatioInRange as RatioInRange
+    from agentrl.algorithms.objective.ratios import Truncate as Truncate
+    from agentrl.algorithms.objective.ratios import TrustRegion as TrustRegion
+    from agentrl.algorithms.presets.catalogue import make as make
+    from agentrl.algorithms.presets.registry import modifier as modifier
+    from agentrl.algorithms.presets.registry import preset as preset
+
+# Imported late: torch takes seconds, and most commands need none of it.
+LATE = {
+    "credit.baselines": "Ema",
+    "credit.core": "AllFilters Credit CriticValues Gae GroupRelative RewardToGo TokenKLPenalty "
+    "Whiten ZeroAdvantage rewards standardise weighted_sum",
+    "credit.turns": "CallRewards PotentialShaping Returns StepGae TurnDiscount",
+    "data.batch": "Batch",
+    "objective.core": "Algo Average Gate KLPenalty",
+    "objective.ratios": "Clip InRange Ratio RatioInRange Truncate TrustRegion",
+    "presets.catalogue": "make",
+    "presets.registry": "modifier preset",
+}
+HOME = {name: module for module, names in LATE.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> object:
+    if name in HOME:
+        return getattr(import_module(f"{__name__}.{HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,8 +1,8 @@
 """The change feed inside one process: who waits for what, and waking them from any thread.
 
-Owns: one counter per topic, and the futures of the tasks that wait. Always true: a ring between
-`ticket` and `changed` is not lost. Anybody may ring: the writer after its commit, the bell for
-commits of other processes.
+Owns: one counter per topic, and the futures of the tasks that wait. Always true: a notification
+between `ticket` and `changed` is not lost. Any thread may notify: the writer after its commit, and
+the listener for the commits of other processes.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Feed:
         self._waiting: dict[int, set[asyncio.Future[None]]] = {topic: set() for topic in TOPICS}
 
     def ticket(self, topic: int) -> int:
-        """Take it before looking at the store; `changed` returns at once if a ring came since."""
+        """Take it before looking at the store; `changed` returns at once if one came since."""
         return self._rings[topic]
 
     async def changed(self, topic: int, ticket: int, timeout: float | None) -> None:
-        """Returns after a ring of the topic later than the ticket, or after `timeout` seconds."""
+        """Returns after a later notification of the topic than the ticket, or `timeout` seconds."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         with self._lock:
             if self._rings[topic] != ticket:
@@ -48,7 +48,7 @@ class Feed:
             with self._lock:
                 self._waiting[topic].discard(future)
 
-    def ring(self, topics: int) -> None:
+    def notify(self, topics: int) -> None:
         woken: list[asyncio.Future[None]] = []
         with self._lock:
             for topic in TOPICS:

@@ -8,44 +8,45 @@ from array import array
 from collections.abc import Iterable, Sequence
 
 from agentrl.errors import Invalid
-from agentrl.store.rows import CREDIT
-from agentrl.store.values import blob
+from agentrl.store.rows import CREDIT, to_blob
 from agentrl.types import NewRollout, Outcome, Reward, Sampling, Scope, Span, StepCommit, Transition
 
-LATEST = 2**33  # seconds: what OpenTelemetry can say in nanoseconds
-LEASE = 3600.0  # seconds: how long a dead runner may keep a rollout at most
-ID = 512  # bytes of an id: several fit into a row of an index, which in PostgreSQL has 2704
-LARGEST = 1e15  # of a reward: the sum of many squares still fits into a float32
+LATEST_TIME = 2**33  # seconds: what OpenTelemetry can say in nanoseconds
+LONGEST_LEASE = 3600.0  # seconds: how long a dead runner may keep a rollout at most
+LONGEST_ID = 512  # bytes of an id: several fit into a row of an index, which in PostgreSQL has 2704
+LARGEST_REWARD = 1e15  # of a reward: the sum of many squares still fits into a float32
 ROUNDING = 0.01  # by which a sampler's log-prob of a certain token may exceed 0
 
 
-def positive(name: str, value: float) -> None:
+def check_positive(name: str, value: float) -> None:
     if not 0 < value < math.inf:
         raise Invalid(f"{name} must be positive and finite, not {value}.")
 
 
 def check_lease(lease: float) -> None:
-    positive("lease", lease)
-    if lease > LEASE:
+    check_positive("lease", lease)
+    if lease > LONGEST_LEASE:
         raise Invalid(
-            f"lease is {lease:g} seconds, and {LEASE:g} are the most: hold on to an attempt for "
-            "longer by heartbeats."
+            f"lease is {lease:g} seconds, and {LONGEST_LEASE:g} are the most: hold an attempt "
+            "for longer by heartbeats."
         )
 
 
 def check_id(what: str, id: str) -> None:
     """`what` begins the sentence."""
-    if len(id) * 4 > ID and len(id.encode("utf-8", "surrogatepass")) > ID:
-        raise Invalid(f"{what} is longer than {ID} bytes ({id[:40]}...): choose a shorter one.")
+    if len(id) * 4 > LONGEST_ID and len(id.encode("utf-8", "surrogatepass")) > LONGEST_ID:
+        raise Invalid(
+            f"{what} is longer than {LONGEST_ID} bytes ({id[:40]}...): choose a shorter one."
+        )
 
 
-def check_names(what: str, names: Iterable[str]) -> None:
+def check_ids(what: str, names: Iterable[str]) -> None:
     for name in names:
         check_id(what, name)
 
 
 def check_spans(spans: Sequence[Span]) -> None:
-    check_names("The id of a span", (span.id for span in spans))
+    check_ids("The id of a span", (span.id for span in spans))
 
 
 def check_rollout(rollout: NewRollout) -> None:
@@ -99,14 +100,16 @@ def check_transition(transition: Transition) -> None:
             "send one for each, or mark the call as not exact."
         )
     for name, values in (("prompt", t.prompt), ("completion", t.completion)):
-        if not blob(values)[3::4].isascii():  # the byte with the sign
+        if not to_blob(values)[3::4].isascii():  # the byte with the sign
             raise Invalid(f"{where}: its {name} has a negative number, which is no token id.")
     if not math.isfinite(sum(t.logprobs)):
         raise Invalid(f"{where}: a log-prob is not finite.")
     if t.logprobs and (most := max(t.logprobs)) > ROUNDING:
         raise Invalid(f"{where}: a log-prob is {most:g}, and none is above 0.")
-    if not (0 <= t.started < LATEST and abs(t.seconds) < LATEST):  # clocks are set back
-        raise Invalid(f"{where}: started and seconds must be finite, from 0 to below {LATEST}.")
+    if not (0 <= t.started < LATEST_TIME and abs(t.seconds) < LATEST_TIME):  # clocks are set back
+        raise Invalid(
+            f"{where}: started and seconds must be finite, from 0 to below {LATEST_TIME}."
+        )
     _check_sampling(where, t.sampling)
 
 
@@ -130,10 +133,10 @@ def _check_reward(reward: Reward, owner: str) -> None:
         raise Invalid(
             f"{where} is {reward.value}: a reward must be finite; leave a missing one out."
         )
-    if abs(reward.value) > LARGEST:
+    if abs(reward.value) > LARGEST_REWARD:
         raise Invalid(
-            f"{where} is {reward.value:g}: means and spreads need it between -{LARGEST:g} and "
-            f"{LARGEST:g}; scale it."
+            f"{where} is {reward.value:g}: means and spreads need it between "
+            f"-{LARGEST_REWARD:g} and {LARGEST_REWARD:g}; scale it."
         )
     if (reward.target is None) is not (reward.scope is Scope.ROLLOUT):
         raise Invalid(f"{where}: name a target for scope transition or role, none for rollout.")
@@ -141,7 +144,7 @@ def _check_reward(reward: Reward, owner: str) -> None:
 
 def check_commit(commit: StepCommit) -> None:
     """Refuses credit and rewards that could not be read again."""
-    check_names("A metric's name", commit.metrics)
+    check_ids("A metric's name", commit.metrics)
     for judgement in commit.judgements:
         _check_reward(judgement.reward, f"rollout {judgement.rollout}")
     for credit in commit.credits:

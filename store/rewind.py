@@ -12,16 +12,17 @@ from typing import Any
 import msgspec
 
 from agentrl.errors import Conflict, Invalid
-from agentrl.store import queries, rollouts, runs, upkeep
+from agentrl.store import maintenance, rollouts, runs
+from agentrl.store.database import load_sql
 from agentrl.store.feed import GROUPS
 from agentrl.store.writer import Transaction
 from agentrl.types import RolloutState
 
-SQL = queries.load("rewind")
+SQL = load_sql("rewind")
 
 
 def rewind(tx: Transaction, run: str, epoch: int, step: int, checkpoint: str | None) -> None:
-    row = runs.owned(tx.conn, run, epoch)
+    row = runs.find_owned_run(tx.conn, run, epoch)
     if step < 0:
         raise Invalid(f"step is a number of committed steps, not {step}.")
     if step > row["step"]:
@@ -34,7 +35,7 @@ def rewind(tx: Transaction, run: str, epoch: int, step: int, checkpoint: str | N
         _release_groups(tx, columns)
         _forget_evaluations(tx, columns)
     tx.conn.execute(SQL["rewind_run"], {**columns, "checkpoint": checkpoint})
-    tx.note(run, "run", run, GROUPS)
+    tx.add_event(run, "run", run, GROUPS)
 
 
 def _forget_steps(tx: Transaction, columns: dict[str, Any]) -> None:
@@ -58,14 +59,14 @@ def _release_groups(tx: Transaction, columns: dict[str, Any]) -> None:
         tx.conn.execute(SQL["settle_group" if row["kept"] else "delete_group"], (row["id"],))
         change[f"groups_{row['state']}"] -= 1
         change["groups_settled"] += bool(row["kept"])
-        tx.note(run, "group", row["id"], GROUPS)
-    tx.count(run, **change)
+        tx.add_event(run, "group", row["id"], GROUPS)
+    tx.add_counts(run, **change)
 
 
 def _forget_evaluations(tx: Transaction, columns: dict[str, Any]) -> None:
     """Of weights that will be others. Who still plays one learns that it is cancelled."""
     found = tx.conn.execute(SQL["evaluations"], columns).fetchall()
     rollouts.cancel(tx, [row["id"] for row in found])
-    tx.settle()
+    tx.settle_groups()
     ended = [row["id"] for row in found if row["state"] != RolloutState.RUNNING]
-    upkeep.remove(tx, ended)
+    maintenance.remove(tx, ended)

@@ -20,10 +20,10 @@ from typing import Any
 import msgspec
 
 from agentrl.errors import Conflict, Invalid, NotFound
-from agentrl.store import evidence, queries, rows, runs, values
-from agentrl.store.database import Connection
+from agentrl.store import rows, runs, traces
+from agentrl.store.database import Connection, load_sql
 from agentrl.store.feed import QUEUE
-from agentrl.store.tree import digest
+from agentrl.store.rows import digest
 from agentrl.store.writer import Transaction
 from agentrl.types import (
     Attempt,
@@ -37,8 +37,8 @@ from agentrl.types import (
     RolloutState,
 )
 
-SQL = queries.load("rollouts")
-APART = 4  # suspects share a runner with a quarter of those they were lost with
+SQL = load_sql("rollouts")
+SUSPECT_SHARE = 4  # suspects share a runner with a quarter of those they were lost with
 SLACK = 5.0  # seconds by which transactions that wait for each other may differ in what time it is
 CANCELLED = Failure(kind=ErrorKind.CANCELLED, message="The rollout was cancelled.")
 
@@ -59,7 +59,7 @@ def enqueue(tx: Transaction, rollouts: Sequence[NewRollout]) -> int:
             _check_known(tx.conn, rollout)
     for group, new in added.items():
         if new:
-            tx.count(groups[group].run, queued=new)
+            tx.add_counts(groups[group].run, queued=new)
             _grow_group(tx, groups[group], new)
     return added.total()
 
@@ -83,7 +83,7 @@ def claim(
                 if row["claimed_state"] == AttemptState.RUNNING and row["lease_until"] > tx.now
             ]
     query = SQL["queued"] if run is None else SQL["queued_of_run"]
-    held, most = _company(tx.conn, runner)
+    held, most = _load_and_limit(tx.conn, runner)
     claimed: list[Attempt] = []
     for row in tx.conn.execute(query, {"n": n, "run": run}).fetchall():
         most = min(most, row["together"] or most)
@@ -103,8 +103,8 @@ def claim(
         }
         tx.conn.execute(SQL["start_rollout"], columns)
         tx.conn.execute(SQL["start_attempt"], columns)
-        tx.count(row["run_id"], queued=-1, running=1)
-        tx.note(row["run_id"], "rollout", row["id"])
+        tx.add_counts(row["run_id"], queued=-1, running=1)
+        tx.add_event(row["run_id"], "rollout", row["id"])
         claimed.append(rows.attempt(row, columns["attempt"], columns["fence"], tx.now + lease))
     return claimed or None
 
@@ -112,13 +112,13 @@ def claim(
 def heartbeat(tx: Transaction, attempts: Sequence[str], lease: float) -> list[str]:
     """Leases are no news: nothing is added to the feed."""
     columns = {
-        "attempts": values.dump(attempts, "Attempts"),
+        "attempts": rows.to_json(attempts, "Attempts"),
         "lease": lease,
         "until": tx.now + lease,
         "now": tx.now,
     }
     tx.conn.execute(SQL["heartbeat"], columns)
-    live = set(values.load(tx.conn.execute(SQL["live"], columns).fetchone()[0]))
+    live = set(rows.from_json(tx.conn.execute(SQL["live"], columns).fetchone()[0]))
     return [attempt for attempt in attempts if attempt in live]
 
 
@@ -140,7 +140,7 @@ def cancel(tx: Transaction, rollouts: Sequence[str]) -> int:
     return cancelled
 
 
-def expire(tx: Transaction) -> bool:
+def expire_leases(tx: Transaction) -> bool:
     """Gives the rollouts of runners that fell silent to others, or gives up on them; whether there
     were any. A lease that ends later than it could, had it been asked for now, was given before the
     clock was set back, and is shortened to that."""
@@ -153,9 +153,12 @@ def expire(tx: Transaction) -> bool:
         return False
     tx.conn.execute(SQL["lock_expiry"])
     overdue = tx.conn.execute(SQL["expired"], (tx.now,)).fetchall()
-    held = {runner: _suspects(tx.conn, runner) for runner in sorted({r["runner"] for r in overdue})}
+    held = {
+        runner: _count_suspects(tx.conn, runner)
+        for runner in sorted({r["runner"] for r in overdue})
+    }
     for row in overdue:
-        _lose(tx, row, max(held[row["runner"]], row["known"] or 0))
+        _expire_attempt(tx, row, max(held[row["runner"]], row["known"] or 0))
     return bool(overdue)
 
 
@@ -163,6 +166,11 @@ def next_expiry(tx: Transaction) -> float | None:
     """In how many seconds the earliest lease runs out."""
     until = tx.conn.execute(SQL["leases"]).fetchone()["ends"]
     return None if until is None else max(0.0, float(until) - tx.now)
+
+
+def claims(conn: Connection, attempts: Sequence[str]) -> dict[str, tuple[str, str | None]]:
+    found = conn.execute(SQL["claims"], (rows.to_json(attempts, "Attempts"),))
+    return {row["id"]: (row["run_id"], row["claim_id"]) for row in found}
 
 
 def failures(conn: Connection, run: str) -> list[FailureCount]:
@@ -188,7 +196,7 @@ def settled(conn: Connection, group: str) -> bool:
 # -- parts -----------------------------------------------------------------------------------------
 
 
-def _company(conn: Connection, runner: str) -> tuple[int, float]:
+def _load_and_limit(conn: Connection, runner: str) -> tuple[int, float]:
     """How many rollouts a runner holds, and how many it may hold because of these; not counted
     while there is no suspect anywhere."""
     if conn.execute(SQL["any_suspect"]).fetchone() is None:
@@ -197,7 +205,7 @@ def _company(conn: Connection, runner: str) -> tuple[int, float]:
     return row["held"], row["most"] or math.inf
 
 
-def _suspects(conn: Connection, runner: str) -> int:
+def _count_suspects(conn: Connection, runner: str) -> int:
     """How many rollouts a silent runner held: those whose leases run out later are told."""
     held: int = conn.execute(SQL["held"], (runner,)).fetchone()["held"]
     if held > 1:
@@ -205,10 +213,10 @@ def _suspects(conn: Connection, runner: str) -> int:
     return held
 
 
-def _lose(tx: Transaction, row: Any, together: int) -> None:
+def _expire_attempt(tx: Transaction, row: Any, together: int) -> None:
     """Ends an attempt whose runner fell silent with so many rollouts in it."""
     tried = f"The runner of attempt {row['attempts']} of {row['max_attempts']}"
-    most = max(1, min(together, row["together"] or together) // APART)
+    most = max(1, min(together, row["together"] or together) // SUSPECT_SHARE)
     if together > 1:
         message = (
             f"{tried} fell silent with {together} rollouts in it: this one is tried again among at "
@@ -231,11 +239,11 @@ def _lose(tx: Transaction, row: Any, together: int) -> None:
 
 
 def _open_group(tx: Transaction, member: NewRollout) -> None:
-    runs.known(tx.conn, member.run)
+    runs.find_run(tx.conn, member.run)
     columns = {"group": member.group, "run": member.run, "step": member.step}
     new = tx.conn.execute(SQL["open_group"], {**columns, "purpose": member.purpose.value}).rowcount
     if new and member.purpose is Purpose.TRAIN:
-        tx.count(member.run, groups_open=1)
+        tx.add_counts(member.run, groups_open=1)
     row = tx.conn.execute(SQL["group"], (member.group,)).fetchone()
     if (row["run_id"], row["purpose"]) != (member.run, member.purpose.value):
         raise Conflict(
@@ -256,18 +264,18 @@ def _check_known(conn: Connection, rollout: NewRollout) -> None:
 def _grow_group(tx: Transaction, member: NewRollout, new: int) -> None:
     state = tx.conn.execute(SQL["group"], (member.group,)).fetchone()["state"]
     if state == "settled" and member.purpose is Purpose.TRAIN:
-        tx.count(member.run, groups_open=1, groups_settled=-1)
+        tx.add_counts(member.run, groups_open=1, groups_settled=-1)
     if state in ("claimed", "trained", "discarded"):
         raise Conflict(f"Group {member.group!r} is {state} already: use a new group.")
     tx.conn.execute(SQL["grow_group"], {"new": new, "group": member.group})
-    tx.note(member.run, "group", member.group, QUEUE)
+    tx.add_event(member.run, "group", member.group, QUEUE)
 
 
 def _finish(tx: Transaction, outcome: Outcome) -> bool:
     row = tx.conn.execute(SQL["attempt"], (outcome.attempt,)).fetchone()
     if row is None:
         raise NotFound(f"There is no attempt {outcome.attempt!r} in this store.")
-    result = values.dump(outcome.result, f"The result of attempt {outcome.attempt}")
+    result = rows.to_json(outcome.result, f"The result of attempt {outcome.attempt}")
     mark = digest(msgspec.json.encode(outcome))
     if row["outcome"] == mark:
         return True
@@ -276,9 +284,9 @@ def _finish(tx: Transaction, outcome: Outcome) -> bool:
         and row["lease_until"] > tx.now
         and row["fence"] == outcome.fence
     )
-    evidence.add_outcome(tx, outcome, late=not live)
+    traces.add_outcome(tx, outcome, late=not live)
     if not live:
-        tx.note(row["run_id"], "attempt", outcome.attempt)
+        tx.add_event(row["run_id"], "attempt", outcome.attempt)
         return False
     failed = outcome.failure is not None
     state = AttemptState.FAILED if failed else AttemptState.SUCCEEDED
@@ -299,8 +307,8 @@ def _requeue(
     tx: Transaction, row: Any, statement: str = "requeue", *, together: int | None = None
 ) -> None:
     tx.conn.execute(SQL[statement], {"id": row["id"], "together": together})
-    tx.count(row["run_id"], running=-1, queued=1)
-    tx.note(row["run_id"], "rollout", row["id"], QUEUE)
+    tx.add_counts(row["run_id"], running=-1, queued=1)
+    tx.add_event(row["run_id"], "rollout", row["id"], QUEUE)
 
 
 def _end_attempt(
@@ -331,6 +339,6 @@ def _end_rollout(
     }
     tx.conn.execute(SQL["end_rollout"], {**columns, **rows.failure_columns(failure)})
     # Its runner may hold more without a suspect.
-    tx.note(row["run_id"], "rollout", row["id"], QUEUE if row["together"] else 0)
-    tx.count(row["run_id"], **{was.value: -1, state.value: 1})
-    tx.end(row["run_id"], row["group_id"])
+    tx.add_event(row["run_id"], "rollout", row["id"], QUEUE if row["together"] else 0)
+    tx.add_counts(row["run_id"], **{was.value: -1, state.value: 1})
+    tx.add_ended(row["run_id"], row["group_id"])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any, Protocol
 
 import msgspec
 
-from agentrl.store.values import blob, clean, dump, load, unblob
+from agentrl.errors import Invalid
 from agentrl.types import (
     Attempt,
     Branch,
@@ -30,10 +33,58 @@ from agentrl.types import (
 NO_ERROR = {"kind": None, "message": None, "traceback": None}
 
 
-class Row(Protocol):
+class DatabaseRow(Protocol):
     """A row of any database, by column name."""
 
     def __getitem__(self, column: str, /) -> Any: ...
+
+
+# -- values ----------------------------------------------------------------------------------------
+
+
+def to_json(value: Json, what: str) -> str:
+    """JSON text of a user's payload. Raises Invalid, naming `what`, if it is none or has an integer
+    of more than 64 bits, which msgpack, and so whoever reads it over HTTP, does not have."""
+    try:
+        msgspec.msgpack.encode(value)
+        return msgspec.json.encode(value).decode()
+    except OverflowError as error:
+        raise Invalid(
+            f"{what} has an integer of more than 64 bits: send it as text or as a float."
+        ) from error
+    except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
+        raise Invalid(f"{what} cannot be written as JSON: {error}.") from error
+
+
+def from_json(text: str | None) -> Json:
+    return None if text is None else msgspec.json.decode(text)
+
+
+def storable_text(text: str) -> str:
+    """Text from the outside world: lone surrogates and zeros, which not every database stores,
+    become `?`."""
+    return text.encode("utf-8", "replace").decode().replace("\0", "?")
+
+
+def to_blob(values: array[Any]) -> bytes:
+    """Little-endian, as it is stored."""
+    if sys.byteorder == "big":
+        values = values[:]
+        values.byteswap()
+    return values.tobytes()
+
+
+def from_blob(typecode: str, data: bytes) -> array[Any]:
+    values: array[Any] = array(typecode)
+    values.frombytes(data)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
+def digest(data: bytes | memoryview) -> bytes:
+    """128 bits: two different byte strings of one attempt never meet."""
+    return blake2b(data, digest_size=16).digest()
 
 
 # -- queue -----------------------------------------------------------------------------------------
@@ -50,23 +101,23 @@ def new_rollout_columns(rollout: NewRollout) -> dict[str, Any]:
         "priority": rollout.priority,
         "max_attempts": rollout.max_attempts,
         "timeout": rollout.timeout,
-        "sampling": dump(rollout.sampling, "sampling"),
-        "task": dump(rollout.task, f"The task of rollout {rollout.id}"),
+        "sampling": to_json(rollout.sampling, "sampling"),
+        "task": to_json(rollout.task, f"The task of rollout {rollout.id}"),
         "branch_of": None if rollout.branch is None else rollout.branch.rollout,
         "branch_calls": None if rollout.branch is None else rollout.branch.calls,
         "branch_without": _without(rollout),
-        "seats": dump(rollout.seats, "seats") if rollout.seats else None,
+        "seats": to_json(rollout.seats, "seats") if rollout.seats else None,
     }
 
 
-def attempt(row: Row, id: str, fence: int, lease_until: float) -> Attempt:
+def attempt(row: DatabaseRow, id: str, fence: int, lease_until: float) -> Attempt:
     """The lease of a rollout's row."""
     rollout = NewRollout(
         id=row["id"],
         run=row["run_id"],
         group=row["group_id"],
         index=row["position"],
-        task=load(row["task"]),
+        task=from_json(row["task"]),
         purpose=Purpose(row["purpose"]),
         sampling=msgspec.json.decode(row["sampling"], type=Sampling),
         step=row["step"],
@@ -74,48 +125,48 @@ def attempt(row: Row, id: str, fence: int, lease_until: float) -> Attempt:
         timeout=row["timeout"],
         priority=row["priority"],
         branch=_branch(row),
-        seats=load(row["seats"]) or {},
+        seats=from_json(row["seats"]) or {},
     )
     return Attempt(id=id, rollout=rollout, fence=fence, lease_until=lease_until)
 
 
-def rollout(row: Row, rewards: list[Reward], transitions: list[Transition]) -> Rollout:
+def rollout(row: DatabaseRow, rewards: list[Reward], transitions: list[Transition]) -> Rollout:
     return Rollout(
         id=row["id"],
         run=row["run_id"],
         group=row["group_id"],
         index=row["position"],
-        task=load(row["task"]),
+        task=from_json(row["task"]),
         purpose=Purpose(row["purpose"]),
         state=RolloutState(row["state"]),
         step=row["step"],
         attempts=row["attempts"],
         attempt=row["attempt_id"],
-        result=load(row["result"]),
+        result=from_json(row["result"]),
         failure=failure(row),
         rewards=rewards,
         transitions=transitions,
         seconds=row["seconds"],
         trained=row["trained_step"],
         branch=_branch(row),
-        seats=load(row["seats"]) or {},
+        seats=from_json(row["seats"]) or {},
     )
 
 
 def _without(rollout: NewRollout) -> str | None:
     if rollout.branch is None or not rollout.branch.without:
         return None
-    return dump(rollout.branch.without, "branch.without")
+    return to_json(rollout.branch.without, "branch.without")
 
 
-def _branch(row: Row) -> Branch | None:
+def _branch(row: DatabaseRow) -> Branch | None:
     if row["branch_of"] is None:
         return None
-    without = load(row["branch_without"]) or []
+    without = from_json(row["branch_without"]) or []
     return Branch(rollout=row["branch_of"], calls=row["branch_calls"], without=without)
 
 
-def failure(row: Row) -> Failure | None:
+def failure(row: DatabaseRow) -> Failure | None:
     if row["error_kind"] is None:
         return None
     return Failure(
@@ -153,14 +204,16 @@ def transition_columns(t: Transition) -> dict[str, Any]:
         "started": t.started,
         "seconds": t.seconds,
         "repeats": t.repeats,
-        "sampling": dump(t.sampling, "sampling"),
-        "completion": blob(t.completion),
-        "logprobs": blob(t.logprobs),
-        "answer": None if t.answer is None else dump(t.answer, f"The answer of transition {t.id}"),
+        "sampling": to_json(t.sampling, "sampling"),
+        "completion": to_blob(t.completion),
+        "logprobs": to_blob(t.logprobs),
+        "answer": None
+        if t.answer is None
+        else to_json(t.answer, f"The answer of transition {t.id}"),
     }
 
 
-def transitions(rows: Sequence[Row]) -> dict[str, list[Transition]]:
+def transitions(rows: Sequence[DatabaseRow]) -> dict[str, list[Transition]]:
     """By attempt, in order of index. `rows` holds whole attempts in order of arrival, so that
     every parent comes before its children."""
     tokens: dict[int, bytes] = {}
@@ -169,8 +222,10 @@ def transitions(rows: Sequence[Row]) -> dict[str, list[Transition]]:
     for row in rows:
         prompt = tokens.get(row["parent"], b"") + row["prompt"]
         tokens[row["seq"]] = prompt + row["completion"]
-        messages = chats.get(row["chat_parent"], [])[: row["chat_shared"]] + load(row["messages"])
-        answer = load(row["answer"])
+        messages = chats.get(row["chat_parent"], [])[: row["chat_shared"]] + from_json(
+            row["messages"]
+        )
+        answer = from_json(row["answer"])
         chats[row["seq"]] = messages if answer is None else [*messages, answer]
         if not row["late"]:
             made = _transition(row, prompt, messages, answer)
@@ -181,15 +236,15 @@ def transitions(rows: Sequence[Row]) -> dict[str, list[Transition]]:
 
 
 def _transition(
-    row: Row, prompt: bytes, messages: list[dict[str, Json]], answer: dict[str, Json] | None
+    row: DatabaseRow, prompt: bytes, messages: list[dict[str, Json]], answer: dict[str, Json] | None
 ) -> Transition:
     return Transition(
         id=row["id"],
         attempt=row["attempt_id"],
         index=row["position"],
-        prompt=unblob("i", prompt),
-        completion=unblob("i", row["completion"]),
-        logprobs=unblob("f", row["logprobs"]),
+        prompt=from_blob("i", prompt),
+        completion=from_blob("i", row["completion"]),
+        logprobs=from_blob("f", row["logprobs"]),
         role=row["role"],
         policy=row["policy"],
         version=row["version"],
@@ -197,7 +252,7 @@ def _transition(
         finish=row["finish"],
         exact=bool(row["exact"]),
         messages=messages,
-        tools=load(row["tools_body"]) or [],
+        tools=from_json(row["tools_body"]) or [],
         answer=answer,
         span=row["span_id"],
         started=row["started_at"],
@@ -211,17 +266,17 @@ def span_columns(span: Span, *, late: bool) -> dict[str, Any]:
         "attempt": span.attempt,
         "id": span.id,
         "parent": span.parent,
-        "name": clean(span.name),
+        "name": storable_text(span.name),
         "kind": span.kind,
         "start": span.start,
         "end": span.end,
         "ok": span.ok,
         "late": late,
-        "attributes": dump(span.attributes, f"The attributes of span {span.name!r}"),
+        "attributes": to_json(span.attributes, f"The attributes of span {span.name!r}"),
     }
 
 
-def span(row: Row) -> Span:
+def span(row: DatabaseRow) -> Span:
     return Span(
         id=row["id"],
         attempt=row["attempt_id"],
@@ -231,7 +286,7 @@ def span(row: Row) -> Span:
         start=row["started_at"],
         end=row["ended_at"],
         ok=bool(row["ok"]),
-        attributes=load(row["attributes"]),
+        attributes=from_json(row["attributes"]),
     )
 
 
@@ -239,9 +294,9 @@ def clean_outcome(outcome: Outcome) -> Outcome:
     """With the text that came from the agent as it can be stored."""
     failure, replace = outcome.failure, msgspec.structs.replace
     if failure is not None:
-        message, traceback = clean(failure.message), clean(failure.traceback)
+        message, traceback = storable_text(failure.message), storable_text(failure.traceback)
         failure = replace(failure, message=message, traceback=traceback)
-    spans = [replace(span, name=clean(span.name)) for span in outcome.spans]
+    spans = [replace(span, name=storable_text(span.name)) for span in outcome.spans]
     return replace(outcome, failure=failure, spans=spans)
 
 
@@ -262,7 +317,7 @@ def reward_columns(
     }
 
 
-def reward(row: Row) -> Reward:
+def reward(row: DatabaseRow) -> Reward:
     return Reward(
         value=row["value"],
         name=row["name"],
@@ -279,10 +334,10 @@ CREDIT = ("advantage", "baseline", "gate", "weight", "psi")
 
 def credit_columns(credit: Credit) -> dict[str, Any]:
     """All but the step and the number of the call."""
-    numbers = {name: blob(getattr(credit, name)) for name in CREDIT}
+    numbers = {name: to_blob(getattr(credit, name)) for name in CREDIT}
     return {"id": credit.transition, "policy": credit.policy, **numbers}
 
 
-def credit(row: Row) -> Credit:
-    numbers = {name: unblob("f", row[name]) for name in CREDIT}
+def credit(row: DatabaseRow) -> Credit:
+    numbers = {name: from_blob("f", row[name]) for name in CREDIT}
     return Credit(transition=row["id"], policy=row["policy"], **numbers)

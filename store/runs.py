@@ -15,10 +15,10 @@ from typing import Any, Literal
 import msgspec
 
 from agentrl.errors import Conflict, Fenced, NotFound
-from agentrl.store import limits, queries, rows, values
-from agentrl.store.database import Connection
+from agentrl.store import limits, rows
+from agentrl.store.database import Connection, load_sql
 from agentrl.store.feed import GROUPS
-from agentrl.store.tree import digest
+from agentrl.store.rows import digest
 from agentrl.store.writer import Transaction
 from agentrl.types import (
     Counts,
@@ -31,20 +31,24 @@ from agentrl.types import (
     StepRow,
 )
 
-SQL = queries.load("runs")
+SQL = load_sql("runs")
 
 
 def open_run(tx: Transaction, run: str, config: dict[str, Json]) -> RunState:
-    columns = {"run": run, "now": tx.now, "config": values.dump(config, "The run's configuration")}
+    columns = {
+        "run": run,
+        "now": tx.now,
+        "config": rows.to_json(config, "The run's configuration"),
+    }
     row = tx.conn.execute(SQL["open_run"], columns).fetchone()
     tx.conn.execute(SQL["release_groups"], (run,))
     tx.conn.execute(SQL["forget_policies"], (run,))  # they were served by the fenced owner
-    tx.note(run, "run", run, GROUPS)  # the fenced owner, if it waits for groups, must learn it
+    tx.add_event(run, "run", run, GROUPS)  # the fenced owner, if it waits for groups, must learn it
     return _state(row)
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PreparedCommit:
     """A commit with all that does not depend on what the store holds, computed before the
     transaction: while it runs, other writers wait."""
 
@@ -53,16 +57,16 @@ class Step:
     credits: list[dict[str, Any]]
 
 
-def prepare(commit: StepCommit) -> Step:
+def prepare(commit: StepCommit) -> PreparedCommit:
     """Raises Invalid for credit and rewards that could not be read again."""
     limits.check_commit(commit)
     credits = [rows.credit_columns(credit) for credit in commit.credits]
-    return Step(commit, _record(commit, credits), credits)
+    return PreparedCommit(commit, _record(commit, credits), credits)
 
 
-def commit_step(tx: Transaction, step: Step) -> None:
+def commit_step(tx: Transaction, step: PreparedCommit) -> None:
     commit, record = step.commit, step.record
-    row = owned(tx.conn, commit.run, commit.epoch)
+    row = find_owned_run(tx.conn, commit.run, commit.epoch)
     done = tx.conn.execute(SQL["step"], (commit.run, commit.step)).fetchone()
     if done is not None and done["record"] == record:
         return
@@ -72,11 +76,11 @@ def commit_step(tx: Transaction, step: Step) -> None:
             f"{row['step']}."
         )
     for group in commit.groups:
-        _take(tx, group, commit, "trained")
+        _mark_group(tx, group, commit, "trained")
     for group in commit.discarded:
-        _take(tx, group, commit, "discarded")
+        _mark_group(tx, group, commit, "discarded")
     if step.credits or commit.judgements:
-        groups = {"run": commit.run, "groups": values.dump(commit.groups, "Groups")}
+        groups = {"run": commit.run, "groups": rows.to_json(commit.groups, "Groups")}
         calls = {row["id"]: row for row in tx.conn.execute(SQL["calls"], groups)}
         _add_credits(tx.conn, step, calls)
         _add_judgements(tx.conn, commit, calls, groups)
@@ -85,38 +89,38 @@ def commit_step(tx: Transaction, step: Step) -> None:
     advance = {"run": commit.run, "checkpoint": commit.checkpoint}
     tx.conn.execute(SQL["advance_run"], advance)
     _set_metrics(tx.conn, commit.run, commit.step, commit.metrics)
-    tx.note(commit.run, "step", str(commit.step))
+    tx.add_event(commit.run, "step", str(commit.step))
 
 
 def claim_groups(tx: Transaction, run: str, epoch: int, n: int, *, last: bool) -> list[str] | None:
     """Ids, or none where fewer than `n` are settled and it is not the `last` look."""
-    owned(tx.conn, run, epoch)
+    find_owned_run(tx.conn, run, epoch)
     held = [row["id"] for row in tx.conn.execute(SQL["claimed_groups"], (run, n))]
     more = tx.conn.execute(SQL["settled_groups"], (run, n - len(held))).fetchall()
     if len(held) + len(more) < n and not last:
         return None
     for row in more:
         tx.conn.execute(SQL["claim_group"], {"epoch": epoch, "group": row["id"]})
-        tx.note(run, "group", row["id"])
+        tx.add_event(run, "group", row["id"])
     return sorted([*held, *(row["id"] for row in more)])
 
 
 def publish(tx: Transaction, version: PolicyVersion, *, epoch: int | None) -> None:
-    _admit(tx.conn, version.run, epoch)
+    _check_epoch(tx.conn, version.run, epoch)
     tx.conn.execute(SQL["publish"], msgspec.structs.asdict(version))
-    tx.note(version.run, "policy", version.policy)
+    tx.add_event(version.run, "policy", version.policy)
 
 
 def log(
     tx: Transaction, run: str, step: int, metrics: dict[str, float], *, epoch: int | None
 ) -> None:
-    _admit(tx.conn, run, epoch)
+    _check_epoch(tx.conn, run, epoch)
     tx.conn.execute(SQL["log_step"], {"run": run, "step": step, "now": tx.now})
     _set_metrics(tx.conn, run, step, metrics)
-    tx.note(run, "step", str(step))
+    tx.add_event(run, "step", str(step))
 
 
-def known(conn: Connection, run: str, *, statement: str = "run") -> Any:
+def find_run(conn: Connection, run: str, *, statement: str = "run") -> Any:
     """The run's row. Raises StoreError if there is no such run."""
     row = conn.execute(SQL[statement], (run,)).fetchone()
     if row is None:
@@ -124,16 +128,16 @@ def known(conn: Connection, run: str, *, statement: str = "run") -> Any:
     return row
 
 
-def _admit(conn: Connection, run: str, epoch: int | None) -> None:
+def _check_epoch(conn: Connection, run: str, epoch: int | None) -> None:
     if epoch is None:
-        known(conn, run)
+        find_run(conn, run)
     else:
-        owned(conn, run, epoch)
+        find_owned_run(conn, run, epoch)
 
 
-def owned(conn: Connection, run: str, epoch: int) -> Any:
+def find_owned_run(conn: Connection, run: str, epoch: int) -> Any:
     """The run's row. Raises Fenced if `epoch` is not the present one."""
-    row = known(conn, run, statement="lock_run")
+    row = find_run(conn, run, statement="lock_run")
     if row["epoch"] != epoch:
         raise Fenced(
             f"Run {run!r} was taken over by another process (epoch {row['epoch']}, this is "
@@ -200,7 +204,7 @@ def _state(row: Any) -> RunState:
         epoch=row["epoch"],
         step=row["step"],
         checkpoint=row["checkpoint"],
-        config=values.load(row["config"]),
+        config=rows.from_json(row["config"]),
         created=row["created_at"],
     )
 
@@ -218,7 +222,7 @@ def _record(commit: StepCommit, credits: Sequence[dict[str, Any]]) -> str:
     return msgspec.json.encode(said, order="sorted").decode()
 
 
-def _add_credits(conn: Connection, step: Step, calls: Mapping[str, Any]) -> None:
+def _add_credits(conn: Connection, step: PreparedCommit, calls: Mapping[str, Any]) -> None:
     commit = step.commit
     if lost := next((row["id"] for row in step.credits if row["id"] not in calls), None):
         raise NotFound(
@@ -255,7 +259,7 @@ def _add_judgements(
         conn.executemany(SQL["add_judgement"], columns)
 
 
-def _take(
+def _mark_group(
     tx: Transaction, group: str, commit: StepCommit, state: Literal["trained", "discarded"]
 ) -> None:
     row = tx.conn.execute(SQL["group"], (group,)).fetchone()
@@ -269,8 +273,8 @@ def _take(
             f"not claimed by epoch {commit.epoch}."
         )
     tx.conn.execute(SQL["take_group"], {"step": commit.step, "group": group, "state": state})
-    tx.count(commit.run, groups_settled=-1, **{f"groups_{state}": 1})
-    tx.note(commit.run, "group", group)
+    tx.add_counts(commit.run, groups_settled=-1, **{f"groups_{state}": 1})
+    tx.add_event(commit.run, "group", group)
 
 
 def _set_metrics(conn: Connection, run: str, step: int, metrics: dict[str, float]) -> None:

@@ -15,13 +15,11 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from agentrl.errors import Invalid
-from agentrl.store import evidence, limits, queries, rewind, rows, runs, upkeep
+from agentrl.store import limits, maintenance, rewind, rows, runs, traces
 from agentrl.store import rollouts as queue
-from agentrl.store.database import Connection, Session, Snapshots
+from agentrl.store.database import Connection, ReaderThreads, ReadPool, Session, load_sql
 from agentrl.store.feed import ANY, GROUPS, QUEUE, Feed
-from agentrl.store.reader import Readers
-from agentrl.store.requests import once
-from agentrl.store.writer import Transaction, Writer
+from agentrl.store.writer import Transaction, Writer, answer_once
 from agentrl.types import (
     Attempt,
     Counts,
@@ -45,31 +43,31 @@ from agentrl.types import (
     Transition,
 )
 
-SQL = queries.load("feed")
+SQL = load_sql("feed")
 T = TypeVar("T")
 
 
 class SqlStore:
-    """See `agentrl.store.base.Store` for the verbs. `ring` is called with the topics of
-    every commit, `hang_up` ends the listening to other processes, `shrink` gives free space
+    """See `agentrl.store.base.Store` for the verbs. `notify` is called with the topics of
+    every commit, `stop_listening` ends the listening to other processes, `shrink` gives free space
     back."""
 
     def __init__(
         self,
         url: str,
         session: Session,
-        snapshots: Snapshots,
+        read_pool: ReadPool,
         feed: Feed,
         *,
-        ring: Callable[[int], None],
-        hang_up: Callable[[], None],
+        notify: Callable[[int], None],
+        stop_listening: Callable[[], None],
         shrink: Callable[[], None],
     ) -> None:
         self.url = url
         self._feed = feed
-        self._hang_up, self._shrink = hang_up, shrink
-        self._readers = Readers(snapshots)
-        self._writer = Writer(snapshots.name, session, ring)
+        self._stop_listening, self._shrink = stop_listening, shrink
+        self._readers = ReaderThreads(read_pool)
+        self._writer = Writer(read_pool.name, session, notify)
 
     async def close(self) -> None:
         await asyncio.to_thread(self._close)
@@ -90,7 +88,7 @@ class SqlStore:
     async def open_run(self, run: str, config: dict[str, Json]) -> RunState:
         limits.check_id("The name of a run", run)
         open_run = partial(runs.open_run, run=run, config=config)
-        return await self._writer.post(once(open_run, RunState))
+        return await self._writer.post(answer_once(open_run, RunState))
 
     async def commit_step(self, commit: StepCommit) -> None:
         await self._writer.post(partial(runs.commit_step, step=runs.prepare(commit)))
@@ -102,13 +100,13 @@ class SqlStore:
     async def claim_groups(
         self, run: str, epoch: int, n: int, *, timeout: float | None = None
     ) -> list[Group]:
-        limits.positive("n", n)
+        limits.check_positive("n", n)
 
         def claim(tx: Transaction, last: bool) -> list[str] | None:
             return runs.claim_groups(tx, run, epoch, n, last=last)
 
         ids = await self._until(GROUPS, claim, timeout)
-        return await self._readers.read(partial(evidence.groups, run=run, ids=ids))
+        return await self._readers.read(partial(traces.groups, run=run, ids=ids))
 
     async def publish(self, version: PolicyVersion, *, epoch: int | None = None) -> None:
         limits.check_id("The name of a policy", version.policy)
@@ -117,7 +115,7 @@ class SqlStore:
     async def log(
         self, run: str, step: int, metrics: dict[str, float], *, epoch: int | None = None
     ) -> None:
-        limits.check_names("A metric's name", metrics)
+        limits.check_ids("A metric's name", metrics)
         log = partial(runs.log, run=run, step=step, metrics=metrics, epoch=epoch)
         await self._writer.post(log)
 
@@ -126,7 +124,7 @@ class SqlStore:
     async def enqueue(self, rollouts: Sequence[NewRollout]) -> int:
         for rollout in rollouts:
             limits.check_rollout(rollout)
-        return await self._writer.post(once(partial(queue.enqueue, rollouts=rollouts), int))
+        return await self._writer.post(answer_once(partial(queue.enqueue, rollouts=rollouts), int))
 
     async def claim(
         self,
@@ -138,9 +136,9 @@ class SqlStore:
         claim_id: str | None = None,
         timeout: float = 0.0,
     ) -> list[Attempt]:
-        limits.positive("n", n)
+        limits.check_positive("n", n)
         limits.check_lease(lease)
-        limits.check_names("A claim's id or runner", (runner, claim_id or ""))
+        limits.check_ids("A claim's id or runner", (runner, claim_id or ""))
         if claim_id == "":
             raise Invalid("claim_id is empty: give each claim an id of its own, or none.")
 
@@ -161,19 +159,23 @@ class SqlStore:
         clean = [rows.clean_outcome(outcome) for outcome in outcomes]
         return await self._writer.post(partial(queue.finish, outcomes=clean))
 
+    async def claims(self, attempts: Sequence[str]) -> dict[str, tuple[str, str | None]]:
+        """Run and claim id of each attempt that exists: by these a server knows whose it is."""
+        return await self._readers.read(partial(queue.claims, attempts=attempts))
+
     async def cancel(self, rollouts: Sequence[str]) -> int:
-        return await self._writer.post(once(partial(queue.cancel, rollouts=rollouts), int))
+        return await self._writer.post(answer_once(partial(queue.cancel, rollouts=rollouts), int))
 
     # -- evidence ----------------------------------------------------------------------------------
 
     async def add_transitions(self, transitions: Sequence[Transition]) -> list[bool]:
-        calls = [evidence.prepare(transition) for transition in transitions]
-        add = partial(evidence.add_transitions, calls=calls)
+        calls = [traces.prepare(transition) for transition in transitions]
+        add = partial(traces.add_transitions, calls=calls)
         return await self._writer.post(add)
 
     async def add_spans(self, spans: Sequence[Span]) -> None:
         limits.check_spans(spans)
-        await self._writer.post(partial(evidence.add_spans, spans=spans))
+        await self._writer.post(partial(traces.add_spans, spans=spans))
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -197,7 +199,7 @@ class SqlStore:
         if limit is not None and limit < 0:
             raise Invalid(f"limit is a number of rollouts, not {limit}.")
         query = partial(
-            evidence.rollouts,
+            traces.rollouts,
             run=run,
             purpose=purpose,
             step=step,
@@ -209,10 +211,10 @@ class SqlStore:
         return await self._readers.read(query)
 
     async def trace(self, rollout: str) -> Trace | None:
-        return await self._readers.read(partial(evidence.trace, rollout=rollout))
+        return await self._readers.read(partial(traces.trace, rollout=rollout))
 
     async def credits(self, rollout: str) -> list[Credit]:
-        return await self._readers.read(partial(evidence.credits, rollout=rollout))
+        return await self._readers.read(partial(traces.credits, rollout=rollout))
 
     async def steps(self, run: str, *, after: int = -1) -> list[StepRow]:
         return await self._readers.read(partial(runs.steps, run=run, after=after))
@@ -252,7 +254,7 @@ class SqlStore:
     # -- upkeep ------------------------------------------------------------------------------------
 
     async def stats(self) -> Stats:
-        return await self._readers.read(upkeep.stats)
+        return await self._readers.read(maintenance.stats)
 
     async def prune(
         self,
@@ -263,33 +265,35 @@ class SqlStore:
         dry_run: bool = False,
     ) -> Pruned:
         now = await self._writer.post(lambda tx: tx.now)
-        limits = upkeep.limits(now, run, keep_last, older_than)
-        return await upkeep.prune(self._readers.read, self._writer.post, limits, dry_run=dry_run)
+        limits = maintenance.limits(now, run, keep_last, older_than)
+        return await maintenance.prune(
+            self._readers.read, self._writer.post, limits, dry_run=dry_run
+        )
 
     async def vacuum(self) -> None:
         await asyncio.to_thread(self._shrink)
-        await self.resume()
+        await self.extend_leases()
 
-    async def resume(self) -> None:
+    async def extend_leases(self) -> None:
         """After a time in which no runner could reach the store: leases hold for a while, also
         those that ran out and were given to nobody else. Called before the first claim."""
-        await self._writer.post(Transaction.resume)
+        await self._writer.post(Transaction.extend_leases)
 
     # -- parts -------------------------------------------------------------------------------------
 
     async def _until(
         self, topic: int, look: Callable[[Transaction, bool], T | None], timeout: float | None
     ) -> T:
-        """Looks until there is something: again at every ring of the topic, when the next lease
-        runs out, and a `last` time at the deadline, when `look` must return something."""
+        """Looks until there is something: again at every notification of the topic, when the next
+        lease runs out, and a `last` time at the deadline, when `look` must return something."""
         deadline = _Deadline(timeout)
         while True:
             last = deadline.passed
             ticket = self._feed.ticket(topic)
 
             def verb(tx: Transaction, last: bool = last) -> tuple[T | None, float | None]:
-                if queue.expire(tx):
-                    tx.settle()  # for this look
+                if queue.expire_leases(tx):
+                    tx.settle_groups()  # for this look
                 return look(tx, last), queue.next_expiry(tx)
 
             found, expires = await self._writer.post(verb)
@@ -302,7 +306,7 @@ class SqlStore:
 
     def _close(self) -> None:
         self._writer.close()
-        self._hang_up()
+        self._stop_listening()
         self._readers.close()
 
 

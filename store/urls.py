@@ -37,10 +37,10 @@ def scheme_of(url: str) -> str | None:
         if near
         else "sqlite:///path, postgresql://host/database or http://host:port"
     )
-    raise Invalid(f"Store URL {without_password(url)[0]!r} is not understood: write it as {forms}.")
+    raise Invalid(f"Store URL {split_password(url)[0]!r} is not understood: write it as {forms}.")
 
 
-def without_password(url: str) -> tuple[str, str | None]:
+def split_password(url: str) -> tuple[str, str | None]:
     """The URL without its password, and the password if it had one."""
     parts = urlsplit(url)
     address, password = parts.netloc, None
@@ -61,7 +61,7 @@ def without_password(url: str) -> tuple[str, str | None]:
     return public, password
 
 
-def without_key(url: str) -> tuple[str, str | None]:
+def split_key(url: str) -> tuple[str, str | None]:
     """The URL of a store over HTTP without its key, and the key if it had one."""
     parts = urlsplit(url)
     user, _, host = parts.netloc.rpartition("@")
@@ -71,14 +71,14 @@ def without_key(url: str) -> tuple[str, str | None]:
     return urlunsplit((parts.scheme, host, parts.path, query, parts.fragment)), key or None
 
 
-def concealed(url: str) -> tuple[str, dict[str, str]]:
+def split_secret(url: str) -> tuple[str, dict[str, str]]:
     """A store's URL without its secret, and the variable in which every process finds that."""
     scheme, _, _ = url.partition("://")
     if scheme in ("postgresql", "postgres"):
-        public, secret = without_password(url)
+        public, secret = split_password(url)
         variable = "PGPASSWORD"
     elif scheme in ("http", "https"):
-        public, secret = without_key(url)
+        public, secret = split_key(url)
         variable = "AGENTRL_STORE_KEY"
     else:
         return url, {}

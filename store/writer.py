@@ -16,21 +16,23 @@ import asyncio
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import msgspec
 
-from agentrl.errors import StoreError, Unavailable
-from agentrl.store.database import Connection, Session
+from agentrl.errors import Conflict, StoreError, Unavailable
+from agentrl.store.database import Connection, Session, load_sql
 from agentrl.store.feed import ANY, GROUPS, call_soon
-from agentrl.store.queries import load
 from agentrl.types import Counts, Purpose
 
-SQL = load("feed")
-RESUME = load("rollouts")["resume"]
+SQL = load_sql("feed")
+REQUESTS = load_sql("requests")
+EXTEND_LEASES = load_sql("rollouts")["resume"]
+KEPT = 86_400.0  # seconds
 STALL = 5.0  # seconds: a heartbeat that waits longer for its transaction may come too late
 GRACE = 10.0  # seconds that every lease holds after a stall: heartbeats are waiting by then
 GROUP = 256  # verbs in one transaction: bounds how long other processes wait for the lock
@@ -51,25 +53,25 @@ class Transaction:
     counts: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     ended: Counter[tuple[str, str]] = field(default_factory=Counter)
 
-    def note(self, run: str, kind: str, id: str, topics: int = 0) -> None:
+    def add_event(self, run: str, kind: str, id: str, topics: int = 0) -> None:
         """Adds to the change feed; `topics` are those that must be looked at now."""
         self.events.append((run, kind, id))
         self.topics |= ANY | topics
 
-    def count(self, run: str, **change: int) -> None:
+    def add_counts(self, run: str, **change: int) -> None:
         """Adds to the counters of a run, named as the fields of `Counts`."""
         counts = self.counts[run]
         for name, more in change.items():
             counts[name] += more
 
-    def end(self, run: str, group: str) -> None:
+    def add_ended(self, run: str, group: str) -> None:
         """One more rollout of the group is terminal."""
         self.ended[run, group] += 1
 
-    def resume(self) -> None:
+    def extend_leases(self) -> None:
         """Every lease holds for a while: nobody could extend it. Those that ran out, and were given
         to nobody else, hold again."""
-        self.conn.execute(RESUME, {"until": self.now + GRACE, "grace": GRACE})
+        self.conn.execute(EXTEND_LEASES, {"until": self.now + GRACE, "grace": GRACE})
 
     def add(self, other: Transaction) -> None:
         """Everything that another verb changed."""
@@ -77,23 +79,23 @@ class Transaction:
         self.events += other.events
         self.ended += other.ended
         for run, change in other.counts.items():
-            self.count(run, **change)
+            self.add_counts(run, **change)
 
-    def settle(self) -> None:
+    def settle_groups(self) -> None:
         """Writes what ended: runs first, then groups, each in order of name."""
         self._write_counts()
         for (run, group), n in sorted(self.ended.items()):
             row = self.conn.execute(SQL["shrink_group"], {"n": n, "group": group}).fetchone()
             if row["state"] == "settled":
                 if row["purpose"] == Purpose.TRAIN:
-                    self.count(run, groups_open=-1, groups_settled=1)
-                self.note(run, "group", group, GROUPS)
+                    self.add_counts(run, groups_open=-1, groups_settled=1)
+                self.add_event(run, "group", group, GROUPS)
         self.ended.clear()
         self._write_counts()
 
     def write(self) -> None:
         """Everything, the feed last."""
-        self.settle()
+        self.settle_groups()
         if self.events:
             self.conn.execute(SQL["add_events"], (msgspec.json.encode(self.events).decode(),))
 
@@ -103,12 +105,12 @@ class Transaction:
         self.counts.clear()
 
 
-Verb = Callable[[Transaction], T]
+WriteVerb = Callable[[Transaction], T]
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    verb: Verb[Any]
+    verb: WriteVerb[Any]
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Any]
     result: Any = None
@@ -124,17 +126,17 @@ class _Job:
 
 
 class Writer:
-    """Group commit. `ring(topics)` is called after every commit that changed something."""
+    """Group commit. `notify(topics)` is called after every commit that changed something."""
 
     def __init__(
         self,
         name: str,
         session: Session,
-        ring: Callable[[int], None],
+        notify: Callable[[int], None],
     ) -> None:
         self._name = name
         self._session = session
-        self._ring = ring
+        self._notify = notify
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._lock = threading.Lock()  # a verb is put while the writer is there to answer it
         self._closed = False
@@ -143,7 +145,7 @@ class Writer:
         self._thread = threading.Thread(target=self._serve, name="store-writer", daemon=True)
         self._thread.start()
 
-    def post(self, verb: Verb[T]) -> asyncio.Future[T]:
+    def post(self, verb: WriteVerb[T]) -> asyncio.Future[T]:
         """From any running loop. The future resolves after the commit."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
@@ -171,9 +173,9 @@ class Writer:
                 jobs, open_ = self._waiting()
                 topics = self._commit(jobs) if jobs else 0
                 _resolve_all(jobs)
-                jobs = []  # answered, whatever becomes of the ring
+                jobs = []  # answered, whatever becomes of the notification
                 if topics:
-                    self._ring(topics)
+                    self._notify(topics)
         except Exception as error:  # noqa: BLE001 - callers would wait for ever
             self._fail(jobs, error)
 
@@ -219,10 +221,10 @@ class Writer:
                     return self._transact(jobs, self._run_alone, since)
             except self._session.errors as error:
                 self._session.rollback()
-                if self._session.recover(error, since):
+                if self._session.can_retry(error, since):
                     continue
                 for job in jobs:
-                    job.error = job.error or self._session.explained(error)
+                    job.error = job.error or self._session.to_store_error(error)
                 return 0
 
     def _transact(
@@ -231,7 +233,7 @@ class Writer:
         now = self._session.begin()
         group = Transaction(self._session.conn, now)
         if self._stalled or time.monotonic() - since > STALL:
-            group.resume()
+            group.extend_leases()
         for job in jobs:
             job.error = None
             run(job, group)
@@ -251,10 +253,10 @@ class Writer:
             job.result = job.verb(tx)
             group.add(tx)
         except Exception as error:  # delivered to the caller
-            if not self._session.intact(error):
+            if not self._session.can_continue(error):
                 raise
             tx.conn.execute("rollback to verb")
-            job.error = self._session.explained(error)
+            job.error = self._session.to_store_error(error)
         tx.conn.execute("release verb")
 
 
@@ -270,3 +272,48 @@ def _resolve_all(jobs: list[_Job]) -> None:
 def _resolve(jobs: list[_Job]) -> None:
     for job in jobs:
         job.resolve()
+
+
+# -- repeated calls ------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class IdempotentCall:
+    """`id` is the caller's; `digest` that of the arguments, by which a reused id is found out."""
+
+    id: str
+    digest: str
+
+
+CURRENT: ContextVar[IdempotentCall | None] = ContextVar("request", default=None)
+
+
+def start_call(request: IdempotentCall, call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Executes a verb of a store as that request."""
+    context = copy_context()
+    context.run(CURRENT.set, request)
+    return asyncio.get_running_loop().create_task(call, context=context)
+
+
+def answer_once(verb: WriteVerb[T], reply: type[T]) -> WriteVerb[T]:
+    """The verb as the present request, if there is one, executes it. Raises Conflict for a request
+    whose id was used with other arguments."""
+    request = CURRENT.get()
+    if request is None:
+        return verb
+
+    def execute(tx: Transaction) -> T:
+        tx.conn.execute(REQUESTS["lock_request"], {"id": request.id})
+        known = tx.conn.execute(REQUESTS["request"], (request.id,)).fetchone()
+        if known is None:
+            result = verb(tx)
+            tx.conn.execute(REQUESTS["forget_requests"], (tx.now - KEPT,))
+            text = msgspec.json.encode(result).decode()
+            columns = {"id": request.id, "digest": request.digest, "reply": text, "at": tx.now}
+            tx.conn.execute(REQUESTS["add_request"], columns)
+            return result
+        if known["digest"] != request.digest:
+            raise Conflict("This idempotency-key was used for a call with other arguments.")
+        return msgspec.json.decode(known["reply"], type=reply)
+
+    return execute

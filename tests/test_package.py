@@ -3,10 +3,13 @@
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+
+import agentrl
 
 ROOT = Path(__file__).parents[1]
 EXPECTED = {
@@ -17,6 +20,7 @@ EXPECTED = {
     "agentrl/algorithms/train/loop.py",
     "agentrl/algorithms/learners/base.py",
 }
+DOCUMENTS = {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"}
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +35,7 @@ def test_wheel(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     assert names >= EXPECTED
+    assert f"agentrl-{agentrl.__version__}.dist-info/licenses/LICENSE" in names
     assert any(name.startswith("agentrl/store/sql/") and name.endswith(".sql") for name in names)
     assert not any(
         name.startswith(("store/", "runners/", "algorithms/", "tests/")) for name in names
@@ -41,5 +46,13 @@ def test_sdist(built: Path) -> None:
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         members = {m.name.split("/", 1)[1]: m for m in archive if "/" in m.name}
-    assert set(members) >= EXPECTED | {"examples/staff/run.toml", "constraints.txt"}
+    assert set(members) >= EXPECTED | {"examples/staff/run.toml", "constraints.txt", *DOCUMENTS}
     assert not any(member.issym() for member in members.values())
+
+
+def test_the_version_is_written_once() -> None:
+    """In the package; what is released is in the changelog."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["tool"]["hatch"]["version"]["path"] == "agentrl/__init__.py"
+    assert "version" not in project["project"]
+    assert f"## [{agentrl.__version__}]" in (ROOT / "CHANGELOG.md").read_text()

@@ -1,5 +1,6 @@
 """The code of the README runs, with a tiny model in place of the one it names."""
 
+import importlib
 import re
 import shlex
 import subprocess
@@ -56,3 +57,16 @@ def test_the_table_names_settings() -> None:
         kind: type = RunConfig
         for part in name.split("."):
             kind = {field.name: field.type for field in msgspec.structs.fields(kind)}[part]
+
+
+NOUNS = re.findall(
+    r"^\| ([a-z ]+) \| [^|]+ \| `([\w.]+)` \|$", README.read_text(), flags=re.MULTILINE
+)
+
+
+def test_each_noun_has_one_thing_that_exists() -> None:
+    assert len(NOUNS) > 20
+    assert len({word for word, _ in NOUNS}) == len({path for _, path in NOUNS}) == len(NOUNS)
+    for _, path in NOUNS:
+        module, _, name = path.rpartition(".")
+        assert hasattr(importlib.import_module(module), name), path

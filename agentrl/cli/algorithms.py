@@ -50,7 +50,7 @@ def answers(algo: Algo) -> dict[str, str]:
     return {
         "credit": brief(algo.credit),
         "gates": ", ".join(map(brief, algo.gates)) or "none",
-        "penalties": ", ".join(map(brief, algo.regs)) or "none",
+        "penalties": ", ".join(map(brief, algo.penalties)) or "none",
         "entropy": str(algo.entropy) if algo.entropy else "none",
         "average": brief(algo.agg),
         "filter": brief(algo.keep) if algo.keep else "none",
@@ -103,7 +103,9 @@ def _of_policy(
 ) -> Explanation:
     """What one policy made of the groups of a step, by its own view of the run."""
     settings = config.algorithm
-    algo = presets.make(settings.preset, settings.options, streams=EVERYTHING)
+    algo = presets.make(
+        settings.preset, settings.options, streams=EVERYTHING, root=Path(config.root)
+    )
     own = {row.transition: row for row in credits if row.policy == policy}
     return explain(algo, groups, min_group=settings.min_group, credits=own, policy=policy)
 
@@ -158,7 +160,7 @@ def _fields(name: str) -> str:
     needed = {key: _example(key) for key, default in options_of(host).items() if default is EMPTY}
     algo = presets.make(host, needed, streams=EVERYTHING)
     base = presets.make("reinforce", {}) if name.startswith("+") else Algo(algo.credit)
-    names = {"credit": "credit", "gates": "gates", "regs": "penalties", "agg": "average",
+    names = {"credit": "credit", "gates": "gates", "penalties": "penalties", "agg": "average",
              "keep": "filter"}  # fmt: skip
     changed = [word for key, word in names.items() if getattr(algo, key) != getattr(base, key)]
     return ", ".join(changed if name.startswith("+") else ["credit", *changed])
@@ -167,6 +169,8 @@ def _fields(name: str) -> str:
 def _example(option: str) -> object:
     lists = {"only_roles": ["agent"], "roles": ["agent"], "actions": ["yes", "no"]}
     lists |= {"equal_units": ["role"]}
+    if option == "credit":
+        return "agentrl.algorithms.credit.core:response_lengths"
     return lists.get(option, {"process": {"scope": "transition"}})
 
 

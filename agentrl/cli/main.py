@@ -93,9 +93,9 @@ def train(
             sampled_for(config, algorithms(config))
         click.echo(to_toml(config), nl=False)
         if config.learner.kind == "verl":
-            from agentrl.algorithms.learners.verl.settings import described
+            from agentrl.algorithms.learners.verl.settings import describe_settings
 
-            click.echo(described(config), nl=False)
+            click.echo(describe_settings(config), nl=False)
         return
     if start:
         from agentrl.cli.restart import go_back
@@ -317,15 +317,14 @@ def sink() -> None:
 
 
 @sink.command("start")
-@click.argument("name")
 @click.argument("config_file", type=click.Path(path_type=Path))
-def start_sink(name: str, config_file: Path) -> None:
+def start_sinks(config_file: Path) -> None:
     """Write metrics until standard input ends."""
     import msgspec
 
-    from agentrl.telemetry.sinks.follow import main as export_metrics
+    from agentrl.telemetry.sinks.process import main as write_metrics
 
-    export_metrics(msgspec.json.decode(config_file.read_bytes(), type=RunConfig), name)
+    write_metrics(msgspec.json.decode(config_file.read_bytes(), type=RunConfig))
 
 
 cli.add_command(store_group)

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import csv
 import os
 import re
-import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import click
 import msgspec
 
-from agentrl.errors import ConfigError, Invalid, NotFound, StoreError
+from agentrl.errors import ConfigError, NotFound, StoreError
 from agentrl.store import Store, open_store
 from agentrl.types import Pruned
-
-if TYPE_CHECKING:
-    from agentrl.store.readonly import Answer
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 T = TypeVar("T")
@@ -145,24 +140,6 @@ def prune(
     click.echo(f"{'Would remove' if dry_run else 'Removed'} {what}: {size}")
 
 
-@store.command()
-@click.argument("sql")
-@store_option
-@click.option("--format", "form", type=click.Choice(["table", "json", "csv"]), default="table")
-@click.option("--limit", type=click.IntRange(1), default=1000, show_default=True, help="Rows.")
-def query(sql: str, url: str | None, form: str, limit: int) -> None:
-    """Answer one SQL statement, which can change nothing.
-
-    In SQLite, tokens(prompt) and logprobs(logprobs) are JSON lists. The tables are described in
-    store/README.md, useful queries in store/QUERIES.md."""
-    from agentrl.store.readonly import ask
-
-    answer = ask(url or only_store(), sql, limit=limit)
-    WRITERS[form](answer)
-    if answer.more:
-        click.echo(f"There are more than {limit} rows: raise --limit.", err=True)
-
-
 def only_store() -> str:
     """URL of the store below runs/. Raises StoreError if there is none or more than one."""
     found = sorted(Path("runs").glob("*/store.db"))
@@ -190,40 +167,3 @@ def _size(n: float) -> str:
             return f"{n:.4g} {unit}"
         n /= 1000
     return f"{n:,.4g} GB"
-
-
-def _write_table(answer: Answer) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table()
-    for column in answer.columns:
-        table.add_column(column, overflow="fold")
-    for row in answer.rows:
-        table.add_row(*(Text("" if value is None else str(value)) for value in row))
-    Console().print(table)
-
-
-def _write_json(answer: Answer) -> None:
-    """An array with an object per line."""
-    if len(set(answer.columns)) < len(answer.columns):
-        raise Invalid("Two columns have the same name: give one another with `as`.")
-    lines = ",\n ".join(
-        msgspec.json.encode(dict(zip(answer.columns, row, strict=True))).decode()
-        for row in answer.rows
-    )
-    click.echo(f"[{lines}]")
-
-
-def _write_csv(answer: Answer) -> None:
-    writer = csv.writer(sys.stdout, lineterminator="\n")
-    writer.writerow(answer.columns)
-    writer.writerows(answer.rows)
-
-
-WRITERS: dict[str, Callable[[Answer], None]] = {
-    "table": _write_table,
-    "json": _write_json,
-    "csv": _write_csv,
-}

@@ -7,6 +7,9 @@ from typing import Literal
 
 from agentrl.config.base import Count, Natural, NonNegative, Port, Seconds, Section
 
+ENGINES = ("embedded", "vllm")
+LEARNERS = ("torch", "verl")
+
 
 class VerlConfig(Section, frozen=True):
     """Where verl's workers run, for `learner.kind = "verl"`."""
@@ -20,7 +23,7 @@ class VerlConfig(Section, frozen=True):
 
 
 class LearnerConfig(Section, frozen=True):
-    kind: Literal["torch", "verl"] = "torch"  # in one process, or verl's workers on many GPUs
+    kind: str = "torch"  # in one process; verl: its workers on many GPUs; or your own: file.py:name
     token_budget: Count = 4096  # tokens forwarded at once; gradients of all are summed
     gradient_checkpointing: bool = False  # recompute activations: less memory, more time
     fp32_head: bool = False  # logits of a bfloat16 policy in float32
@@ -54,7 +57,7 @@ class VllmConfig(Section, frozen=True):
 class EngineConfig(Section, frozen=True):
     """The policy server."""
 
-    kind: Literal["embedded", "vllm"] = "embedded"  # in the learner's process, or beside it
+    kind: str = "embedded"  # in the learner's process; vllm: beside it; or your own: file.py:name
     host: str = "127.0.0.1"  # where it listens, and where runners call it
     port: Port = 0  # 0: any free one
     advertise: str = ""  # the address by which runners elsewhere call it, where that is not `host`

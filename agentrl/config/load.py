@@ -18,7 +18,7 @@ from agentrl.config import validate
 from agentrl.config.keys import check_keys, flatten, said
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError
-from agentrl.store.urls import concealed
+from agentrl.store.urls import split_secret
 
 
 def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
@@ -68,7 +68,7 @@ def to_toml(config: RunConfig) -> str:
             if isinstance(value, dict):
                 table(value, f"{prefix}.{_toml_key(key)}" if prefix else key)
 
-    public, _ = concealed(config.store)
+    public, _ = split_secret(config.store)
     table(msgspec.to_builtins(msgspec.structs.replace(config, store=public)), "")
     return "\n".join(lines) + "\n"
 

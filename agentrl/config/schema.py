@@ -285,7 +285,7 @@ class SelfplayConfig(Section, frozen=True):
 class MetricsConfig(Section, frozen=True):
     """Where metrics go besides the store. Each sink is an extra: `pip install 'agentrl[wandb]'`."""
 
-    sinks: list[str] = []  # tensorboard, wandb, mlflow, trackio
+    sinks: list[str] = []  # tensorboard, wandb, mlflow, trackio, or your own: file.py:name
     project: Annotated[str, msgspec.Meta(min_length=1)] = "agentrl"  # there; MLflow's experiment
 
 

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 
 SINKS = ("mlflow", "tensorboard", "trackio", "wandb")
 """Names: of the sink, of its module here, of the package it needs and of the extra that has it."""
+
+
+def known_sinks() -> list[str]:
+    """The library's own and those of installed packages."""
+    return [*SINKS, *entry_points(group="agentrl.sinks").names]
 
 
 def missing(names: Iterable[str]) -> list[str]:

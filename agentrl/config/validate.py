@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
+from importlib.metadata import entry_points
 from typing import Any
 
 import msgspec
 
 from agentrl.config import policies as team
 from agentrl.config import selfplay
-from agentrl.config.infrastructure import EngineConfig, LearnerConfig, VerlConfig, VllmConfig
+from agentrl.config.infrastructure import (
+    ENGINES,
+    LEARNERS,
+    EngineConfig,
+    LearnerConfig,
+    VerlConfig,
+    VllmConfig,
+)
 from agentrl.config.keys import check_keys, flatten, said
 from agentrl.config.schema import AlgorithmConfig, LoraConfig, MemberConfig, RunConfig, TeamConfig
-from agentrl.config.sinks import SINKS, missing
+from agentrl.config.sinks import SINKS, known_sinks, missing
 from agentrl.errors import ConfigError, nearest
 from agentrl.types import POLICY
 
@@ -213,18 +222,31 @@ def _check_schedule(algorithm: AlgorithmConfig, source: str) -> None:
 
 
 def _check_sinks(names: list[str], source: str) -> None:
+    known = known_sinks()
     for name in names:
-        if name not in SINKS:
-            raise ConfigError(f"{source}: metrics.sinks: {name!r}; {nearest(name, SINKS)}")
+        if ":" not in name and name not in known:
+            raise ConfigError(
+                f"{source}: metrics.sinks: {name!r}; {nearest(name, known)}, or your own as"
+                " file.py:name"
+            )
         if names.count(name) > 1:
             raise ConfigError(f"{source}: metrics.sinks names {name!r} twice")
-    for name in missing(names):
+    for name in missing(name for name in names if name in SINKS):
         raise ConfigError(
             f"{source}: metrics.sinks: {name!r} is not installed: pip install 'agentrl[{name}]'"
         )
 
 
+def _check_kind(key: str, kind: str, own: Sequence[str], group: str, source: str) -> None:
+    known = [*own, *(point.name for point in entry_points(group=group))]
+    if ":" not in kind and kind not in known:
+        raise ConfigError(
+            f"{source}: {key} = {kind!r}; {nearest(kind, known)}, or your own as file.py:name"
+        )
+
+
 def _check_engine(engine: EngineConfig, source: str) -> None:
+    _check_kind("engine.kind", engine.kind, ENGINES, "agentrl.engines", source)
     if engine.host in ("0.0.0.0", "::") and not engine.advertise:
         raise ConfigError(
             f"{source}: engine.host = {engine.host!r} listens everywhere and is no address that a "
@@ -249,6 +271,7 @@ def _check_engine(engine: EngineConfig, source: str) -> None:
 
 
 def _check_learner(learner: LearnerConfig, source: str) -> None:
+    _check_kind("learner.kind", learner.kind, LEARNERS, "agentrl.learners", source)
     for name, default in msgspec.to_builtins(VerlConfig()).items():
         if learner.kind != "verl" and getattr(learner.verl, name) != default:
             raise ConfigError(

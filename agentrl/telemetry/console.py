@@ -13,85 +13,55 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from agentrl.config import RunConfig
-from agentrl.config.policies import claims, remote
+from agentrl.config.policies import remote
 from agentrl.store.base import Store
-from agentrl.telemetry.failures import FirstFailures
-from agentrl.telemetry.report import refused, unheard, unread
-from agentrl.types import EMPTY, Counts, Purpose, StepRow
+from agentrl.telemetry.warnings import RunWarnings
+from agentrl.types import EMPTY, Counts, StepRow
 
 REFRESH = 0.5  # seconds between redraws
 PLAIN_LINES = 20  # step lines of a whole run where there is no terminal to redraw
 
 
-async def follow(
+async def show_progress(
     store: Store, config: RunConfig, console: Console | None = None, *, quiet: bool = False
 ) -> None:
-    """Show the run until cancelled: redrawn on a terminal, as lines elsewhere; quiet: only what it
-    warns of."""
+    """Show the run until cancelled, redrawn on a terminal, else in lines; quiet: warnings only."""
     console = console or Console()
-    model, failures = Progress(config), FirstFailures(config)
+    progress, warnings = Progress(config), RunWarnings(config, console)
     if not quiet:
         where = escape(config.output)
         console.print(f"[bold]{config.name}[/]: {config.steps} steps, {where}", highlight=False)
     try:
         if quiet or not console.is_terminal:
-            return await _follow_plain(store, model, console, failures, quiet=quiet)
-        with Live(model.table(), console=console, refresh_per_second=4, transient=True) as live:
+            return await _print_lines(store, progress, warnings, quiet=quiet)
+        with Live(progress.table(), console=console, refresh_per_second=4, transient=True) as live:
             while True:
-                await model.update(store)
-                model.warn(console)
-                await failures.say(store, console, model.committed)
-                live.update(model.table())
+                await _update(store, progress, warnings)
+                live.update(progress.table())
                 await _next_change(store)
-    finally:  # what ended the run may be news
-        await model.update(store)
-        await failures.say(store, console, model.committed)
+    finally:  # what ended the run may be new
+        await _update(store, progress, warnings)
 
 
-async def _follow_plain(
-    store: Store, model: Progress, console: Console, failures: FirstFailures, *, quiet: bool = False
+async def _update(store: Store, progress: Progress, warnings: RunWarnings) -> None:
+    await progress.update(store)
+    await warnings.print_new(store, progress.rows)
+
+
+async def _print_lines(
+    store: Store, progress: Progress, warnings: RunWarnings, *, quiet: bool
 ) -> None:
     printed = -1
-    every = max(1, model.config.steps // PLAIN_LINES)
+    every = max(1, progress.config.steps // PLAIN_LINES)
     while True:
-        await model.update(store)
-        model.warn(console)
-        printed = min(printed, len(model.committed) - 1)
-        await failures.say(store, console, model.committed)
-        for row in [] if quiet else model.rows:
+        await _update(store, progress, warnings)
+        printed = min(printed, len(progress.committed) - 1)
+        for row in [] if quiet else progress.rows:
             if row.step > printed and row.committed:
                 printed = row.step
-                if row.step % every == 0 or row.step + 1 == model.config.steps:
-                    console.print(model.line(row), highlight=False)
+                if row.step % every == 0 or row.step + 1 == progress.config.steps:
+                    warnings.console.print(progress.line(row), highlight=False)
         await _next_change(store)
-
-
-async def silent_roles(store: Store, config: RunConfig) -> str:
-    """A sentence about the roles that the run file names and no call of the first trained step has;
-    empty where all spoke. Of several policies, one without any call is reported by `unheard`."""
-    named = claims(config)
-    if not named:
-        return ""
-    heard: set[str] = set()
-    for row in await store.rollouts(config.name, purpose=Purpose.TRAIN, trained=0):
-        trace = await store.trace(row.id)
-        heard.update(call.role for call in (trace.transitions if trace else ()))
-        if heard >= named.keys():
-            return ""
-    playing = {named[role] for role in heard & named.keys()}
-    silent = [
-        repr(role)
-        for role, player in named.items()
-        if role not in heard and (player in playing or player not in config.policies)
-    ]
-    if not silent:
-        return ""
-    spoke = ", ".join(map(repr, sorted(heard))) or "none"
-    return (
-        f"no call was made in the first step in the role {', '.join(silent)}, which the run file "
-        f"names; the roles that spoke are {spoke}. Roles are graph nodes, agent names, model names "
-        "or what `with agentrl.role(...)` says"
-    )
 
 
 async def _next_change(store: Store) -> None:
@@ -111,11 +81,6 @@ class Progress:
     rows: list[StepRow] = field(default_factory=list)
     counts: Counts = field(default_factory=Counts)
     ready: bool = False
-    warned: bool = False
-    silent: str | None = None  # once it is known: a sentence, or nothing to say
-    unreadable: int = 0  # groups of which that was said
-    unheard: set[str] = field(default_factory=set)  # policies of which that was said
-    again: set[int] = field(default_factory=set)  # steps of which that was said
 
     async def update(self, store: Store) -> None:
         """Committed steps change only by being taken back, so only what came after is read."""
@@ -123,42 +88,7 @@ class Progress:
         done = min(len(self.committed), state.step if state else 0)
         self.rows[done:] = await store.steps(self.config.name, after=done - 1)
         self.counts = await store.counts(self.config.name)
-        if self.committed and self.silent is None:
-            self.silent = await silent_roles(store, self.config)
         self.ready = remote(self.config) or bool(await store.policies(self.config.name))
-
-    def warn(self, console: Console) -> None:
-        """Says once that there are calls which are not learned from, and how many, and of each
-        policy that has none, the roles of the run file in which nobody has spoken, and every step
-        that had to do without groups."""
-        for policy, sentence in unheard(self.config, self.committed).items():
-            if policy not in self.unheard:
-                self.unheard.add(policy)
-                console.print(sentence, highlight=False, markup=False)
-        for row in self.rows:
-            taken = row.metrics.get("steps/taken_back", 0.0)
-            if taken and not row.committed and row.step not in self.again:
-                self.again.add(row.step)
-                console.print(
-                    f"{taken:.0f} steps were taken back, and are trained again from step"
-                    f" {row.step + 1}: their checkpoint was damaged, or --from said so",
-                    highlight=False,
-                )
-        if self.silent:
-            console.print(self.silent, highlight=False, markup=False)
-            self.silent = ""
-        unreadable = sum(int(row.metrics.get("groups/unreadable", 0)) for row in self.committed)
-        if unreadable > self.unreadable:
-            self.unreadable = unreadable
-            console.print(unread(self.config, unreadable), highlight=False, markup=False)
-        without, _ = refused(self.committed)
-        if without > 0 and not self.warned:
-            self.warned = True
-            console.print(
-                f"[bold]{without} model calls are not trained[/]: their upstream gave no token"
-                ' ids. Serve the policy with ids, or set algorithm.inexact = "retokenize".',
-                highlight=False,
-            )
 
     @property
     def committed(self) -> list[StepRow]:

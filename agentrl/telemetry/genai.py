@@ -20,33 +20,40 @@ from agentrl.otlp import DESCRIPTION
 from agentrl.types import Json, Reward, Scope, Span, Trace, Transition
 
 PROVIDER = "agentrl"  # who answered, as far as the agent can tell
-REQUEST = ("url.full", "http.url", "http.method", "http.request.method")  # marks of HTTP clients
+HTTP_ATTRIBUTES = (
+    "url.full",
+    "http.url",
+    "http.method",
+    "http.request.method",
+)  # marks of HTTP clients
 SLACK = 5_000_000  # ns; the clocks of agent and gateway are read at different moments
 
 
 def spans_of(trace: Trace) -> list[Span]:
     """The whole attempt: its root first, then parents before children in order of their start."""
     spans = {span.id: span for span in trace.spans}
-    moved: dict[str, str] = {}  # what was merged -> the llm span that stands for it
-    made: dict[str, Span] = {}
+    merged: dict[str, str] = {}  # what was merged -> the llm span that stands for it
+    llm_spans: dict[str, Span] = {}
     for transition in trace.transitions:
-        span = _llm(transition, spans, made, trace.rollout.rewards)
-        made[span.id] = span
+        span = _llm_span(transition, spans, llm_spans, trace.rollout.rewards)
+        llm_spans[span.id] = span
         if transition.span in spans and _is_request(spans[transition.span]):
-            moved[transition.span] = span.id
-    root = _root(trace, [*trace.spans, *made.values()])
-    kept = {id: span for id, span in spans.items() if id not in moved} | made
+            merged[transition.span] = span.id
+    root = _root_span(trace, [*trace.spans, *llm_spans.values()])
+    kept = {id: span for id, span in spans.items() if id not in merged} | llm_spans
     kept.pop(root.id, None)
-    children = _unringed([_placed(span, kept, moved, root.id) for span in kept.values()], root.id)
+    children = _without_cycles(
+        [_with_parent(span, kept, merged, root.id) for span in kept.values()], root.id
+    )
     return [root, *sorted(children, key=lambda span: (span.start, -span.end))]
 
 
-def _placed(span: Span, kept: Mapping[str, Span], moved: dict[str, str], root: str) -> Span:
-    parent = moved.get(span.parent or "", span.parent)
+def _with_parent(span: Span, kept: Mapping[str, Span], merged: dict[str, str], root: str) -> Span:
+    parent = merged.get(span.parent or "", span.parent)
     return replace(span, parent=parent if parent in kept and parent != span.id else root)
 
 
-def _unringed(spans: list[Span], root: str) -> list[Span]:
+def _without_cycles(spans: list[Span], root: str) -> list[Span]:
     """Without rings of parents, which anybody may send: one span of each hangs below the root."""
     parents, sound = {span.id: span.parent for span in spans}, {root}
     for span in spans:
@@ -61,18 +68,18 @@ def _unringed(spans: list[Span], root: str) -> list[Span]:
     return [replace(span, parent=parents[span.id]) for span in spans]
 
 
-def _llm(
+def _llm_span(
     transition: Transition,
     spans: Mapping[str, Span],
-    made: Mapping[str, Span],
+    llm_spans: Mapping[str, Span],
     rewards: Iterable[Reward],
 ) -> Span:
     """The span of a model call, in the place of what was recorded of it."""
     start = int(transition.started * 1e9)
     end = start + int(transition.seconds * 1e9)
-    about = attributes(transition) | _rewards(rewards, Scope.TRANSITION, transition.id)
+    about = call_attributes(transition) | _rewards(rewards, Scope.TRANSITION, transition.id)
     request = spans.get(transition.span or "")
-    known = _recorded(request, spans, made, start, end)
+    known = _recorded_llm_span(request, spans, llm_spans, start, end)
     if known is not None:
         return replace(known, kind="llm", attributes=known.attributes | about)
     if request is not None and _is_request(request):
@@ -82,7 +89,7 @@ def _llm(
     else:
         id, parent = _id(transition.id), transition.span
     return Span(
-        id=_id(transition.id) if id in made else id,  # one request may ask for several samples
+        id=_id(transition.id) if id in llm_spans else id,  # one request may ask for several samples
         attempt=transition.attempt,
         parent=parent,
         name=f"chat {transition.policy}",
@@ -93,8 +100,12 @@ def _llm(
     )
 
 
-def _recorded(
-    request: Span | None, spans: Mapping[str, Span], made: Mapping[str, Span], start: int, end: int
+def _recorded_llm_span(
+    request: Span | None,
+    spans: Mapping[str, Span],
+    llm_spans: Mapping[str, Span],
+    start: int,
+    end: int,
 ) -> Span | None:
     """The llm span that a framework recorded of the call: around the request, or beside it, as
     OpenInference does for LangChain, and then the shortest that covers it."""
@@ -106,13 +117,13 @@ def _recorded(
         passed.add(around.id)
         around = spans.get(around.parent or "")
     if around is not None and around.kind == "llm":
-        return None if around.id in made else around
+        return None if around.id in llm_spans else around
     beside = [
         span
         for span in spans.values()
         if span.kind == "llm"
         and span.parent == request.parent
-        and span.id not in made
+        and span.id not in llm_spans
         and span.start - SLACK <= start
         and end <= span.end + SLACK
     ]
@@ -120,10 +131,12 @@ def _recorded(
 
 
 def _is_request(span: Span) -> bool:
-    return span.kind in ("internal", "llm") and any(key in span.attributes for key in REQUEST)
+    return span.kind in ("internal", "llm") and any(
+        key in span.attributes for key in HTTP_ATTRIBUTES
+    )
 
 
-def _root(trace: Trace, spans: list[Span]) -> Span:
+def _root_span(trace: Trace, spans: list[Span]) -> Span:
     """The attempt itself. One that ran in another process left no span of its own."""
     rollout = trace.rollout
     own = [span for span in trace.spans if span.parent is None and span.name == "attempt"]
@@ -152,14 +165,15 @@ def _root(trace: Trace, spans: list[Span]) -> Span:
         "agentrl.attempt": trace.attempt,
         "agentrl.step": rollout.step,
         "agentrl.purpose": rollout.purpose.value,
-        **_shown("input", rollout.task.get("input")),
-        **_shown("output", rollout.result),
+        **_openinference_value("input", rollout.task.get("input")),
+        **_openinference_value("output", rollout.result),
         **_rewards(rollout.rewards, Scope.ROLLOUT, None),
     }
     for role in sorted({row.target or "" for row in rollout.rewards if row.scope is Scope.ROLE}):
-        found = _rewards(rollout.rewards, Scope.ROLE, role)
+        attributes = _rewards(rollout.rewards, Scope.ROLE, role)
         about |= {
-            key.replace("agentrl.reward", f"agentrl.reward.{role}"): found[key] for key in found
+            key.replace("agentrl.reward", f"agentrl.reward.{role}"): attributes[key]
+            for key in attributes
         }
     if rollout.failure is not None:
         about |= {"error.type": rollout.failure.kind.value, DESCRIPTION: rollout.failure.message}
@@ -171,7 +185,7 @@ def _root(trace: Trace, spans: list[Span]) -> Span:
     )
 
 
-def attributes(transition: Transition) -> dict[str, Json]:
+def call_attributes(transition: Transition) -> dict[str, Json]:
     """Of one model call, by both conventions."""
     sampling, answer = transition.sampling, transition.answer or {}
     limits = {
@@ -184,7 +198,7 @@ def attributes(transition: Transition) -> dict[str, Json]:
     given = {name: value for name, value in limits.items() if value is not None}
     read, written = len(transition.prompt), len(transition.completion)
     output = _message(answer) | {"finish_reason": transition.finish}
-    found: dict[str, Json] = {
+    attributes: dict[str, Json] = {
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": PROVIDER,
         "gen_ai.agent.name": transition.role,
@@ -193,44 +207,46 @@ def attributes(transition: Transition) -> dict[str, Json]:
         "gen_ai.response.finish_reasons": [transition.finish],
         "gen_ai.usage.input_tokens": read,
         "gen_ai.usage.output_tokens": written,
-        "gen_ai.input.messages": _json([_message(said) for said in transition.messages]),
+        "gen_ai.input.messages": _json([_message(message) for message in transition.messages]),
         "gen_ai.output.messages": _json([output]),
         "llm.model_name": transition.policy,
         "llm.invocation_parameters": _json(given),
         "llm.token_count.prompt": read,
         "llm.token_count.completion": written,
         "llm.token_count.total": read + written,
-        **_shown("input", transition.messages),
-        **_shown("output", answer.get("content") or answer),
+        **_openinference_value("input", transition.messages),
+        **_openinference_value("output", answer.get("content") or answer),
         "agentrl.transition": transition.id,
         "agentrl.role": transition.role,
         "agentrl.policy": transition.policy,
         "agentrl.policy.version": transition.version,
         "agentrl.exact": transition.exact,
     }
-    found |= {f"gen_ai.request.{name}": value for name, value in given.items()}
+    attributes |= {f"gen_ai.request.{name}": value for name, value in given.items()}
     if transition.tools:
-        found["gen_ai.tool.definitions"] = _json(transition.tools)
+        attributes["gen_ai.tool.definitions"] = _json(transition.tools)
     for index, tool in enumerate(transition.tools):
-        found[f"llm.tools.{index}.tool.json_schema"] = _json(tool)
-    for index, said in enumerate(transition.messages):
-        found |= _openinference(f"llm.input_messages.{index}.message", said)
-    return found | _openinference("llm.output_messages.0.message", {"role": "assistant"} | answer)
+        attributes[f"llm.tools.{index}.tool.json_schema"] = _json(tool)
+    for index, message in enumerate(transition.messages):
+        attributes |= _openinference(f"llm.input_messages.{index}.message", message)
+    return attributes | _openinference(
+        "llm.output_messages.0.message", {"role": "assistant"} | answer
+    )
 
 
-def _message(said: Mapping[str, Json]) -> dict[str, Json]:
+def _message(message: Mapping[str, Json]) -> dict[str, Json]:
     """A chat message as the semantic conventions write it."""
-    role, content = str(said.get("role") or "assistant"), said.get("content")
+    role, content = str(message.get("role") or "assistant"), message.get("content")
     parts: list[Json] = []
     if role == "tool":
         parts.append(
-            {"type": "tool_call_response", "id": said.get("tool_call_id"), "response": content}
+            {"type": "tool_call_response", "id": message.get("tool_call_id"), "response": content}
         )
     elif isinstance(content, list):
         parts += [_part(part) for part in content]
     elif content:
         parts.append({"type": "text", "content": content})
-    for call in said.get("tool_calls") or ():
+    for call in message.get("tool_calls") or ():
         function = call.get("function") or {}
         arguments = _parsed(function.get("arguments"))
         named = {"id": call.get("id"), "name": function.get("name"), "arguments": arguments}
@@ -244,31 +260,31 @@ def _part(part: Json) -> Json:
     return part
 
 
-def _openinference(prefix: str, said: Mapping[str, Json]) -> dict[str, Json]:
-    content = said.get("content")
-    found: dict[str, Json] = {
-        f"{prefix}.role": said.get("role"),
+def _openinference(prefix: str, message: Mapping[str, Json]) -> dict[str, Json]:
+    content = message.get("content")
+    attributes: dict[str, Json] = {
+        f"{prefix}.role": message.get("role"),
         f"{prefix}.content": content if content is None or type(content) is str else _json(content),
-        f"{prefix}.tool_call_id": said.get("tool_call_id"),
+        f"{prefix}.tool_call_id": message.get("tool_call_id"),
     }
-    for index, call in enumerate(said.get("tool_calls") or ()):
+    for index, call in enumerate(message.get("tool_calls") or ()):
         where, function = f"{prefix}.tool_calls.{index}.tool_call", call.get("function") or {}
-        found[f"{where}.id"] = call.get("id")
-        found[f"{where}.function.name"] = function.get("name")
-        found[f"{where}.function.arguments"] = function.get("arguments")
-    return {key: value for key, value in found.items() if value is not None}
+        attributes[f"{where}.id"] = call.get("id")
+        attributes[f"{where}.function.name"] = function.get("name")
+        attributes[f"{where}.function.arguments"] = function.get("arguments")
+    return {key: value for key, value in attributes.items() if value is not None}
 
 
 def _rewards(rewards: Iterable[Reward], scope: Scope, target: str | None) -> dict[str, Json]:
     """`agentrl.reward.NAME`; a list where there are several of one name."""
-    found: dict[str, list[float]] = {}
+    attributes: dict[str, list[float]] = {}
     for row in rewards:
         if row.scope is scope and row.target == target:
-            found.setdefault(f"agentrl.reward.{row.name}", []).append(row.value)
-    return {key: values[0] if len(values) == 1 else values for key, values in found.items()}
+            attributes.setdefault(f"agentrl.reward.{row.name}", []).append(row.value)
+    return {key: values[0] if len(values) == 1 else values for key, values in attributes.items()}
 
 
-def _shown(key: str, value: Json) -> dict[str, Json]:
+def _openinference_value(key: str, value: Json) -> dict[str, Json]:
     if value is None:
         return {}
     if isinstance(value, str):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -11,12 +11,13 @@ from rich.table import Table
 from agentrl.config import RunConfig
 from agentrl.config import policies as team
 from agentrl.store.base import Store
-from agentrl.telemetry.show import render
-from agentrl.telemetry.standings import standings
+from agentrl.telemetry.show import render_trace
 from agentrl.types import Purpose, Rollout, StepRow
 
+WIN_RATE, ELO = "selfplay/win_rate/", "selfplay/elo/"
 
-async def write(
+
+async def print_report(
     store: Store,
     config: RunConfig,
     steps: list[StepRow],
@@ -26,27 +27,27 @@ async def write(
 ) -> None:
     """Print the report of a run and save its learning curve."""
     console = console or Console()
-    table = scores(steps)
+    table = score_table(steps)
     if table.row_count:
         console.print(table)
-    if (pool := standings(steps)) is not None:
+    if (pool := win_rate_table(steps)) is not None:
         console.print(pool)
     for title, rollout in (await _examples(store, config)).items():
         trace = await store.trace(rollout.id)
         if trace:
             console.print(f"[bold]{title}[/]")
-            console.print(render(trace))
+            console.print(render_trace(trace))
     rows = [_split(steps, seconds), await _failures(store, config), _refused(steps)]
-    for row in (*rows, *unheard(config, steps).values()):
+    for row in (*rows, *policies_without_calls(config, steps).values()):
         if row:
             console.print(row, highlight=False, markup=False)
-    paths = {"store": config.store, "checkpoint": checkpoint, "curve": curve(config, steps)}
+    paths = {"store": config.store, "checkpoint": checkpoint, "curve": save_curve(config, steps)}
     for name, path in paths.items():
         if path:
             console.print(f"{name:<11}{path}", highlight=False, markup=False, soft_wrap=True)
 
 
-def curve(config: RunConfig, steps: list[StepRow]) -> Path | None:
+def save_curve(config: RunConfig, steps: list[StepRow]) -> Path | None:
     """Save reward per step, of each role too where there are several, and held-out score as
     `curve.png`; None when nothing was trained."""
     committed = [row for row in steps if row.committed and "reward/mean" in row.metrics]
@@ -66,7 +67,7 @@ def curve(config: RunConfig, steps: list[StepRow]) -> Path | None:
     )
     axes.fill_between(x, low, high, alpha=0.15, linewidth=0)
     axes.plot(x, means, label="training reward (mean ± half a standard deviation)")
-    for role, points in roles(committed).items():
+    for role, points in reward_curves(committed).items():
         axes.plot(*zip(*points, strict=True), "--", linewidth=1, label=f"{role} (training)")
     held = [(row.step, row.metrics["eval/score"]) for row in steps if "eval/score" in row.metrics]
     if held:
@@ -81,7 +82,7 @@ def curve(config: RunConfig, steps: list[StepRow]) -> Path | None:
     return path
 
 
-def roles(steps: list[StepRow]) -> dict[str, list[tuple[int, float]]]:
+def reward_curves(steps: list[StepRow]) -> dict[str, list[tuple[int, float]]]:
     """The learning curve of each role, as (step, mean reward); empty where there is one role."""
     found: dict[str, list[tuple[int, float]]] = {}
     for row in steps:
@@ -92,7 +93,7 @@ def roles(steps: list[StepRow]) -> dict[str, list[tuple[int, float]]]:
     return found
 
 
-def scores(steps: list[StepRow]) -> Table:
+def score_table(steps: list[StepRow]) -> Table:
     """Held-out scores before and after, or of the one evaluation there was, and those of roles."""
     shown = {"before": steps[0].metrics, "after": steps[-1].metrics}
     if len(steps) == 1:
@@ -141,7 +142,7 @@ async def _failures(store: Store, config: RunConfig) -> str:
     return f"{len(failed)} rollouts failed ({counts}); the last one: {failed[-1].message}"
 
 
-def refused(steps: Iterable[StepRow]) -> tuple[int, int]:
+def untrained_calls(steps: Iterable[StepRow]) -> tuple[int, int]:
     """Calls that were not trained: those without token ids, those that the model cannot read."""
     rows = [row.metrics for row in steps]
     long = sum(int(row.get("calls/too_long", 0.0)) for row in rows)
@@ -149,23 +150,14 @@ def refused(steps: Iterable[StepRow]) -> tuple[int, int]:
 
 
 def _refused(steps: list[StepRow]) -> str:
-    without, long = refused(steps)
+    without, long = untrained_calls(steps)
     parts = [f"{without} model calls without token ids were not trained"] if without else []
     if long:
         parts.append(f"{long} model calls longer than the model's context were not trained")
     return "; ".join(parts)
 
 
-def unread(config: RunConfig, groups: int) -> str:
-    """What is said of groups that were discarded because the models cannot read them."""
-    log = Path(config.output, "logs", "algorithm.log")
-    return (
-        f"{groups} groups were discarded: they have token ids that the policy does not have, or "
-        f"rewards or log-probs that cannot be. Which, and why, is in {log}."
-    )
-
-
-def unheard(config: RunConfig, steps: list[StepRow]) -> dict[str, str]:
+def policies_without_calls(config: RunConfig, steps: list[StepRow]) -> dict[str, str]:
     """Of several policies those that had their turn to learn and no call to learn from, each with a
     sentence: its roles may have other names in the agent."""
     found = {}
@@ -173,7 +165,7 @@ def unheard(config: RunConfig, steps: list[StepRow]) -> dict[str, str]:
         calls = [row.metrics[f"{name}/calls"] for row in steps if f"{name}/calls" in row.metrics]
         if calls and not any(calls):
             own = [role for role, player in team.claims(config).items() if player == name]
-            heard = ", ".join(map(repr, sorted(roles(steps)))) or "none of several"
+            heard = ", ".join(map(repr, sorted(reward_curves(steps)))) or "none of several"
             found[name] = (
                 f"the policy {name!r} has learned nothing: no call was made in its roles "
                 f"({', '.join(map(repr, own))}); the roles that spoke are {heard}"
@@ -188,3 +180,30 @@ def _split(steps: list[StepRow], seconds: float) -> str:
     }
     parts = ", ".join(f"{part} {value:.0f}" for part, value in total.items())
     return f"{seconds:.0f} s in all: {parts}"
+
+
+def win_rate_table(steps: Sequence[StepRow]) -> Table | None:
+    """Row against column: the policy's win rate as the pool estimated it when the row's snapshot
+    was taken, or in the last row in the end, and Elo ratings in the end. None: there is no pool."""
+    known = {row.step + 1: row.metrics for row in steps if row.committed}
+    last = known[max(known)] if known else {}
+    pool = {_taken(key): last[key] for key in sorted(last) if key.startswith(ELO)}
+    if not pool:
+        return None
+    table = Table(title="win rate of the row against the column", title_justify="left")
+    for column in ("", *(f"@{taken}" for taken in pool), "Elo"):
+        table.add_column(column, justify="right" if column else "left")
+    for taken, rating in pool.items():
+        table.add_row(f"@{taken}", *_rates(known.get(taken, {}), pool), f"{rating:.0f}")
+    table.add_row("in the end", *_rates(last, pool), f"{last['selfplay/elo']:.0f}")
+    return table
+
+
+def _rates(metrics: dict[str, float], columns: dict[int, float]) -> list[str]:
+    found = {_taken(key): value for key, value in metrics.items() if key.startswith(WIN_RATE)}
+    return [f"{found[taken]:.0%}" if taken in found else "" for taken in columns]
+
+
+def _taken(key: str) -> int:
+    """The steps after which the snapshot of a metric was taken."""
+    return int(key.rpartition("@")[2])

@@ -24,10 +24,10 @@ async def show_rollout(store_url: str, rollout: str, console: Console | None = N
         raise StoreError(
             f"there is no rollout {rollout!r} in {store.url}; ids look like run/train/0000000/0000"
         )
-    (console or Console()).print(render(trace))
+    (console or Console()).print(render_trace(trace))
 
 
-def render(trace: Trace) -> RenderableType:
+def render_trace(trace: Trace) -> RenderableType:
     """Header, who plays which role, what it repeats, then every message once, each model call with
     its tokens, version and role."""
     parts: list[RenderableType] = []

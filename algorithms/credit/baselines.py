@@ -6,24 +6,21 @@ reads it from the batch.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
 from torch import Tensor
 
-from agentrl.algorithms.credit.core import Column, Credit, level_of, rewards
-from agentrl.algorithms.credit.turns import Returns
+from agentrl.algorithms.credit.core import Column, level_of, rewards
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level, lift, rollout_of
-from agentrl.algorithms.data.rewards import observation
-from agentrl.algorithms.data.state import Decaying, Means, Memory, Part
+from agentrl.algorithms.data.state import CountedMeans, EmaMeans, RememberedColumn, StatePart
 from agentrl.errors import TrainingError, nearest
 from agentrl.types import Rollout
 
 
-class Running(Memory):
+class RunningMean(RememberedColumn):
     """Keeps a mean for each of several names."""
 
     __slots__ = ()
@@ -36,23 +33,26 @@ class Running(Memory):
         """What is to be remembered of each unit, float64, NaN = missing."""
         raise NotImplementedError
 
-    def recall(self, part: Part, batch: Batch, rollouts: Sequence[Rollout]) -> tuple[Tensor, Part]:
+    def recall(
+        self, part: StatePart, batch: Batch, rollouts: Sequence[Rollout]
+    ) -> tuple[Tensor, StatePart]:
         names, x = self.names(batch, rollouts), self.observed(batch)
-        if isinstance(part, Decaying):
+        if isinstance(part, EmaMeans):
             column, means = part.read(names, x)
             return column, replace(part, values=means)
-        assert isinstance(part, Means)
+        assert isinstance(part, CountedMeans)
         column, counted = part.read(names, x)
-        return column, Means(counted)
+        return column, CountedMeans(counted)
 
 
 @dataclass(frozen=True, slots=True)
-class Ema(Running):
+class Ema(RunningMean):
     """The running mean of the rewards that came before, as a baseline for the next: by role where
     the reward is one of roles, and by a field of the task. Rewards of one step come one after the
     other, in the order of their rollouts. RAE of SPIRAL, arXiv 2506.24119.
 
-    at: as in `Rel`. key: the field of the task, whose values have baselines of their own."""
+    at: as in `GroupRelative`. key: the field of the task; each of its values has a baseline of
+    its own."""
 
     reward: str | Column = "outcome"
     decay: float = 0.95
@@ -63,8 +63,8 @@ class Ema(Running):
     def level(self) -> Level:
         return self.at or level_of(self.reward)
 
-    def part(self, seed: int) -> Decaying:
-        return Decaying(self.decay)
+    def part(self, seed: int) -> EmaMeans:
+        return EmaMeans(self.decay)
 
     def names(self, batch: Batch, rollouts: Sequence[Rollout]) -> list[str]:
         kinds = [_field(rollout, self.key) if self.key else "" for rollout in rollouts]
@@ -82,48 +82,10 @@ class Ema(Running):
         return lift(batch, rewards(batch, self.reward), level_of(self.reward), self.level)
 
     def __call__(self, batch: Batch) -> Tensor:
-        return recalled(batch, self.name)
+        return remembered_column(batch, self.name)
 
 
-@dataclass(frozen=True, slots=True)
-class Tabular(Running):
-    """[S] the mean return that earlier steps saw from the state before a call, 0 for one never
-    seen: a critic for tasks with few states."""
-
-    reward: str | Column = "outcome"
-    gamma: float = 1.0
-
-    @property
-    def level(self) -> Level:
-        return "transition"
-
-    def part(self, seed: int) -> Means:
-        return Means()
-
-    def names(self, batch: Batch, rollouts: Sequence[Rollout]) -> list[str]:
-        calls = {call.id: call for rollout in rollouts for call in rollout.transitions}
-        tasks = (rollouts[rollout].task for rollout in batch.transition_rollout.tolist())
-        seen = (observation(calls[name]) for name in batch.transitions)
-        return [_digest(task, state) for task, state in zip(tasks, seen, strict=True)]
-
-    def observed(self, batch: Batch) -> Tensor:
-        return Returns(self.reward, self.gamma)(batch)
-
-    def __call__(self, batch: Batch) -> Tensor:
-        return recalled(batch, self.name)
-
-
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """bool [N]: tokens whose credit is not 0."""
-
-    credit: Credit
-
-    def __call__(self, batch: Batch) -> Tensor:
-        return self.credit(batch) != 0
-
-
-def recalled(batch: Batch, name: str) -> Tensor:
+def remembered_column(batch: Batch, name: str) -> Tensor:
     """What the state says of the batch. Raises TrainingError where it was not asked."""
     if name not in batch.memory:
         raise TrainingError(
@@ -141,9 +103,3 @@ def _field(rollout: Rollout, key: str) -> str:
         )
     value = rollout.task[key]
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
-
-
-def _digest(*parts: object) -> str:
-    """Of a state within its task."""
-    whole = msgspec.msgpack.encode(parts, order="sorted")
-    return hashlib.blake2b(whole, digest_size=12).hexdigest()

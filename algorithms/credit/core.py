@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.ids import Level, Unit, chain, lift, owner, scan, seg, units
-from agentrl.algorithms.data.rewards import split
+from agentrl.algorithms.data.ids import Level, Unit, lift, next_same, owner, reduce_by, scan, units
+from agentrl.algorithms.data.rewards import split_reference
 from agentrl.errors import TrainingError, nearest
 
 Credit = Callable[[Batch], Tensor]
@@ -29,7 +29,7 @@ Norm = Literal["none", "std", "mean"]
 SPREAD = 1e-6  # differences below this share of the largest reward are rounding, not information
 
 
-class Standard(NamedTuple):
+class Standardised(NamedTuple):
     """Advantages with what they were computed from, float64 [U] each; scale 0: divided by none."""
 
     advantage: Tensor
@@ -49,15 +49,19 @@ def standardise(
     ddof: int = 1,
     eps: float = 1e-6,
     tol: float = SPREAD,
-) -> Standard:
+) -> Standardised:
     """(x - baseline) / scale within units of equal id.
 
-    x [U]: NaN = missing: in no statistic, result 0. by, norm_by (default `by`) int64 [U]: whom to
-    compare with, and whose scale to divide by. base: nothing, the mean, the mean of the others, or
-    given values [U]. norm: the standard deviation of x - baseline (plus eps), or the mean of |x|,
-    which is that of x where none is below 0, and keeps the result of n rewards within n + 1 where
-    those of both signs nearly cancel. w, bw [U]: frequency weights of all statistics, and of the
-    baseline alone.
+    x [U]: NaN = missing: in no statistic, result 0. by, norm_by (default `by`) int64 [U]: the ids
+    of the comparison group, and of the group whose scale divides. base: nothing, the mean, the mean
+    of the others, or given values [U]. norm: the standard deviation of x - baseline (plus eps), or
+    the mean of |x|, which is that of x where none is below 0, and keeps the result of n rewards
+    within n + 1 where those of both signs nearly cancel. w, bw [U]: frequency weights of all
+    statistics, and of the baseline alone.
+
+    The deviation is taken around the mean of x - baseline. That mean is 0 for the baselines "mean"
+    and "loo" without weights; given values (an EMA, a greedy rollout) may leave another one, which
+    stays in the result and does not enter the scale.
 
     The result is exactly 0, never rounding noise over eps, for a unit without others to compare
     with, for one within tol of its baseline (relative to the largest |x| of its id) and where the
@@ -68,28 +72,30 @@ def standardise(
     baseline = _baseline(x, by, base, weight if bw is None else known * bw.double())
     centred = x - baseline
     live = known & centred.isfinite()
-    live &= centred.abs() > tol * seg(x.abs(), by, how="amax")[by]
+    live &= centred.abs() > tol * reduce_by(x.abs(), by, how="amax")[by]
     if not isinstance(base, Tensor) and base != "none":
-        live &= seg(weight > 0, by)[by] > 1
+        live &= reduce_by(weight > 0, by)[by] > 1
     centred = torch.where(live, centred, 0.0)
     if norm == "none":
-        return Standard(centred, baseline, torch.zeros_like(centred))
+        return Standardised(centred, baseline, torch.zeros_like(centred))
     scale = _scale(x, centred, weight, by if norm_by is None else norm_by, norm, ddof, eps, tol)
-    return Standard(torch.where(scale > 0, centred / scale, 0.0), baseline, scale)
+    return Standardised(torch.where(scale > 0, centred / scale, 0.0), baseline, scale)
 
 
 def _scale(
     x: Tensor, centred: Tensor, weight: Tensor, by: Tensor, norm: Norm,
     ddof: int, eps: float, tol: float,
 ) -> Tensor:  # fmt: skip
-    total = seg(weight, by)
+    total = reduce_by(weight, by)
     if norm == "mean":
-        return torch.where(seg(weight * x, by) > 0, seg(weight * x.abs(), by) / total, 0.0)[by]
-    largest = seg(x.abs(), by, how="amax")
+        return torch.where(
+            reduce_by(weight * x, by) > 0, reduce_by(weight * x.abs(), by) / total, 0.0
+        )[by]
+    largest = reduce_by(x.abs(), by, how="amax")
     # In shares of the largest, whose squares neither overflow nor vanish.
     share = torch.where(centred == 0, 0.0, centred / largest[by])
-    mean = seg(weight * share, by) / total
-    deviation = (seg(weight * (share - mean[by]) ** 2, by) / (total - ddof)).sqrt()
+    mean = reduce_by(weight * share, by) / total
+    deviation = (reduce_by(weight * (share - mean[by]) ** 2, by) / (total - ddof)).sqrt()
     return torch.where(deviation > tol, largest * deviation + eps, 0.0)[by]
 
 
@@ -98,8 +104,8 @@ def _baseline(x: Tensor, by: Tensor, base: Base | Tensor, weight: Tensor) -> Ten
         return base.double()
     if base == "none":
         return torch.zeros_like(x)
-    total = seg(weight, by)[by]
-    mean = seg(weight * x, by)[by] / total
+    total = reduce_by(weight, by)[by]
+    mean = reduce_by(weight * x, by)[by] / total
     # Weights are frequencies: leaving one out takes away a whole unit of weight.
     return mean - (x - mean) / (total - 1).clamp(min=0) if base == "loo" else mean
 
@@ -113,7 +119,7 @@ def gae(r: Tensor, v: Tensor, following: Tensor, gamma: float, lam: float) -> tu
 
 
 @dataclass(frozen=True, slots=True)
-class Rel:
+class GroupRelative:
     """Rewards standardised among the units of a level, copied to their tokens: GRPO and relatives.
 
     reward: a reference, or a function of the batch. at: the level of comparison, by default the
@@ -135,7 +141,7 @@ class Rel:
     def level(self) -> Level:
         return self.at or level_of(self.reward)
 
-    def standard(self, batch: Batch) -> tuple[Tensor, Standard]:
+    def standard(self, batch: Batch) -> tuple[Tensor, Standardised]:
         """Rewards and what they come to, at the level."""
         at = self.level
         x = lift(batch, rewards(batch, self.reward), level_of(self.reward), at)
@@ -161,19 +167,19 @@ class Rel:
 
 
 @dataclass(frozen=True, slots=True)
-class Togo:
+class RewardToGo:
     """Discounted reward-to-go per token, the rollout's reward falling on its last action token.
 
-    gamma counts action tokens only: a tool result in between costs nothing. toll: what every token
-    costs [N]."""
+    gamma counts action tokens only: a tool result in between costs nothing. token_cost: taken off
+    every token's reward [N]."""
 
     reward: str | Column = "outcome"
     gamma: float = 1.0
-    toll: Column | None = None
+    token_cost: Column | None = None
 
     def __call__(self, batch: Batch) -> Tensor:
-        following = links(batch)
-        r = terminal(batch, self.reward, following, self.toll)
+        following = next_action(batch)
+        r = terminal_rewards(batch, self.reward, following, self.token_cost)
         return scan(r, self.gamma, following)
 
 
@@ -183,13 +189,13 @@ class Gae:
 
     A reward ends its rollout, also one that a token limit cut off: a value on top of it would make
     the critic's target R + V, which no V meets. Where the cut came before any reward, the last V
-    stands for the return from there. toll: what every token costs [N]."""
+    stands for the return from there. token_cost: what every token costs [N]."""
 
     value: Column
     reward: str | Column = "outcome"
     gamma: float = 1.0
     lam: float = 0.95
-    toll: Column | None = None
+    token_cost: Column | None = None
 
     def __call__(self, batch: Batch) -> Tensor:
         return self._solved(batch)[0]
@@ -199,15 +205,15 @@ class Gae:
         return self._solved(batch)[1]
 
     def _solved(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        following = links(batch)
+        following = next_action(batch)
         v = self.value(batch).double()
-        r = terminal(batch, self.reward, following, self.toll)
-        cut = truncated(batch)[batch.token_rollout] & (following < 0) & r.isnan()
+        r = terminal_rewards(batch, self.reward, following, self.token_cost)
+        cut = was_truncated(batch)[batch.token_rollout] & (following < 0) & r.isnan()
         return gae(torch.where(cut, v, r), v, following, self.gamma, self.lam)
 
 
 @dataclass(frozen=True, slots=True)
-class Critic:
+class CriticValues:
     """V [N] of the learner's critic."""
 
     def __call__(self, batch: Batch) -> Tensor:
@@ -241,7 +247,7 @@ class Whiten:
 
 
 @dataclass(frozen=True, slots=True)
-class Plus:
+class WeightedSum:
     """Weighted sum of credits (or of columns of one level); a weight may be a column. What is
     missing in one term counts as 0 there; what every term misses is missing."""
 
@@ -254,49 +260,49 @@ class Plus:
         return torch.where(missing, torch.nan, total)
 
 
-def plus(*terms: tuple[Credit, float | Column]) -> Plus:
-    return Plus(terms)
+def weighted_sum(*terms: tuple[Credit, float | Column]) -> WeightedSum:
+    return WeightedSum(terms)
 
 
 @dataclass(frozen=True, slots=True)
-class Zero:
+class ZeroAdvantage:
     """No credit: the algorithm learns from its penalties alone."""
 
     def __call__(self, batch: Batch) -> Tensor:
         return torch.zeros(batch.n_tokens, dtype=torch.float64)
 
 
-def walk(part: object) -> Iterator[object]:
+def parts_of(part: object) -> Iterator[object]:
     """A credit and every record inside it, outermost first."""
     if isinstance(part, tuple):
         for item in part:
-            yield from walk(item)
+            yield from parts_of(item)
     elif is_dataclass(part) and not isinstance(part, type):
         yield part
         for field in fields(part):
-            yield from walk(getattr(part, field.name))
+            yield from parts_of(getattr(part, field.name))
 
 
-def reads(*parts: object) -> tuple[str, ...]:
+def rewards_read(*parts: object) -> tuple[str, ...]:
     """The rewards that credits read: every `reward` field that is a reference, in order."""
-    found = (getattr(record, "reward", None) for record in walk(parts))
+    found = (getattr(record, "reward", None) for record in parts_of(parts))
     return tuple(dict.fromkeys(name for name in found if isinstance(name, str)))
 
 
-def rewritten(part: Any, change: Callable[[Any], Any]) -> Any:
+def map_parts(part: Any, change: Callable[[Any], Any]) -> Any:
     """A credit with every record inside it changed, innermost first."""
     if isinstance(part, tuple):
-        return tuple(rewritten(item, change) for item in part)
+        return tuple(map_parts(item, change) for item in part)
     if not is_dataclass(part) or isinstance(part, type):
         return part
-    inner = {field.name: rewritten(getattr(part, field.name), change) for field in fields(part)}
+    inner = {field.name: map_parts(getattr(part, field.name), change) for field in fields(part)}
     return change(replace(part, **inner))
 
 
 def level_of(reward: str | Column) -> Level:
     """The level of a reward's scope, or of a function: its `level`, by default rollout."""
     if isinstance(reward, str):
-        return split(reward)[0].value
+        return split_reference(reward)[0].value
     level: Level = getattr(reward, "level", "rollout")
     return level
 
@@ -318,15 +324,15 @@ def rewards(batch: Batch, reward: str | Column) -> Tensor:
     return x
 
 
-def terminal(
-    batch: Batch, reward: str | Column, following: Tensor, toll: Column | None = None
+def terminal_rewards(
+    batch: Batch, reward: str | Column, following: Tensor, token_cost: Column | None = None
 ) -> Tensor:
-    """The rollout's reward at its last action token, 0 at the others, float64 [N], less a toll."""
+    """The rollout's reward at its last action token, else 0, less the token's cost: float64 [N]."""
     r = torch.where(following < 0, rewards(batch, reward)[batch.token_rollout], 0.0)
-    return r if toll is None else r - toll(batch)
+    return r if token_cost is None else r - token_cost(batch)
 
 
-def links(batch: Batch) -> Tensor:
+def next_action(batch: Batch) -> Tensor:
     """int64 [N]: the next action token of the same rollout in order of its calls, -1 at its end."""
     # Calls are numbered rollout by rollout, so their order is that of both.
     order = batch.token_transition.argsort(stable=True)
@@ -337,57 +343,60 @@ def links(batch: Batch) -> Tensor:
     return following
 
 
-def truncated(batch: Batch) -> Tensor:
+def was_truncated(batch: Batch) -> Tensor:
     """bool [U]: whether the last call of the rollout was cut off by a token limit."""
     cut = torch.zeros(len(batch.rollouts), dtype=torch.bool)
     if batch.transition_truncated.numel():
-        last = chain(batch.transition_rollout) < 0
+        last = next_same(batch.transition_rollout) < 0
         cut[batch.transition_rollout[last]] = batch.transition_truncated[last]
     return cut
 
 
-def lengths(batch: Batch) -> Tensor:
+def has_outcome(batch: Batch) -> Tensor:
+    """bool [U]: whether the batch has a reward of the whole rollout, or of one of its roles."""
+    known = torch.zeros(len(batch.rollouts), dtype=torch.bool)
+    for name, x in batch.rewards.items():
+        if level_of(name) in ("rollout", "role"):
+            known |= ~x.isnan().reshape(len(batch.rollouts), -1).all(1)
+    return known
+
+
+def response_lengths(batch: Batch) -> Tensor:
     """Action tokens per rollout, float64 [U]."""
-    return seg(torch.ones(batch.n_tokens), batch.token_rollout, len(batch.rollouts))
+    return reduce_by(torch.ones(batch.n_tokens), batch.token_rollout, len(batch.rollouts))
 
 
-def spread(batch: Batch, reward: str | Column = "outcome") -> Tensor:
+def has_variance(batch: Batch, reward: str | Column = "outcome") -> Tensor:
     """bool, one per unit of the reward: whether the known rewards of its group differ."""
     x, group = rewards(batch, reward), units(batch, level_of(reward), "group")
-    high = seg(x.nan_to_num(nan=-torch.inf), group, how="amax")
-    low = seg(x.nan_to_num(nan=torch.inf), group, how="amin")
-    largest = seg(x.nan_to_num(nan=0.0).abs(), group, how="amax")
+    high = reduce_by(x.nan_to_num(nan=-torch.inf), group, how="amax")
+    low = reduce_by(x.nan_to_num(nan=torch.inf), group, how="amin")
+    largest = reduce_by(x.nan_to_num(nan=0.0).abs(), group, how="amax")
     return (high - low > SPREAD * largest)[group]
 
 
 @dataclass(frozen=True, slots=True)
-class Alive:
-    """bool [N]: tokens of groups whose rewards differ. DAPO's filter, arXiv 2503.14476."""
+class AllFilters:
+    """bool [N]: tokens that all filters keep."""
 
-    reward: str = "outcome"
+    keep: tuple[Column, ...]
 
     def __call__(self, batch: Batch) -> Tensor:
-        return spread(batch, self.reward)[owner(batch, level_of(self.reward))]
+        return torch.stack([keep(batch) for keep in self.keep]).all(0)
 
 
 @dataclass(frozen=True, slots=True)
-class Survivors:
-    """The reward, missing where the rewards of the group do not differ."""
+class TokenKLPenalty:
+    """[N] beta * (b - q): the price, in rewards, of leaving the reference. Its sum over a rollout
+    estimates beta times their KL without bias, because b is what was sampled from. arXiv
+    1909.08593."""
 
-    reward: str = "outcome"
-
-    def __call__(self, batch: Batch) -> Tensor:
-        return torch.where(spread(batch, self.reward), rewards(batch, self.reward), torch.nan)
-
-
-@dataclass(frozen=True, slots=True)
-class Compensated:
-    """The reward times known / surviving rollouts, which makes up for the zero gradients of groups
-    whose rewards do not differ. GPG, arXiv 2504.02546."""
-
-    reward: str = "outcome"
+    beta: float
 
     def __call__(self, batch: Batch) -> Tensor:
-        x = rewards(batch, self.reward)
-        known = ~x.isnan()
-        return x * known.sum() / (spread(batch, self.reward) & known).sum().clamp(1)
+        if batch.reference.numel() != batch.n_tokens:
+            raise TrainingError(
+                f"step {batch.step}: the algorithm needs the log-probs of a reference model for "
+                f"{batch.n_tokens} tokens (stream q), and there are none; set its coefficient to 0"
+            )
+        return self.beta * (batch.behaviour.double() - batch.reference.double())

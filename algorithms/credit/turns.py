@@ -1,6 +1,6 @@
 """Credit over the calls of a rollout: returns, values, states and trees of calls.
 
-A column here gives one number per call, float64 [S]; NaN = missing. `Rel(column)`
+A column here gives one number per call, float64 [S]; NaN = missing. `GroupRelative(column)`
 compares it with others and copies it to the call's tokens. Time is counted in calls of the batch. A
 call without a row of a reward adds nothing to a sum over time, and a call from which no known
 reward lies ahead is missing itself.
@@ -9,7 +9,7 @@ reward lies ahead is missing itself.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,31 +17,18 @@ from torch import Tensor
 from agentrl.algorithms.credit.core import (
     Column,
     Credit,
-    gae,
+    CriticValues,
+    has_outcome,
     level_of,
     rewards,
-    standardise,
-    truncated,
+    was_truncated,
 )
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.ids import (
-    Level,
-    Unit,
-    chain,
-    key,
-    known_mean,
-    lift,
-    reverse,
-    scan,
-    seg,
-    units,
-)
-from agentrl.errors import TrainingError, nearest
-
-HINDSIGHT = "transition:hindsight"  # a reward that the learner gives, see `hindsight`
+from agentrl.algorithms.data.ids import Level, key, lift, next_same, scan
+from agentrl.errors import TrainingError
 
 
-def received(batch: Batch, reward: str | Column) -> Tensor:
+def call_rewards(batch: Batch, reward: str | Column) -> Tensor:
     """[S] what each call received: a rollout's reward at its last call, a role's at the last call
     of the role, a call's at itself."""
     x, level = rewards(batch, reward), level_of(reward)
@@ -50,24 +37,24 @@ def received(batch: Batch, reward: str | Column) -> Tensor:
     owner = batch.transition_rollout
     if level == "role":
         owner = key(owner, batch.transition_role)
-    return torch.where(chain(owner) < 0, lift(batch, x, level, "transition"), torch.nan)
+    return torch.where(next_same(owner) < 0, lift(batch, x, level, "transition"), torch.nan)
 
 
-def ahead(x: Tensor, decay: Tensor | float, following: Tensor) -> Tensor:
+def discounted_return(x: Tensor, decay: Tensor | float, following: Tensor) -> Tensor:
     """Sum of the known x over time; missing where nothing known lies ahead that would count."""
     known = scan((~x.isnan()).double(), decay, following) > 0
     return torch.where(known, scan(x.nan_to_num(nan=0.0), decay, following), torch.nan)
 
 
 @dataclass(frozen=True, slots=True)
-class Received:
+class CallRewards:
     """[S] see `received`."""
 
     reward: str | Column = "outcome"
     level: ClassVar[Level] = "transition"
 
     def __call__(self, batch: Batch) -> Tensor:
-        return received(batch, self.reward)
+        return call_rewards(batch, self.reward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,27 +66,30 @@ class Returns:
     level: ClassVar[Level] = "transition"
 
     def __call__(self, batch: Batch) -> Tensor:
-        x = received(batch, self.reward)
-        return ahead(x, self.gamma, chain(batch.transition_rollout))
+        x = call_rewards(batch, self.reward)
+        return discounted_return(x, self.gamma, next_same(batch.transition_rollout))
 
 
 @dataclass(frozen=True, slots=True)
-class Shaped:
+class PotentialShaping:
     """[S] gamma * phi(next state) - phi(state) of a potential phi given per call. Ng et al. 1999.
 
-    phi is 0 after the end, and its last known value where a token limit cut the rollout off. Calls
-    without phi are passed over, so that the sum over a rollout stays that of its ends."""
+    phi is 0 after the end, and an outcome ends its rollout, also one that a token limit cut off:
+    what a potential adds then depends on the first state alone, and the policy gradient stays what
+    it is. Where a limit came before any outcome, the last known phi stands for what would have
+    followed. Calls without phi are passed over."""
 
     reward: str  # phi
     gamma: float = 1.0
     level: ClassVar[Level] = "transition"
 
     def __call__(self, batch: Batch) -> Tensor:
-        phi = received(batch, self.reward)
+        phi = call_rewards(batch, self.reward)
         known = ~phi.isnan()
         ids = torch.where(known, batch.transition_rollout, len(batch.rollouts))
-        following = chain(ids)
-        end = torch.where(truncated(batch)[batch.transition_rollout], phi, 0.0)
+        following = next_same(ids)
+        unfinished = was_truncated(batch) & ~has_outcome(batch)
+        end = torch.where(unfinished[batch.transition_rollout], phi, 0.0)
         return self.gamma * torch.where(following >= 0, phi[following], end) - phi
 
 
@@ -125,16 +115,20 @@ class StepGae:
     level: ClassVar[Level] = "transition"
 
     def __call__(self, batch: Batch) -> Tensor:
-        rollout, x, v = batch.transition_rollout, received(batch, self.reward), self.value(batch)
-        valued, following = ~v.isnan(), chain(rollout)
+        rollout, x, v = (
+            batch.transition_rollout,
+            call_rewards(batch, self.reward),
+            self.value(batch),
+        )
+        valued, following = ~v.isnan(), next_same(rollout)
         # Rewards and calls up to the next call that has a value, and which one that is.
         inside = torch.where(valued[following], -1, following)
-        known = ~ahead(x, 1.0, inside).isnan()
+        known = ~discounted_return(x, 1.0, inside).isnan()
         r = scan(x.nan_to_num(nan=0.0), self.gamma, inside)
         gamma = self.gamma ** scan(torch.ones_like(r), 1.0, inside)
         number = torch.where(valued[following], following + 1, 0)
         following = scan(number, 1.0, inside).long() - 1
-        cut = truncated(batch)[rollout] & (following < 0) & valued & ~known
+        cut = was_truncated(batch)[rollout] & (following < 0) & valued & ~known
         r = torch.where(cut, v, r)
         missing = scan((known | cut).double(), 1.0, following) == 0
         v = v if self.base is None else torch.where(valued, v, self.base(batch))
@@ -150,38 +144,18 @@ class StepGae:
         """What `value` should have said at the first token of each call, float64 [N], NaN at the
         others: a call is one decision, judged before it is made."""
         returns, call = self(batch) + self.value(batch), batch.token_transition
-        return torch.where(first_of_call(batch), returns[call], torch.nan)
+        return torch.where(is_first_token(batch), returns[call], torch.nan)
 
 
 @dataclass(frozen=True, slots=True)
-class Peers:
-    """[S] value of the state before each call: the mean return of the calls that other rollouts of
-    the group made in the same state; missing where none did. With `StepGae` a critic without
-    parameters, unbiased where equal states are equal."""
-
-    reward: str | Column = "outcome"
-    gamma: float = 1.0
-    by: tuple[Unit, ...] = ("group", "state")
-    level: ClassVar[Level] = "transition"
-
-    def __call__(self, batch: Batch) -> Tensor:
-        x = Returns(self.reward, self.gamma)(batch)
-        ids = units(batch, "transition", *self.by)
-        own = key(ids, batch.transition_rollout)
-        known, x = ~x.isnan(), x.nan_to_num(nan=0.0)
-        total, count = (seg(y, ids)[ids] - seg(y, own)[own] for y in (x, known))
-        return torch.where(count > 0, total / count, torch.nan)
-
-
-@dataclass(frozen=True, slots=True)
-class Values:
+class ValuesFromReward:
     """[S] the value of the state before each call, given as a reward that every call must have."""
 
     reward: str
     level: ClassVar[Level] = "transition"
 
     def __call__(self, batch: Batch) -> Tensor:
-        v = received(batch, self.reward)
+        v = call_rewards(batch, self.reward)
         if missing := int(v.isnan().sum()):
             raise TrainingError(
                 f"step {batch.step}: {missing} of {v.numel()} calls have no value {self.reward!r}, "
@@ -191,7 +165,7 @@ class Values:
 
 
 @dataclass(frozen=True, slots=True)
-class FirstToken:
+class FirstTokenValues:
     """[S] what a function gives for the first token of each call; missing for calls without tokens,
     before which there was no state to judge."""
 
@@ -199,140 +173,14 @@ class FirstToken:
     level: ClassVar[Level] = "transition"
 
     def __call__(self, batch: Batch) -> Tensor:
-        call, x, starts = batch.token_transition, self.value(batch), first_of_call(batch)
+        call, x, starts = batch.token_transition, self.value(batch), is_first_token(batch)
         out = torch.full((len(batch.transitions),), torch.nan, dtype=torch.float64)
         out[call[starts]] = x[starts].double()
         return out
 
 
 @dataclass(frozen=True, slots=True)
-class BiLevel:
-    """[N] GAE over calls, whose returns end a GAE over the tokens within each. RAGEN, arXiv
-    2504.20073.
-
-    value: V [N] per token. gamma_high counts calls, gamma tokens."""
-
-    value: Column
-    reward: str | Column = "outcome"
-    gamma_high: float = 0.95
-    gamma: float = 1.0
-    lam: float = 1.0
-
-    def __call__(self, batch: Batch) -> Tensor:
-        return self._solved(batch)[0]
-
-    def returns(self, batch: Batch) -> Tensor:
-        """What `value` should have said, float64 [N], NaN = missing."""
-        return self._solved(batch)[1]
-
-    def _solved(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        v, call = self.value(batch).double(), batch.token_transition
-        following = chain(call)
-        last = following < 0
-        v_end = torch.full((len(batch.transitions),), torch.nan, dtype=torch.float64)
-        v_end[call[last]] = v[last]
-        steps = StepGae(lambda _: v_end, self.reward, self.gamma_high, self.lam)
-        returns = steps(batch) + v_end
-        r = torch.where(last, returns[call].nan_to_num(nan=0.0), 0.0)
-        missing = returns[call].isnan()
-        advantage, targets = gae(r, v, following, self.gamma, self.lam)
-        return advantage.masked_fill(missing, torch.nan), targets.masked_fill(missing, torch.nan)
-
-
-@dataclass(frozen=True, slots=True)
-class Histories:
-    """[N] HGPO, arXiv 2602.22817: calls compared with those in the same state after the same k
-    states before, for k = 0 .. depth; mean of the levels that teach something, weighted
-    (k + 1) ** alpha. depth 0 is the step credit of GiGPO (arXiv 2505.10978)."""
-
-    reward: str | Column = "outcome"
-    gamma: float = 0.95
-    depth: int = 0
-    alpha: float = 1.0
-    norm: Literal["none", "std"] = "none"
-
-    def __call__(self, batch: Batch) -> Tensor:
-        x = Returns(self.reward, self.gamma)(batch)
-        before = reverse(chain(batch.transition_rollout))
-        state = units(batch, "transition", "state")
-        ids, back = units(batch, "transition", "group", "state"), before
-        total, share = torch.zeros_like(x), torch.zeros_like(x)
-        for k in range(self.depth + 1):
-            advantage = standardise(x, ids, norm=self.norm).advantage
-            weight = (k + 1) ** self.alpha * (advantage != 0)
-            total, share = total + weight * advantage, share + weight
-            ids = key(ids, torch.where(back >= 0, state[back], -1))
-            back = torch.where(back >= 0, before[back], -1)
-        advantage = torch.where(share > 0, total / share, 0.0)
-        return torch.where(x.isnan(), torch.nan, advantage)[batch.token_transition]
-
-
-@dataclass(frozen=True, slots=True)
-class Hindsight:
-    """[S] HCAPO, arXiv 2603.08754: returns of calls, times how much more probable than the others
-    of its rollout a call is once the outcome is known, within [low, high].
-
-    hindsight: per call, the mean log-prob of its tokens where the prompt tells the outcome; a call
-    without one keeps its return. temperature divides it."""
-
-    hindsight: Column
-    reward: str | Column = "outcome"
-    gamma: float = 0.95
-    temperature: float = 5.0
-    low: float = 0.8
-    high: float = 1.2
-    level: ClassVar[Level] = "transition"
-
-    def __call__(self, batch: Batch) -> Tensor:
-        rollout, p = batch.transition_rollout, self.hindsight(batch) / self.temperature
-        p = p.exp()
-        ratio = (p / known_mean(p, rollout)[rollout]).clamp(self.low, self.high)
-        ratio = torch.where(p.isnan(), 1.0, ratio)
-        return ratio * Returns(self.reward, self.gamma)(batch)
-
-
-@dataclass(frozen=True, slots=True)
-class Hiper:
-    """[S] HiPER, arXiv 2602.16165: GAE over the calls that act, inside the segments that calls
-    which choose a subgoal begin ("low"), and over those segments ("high").
-
-    high, low: values per call. A call that has the first begins a segment, one that has the second
-    acts and takes one unit of time; a call that does both earns both, for its tokens are not told
-    apart. What other calls receive belongs to the one before."""
-
-    high: Column
-    low: Column
-    part: Literal["high", "low"]
-    reward: str | Column = "outcome"
-    gamma: float = 1.0
-    lam: float = 1.0
-    level: ClassVar[Level] = "transition"
-
-    def __call__(self, batch: Batch) -> Tensor:
-        rollout, high, low = batch.transition_rollout, self.high(batch), self.low(batch)
-        begins, acts = ~high.isnan(), ~low.isnan()
-        counts, following = begins | acts, chain(rollout)
-        r = received(batch, self.reward)
-        known = ~ahead(r, 1.0, following).isnan()
-        r = scan(r.nan_to_num(nan=0.0), 1.0, torch.where(counts[following], -1, following))
-        time = torch.ones_like(r).masked_fill(acts, self.gamma)
-        following = chain(torch.where(counts, rollout, len(batch.rollouts)))
-        inside = torch.where(begins[following], -1, following)  # the next call of the segment
-        if self.part == "low":
-            after = torch.where(begins, high, low)[following]
-            after = torch.where(following >= 0, after, 0.0)
-            advantage = scan((r + time * after - low).nan_to_num(nan=0.0), time * self.lam, inside)
-            return torch.where(acts & known, advantage, torch.nan)
-        segment = chain(torch.where(begins, rollout, len(batch.rollouts)))
-        after = torch.where(segment >= 0, high[segment], 0.0)
-        decay = scan(time.log(), 1.0, inside).exp()
-        delta = scan(r, time, inside) + decay * after - high
-        advantage = scan(delta.nan_to_num(nan=0.0), decay * self.lam, segment)
-        return torch.where(begins & known, advantage, torch.nan)
-
-
-@dataclass(frozen=True, slots=True)
-class Fade:
+class TurnDiscount:
     """[N] a credit times gamma to the number of the rollout's calls still to come. SPIRAL, arXiv
     2506.24119."""
 
@@ -340,10 +188,10 @@ class Fade:
     gamma: float
 
     def __call__(self, batch: Batch) -> Tensor:
-        return self.credit(batch) * fading(batch, self.gamma)[batch.token_transition]
+        return self.credit(batch) * turn_discounts(batch, self.gamma)[batch.token_transition]
 
 
-def first_of_call(batch: Batch) -> Tensor:
+def is_first_token(batch: Batch) -> Tensor:
     """bool [N]: whether a token is the first of its call."""
     call = batch.token_transition
     starts = torch.ones_like(call, dtype=torch.bool)
@@ -351,26 +199,13 @@ def first_of_call(batch: Batch) -> Tensor:
     return starts
 
 
-def fading(batch: Batch, gamma: float) -> Tensor:
+def turn_discounts(batch: Batch, gamma: float) -> Tensor:
     """[S] gamma to the number of the rollout's calls still to come."""
-    following = chain(batch.transition_rollout)
+    following = next_same(batch.transition_rollout)
     ones = torch.ones_like(following, dtype=torch.float64)
     return gamma ** (scan(ones, 1.0, following) - 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """bool [N]: the tokens of the calls that these roles made. Raises TrainingError for a role that
-    made none of the calls."""
-
-    roles: tuple[str, ...]
-
-    def __call__(self, batch: Batch) -> Tensor:
-        for role in self.roles:
-            if role not in batch.roles and batch.transitions:
-                raise TrainingError(
-                    f"step {batch.step}: none of the {len(batch.transitions)} calls was made in "
-                    f"the role {role!r}; {nearest(role, batch.roles)}"
-                )
-        chosen = torch.tensor([role in self.roles for role in batch.roles], dtype=torch.bool)
-        return chosen[batch.transition_role][batch.token_transition]
+def value_of(name: str) -> Column:
+    """Values of calls: a reward by name, or without one what the critic says."""
+    return ValuesFromReward(name) if name else FirstTokenValues(CriticValues())

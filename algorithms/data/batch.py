@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TokenRow:
     """One sequence to run through the model: a call, or calls merged by exact token prefix."""
 
     tokens: Tensor  # int64 [L], context and actions in order
@@ -39,7 +39,7 @@ class Batch:
     the order they were made. A column that is not known is empty; to compare by it is an error.
     """
 
-    rows: list[Row]
+    rows: list[TokenRow]
     token_row: Tensor  # int64 [N]
     token_transition: Tensor  # int64 [N]
     behaviour: Tensor  # float32 [N]

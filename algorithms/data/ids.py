@@ -34,7 +34,7 @@ def key(*columns: Tensor) -> Tensor:
     return ids
 
 
-def seg(x: Tensor, ids: Tensor, n: int | None = None, how: How = "sum") -> Tensor:
+def reduce_by(x: Tensor, ids: Tensor, n: int | None = None, how: How = "sum") -> Tensor:
     """Reduce x [U] to one value per id, float64 [n]; an id without members gets 0."""
     size = n if n is not None else int(ids.max()) + 1 if ids.numel() else 0
     total = torch.zeros(size, dtype=torch.float64, device=x.device)
@@ -45,7 +45,7 @@ def seg(x: Tensor, ids: Tensor, n: int | None = None, how: How = "sum") -> Tenso
 
 def known_mean(x: Tensor, ids: Tensor, n: int | None = None) -> Tensor:
     """Per id, the mean of the x [U] that are not NaN, float64 [n]; NaN where there is none."""
-    return seg(x.nan_to_num(nan=0.0), ids, n) / seg(~x.isnan(), ids, n)
+    return reduce_by(x.nan_to_num(nan=0.0), ids, n) / reduce_by(~x.isnan(), ids, n)
 
 
 def scan(x: Tensor, decay: Tensor | float, following: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ def lift(batch: Batch, x: Tensor, level: Level, at: Level) -> Tensor:
     raise TrainingError(f"a value per {level} is not one per {at}: compare at a lower level")
 
 
-def chain(ids: Tensor, order: Tensor | None = None) -> Tensor:
+def next_same(ids: Tensor, order: Tensor | None = None) -> Tensor:
     """int64 [U]: the next unit with the same id, by `order` (default: position), -1 at the end."""
     ranks = torch.arange(ids.numel()) if order is None else order
     place = (ids * (int(ranks.max()) + 1 if ranks.numel() else 1) + ranks).argsort(stable=True)
@@ -117,7 +117,7 @@ def chain(ids: Tensor, order: Tensor | None = None) -> Tensor:
     return following
 
 
-def reverse(following: Tensor) -> Tensor:
+def previous(following: Tensor) -> Tensor:
     """int64 [U]: the unit before along links, -1 at the start."""
     before = torch.full_like(following, -1)
     linked = following >= 0

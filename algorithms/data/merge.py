@@ -15,8 +15,15 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.data.batch import Batch, Row
-from agentrl.algorithms.data.rewards import column, content, dense, observation, prompted, scored
+from agentrl.algorithms.data.batch import Batch, TokenRow
+from agentrl.algorithms.data.rewards import (
+    call_digest,
+    dense_ids,
+    has_reward,
+    last_observation,
+    prompt_digest,
+    reward_column,
+)
 from agentrl.types import POLICY, Group, Purpose, Rollout, RolloutState, Transition
 
 
@@ -41,12 +48,12 @@ def valid(
     return (
         rollout.purpose is Purpose.TRAIN
         and not rollout.counterfactual
-        and (rollout.state is RolloutState.SUCCEEDED or scored(rollout, reward_names))
+        and (rollout.state is RolloutState.SUCCEEDED or has_reward(rollout, reward_names))
         and any(trainable(call, policy) for call in rollout.transitions)
     )
 
 
-def merge(transitions: Sequence[Transition]) -> list[Row]:
+def merge(transitions: Sequence[Transition]) -> list[TokenRow]:
     """Rows of one attempt. `Row.transition` indexes `transitions`; all must be `trainable`.
 
     Calls are taken by length of prompt and each continues the longest row that is a prefix of it,
@@ -77,7 +84,7 @@ def build_batch(
     reward_names: Sequence[str] = ("outcome",),
     min_group: int = 0,
     policy: str = POLICY,
-    state: Callable[[Transition], Hashable] = observation,
+    state: Callable[[Transition], Hashable] = last_observation,
 ) -> Batch:
     """The batch of one training step of `policy`, with everything in it that it may learn from.
 
@@ -93,7 +100,7 @@ def build_batch(
     for group in groups:
         step = group.step
         rollouts = [rollout for rollout in group.rollouts if valid(rollout, reward_names, policy)]
-        known = sum(not reward_names or scored(rollout, reward_names) for rollout in rollouts)
+        known = sum(not reward_names or has_reward(rollout, reward_names) for rollout in rollouts)
         if not rollouts or known < min_group:
             continue
         for rollout in rollouts:
@@ -108,10 +115,10 @@ class _Branch:
     calls: list[int] = field(default_factory=list)
 
 
-def _row(branch: _Branch, transitions: Sequence[Transition]) -> Row:
+def _row(branch: _Branch, transitions: Sequence[Transition]) -> TokenRow:
     calls = [transitions[index] for index in branch.calls]
     sizes = torch.tensor([len(call.completion) for call in calls])
-    return Row(
+    return TokenRow(
         tokens=torch.frombuffer(bytearray(branch.tokens), dtype=torch.int32).long(),
         actions=torch.cat([_positions(call) for call in calls]),
         logprobs=torch.cat([torch.frombuffer(c.logprobs, dtype=torch.float32) for c in calls]),
@@ -134,7 +141,7 @@ class _Tables:
     """The columns of a batch while rollouts are added."""
 
     policy: str
-    rows: list[Row] = field(default_factory=list)
+    rows: list[TokenRow] = field(default_factory=list)
     row_rollout: list[int] = field(default_factory=list)
     transitions: list[Transition] = field(default_factory=list)
     transition_rollout: list[int] = field(default_factory=list)
@@ -169,7 +176,7 @@ class _Tables:
             row_rollout=_ids(self.row_rollout),
             rollout_group=_ids(self.rollout_group),
             rewards={
-                name: column(name, self.rollouts, calls, roles, self.policy)
+                name: reward_column(name, self.rollouts, calls, roles, self.policy)
                 for name in reward_names
             },
             roles=roles,
@@ -177,9 +184,9 @@ class _Tables:
             rollouts=[rollout.id for rollout in self.rollouts],
             transitions=[call.id for call in calls],
             step=step,
-            transition_state=dense(map(state, calls)),
-            transition_prompt=dense(map(prompted, calls)),
-            transition_node=dense(map(content, calls)),
+            transition_state=dense_ids(map(state, calls)),
+            transition_prompt=dense_ids(map(prompt_digest, calls)),
+            transition_node=dense_ids(map(call_digest, calls)),
             transition_repeats=torch.tensor([call.repeats is not None for call in calls]).bool(),
             transition_truncated=torch.tensor([call.finish == "length" for call in calls]).bool(),
             rollout_greedy=self._greedy(),

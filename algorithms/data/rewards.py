@@ -17,7 +17,7 @@ from agentrl.errors import TrainingError, nearest
 from agentrl.types import POLICY, Group, Reward, Rollout, RolloutState, Scope, Transition
 
 
-def split(reference: str) -> tuple[Scope, str]:
+def split_reference(reference: str) -> tuple[Scope, str]:
     """Scope and name of a reward reference; what does not begin with a scope is a rollout's."""
     scope, colon, name = reference.partition(":")
     if colon and scope in (Scope.ROLLOUT, Scope.ROLE, Scope.TRANSITION):
@@ -25,17 +25,19 @@ def split(reference: str) -> tuple[Scope, str]:
     return Scope.ROLLOUT, reference
 
 
-def reference(reward: Reward) -> str:
+def reward_reference(reward: Reward) -> str:
     """How a reward row is referred to."""
     return reward.name if reward.scope is Scope.ROLLOUT else f"{reward.scope}:{reward.name}"
 
 
-def scored(rollout: Rollout, references: Sequence[str]) -> bool:
+def has_reward(rollout: Rollout, references: Sequence[str]) -> bool:
     """Whether any of the rewards is known."""
-    return any(reference(row) in references and not isnan(row.value) for row in rollout.rewards)
+    return any(
+        reward_reference(row) in references and not isnan(row.value) for row in rollout.rewards
+    )
 
 
-def column(
+def reward_column(
     name: str,
     rollouts: Sequence[Rollout],
     calls: Sequence[Transition],
@@ -46,12 +48,12 @@ def column(
     call's [S]. Of two rows about the same thing the first counts. What a role got is missing where
     another one than `policy` played it: an opponent's returns are nothing to compare with."""
     rows = [_rows(rollout, name) for rollout in rollouts]
-    scope, _ = split(name)
+    scope, _ = split_reference(name)
     values: Iterable[float]
     if scope is Scope.ROLLOUT:
         values = (next(iter(row.values()), nan) for row in rows)
     elif scope is Scope.ROLE:
-        taken = (opposing(rollout, policy) for rollout in rollouts)
+        taken = (roles_of_others(rollout, policy) for rollout in rollouts)
         values = (
             nan if role in others else row.get(role, nan)
             for row, others in zip(rows, taken, strict=True)
@@ -63,20 +65,20 @@ def column(
     return torch.tensor(list(values), dtype=torch.float64)
 
 
-def opposing(rollout: Rollout, policy: str) -> set[str]:
+def roles_of_others(rollout: Rollout, policy: str) -> set[str]:
     """The roles of a rollout that others than `policy` played."""
     own = {call.role for call in rollout.transitions if call.policy == policy}
     seated = {role for role, name in rollout.seats.items() if name != policy}
     return seated.union(call.role for call in rollout.transitions) - own
 
 
-def check(groups: Sequence[Group], references: Iterable[str]) -> None:
+def check_rewards(groups: Sequence[Group], references: Iterable[str]) -> None:
     """Raises TrainingError for a reward that succeeded rollouts have no row of at all, and for rows
     about a role or call that is none of theirs. One that only some miss is fine: it is missing."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     done = sum(rollout.state is RolloutState.SUCCEEDED for rollout in rollouts)
     where = f"of the {len(rollouts)} rollouts of step {groups[0].step}" if groups else ""
-    present = {reference(row) for rollout in rollouts for row in rollout.rewards}
+    present = {reward_reference(row) for rollout in rollouts for row in rollout.rewards}
     for name in references:
         if name not in present and done:
             hint = nearest(name, present) if present else "they have no reward at all"
@@ -88,7 +90,7 @@ def check(groups: Sequence[Group], references: Iterable[str]) -> None:
 
 
 def _check_targets(rollouts: Sequence[Rollout], name: str, where: str) -> None:
-    scope, _ = split(name)
+    scope, _ = split_reference(name)
     if scope is Scope.ROLLOUT:
         return
     roles = {call.role for rollout in rollouts for call in rollout.transitions}
@@ -112,12 +114,12 @@ def _rows(rollout: Rollout, name: str) -> dict[str, float]:
     """Values by target."""
     rows: dict[str, float] = {}
     for row in rollout.rewards:
-        if reference(row) == name:
+        if reward_reference(row) == name:
             rows.setdefault(row.target or "", row.value)
     return rows
 
 
-def observation(call: Transition) -> Hashable:
+def last_observation(call: Transition) -> Hashable:
     """What the agent saw last, which is a call's state: the messages after its newest answer, or
     the whole prompt where the messages are not known. Ids of tool calls are left out, because they
     differ between equal states."""
@@ -128,12 +130,12 @@ def observation(call: Transition) -> Hashable:
     return msgspec.json.encode(seen) if seen else call.prompt.tobytes()
 
 
-def prompted(call: Transition) -> Hashable:
+def prompt_digest(call: Transition) -> Hashable:
     """The tokens that a call was sampled after: the place in a tree of rollouts where it was."""
     return hashlib.blake2b(call.prompt.tobytes(), digest_size=16).digest()
 
 
-def content(call: Transition) -> Hashable:
+def call_digest(call: Transition) -> Hashable:
     """A call by its tokens: the same for the calls that branches of one tree of rollouts share."""
     digest = hashlib.blake2b(call.prompt.tobytes(), digest_size=16)
     digest.update(b"%d" % len(call.prompt))
@@ -141,7 +143,7 @@ def content(call: Transition) -> Hashable:
     return digest.digest()
 
 
-def dense(values: Iterable[Hashable]) -> Tensor:
+def dense_ids(values: Iterable[Hashable]) -> Tensor:
     """int64: equal values get equal ids."""
     ids: dict[Hashable, int] = {}
     return torch.tensor([ids.setdefault(value, len(ids)) for value in values], dtype=torch.int64)

@@ -1,14 +1,15 @@
 """What a run remembers from step to step besides its weights: baselines, value tables, difficulty.
 
-Owns: one `Part` per name, which is what `state.json` of a checkpoint holds. Always true: a part
-changes once per trained step, after credit was computed from what it said before, so a step that is
-replayed from the checkpoint before it comes to the same psi, bit for bit. Credit itself stays pure:
+Owns: one `StatePart` per name, which is what `state.json` of a checkpoint holds. Always true: a
+part changes once per trained step, after credit was computed from its earlier value, so a step that
+is replayed from the checkpoint before it gives the same psi, bit for bit. Credit itself stays pure:
 it reads the columns that `recall` puts into the batch.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -18,14 +19,40 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.ids import Level, chain, scan, seg
+from agentrl.algorithms.data.ids import Level, next_same, reduce_by, scan
 from agentrl.errors import PolicyError, nearest
 from agentrl.types import Group, Json, Rollout
 
 log = logging.getLogger(__name__)
+# Names of parts are spelt out of class names; checkpoints written before these classes were renamed
+# have the old ones.
+RENAMED = {
+    "BiLevel": "BiLevelGae",
+    "Centred": "DiscountedAdvantages",
+    "Combined": "OutcomePlusCalls",
+    "Compensated": "RescaledByValid",
+    "Best": "BestOverSecond",
+    "Hindsight": "HindsightReturns",
+    "Hiper": "HiperGae",
+    "Histories": "SameStateRelative",
+    "Largest": "ScaledByLargestReturn",
+    "Others": "CentredOnOthers",
+    "Overlong": "OverlongPenalty",
+    "PassAtK": "PassAtKReward",
+    "Peers": "PeerValues",
+    "Received": "CallRewards",
+    "Rel": "GroupRelative",
+    "Sampled": "SampledRewards",
+    "Shaped": "PotentialShaping",
+    "Stage": "JointActionSpace",
+    "Sum": "SumOfCalls",
+    "Survivors": "NonzeroVarianceReward",
+    "Training": "CriticTraining",
+    "Tree": "BranchAdvantage",
+}
 
 
-class Part(Protocol):
+class StatePart(Protocol):
     """One thing that is remembered. JSON holds it exactly: floats are written so that they are read
     again bit for bit."""
 
@@ -37,7 +64,7 @@ class Part(Protocol):
 
 
 @dataclass(slots=True)
-class Decaying:
+class EmaMeans:
     """A running mean per name, b <- decay * b + (1 - decay) * x, which begins at 0."""
 
     decay: float
@@ -50,7 +77,7 @@ class Decaying:
         ids = torch.tensor([index[name] for name in names], dtype=torch.int64)
         start = torch.tensor([self.values.get(name, 0.0) for name in names], dtype=torch.float64)
         known = (~x.isnan()).nonzero().squeeze(1)
-        previous = chain(ids[known], torch.arange(known.numel() - 1, -1, -1))
+        previous = next_same(ids[known], torch.arange(known.numel() - 1, -1, -1))
         first = torch.where(previous < 0, self.decay * start[known], 0.0)
         after = scan((1 - self.decay) * x[known] + first, self.decay, previous)
         before = start.clone()
@@ -66,7 +93,7 @@ class Decaying:
 
 
 @dataclass(slots=True)
-class Means:
+class CountedMeans:
     """The mean of all that was ever seen of a name, with its count."""
 
     values: dict[str, tuple[float, int]] = field(default_factory=dict)
@@ -76,8 +103,8 @@ class Means:
         that is missing (NaN) changes nothing."""
         index = {name: number for number, name in enumerate(dict.fromkeys(names))}
         ids = torch.tensor([index[name] for name in names], dtype=torch.int64)
-        count = seg(~x.isnan(), ids, len(index)).tolist()
-        total = seg(x.nan_to_num(nan=0.0), ids, len(index)).tolist()
+        count = reduce_by(~x.isnan(), ids, len(index)).tolist()
+        total = reduce_by(x.nan_to_num(nan=0.0), ids, len(index)).tolist()
         after = dict(self.values)
         for name, number in index.items():
             mean, seen = self.values.get(name, (0.0, 0))
@@ -94,7 +121,7 @@ class Means:
         self.values = msgspec.convert(data, dict[str, tuple[float, int]])
 
 
-class Memory:
+class RememberedColumn:
     """A record of a credit whose numbers come from earlier steps: see `memory`."""
 
     __slots__ = ()
@@ -109,11 +136,13 @@ class Memory:
         """Of its numbers."""
         raise NotImplementedError
 
-    def part(self, seed: int) -> Part:
+    def part(self, seed: int) -> StatePart:
         """What it remembers, as it is before the first step. seed: of what begins at random."""
         raise NotImplementedError
 
-    def recall(self, part: Part, batch: Batch, rollouts: Sequence[Rollout]) -> tuple[Tensor, Part]:
+    def recall(
+        self, part: StatePart, batch: Batch, rollouts: Sequence[Rollout]
+    ) -> tuple[Tensor, StatePart]:
         """What the part says of each unit, float64, and the part as it will be once the batch is
         trained; it stays as it is itself. `rollouts` are those of the batch."""
         raise NotImplementedError
@@ -124,38 +153,38 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Recall:
+class Recalled:
     """What the state says of a batch, and what it will be once the batch is trained."""
 
     columns: dict[str, Tensor]  # by name of the memory: `Batch.memory`
-    after: dict[str, Part]  # by the same names
+    after: dict[str, StatePart]  # by the same names
 
 
 @dataclass(slots=True)
-class State:
+class AlgorithmState:
     """Everything a run remembers. `memories` are those of its algorithm; other parts, such as a
     controller of the KL penalty, are added under names of their own. seed: the run's."""
 
-    memories: tuple[Memory, ...] = ()
-    parts: dict[str, Part] = field(default_factory=dict)
+    memories: tuple[RememberedColumn, ...] = ()
+    parts: dict[str, StatePart] = field(default_factory=dict)
     seed: int = 0
 
     def __post_init__(self) -> None:
         for memory in self.memories:
             self.parts.setdefault(memory.name, memory.part(self.seed))
 
-    def recall(self, batch: Batch, groups: Sequence[Group]) -> Recall:
+    def recall(self, batch: Batch, groups: Sequence[Group]) -> Recalled:
         """Pure: nothing is remembered before `adopt`."""
         found = {rollout.id: rollout for group in groups for rollout in group.rollouts}
         rollouts = [found[name] for name in batch.rollouts]
-        recall = Recall({}, {})
+        recall = Recalled({}, {})
         for memory in self.memories:
             part = self.parts[memory.name]
             column, after = memory.recall(part, batch, rollouts)
             recall.columns[memory.name], recall.after[memory.name] = column, after
         return recall
 
-    def adopt(self, recall: Recall) -> None:
+    def adopt(self, recall: Recalled) -> None:
         """Remember what was recalled: once, when the batch is trained."""
         self.parts |= recall.after
 
@@ -167,6 +196,7 @@ class State:
         than the part, begins anew, with a warning.
 
         Raises PolicyError for one that this run has no place for: it is of another algorithm."""
+        data = {_current_name(name): saved for name, saved in data.items()}
         for name in data:
             if name not in self.parts:
                 hint = nearest(name, self.parts) if self.parts else "this one remembers nothing"
@@ -184,3 +214,11 @@ class State:
                 raise PolicyError(
                     f"the checkpoint's {name!r} is damaged ({error}); resume from another"
                 ) from error
+
+
+def _current_name(name: str) -> str:
+    """A part's name with the class names of today, of which the log says what has changed."""
+    current = re.sub(r"\b([A-Z]\w*)(?=\()", lambda found: RENAMED.get(found[1], found[1]), name)
+    if current != name:
+        log.warning("The checkpoint's %s is now called %s.", name, current)
+    return current

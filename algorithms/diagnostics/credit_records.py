@@ -13,11 +13,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit.core import Critic, Rel, walk
-from agentrl.algorithms.credit.outcomes import Toll
+from agentrl.algorithms.credit.core import CriticValues, GroupRelative, TokenKLPenalty, parts_of
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.ids import owner, seg, units
-from agentrl.algorithms.data.state import Memory
+from agentrl.algorithms.data.ids import owner, reduce_by, units
+from agentrl.algorithms.data.state import RememberedColumn
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.core import Algo, Terms
 from agentrl.types import POLICY, Credit
@@ -47,7 +46,7 @@ class Ledger:
         index = torch.arange(part.n_tokens)
         columns = (
             torch.where(terms.weight > 0, terms.advantage, torch.nan),
-            objective.trust(algo, terms, logprobs),
+            objective.gate_product(algo, terms, logprobs),
             terms.weight,
             objective.psi(algo, terms, logprobs.double(), index),
         )
@@ -78,8 +77,8 @@ def calls(batch: Batch) -> list[str]:
 def compares(part: object) -> bool:
     """Whether a record of a credit compares with something, says what to compare with, or takes
     something off."""
-    return isinstance(part, Critic | Memory | Toll) or (
-        isinstance(part, Rel) and part.base != "none"
+    return isinstance(part, CriticValues | RememberedColumn | TokenKLPenalty) or (
+        isinstance(part, GroupRelative) and part.base != "none"
     )
 
 
@@ -88,12 +87,12 @@ def baselines(algo: Algo, batch: Batch) -> list[Tensor]:
     value that is remembered, of the critic, and the price of leaving the reference, in the order in
     which the record names them."""
     found = []
-    for part in walk(algo.credit):
-        if isinstance(part, Rel) and compares(part):
+    for part in parts_of(algo.credit):
+        if isinstance(part, GroupRelative) and compares(part):
             found.append(part.standard(batch)[1].baseline[owner(batch, part.level)])
-        elif isinstance(part, Critic | Toll):
+        elif isinstance(part, CriticValues | TokenKLPenalty):
             found.append(part(batch))
-        elif isinstance(part, Memory):
+        elif isinstance(part, RememberedColumn):
             found.append(part(batch)[owner(batch, part.level)])
     return found
 
@@ -109,7 +108,7 @@ def spans(batch: Batch, columns: Sequence[Tensor]) -> Iterator[array[float]]:
     changes = torch.zeros(sizes.numel(), dtype=torch.float64)
     for x in flat:
         differs = (x[1:] != x[:-1]) & ~(x[1:].isnan() & x[:-1].isnan())
-        changes += seg(differs & (call[1:] == call[:-1]), call[1:], sizes.numel())
+        changes += reduce_by(differs & (call[1:] == call[:-1]), call[1:], sizes.numel())
     stops = torch.where(changes == 0, ends - sizes + 1, ends)
     whole = [array("f", x.numpy().tobytes()) for x in flat]  # slices of it are cheap
     for first, stop in zip((ends - sizes).tolist(), stops.tolist(), strict=True):
@@ -131,7 +130,7 @@ class Stored:
 def read(algo: Algo, batch: Batch, credits: Mapping[str, Credit]) -> Stored:
     """Credit by transition, put back at the tokens of a batch. `compared` is empty where what was
     stored is not of as many comparisons as the algorithm makes."""
-    kinds = sum(map(compares, walk(algo.credit)))
+    kinds = sum(map(compares, parts_of(algo.credit)))
     n = batch.n_tokens
     known = torch.zeros(n, dtype=torch.bool)
     columns = {name: torch.full((n,), torch.nan, dtype=torch.float64) for name in COLUMNS}
@@ -156,13 +155,13 @@ def replayed(algo: Algo, batch: Batch, stored: Stored) -> Batch:
     tokens; NaN elsewhere. Of a step that stored nothing, the reference is the sampler."""
     memory: dict[str, Tensor] = {}
     values, reference = batch.values, batch.behaviour.double()
-    parts = filter(compares, walk(algo.credit))
+    parts = filter(compares, parts_of(algo.credit))
     for part, x in zip(parts, stored.compared, strict=True):
-        if isinstance(part, Critic):
+        if isinstance(part, CriticValues):
             values = x
-        elif isinstance(part, Toll) and stored.known.any():
+        elif isinstance(part, TokenKLPenalty) and stored.known.any():
             reference = batch.behaviour.double() - x / part.beta
-        elif isinstance(part, Memory):
+        elif isinstance(part, RememberedColumn):
             at = owner(batch, part.level)
             size = units(batch, part.level, "all").numel()
             memory[part.name] = torch.full((size,), torch.nan, dtype=x.dtype)

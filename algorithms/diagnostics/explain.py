@@ -17,7 +17,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit.core import Plus, Rel
+from agentrl.algorithms.credit.core import GroupRelative, WeightedSum
 from agentrl.algorithms.data import rewards as columns
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import owner
@@ -63,12 +63,12 @@ def explain(
     of the step, by transition.
 
     Raises TrainingError where the step itself would have."""
-    columns.check(groups, [name for name in algo.rewards if name not in algo.optional])
+    columns.check_rewards(groups, [name for name in algo.rewards if name not in algo.optional])
     batch = build_batch(groups, reward_names=algo.rewards, min_group=min_group, policy=policy)
     stored = read(algo, batch, credits)
     batch = replayed(algo, batch, stored)
     same = batch.behaviour.double()
-    terms = objective.plan(algo, batch, dict.fromkeys(algo.needs, same), fresh=True)
+    terms = objective.loss_terms(algo, batch, dict.fromkeys(algo.needs, same), fresh=True)
     index = torch.arange(batch.n_tokens)
     return Explanation(
         algo=algo,
@@ -84,7 +84,7 @@ def explain(
 def links(credit: object, batch: Batch, depth: int = 0, text: str = "") -> Iterator[Link]:
     """The records of a credit with their numbers, each after those it is made of."""
     label = text + brief(credit)
-    if isinstance(credit, Rel):
+    if isinstance(credit, GroupRelative):
         x, standard = credit.standard(batch)
         at = owner(batch, credit.level)
         scale = torch.where(standard.scale > 0, standard.scale, torch.nan)
@@ -99,7 +99,7 @@ def links(credit: object, batch: Batch, depth: int = 0, text: str = "") -> Itera
             },
         )
         return
-    if isinstance(credit, Plus):
+    if isinstance(credit, WeightedSum):
         for term, weight in credit.terms:
             factor = brief(weight) if callable(weight) else f"{weight:g}"
             yield from links(term, batch, depth + 1, f"{factor} x ")
@@ -116,8 +116,8 @@ def links(credit: object, batch: Batch, depth: int = 0, text: str = "") -> Itera
 
 
 def brief(record: object, leave_out: tuple[str, ...] = ()) -> str:
-    """A record with what differs from its defaults: Rel('outcome', norm='std'); one of numbers
-    alone with all that are finite: Clip(0.2, hi=0.28)."""
+    """A record with what differs from its defaults: GroupRelative('outcome', norm='std'); a
+    record of numbers alone with all that are finite: Clip(0.2, hi=0.28)."""
     if isinstance(record, tuple):
         return f"({', '.join(map(brief, record))}{',' if len(record) == 1 else ''})"
     if not is_dataclass(record) or isinstance(record, type):
@@ -154,7 +154,7 @@ def report(
     found = next(row for group in groups for row in group.rollouts if row.id == rollout)
     lines = [f"{rollout}, step {batch.step}, {explanation.algo.name}", "rewards"]
     lines += [
-        f"  {columns.reference(row)}{f' of {row.target}' if row.target else ''}"
+        f"  {columns.reward_reference(row)}{f' of {row.target}' if row.target else ''}"
         f" = {row.value:g} ({row.source})"
         for row in found.rewards
     ] or ["  none"]
@@ -233,13 +233,13 @@ def _gates(explanation: Explanation) -> list[str]:
     algo = explanation.algo
     if explanation.stored.known.any():
         gates = [f"  {brief(gate)}" for gate in algo.gates]
-        regs = [f"  {brief(reg)}" for reg in algo.regs]
+        penalties = [f"  {brief(reg)}" for reg in algo.penalties]
         note = "  as they applied in the first optimizer step that the token was in"
-        return ["gates and penalties", *gates, *regs, note]
+        return ["gates and penalties", *gates, *penalties, note]
     gates = [f"  {brief(gate)}: factor 1 where p = o = b" for gate in algo.gates]
-    regs = [f"  {brief(reg)}: 0 where p = {reg.den}" for reg in algo.regs]
+    penalties = [f"  {brief(reg)}: 0 where p = {reg.den}" for reg in algo.penalties]
     note = "  psi is that of p = o = b; later log-probs are not stored and cannot be recomputed"
-    return ["gates and penalties", *gates, *regs, note]
+    return ["gates and penalties", *gates, *penalties, note]
 
 
 def _number(x: Tensor) -> str:

@@ -17,12 +17,12 @@ from statistics import fmean, pstdev
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit.core import level_of, spread
+from agentrl.algorithms.credit.core import has_variance, level_of
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.ids import seg, units
-from agentrl.algorithms.data.rewards import reference
+from agentrl.algorithms.data.ids import reduce_by, units
+from agentrl.algorithms.data.rewards import reward_reference
 from agentrl.algorithms.learners.base import StepReport
-from agentrl.algorithms.objective.core import Algo, Terms, eta, gated, kl_value, streams_at
+from agentrl.algorithms.objective.core import Algo, Terms, eta, gate_factors, kl_value, streams_at
 from agentrl.algorithms.objective.ratios import ratio
 from agentrl.algorithms.sampling import branching, counterfactuals
 from agentrl.types import POLICY, Group, Rollout, RolloutState, Scope, Transition
@@ -101,7 +101,7 @@ def rewards(rollouts: Sequence[Rollout]) -> Metrics:
     for rollout in rollouts:
         roles = {call.id: call.role for call in rollout.transitions}
         for row in rollout.rewards:
-            name = reference(row)
+            name = reward_reference(row)
             found.setdefault(name, []).append(row.value)
             if row.scope is not Scope.ROLLOUT and row.target is not None:
                 role = row.target if row.scope is Scope.ROLE else roles.get(row.target)
@@ -146,8 +146,8 @@ def comparisons(batch: Batch) -> Metrics:
         return metrics
     for name, x in batch.rewards.items():
         group = units(batch, level_of(name), "group")
-        known = seg(~x.isnan(), group, len(batch.groups))
-        alike = seg(spread(batch, name), group, len(batch.groups)) == 0
+        known = reduce_by(~x.isnan(), group, len(batch.groups))
+        alike = reduce_by(has_variance(batch, name), group, len(batch.groups)) == 0
         metrics[f"reward/{name}/frac_solo"] = _mean(known == 1)
         metrics[f"reward/{name}/frac_zero_std"] = _mean(alike & (known > 1))
         if x.numel():
@@ -244,7 +244,7 @@ def trust(algo: Algo, terms: Terms, p: Tensor) -> Metrics:
     low, high = torch.zeros_like(live), torch.zeros_like(live)
     correction = ratio(streams["o"] - streams["b"])
     corrected = torch.ones_like(correction)
-    for gate, lr, factor in gated(algo, terms, streams, every):
+    for gate, lr, factor in gate_factors(algo, terms, streams, every):
         plain = torch.isclose(factor, ratio(lr), rtol=1e-9, atol=0.0)
         clipped = (factor != 1) & ~plain & (terms.advantage != 0)
         low, high = low | (clipped & (lr < 0)), high | (clipped & (lr >= 0))

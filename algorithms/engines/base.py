@@ -10,6 +10,7 @@ and top-k; vLLM tells those after them); at temperature 0 those of the model its
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, TypeVar
@@ -18,6 +19,7 @@ from urllib.parse import urlsplit
 from agentrl.errors import PolicyError
 
 T = TypeVar("T")
+VERSION_HEADER = "x-policy-version"  # of every answer
 
 
 class PolicyServer(Protocol):
@@ -49,14 +51,14 @@ class PolicyServer(Protocol):
         `updating`."""
         ...
 
-    async def given_up(self) -> PolicyError:
+    async def wait_for_failure(self) -> PolicyError:
         """Returns why, once no call will ever be answered again; as long as they may, it waits."""
         ...
 
     async def close(self) -> None: ...
 
 
-def advertised(base_url: str, host: str) -> str:
+def advertised_url(base_url: str, host: str) -> str:
     """The URL by which others call a server that listens at `base_url`; no host: the same."""
     if not host:
         return base_url
@@ -65,11 +67,20 @@ def advertised(base_url: str, host: str) -> str:
     return parts._replace(netloc=f"{name}:{parts.port}").geturl()
 
 
-async def unless_given_up(work: Coroutine[Any, Any, T], servers: Sequence[PolicyServer]) -> T:
+def port_taken(host: str, port: int, error: OSError) -> PolicyError:
+    """The error of a policy server that cannot listen."""
+    reason = os.strerror(error.errno) if error.errno else error
+    return PolicyError(
+        f"policy server: cannot listen on {host}:{port}: {reason}; set engine.port to a free port, "
+        "or to 0 for any"
+    )
+
+
+async def run_unless_failed(work: Coroutine[Any, Any, T], servers: Sequence[PolicyServer]) -> T:
     """What `work` returns. Cancels it, and raises PolicyError, once a server is given up: whoever
     waits for what a policy says would wait for ever."""
     doing = asyncio.ensure_future(work)
-    watching = [asyncio.ensure_future(server.given_up()) for server in servers]
+    watching = [asyncio.ensure_future(server.wait_for_failure()) for server in servers]
     try:
         await asyncio.wait([doing, *watching], return_when=asyncio.FIRST_COMPLETED)
         for watch in watching:

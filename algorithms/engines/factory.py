@@ -14,13 +14,15 @@ import torch
 from agentrl.algorithms.engines.base import PolicyServer
 from agentrl.algorithms.engines.embedded.server import EmbeddedServer
 from agentrl.algorithms.engines.vllm.fleet import VllmFleet
-from agentrl.algorithms.engines.vllm.process import Settings, VllmProcess
+from agentrl.algorithms.engines.vllm.process import VllmProcess, VllmSettings
 from agentrl.algorithms.engines.vllm.server import VllmServer
-from agentrl.algorithms.engines.vllm.serving import Host, Learned
+from agentrl.algorithms.engines.vllm.serving import TrainedModel, VllmHost
 from agentrl.algorithms.model.load import Model, Tokenizer, checkpoint_weights
 from agentrl.algorithms.model.lora import Adapters
+from agentrl.algorithms.plugins import engine_factory
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
+from agentrl.plugins import check_protocol
 from agentrl.types import POLICY
 
 PROBE = "The quick brown fox jumps over the lazy dog."
@@ -39,6 +41,10 @@ def policy_server(
 
     Raises PolicyError for a model it cannot serve, and where vLLM is asked for and missing."""
     engine = config.engine
+    if factory := engine_factory(config):
+        server: PolicyServer = factory(config, model, tokenizer, adapters, name)
+        check_protocol(server, PolicyServer, by=factory, key="engine.kind")
+        return server
     if engine.kind == "embedded":
         return EmbeddedServer(
             model,
@@ -63,7 +69,7 @@ def vllm_server(
     learned = _learned(model, tokenizer, adapters, engine.threads)
     folder = Path(config.output, "vllm").absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    host: Host
+    host: VllmHost
     if engine.vllm.urls:
         host = VllmFleet(
             engine.vllm.urls,
@@ -78,7 +84,7 @@ def vllm_server(
     else:
         text = model.config.get_text_config()
         positions = getattr(text, "max_position_embeddings", engine.max_context)
-        settings = Settings(
+        settings = VllmSettings(
             host=engine.host,
             port=engine.port,
             dtype=dtype,
@@ -103,7 +109,9 @@ def vllm_server(
     )
 
 
-def _learned(model: Any, tokenizer: Tokenizer, adapters: Adapters | None, threads: int) -> Learned:
+def _learned(
+    model: Any, tokenizer: Tokenizer, adapters: Adapters | None, threads: int
+) -> TrainedModel:
     @torch.no_grad()
     def score(policy: str, tokens: Sequence[int]) -> list[float]:
         row = torch.tensor(tokens, device=model.device)
@@ -124,7 +132,7 @@ def _learned(model: Any, tokenizer: Tokenizer, adapters: Adapters | None, thread
     probe: list[int] = tokenizer(PROBE)["input_ids"]
     gpu = (model.device.index or 0) if model.device.type == "cuda" else -1
     if adapters is None:
-        return Learned(
+        return TrainedModel(
             model.save_pretrained,
             lambda: checkpoint_weights(model, model.state_dict()),
             save_tokenizer,
@@ -132,7 +140,7 @@ def _learned(model: Any, tokenizer: Tokenizer, adapters: Adapters | None, thread
             probe,
             gpu,
         )
-    return Learned(
+    return TrainedModel(
         lambda directory: adapters.merge(adapters.names[0], directory),
         lambda: checkpoint_weights(model, adapters.merged(adapters.names[0])),
         save_tokenizer,

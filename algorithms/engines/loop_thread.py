@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -34,6 +34,14 @@ class LoopThread:
         """What `work` returns, or raises, on the thread's loop."""
         assert self._loop is not None, "start() comes first"
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    async def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """What a plain function returns, or raises, on the thread's loop."""
+
+        async def work() -> T:
+            return function(*arguments)
+
+        return await self.run(work())
 
     async def stop(self) -> None:
         """End the loop, with whatever it still runs. A second time does nothing."""

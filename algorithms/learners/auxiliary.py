@@ -16,18 +16,18 @@ from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.learners.base import Learner
 from agentrl.algorithms.learners.critic import ValueModel
 from agentrl.algorithms.learners.implicit_reward import ImplicitTrainer
-from agentrl.algorithms.learners.reference import Reference, load_beside
+from agentrl.algorithms.learners.reference import Reference, load_auxiliary
 from agentrl.algorithms.learners.reward_models import (
-    Implicit,
+    ImplicitScorer,
     RewardModel,
-    Scalar,
+    ScalarScorer,
     Scorer,
     load_scalar,
 )
-from agentrl.algorithms.model.load import Tokenizer, context_of
-from agentrl.algorithms.model.packing import check_model, usable
+from agentrl.algorithms.model.load import Tokenizer, context_length
+from agentrl.algorithms.model.packing import check_model, supported_packing
 from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.objective.kl_control import KlController, controller
+from agentrl.algorithms.objective.kl_control import KlController, make_kl_controller
 from agentrl.algorithms.presets.registry import Supply
 from agentrl.config import RunConfig, Section
 from agentrl.config.schema import MODEL_LR
@@ -36,14 +36,14 @@ from agentrl.types import Scope
 
 FROZEN: Final[tuple[Literal["q", "t"], ...]] = ("q", "t")  # streams of models that do not learn
 HEAD_STEP = 0.05  # of a shared one, over its width: AdamW moves a value by the sum over all of it
-Frozen = dict[Literal["q", "t"], Reference]
+FrozenModels = dict[Literal["q", "t"], Reference]
 
 
-def supplied(config: RunConfig) -> frozenset[Supply]:
+def available_streams(config: RunConfig) -> frozenset[Supply]:
     """The streams that a run can give its algorithm. A reference is always to be had: what the
     policy began as."""
     streams: set[Supply] = {"o", "b", "q"}
-    if config.learner.kind == "torch":
+    if config.learner.kind != "verl":  # what a plug-in lacks is refused once it is made
         streams |= {"k", "e"}
     if config.critic.model:
         streams.add("v")
@@ -52,9 +52,9 @@ def supplied(config: RunConfig) -> frozenset[Supply]:
     return frozenset(streams)
 
 
-def check_used(config: RunConfig, algo: Algo) -> None:
+def refuse_unused_settings(config: RunConfig, algo: Algo) -> None:
     """Raises ConfigError for a setting that could not matter."""
-    for key, why in _idle(config, algo):
+    for key, why in _unused_settings(config, algo):
         raise ConfigError(f"{key} is set, {why}; leave it out")
 
 
@@ -69,8 +69,8 @@ def make_critic(
         return None
     decoder, width = None, policy.config.get_text_config().hidden_size
     if settings.model != "shared":
-        name = start if settings.model == "copy" else located(config, settings.model)
-        whole = load_beside("critic.model", name, policy, tokenizer, head=False)
+        name = start if settings.model == "copy" else model_source(config, settings.model)
+        whole = load_auxiliary("critic.model", name, policy, tokenizer, head=False)
         decoder = whole.base_model
     return ValueModel(
         policy,
@@ -82,27 +82,27 @@ def make_critic(
     )
 
 
-def make_frozen(
+def make_frozen_models(
     config: RunConfig, algo: Algo, policy: PreTrainedModel, tokenizer: Tokenizer, start: str
-) -> Frozen:
+) -> FrozenModels:
     """The frozen models that the algorithm reads. The reference of an adapter is the model without
     it, which the learner has, unless the run file names another."""
-    frozen: Frozen = {}
+    frozen: FrozenModels = {}
     settings = config.reference
     if "q" in algo.needs and (settings.model or not config.policy.lora.rank):
-        name = located(config, settings.model) if settings.model else start
-        model = load_beside("reference.model", name, policy, tokenizer)
+        name = model_source(config, settings.model) if settings.model else start
+        model = load_auxiliary("reference.model", name, policy, tokenizer)
         frozen["q"] = Reference(model, policy, settings.every)
     if "t" in algo.needs:
-        name = located(config, config.teacher.model)
-        frozen["t"] = Reference(load_beside("teacher.model", name, policy, tokenizer), policy)
+        name = model_source(config, config.teacher.model)
+        frozen["t"] = Reference(load_auxiliary("teacher.model", name, policy, tokenizer), policy)
     return frozen
 
 
 def make_controller(config: RunConfig, algo: Algo) -> KlController | None:
     """What adapts the penalty on leaving the reference, if anything does."""
     settings = config.reference
-    return controller(algo, settings.target, settings.horizon) if settings.target else None
+    return make_kl_controller(algo, settings.target, settings.horizon) if settings.target else None
 
 
 def make_reward_models(
@@ -115,21 +115,26 @@ def make_reward_models(
     made, trainers = [], []
     packing, budget = config.learner.packed, config.learner.token_budget
     for name, settings in config.reward_models.items():
-        key, source = f"reward_models.{name}", located(config, settings.model)
+        key, source = f"reward_models.{name}", model_source(config, settings.model)
         scorer: Scorer
         if settings.kind == "scalar":
             model = load_scalar(f"{key}.model", source, policy, tokenizer)
-            scorer, limits = Scalar(model, usable(model, packing), budget), [context_of(model)]
+            scorer, limits = (
+                ScalarScorer(model, supported_packing(model, packing), budget),
+                [context_length(model)],
+            )
         else:
-            other = located(config, settings.reference) if settings.reference else start
-            model = _still(load_beside(f"{key}.model", source, policy, tokenizer))
-            against = _still(load_beside(f"{key}.reference", other, policy, tokenizer))
-            scorer = Implicit(model, against, settings.beta, usable(model, packing), budget)
-            limits = [context_of(model), context_of(against)]
+            other = model_source(config, settings.reference) if settings.reference else start
+            model = _freeze(load_auxiliary(f"{key}.model", source, policy, tokenizer))
+            against = _freeze(load_auxiliary(f"{key}.reference", other, policy, tokenizer))
+            scorer = ImplicitScorer(
+                model, against, settings.beta, supported_packing(model, packing), budget
+            )
+            limits = [context_length(model), context_length(against)]
         context = min((limit for limit in limits if limit is not None), default=None)
         whole = settings.kind == "implicit"
         made.append(RewardModel(name, scorer, Scope(settings.scope), whole, context))
-        if settings.train and isinstance(scorer, Implicit):
+        if settings.train and isinstance(scorer, ImplicitScorer):
             limit, kind = config.algorithm.max_grad_norm, config.learner.optimizer
             trainers.append(
                 ImplicitTrainer(made[-1], scorer, settings.lr, limit, kind, settings.loss)
@@ -137,7 +142,7 @@ def make_reward_models(
     return tuple(made), tuple(trainers)
 
 
-def scored(algo: Algo, learner: Learner, batch: Batch) -> tuple[Batch, dict[str, Tensor]]:
+def score_batch(algo: Algo, learner: Learner, batch: Batch) -> tuple[Batch, dict[str, Tensor]]:
     """The batch with the critic's values and the reference's log-probs, where the algorithm reads
     them, and the log-probs [N] of each frozen model by stream."""
     streams: dict[str, Tensor] = {
@@ -149,30 +154,33 @@ def scored(algo: Algo, learner: Learner, batch: Batch) -> tuple[Batch, dict[str,
     return replace(batch, values=values, reference=streams.get("q", batch.reference)), streams
 
 
-def located(config: RunConfig, name: str) -> str:
+def model_source(config: RunConfig, name: str) -> str:
     """A model's directory, relative to the run file, or a hub name."""
     directory = config.path(name)
     return str(directory) if directory.is_dir() else name
 
 
-def _idle(config: RunConfig, algo: Algo) -> list[tuple[str, str]]:
+def _unused_settings(config: RunConfig, algo: Algo) -> list[tuple[str, str]]:
     """Settings that could not matter, and why."""
     none = f"and algorithm.preset = {algo.name!r}"
     idle = []
     if config.critic.model and not algo.critic:
         idle.append(("critic.model", f"{none} reads no values of a critic"))
     if not config.critic.model:
-        idle += [(f"critic.{key}", "and there is no critic.model") for key in _set(config.critic)]
-    elif config.critic.model != "shared" and "coefficient" in _set(config.critic):
+        idle += [
+            (f"critic.{key}", "and there is no critic.model")
+            for key in _changed_keys(config.critic)
+        ]
+    elif config.critic.model != "shared" and "coefficient" in _changed_keys(config.critic):
         # AdamW divides a loss of its own by its size again.
         idle.append(("critic.coefficient", "and weighs nothing in a model of the critic's own"))
     if "q" not in algo.needs:
         why = f"{none} penalises no leaving of a reference; set the coefficient of its penalty"
-        idle += [(f"reference.{key}", why) for key in _set(config.reference)]
+        idle += [(f"reference.{key}", why) for key in _changed_keys(config.reference)]
     if config.policy.lora.rank and config.reference.every:
         why = "and the reference of an adapter is the model without it, which does not change"
         idle.append(("reference.every", why))
-    if not config.reference.target and "horizon" in _set(config.reference):
+    if not config.reference.target and "horizon" in _changed_keys(config.reference):
         idle.append(("reference.horizon", "and there is no reference.target"))
     for name, model in config.reward_models.items():
         reference = name if model.scope == "rollout" else f"{model.scope}:{name}"
@@ -182,24 +190,24 @@ def _idle(config: RunConfig, algo: Algo) -> list[tuple[str, str]]:
         if model.kind == "scalar":
             idle += [
                 (f"reward_models.{name}.{key}", "and means something for kind = 'implicit' alone")
-                for key in sorted(set(_set(model)) & {"beta", "reference", "train"})
+                for key in sorted(set(_changed_keys(model)) & {"beta", "reference", "train"})
             ]
         if not model.train:
             idle += [
                 (f"reward_models.{name}.{key}", "and it does not learn without train")
-                for key in sorted(set(_set(model)) & {"lr", "loss"})
+                for key in sorted(set(_changed_keys(model)) & {"lr", "loss"})
             ]
     if config.teacher.model and "t" not in algo.needs:
         idle.append(("teacher.model", f"{none} imitates none"))
     return idle
 
 
-def _set(section: Section) -> list[str]:
+def _changed_keys(section: Section) -> list[str]:
     """Keys that are not at their defaults."""
     fields = msgspec.structs.fields(section)
     return [field.name for field in fields if getattr(section, field.name) != field.default]
 
 
-def _still(model: PreTrainedModel) -> PreTrainedModel:
+def _freeze(model: PreTrainedModel) -> PreTrainedModel:
     check_model(model)
     return model.eval().requires_grad_(False)

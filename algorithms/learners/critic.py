@@ -17,16 +17,16 @@ from torch import Tensor
 from torch.nn import Linear, ModuleDict
 from transformers import PreTrainedModel
 
-from agentrl.algorithms.learners.optimizer import Kind, Optimizer
+from agentrl.algorithms.learners.optimizer import Optimizer, OptimizerKind
+from agentrl.algorithms.model.load import copy_weights, read_weights, save_weights
 from agentrl.algorithms.model.packing import Pack, hidden_states
-from agentrl.algorithms.model.weights import copy_weights, read_weights, save_weights
 from agentrl.algorithms.objective.values import ValueTerms, value_loss
 
 FOLDER = "critic"  # of a checkpoint
 WEIGHTS = "critic.safetensors"
 
 
-class Pull(NamedTuple):
+class ValueGradient(NamedTuple):
     """One micro-batch of the value loss."""
 
     values: Tensor  # [n], differentiable
@@ -48,7 +48,7 @@ class ValueModel:
         coefficient: float = 1.0,
         weight_decay: float = 0.0,
         max_grad_norm: float = 1.0,
-        optimizer: Kind = "adamw",
+        optimizer: OptimizerKind = "adamw",
         betas: tuple[float, float] = (0.9, 0.95),
     ) -> None:
         trunk = policy if decoder is None else decoder
@@ -80,11 +80,13 @@ class ValueModel:
         values: Tensor = self.head(hidden_NH.to(self.head.weight.dtype)).squeeze(-1)
         return values
 
-    def pull(self, pack: Pack, hidden_NH: Tensor | None, terms: ValueTerms) -> Pull:
+    def pull(self, pack: Pack, hidden_NH: Tensor | None, terms: ValueTerms) -> ValueGradient:
         """Where the loss pulls the values of a pack."""
         v = self.values(pack, hidden_NH)
         loss, gradient, clipped = value_loss(terms, v, pack.index)
-        return Pull(v, (self.coefficient * gradient).to(v), float(loss), int(clipped.sum()))
+        return ValueGradient(
+            v, (self.coefficient * gradient).to(v), float(loss), int(clipped.sum())
+        )
 
     def save(self, directory: Path) -> None:
         """Write into a checkpoint."""

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from agentrl.algorithms.learners.optimizer import Kind, Optimizer
-from agentrl.algorithms.learners.reward_models import SOURCE, Implicit, RewardModel, row_of
+from agentrl.algorithms.learners.optimizer import Optimizer, OptimizerKind
+from agentrl.algorithms.learners.reward_models import SOURCE, ImplicitScorer, RewardModel, row_of
+from agentrl.algorithms.model.load import copy_weights, read_weights, save_weights
 from agentrl.algorithms.model.packing import forward_logprobs, pack_rows
-from agentrl.algorithms.model.weights import copy_weights, read_weights, save_weights
 from agentrl.errors import TrainingError
 from agentrl.types import Group, Rollout, Transition
 
@@ -39,10 +39,10 @@ class ImplicitTrainer:
     """Trains the model of one implicit source of rewards."""
 
     source: RewardModel
-    scorer: Implicit
+    scorer: ImplicitScorer
     lr: float
     max_grad_norm: float = 1.0
-    kind: Kind = "adamw"
+    kind: OptimizerKind = "adamw"
     loss: Literal["outcome", "pairs"] = "outcome"
     optimizer: Optimizer = field(init=False)
 
@@ -59,13 +59,15 @@ class ImplicitTrainer:
         rollout or pair. Raises TrainingError for an outcome to learn from that is no number from 0
         to 1."""
         rollouts = [(group.id, row) for group in groups for row in group.rollouts]
-        judged = [(id, row, calls) for id, row in rollouts if (calls := self._judged(row))]
-        y = torch.tensor([row.reward() for _, row, _ in judged], dtype=torch.float64)
-        s = torch.tensor([self._score(row) for _, row, _ in judged], dtype=torch.float64)
+        scored_calls = [
+            (id, row, calls) for id, row in rollouts if (calls := self._scored_calls(row))
+        ]
+        y = torch.tensor([row.reward() for _, row, _ in scored_calls], dtype=torch.float64)
+        s = torch.tensor([self._score(row) for _, row, _ in scored_calls], dtype=torch.float64)
         # margin: how sure it is of each of its judgements, and target: how much it should be
         margin, target = s.requires_grad_(), y
         if self.loss == "pairs":
-            better, worse = _pairs([id for id, _, _ in judged], y)
+            better, worse = _pairs([id for id, _, _ in scored_calls], y)
             margin = s[better] - s[worse]
             target = torch.ones_like(margin)
         if not margin.numel():
@@ -74,7 +76,7 @@ class ImplicitTrainer:
         loss = binary_cross_entropy_with_logits(margin, target)
         pull = self.scorer.beta * torch.autograd.grad(loss, s)[0]
         try:
-            self._backward([calls for _, _, calls in judged], pull)
+            self._backward([calls for _, _, calls in scored_calls], pull)
             norm = self.optimizer.clip(self.max_grad_norm)
             if math.isfinite(norm):
                 self.optimizer.step(self.lr)
@@ -106,8 +108,8 @@ class ImplicitTrainer:
     def _folder(self, directory: Path) -> Path:
         return directory / FOLDER / self.source.name
 
-    def _judged(self, rollout: Rollout) -> list[Transition]:
-        return [] if math.isnan(rollout.reward()) else self.source.judged(rollout)
+    def _scored_calls(self, rollout: Rollout) -> list[Transition]:
+        return [] if math.isnan(rollout.reward()) else self.source.scored_calls(rollout)
 
     def _score(self, rollout: Rollout) -> float:
         """Of all its calls, as the source has just given it."""

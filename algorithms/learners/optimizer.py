@@ -24,7 +24,7 @@ from agentrl.errors import DamagedError, PolicyError, TrainingError
 
 FILE = "optimizer.safetensors"  # tensors "<parameter>/<moment>", and "<parameter>/master"
 MASTER = "master"
-Kind = Literal["adamw", "adamw8bit", "paged_adamw8bit"]
+OptimizerKind = Literal["adamw", "adamw8bit", "paged_adamw8bit"]
 NARROW = (torch.bfloat16, torch.float16)
 SHAPED = ("exp_avg", "exp_avg_sq", "state1", "state2", MASTER)  # one element for each weight
 _EIGHT_BIT = {"adamw8bit": "AdamW8bit", "paged_adamw8bit": "PagedAdamW8bit"}
@@ -37,7 +37,7 @@ class Optimizer:
         self,
         parameters: Mapping[str, Parameter],
         *,
-        kind: Kind = "adamw",
+        kind: OptimizerKind = "adamw",
         betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.0,
     ) -> None:
@@ -48,7 +48,7 @@ class Optimizer:
             for name, p in parameters.items()
         }
         for name, parameter in self._narrow():
-            hook = _into(self.masters[name])
+            hook = _gradient_mover(self.masters[name])
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self.inner = _make(kind, list(self.masters.values()), betas, weight_decay)
 
@@ -119,7 +119,9 @@ class Optimizer:
                 parameter.copy_(self.masters[name])
 
 
-def read_state(directory: Path, parameters: Mapping[str, Tensor], kind: Kind) -> dict[str, Tensor]:
+def read_state(
+    directory: Path, parameters: Mapping[str, Tensor], kind: OptimizerKind
+) -> dict[str, Tensor]:
     """FILE of an optimizer of these parameters. Raises PolicyError if it does not fit."""
     try:
         with safe_open(directory / FILE, framework="pt") as file:
@@ -162,7 +164,7 @@ def _check(directory: Path, saved: Mapping[str, Tensor], parameters: Mapping[str
             )
 
 
-def _into(master: Parameter) -> Callable[[Tensor], None]:
+def _gradient_mover(master: Parameter) -> Callable[[Tensor], None]:
     """Moves each new gradient of a narrow weight to its master's."""
 
     def move(parameter: Tensor) -> None:
@@ -177,7 +179,7 @@ def _into(master: Parameter) -> Callable[[Tensor], None]:
 
 
 def _make(
-    kind: Kind, weights: list[Parameter], betas: tuple[float, float], weight_decay: float
+    kind: OptimizerKind, weights: list[Parameter], betas: tuple[float, float], weight_decay: float
 ) -> torch.optim.Optimizer:
     if kind == "adamw":
         return torch.optim.AdamW(weights, betas=betas, weight_decay=weight_decay, fused=True)

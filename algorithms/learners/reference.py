@@ -13,9 +13,14 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agentrl.algorithms.model.load import Tokenizer, load_model
+from agentrl.algorithms.model.load import (
+    Tokenizer,
+    copy_weights,
+    load_model,
+    read_weights,
+    save_weights,
+)
 from agentrl.algorithms.model.packing import check_model
-from agentrl.algorithms.model.weights import copy_weights, read_weights, save_weights
 from agentrl.errors import PolicyError
 
 WEIGHTS = "reference.safetensors"
@@ -53,7 +58,7 @@ class Reference:
             copy_weights(self.model, saved)
 
 
-def load_beside(
+def load_auxiliary(
     key: str, name: str, policy: PreTrainedModel, tokenizer: Tokenizer, *, head: bool = True
 ) -> PreTrainedModel:
     """A decoder that reads the token ids of the policy, on its device and in its dtype. key: the

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
-from agentrl.algorithms.data.batch import Row
+from agentrl.algorithms.data.batch import TokenRow
 from agentrl.algorithms.data.merge import trainable, valid
 from agentrl.algorithms.learners.reference import check_vocabulary
 from agentrl.algorithms.model.load import Tokenizer
@@ -39,7 +39,7 @@ class Scorer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Scalar:
+class ScalarScorer:
     """Reads the score of a call after its last token."""
 
     model: PreTrainedModel
@@ -58,7 +58,7 @@ class Scalar:
 
 
 @dataclass(frozen=True, slots=True)
-class Implicit:
+class ImplicitScorer:
     """Reads how much likelier than the reference its model finds a call, at temperature 1."""
 
     model: PreTrainedModel
@@ -74,7 +74,7 @@ class Implicit:
         gap = self._logprobs(self.model, rows) - self._logprobs(self.reference, rows)
         return torch.zeros(len(calls), dtype=torch.float64).index_add(0, of_call, self.beta * gap)
 
-    def _logprobs(self, model: PreTrainedModel, rows: Sequence[Row]) -> Tensor:
+    def _logprobs(self, model: PreTrainedModel, rows: Sequence[TokenRow]) -> Tensor:
         logprobs = torch.empty(sum(len(row.actions) for row in rows), dtype=torch.float64)
         with torch.no_grad():
             for pack in pack_rows(rows, self.packing, self.token_budget):
@@ -102,7 +102,7 @@ class RewardModel:
             (rollout, calls)
             for group in groups
             for rollout in group.rollouts
-            if (calls := self.judged(rollout))
+            if (calls := self.scored_calls(rollout))
         ]
         calls = [call for _, each in scored for call in each]
         scores = self.scorer(calls).tolist() if calls else []
@@ -120,15 +120,15 @@ class RewardModel:
             for group in groups
         ]
 
-    def judged(self, rollout: Rollout) -> list[Transition]:
+    def scored_calls(self, rollout: Rollout) -> list[Transition]:
         """The calls whose scores its rewards are made of."""
         if rollout.state is not RolloutState.SUCCEEDED or not valid(rollout):
             return []
         calls = [call for call in rollout.transitions if trainable(call) and len(call.completion)]
         if self.scope is Scope.TRANSITION:
             return list(filter(self._fits, calls))
-        judged = calls if self.sums else calls[-1:]
-        return judged if all(map(self._fits, judged)) else []
+        scored_calls = calls if self.sums else calls[-1:]
+        return scored_calls if all(map(self._fits, scored_calls)) else []
 
     def _fits(self, call: Transition) -> bool:
         return self.context is None or len(call.prompt) + len(call.completion) <= self.context
@@ -172,7 +172,7 @@ def load_scalar(
     except Exception as error:  # transformers and safetensors document no types
         reason = " ".join(str(error).split())[:300]
         raise PolicyError(f"{key} = {name!r}: cannot be loaded: {reason}") from error
-    if fault := _fault(model, sorted(loading["missing_keys"])):
+    if fault := _head_problem(model, sorted(loading["missing_keys"])):
         raise PolicyError(
             f"{key} = {name!r}: {fault}; give a checkpoint of a decoder with a head of one label, "
             "as reward trainers save it"
@@ -182,7 +182,7 @@ def load_scalar(
     return model.to(policy.device)
 
 
-def _fault(model: PreTrainedModel, missing: list[str]) -> str | None:
+def _head_problem(model: PreTrainedModel, missing: list[str]) -> str | None:
     if not hasattr(model, "score"):
         return f"{type(model).__name__} is no decoder with a score"
     if model.config.num_labels != 1:
@@ -190,15 +190,15 @@ def _fault(model: PreTrainedModel, missing: list[str]) -> str | None:
     return f"it has no weights for {', '.join(missing)}" if missing else None
 
 
-def row_of(call: Transition) -> Row:
+def row_of(call: Transition) -> TokenRow:
     """A call whose sampled tokens are asked about, at temperature 1."""
     return _row([*call.prompt, *call.completion], len(call.completion))
 
 
-def _row(tokens: list[int], actions: int) -> Row:
+def _row(tokens: list[int], actions: int) -> TokenRow:
     """A sequence of which the last so many tokens are asked about."""
     ids = torch.tensor(tokens)
-    return Row(
+    return TokenRow(
         tokens=ids,
         actions=torch.arange(len(tokens) - actions, len(tokens)),
         logprobs=torch.zeros(actions),

@@ -26,11 +26,11 @@ from agentrl.algorithms.learners import memory
 from agentrl.algorithms.learners.base import Psi, Scored, StepReport, Supply
 from agentrl.algorithms.learners.critic import ValueModel
 from agentrl.algorithms.learners.implicit_reward import ImplicitTrainer
-from agentrl.algorithms.learners.optimizer import Kind, Optimizer
+from agentrl.algorithms.learners.optimizer import Optimizer, OptimizerKind
 from agentrl.algorithms.learners.reference import Reference
-from agentrl.algorithms.model.cpu_threads import Threads
+from agentrl.algorithms.model.cpu_threads import ThreadTuner
 from agentrl.algorithms.model.lm_head import action_logprobs, other_logprobs, top_tokens
-from agentrl.algorithms.model.load import Tokenizer, no_progress_bars
+from agentrl.algorithms.model.load import Tokenizer, no_progress_bars, read_policy
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.model.packing import (
     Pack,
@@ -38,9 +38,8 @@ from agentrl.algorithms.model.packing import (
     check_model,
     hidden_states,
     packs,
-    usable,
+    supported_packing,
 )
-from agentrl.algorithms.model.weights import read_policy
 from agentrl.algorithms.objective.values import ValueTerms
 from agentrl.errors import PolicyError, TrainingError
 from agentrl.types import POLICY
@@ -64,7 +63,7 @@ class TorchLearner:
         model: PreTrainedModel,
         tokenizer: Tokenizer,
         *,
-        optimizer: Kind = "adamw",
+        optimizer: OptimizerKind = "adamw",
         weight_decay: float = 0.0,
         max_grad_norm: float = 1.0,
         packing: Packing = "trie",
@@ -73,7 +72,7 @@ class TorchLearner:
         fp32_head: bool = False,
         adapters: Adapters | None = None,
         policy: str = POLICY,
-        threads: Threads | int | None = None,
+        threads: ThreadTuner | int | None = None,
         betas: tuple[float, float] = (0.9, 0.95),
         critic: ValueModel | None = None,
         frozen: Mapping[Literal["q", "t"], Reference] | None = None,
@@ -95,7 +94,7 @@ class TorchLearner:
             {"o", "b", "k", "e", *self.frozen, *values, *(("q",) if adapters is not None else ())}
         )
         self.max_grad_norm = max_grad_norm
-        self.packing = usable(model, packing)
+        self.packing = supported_packing(model, packing)
         self.token_budget = token_budget
         decoders = [model, critic.decoder] if critic and critic.decoder else [model]
         self.recomputed = [
@@ -103,7 +102,7 @@ class TorchLearner:
         ]
         self.fp32_head = fp32_head
         number = threads or torch.get_num_threads()
-        self.threads = number if isinstance(number, Threads) else Threads(number)
+        self.threads = number if isinstance(number, ThreadTuner) else ThreadTuner(number)
         self.tokenizer_files = _files_of(tokenizer)
 
     def logprobs(self, batch: Batch, of: Scored = "o") -> Tensor:
@@ -193,7 +192,7 @@ class TorchLearner:
         for name, content in self.tokenizer_files.items():
             (directory / name).write_bytes(content)
         self.optimizer.save(directory)
-        for part in self._beside():
+        for part in self._saved_parts():
             part.save(directory)
 
     def load(self, directory: Path) -> None:
@@ -309,7 +308,7 @@ class TorchLearner:
             raise PolicyError("the learner has no critic (stream v)")
         return self.critic
 
-    def _beside(self) -> Iterator[ValueModel | Reference | ImplicitTrainer]:
+    def _saved_parts(self) -> Iterator[ValueModel | Reference | ImplicitTrainer]:
         """What is saved with the policy."""
         if self.critic:
             yield self.critic

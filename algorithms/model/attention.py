@@ -19,7 +19,7 @@ NAME = "agentrl"
 UNUSED = torch.ones(1, 1, 1, 1, dtype=torch.bool)  # as mask beside a plan: four axes, none is made
 
 
-class Plan(Protocol):
+class AttentionPlan(Protocol):
     """How the tokens of one forward pass attend, in every layer."""
 
     def attend(
@@ -30,7 +30,7 @@ class Plan(Protocol):
         ...
 
 
-def obstacle(model: torch.nn.Module) -> str | None:
+def incompatibility(model: torch.nn.Module) -> str | None:
     """What about a model a plan would change, as the end of a sentence that starts with its name;
     None: nothing, so that it can be installed."""
     network: Any = model
@@ -51,7 +51,7 @@ def obstacle(model: torch.nn.Module) -> str | None:
 
 
 def install(model: torch.nn.Module) -> None:
-    """Route the attention of a model without an `obstacle` through `attention`."""
+    """Route the attention of a model without an `incompatibility` through `attention`."""
     network: Any = model
     if network.config._attn_implementation != NAME:
         network.set_attn_implementation(NAME)
@@ -64,7 +64,7 @@ def attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    plan: Plan | None = None,
+    plan: AttentionPlan | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **kwargs: Any,

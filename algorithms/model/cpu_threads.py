@@ -24,12 +24,12 @@ log = logging.getLogger("agentrl.algorithm")
 SMALL = 5_000_000  # parameters; operations of larger models take longer than threads wait
 EVERY = 150  # calls from one trial to the next
 PAIRS = 3  # of calls in a trial: with one thread, with all
-HOPELESS = 2.0  # times as long as with one thread: a trial ends after its first pair
-WORTH = 0.9  # of the time with one thread: all must take less, for others may use the cores
+MUCH_SLOWER = 2.0  # times as long as with one thread: a trial ends after its first pair
+WORTHWHILE = 0.9  # of the time with one thread: all must take less, for others may use the cores
 
 
 @dataclass(slots=True)
-class Threads:
+class ThreadTuner:
     """What work computes with that is done again and again. count: until a trial says otherwise;
     most: tried beside one, 1 where nothing is to be tried; name: of the work, for the line that
     says what was chosen."""
@@ -40,7 +40,7 @@ class Threads:
     clock: Callable[[], float] = time.perf_counter
     _until: int = 1  # calls before the next trial; the very first warms up
     _times: list[float] = field(default_factory=list)  # per unit: with one, with all, by turns
-    _said: int = 0
+    _logged: int = 0
 
     def computing(self) -> AbstractContextManager[None]:
         """Compute with the best count known."""
@@ -64,26 +64,26 @@ class Threads:
         if len(self._times) % 2:
             return
         ratio = sum(self._times[1::2]) / sum(self._times[::2])
-        if len(self._times) == 2 * PAIRS or ratio > HOPELESS:
+        if len(self._times) == 2 * PAIRS or ratio > MUCH_SLOWER:
             self._times, self._until = [], EVERY
-            self._choose(self.most if ratio < WORTH else 1, ratio)
+            self._choose(self.most if ratio < WORTHWHILE else 1, ratio)
 
     def _choose(self, count: int, ratio: float) -> None:
         self.count = count
-        if self._said != count:
-            self._said = count
+        if self._logged != count:
+            self._logged = count
             chosen = "1 thread" if count == 1 else f"{count} threads"
             slower = f"{self.most} take {ratio:.1f} times as long as 1"
             log.log(PHASE, f"{self.name} with {chosen}: {slower}")
 
 
-def threads_of(parameters: int, name: str, otherwise: int) -> Threads:
+def thread_tuner(parameters: int, name: str, otherwise: int) -> ThreadTuner:
     """For a model's work; `otherwise`, and no trial, where their number is not to be touched: a
     large model, or numbers that would depend on it."""
     most = largest_power_of_two(os.cpu_count() or 1)
     if parameters > SMALL or not is_number_free():
-        return Threads(otherwise)
-    return Threads(most, most, name)
+        return ThreadTuner(otherwise)
+    return ThreadTuner(most, most, name)
 
 
 def is_number_free() -> bool:

@@ -44,7 +44,7 @@ def common_prefix(a: Ids, b: Ids) -> int:
     return int(different[0]) if len(different) else size
 
 
-def cut(lengths: Ids, shared: Ids, budget: int) -> list[tuple[int, int]]:
+def token_budget_ranges(lengths: Ids, shared: Ids, budget: int) -> list[tuple[int, int]]:
     """Ranges [start, stop) of neighbours, each with at most `budget` distinct tokens or of one
     sequence alone, such that the fewest tokens are in more than one range, and then the fewest
     ranges.
@@ -72,7 +72,7 @@ def cut(lengths: Ids, shared: Ids, budget: int) -> list[tuple[int, int]]:
     return ranges[::-1]
 
 
-def grow(sequences: Sequence[Ids], shared: Ids) -> Forest:
+def build_forest(sequences: Sequence[Ids], shared: Ids) -> Forest:
     """The forest of sequences in depth-first order. `shared[k]`: tokens that sequence k has in
     common with the one before it and that are to be one path (0: a tree of its own). That of the
     first sequence does not count."""

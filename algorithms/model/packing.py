@@ -21,9 +21,15 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from agentrl.algorithms.data.batch import Batch, Row
+from agentrl.algorithms.data.batch import Batch, TokenRow
 from agentrl.algorithms.model import attention
-from agentrl.algorithms.model.forest import Forest, Ids, cut, depth_first, grow
+from agentrl.algorithms.model.forest import (
+    Forest,
+    Ids,
+    build_forest,
+    depth_first,
+    token_budget_ranges,
+)
 from agentrl.algorithms.model.lm_head import action_logprobs
 from agentrl.algorithms.model.tree_attention import TreePlan
 from agentrl.errors import PolicyError
@@ -54,7 +60,7 @@ def packs(batch: Batch, packing: Packing, token_budget: int) -> list[Pack]:
     return pack_rows(batch.rows, packing, token_budget)
 
 
-def pack_rows(rows: Sequence[Row], packing: Packing, token_budget: int) -> list[Pack]:
+def pack_rows(rows: Sequence[TokenRow], packing: Packing, token_budget: int) -> list[Pack]:
     """`packs` of rows that are in no batch; the token level is their actions, one row after the
     other."""
     sequences = [row.tokens[: int(row.actions[-1])].numpy() for row in rows]
@@ -67,14 +73,14 @@ def pack_rows(rows: Sequence[Row], packing: Packing, token_budget: int) -> list[
     sizes = [0, *(len(row.actions) for row in rows)]
     offsets = np.cumsum(np.array(sizes, np.int64))
     found = []
-    for start, stop in cut(lengths, shared, token_budget):
+    for start, stop in token_budget_ranges(lengths, shared, token_budget):
         chosen = order[start:stop]
-        forest = grow([sequences[i] for i in chosen], shared[start:stop])
+        forest = build_forest([sequences[i] for i in chosen], shared[start:stop])
         found.append(_pack(forest, [rows[i] for i in chosen], offsets[chosen]))
     return found
 
 
-def _pack(forest: Forest, rows: list[Row], offsets: Ids) -> Pack:
+def _pack(forest: Forest, rows: list[TokenRow], offsets: Ids) -> Pack:
     states = [path[row.actions.numpy() - 1] for path, row in zip(forest.paths, rows, strict=True)]
     index = [
         np.arange(offset, offset + len(row.actions))
@@ -103,8 +109,8 @@ def hidden_states(model: PreTrainedModel, pack: Pack) -> Tensor:
             f"a row of {longest} tokens before its last action is longer than the context of model "
             f"type {model.config.model_type!r}, {limit} tokens: serve it with that as limit"
         )
-    if _obstacle(model):
-        return _padded(model, pack)
+    if _incompatibility(model):
+        return _padded_hidden_states(model, pack)
     attention.install(model)
     device = model.device
     hidden_TH: Tensor = model.base_model(
@@ -131,13 +137,13 @@ def forward_logprobs(model: PreTrainedModel, pack: Pack) -> Tensor:
     return logprobs_n
 
 
-def _obstacle(model: PreTrainedModel) -> str | None:
+def _incompatibility(model: PreTrainedModel) -> str | None:
     if model.device.type not in ("cpu", "cuda"):
         return f"is on device {model.device.type!r}, for which there is no tree attention"
-    return attention.obstacle(model)
+    return attention.incompatibility(model)
 
 
-def _padded(model: PreTrainedModel, pack: Pack) -> Tensor:
+def _padded_hidden_states(model: PreTrainedModel, pack: Pack) -> Tensor:
     """`hidden_states` of branches as right-padded batches. Padding comes after every real token and
     attention is causal, so it is inert, for recurrent decoders as well."""
     number = torch.arange(len(pack.end))
@@ -187,9 +193,9 @@ def check_model(model: PreTrainedModel) -> None:
         )
 
 
-def usable(model: PreTrainedModel, packing: Packing) -> Packing:
+def supported_packing(model: PreTrainedModel, packing: Packing) -> Packing:
     """The packing a model can compute, with a warning if it is not the one asked for."""
-    reason = _obstacle(model)
+    reason = _incompatibility(model)
     if reason and packing != "rows":
         warnings.warn(
             f"learner.packing = {packing!r}: model type {model.config.model_type!r} {reason}, so "

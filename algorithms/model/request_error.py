@@ -12,7 +12,7 @@ class ErrorDetail(msgspec.Struct):
     code: str | None
 
 
-class Failure(msgspec.Struct):
+class ErrorBody(msgspec.Struct):
     error: ErrorDetail
 
 
@@ -25,4 +25,4 @@ class RequestError(Exception):
         super().__init__(message)
         kind = "invalid_request_error" if status < 500 else "server_error"
         error = ErrorDetail(message=message, type=kind, param=param, code=code)
-        self.status, self.body = status, Failure(error=error)
+        self.status, self.body = status, ErrorBody(error=error)

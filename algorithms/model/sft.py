@@ -13,8 +13,8 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedModel
 
-from agentrl.algorithms.data.batch import Row
-from agentrl.algorithms.model.cpu_threads import threads_of
+from agentrl.algorithms.data.batch import TokenRow
+from agentrl.algorithms.model.cpu_threads import thread_tuner
 from agentrl.algorithms.model.load import Tokenizer
 from agentrl.algorithms.model.packing import forward_logprobs, pack_rows
 from agentrl.errors import TrainingError
@@ -27,7 +27,7 @@ def rows_of(
     tokenizer: Tokenizer,
     conversations: Sequence[Conversation],
     tools: list[dict[str, Json]] | None = None,
-) -> list[Row]:
+) -> list[TokenRow]:
     """One row per conversation, its actions being what stands between `{% generation %}` and
     `{% endgeneration %}` in the chat template.
 
@@ -44,13 +44,15 @@ def rows_of(
                 " {% endgeneration %} around what the model writes"
             )
         ones = torch.ones(len(actions))
-        rows.append(Row(torch.tensor(tokens), actions, 0 * ones, ones, torch.zeros_like(actions)))
+        rows.append(
+            TokenRow(torch.tensor(tokens), actions, 0 * ones, ones, torch.zeros_like(actions))
+        )
     return rows
 
 
 def imitate(
     model: PreTrainedModel,
-    rows: Sequence[Row],
+    rows: Sequence[TokenRow],
     *,
     steps: int,
     batch: int,
@@ -63,7 +65,7 @@ def imitate(
     linearly to zero. Returns the mean loss in nats per action token over the last tenth."""
     dice = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), betas=betas, weight_decay=0.0, fused=True)
-    threads = threads_of(model.num_parameters(), "imitation computes", torch.get_num_threads())
+    threads = thread_tuner(model.num_parameters(), "imitation computes", torch.get_num_threads())
     losses = []
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = lr * min((step + 1) / warmup, 1 - step / steps)

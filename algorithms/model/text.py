@@ -26,16 +26,19 @@ class Codec:
         )
         self._piece = lru_cache(PIECES)(self._encode)
         self.token = lru_cache(None)(self._token)
-        self._border = self._borders()
+        self._special_tokens = self._special_token_pattern()
 
     def encode(self, text: str) -> list[int]:
         """Token ids of rendered text, which spells its special tokens out."""
-        if self._border is None:
+        if self._special_tokens is None:
             return self._encode(text)
         # Conversations repeat themselves between the special tokens; encoding is the largest cost
         # of a request after the model.
         return [
-            token for piece in self._border.split(text) if piece for token in self._piece(piece)
+            token
+            for piece in self._special_tokens.split(text)
+            if piece
+            for token in self._piece(piece)
         ]
 
     def encode_plain(self, text: str) -> list[int]:
@@ -60,7 +63,7 @@ class Codec:
             ids = self._backend.encode(text, add_special_tokens=False).ids
         return ids
 
-    def _borders(self) -> re.Pattern[str] | None:
+    def _special_token_pattern(self) -> re.Pattern[str] | None:
         """Matches the added tokens, or none if text does not split there without a trace."""
         added = list(self._tokenizer.added_tokens_decoder.values())
         if not added or any(token.lstrip or token.rstrip or token.single_word for token in added):
@@ -104,7 +107,7 @@ class TextStream:
     def _give(self, keep: int) -> str:
         if self.stopped:
             return ""
-        whole = cut(self._text, self._stop)
+        whole = text_before_stop(self._text, self._stop)
         if len(whole) < len(self._text):
             self.stopped, keep = True, 0
         end = max(len(whole) - keep, 0)
@@ -112,7 +115,7 @@ class TextStream:
         return given
 
 
-def cut(text: str, stop: Sequence[str]) -> str:
+def text_before_stop(text: str, stop: Sequence[str]) -> str:
     """Text before the first stop string."""
     ends = [at for at in (text.find(string) for string in stop) if at >= 0]
     return text[: min(ends)] if ends else text

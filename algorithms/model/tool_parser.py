@@ -52,7 +52,7 @@ class ToolParser:
             inner, self._text = inner.split(CLOSE, 1)
             found += self._block(before, inner, OPEN + inner + CLOSE)
         text, opened, _ = self._text.partition(OPEN)
-        end = len(text.rstrip()) if opened else _undecided(text)
+        end = len(text.rstrip()) if opened else _possible_tag_start(text)
         found += self._content(text[:end])
         self._text = self._text[end:]
         return found
@@ -91,7 +91,7 @@ def parse(text: str) -> tuple[str, list[ToolCall]]:
     return content, [part for part in found if isinstance(part, ToolCall)]
 
 
-def _undecided(text: str) -> int:
+def _possible_tag_start(text: str) -> int:
     """Where a tail begins that may become a tag, with the white space before it."""
     end = len(text)
     for size in range(min(len(OPEN) - 1, end), 0, -1):

@@ -51,7 +51,7 @@ class TreePlan:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
-        """See `attention.Plan`; [1, key heads, T, dim] keys and values."""
+        """See `attention.AttentionPlan`; [1, key heads, T, dim] keys and values."""
         if window is not None and window > int(self.depth.max()):
             window = None
         if query.is_cuda:

@@ -27,15 +27,15 @@ from safetensors import torch as safetensors
 from torch import Tensor, nn
 from torch.nn import functional
 
-from agentrl.algorithms.multiagent.episodes import Episode, Episodes, padded
-from agentrl.algorithms.multiagent.mixers import lambda_returns, mixer
+from agentrl.algorithms.multiagent.episodes import Episode, Episodes, pad_episodes
+from agentrl.algorithms.multiagent.mixers import build_mixer, lambda_returns
 from agentrl.types import Json
 
 Kind = Literal["central", "vdn", "qmix"]
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class TeamShape:
     """n agents, observations [o], a actions, states [s]."""
 
     agents: int
@@ -45,7 +45,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
+class CriticTraining:
     gamma: float = 0.99
     lam: float = 0.8
     lr: float = 5e-3
@@ -55,7 +55,7 @@ class Training:
     max_grad_norm: float = 10.0
 
 
-class Each(nn.Module):
+class AgentNetwork(nn.Module):
     """A number for every action of every agent [..., n, a], from features [..., n, f] and who the
     agent is."""
 
@@ -72,14 +72,14 @@ class Each(nn.Module):
         return out
 
 
-class Central(nn.Module):
+class CentralCritic(nn.Module):
     """COMA's critic: Q(s, (u_-i, a)) for every action a of each agent i."""
 
-    def __init__(self, shape: Shape, hidden: int) -> None:
+    def __init__(self, shape: TeamShape, hidden: int) -> None:
         super().__init__()
         self.actions = shape.actions
         features = shape.state + shape.agents * shape.actions
-        self.each = Each(shape.agents, features, shape.actions, hidden)
+        self.each = AgentNetwork(shape.agents, features, shape.actions, hidden)
 
     def forward(self, data: Episodes) -> Tensor:
         n, steps = data.actions.shape[-1], data.actions.shape[1]
@@ -91,13 +91,17 @@ class Central(nn.Module):
         return out
 
 
-class Mixed(nn.Module):
+class MixedCritic(nn.Module):
     """The mixed utilities, with each agent's own replaced by that of each of its actions."""
 
-    def __init__(self, kind: Literal["vdn", "qmix"], shape: Shape, training: Training) -> None:
+    def __init__(
+        self, kind: Literal["vdn", "qmix"], shape: TeamShape, training: CriticTraining
+    ) -> None:
         super().__init__()
-        self.utilities = Each(shape.agents, shape.observation, shape.actions, training.hidden)
-        self.mixer = mixer(kind, shape.agents, shape.state, training.embed)
+        self.utilities = AgentNetwork(
+            shape.agents, shape.observation, shape.actions, training.hidden
+        )
+        self.mixer = build_mixer(kind, shape.agents, shape.state, training.embed)
 
     def forward(self, data: Episodes) -> Tensor:
         n, steps = data.actions.shape[-1], data.actions.shape[1]
@@ -111,21 +115,25 @@ class Mixed(nn.Module):
         return out
 
 
-def made(kind: Kind, shape: Shape, training: Training) -> Central | Mixed:
+def build_critic(
+    kind: Kind, shape: TeamShape, training: CriticTraining
+) -> CentralCritic | MixedCritic:
     if kind == "central":
-        return Central(shape, training.hidden)
-    return Mixed(kind, shape, training)
+        return CentralCritic(shape, training.hidden)
+    return MixedCritic(kind, shape, training)
 
 
 class TeamCritic:
-    """See above; a `Part` of a run's state."""
+    """See above; a `StatePart` of a run's state."""
 
-    def __init__(self, kind: Kind, shape: Shape, training: Training, seed: int = 0) -> None:
+    def __init__(
+        self, kind: Kind, shape: TeamShape, training: CriticTraining, seed: int = 0
+    ) -> None:
         self.shape, self.training = shape, training
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            critic = made(kind, shape, training)
-            policy = Each(shape.agents, shape.observation, shape.actions, training.hidden)
+            critic = build_critic(kind, shape, training)
+            policy = AgentNetwork(shape.agents, shape.observation, shape.actions, training.hidden)
         self.online = nn.ModuleDict({"critic": critic, "policy": policy})
         self.target = copy.deepcopy(critic).requires_grad_(False)
         self.optimizer = torch.optim.RMSprop(
@@ -135,19 +143,19 @@ class TeamCritic:
     def advantages(self, episodes: Sequence[Episode]) -> Tensor:
         """[B, T, n]: Q of what was done minus its mean over what the agent's policy does there, the
         others' actions as they were; NaN where an agent did not act."""
-        data = padded(episodes, self.shape.actions)
+        data = pad_episodes(episodes, self.shape.actions)
         steps = data.actions.shape[1]
         with torch.no_grad():
             q = self.online["critic"](data)
             policy = self.online["policy"](data.observations[:, :steps]).softmax(-1)
         acted = data.acting[:, :steps] & data.live[..., None]
-        return torch.where(acted, counterfactual(q, policy, data.actions), torch.nan)
+        return torch.where(acted, counterfactual_advantage(q, policy, data.actions), torch.nan)
 
     def learned(self, episodes: Sequence[Episode]) -> TeamCritic:
         """What it is after a training step on these episodes; it stays as it is itself."""
         after = copy.deepcopy(self)
         after.target.load_state_dict(self.online["critic"].state_dict())
-        data = padded(episodes, self.shape.actions)
+        data = pad_episodes(episodes, self.shape.actions)
         for _ in range(self.training.updates):
             after._step(data)
         return after
@@ -203,7 +211,7 @@ class TeamCritic:
         return online | target | squares
 
 
-def counterfactual(q: Tensor, policy: Tensor, actions: Tensor) -> Tensor:
+def counterfactual_advantage(q: Tensor, policy: Tensor, actions: Tensor) -> Tensor:
     """[..., n]: q [..., n, a] of the actions [..., n] minus its mean under the policy [..., n, a]
     over the same agent's actions. COMA, arXiv 1705.08926."""
     taken = q.gather(-1, actions[..., None]).squeeze(-1)

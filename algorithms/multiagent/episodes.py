@@ -46,7 +46,7 @@ class Episodes:
     acting: Tensor  # bool [B, T + 1, n]
 
 
-def padded(episodes: Sequence[Episode], actions: int) -> Episodes:
+def pad_episodes(episodes: Sequence[Episode], actions: int) -> Episodes:
     """`actions`: how many there are. Raises TrainingError for columns of different lengths."""
     for number, episode in enumerate(episodes):
         _check(number, episode, actions)

@@ -17,14 +17,14 @@ from torch.nn import functional
 Kind = Literal["vdn", "qmix"]
 
 
-class Sum(nn.Module):
+class VdnMixer(nn.Module):
     """Q_tot = sum of the utilities. VDN, arXiv 1706.05296."""
 
     def forward(self, q: Tensor, state: Tensor) -> Tensor:
         return q.sum(-1)
 
 
-class Monotone(nn.Module):
+class QmixMixer(nn.Module):
     """Q_tot = w2^T elu(W1^T q + b1) + v, all of them functions of the state, W1 and w2 never
     negative. QMIX, arXiv 1803.11485, with its single-layer hypernetworks."""
 
@@ -38,27 +38,27 @@ class Monotone(nn.Module):
 
     def forward(self, q: Tensor, state: Tensor) -> Tensor:
         w1 = self.w1(state).unflatten(-1, (self.agents, self.embed))
-        return monotone(q, w1, self.b1(state), self.w2(state), self.v(state).squeeze(-1))
+        return qmix_value(q, w1, self.b1(state), self.w2(state), self.v(state).squeeze(-1))
 
 
-def monotone(q: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, v: Tensor) -> Tensor:
+def qmix_value(q: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, v: Tensor) -> Tensor:
     """QMIX's mixing of q [..., n] by w1 [..., n, e], b1 [..., e], w2 [..., e], v [...], the
     weights by their absolute values."""
     hidden = functional.elu((q.unsqueeze(-1) * w1.abs()).sum(-2) + b1)
     return (hidden * w2.abs()).sum(-1) + v
 
 
-def mixer(kind: Kind, agents: int, state: int, embed: int = 32) -> Sum | Monotone:
+def build_mixer(kind: Kind, agents: int, state: int, embed: int = 32) -> VdnMixer | QmixMixer:
     """state: its size."""
-    return Sum() if kind == "vdn" else Monotone(agents, state, embed)
+    return VdnMixer() if kind == "vdn" else QmixMixer(agents, state, embed)
 
 
-def best(q: Tensor, available: Tensor) -> Tensor:
+def best_action(q: Tensor, available: Tensor) -> Tensor:
     """int64 [...]: the action [..., a] of the highest value among those available."""
     return q.masked_fill(~available, -torch.inf).argmax(-1)
 
 
-def one_step(reward: Tensor, following: Tensor, terminated: Tensor, gamma: float) -> Tensor:
+def one_step_targets(reward: Tensor, following: Tensor, terminated: Tensor, gamma: float) -> Tensor:
     """Targets r + gamma * (1 - terminated) * V(next). An episode that was cut off has not
     terminated: what would have followed still counts."""
     return reward + gamma * torch.where(terminated, 0.0, following)

@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from agentrl.algorithms.multiagent.episodes import Episode, Episodes, padded
-from agentrl.algorithms.multiagent.mixers import Kind, best, mixer, one_step
+from agentrl.algorithms.multiagent.episodes import Episode, Episodes, pad_episodes
+from agentrl.algorithms.multiagent.mixers import Kind, best_action, build_mixer, one_step_targets
 
 
 class Utilities(nn.Module):
@@ -43,7 +43,7 @@ class Utilities(nn.Module):
         return out
 
 
-class Factored:
+class FactoredQLearner:
     """A team that learns by double Q-learning on its factored value, pymarl's settings.
 
     network: builds a module that gives the utilities [B, T, n, a] of observations [B, T, n, o];
@@ -62,7 +62,7 @@ class Factored:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             made = network() if network else Utilities(agents, observation, actions, hidden)
-            parts = {"utilities": made, "mixer": mixer(self.kind, agents, state, embed)}
+            parts = {"utilities": made, "mixer": build_mixer(self.kind, agents, state, embed)}
         self.online = nn.ModuleDict(parts)
         self.target = copy.deepcopy(self.online).requires_grad_(False)
         self.optimizer = torch.optim.RMSprop(self.online.parameters(), lr, alpha=0.99, eps=1e-5)
@@ -79,14 +79,16 @@ class Factored:
         probability epsilon any. available: bool [n, a], now; none: all are."""
         allowed = torch.ones(self.agents, self.actions).bool() if available is None else available
         with torch.no_grad():
-            chosen = best(self.online["utilities"](observations[None])[0, -1], allowed).tolist()
+            chosen = best_action(
+                self.online["utilities"](observations[None])[0, -1], allowed
+            ).tolist()
         explored = [rng.choice(row.nonzero().squeeze(1).tolist()) for row in allowed]
         free = [rng.random() < epsilon for _ in chosen]
         return [e if f else c for e, c, f in zip(explored, chosen, free, strict=True)]
 
     def learn(self, episodes: Sequence[Episode]) -> dict[str, float]:
         """One optimizer step on all of the episodes; what it measured, before it."""
-        data = padded(episodes, self.actions)
+        data = pad_episodes(episodes, self.actions)
         value = self.value(self.online, data, data.actions)
         with torch.no_grad():
             target = self.targets(data)
@@ -105,9 +107,9 @@ class Factored:
 
     def targets(self, data: Episodes) -> Tensor:
         """[B, T]: the online utilities choose the next actions, the target copy values them."""
-        chosen = best(self.online["utilities"](data.observations), data.available)
+        chosen = best_action(self.online["utilities"](data.observations), data.available)
         following = self.value(self.target, data, chosen[:, 1:], first=1)
-        return one_step(data.rewards, following, data.terminated, self.gamma)
+        return one_step_targets(data.rewards, following, data.terminated, self.gamma)
 
     def value(
         self, parts: nn.ModuleDict, data: Episodes, actions: Tensor, first: int = 0
@@ -135,13 +137,13 @@ class Factored:
         self.learned, self.copied = state["episodes"]
 
 
-class VDN(Factored):
+class VDN(FactoredQLearner):
     """The team's value is the sum of its agents' utilities. arXiv 1706.05296."""
 
     kind = "vdn"
 
 
-class QMix(Factored):
+class QMix(FactoredQLearner):
     """The team's value is monotone in its agents' utilities, in a way that depends on its state.
     arXiv 1803.11485."""
 

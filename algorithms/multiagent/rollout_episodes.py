@@ -24,7 +24,7 @@ WORD = re.compile(r"\w+")
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class JointActionSpace:
     """Who acts, and what they can do. width: of an observation."""
 
     roles: tuple[str, ...]
@@ -74,14 +74,14 @@ class Stage:
         for call in rollout.transitions:
             if call.id in moves:
                 at = moves[call.id]
-                observations[at] = hashed(seen(call), self.width)
+                observations[at] = hashed_words(observed_text(call), self.width)
                 actions[at], acting[at] = self.action(call), True
         rewards = torch.zeros(steps)
         rewards[-1:] = reward
         return Episode(observations, observations.flatten(1), actions, rewards, acting=acting)
 
 
-def seen(call: Transition) -> str:
+def observed_text(call: Transition) -> str:
     """The text of the messages after the newest answer."""
     newest = len(call.messages)
     while newest and call.messages[newest - 1].get("role") != "assistant":
@@ -90,7 +90,7 @@ def seen(call: Transition) -> str:
     return "\n".join(text for text in contents if isinstance(text, str))
 
 
-def hashed(text: str, width: int) -> Tensor:
+def hashed_words(text: str, width: int) -> Tensor:
     """float32 [width] of length 1: signed counts of words, each in a place of its hash. arXiv
     0902.2206."""
     counts = [0.0] * width

@@ -21,13 +21,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit.core import Column, Credit, Critic, walk
-from agentrl.algorithms.credit.outcomes import Greedy, PassAtK, Toll
+from agentrl.algorithms.credit.core import Column, Credit, CriticValues, TokenKLPenalty, parts_of
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.ids import How, Unit, seg, units
-from agentrl.algorithms.data.state import Memory
-from agentrl.algorithms.objective.ratios import LOG_LIMIT, GateFn, TopDiv
+from agentrl.algorithms.data.ids import How, Unit, reduce_by, units
+from agentrl.algorithms.data.state import RememberedColumn
+from agentrl.algorithms.objective.ratios import LOG_LIMIT, GateFn
 from agentrl.errors import TrainingError
+from agentrl.plugins import where
 
 Stream = Literal["p", "o", "b", "q", "t"]
 STREAMS: dict[str, str] = {
@@ -35,7 +35,7 @@ STREAMS: dict[str, str] = {
     "t": "teacher", "o_K": "old policy's most probable tokens",
 }  # fmt: skip
 Inner = Literal["mean", "sum", "const"]
-Penalty = Literal["k1", "k2", "k3", "abs"]
+KLEstimator = Literal["k1", "k2", "k3", "abs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,10 @@ class Gate:
 
 
 @dataclass(frozen=True, slots=True)
-class Reg:
+class KLPenalty:
     """One penalty beta * k(p - den) on leaving a stream."""
 
-    kind: Penalty
+    kind: KLEstimator
     beta: float
     den: Stream = "q"
 
@@ -80,7 +80,7 @@ class Algo:
 
     credit: Credit
     gates: tuple[Gate, ...] = ()
-    regs: tuple[Reg, ...] = ()
+    penalties: tuple[KLPenalty, ...] = ()
     agg: Average = Average()
     keep: Column | None = None
     entropy: float = 0.0  # how much a nat of the policy's entropy is worth
@@ -93,37 +93,36 @@ class Algo:
     def needs(self) -> frozenset[Stream]:
         """Streams it reads besides the current policy."""
         read: set[Stream] = {s for gate in self.gates for s in (gate.num, gate.den)}
-        read |= {reg.den for reg in self.regs}
-        if any(isinstance(part, Toll) for part in walk(self.credit)):
+        read |= {reg.den for reg in self.penalties}
+        if any(isinstance(part, TokenKLPenalty) for part in parts_of(self.credit)):
             read.add("q")
         return frozenset(read) - {"p"}
 
     @property
     def symbols(self) -> int:
         """Of how many tokens it reads the log-probs at every place, besides p; 0: of none."""
-        return max((gate.fn.k for gate in self.gates if isinstance(gate.fn, TopDiv)), default=0)
+        return max((getattr(gate.fn, "symbols", 0) for gate in self.gates), default=0)
 
     @property
     def group(self) -> int:
         """How many rollouts a group must have for it to learn anything from them."""
-        subsets = (part for part in walk(self.credit) if isinstance(part, PassAtK))
-        return max((part.k + 1 for part in subsets), default=1)
+        return max(getattr(part, "min_group", 1) for part in (None, *parts_of(self.credit)))
 
     @property
     def critic(self) -> bool:
         """Whether it reads the values of a critic."""
-        return any(isinstance(part, Critic) for part in walk(self.credit))
+        return any(isinstance(part, CriticValues) for part in parts_of(self.credit))
 
     @property
-    def memories(self) -> tuple[Memory, ...]:
+    def memories(self) -> tuple[RememberedColumn, ...]:
         """What it must remember from step to step."""
-        found = (part for part in walk((self.credit, self.keep)) if isinstance(part, Memory))
-        return tuple({part.name: part for part in found}.values())
+        parts = parts_of((self.credit, self.keep))
+        return tuple({p.name: p for p in parts if isinstance(p, RememberedColumn)}.values())
 
     @property
     def greedy(self) -> bool:
         """Whether each group must hold a greedy rollout."""
-        return any(isinstance(part, Greedy) for part in walk(self.credit))
+        return any(getattr(part, "needs_greedy", False) for part in parts_of(self.credit))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +136,7 @@ class Terms:
     skip: str | None  # why there is nothing to learn from this batch, if so
 
 
-def plan(
+def loss_terms(
     algo: Algo,
     batch: Batch,
     streams: Mapping[str, Tensor],
@@ -155,17 +154,17 @@ def plan(
     Raises TrainingError for a missing stream, log-probs that are not finite, infinite credit."""
     given = {"b": batch.behaviour, **streams}
     columns = {name: column.detach().double().cpu() for name, column in given.items()}
-    where = f"algorithm {algo.name!r}, step {batch.step},"
+    who = f"algorithm {algo.name!r}, step {batch.step},"
     read: set[str] = {*algo.needs, *(("o_K",) if algo.symbols else ())}
     for name in sorted(read - ({"o", "o_K"} if fresh else set())):
         known = len(columns.get(name, ()))
         if name not in columns or known != batch.n_tokens:
             raise TrainingError(
-                f"{where} needs {batch.n_tokens} log-probs of the {STREAMS[name]} (stream {name}), "
+                f"{who} needs {batch.n_tokens} log-probs of the {STREAMS[name]} (stream {name}), "
                 f"and there are {known or 'none'}; choose a preset or options that do without"
             )
-        _check_finite(columns[name], name, where)
-    credit = credited(algo, batch) if advantage is None else advantage
+        _check_finite(columns[name], name, who)
+    credit = compute_advantages(algo, batch) if advantage is None else advantage
     live = ~credit.isnan()
     credit = torch.where(live, credit, 0.0)
     agg = algo.agg
@@ -184,16 +183,21 @@ def plan(
     )
 
 
-def credited(algo: Algo, batch: Batch) -> Tensor:
+def compute_advantages(algo: Algo, batch: Batch) -> Tensor:
     """Advantages float64 [N], NaN for tokens that are missing or filtered out.
 
-    Raises TrainingError if one is infinite."""
-    credit = algo.credit(batch).detach().double()
-    if infinite := int(credit.isinf().sum()):
+    Raises TrainingError for a credit that is not one number per token, or infinite."""
+    credit = algo.credit(batch)
+    who = f"algorithm {algo.name!r}, step {batch.step}:"
+    if not isinstance(credit, Tensor) or credit.shape != (batch.n_tokens,):
+        found = f"{tuple(credit.shape)}" if isinstance(credit, Tensor) else type(credit).__name__
         raise TrainingError(
-            f"algorithm {algo.name!r}, step {batch.step}: {infinite} of {credit.numel()} "
-            "advantages are infinite"
+            f"{who} {where(algo.credit)} gave {found}; return a tensor with one advantage for each "
+            f"of the {batch.n_tokens} tokens of the batch"
         )
+    credit = credit.detach().double()
+    if infinite := int(credit.isinf().sum()):
+        raise TrainingError(f"{who} {infinite} of {credit.numel()} advantages are infinite")
     return credit if algo.keep is None else torch.where(algo.keep(batch), credit, torch.nan)
 
 
@@ -207,9 +211,9 @@ def psi(algo: Algo, terms: Terms, p: Tensor, index: Tensor) -> Tensor:
     index = index.cpu()
     streams = streams_at(terms, now, index)
     total = terms.advantage[index]
-    for _, _, factor in gated(algo, terms, streams, index):
+    for _, _, factor in gate_factors(algo, terms, streams, index):
         total = total * factor
-    for reg in algo.regs:
+    for reg in algo.penalties:
         total = total - reg.beta * kappa(streams["p"] - streams[reg.den], reg.kind)
     return (terms.weight[index] * total).to(p)
 
@@ -219,10 +223,10 @@ def eta(algo: Algo, terms: Terms) -> Tensor | None:
     return algo.entropy * terms.weight if algo.entropy else None
 
 
-def trust(algo: Algo, terms: Terms, p: Tensor) -> Tensor:
+def gate_product(algo: Algo, terms: Terms, p: Tensor) -> Tensor:
     """c [N]: the product of all gates at log-probs p, [N] or [N, K], of the whole step, float64."""
     now, index = p.detach().double().cpu(), torch.arange(len(p))
-    gates = gated(algo, terms, streams_at(terms, now, index), index)
+    gates = gate_factors(algo, terms, streams_at(terms, now, index), index)
     start = torch.ones(len(p), dtype=torch.float64)
     return math.prod((factor for _, _, factor in gates), start=start)
 
@@ -235,7 +239,7 @@ def psi_of(loss: Callable[[Tensor], Tensor], p: Tensor) -> Tensor:
 
 def pool(lr: Tensor, ids: Tensor | None, how: How = "mean") -> Tensor:
     """One value per unit, copied back to its tokens, float64 [n]; without ids lr itself."""
-    return lr if ids is None else seg(lr, ids, how=how)[ids]
+    return lr if ids is None else reduce_by(lr, ids, how=how)[ids]
 
 
 def weights(
@@ -252,8 +256,8 @@ def weights(
     part: ids of what each unit is made of; default: it is one part itself."""
     kept = torch.ones_like(unit, dtype=torch.bool) if mask is None else mask
     part = unit if part is None else part
-    tokens = seg(kept, part)[part].clamp(min=1)
-    parts = seg(kept / tokens, unit).round()  # every live part adds up to 1
+    tokens = reduce_by(kept, part)[part].clamp(min=1)
+    parts = reduce_by(kept / tokens, unit).round()  # every live part adds up to 1
     share = torch.where(kept, 1.0, 0.0).double() / (parts > 0).sum().clamp(min=1)
     share = share / parts[unit].clamp(min=1)
     if inner == "mean":
@@ -261,13 +265,13 @@ def weights(
     return share / const if inner == "const" else share
 
 
-def kappa(d: Tensor, kind: Penalty) -> Tensor:
+def kappa(d: Tensor, kind: KLEstimator) -> Tensor:
     """d k / d p [n] at d = p - s: the coefficient of the log-prob gradient of penalty k."""
     d = d.clamp(-LOG_LIMIT, LOG_LIMIT)
     return {"k1": torch.ones_like(d), "k2": d, "k3": 1 - (-d).exp(), "abs": d.sign()}[kind]
 
 
-def kl_value(d: Tensor, kind: Penalty) -> Tensor:
+def kl_value(d: Tensor, kind: KLEstimator) -> Tensor:
     """k [n] at d = p - s, for metrics: k1 = d, k2 = d^2 / 2, k3 = e^-d - 1 + d, abs = |d|."""
     d = d.clamp(-LOG_LIMIT, LOG_LIMIT)
     return {"k1": d, "k2": d.square() / 2, "k3": (-d).expm1() + d, "abs": d.abs()}[kind]
@@ -285,7 +289,7 @@ def streams_at(terms: Terms, now: Tensor, index: Tensor) -> dict[str, Tensor]:
     return {"p": p, "o": p} | symbols | {name: x[index] for name, x in terms.streams.items()}
 
 
-def gated(
+def gate_factors(
     algo: Algo, terms: Terms, streams: Mapping[str, Tensor], index: Tensor
 ) -> list[tuple[Gate, Tensor, Tensor]]:
     """Each gate with its pooled log-ratios [n] and factors [n]."""
@@ -314,6 +318,6 @@ def _skip(algo: Algo, batch: Batch, live: Tensor, credit: Tensor) -> str | None:
     if not live.any():
         return f"every token of {len(batch.groups)} groups is missing its reward or filtered out"
     # A critic learns from every known return, also where it was right or no rollout was better.
-    if not (algo.regs or algo.critic or algo.entropy or credit.any()):
+    if not (algo.penalties or algo.critic or algo.entropy or credit.any()):
         return f"no rollout of {len(batch.groups)} groups did better or worse than the others"
     return None

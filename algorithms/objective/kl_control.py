@@ -12,8 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from agentrl.algorithms.credit.core import rewritten, walk
-from agentrl.algorithms.credit.outcomes import Toll
+from agentrl.algorithms.credit.core import TokenKLPenalty, map_parts, parts_of
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.objective.core import Algo
 from agentrl.errors import ConfigError
@@ -40,10 +39,12 @@ class KlController:
         """The algorithm with the present beta in its penalty."""
 
         def change(part: Any) -> Any:
-            return Toll(self.beta) if isinstance(part, Toll) else part
+            return TokenKLPenalty(self.beta) if isinstance(part, TokenKLPenalty) else part
 
-        regs = tuple(replace(reg, beta=self.beta) if reg.den == "q" else reg for reg in algo.regs)
-        return replace(algo, credit=rewritten(algo.credit, change), regs=regs)
+        penalties = tuple(
+            replace(reg, beta=self.beta) if reg.den == "q" else reg for reg in algo.penalties
+        )
+        return replace(algo, credit=map_parts(algo.credit, change), penalties=penalties)
 
     def dump(self) -> Json:
         return self.beta
@@ -53,10 +54,10 @@ class KlController:
         self.beta = msgspec.convert(data, float)
 
 
-def controller(algo: Algo, target: float, horizon: int) -> KlController:
+def make_kl_controller(algo: Algo, target: float, horizon: int) -> KlController:
     """Begins with the beta of the algorithm. Raises ConfigError if it has none, or two."""
-    betas = [reg.beta for reg in algo.regs if reg.den == "q"]
-    betas += [part.beta for part in walk(algo.credit) if isinstance(part, Toll)]
+    betas = [reg.beta for reg in algo.penalties if reg.den == "q"]
+    betas += [part.beta for part in parts_of(algo.credit) if isinstance(part, TokenKLPenalty)]
     if len(betas) != 1:
         raise ConfigError(
             f"reference.target: algorithm.preset = {algo.name!r} has {len(betas)} penalties on "
@@ -65,7 +66,7 @@ def controller(algo: Algo, target: float, horizon: int) -> KlController:
     return KlController(betas[0], target, horizon)
 
 
-class Following(Protocol):
+class UpdatableReference(Protocol):
     """A reference, wherever it is, that may become the policy as it is."""
 
     def finish(self, step: int) -> None:
@@ -74,10 +75,10 @@ class Following(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Anchor:
+class ReferenceControl:
     """What the policy is held by: a reference that may follow it, and a penalty that may adapt."""
 
-    reference: Following | None = None  # none: not read, or the model without its adapter
+    reference: UpdatableReference | None = None  # none: not read, or the model without its adapter
     kl: KlController | None = None  # none: the penalty stays as it is
 
     def tuned(self, algo: Algo) -> Algo:
@@ -90,7 +91,7 @@ class Anchor:
         reference/beta, as it was in this step."""
         metrics = {}
         if batch is not None and batch.n_tokens:
-            metrics["reference/drift"] = divergence(batch)
+            metrics["reference/drift"] = mean_kl(batch)
         if self.kl is not None:
             metrics["reference/beta"] = self.kl.beta
             if "reference/drift" in metrics:
@@ -100,6 +101,6 @@ class Anchor:
         return metrics
 
 
-def divergence(batch: Batch) -> float:
+def mean_kl(batch: Batch) -> float:
     """Mean of b - q over the tokens of the batch, of which there are some, nats."""
     return float((batch.behaviour.double() - batch.reference.double()).mean())

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import Literal, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class Ratio:
 
 
 @dataclass(frozen=True, slots=True)
-class Trust:
+class TrustRegion:
     """1 inside PPO's one-sided trust region, else 0: r <= 1 + hi where A >= 0, 1 - lo <= r <= dual
     where A < 0. MiniRL, arXiv 2512.01374."""
 
@@ -60,11 +60,11 @@ class Clip:
     dual: float = inf
 
     def __call__(self, lr: Tensor, advantage: Tensor, streams: Mapping[str, Tensor]) -> Tensor:
-        return ratio(lr) * Trust(self.lo, self.hi, self.dual)(lr, advantage, streams)
+        return ratio(lr) * TrustRegion(self.lo, self.hi, self.dual)(lr, advantage, streams)
 
 
 @dataclass(frozen=True, slots=True)
-class Trunc:
+class Truncate:
     """r clamped to [lo, hi], both absolute; no token is dropped. CISPO (arXiv 2506.13585), TIS."""
 
     lo: float = 0.0
@@ -75,9 +75,10 @@ class Trunc:
 
 
 @dataclass(frozen=True, slots=True)
-class Inside:
+class InRange:
     """1 where lo <= r <= hi, else 0: rejection."""
 
+    is_mask: ClassVar[bool] = True  # it weighs nothing, so it may stand beside a correction
     lo: float
     hi: float
 
@@ -87,110 +88,11 @@ class Inside:
 
 
 @dataclass(frozen=True, slots=True)
-class Band:
+class RatioInRange:
     """r where lo <= r <= hi, else 0: MIS, IcePop."""
 
     lo: float = 0.5
     hi: float = 5.0
 
     def __call__(self, lr: Tensor, advantage: Tensor, streams: Mapping[str, Tensor]) -> Tensor:
-        return ratio(lr) * Inside(self.lo, self.hi)(lr, advantage, streams)
-
-
-@dataclass(frozen=True, slots=True)
-class Div:
-    """min(r, cap), but 0 where the update would carry a probability still further from the
-    sampler's than `hi` upwards or `lo` downwards. For num "p", den "b". DPPO, arXiv 2602.04879."""
-
-    kind: Literal["tv", "kl"] = "tv"
-    lo: float = 0.15
-    hi: float = 0.15
-    cap: float = 20.0
-
-    def __call__(self, lr: Tensor, advantage: Tensor, streams: Mapping[str, Tensor]) -> Tensor:
-        mu, pi = streams["b"].exp(), streams["p"].exp()
-        distance = (pi - mu).abs()
-        if self.kind == "kl":
-            rest_mu, rest_pi = (1 - mu).clamp(min=1e-8), (1 - pi).clamp(min=1e-8)
-            distance = rest_mu * (rest_mu / rest_pi).log() - mu * lr
-        return self.held(lr, advantage * (pi - mu), distance)
-
-    def held(self, lr: Tensor, onward: Tensor, distance: Tensor) -> Tensor:
-        """Factors where a probability has moved so far; onward > 0: and is to move on that way."""
-        bound = torch.where(lr > 0, self.hi, self.lo)
-        return ratio(lr).clamp(max=self.cap) * ~((onward > 0) & (distance > bound))
-
-
-@dataclass(frozen=True, slots=True)
-class TopDiv(Div):
-    """As `Div`, but the distance is between the distributions over k symbols, the sampled token and
-    the most probable others before the first update, and one for all the rest. For num "p", den
-    "o", with the symbols' log-probs as p_K and o_K. In the first step o is p: 1. DPPO, arXiv
-    2602.04879."""
-
-    k: int = 20
-
-    def __call__(self, lr: Tensor, advantage: Tensor, streams: Mapping[str, Tensor]) -> Tensor:
-        if "o_K" not in streams:
-            return ratio(lr).clamp(max=self.cap)
-        mu_K, pi_K = (_with_rest(streams[name].exp()) for name in ("o_K", "p_K"))
-        distance = (mu_K - pi_K).abs().sum(-1) / 2
-        if self.kind == "kl":
-            distance = (mu_K * (mu_K / pi_K).log()).sum(-1)
-        return self.held(lr, advantage * lr, distance)
-
-
-def _with_rest(p_K: Tensor) -> Tensor:
-    """[n, K + 1] probabilities, with that of all other symbols."""
-    rest = (1 - p_K.sum(-1, keepdim=True)).clamp(min=1e-8)
-    return torch.cat((p_K, rest), -1)
-
-
-@dataclass(frozen=True, slots=True)
-class Soft:
-    """4 s (1 - s) r with s = sigmoid(tau (r - 1)); tau is tp where A > 0, else tn. SAPO, arXiv
-    2511.20347."""
-
-    tp: float = 1.0
-    tn: float = 1.05
-
-    def __call__(self, lr: Tensor, advantage: Tensor, streams: Mapping[str, Tensor]) -> Tensor:
-        r = ratio(lr)
-        s = torch.where(advantage > 0, self.tp * (r - 1), self.tn * (r - 1)).sigmoid()
-        return 4 * s * (1 - s) * r
-
-
-@dataclass(frozen=True, slots=True)
-class ClipLog:
-    """lr held below hi where A >= 0 and above -lo elsewhere: what GMPO (arXiv 2507.20673) does to
-    each token before it pools them. For `Gate.pre`: gives log-ratios, not factors."""
-
-    lo: float = 0.4
-    hi: float = 0.4
-
-    def __call__(self, lr: Tensor, advantage: Tensor, streams: Mapping[str, Tensor]) -> Tensor:
-        return torch.where(advantage >= 0, lr.clamp(max=self.hi), lr.clamp(min=-self.lo))
-
-
-@dataclass(frozen=True, slots=True)
-class Vespo:
-    """r^k e^{c (1 - r)} with (k, c) by the sign of A, pooled as a row sum. VESPO, 2602.10693."""
-
-    positive: tuple[float, float] = (2.0, 3.0)
-    negative: tuple[float, float] = (3.0, 2.0)
-
-    def __call__(self, lr: Tensor, advantage: Tensor, streams: Mapping[str, Tensor]) -> Tensor:
-        lr = lr.clamp(-LOG_LIMIT, LOG_LIMIT)
-        up, down = (c * (1 - lr.exp()) + k * lr for k, c in (self.positive, self.negative))
-        return torch.where(advantage >= 0, up, down).exp()
-
-
-@dataclass(frozen=True, slots=True)
-class Opsm:
-    """0 where A < 0 and -lr > delta, else 1: no lesson from failures that the policy has moved away
-    from. Pool as a row mean of p against b. DeepSeek-V3.2, arXiv 2512.02556."""
-
-    delta: float = 0.1
-
-    def __call__(self, lr: Tensor, advantage: Tensor, streams: Mapping[str, Tensor]) -> Tensor:
-        return (~((advantage < 0) & (-lr > self.delta))).double()
+        return ratio(lr) * InRange(self.lo, self.hi)(lr, advantage, streams)

@@ -10,16 +10,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit.core import Critic, Gae, walk
-from agentrl.algorithms.credit.turns import BiLevel, StepGae
+from agentrl.algorithms.credit.core import Column, CriticValues, parts_of
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.multiagent.role_credit import Answers
 from agentrl.algorithms.objective.core import Algo
 from agentrl.errors import TrainingError
+
+
+@runtime_checkable
+class FromValues(Protocol):
+    """A credit made of values, which can say what these should have been."""
+
+    @property
+    def value(self) -> Column: ...
+
+    def returns(self, batch: Batch) -> Tensor:
+        """The targets of the values, float64 [N], NaN = none."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +50,8 @@ def returns(algo: Algo, batch: Batch) -> Tensor:
 
     Raises TrainingError for a credit that reads it in two ways."""
     columns: dict[object, Callable[[Batch], Tensor]] = {}
-    for part in walk(algo.credit):
-        if isinstance(part, Gae | StepGae | BiLevel | Answers) and _reads_critic(part.value):
+    for part in parts_of(algo.credit):
+        if isinstance(part, FromValues) and _reads_critic(part.value):
             columns.setdefault(part, part.returns)
     if not columns:
         return torch.full((batch.n_tokens,), torch.nan, dtype=torch.float64)
@@ -53,10 +64,10 @@ def returns(algo: Algo, batch: Batch) -> Tensor:
 
 
 def _reads_critic(value: object) -> bool:
-    return any(isinstance(part, Critic) for part in walk(value))
+    return any(isinstance(part, CriticValues) for part in parts_of(value))
 
 
-def learned(algo: Algo, batch: Batch, *, clip: float) -> ValueTerms | None:
+def critic_terms(algo: Algo, batch: Batch, *, clip: float) -> ValueTerms | None:
     """What the critic learns from the whole of a batch with its values, if the algorithm reads
     one."""
     if not algo.critic:
@@ -88,7 +99,7 @@ def value_loss(terms: ValueTerms, v: Tensor, index: Tensor) -> tuple[Tensor, Ten
     return loss, torch.where(clipped, 0.0, weight * (now - target)), clipped & (weight > 0)
 
 
-def part_of(terms: ValueTerms, tokens: Tensor) -> ValueTerms:
+def select_tokens(terms: ValueTerms, tokens: Tensor) -> ValueTerms:
     """The same of tokens with these indices, as a step of its own: their weights sum to 1 again."""
     weight = terms.weight[tokens]
     total = weight.sum()
@@ -100,7 +111,7 @@ def part_of(terms: ValueTerms, tokens: Tensor) -> ValueTerms:
     )
 
 
-def describe(terms: ValueTerms) -> dict[str, float]:
+def value_metrics(terms: ValueTerms) -> dict[str, float]:
     """critic/value_mean, critic/return_mean and critic/explained_variance, which is 1 minus the
     variance of what is left over that of the returns; 0 where these do not differ. Over the tokens
     that the critic learns from, none if there are none."""

@@ -1,13 +1,32 @@
 """Algorithms by name: each is a few answers to the five questions of `objective`.
 
 `make("grpo+tis", {"clip_high": 0.28, "tis_cap": 3.0})` builds one: a preset, then any modifiers,
-with the keyword options of all of them.
+with the keyword options of all of them. Importing this module registers the library's own.
 """
 
 from __future__ import annotations
 
-# Importing them registers what they define.
-from agentrl.algorithms.presets import corrections, process, rollouts, teams, trees, turns  # noqa: F401
+from agentrl.algorithms.presets import corrections, mixing  # noqa: F401
 from agentrl.algorithms.presets.registry import make, modifiers, presets
+from agentrl.algorithms.presets.zoo import (  # noqa: F401
+    cispo,
+    coma,
+    dapo,
+    dppo,
+    dro,
+    gigpo,
+    grpo,
+    gspo,
+    hcapo,
+    hiper,
+    pass_at_k,
+    peers,
+    ppo,
+    prime,
+    reinforce,
+    spiral,
+    teams,
+    trees,
+)  # fmt: skip
 
 __all__ = ["make", "modifiers", "presets"]

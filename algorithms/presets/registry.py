@@ -1,23 +1,29 @@
 """Building an algorithm from a name and options.
 
 A preset is a function of keyword options that returns an `Algo`; a modifier takes an Algo first and
-applies to any preset as "+name". What is not an option of the named ones is refused.
+applies to any preset as "+name". An option that none of the named functions has is refused.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
+import traceback
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast, get_args, get_type_hints
 
 import msgspec
 
-from agentrl.algorithms.credit.core import reads
-from agentrl.algorithms.objective.core import STREAMS, Algo, Stream
-from agentrl.algorithms.objective.ratios import Inside, Opsm
+from agentrl.algorithms.credit.core import Credit, TokenKLPenalty, rewards_read
+from agentrl.algorithms.objective.core import STREAMS, Algo, Average, Gate, KLPenalty, Stream
+from agentrl.algorithms.objective.ratios import Clip
 from agentrl.config.schema import AlgorithmConfig
 from agentrl.errors import ConfigError, nearest
+from agentrl.loading import load_attribute
+from agentrl.plugins import check_call, load_plugin, where
 
 Num = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 Discount = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -26,14 +32,94 @@ Share = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
 Mix = Annotated[dict[str, Share], msgspec.Meta(min_length=1)]  # reward name to weight
 Supply = Stream | Literal["v", "k", "e"]
 Preset = Callable[..., Algo]
+CreditFunction = Annotated[Credit, "file.py:name"]  # of a batch, advantages [N]
+Names = Annotated[list[str], msgspec.Meta(min_length=1)]
+Scale = Literal["none", "std"]
 EMPTY = inspect.Parameter.empty
+PPO_CLIP = (0.2, 0.2)
+TOKENS = Average(("all",))
+ROW_SUMS = Average(("row",), "sum")
+PROMPTS = Average(("group",))
+ROLLOUTS = Average(("rollout",))
+# Options that many presets have: `preset` declares them, and does what they say.
+SHARED: dict[str, Any] = {
+    "reward": str, "clip_low": Num, "clip_high": Num, "clip_dual": Cap, "kl": Num,
+}  # fmt: skip
 presets: dict[str, Preset] = {}
 modifiers: dict[str, Preset] = {}
 
 
-def preset(name: str) -> Callable[[Preset], Preset]:
-    """Register a function of keyword options under a name."""
-    return lambda function: presets.setdefault(name, function)
+def preset(
+    name: str,
+    *,
+    reward: str = "outcome",
+    clip: tuple[float, ...] = (),
+    clip_by: Literal["transition", "row"] | None = None,
+    kl: bool = False,
+) -> Callable[[Preset], Preset]:
+    """Register a function of keyword options under a name.
+
+    A parameter `reward` of the function becomes the option of that name, with this default. clip:
+    defaults of the options clip_low, clip_high and (if there is a third) clip_dual of PPO's clip on
+    the ratio of current to old policy, pooled over the tokens of each `clip_by`. kl: whether there
+    is an option kl, the coefficient of the k3 penalty on leaving the reference.
+
+    Raises ConfigError for the name of one of the library's own presets."""
+
+    def register(function: Preset) -> Preset:
+        built = _with_shared_options(function, reward, clip, clip_by, kl)
+        own = presets.get(name)
+        if own is not None and own.__module__.startswith("agentrl.algorithms."):
+            raise ConfigError(
+                f"algorithm.preset: {where(function)} hides the library's own {name!r}; choose "
+                "another name"
+            )
+        presets[name] = built
+        return built
+
+    return register
+
+
+def _with_shared_options(
+    function: Preset,
+    reward: str = "outcome",
+    clip: tuple[float, ...] = (),
+    clip_by: Literal["transition", "row"] | None = None,
+    kl: bool = False,
+) -> Preset:
+    """The function with the options of `SHARED` that it is to have: see `preset`."""
+    own = inspect.signature(function).parameters
+    takes_reward = "reward" in own and own["reward"].kind is own["reward"].POSITIONAL_OR_KEYWORD
+    bounds = dict(zip(("clip_low", "clip_high", "clip_dual"), clip, strict=False))
+    defaults: dict[str, Any] = {"reward": reward} if takes_reward else {}
+    defaults |= bounds | ({"kl": 0.0} if kl else {})
+
+    @functools.wraps(function)
+    def build(**options: Any) -> Algo:
+        given = defaults | options
+        limits = [given.pop(option) for option in bounds]
+        beta = given.pop("kl") if kl else 0.0
+        algo = function(**given)
+        if not isinstance(algo, Algo):
+            raise ConfigError(
+                f"algorithm.preset: {where(function)} returned {type(algo).__name__}, which is no "
+                "Algo; end it with return Algo(...)"
+            )
+        if limits:
+            algo = replace(algo, gates=(Gate(Clip(*limits), by=clip_by), *algo.gates))
+        return replace(algo, penalties=(KLPenalty("k3", beta), *algo.penalties)) if beta else algo
+
+    only = inspect.Parameter.KEYWORD_ONLY
+    shared = [
+        inspect.Parameter(option, only, default=x, annotation=SHARED[option])
+        for option, x in defaults.items()
+    ]
+    others = [parameter for option, parameter in own.items() if option not in defaults]
+    first = [p for p in shared if p.name == "reward"]
+    parameters = [*first, *others, *(p for p in shared if p not in first)]
+    build.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    build.__annotations__ = function.__annotations__ | {name: SHARED[name] for name in defaults}
+    return build
 
 
 def modifier(name: str) -> Callable[[Preset], Preset]:
@@ -41,56 +127,114 @@ def modifier(name: str) -> Callable[[Preset], Preset]:
     return lambda function: modifiers.setdefault(name, function)
 
 
+def outcome_of(algo: Algo) -> str:
+    """The first reward that an algorithm reads."""
+    return next(iter(rewards_read(algo.credit)), "outcome")
+
+
+def kl_in_reward(beta: float) -> TokenKLPenalty | None:
+    """The penalty on leaving the reference as part of the rewards, if any."""
+    return TokenKLPenalty(beta) if beta else None
+
+
 def make(
-    name: str, options: Mapping[str, Any], *, streams: Collection[Supply] = ("o", "b")
+    name: str,
+    options: Mapping[str, Any],
+    *,
+    streams: Collection[Supply] = ("o", "b"),
+    root: Path = Path(),
 ) -> Algo:
-    """The algorithm that a run file names as `algorithm.preset` with `algorithm.options`.
+    """The algorithm that a run file names as `algorithm.preset` with `algorithm.options`: a preset
+    of the library, of an installed package (entry points of the group agentrl.presets), or of a
+    file or module of the user's, "mine.py:lenient", any of them with modifiers, "grpo+tis".
 
     streams: what the learner can supply besides the log-probs of the current policy: other
     log-probs, values ("v") if it has a critic, the most probable tokens ("k") and the gradient of
-    the entropy ("e"). Raises ConfigError for an unknown preset, modifier or option, a missing one,
-    an option of the wrong type or out of range, a stream that is not to be had, and two corrections
-    of one mismatch."""
-    host, *added = _split(name)
+    the entropy ("e"). root: the folder in which files are looked up. Raises ConfigError for an
+    unknown preset, modifier or option, a missing one, an option of the wrong type or out of range,
+    a stream that the run does not have, two corrections of one mismatch, and a preset from outside
+    the library that is no function of options, raises, or returns something else than an Algo."""
+    host, *added = _functions(name, root)
     accepted = [_keywords(part) for part in (host, *added)]
     valid = {option: kind for keywords in accepted for option, kind in keywords.items()}
-    chosen = {option: _value(name, option, options[option], valid) for option in options}
-    required = [key for key, default in options_of(name).items() if default is EMPTY]
+    chosen = {option: _value(name, option, options[option], valid, root) for option in options}
+    required = [key for key, default in options_of(name, root).items() if default is EMPTY]
     for option in sorted(set(required) - chosen.keys()):
         raise ConfigError(f"algorithm.options.{option}: {name!r} cannot do without; set it")
     shares = [
         {option: chosen[option] for option in keywords.keys() & chosen.keys()}
         for keywords in accepted
     ]
-    algo = host(**shares[0])
+    algo = _built(host, shares[0])
     for part, share in zip(added, shares[1:], strict=True):
         algo = part(algo, **share)
-    read = reads(algo.credit, algo.keep)
+    # Plain functions do not say what they read; the record does, by default the outcome.
+    read = rewards_read(algo.credit, algo.keep) or algo.rewards
     return _checked(replace(algo, rewards=read, name=name), streams)
 
 
-def options_of(name: str) -> dict[str, Any]:
+def options_of(name: str, root: Path = Path()) -> dict[str, Any]:
     """The options of a preset with its modifiers and their defaults (`EMPTY`: it must be
     set). Raises ConfigError as `make` does."""
-    signatures = [inspect.signature(part).parameters.values() for part in _split(name)]
-    keywords = (p for parameters in signatures for p in parameters)
+    parts = _functions(name, root)
+    keywords = (p for part in parts for p in inspect.signature(part).parameters.values())
     return {p.name: p.default for p in keywords if p.kind is p.KEYWORD_ONLY}
 
 
-def _split(name: str) -> list[Preset]:
+def _functions(name: str, root: Path) -> list[Preset]:
     """The functions that "grpo+tis" names; a preset's own name may contain "+"."""
-    hosts = [host for host in presets if f"{name}+".startswith(f"{host}+")]
-    if not hosts:
-        first = name.split("+")[0]
-        raise ConfigError(f"algorithm.preset: no preset {first!r}; {nearest(first, presets)}")
-    host = max(hosts, key=len)
+    if ":" in name:  # file.py:name, of which the name has no "+"
+        source, _, rest = name.rpartition(":")
+        host = f"{source}:{rest.split('+')[0]}"
+    else:
+        own = [host for host in presets if f"{name}+".startswith(f"{host}+")]
+        host = max(own, key=len, default=name.split("+")[0])
     added = name.removeprefix(host).split("+")[1:]
     for word in added:
         if word not in modifiers:
             raise ConfigError(
                 f"algorithm.preset: no modifier +{word} for {host!r}; {nearest(word, modifiers)}"
             )
-    return [presets[host], *(modifiers[word] for word in added), with_entropy]
+    return [_preset(host, root), *(modifiers[word] for word in added), with_entropy]
+
+
+def _preset(name: str, root: Path) -> Preset:
+    registered = {point.name for point in entry_points(group="agentrl.presets")}
+    if ":" not in name and name not in presets and name not in registered:
+        raise ConfigError(
+            f"algorithm.preset: no preset {name!r}; {nearest(name, [*presets, *registered])}"
+        )
+    thing = load_plugin("presets", name, presets, root, key="algorithm.preset")
+    if thing is None:
+        return presets[name]
+    if not callable(thing):
+        check_call(thing, key="algorithm.preset")
+    function: Preset = thing if hasattr(thing, "__signature__") else _with_shared_options(thing)
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is not parameter.KEYWORD_ONLY or parameter.annotation is EMPTY:
+            raise ConfigError(
+                f"algorithm.preset: the parameter {parameter.name!r} of {_where(function)} is no "
+                "option with a type; write def name(*, option: float = 0.5) -> Algo"
+            )
+    return function
+
+
+def _built(host: Preset, options: Mapping[str, Any]) -> Algo:
+    try:
+        algo = host(**options)
+    except ConfigError:
+        raise
+    except Exception as error:  # a preset from outside is a boundary: anything can happen
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"algorithm.preset: {_where(host)} raised {type(error).__name__}: {error}"
+            f" ({last.filename}:{last.lineno})"
+        ) from error
+    return algo
+
+
+def _where(function: Preset) -> str:
+    return where(inspect.unwrap(function))
 
 
 def with_entropy(algo: Algo, *, entropy: Num = 0.0) -> Algo:
@@ -105,15 +249,24 @@ def _keywords(part: Preset) -> dict[str, Any]:
     return {p.name: hints[p.name] for p in keywords if p.kind is p.KEYWORD_ONLY}
 
 
-def _value(name: str, option: str, value: Any, valid: Mapping[str, Any]) -> Any:
+def _value(name: str, option: str, value: Any, valid: Mapping[str, Any], root: Path) -> Any:
     if option not in valid:
         hint = nearest(option, valid) if valid else "it has none"
         raise ConfigError(f"algorithm.options.{option}: no option of {name!r}; {hint}")
+    if valid[option] is CreditFunction:
+        return _credit_function(value, root)
     _check_tables(option, value, valid[option])
     try:
         return msgspec.convert(value, valid[option])
     except msgspec.ValidationError as error:
         raise ConfigError(f"algorithm.options.{option} = {value!r}: {error}") from None
+
+
+def _credit_function(name: object, root: Path) -> Credit:
+    key = "algorithm.options.credit"
+    credit = load_attribute(str(name), root, key=key)
+    check_call(credit, "batch", key=key)
+    return cast(Credit, credit)
 
 
 def _check_tables(option: str, value: Any, kind: Any) -> None:
@@ -170,7 +323,9 @@ def _checked(algo: Algo, streams: Collection[str]) -> Algo:
             f"algorithm.preset = {algo.name!r} needs the log-probs of a {STREAMS[stream]}, which "
             "this run does not have; set its coefficient to 0 or choose another preset"
         )
-    weighing = [g for g in algo.gates if g.den == "b" and not isinstance(g.fn, Inside | Opsm)]
+    weighing = [
+        gate for gate in algo.gates if gate.den == "b" and not getattr(gate.fn, "is_mask", False)
+    ]
     if len(weighing) > 1:
         raise ConfigError(
             f"algorithm.preset = {algo.name!r} would correct for the sampler twice, by "

@@ -15,7 +15,7 @@ from statistics import fmean
 
 from agentrl.algorithms.credit.core import SPREAD
 from agentrl.algorithms.data.merge import valid
-from agentrl.algorithms.data.rewards import reference
+from agentrl.algorithms.data.rewards import reward_reference
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.sampling import readable
 from agentrl.algorithms.sampling.branching import grow
@@ -139,7 +139,7 @@ def known(group: Group, reward: str) -> list[float]:
     rows = (
         row for rollout in group.rollouts if valid(rollout, (reward,)) for row in rollout.rewards
     )
-    return [row.value for row in rows if reference(row) == reward and not isnan(row.value)]
+    return [row.value for row in rows if reward_reference(row) == reward and not isnan(row.value)]
 
 
 def measured(claimed: Sequence[Group], discarded: Sequence[Group], asked: int) -> dict[str, float]:

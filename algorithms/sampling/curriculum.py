@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 import torch
 
-from agentrl.algorithms.data.state import Means
+from agentrl.algorithms.data.state import CountedMeans
 from agentrl.types import Group, Json, Task
 
 PART = "difficulty"  # its name in the state of the run
@@ -25,7 +25,7 @@ PART = "difficulty"  # its name in the state of the run
 class Difficulty:
     """The mean outcome of every task that was sampled, and of how many rollouts."""
 
-    means: Means = field(default_factory=Means)
+    means: CountedMeans = field(default_factory=CountedMeans)
 
     def learn(self, groups: Sequence[Group]) -> None:
         """Remember what was sampled, whether it is trained or not; a missing reward is none, and a

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 
-from agentrl.store.limits import LARGEST, ROUNDING
+from agentrl.store.limits import LARGEST_REWARD, ROUNDING
 from agentrl.types import Group, Transition
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ def unreadable(group: Group, known: Vocabulary) -> str | None:
     """What is wrong with the first row of a group that cannot be read."""
     for rollout in group.rollouts:
         for reward in rollout.rewards:
-            if not abs(reward.value) <= LARGEST:  # NaN neither
+            if not abs(reward.value) <= LARGEST_REWARD:  # NaN neither
                 return f"reward {reward.name!r} of rollout {rollout.id} is {reward.value:g}"
         for call in rollout.transitions:
             if wrong := call.exact and _wrong(call, known.get(call.policy)):

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import msgspec
 
 from agentrl.algorithms.credit.baselines import Ema
-from agentrl.algorithms.credit.core import Rel, Whiten, walk
+from agentrl.algorithms.credit.core import GroupRelative, Whiten, parts_of
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.sampling.ratings import elo, priorities, win_rate
 from agentrl.config import SelfplayConfig
@@ -219,8 +219,8 @@ def least(snapshots: Sequence[Snapshot]) -> Snapshot:
 def check_fair(algo: Algo) -> None:
     """Raises ConfigError for an algorithm that compares the returns of one seat with another's: who
     moves first may win more often, which is nobody's merit."""
-    for part in walk(algo.credit):
-        if isinstance(part, Rel):
+    for part in parts_of(algo.credit):
+        if isinstance(part, GroupRelative):
             alone = part.base == part.norm == "none"
             fair = "role" in part.by and "role" in (part.norm_by or part.by)
             if isinstance(part.base, Ema):

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from agentrl.algorithms.data.batch import Batch, Row
+from agentrl.algorithms.data.batch import Batch, TokenRow
 from agentrl.algorithms.objective.core import Terms
 from agentrl.errors import TrainingError
 
@@ -125,10 +125,10 @@ def _columns(batch: Batch) -> dict[str, Any]:
     return {name: getattr(batch, name) for name in sorted(names)}
 
 
-def _rows(flat: dict[str, Tensor], token_row: Tensor) -> list[Row]:
+def _rows(flat: dict[str, Tensor], token_row: Tensor) -> list[TokenRow]:
     lengths = flat["length"].tolist()
     actions = token_row.bincount(minlength=len(lengths)).tolist()
     parts = {
         name: torch.split(flat[name], lengths if name == "tokens" else actions) for name in ROW
     }
-    return [Row(**{name: parts[name][i] for name in ROW}) for i in range(len(lengths))]
+    return [TokenRow(**{name: parts[name][i] for name in ROW}) for i in range(len(lengths))]

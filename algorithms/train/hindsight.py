@@ -14,18 +14,18 @@ from math import isnan
 import msgspec
 from msgspec.structs import replace
 
-from agentrl.algorithms.credit.turns import HINDSIGHT
 from agentrl.algorithms.data import rewards as columns
-from agentrl.algorithms.data.ids import seg
+from agentrl.algorithms.data.ids import reduce_by
 from agentrl.algorithms.data.merge import build_batch, trainable
 from agentrl.algorithms.learners.base import Learner
 from agentrl.algorithms.model.chat import Chat
 from agentrl.algorithms.model.load import Tokenizer
 from agentrl.algorithms.model.request_error import RequestError
 from agentrl.algorithms.model.text import Codec
+from agentrl.algorithms.presets.zoo.hcapo import HINDSIGHT
 from agentrl.types import POLICY, Group, Reward, Rollout, Transition, int32
 
-SCOPE, NAME = columns.split(HINDSIGHT)
+SCOPE, NAME = columns.split_reference(HINDSIGHT)
 TOLD = "\n\n(In the end, this attempt was rewarded with {outcome:g}.)"
 
 
@@ -54,8 +54,8 @@ class Hindsight:
         if not batch.n_tokens:
             return groups
         call, n = batch.token_transition, len(batch.transitions)
-        total = seg(self.learner.logprobs(batch).cpu(), call, n)
-        mean = (total / seg(call >= 0, call, n)).tolist()
+        total = reduce_by(self.learner.logprobs(batch).cpu(), call, n)
+        mean = (total / reduce_by(call >= 0, call, n)).tolist()
         scores = {id: x for id, x in zip(batch.transitions, mean, strict=True) if not isnan(x)}
         return [
             replace(group, rollouts=[_scored(rollout, scores) for rollout in group.rollouts])

@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from agentrl import digests
-from agentrl.algorithms.model.load import Tokenizer, load_model, vocabulary_of
+from agentrl.algorithms.model.load import Tokenizer, load_model, vocabulary_size
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.config import LoraConfig, RunConfig
 from agentrl.config import policies as team
@@ -106,4 +106,4 @@ def policy_directory(config: RunConfig) -> tuple[str, bool]:
 
 def vocabulary(bases: Sequence[Base]) -> dict[str, int]:
     """How many token ids each policy has, by its name."""
-    return {name: vocabulary_of(base.model) for base in bases for name in base.policies}
+    return {name: vocabulary_size(base.model) for base in bases for name in base.policies}

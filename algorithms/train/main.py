@@ -15,19 +15,18 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from agentrl import folder_lock
-from agentrl.algorithms.credit.turns import HINDSIGHT
-from agentrl.algorithms.data.state import State
+from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.diagnostics.credit_records import Ledger
 from agentrl.algorithms.learners import auxiliary
 from agentrl.algorithms.learners.base import Learner
 from agentrl.algorithms.learners.factory import make_learner
 from agentrl.algorithms.learners.implicit_reward import ImplicitTrainer
-from agentrl.algorithms.learners.verl.learner import VerlLearner
-from agentrl.algorithms.model.load import context_of
+from agentrl.algorithms.model.load import context_length
 from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.objective.kl_control import Anchor, Following
+from agentrl.algorithms.objective.kl_control import ReferenceControl, UpdatableReference
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.presets.registry import check_group
+from agentrl.algorithms.presets.zoo.hcapo import HINDSIGHT
 from agentrl.algorithms.sampling import counterfactuals, evaluate
 from agentrl.algorithms.sampling.collect import Collector, rule
 from agentrl.algorithms.sampling.counterfactuals import RoleRewards, shares
@@ -146,10 +145,13 @@ def sampled_for(config: RunConfig, algos: Mapping[str, Algo]) -> tuple[bool, str
 
 def algorithm(config: RunConfig) -> Algo:
     """The record that the run file asks for. Raises ConfigError for what it could not use."""
-    streams = auxiliary.supplied(config)
-    algo = catalogue.make(config.algorithm.preset, config.algorithm.options, streams=streams)
+    streams = auxiliary.available_streams(config)
+    settings = config.algorithm
+    algo = catalogue.make(
+        settings.preset, settings.options, streams=streams, root=Path(config.root)
+    )
     check_group(config.algorithm, algo)
-    auxiliary.check_used(config, algo)
+    auxiliary.refuse_unused_settings(config, algo)
     return counterfactuals.lenient(config, algo)
 
 
@@ -163,9 +165,9 @@ def make_team(
         base = next(base for base in bases if name in base.policies)
         dumps = Path(config.output, "dumps", name if config.policies else "")
         updaters[name] = make_updater(view(config, name), name, algo, base, dumps)
-        if isinstance(learner := updaters[name].learner, VerlLearner):
-            stack.callback(learner.close)
-    memory = State() if config.policies else updaters[POLICY].state
+        if close := getattr(updaters[name].learner, "close", None):
+            stack.callback(close)
+    memory = AlgorithmState() if config.policies else updaters[POLICY].state
     difficulty = Difficulty() if config.tasks.order == "difficulty" else None
     if difficulty is not None:
         memory.parts[PART] = difficulty.means
@@ -207,7 +209,7 @@ def make_updater(config: RunConfig, name: str, algo: Algo, base: Base, dumps: Pa
     model, tokenizer, source = base.model, base.tokenizer, base.source
     scorers, trainers = auxiliary.make_reward_models(config, model, tokenizer, source)
     learner = make_learner(config, algo, model, tokenizer, source, base.adapters, trainers, name)
-    memory, anchor = remembered(config, algo, learner.frozen.get("q"))
+    memory, anchor = remembered(config, algo, getattr(learner, "frozen", {}).get("q"))
     return Updater(
         config,
         algo,
@@ -221,10 +223,12 @@ def make_updater(config: RunConfig, name: str, algo: Algo, base: Base, dumps: Pa
     )
 
 
-def remembered(config: RunConfig, algo: Algo, reference: Following | None) -> tuple[State, Anchor]:
+def remembered(
+    config: RunConfig, algo: Algo, reference: UpdatableReference | None
+) -> tuple[AlgorithmState, ReferenceControl]:
     """All that a policy remembers from step to step, and what holds it."""
-    memory = State(algo.memories, seed=config.seed)
-    anchor = Anchor(reference, auxiliary.make_controller(config, algo))
+    memory = AlgorithmState(algo.memories, seed=config.seed)
+    anchor = ReferenceControl(reference, auxiliary.make_controller(config, algo))
     if anchor.kl is not None:
         memory.parts["kl"] = anchor.kl
     return memory, anchor
@@ -241,7 +245,7 @@ def make_intake(
 ) -> Intake:
     """What completes the groups before a policy learns from them: what replays say of its roles,
     ids, and then the rewards that models give, which read these."""
-    tokenizer, context = base.tokenizer, context_of(base.model)
+    tokenizer, context = base.tokenizer, context_length(base.model)
     completers: list[Completer] = []
     if counterfactuals.read(config, algo):
         completers.append(RoleRewards(shares(config), name))

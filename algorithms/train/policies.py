@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from agentrl.algorithms.data.state import State
+from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.diagnostics import metrics
 from agentrl.algorithms.diagnostics.metrics import Metrics
 from agentrl.algorithms.train.update import Updater
@@ -27,7 +27,7 @@ class Team:
 
     config: RunConfig
     updaters: Mapping[str, Updater]
-    memory: State = field(default_factory=State)
+    memory: AlgorithmState = field(default_factory=AlgorithmState)
 
     @property
     def several(self) -> bool:

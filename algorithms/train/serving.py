@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from agentrl.algorithms.engines.base import PolicyServer, advertised, unless_given_up
+from agentrl.algorithms.engines.base import PolicyServer, advertised_url, run_unless_failed
 from agentrl.algorithms.engines.factory import policy_server
 from agentrl.algorithms.model import lora
 from agentrl.algorithms.train.load_policies import Base, load_base
@@ -111,13 +111,13 @@ class Serving:
 
     async def during(self, work: Coroutine[Any, Any, None]) -> None:
         """Do `work`; raises PolicyError in the middle of it once a server is given up."""
-        await unless_given_up(work, self._each())
+        await run_unless_failed(work, self._each())
 
     def table(self) -> list[tuple[str, int, str, str]]:
         """(policy, version, base URL, model name there) of all that is served."""
         host = self._config.engine.advertise
         return [
-            (name, self._versions[name], advertised(server.base_url, host), self._wire(name))
+            (name, self._versions[name], advertised_url(server.base_url, host), self._wire(name))
             for name, server in self._servers.items()
         ]
 

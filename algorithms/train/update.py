@@ -13,16 +13,16 @@ from torch import Tensor
 from agentrl.algorithms.data import rewards as columns
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
-from agentrl.algorithms.data.state import State
+from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.diagnostics import metrics
 from agentrl.algorithms.diagnostics.credit_records import Ledger
 from agentrl.algorithms.diagnostics.metrics import Metrics
-from agentrl.algorithms.learners.auxiliary import scored
+from agentrl.algorithms.learners.auxiliary import score_batch
 from agentrl.algorithms.learners.base import Learner, Psi, StepReport
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective import values as targets
 from agentrl.algorithms.objective.core import Algo, Terms
-from agentrl.algorithms.objective.kl_control import Anchor
+from agentrl.algorithms.objective.kl_control import ReferenceControl
 from agentrl.algorithms.objective.values import ValueTerms
 from agentrl.algorithms.presets.registry import check_supplies
 from agentrl.algorithms.train.dump import BadSteps, Dump
@@ -42,9 +42,13 @@ class Updater:
     config: RunConfig
     algo: Algo
     learner: Learner
-    state: State = field(default_factory=State)  # what earlier steps are remembered for
+    state: AlgorithmState = field(
+        default_factory=AlgorithmState
+    )  # what earlier steps are remembered for
     intake: Intake = field(default_factory=Intake)  # what of the groups is learned from
-    anchor: Anchor = field(default_factory=Anchor)  # how the policy is held to its reference
+    anchor: ReferenceControl = field(
+        default_factory=ReferenceControl
+    )  # how the policy is held to its reference
     ledger: Ledger | None = None  # what the step made of each call; none: nobody asks
     bad_steps: BadSteps | None = None  # none: a step that cannot be made is skipped and counted
     policy: str = POLICY
@@ -62,11 +66,11 @@ class Updater:
         turn = step if turn is None else turn
         algo = self.anchor.tuned(self.algo)
         groups, taken = self.intake.take(groups)
-        columns.check(groups, [name for name in algo.rewards if name not in algo.optional])
+        columns.check_rewards(groups, [name for name in algo.rewards if name not in algo.optional])
         batch = self.batch(groups)
         recall = self.state.recall(batch, groups)
-        batch, streams = scored(algo, self.learner, replace(batch, memory=recall.columns))
-        values = targets.learned(algo, batch, clip=self.config.critic.clip)
+        batch, streams = score_batch(algo, self.learner, replace(batch, memory=recall.columns))
+        values = targets.critic_terms(algo, batch, clip=self.config.critic.clip)
         measured = self.optimize(Step(step, turn, algo, groups, batch, streams, values))
         self.state.adopt(recall)
         rollouts = sum(len(group.rollouts) for group in groups)
@@ -75,7 +79,7 @@ class Updater:
             **taken,
             **metrics.collected(groups, batch, self.policy),
             **metrics.staleness(step, groups, self.policy, version=turn),
-            **(targets.describe(values) if values else {}),
+            **(targets.value_metrics(values) if values else {}),
             **measured,
             **held,
         }
@@ -128,7 +132,7 @@ class Updater:
         settings, algo, batch, values = self.config.algorithm, step.algo, step.batch, step.values
         count = min(settings.minibatches, len(step.groups))
         if count * settings.epochs == 1 or not batch.n_tokens:
-            yield batch, objective.plan(algo, batch, step.streams, fresh=True), values
+            yield batch, objective.loss_terms(algo, batch, step.streams, fresh=True), values
             return
         symbols = None
         if algo.symbols:
@@ -136,7 +140,7 @@ class Updater:
             streams = {"o": o_NK[:, 0], "o_K": o_NK, **step.streams}
         else:
             streams = {"o": self.learner.logprobs(batch), **step.streams}
-        advantage = objective.credited(algo, batch)
+        advantage = objective.compute_advantages(algo, batch)
         counts = batch.token_group.bincount(minlength=len(batch.groups)).tolist()
         ranges = torch.split(torch.arange(batch.n_tokens), counts)
         tokens_of = dict(zip(batch.groups, ranges, strict=True))
@@ -149,8 +153,8 @@ class Updater:
                 if symbols is not None:
                     part = replace(part, symbols=symbols[tokens])
                 cut = {letter: column[tokens] for letter, column in streams.items()}
-                terms = objective.plan(algo, part, cut, advantage=advantage[tokens])
-                yield part, terms, values and targets.part_of(values, tokens)
+                terms = objective.loss_terms(algo, part, cut, advantage=advantage[tokens])
+                yield part, terms, values and targets.select_tokens(values, tokens)
 
     def made(self, step: Step, number: int, part: Batch, terms: Terms, report: StepReport) -> bool:
         """Whether an optimizer step changed the weights. Raises TrainingError if too many in a row

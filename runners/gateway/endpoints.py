@@ -10,6 +10,7 @@ import msgspec
 from aiohttp import web
 
 from agentrl.errors import AgentRLError, Invalid
+from agentrl.http_server import read_body
 from agentrl.runners import dialects
 from agentrl.runners.dialects import DIALECTS, Dialect, UntranslatableError
 from agentrl.runners.dialects.base import Body
@@ -64,7 +65,7 @@ class Endpoints:
         """Spans of the caller's own attempt; any others are rejected, as OTLP says how."""
         from agentrl import otlp  # needs the extra that brings OpenTelemetry's messages
 
-        spans, unusable, why = otlp.decode_some(await request.read(), request.content_type)
+        spans, unusable, why = otlp.decode_some(await read_body(request), request.content_type)
         active = caller.attempt
         own = [span for span in spans if span.attempt == active.id and not active.scoring]
         if own:
@@ -125,6 +126,8 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except web.HTTPRequestEntityTooLarge:
         status, code = 413, "too_large"
         message = f"the request is larger than {request.client_max_size} bytes"
+    except web.HTTPRequestTimeout as error:
+        status, code, message = 408, "request_timeout", str(error.text)
     except web.HTTPException as error:
         status, code = error.status, "unknown_url"
         message = f"{request.method} {request.path}: {error.reason}; there is {', '.join(KNOWN)}"
@@ -156,7 +159,7 @@ _count = msgspec.json.Decoder(_Count)
 async def embeddings(
     upstream: Upstream, caller: CallOrigin, request: web.Request
 ) -> web.StreamResponse:
-    raw = await request.read()
+    raw = await read_body(request)
     fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
     model = msgspec.json.decode(fields.get("model", b'""'), type=str)
 
@@ -175,7 +178,7 @@ async def count_tokens(
     """How long the prompt of a request in Anthropic's words would be: the server renders it.
 
     Source: https://docs.anthropic.com/en/api/messages-count-tokens"""
-    raw = await request.read()
+    raw = await read_body(request)
     chat = dialects.messages.prompt_of(msgspec.json.decode(raw, type=Body), caller.attempt.memory)
     model = str(chat.get("model") or "")
 

@@ -18,6 +18,7 @@ import msgspec
 from aiohttp import web
 
 from agentrl.errors import StoreError
+from agentrl.http_server import read_body
 from agentrl.runners.dialects import Dialect
 from agentrl.runners.gateway import replay
 from agentrl.runners.gateway.attribution import CallOrigin, RefusedError
@@ -85,7 +86,7 @@ class CallHandler:
         """Raises UpstreamError when there is no answer and none can come in time, RefusedError when
         the attempt ended meanwhile, and what `read_call` raises for the request."""
         active = self._caller.attempt
-        raw = await self._http_request.read()
+        raw = await read_body(self._http_request)
         self._call = active.begin_call(raw)
         self._read_call = partial(
             read_request, self._dialect, raw, active.memory, self._call.number

@@ -24,6 +24,7 @@ from msgspec.structs import replace
 from agentrl.addresses import is_loopback
 from agentrl.config import UpstreamConfig
 from agentrl.errors import ConfigError
+from agentrl.http_server import REQUEST_TIMEOUT
 from agentrl.processes import allow_files
 from agentrl.runners.gateway.attribution import ActiveAttempt, AttemptRegistry
 from agentrl.runners.gateway.endpoints import LARGEST, Endpoints
@@ -144,7 +145,11 @@ class Gateway:
         app = web.Application(client_max_size=LARGEST)
         Endpoints(self.attempts, self.router, upstream, self._store).add_to(app)
         runner = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, shutdown_timeout=0.0
+            app,
+            access_log=None,
+            handler_cancellation=True,
+            shutdown_timeout=0.0,
+            keepalive_timeout=REQUEST_TIMEOUT,
         )
         following = asyncio.create_task(self.router.follow())
         try:

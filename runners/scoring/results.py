@@ -7,14 +7,14 @@ from typing import Any
 
 import msgspec
 
-from agentrl.store.values import clean
+from agentrl.store.rows import storable_text
 from agentrl.types import ErrorKind, Failure, Json
 
 LONGEST_TRACEBACK = 20_000  # characters, from the end
 
 
 def failure_of(kind: ErrorKind, error: BaseException) -> Failure:
-    text, said = clean("".join(traceback.format_exception(error))), as_text(error)
+    text, said = storable_text("".join(traceback.format_exception(error))), as_text(error)
     message = f"{type(error).__name__}: {said}" if said else type(error).__name__
     return Failure(kind=kind, message=message, traceback=text[-LONGEST_TRACEBACK:])
 
@@ -38,7 +38,7 @@ def json_size(result: Any) -> int:
 def as_text(value: object) -> str:
     """`str(value)` as every database stores it, whatever its class does. Never raises."""
     try:
-        return clean(str(value))
+        return storable_text(str(value))
     except Exception:  # noqa: BLE001 - a class of the user's, or an int that is too long
         return f"<{type(value).__name__} that has no text>"
 

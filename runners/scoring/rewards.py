@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from agentrl.runners.scoring.verifiers import VerifierError
 from agentrl.runners.tracing import attempt_log
-from agentrl.store.values import clean
+from agentrl.store.rows import storable_text
 from agentrl.types import Reward, Scope, Span, Trace, Transition
 
 log = logging.getLogger("agentrl.runner")
@@ -39,7 +39,7 @@ def reward(
     scope does not have, and where there is no model call yet that it could be about."""
     row = Reward(
         value=_finite(value),
-        name=clean(str(name)),
+        name=storable_text(str(name)),
         scope=_scope(scope),
         target=target,
         source=SOURCE,

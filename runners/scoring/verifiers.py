@@ -15,7 +15,7 @@ from agentrl import threads
 from agentrl.errors import AgentError, AgentRLError, ConfigError
 from agentrl.loading import load_attribute
 from agentrl.plugins import load_plugin
-from agentrl.store.values import clean
+from agentrl.store.rows import storable_text
 from agentrl.types import Json, Reward, Scope, Trace
 
 ARGUMENTS = ("task", "result", "trace")
@@ -93,7 +93,10 @@ def as_rewards(returned: object, name: str = "outcome") -> list[Reward]:
     if isinstance(returned, Mapping | list | tuple) and not returned:
         raise VerifierError("the verifier returned no reward; return a number, or a mapping")
     if isinstance(returned, Mapping):
-        return [Reward(name=clean(str(key)), value=_number(v, key)) for key, v in returned.items()]
+        return [
+            Reward(name=storable_text(str(key)), value=_number(v, key))
+            for key, v in returned.items()
+        ]
     if isinstance(returned, list | tuple):
         return [_row(row) for row in returned]
     return [Reward(value=_number(returned, name), name=name)]
@@ -116,8 +119,8 @@ def _row(row: object) -> Reward:
     return replace(
         row,
         value=_number(row.value, row.name),
-        name=clean(str(row.name)),
-        source=clean(str(row.source)),
+        name=storable_text(str(row.name)),
+        source=storable_text(str(row.source)),
         scope=scope,
     )
 

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import os
 import random
+import secrets
 import threading
 import time
 import uuid
@@ -25,7 +26,7 @@ import aiohttp
 import msgspec
 
 from agentrl.errors import Invalid, StoreError, Unavailable
-from agentrl.store import limits, rows, values
+from agentrl.store import limits, rows
 from agentrl.store.base import Store
 from agentrl.store.http import wire
 from agentrl.store.http.wire import ENCODE, MSGPACK, VERBS, Verb
@@ -65,7 +66,7 @@ class HttpStore:
 
     def __init__(self, url: str) -> None:
         self.url, key, self._patience = _parse(url)
-        self._headers = {"content-type": MSGPACK}
+        self._headers = {"content-type": MSGPACK, wire.CLAIM_SECRET: secrets.token_hex(16)}
         if key:
             self._headers["authorization"] = f"Bearer {key}"
         self._lock = threading.Lock()
@@ -102,7 +103,7 @@ class HttpStore:
         """The verbs of one request, in this order, made by `call`: of each its result, or the
         StoreError with which it was refused. Each is atomic, the batch is not; none may wait."""
         results: list[Any] = []
-        made: dict[int, wire.Call] = {}  # what is sent, by its place
+        made: dict[int, wire.BatchCall] = {}  # what is sent, by its place
         for place, (verb, arguments) in enumerate(calls):
             try:
                 encoded = _encoded(verb, _identified(verb, arguments))
@@ -111,16 +112,18 @@ class HttpStore:
             else:
                 results.append(None)
                 key = uuid.uuid4().hex if verb.once else None
-                made[place] = wire.Call(verb=verb.name, arguments=msgspec.Raw(encoded), key=key)
+                made[place] = wire.BatchCall(
+                    verb=verb.name, arguments=msgspec.Raw(encoded), key=key
+                )
         if not made:
             return results
-        sent = ENCODE[MSGPACK](wire.Batch(calls=list(made.values())))
+        sent = ENCODE[MSGPACK](wire.BatchRequest(calls=list(made.values())))
         answers = self._read(ANSWERS, await self._request("batch", lambda: sent)).results
         if len(answers) != len(made):
             raise StoreError(f"{self.url} left out answers: is it a store's server?")
         for place, answer in zip(made, answers, strict=True):
             results[place] = (
-                wire.raised(answer.error)
+                wire.error_from(answer.error)
                 if answer.error
                 else self._read(calls[place][0].results[MSGPACK], answer.result)
             )
@@ -189,7 +192,7 @@ class HttpStore:
 
     def _refused(self, status: int, form: str, body: bytes) -> StoreError:
         try:
-            return wire.raised(REFUSAL[form](body).error)
+            return wire.error_from(REFUSAL[form](body).error)
         except (KeyError, msgspec.DecodeError, UnicodeDecodeError):
             words = body[:200].decode("utf-8", "replace").strip()
             return StoreError(f"{self.url} answered {status} {words!r}: is it a store's server?")
@@ -210,16 +213,16 @@ class HttpStore:
         return found[0]
 
 
-class _Answer(msgspec.Struct):
+class _RawResult(msgspec.Struct):
     result: msgspec.Raw = msgspec.Raw(b"\xc0")
     error: wire.Error | None = None
 
 
-class _Answers(msgspec.Struct):
-    results: list[_Answer]
+class _RawResponse(msgspec.Struct):
+    results: list[_RawResult]
 
 
-ANSWERS = wire.decoders(_Answers)[MSGPACK]
+ANSWERS = wire.decoders(_RawResponse)[MSGPACK]
 
 
 def _method(verb: Verb) -> Callable[..., Awaitable[Any]]:
@@ -287,7 +290,7 @@ def _encoded(verb: Verb, arguments: Arguments) -> bytes:
 def _clean(record: Any) -> Any:
     """Text from the outside world, as every store keeps it."""
     if isinstance(record, Span):
-        return msgspec.structs.replace(record, name=values.clean(record.name))
+        return msgspec.structs.replace(record, name=rows.storable_text(record.name))
     return rows.clean_outcome(record) if isinstance(record, Outcome) else record
 
 

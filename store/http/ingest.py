@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
+from collections.abc import Awaitable, Callable
 
 from starlette.exceptions import HTTPException
 
@@ -19,7 +20,7 @@ from agentrl.types import Span
 GZIP = 31  # zlib's name for the gzip format with the largest window
 
 
-def unpacked(body: bytes, encoding: str, largest: int) -> bytes:
+def decompress(body: bytes, encoding: str, largest: int) -> bytes:
     """The body before its Content-Encoding. Raises HTTPException when that is larger than `largest`
     bytes, whatever the body's own size."""
     if encoding in ("", "identity"):
@@ -38,12 +39,16 @@ def unpacked(body: bytes, encoding: str, largest: int) -> bytes:
     return plain
 
 
-async def keep(store: Store, body: bytes, content_type: str) -> tuple[bytes, str]:
-    """Adds the spans; returns the answer and its content type."""
+async def add_otlp_spans(
+    store: Store, body: bytes, content_type: str, check: Callable[[set[str]], Awaitable[None]]
+) -> tuple[bytes, str]:
+    """Adds the spans; returns the answer and its content type. `check` refuses attempts. An SDK
+    inside an agent has no claim secret: it names its attempt by 128 random bits."""
     try:
         spans, refused, why = otlp.decode_some(body, content_type)
     except Invalid as error:
         raise HTTPException(400, str(error)) from error
+    await check({span.attempt for span in spans})
     try:
         await store.add_spans(spans)
     except NotFound:

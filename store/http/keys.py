@@ -13,7 +13,7 @@ from pathlib import Path
 
 from agentrl.addresses import is_loopback
 from agentrl.errors import ConfigError
-from agentrl.store.http.wire import Scope
+from agentrl.store.http.wire import KeyScope
 
 VARIABLE = "AGENTRL_STORE_KEYS"
 SHORTEST = 8  # characters
@@ -22,19 +22,20 @@ log = logging.getLogger("agentrl.store")
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
+class KeyGrant:
     """What whoever sent a request may do."""
 
-    scope: Scope
+    scope: KeyScope
     run: str = ""  # the only one it has to do with; empty: all
     until: float = math.inf  # unix seconds
+    secret: bytes = field(default=b"", repr=False)  # of its claims; see `claims`
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
     """Who may do what. Without any key everybody is an administrator: only for loopback."""
 
-    _known: tuple[tuple[bytes, Caller], ...] = field(default=(), repr=False)
+    _known: tuple[tuple[bytes, KeyGrant], ...] = field(default=(), repr=False)
 
     @classmethod
     def parse(cls, text: str, source: str) -> Keys:
@@ -42,7 +43,7 @@ class Keys:
         time of UTC; `#` begins a comment. Raises ConfigError
         that names `source` and the line, never the key, and when there is no key: whoever gives
         keys does not mean to serve everybody."""
-        known: dict[bytes, Caller] = {}
+        known: dict[bytes, KeyGrant] = {}
         for number, line in enumerate(text.splitlines(), 1):
             for word in line.partition("#")[0].split():
                 try:
@@ -64,11 +65,11 @@ class Keys:
     def __bool__(self) -> bool:
         return bool(self._known)
 
-    def caller(self, authorization: bytes, now: float) -> Caller | None:
+    def caller(self, authorization: bytes, now: float) -> KeyGrant | None:
         """Whoever sent this header; None for a missing, unknown or expired key. Every key is
         looked at, so that the time does not tell which of them began alike."""
         if not self._known:
-            return Caller(Scope.ADMIN)
+            return KeyGrant(KeyScope.ADMIN)
         kind, _, secret = authorization.partition(b" ")
         found = None
         for key, caller in self._known:
@@ -89,7 +90,7 @@ class KeyFile:
     def __bool__(self) -> bool:
         return True
 
-    def caller(self, authorization: bytes, now: float) -> Caller | None:
+    def caller(self, authorization: bytes, now: float) -> KeyGrant | None:
         if abs(now - self._looked) >= LOOK:
             self._looked = now
             self._read_again()
@@ -105,7 +106,7 @@ class KeyFile:
             log.warning("the keys of before are still in use: %s", error)
 
 
-def _entry(word: str) -> tuple[bytes, Caller]:
+def _entry(word: str) -> tuple[bytes, KeyGrant]:
     """Raises ValueError for what is no key."""
     name, _, key = word.partition(":")
     kind, at, run = name.partition("@")
@@ -118,19 +119,19 @@ def _entry(word: str) -> tuple[bytes, Caller]:
     if expires:
         time = datetime.fromisoformat(date)
         until = (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
-    return key.encode(), Caller(Scope[kind.upper()], run, until)
+    return key.encode(), KeyGrant(KeyScope[kind.upper()], run, until)
 
 
-def loopback(host: str) -> bool:
+def is_loopback_host(host: str) -> bool:
     """Whether this name or address, which may be that of an URL, always means this machine."""
     return is_loopback(host.removeprefix("[").removesuffix("]"))
 
 
 @lru_cache(64)
-def addressed_here(host: bytes) -> bool:
+def is_for_this_machine(host: bytes) -> bool:
     """Whether a request with this header Host meant this machine. Elsewhere a web page may have
     let its own name point here, to read with its visitor's browser what needs no key."""
     name = host.decode("latin-1").lower()
     if not name.endswith("]"):  # an IPv6 address without a port
         name = name.rpartition(":")[0] or name
-    return not name or loopback(name)
+    return not name or is_loopback_host(name)

@@ -7,7 +7,16 @@ from typing import Any
 import msgspec
 
 from agentrl import __version__
-from agentrl.store.http.wire import JSON, KEY, VERBS, Answers, Batch, Error, Refusal, Verb
+from agentrl.store.http.wire import (
+    JSON,
+    KEY,
+    VERBS,
+    BatchRequest,
+    BatchResponse,
+    Error,
+    Refusal,
+    Verb,
+)
 from agentrl.types import Int32
 
 Schema = dict[str, Any]
@@ -30,7 +39,7 @@ MSGPACK_NOTE = (
 
 def document() -> Schema:
     """OpenAPI 3.1. Bodies are described as JSON."""
-    types: list[Any] = [Refusal, Error, Batch, Answers]
+    types: list[Any] = [Refusal, Error, BatchRequest, BatchResponse]
     for verb in VERBS.values():
         types += [verb.arguments, verb.result]
     found, components = msgspec.json.schema_components(
@@ -41,7 +50,7 @@ def document() -> Schema:
         f"/v1/{name}": {"post": _operation(VERBS[name], arguments, result)}
         for name, (arguments, result) in schemas.items()
     }
-    paths["/v1/batch"] = {"post": _post("batch", Batch.__doc__ or "", found[2], found[3])}
+    paths["/v1/batch"] = {"post": _post("batch", BatchRequest.__doc__ or "", found[2], found[3])}
     paths["/v1/traces"] = {"post": _traces()}
     paths["/healthz"] = {"get": _page("healthz", "Whether the store can be read.")}
     paths["/openapi.json"] = {"get": _page("openapi", "This document.")}
@@ -105,7 +114,7 @@ def _traces() -> Schema:
     return {
         "operationId": "traces",
         "description": "OTLP/HTTP: an ExportTraceServiceRequest, as JSON or protobuf, also gzip. "
-        "The trace id of a span is its attempt. Scope: runner.",
+        "The trace id of a span is its attempt. KeyScope: runner.",
         "requestBody": {"required": True, "content": {JSON: body}},
         "responses": {"200": done, **_refusals()},
     }

@@ -15,9 +15,9 @@ import uvicorn
 from agentrl.errors import ConfigError
 from agentrl.processes import allow_files
 from agentrl.store.base import Store
-from agentrl.store.http.guard import Guard
-from agentrl.store.http.keys import VARIABLE, KeyFile, Keys, loopback
-from agentrl.store.http.server import App
+from agentrl.store.http.keys import VARIABLE, KeyFile, Keys, is_loopback_host
+from agentrl.store.http.request_limits import ConnectionLimits
+from agentrl.store.http.server import StoreApp
 from agentrl.store.sqlstore import SqlStore
 
 BACKLOG = 4096  # connections that may wait to be accepted
@@ -26,15 +26,15 @@ UNREAD = 60_000  # milliseconds that an answer waits for its reader
 GRACE = 10  # seconds that calls in progress get to end after SIGTERM
 
 
-class Server(uvicorn.Server):
+class StoreServer(uvicorn.Server):
     """Ends the waits of its callers before it waits for the calls that are being executed."""
 
-    def __init__(self, app: App, ready: Callable[[Server], None]) -> None:
+    def __init__(self, app: StoreApp, ready: Callable[[StoreServer], None]) -> None:
         self._app, self._ready = app, ready
         super().__init__(
             uvicorn.Config(
                 app,
-                http=Guard(allow_files() - OWN_FILES).protocol(),
+                http=ConnectionLimits(allow_files() - OWN_FILES).protocol(),
                 access_log=False,
                 log_level="warning",
                 lifespan="off",
@@ -68,7 +68,7 @@ class Server(uvicorn.Server):
 def listen(host: str, port: int, keys: Keys | KeyFile) -> socket.socket:
     """The listening socket. Raises ConfigError when it cannot be had, or when others than this
     machine could reach a server without keys."""
-    if not keys and not loopback(host):
+    if not keys and not is_loopback_host(host):
         raise ConfigError(
             f"--host {host}: other machines could write to the store; give keys with --keys FILE or"
             f" {VARIABLE}, or bind to 127.0.0.1"
@@ -90,11 +90,11 @@ def listen(host: str, port: int, keys: Keys | KeyFile) -> socket.socket:
 
 
 async def serve(
-    app: App, listening: socket.socket, ready: Callable[[Server], None] = lambda _: None
+    app: StoreApp, listening: socket.socket, ready: Callable[[StoreServer], None] = lambda _: None
 ) -> None:
     """Answers until SIGTERM, SIGINT or `should_exit` of the server, which `ready` gets. Calls
     that came before are finished, unless they take longer than GRACE."""
-    await Server(app, ready).serve([listening])
+    await StoreServer(app, ready).serve([listening])
 
 
 def run(
@@ -104,14 +104,14 @@ def run(
     with listen(host, port, keys) as listening:
         bound = listening.getsockname()[1]
 
-        def ready(_: Server) -> None:
+        def ready(_: StoreServer) -> None:
             print(f"Serving at http://{f'[{host}]' if ':' in host else host}:{bound}", flush=True)
 
         async def main() -> None:
             async with store() as opened:
                 if isinstance(opened, SqlStore):  # no runner could hold its lease meanwhile
-                    await opened.resume()
-                await serve(App(opened, keys, largest=largest), listening, ready)
+                    await opened.extend_leases()
+                await serve(StoreApp(opened, keys, largest=largest), listening, ready)
 
         factory = uvicorn.Config("", loop="auto").get_loop_factory()
         with asyncio.Runner(loop_factory=factory) as runner:

@@ -6,7 +6,7 @@ repeated; a key that is known is answered again and not executed again. Who may 
 a key of the verb's scope.
 
 The keys are remembered in memory, and those of `open_run`, `enqueue` and `cancel` by the store too
-(`store/requests.py`), so that these answer the same after a restart. `prune` and `vacuum` are many
+(`store/writer.py`), so that these answer the same after a restart. `prune` and `vacuum` are many
 transactions: their repeat does, and tells, what was left to do.
 """
 
@@ -17,6 +17,8 @@ import hashlib
 import re
 import time
 from collections.abc import Coroutine
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -28,29 +30,31 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from agentrl.errors import Conflict, Forbidden, Invalid, StoreError, Unavailable
-from agentrl.store import requests
 from agentrl.store.base import Store
 from agentrl.store.http import ingest, openapi, wire
-from agentrl.store.http.bodies import Bodies
-from agentrl.store.http.keys import Caller, KeyFile, Keys, addressed_here
+from agentrl.store.http.claims import Claims
+from agentrl.store.http.keys import KeyFile, KeyGrant, Keys, is_for_this_machine
+from agentrl.store.http.request_limits import BodyReader
 from agentrl.store.http.wire import ENCODE, JSON, VERBS, Verb
+from agentrl.store.writer import IdempotentCall, start_call
 from agentrl.types import Trace
 
+CLAIM_SECRET = wire.CLAIM_SECRET.encode()
 LARGEST = 64 * 2**20  # bytes of a request
 REMEMBERED = 4096  # calls whose answers are kept for their repeats
 AGAIN = object()  # the answer to a wait that takes longer than one request may
 VERB_OF = {f"/v1/{name}": verb for name, verb in VERBS.items()}
-BATCHES = wire.decoders(wire.Batch)
+BATCHES = wire.decoders(wire.BatchRequest)
 REASONS = {401: "unauthorized", 405: "method_not_allowed", 413: "too_large", 415: "unsupported"}
 MORE = {503: {"retry-after": "1"}, 401: {"www-authenticate": "Bearer"}}  # headers by status
 
 
-class App:
+class StoreApp:
     """POST /v1/<verb>, /v1/batch and /v1/traces; GET /healthz and /openapi.json."""
 
     def __init__(self, store: Store, keys: Keys | KeyFile, *, largest: int = LARGEST) -> None:
         self.store, self._keys, self._largest = store, keys, largest
-        self._bodies = Bodies(largest)
+        self._bodies, self._claims = BodyReader(largest), Claims(store)
         self._draining = False
         self._waits: set[asyncio.Task[Any]] = set()
         self._once: dict[str, tuple[str, asyncio.Task[Any]]] = {}
@@ -107,10 +111,10 @@ class App:
             return
         await _send(send, status, out, form or JSON)
 
-    def _admit(self, headers: dict[bytes, bytes]) -> Caller:
+    def _admit(self, headers: dict[bytes, bytes]) -> KeyGrant:
         if self._draining:
             raise Unavailable("The store's server is shutting down: repeat the call.")
-        if not self._keys and not addressed_here(headers.get(b"host", b"")):
+        if not self._keys and not is_for_this_machine(headers.get(b"host", b"")):
             raise Forbidden("Without keys, the store is only served as localhost or 127.0.0.1.")
         caller = self._keys.caller(headers.get(b"authorization", b""), time.time())
         if caller is None:
@@ -118,7 +122,7 @@ class App:
                 401,
                 "The key is missing, unknown or expired: send it as `Authorization: Bearer KEY`.",
             )
-        return caller
+        return replace(caller, secret=headers.get(CLAIM_SECRET, b""))
 
     async def _call(
         self,
@@ -126,7 +130,7 @@ class App:
         body: bytes,
         form: str,
         key: str,
-        caller: Caller,
+        caller: KeyGrant,
         receive: Receive | None,
     ) -> Any:
         """The result of one verb. Without `receive`, as in a batch, it must not wait."""
@@ -134,13 +138,14 @@ class App:
         given = {name: getattr(arguments, name) for name in verb.arguments.__struct_fields__}
         if caller.run and given.get("run", caller.run) != caller.run:
             raise Forbidden(f"{verb.name}: this key is for run {caller.run!r} only.")
+        await self._claims.check(verb.name, given, caller)
         method = getattr(self.store, verb.name)
         try:
             if verb.waits and given["timeout"] != 0:
                 return await self._wait(verb, method, given, receive)
             if verb.once and key:
                 digest = hashlib.blake2b(body, digest_size=16).hexdigest()
-                request = requests.Request(f"{verb.name} {key}", digest)
+                request = IdempotentCall(f"{verb.name} {key}", digest)
                 return await self._remembered(request, method(**given))
             result = await method(**given)
             if caller.run and isinstance(result, Trace) and result.rollout.run != caller.run:
@@ -182,10 +187,10 @@ class App:
             work.cancel()
             gone.cancel()
 
-    async def _remembered(self, request: requests.Request, call: Coroutine[Any, Any, Any]) -> Any:
+    async def _remembered(self, request: IdempotentCall, call: Coroutine[Any, Any, Any]) -> Any:
         known = self._once.get(request.id)
         if known is None:
-            known = self._once[request.id] = (request.digest, requests.begin(request, call))
+            known = self._once[request.id] = (request.digest, start_call(request, call))
             if len(self._once) > REMEMBERED:
                 self._forget()
         else:
@@ -205,7 +210,7 @@ class App:
         if oldest is not None:
             del self._once[oldest]
 
-    async def _batch(self, body: bytes, form: str, caller: Caller) -> wire.Answers:
+    async def _batch(self, body: bytes, form: str, caller: KeyGrant) -> wire.BatchResponse:
         """Calls after more answers than one body may hold are refused, and not executed."""
         results, size = [], 0
         for call in _decoded(BATCHES[form], body).calls:
@@ -216,15 +221,15 @@ class App:
                         f"The answers before are {size} bytes: send this call in another batch.",
                     )
                 result = _encoded(form, await self._one(call, form, caller))
-                results.append(wire.Answer(result=msgspec.Raw(result)))
+                results.append(wire.BatchResult(result=msgspec.Raw(result)))
                 size += len(result)
             except StoreError as error:
-                results.append(wire.Answer(error=wire.refusal(error)[1]))
+                results.append(wire.BatchResult(error=wire.refusal(error)[1]))
             except HTTPException as error:
-                results.append(wire.Answer(error=_refusal(error).error))
-        return wire.Answers(results=results)
+                results.append(wire.BatchResult(error=_refusal(error).error))
+        return wire.BatchResponse(results=results)
 
-    async def _one(self, call: wire.Call, form: str, caller: Caller) -> Any:
+    async def _one(self, call: wire.BatchCall, form: str, caller: KeyGrant) -> Any:
         verb = VERBS.get(call.verb)
         if verb is None:
             raise Invalid(f"There is no verb {call.verb!r}: see /openapi.json.")
@@ -249,12 +254,15 @@ class App:
 
     async def _traces(self, request: Request) -> Response:
         headers = dict(request.scope["headers"])
-        _allow(VERBS["add_spans"], self._admit(headers))
+        caller = self._admit(headers)
+        _allow(VERBS["add_spans"], caller)
         body = await self._bodies.read(headers, request.receive)
         encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
         kind = headers.get(b"content-type", b"").decode("latin-1")
-        body = ingest.unpacked(body, encoding, self._largest)
-        answer, form = await ingest.keep(self.store, body, kind)
+        body = ingest.decompress(body, encoding, self._largest)
+        answer, form = await ingest.add_otlp_spans(
+            self.store, body, kind, partial(self._claims.check_run, caller=caller)
+        )
         return Response(answer, media_type=form)
 
     async def _unknown(self, request: Request) -> Response:
@@ -264,7 +272,7 @@ class App:
 # -- parts -----------------------------------------------------------------------------------------
 
 
-def _allow(verb: Verb, caller: Caller) -> None:
+def _allow(verb: Verb, caller: KeyGrant) -> None:
     if caller.scope < verb.scope:
         raise Forbidden(f"{verb.name} needs a key of scope {verb.scope.name.lower()}.")
 

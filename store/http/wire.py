@@ -36,19 +36,20 @@ from agentrl.types import Int32, Record
 JSON, MSGPACK = "application/json", "application/msgpack"
 POLL = 25.0  # seconds until a verb that waits is answered "again"
 CALLS = 1024  # verbs in one batch
+CLAIM_SECRET = "agentrl-claim-secret"  # the header: see `claims`
 KEY = "^[A-Za-z0-9-]{1,64}$"  # the form of an idempotency key
 
 Int = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 
 
-class Scope(IntEnum):
+class KeyScope(IntEnum):
     """What a key may do: everything that is not larger than itself."""
 
     RUNNER = 1
     ADMIN = 2
 
 
-RUNNER, ADMIN = Scope
+RUNNER, ADMIN = KeyScope
 SCOPES = {
     "open_run": ADMIN,
     "commit_step": ADMIN,
@@ -89,7 +90,7 @@ class Verb:
     """One method of the store, as it travels."""
 
     name: str
-    scope: Scope
+    scope: KeyScope
     arguments: type[msgspec.Struct]  # fields in the order of the method's parameters
     result: Any  # the type
     doc: str
@@ -102,7 +103,7 @@ class Verb:
 Decode = Callable[[Any], Any]
 
 
-def _verb(name: str, scope: Scope) -> Verb:
+def _verb(name: str, scope: KeyScope) -> Verb:
     method = getattr(Store, name)
     types = typing.get_type_hints(method)
     fields: list[Any] = [
@@ -186,7 +187,7 @@ VERBS = {name: _verb(name, scope) for name, scope in SCOPES.items()}
 # -- batches ---------------------------------------------------------------------------------------
 
 
-class Call(Record, frozen=True):
+class BatchCall(Record, frozen=True):
     """One verb of a batch; `key` as in the header `idempotency-key`."""
 
     verb: str
@@ -194,22 +195,22 @@ class Call(Record, frozen=True):
     key: str | None = None
 
 
-class Batch(Record, frozen=True):
+class BatchRequest(Record, frozen=True):
     """Verbs to be executed in this order. Each is atomic; the batch is not: a refused verb does not
     stop those after it. A verb that waits must come with `timeout` 0."""
 
-    calls: Annotated[list[Call], msgspec.Meta(max_length=CALLS)]
+    calls: Annotated[list[BatchCall], msgspec.Meta(max_length=CALLS)]
 
 
-class Answer(Record, frozen=True, omit_defaults=True):
+class BatchResult(Record, frozen=True, omit_defaults=True):
     """Of one call: its result, or why it was refused."""
 
     result: Any = None
     error: Error | None = None
 
 
-class Answers(Record, frozen=True):
-    results: list[Answer]
+class BatchResponse(Record, frozen=True):
+    results: list[BatchResult]
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -250,6 +251,6 @@ def refusal(error: StoreError) -> tuple[int, Error]:
     return status, Error(code=code, message=str(error))
 
 
-def raised(error: Error) -> StoreError:
+def error_from(error: Error) -> StoreError:
     """The very error that the server's store raised."""
     return CLASSES.get(error.code, StoreError)(error.message)

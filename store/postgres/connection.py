@@ -1,7 +1,7 @@
 """PostgreSQL connections: where the server is, how it is spoken to, what its errors mean to a user.
 
-Nothing that is printed or passed on has the password: `url` leaves it out, and a `Server` hands it
-only to the driver.
+Nothing that is printed or passed on has the password: `url` leaves it out, and a `PostgresServer`
+hands it only to the driver.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from psycopg import conninfo, rows
 from psycopg.types.numeric import Int8Dumper
 
 from agentrl.errors import Invalid, StoreError, Unavailable
-from agentrl.store.database import Parameters
-from agentrl.store.queries import Statement
-from agentrl.store.urls import without_password
+from agentrl.store.database import Parameters, Statement
+from agentrl.store.urls import split_password
 
 log = logging.getLogger("agentrl.store")
 STARTING = 60.0  # seconds in which a server that says that it starts or stops must be there
@@ -41,7 +40,7 @@ ADVICE = (
 )
 
 
-class Row(tuple[Any, ...]):
+class PostgresRow(tuple[Any, ...]):
     """Columns by name or number, as of sqlite3.Row."""
 
     columns: Mapping[str, int] = {}
@@ -59,13 +58,15 @@ class Row(tuple[Any, ...]):
         return self.columns.keys()
 
 
-class Connection:
-    """A psycopg connection that reads the statements of `queries.load`."""
+class PostgresConnection:
+    """A psycopg connection that reads the statements of `load_sql`."""
 
-    def __init__(self, raw: psycopg.Connection[Row]) -> None:
+    def __init__(self, raw: psycopg.Connection[PostgresRow]) -> None:
         self.raw = raw
 
-    def execute(self, sql: str, parameters: Parameters | None = None, /) -> psycopg.Cursor[Row]:
+    def execute(
+        self, sql: str, parameters: Parameters | None = None, /
+    ) -> psycopg.Cursor[PostgresRow]:
         if isinstance(sql, Statement):
             return self.raw.execute(sql.postgres.encode(), parameters or ())
         return self.raw.execute(sql.encode(), parameters)
@@ -80,15 +81,15 @@ class Connection:
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class PostgresServer:
     """A database by its URL; options are those of libpq. `url` has no password."""
 
     url: str
     password: str | None = field(default=None, repr=False)
 
     @classmethod
-    def parse(cls, url: str) -> Server:
-        public, password = without_password(url)
+    def parse(cls, url: str) -> PostgresServer:
+        public, password = split_password(url)
         try:
             conninfo.conninfo_to_dict(public)
         except psycopg.ProgrammingError as error:
@@ -112,7 +113,7 @@ class Server:
         secret = {} if self.password is None else {"password": self.password}
         return {name: ours[name] for name in ours if name not in given} | secret
 
-    def connect(self) -> psycopg.Connection[Row]:
+    def connect(self) -> psycopg.Connection[PostgresRow]:
         """A connection in autocommit mode: every transaction is begun by hand."""
         conn = psycopg.connect(self.url, autocommit=True, row_factory=row_factory, **self.options)
         configure(conn)
@@ -141,9 +142,9 @@ class Server:
             with closing(self.connect()) as conn:
                 conn.execute("vacuum (full, analyze)")
         except psycopg.Error as error:
-            raise self.explained(error) from error
+            raise self.to_store_error(error) from error
 
-    def explained(self, error: Exception) -> Exception:
+    def to_store_error(self, error: Exception) -> Exception:
         """The error as a user reads it."""
         if isinstance(error, psycopg.DataError | psycopg.IntegrityError | UnicodeError):
             return Invalid(f"A value cannot be stored: {_said(error)}.")
@@ -171,17 +172,17 @@ class _FlagDumper(Int8Dumper):
         return b"1" if obj else b"0"
 
 
-def row_factory(cursor: psycopg.Cursor[Any]) -> Callable[[Sequence[Any]], Row]:
+def row_factory(cursor: psycopg.Cursor[Any]) -> Callable[[Sequence[Any]], PostgresRow]:
     result = cursor.pgresult
     if result is None or not result.nfields:
-        return cast("Callable[[Sequence[Any]], Row]", rows.no_result)
+        return cast("Callable[[Sequence[Any]], PostgresRow]", rows.no_result)
     return _row_type(tuple(result.fname(i) for i in range(result.nfields)))
 
 
 @cache
-def _row_type(names: tuple[bytes, ...]) -> type[Row]:
+def _row_type(names: tuple[bytes, ...]) -> type[PostgresRow]:
     columns = {name.decode(): i for i, name in enumerate(names)}
-    return type("Row", (Row,), {"columns": columns, "__slots__": ()})
+    return type("PostgresRow", (PostgresRow,), {"columns": columns, "__slots__": ()})
 
 
 def _patience(why: str) -> float:

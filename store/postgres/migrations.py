@@ -9,14 +9,16 @@ from __future__ import annotations
 import psycopg
 
 from agentrl.errors import StoreError
-from agentrl.store.postgres.connection import Row, Server
-from agentrl.store.queries import FOLDER
+from agentrl.store.database import SQL_FOLDER
+from agentrl.store.postgres.connection import PostgresRow, PostgresServer
 
 LOCK = 1634888754  # of the database: who holds it changes the schema
-SCRIPTS = {path.stem: path for path in sorted((FOLDER / "postgres" / "migrations").glob("*.sql"))}
+SCRIPTS = {
+    path.stem: path for path in sorted((SQL_FOLDER / "postgres" / "migrations").glob("*.sql"))
+}
 
 
-def prepare(server: Server, *, create: bool = True) -> None:
+def prepare(server: PostgresServer, *, create: bool = True) -> None:
     """Apply what is missing to the first schema of the search path.
 
     Raises StoreError for a database that has no store (unless `create`), one that holds something
@@ -29,10 +31,12 @@ def prepare(server: Server, *, create: bool = True) -> None:
             if pending(conn, server, create=create):
                 _apply(conn, server, create=create)
     except psycopg.Error as error:
-        raise server.explained(error) from error
+        raise server.to_store_error(error) from error
 
 
-def pending(conn: psycopg.Connection[Row], server: Server, *, create: bool) -> list[str]:
+def pending(
+    conn: psycopg.Connection[PostgresRow], server: PostgresServer, *, create: bool
+) -> list[str]:
     """Names of the migrations that the database lacks. Raises StoreError if it has unknown ones."""
     tables = "select tablename from pg_tables where schemaname = current_schema()"
     found = {row["tablename"] for row in conn.execute(tables)}
@@ -54,7 +58,7 @@ def pending(conn: psycopg.Connection[Row], server: Server, *, create: bool) -> l
     return [name for name in SCRIPTS if name not in applied]
 
 
-def _apply(conn: psycopg.Connection[Row], server: Server, *, create: bool) -> None:
+def _apply(conn: psycopg.Connection[PostgresRow], server: PostgresServer, *, create: bool) -> None:
     with conn.transaction():  # processes that start together apply each script once
         conn.execute("select pg_advisory_xact_lock(%s)", (LOCK,))
         todo = pending(conn, server, create=create)

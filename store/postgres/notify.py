@@ -1,8 +1,8 @@
-"""The doorbell between processes that share a PostgreSQL database: `LISTEN` and `NOTIFY`.
+"""Change notifications between processes that share a PostgreSQL database: `LISTEN` and `NOTIFY`.
 
-Owns: one connection that listens, and its thread. Always true: a ring is only a hint to look. It
-is sent inside the transaction it tells of, so it comes after the commit; one that is lost with a
-connection, and what a process that died in a transaction gives back, cost at most `SLOW` seconds.
+Owns: one connection that listens, and its thread. Always true: a notification is only a hint to
+look. It is part of its transaction, so it comes after the commit; one lost with a
+connection, and what a process that died in a transaction releases, cost at most `SLOW` seconds.
 """
 
 from __future__ import annotations
@@ -16,21 +16,23 @@ from collections.abc import Callable
 import psycopg
 
 from agentrl.store.feed import ALL
-from agentrl.store.postgres.connection import PAUSE, Row, Server
+from agentrl.store.postgres.connection import PAUSE, PostgresRow, PostgresServer
 from agentrl.store.postgres.session import CHANNEL
 
 SLOW = 5.0  # seconds
 
 
-class Listener:
-    """Passes the rings of other processes to `ring`; `own` is the server process of the writer,
-    which rings here by itself."""
+class ChangeListener:
+    """Passes the notifications of other processes to `notify`; `own` is the server process of the
+    writer, which notifies this process by itself."""
 
-    def __init__(self, server: Server, ring: Callable[[int], None], own: Callable[[], int]) -> None:
+    def __init__(
+        self, server: PostgresServer, notify: Callable[[int], None], own: Callable[[], int]
+    ) -> None:
         self._server = server
-        self._ring = ring
+        self._notify = notify
         self._own = own
-        self._conn: psycopg.Connection[Row] | None = self._connect()
+        self._conn: psycopg.Connection[PostgresRow] | None = self._connect()
         self._wake, self._waker = os.pipe()
         self._open = True
         self._silent = False
@@ -46,7 +48,7 @@ class Listener:
         os.close(self._wake)
         os.close(self._waker)
 
-    def _connect(self) -> psycopg.Connection[Row]:
+    def _connect(self) -> psycopg.Connection[PostgresRow]:
         conn = self._server.connect()
         conn.execute(f"listen {CHANNEL}")
         return conn
@@ -60,22 +62,22 @@ class Listener:
                 else:
                     topics = self._heard(self._conn)
             except psycopg.OperationalError:  # the server is away: nothing can change meanwhile
-                self._hang_up()
+                self._stop_listening()
                 continue
             except Exception:  # noqa: BLE001 - whoever waits here would not hear of it
-                self._hang_up()
+                self._stop_listening()
                 topics = ALL
             if topics:
-                self._ring(topics)
-        self._hang_up()
+                self._notify(topics)
+        self._stop_listening()
 
-    def _hang_up(self) -> None:
+    def _stop_listening(self) -> None:
         if self._conn is not None:
             self._conn.close()
         self._conn = None
 
     def _closed(self, seconds: float) -> bool:
-        """Waits for a ring, for `seconds`, or for `close`."""
+        """Waits for a notification, for `seconds`, or for `close`."""
         files = select.poll()  # unlike `select`, for files of any number
         files.register(self._wake, select.POLLIN)
         if self._conn is not None:
@@ -85,7 +87,7 @@ class Listener:
         self._silent = not ready
         return self._wake in ready
 
-    def _heard(self, conn: psycopg.Connection[Row]) -> int:
+    def _heard(self, conn: psycopg.Connection[PostgresRow]) -> int:
         """All that is waiting, as one set of topics; after a silence every topic."""
         if self._silent:
             return ALL

@@ -1,4 +1,4 @@
-"""Transactions on PostgreSQL: the writer's session and the readers' snapshots.
+"""Transactions on PostgreSQL: the writer's session and the readers' connections.
 
 Always true: what was told to be committed is committed once. A connection that breaks during a
 commit leaves it open whether the transaction took place; the next connection asks the server
@@ -18,7 +18,14 @@ import psycopg
 from psycopg.pq import TransactionStatus
 from psycopg_pool import ConnectionPool
 
-from agentrl.store.postgres.connection import PAUSE, Connection, Row, Server, configure, row_factory
+from agentrl.store.postgres.connection import (
+    PAUSE,
+    PostgresConnection,
+    PostgresRow,
+    PostgresServer,
+    configure,
+    row_factory,
+)
 
 PATIENCE = 60.0  # seconds in which a server must be back before callers hear of it
 CHANNEL = "agentrl"
@@ -37,10 +44,10 @@ class PostgresSession:
 
     errors: tuple[type[Exception], ...] = (psycopg.Error,)
 
-    def __init__(self, server: Server, clock: Callable[[], float] | None = None) -> None:
+    def __init__(self, server: PostgresServer, clock: Callable[[], float] | None = None) -> None:
         self._server, self._clock = server, clock
         self._raw = server.connect()
-        self.conn = Connection(self._raw)
+        self.conn = PostgresConnection(self._raw)
         self._away: psycopg.OperationalError | None = None  # why the last try to connect failed
 
     @property
@@ -73,17 +80,17 @@ class PostgresSession:
             if self._raw.info.transaction_status is not TransactionStatus.IDLE:
                 self.conn.execute("rollback")
 
-    def intact(self, error: Exception) -> bool:
+    def can_continue(self, error: Exception) -> bool:
         return not self._raw.broken and not isinstance(error, AGAIN)
 
-    def recover(self, error: Exception, since: float) -> bool:
+    def can_retry(self, error: Exception, since: float) -> bool:
         if self._raw.broken or self._raw.closed:
             return self._reconnect(since)
         return isinstance(error, AGAIN) and time.monotonic() - since < PATIENCE
 
-    def explained(self, error: Exception) -> Exception:
+    def to_store_error(self, error: Exception) -> Exception:
         lost = isinstance(error, psycopg.OperationalError) and self._raw.closed
-        return self._server.explained(self._away if lost and self._away else error)
+        return self._server.to_store_error(self._away if lost and self._away else error)
 
     def close(self) -> None:
         self._raw.close()
@@ -97,7 +104,7 @@ class PostgresSession:
                 self._away = error
                 time.sleep(PAUSE)
             else:
-                self.conn = Connection(self._raw)
+                self.conn = PostgresConnection(self._raw)
                 return True
         return False
 
@@ -120,18 +127,18 @@ class PostgresSession:
         return status
 
 
-class PostgresSnapshots:
-    """A pool of connections for reading: see `database.Snapshots`."""
+class PostgresReadPool:
+    """A pool of connections for reading: see `database.ReadPool`."""
 
     threads = 4
     errors: tuple[type[Exception], ...] = (psycopg.Error, UnicodeError)
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: PostgresServer) -> None:
         self.name = server.url
         self._server = server
-        self._pool: ConnectionPool[psycopg.Connection[Row]] = ConnectionPool(
+        self._pool: ConnectionPool[psycopg.Connection[PostgresRow]] = ConnectionPool(
             server.url,
-            connection_class=psycopg.Connection[Row],
+            connection_class=psycopg.Connection[PostgresRow],
             kwargs={**server.options, "autocommit": True, "row_factory": row_factory},
             configure=configure,
             min_size=1,
@@ -141,23 +148,23 @@ class PostgresSnapshots:
         )
 
     @contextlib.contextmanager
-    def snapshot(self) -> Iterator[Connection]:
+    def read_transaction(self) -> Iterator[PostgresConnection]:
         with self._pool.connection() as raw:
             raw.execute("begin isolation level repeatable read read only")
             try:
-                yield Connection(raw)
+                yield PostgresConnection(raw)
             finally:
                 if not raw.broken:
                     raw.execute("rollback")
 
-    def recover(self, error: Exception, since: float) -> bool:
+    def can_retry(self, error: Exception, since: float) -> bool:
         if not _lost(error) or time.monotonic() - since > PATIENCE:
             return False
         time.sleep(PAUSE)  # the pool makes new connections meanwhile
         return True
 
-    def explained(self, error: Exception) -> Exception:
-        return self._server.explained(error)
+    def to_store_error(self, error: Exception) -> Exception:
+        return self._server.to_store_error(error)
 
     def close(self) -> None:
         self._pool.close()

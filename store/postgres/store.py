@@ -35,9 +35,9 @@ import psycopg
 
 from agentrl.store.feed import Feed
 from agentrl.store.postgres import migrations
-from agentrl.store.postgres.connection import Server
-from agentrl.store.postgres.notify import Listener
-from agentrl.store.postgres.session import PostgresSession, PostgresSnapshots
+from agentrl.store.postgres.connection import PostgresServer
+from agentrl.store.postgres.notify import ChangeListener
+from agentrl.store.postgres.session import PostgresReadPool, PostgresSession
 from agentrl.store.sqlstore import SqlStore
 
 
@@ -45,20 +45,20 @@ class PostgresStore(SqlStore):
     def __init__(
         self, url: str, *, create: bool = True, clock: Callable[[], float] | None = None
     ) -> None:
-        server = Server.parse(url)
+        server = PostgresServer.parse(url)
         migrations.prepare(server, create=create)
         feed = Feed()
         try:
             session = PostgresSession(server, clock)
-            listener = Listener(server, feed.ring, lambda: session.pid)
+            listener = ChangeListener(server, feed.notify, lambda: session.pid)
         except psycopg.Error as error:
-            raise server.explained(error) from error
+            raise server.to_store_error(error) from error
         super().__init__(
             server.url,
             session,
-            PostgresSnapshots(server),
+            PostgresReadPool(server),
             feed,
-            ring=feed.ring,
-            hang_up=listener.close,
+            notify=feed.notify,
+            stop_listening=listener.close,
             shrink=server.vacuum,
         )

@@ -49,6 +49,9 @@ from attempts a join rollouts r on r.id = a.rollout_id
 where a.claim_id = ?
 order by a.rowid;
 
+-- name: claims
+select id, run_id, claim_id from attempts where id in (select value from json_each(?));
+
 -- name: any_suspect
 select 1 from rollouts where together is not null and state in ('queued', 'running') limit 1;
 

@@ -7,7 +7,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qsl
@@ -24,6 +24,7 @@ UNFIT = (
     sqlite3.InterfaceError,
 )
 PAUSE = 0.001  # seconds between two tries for the write lock
+CHANGES = 1000  # rows written until it is worth two disk syncs
 CHECKPOINT = 16_000  # pages of write-ahead log before the writer itself copies them back
 
 
@@ -75,20 +76,20 @@ class Location:
 
     def vacuum(self) -> None:
         """Writes the file anew, without free pages. Other writers wait for it, readers do not."""
-        with self.explained(), closing(self.connect()) as conn:
+        with self.translated_errors(), closing(self.connect()) as conn:
             conn.execute("vacuum")
             conn.execute("pragma wal_checkpoint(truncate)")
 
     @contextmanager
-    def explained(self) -> Iterator[None]:
+    def translated_errors(self) -> Iterator[None]:
         """Turns SQLite's errors into one sentence that names the file."""
         try:
             yield
         except (sqlite3.Error, *UNFIT) as error:
-            raise explained(self.path, error) from error
+            raise to_store_error(self.path, error) from error
 
 
-class Moved(sqlite3.OperationalError):
+class StoreFileMoved(sqlite3.OperationalError):
     """Nobody will find what is written: the file is not at its path any more."""
 
 
@@ -100,14 +101,14 @@ class StoreFile:
         self._number = self._found()
 
     def check(self) -> None:
-        """Raises Moved where its path leads to another file by now, or to none."""
+        """Raises StoreFileMoved where its path leads to another file by now, or to none."""
         if self._found() != self._number:
-            raise Moved
+            raise StoreFileMoved
 
     def cause(self, error: Exception) -> Exception:
-        """Moved in the place of an error that another file at the path may have caused."""
+        """StoreFileMoved in the place of an error that another file at the path may have caused."""
         moved = isinstance(error, sqlite3.Error) and self._found() != self._number
-        return Moved() if moved else error
+        return StoreFileMoved() if moved else error
 
     def _found(self) -> tuple[int, int] | None:
         try:
@@ -157,20 +158,54 @@ class SqliteSession:
         if self.conn.in_transaction:
             self.conn.execute("rollback")
 
-    def intact(self, error: Exception) -> bool:
+    def can_continue(self, error: Exception) -> bool:
         return self.conn.in_transaction  # a full disk undoes everything
 
-    def recover(self, error: Exception, since: float) -> bool:
+    def can_retry(self, error: Exception, since: float) -> bool:
         return False  # the one lock is taken first, and waited for there
 
-    def explained(self, error: Exception) -> Exception:
-        return explained(self._path, self._file.cause(error))
+    def to_store_error(self, error: Exception) -> Exception:
+        return to_store_error(self._path, self._file.cause(error))
 
     def close(self) -> None:
         self.conn.close()
 
 
-class SqliteSnapshots:
+class WalCheckpointer:
+    """A passive checkpoint blocks neither readers nor writers."""
+
+    def __init__(self, location: Location) -> None:
+        self._location = location
+        self._seen = 0
+        self._due = threading.Event()
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, name="store-checkpoint", daemon=True)
+        self._thread.start()
+
+    def committed(self, conn: sqlite3.Connection) -> None:
+        """Called by the writer after a commit."""
+        if conn.total_changes - self._seen >= CHANGES:
+            self._seen = conn.total_changes
+            self._due.set()
+
+    def close(self) -> None:
+        self._closed = True
+        self._due.set()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        conn = self._location.connect()
+        conn.execute("pragma busy_timeout = 0")  # another process is at it: so much the better
+        try:
+            while self._due.wait() and not self._closed:
+                self._due.clear()
+                with suppress(sqlite3.Error):  # the writer meets the same, and says so
+                    conn.execute("pragma wal_checkpoint(passive)").fetchall()
+        finally:
+            conn.close()
+
+
+class SqliteReadPool:
     """A read-only connection for each reading thread, never blocked by the writer."""
 
     threads = 2
@@ -183,7 +218,7 @@ class SqliteSnapshots:
         self._opened: list[sqlite3.Connection] = []
 
     @contextmanager
-    def snapshot(self) -> Iterator[sqlite3.Connection]:
+    def read_transaction(self) -> Iterator[sqlite3.Connection]:
         self._file.check()
         conn: sqlite3.Connection | None = getattr(self._local, "conn", None)
         if conn is None:
@@ -198,29 +233,29 @@ class SqliteSnapshots:
             if conn.in_transaction:  # some errors have ended it, and are to be met, not this one
                 conn.execute("rollback")
 
-    def recover(self, error: Exception, since: float) -> bool:
+    def can_retry(self, error: Exception, since: float) -> bool:
         return False
 
-    def explained(self, error: Exception) -> Exception:
-        return explained(self._location.path, self._file.cause(error))
+    def to_store_error(self, error: Exception) -> Exception:
+        return to_store_error(self._location.path, self._file.cause(error))
 
     def close(self) -> None:
         for conn in self._opened:
             conn.close()
 
 
-def explained(path: Path, error: Exception) -> Exception:
+def to_store_error(path: Path, error: Exception) -> Exception:
     """SQLite's errors as ours; any other as it is."""
     if isinstance(error, UNFIT):
         return Invalid(f"A value cannot be stored: {error}.")
     if isinstance(error, sqlite3.Error):
-        return Unavailable(explain(path, error))
+        return Unavailable(describe_error(path, error))
     return error
 
 
-def explain(path: Path, error: sqlite3.Error) -> str:
+def describe_error(path: Path, error: sqlite3.Error) -> str:
     """What happened to the file and what to do."""
-    if isinstance(error, Moved):
+    if isinstance(error, StoreFileMoved):
         return (
             f"Store {path}: the file was deleted, moved or replaced while it was in use; start "
             "again where it is now."

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from agentrl.errors import StoreError
-from agentrl.store.queries import FOLDER
+from agentrl.store.database import SQL_FOLDER
 from agentrl.store.sqlite.connection import Location
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SET = "agentrl"
 APPLICATION_ID = 0x61726C31  # "arl1" in the file's header: this database is a store
-SCRIPTS = {path.stem: path for path in sorted((FOLDER / "migrations").glob("*.sql"))}
+SCRIPTS = {path.stem: path for path in sorted((SQL_FOLDER / "migrations").glob("*.sql"))}
 
 
 def prepare(location: Location, *, create: bool = True) -> None:
@@ -40,7 +40,7 @@ def prepare(location: Location, *, create: bool = True) -> None:
             f"Store {location.path}: its folder cannot be created ({error.strerror}); "
             "choose a writable one."
         ) from error
-    with location.explained():
+    with location.translated_errors():
         conn = location.connect()
         try:
             _check_header(conn, location)

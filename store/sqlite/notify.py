@@ -1,9 +1,9 @@
-"""The doorbell between processes that share a store file.
+"""Change notifications between processes that share a store file.
 
 Owns: one Unix datagram socket per open store, in a folder of the temporary directory named after
 the file's device and inode, and one thread that listens to it. Always true: the folder, whose name
-can be guessed, is this user's and open to nobody else, or it is not used; a ring is only a hint to
-look; what it carries is one byte of topics, and a lost one costs at most `SLOW` seconds, because
+can be guessed, is this user's and open to nobody else, or it is not used; a notification is only a
+hint to look; it carries one byte of topics, and a lost one costs at most `SLOW` seconds, because
 the thread also watches the file's own change counter (`pragma data_version`), and whether the file
 is still there: who waits must look, and hear of it. That is all there is where sockets are missing
 or the processes share no temporary directory.
@@ -31,12 +31,12 @@ SLOW = 1.0  # seconds
 CLOSE = b"\0"
 
 
-class Bell:
-    """Rings the other processes and passes their rings to `ring`."""
+class ChangeNotifier:
+    """Notifies the other processes, and passes their notifications to `notify`."""
 
-    def __init__(self, location: Location, file: StoreFile, ring: Callable[[int], None]) -> None:
+    def __init__(self, location: Location, file: StoreFile, notify: Callable[[int], None]) -> None:
         self._location, self._file = location, file
-        self._ring = ring
+        self._notify = notify
         self._folder = folder(location.path)
         self._name = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._socket = self._bind()
@@ -45,7 +45,7 @@ class Bell:
         self._thread = threading.Thread(target=self._listen, name="store-bell", daemon=True)
         self._thread.start()
 
-    def ring_others(self, topics: int) -> None:
+    def notify_others(self, topics: int) -> None:
         """Called by the writer after a commit. Never blocks, never fails."""
         if self._sender is None:
             return
@@ -102,12 +102,12 @@ class Bell:
                 with closing(self._location.connect(readonly=True)) as conn:
                     self._hear(conn)
             except Exception:  # noqa: BLE001 - whoever waits here would not hear of it
-                self._ring(ALL)
+                self._notify(ALL)
                 self._closed.wait(SLOW)
 
     def _hear(self, conn: sqlite3.Connection) -> None:
         seen, checked = _version(conn), time.monotonic()
-        self._ring(ALL)  # who looked before this version was seen would not hear of it
+        self._notify(ALL)  # who looked before this version was seen would not hear of it
         while not self._closed.is_set():
             topics = self._receive()
             if time.monotonic() - checked >= SLOW:
@@ -116,7 +116,7 @@ class Bell:
                 if version != seen:
                     seen, topics = version, ALL
             if topics:
-                self._ring(topics)
+                self._notify(topics)
 
     def _receive(self) -> int:
         """All that is waiting, as one set of topics; none after `SLOW` seconds of silence."""

@@ -7,9 +7,14 @@ from collections.abc import Callable
 
 from agentrl.store.feed import Feed
 from agentrl.store.sqlite import migrations
-from agentrl.store.sqlite.connection import Location, SqliteSession, SqliteSnapshots, StoreFile
-from agentrl.store.sqlite.notify import Bell
-from agentrl.store.sqlite.wal_checkpoint import Checkpoints
+from agentrl.store.sqlite.connection import (
+    Location,
+    SqliteReadPool,
+    SqliteSession,
+    StoreFile,
+    WalCheckpointer,
+)
+from agentrl.store.sqlite.notify import ChangeNotifier
 from agentrl.store.sqlstore import SqlStore
 
 
@@ -20,25 +25,25 @@ class SqliteStore(SqlStore):
         migrations.prepare(location, create=create)
         feed = Feed()
         file = StoreFile(location.path)
-        bell = Bell(location, file, feed.ring)
-        checkpoints = Checkpoints(location)
+        notifier = ChangeNotifier(location, file, feed.notify)
+        checkpoints = WalCheckpointer(location)
 
-        def ring(topics: int) -> None:
-            feed.ring(topics)
-            bell.ring_others(topics)
+        def notify(topics: int) -> None:
+            feed.notify(topics)
+            notifier.notify_others(topics)
 
-        def hang_up() -> None:
-            bell.close()
+        def stop_listening() -> None:
+            notifier.close()
             checkpoints.close()
 
         session = SqliteSession(location, file, checkpoints.committed, clock or time.time)
-        snapshots = SqliteSnapshots(location, file)
+        read_pool = SqliteReadPool(location, file)
         super().__init__(
             location.url,
             session,
-            snapshots,
+            read_pool,
             feed,
-            ring=ring,
-            hang_up=hang_up,
+            notify=notify,
+            stop_listening=stop_listening,
             shrink=location.vacuum,
         )

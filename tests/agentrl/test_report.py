@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from agentrl.config import resolve
-from agentrl.telemetry.report import roles, scores, unheard
-from agentrl.telemetry.standings import standings
+from agentrl.telemetry.report import (
+    policies_without_calls,
+    reward_curves,
+    score_table,
+    win_rate_table,
+)
 from agentrl.types import StepRow
 
 
@@ -17,8 +21,8 @@ def test_each_role_has_a_curve_of_its_own() -> None:
         row(0, **{"reward/mean": 0.5, "role/planner/reward": 0.25, "role/a/b/reward": 1.0}),
         row(1, **{"reward/mean": 0.5, "role/a/b/reward": 0.0, "role/planner/tokens": 9.0}),
     ]
-    assert roles(steps) == {"planner": [(0, 0.25)], "a/b": [(0, 1.0), (1, 0.0)]}
-    assert roles([row(0, **{"reward/mean": 0.5})]) == {}
+    assert reward_curves(steps) == {"planner": [(0, 0.25)], "a/b": [(0, 1.0), (1, 0.0)]}
+    assert reward_curves([row(0, **{"reward/mean": 0.5})]) == {}
 
 
 def test_held_out_scores_of_roles_are_shown_under_those_of_all() -> None:
@@ -29,7 +33,7 @@ def test_held_out_scores_of_roles_are_shown_under_those_of_all() -> None:
         "eval/sampled": 2.5,
     }
     after = {"eval/score": 0.5, "eval/score/a": 0.25, "eval/score/b": 4.5, "eval/sampled": 3.5}
-    table = scores([row(0, **before), row(7, **after)])
+    table = score_table([row(0, **before), row(7, **after)])
     assert list(zip(*(column.cells for column in table.columns), strict=True)) == [
         ("score", "1.5", "50.0%"),
         ("  a", "-", "25.0%"),
@@ -40,7 +44,7 @@ def test_held_out_scores_of_roles_are_shown_under_those_of_all() -> None:
 
 
 def test_without_held_out_tasks_there_is_no_table() -> None:
-    assert scores([row(0, **{"reward/mean": 0.5}), row(1)]).row_count == 0
+    assert score_table([row(0, **{"reward/mean": 0.5}), row(1)]).row_count == 0
 
 
 def test_a_policy_whose_roles_never_speak_is_named() -> None:
@@ -54,11 +58,11 @@ def test_a_policy_whose_roles_never_speak_is_named() -> None:
         row(0, **spoken, **{"solver/calls": 0.0, "planer/calls": 0.0}),
         row(1, **spoken, **{"solver/calls": 3.0, "planer/calls": 0.0}),
     ]
-    assert unheard(config, steps) == {
+    assert policies_without_calls(config, steps) == {
         "planer": "the policy 'planer' has learned nothing: no call was made in its roles "
         "('planer'); the roles that spoke are 'planner', 'solver'"
     }
-    assert unheard(resolve({}, source="test"), [row(0, calls=0.0)]) == {}
+    assert policies_without_calls(resolve({}, source="test"), [row(0, calls=0.0)]) == {}
 
 
 def test_a_pool_is_shown_as_who_beat_whom_by_when() -> None:
@@ -71,11 +75,11 @@ def test_a_pool_is_shown_as_who_beat_whom_by_when() -> None:
         row(2, **after, **rates),
         StepRow(run="run", step=3, metrics={"eval/score": 1.0}, committed=False, at=0.0),
     ]
-    table = standings(steps)
+    table = win_rate_table(steps)
     assert table is not None
     assert [column.header for column in table.columns] == ["", "@0", "@2", "Elo"]
     shown = list(zip(*(column.cells for column in table.columns), strict=True))
     assert shown == [
         ("@0", "", "", "980"), ("@2", "75%", "", "1001"), ("in the end", "90%", "55%", "1030"),
     ]  # fmt: skip
-    assert standings([row(0, **{"reward/mean": 0.5})]) is standings([]) is None
+    assert win_rate_table([row(0, **{"reward/mean": 0.5})]) is win_rate_table([]) is None

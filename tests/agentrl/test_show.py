@@ -2,7 +2,7 @@ from typing import Any
 
 from rich.console import Console
 
-from agentrl.telemetry.show import render
+from agentrl.telemetry.show import render_trace
 from agentrl.types import (
     Branch,
     ErrorKind,
@@ -61,7 +61,7 @@ def printed(failure: Failure | None = None, **more: Any) -> str:
     ]
     trace = Trace(rollout=rollout, attempt="a" * 32, transitions=transitions, spans=[])
     console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
-    console.print(render(trace))
+    console.print(render_trace(trace))
     console.file.close()
     return console.export_text()
 

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,19 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from agentrl.config import MetricsConfig, RunConfig, resolve
-from agentrl.config import sinks as sink_settings
+from agentrl.config import MetricsConfig, RunConfig, resolve, sinks
 from agentrl.errors import ConfigError, SinkError
 from agentrl.processes import Child
 from agentrl.store import open_store
-from agentrl.telemetry.sinks import exporter, follow
-from agentrl.telemetry.sinks.base import Mark, load_mark, mark_file, plain, save_mark, settings
+from agentrl.telemetry.sinks import base, process
+from agentrl.telemetry.sinks.base import (
+    SinkPosition,
+    load_position,
+    plain_name,
+    position_file,
+    public_settings,
+    save_position,
+)
 from agentrl.types import StepCommit, StepRow
 
 NAN = float("nan")
@@ -66,64 +73,67 @@ async def train(run: RunConfig, first: int, last: int, evaluation: float | None 
             await store.log("r", last, {"eval/score": evaluation})
 
 
-# -- the mark --------------------------------------------------------------------------------------
+# -- the position ----------------------------------------------------------------------------------
 
 
-def test_what_is_due() -> None:
+def test_what_is_unwritten() -> None:
     rows = [row(0, a=1), row(1, a=2, b=NAN), row(2, committed=False, eval=5)]
-    assert [r.step for r in Mark(id="x").due(rows, steps=9)] == [0, 1]  # 2 may still change
-    assert [r.step for r in Mark(id="x", next=1).due(rows, steps=2)] == [1, 2]
-    (second, _) = Mark(id="x", next=1).due(rows, steps=2)
+    assert [r.step for r in SinkPosition(id="x").unwritten(rows, steps=9)] == [
+        0,
+        1,
+    ]  # 2 may still change
+    assert [r.step for r in SinkPosition(id="x", next=1).unwritten(rows, steps=2)] == [1, 2]
+    (second, _) = SinkPosition(id="x", next=1).unwritten(rows, steps=2)
     assert second.metrics == {"a": 2}
 
 
-def test_an_evaluation_after_the_last_step_is_due_once() -> None:
+def test_an_evaluation_after_the_last_step_is_written_once() -> None:
     """A run that is made longer trains from the step whose evaluation the sink has."""
-    mark = Mark(id="x", next=2).after(row(2, committed=False, eval=5))
-    assert (mark.next, mark.names) == (2, ("eval",))
-    assert not list(mark.due([row(2, committed=False, eval=5)], steps=2))
-    (rest,) = mark.due([row(2, eval=5, reward=1)], steps=4)
+    position = SinkPosition(id="x", next=2).after(row(2, committed=False, eval=5))
+    assert (position.next, position.names) == (2, ("eval",))
+    assert not list(position.unwritten([row(2, committed=False, eval=5)], steps=2))
+    (rest,) = position.unwritten([row(2, eval=5, reward=1)], steps=4)
     assert rest.metrics == {"reward": 1}
-    assert mark.after(rest) == Mark(id="x", next=3)
+    assert position.after(rest) == SinkPosition(id="x", next=3)
 
 
 def test_a_mark_keeps_its_id(tmp_path: Path) -> None:
     file = tmp_path / "metrics" / "x.json"
-    mark = load_mark(file)
-    assert load_mark(file) == mark
-    save_mark(file, mark.after(row(0, a=1)))
-    assert load_mark(file) == Mark(id=mark.id, next=1)
+    position = load_position(file)
+    assert load_position(file) == position
+    save_position(file, position.after(row(0, a=1)))
+    assert load_position(file) == SinkPosition(id=position.id, next=1)
 
 
 def test_a_damaged_mark_is_a_sentence(tmp_path: Path) -> None:
     file = tmp_path / "x.json"
     file.write_bytes(b"")
     with pytest.raises(SinkError, match=r"x\.json is damaged .*delete it"):
-        load_mark(file)
+        load_position(file)
 
 
 def test_backends_are_not_told_of_the_agents_variables(tmp_path: Path) -> None:
     run = msgspec.convert({"agent": {"env": {"KEY": "secret"}}, "steps": 7}, RunConfig)
-    shown = settings(run)
+    shown = public_settings(run)
     assert shown["steps"] == 7
     assert shown["algorithm.lr"] == run.algorithm.lr
     assert "secret" not in str(shown)
 
 
 def test_plain_names() -> None:
-    assert plain("reward/role:tact/the critic!") == "reward/role:tact/the critic_"
+    assert plain_name("reward/role:tact/the critic!") == "reward/role:tact/the critic_"
 
 
 # -- following the store ---------------------------------------------------------------------------
 
 
-class Memory:
+class MemorySink:
     """A backend that fails at the steps it is told to fail at."""
 
     def __init__(self, *bad: int) -> None:
         self.bad, self.rows, self.opened, self.closed = set(bad), list[StepRow](), 0, 0
 
-    def __call__(self, name: str, run: RunConfig, mark: Mark) -> Memory:
+    def __call__(self, name: str, run: RunConfig, position: SinkPosition) -> MemorySink:
         self.opened += 1
         return self
 
@@ -137,17 +147,17 @@ class Memory:
 
 
 async def drain(run: RunConfig) -> None:
-    stop = asyncio.Event()
-    stop.set()
+    run_ended = threading.Event()
+    run_ended.set()
     async with open_store(run.store) as store:
-        await follow.follow(store, run, "memory", stop)
+        await process.write_steps(store, run, "memory", run_ended)
 
 
 async def test_a_failure_loses_nothing_and_doubles_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory, run = Memory(1), config(tmp_path)
-    monkeypatch.setattr(follow, "open_sink", memory)
+    memory, run = MemorySink(1), config(tmp_path)
+    monkeypatch.setattr(base, "open_sink", memory)
     await train(run, 0, 3)
     with pytest.raises(SinkError, match=r"metrics sink memory: the network is down\. Training"):
         await drain(run)
@@ -162,35 +172,35 @@ async def test_a_failure_loses_nothing_and_doubles_nothing(
 async def test_steps_are_written_as_they_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory, run, stop = Memory(), config(tmp_path), asyncio.Event()
-    monkeypatch.setattr(follow, "open_sink", memory)
-    monkeypatch.setattr(follow, "PAUSE", 0.0)
+    memory, run, run_ended = MemorySink(), config(tmp_path), threading.Event()
+    monkeypatch.setattr(base, "open_sink", memory)
+    monkeypatch.setattr(process, "POLL", 0.01)
     await train(run, 0, 1)
     wrote = asyncio.Event()
     monkeypatch.setattr(memory, "write", lambda step: (memory.rows.append(step), wrote.set()))
     async with open_store(run.store) as store:
-        following = asyncio.create_task(follow.follow(store, run, "memory", stop))
+        following = asyncio.create_task(process.write_steps(store, run, "memory", run_ended))
         for number in range(1, 4):
             await wrote.wait()
             wrote.clear()
             await train(run, number, number + (number < 3), 0.5 if number == 3 else None)
-        stop.set()
+        run_ended.set()
         await following
     assert [r.step for r in memory.rows] == [0, 1, 2, 3]
     assert memory.rows[3].metrics == {"eval/score": 0.5}
 
 
 async def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory, run = Memory(), config(tmp_path)
-    monkeypatch.setattr(follow, "open_sink", memory)
+    memory, run = MemorySink(), config(tmp_path)
+    monkeypatch.setattr(base, "open_sink", memory)
     await train(run, 0, 1)
-    load_mark(mark_file(run, "memory"))
+    load_position(position_file(run, "memory"))
 
-    def full(file: Path, mark: Mark) -> None:
+    def full(file: Path, position: SinkPosition) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(follow, "save_mark", full)
+        patch.setattr(process, "save_position", full)
         with pytest.raises(SinkError, match=r"memory: .*No space left on device\. Training goes"):
             await drain(run)
     await drain(run)
@@ -199,23 +209,23 @@ async def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.Mon
 
 STUCK = """
 import sys, time
-from agentrl.telemetry.sinks import follow
+from agentrl.telemetry.sinks import base, process
 class Stuck:
     def write(self, row): print("writing", flush=True); time.sleep(600)
     def close(self): ...
-follow.open_sink = lambda *_: Stuck()
-follow.DRAIN = follow.SLACK = 0.5
+base.open_sink = lambda *_: Stuck()
+process.DRAIN = process.SLACK = 0.5
 import msgspec
 from agentrl.config import RunConfig
-follow.main(msgspec.json.decode(sys.argv[1], type=RunConfig), "memory")
+process.main(msgspec.json.decode(sys.argv[1], type=RunConfig))
 """
 
 
 async def test_a_sink_that_a_killed_front_left_behind_ends_before_the_next_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, memory = config(tmp_path), Memory()
-    monkeypatch.setattr(follow, "open_sink", memory)
+    run, memory = config(tmp_path, "memory"), MemorySink()
+    monkeypatch.setattr(base, "open_sink", memory)
     await train(run, 0, 1)
     pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
     left = await asyncio.create_subprocess_exec(
@@ -224,8 +234,8 @@ async def test_a_sink_that_a_killed_front_left_behind_ends_before_the_next_begin
     assert left.stdout is not None
     assert left.stdin is not None
     assert await left.stdout.readline() == b"writing\n"
-    lock = mark_file(run, "memory").with_suffix(".lock")
-    waiting = asyncio.create_task(asyncio.to_thread(follow._locked, lock))
+    lock = position_file(run, "memory").with_suffix(".lock")
+    waiting = asyncio.create_task(asyncio.to_thread(process._locked, lock))
     done, _ = await asyncio.wait([waiting], timeout=0.2)
     assert not done
     left.stdin.close()  # as when the front is killed
@@ -236,21 +246,111 @@ async def test_a_sink_that_a_killed_front_left_behind_ends_before_the_next_begin
 async def test_the_stores_failure_is_not_the_sinks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follow, "open_sink", Memory())
+    monkeypatch.setattr(base, "open_sink", MemorySink())
     store: Any = Broken()
     with pytest.raises(ZeroDivisionError):
-        await follow.follow(store, config(tmp_path), "memory", asyncio.Event())
+        await process.write_steps(store, config(tmp_path), "memory", threading.Event())
 
 
 class Broken:
-    async def cursor(self) -> int:
-        return 0
-
     async def steps(self, run: str, *, after: int) -> list[StepRow]:
-        return []
-
-    async def wait(self, cursor: int) -> int:
         raise ZeroDivisionError
+
+
+# -- sinks from outside the library ----------------------------------------------------------------
+
+CSV = (Path(__file__).parents[2] / "examples" / "plugins" / "sink.py").read_text()
+BROKEN = """
+import time
+
+class Hangs:
+    def __init__(self, config, position): time.sleep(600)
+    def write(self, row): ...
+    def close(self): ...
+
+class Fails(Hangs):
+    def __init__(self, config, position): raise SystemExit("no licence")
+
+def nothing(config, position): ...
+def three(config, position, more): ...
+class Mute:
+    def __init__(self, config, position): ...
+"""
+LOUD = """
+import csv_sink, sys
+
+class Csv(csv_sink.Csv):
+    def write(self, row):
+        super().write(row)
+        print("wrote", row.step, file=sys.stderr, flush=True)
+"""
+MAIN = """
+import sys, msgspec
+from agentrl.config import RunConfig
+from agentrl.telemetry.sinks import process
+process.DRAIN = 3.0
+process.main(msgspec.json.decode(sys.argv[1], type=RunConfig))
+"""
+
+
+def test_a_sink_that_fails_or_hangs_delays_no_other(tmp_path: Path) -> None:
+    for name, text in (("csv_sink", CSV), ("loud", LOUD), ("broken", BROKEN)):
+        (tmp_path / f"{name}.py").write_text(text)
+    names = ["broken.py:Hangs", "broken.py:Fails", "broken.py:nothing", "loud.py:Csv"]
+    run = msgspec.structs.replace(config(tmp_path, *names), root=str(tmp_path))
+    asyncio.run(train(run, 0, 3))
+    expected = {
+        "metrics sink broken.py:Fails: no licence. Training goes on",
+        "returned NoneType, which is no Sink: it has no write, close",
+        "wrote 2",
+    }
+    child = subprocess.Popen(
+        [sys.executable, "-c", MAIN, msgspec.json.encode(run).decode()],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stderr is not None
+    while expected:
+        line = child.stderr.readline()
+        assert line, f"it ended without {expected}"
+        expected -= {text for text in expected if text in line}
+    _, errors = child.communicate()  # ends its input
+    assert "metrics sink broken.py:Hangs: it did not end within" in errors
+    assert "Csv" not in errors
+    assert child.returncode == 1
+    assert (tmp_path / "reward.csv").read_text() == "0 0.0\n1 0.1\n2 0.2\n"
+    assert load_position(position_file(run, "loud.py:Csv")).next == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("broken.py:Fail", r"it has no 'Fail'; did you mean 'Fails'"),
+        ("broken.py:three", r"three \(.*broken\.py:\d+\) must take \(config, position\)"),
+        ("broken.py:Mute", r"Mute \(.*broken\.py:\d+\) is no Sink: it has no write, close"),
+        ("missing.py:Csv", r"there is no file .*missing\.py"),
+    ],
+)
+def test_what_is_no_sink_is_refused_before_a_run(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    run = msgspec.structs.replace(config(tmp_path, name), root=str(tmp_path))
+    with pytest.raises(ConfigError, match=rf"metrics\.sinks.*{message}"):
+        base.check_sinks(run)
+
+
+def test_a_package_may_register_sinks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "csv_sink.py").write_text(CSV)
+    found = tmp_path / "csv_sink-1.0.dist-info"
+    found.mkdir()
+    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: csv-sink\nVersion: 1.0\n")
+    (found / "entry_points.txt").write_text("[agentrl.sinks]\ncsv = csv_sink:Csv\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    run = resolve({"metrics": {"sinks": ["csv"]}, "output": str(tmp_path)}, source="run.toml")
+    base.check_sinks(run)
+    sink = base.open_sink("csv", run, SinkPosition(id="x"))
+    sink.close()
+    assert type(sink).__name__ == "Csv"
 
 
 # -- the real ones ---------------------------------------------------------------------------------
@@ -334,11 +434,11 @@ def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def export(run: RunConfig, name: str) -> None:
+def export(run: RunConfig) -> None:
     """One life of the sink's process: its standard input is at its end from the beginning."""
     folder = Path(run.output)
     (folder / "run.json").write_bytes(msgspec.json.encode(run))
-    done = python(folder, "-m", "agentrl", "sink", "start", name, str(folder / "run.json"))
+    done = python(folder, "-m", "agentrl", "sink", "start", str(folder / "run.json"))
     assert done.returncode == 0, done.stderr
 
 
@@ -355,16 +455,18 @@ async def test_a_backend_has_every_step_once(tmp_path: Path, name: str) -> None:
     pytest.importorskip(name)
     run = config(tmp_path, name, steps=2)
     await train(run, 0, 1)
-    export(run, name)
-    before = load_mark(mark_file(run, name))
+    export(run)
+    before = load_position(position_file(run, name))
     await train(run, 1, 2, evaluation=0.5)
-    export(run, name)
+    export(run)
     if name in ("tensorboard", "wandb"):  # the others show a step twice that was given twice
-        save_mark(mark_file(run, name), before)  # as if killed before it could write its mark
-        export(run, name)
+        save_position(
+            position_file(run, name), before
+        )  # as if killed before it could write its position
+        export(run)
     longer = msgspec.structs.replace(run, steps=3)
     await train(longer, 2, 3, evaluation=0.75)
-    export(longer, name)
+    export(longer)
     assert shown(run, name) == {
         "calls": [[0, 8.0], [1, 8.0], [2, 8.0]],
         "calls/refused": [[0, 2.0], [1, 2.0], [2, 2.0]],
@@ -382,7 +484,7 @@ def test_sinks_are_checked_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve({"metrics": {"sinks": ["wandbb"]}}, source="run.toml")
     with pytest.raises(ConfigError, match="'wandb' twice"):
         resolve({"metrics": {"sinks": ["wandb", "wandb"]}}, source="run.toml")
-    monkeypatch.setattr(sink_settings, "find_spec", lambda name: None)
+    monkeypatch.setattr(sinks, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"'trackio' is not installed.*agentrl\[trackio\]"):
         resolve({"metrics": {"sinks": ["trackio"]}}, source="run.toml")
 
@@ -392,7 +494,7 @@ def test_a_folder_that_a_backend_made_is_not_its_package(
 ) -> None:
     (tmp_path / "wandb_like").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    assert sink_settings.missing(["wandb_like", "json"]) == ["wandb_like"]
+    assert sinks.missing(["wandb_like", "json"]) == ["wandb_like"]
 
 
 # -- the front's side ------------------------------------------------------------------------------
@@ -418,39 +520,55 @@ class Scripted:
     async def stop(self, grace: float) -> None:
         self.process.returncode = self.codes.pop(0)
 
-    def last_error(self) -> str:
-        return "metrics sink x: no network."
-
 
 def test_a_sinks_failure_is_said_once_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory, run = MemorySink(0), config(tmp_path, "memory")
+    asyncio.run(train(run, 0, 1))
+    tries = [{0}, {0}, set[int]()]
+
+    def open_sink(*_: object) -> MemorySink:
+        memory.bad = tries.pop(0)
+        return memory
+
+    monkeypatch.setattr(base, "open_sink", open_sink)
+    monkeypatch.setattr(process, "PAUSE", 0.0)
+    monkeypatch.setattr(process, "POLL", 0.01)
+    thread = process.SinkThread(run, "memory")
+    thread.start()
+    while tries:
+        thread.join(0.01)
+    thread.run_ended.set()
+    thread.join()
+    assert (thread.error, [row.step for row in memory.rows]) == ("", [0])
+    assert caplog.text.count("metrics sink memory: the network is down.") == 1
+
+
+async def test_a_process_that_dies_is_reported_once_and_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(exporter, "PAUSE", 0.0)
-
-    async def scenario() -> None:
-        child: Any = Scripted(tmp_path / "log", 2, 2, 0)
-        sink = exporter.Exporter("x", child, Console(width=200))
-        child.ended.set()
-        await sink.keep()
-        assert child.lives == 3
-
-    asyncio.run(scenario())
-    assert capsys.readouterr().out.count("metrics sink x: no network.") == 1
+    monkeypatch.setattr(process, "PAUSE", 0.0)
+    child: Any = Scripted(tmp_path / "log", -11, -11, 0)
+    child.ended.set()
+    await process.SinksProcess(child, Console(width=200)).keep()
+    assert child.lives == 3
+    assert capsys.readouterr().out.count("metrics sinks: their process ended with code -11") == 1
 
 
-def test_a_sink_that_failed_has_a_last_chance(
+def test_a_process_that_died_has_a_last_chance(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def scenario() -> None:
-        child: Any = Scripted(tmp_path / "log", 2, -9)
-        sink = exporter.Exporter("x", child, Console(width=200))
+        child: Any = Scripted(tmp_path / "log", -11, -9)
+        sinks = process.SinksProcess(child, Console(width=200))
         await child.start()
         await child.wait()
-        await sink.stop()
+        await sinks.stop()
         assert child.lives == 2
 
     asyncio.run(scenario())
-    assert "it ended with code -9 before it had everything" in capsys.readouterr().out
+    assert "ended with code -9 before they had everything" in capsys.readouterr().out
 
 
 async def test_a_child_with_a_pipe_ends_with_its_input(tmp_path: Path) -> None:

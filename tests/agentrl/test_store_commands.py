@@ -1,21 +1,17 @@
-"""`agentrl store ...`: what it prints, and that a query changes nothing."""
+"""`agentrl store ...`: what it prints and what it refuses."""
 
 from __future__ import annotations
 
 import asyncio
-import csv
-import io
 import json
 import shutil
-import sqlite3
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
 from agentrl.cli.main import cli
-from agentrl.errors import Invalid, NotFound, StoreError, Unavailable
-from agentrl.store.readonly import ask
+from agentrl.errors import StoreError
 from tests.store.filled import fill
 
 
@@ -84,89 +80,3 @@ def test_which_store(tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(path.parent)
     assert refused("stats") == "There is no store below runs/: name one with --store."
     assert "no store at" in refused("stats", "--store", "sqlite:///missing.db")
-
-
-def test_formats(path: Path) -> None:
-    sql = (
-        "select t.id, tokens(prompt) as new, logprobs(logprobs) as lp, digest, null as void "
-        "from transitions t order by seq"
-    )
-    (row,) = json.loads(run("query", sql, "--format", "json", "--limit", "1").stdout)
-    assert (row["new"], row["lp"], row["void"]) == ("[101,7592,102]", "[-0.5,-1.5]", None)
-    assert len(row["digest"]) == 32
-    result = run("query", sql, "--format", "csv", "--limit", "2")
-    header, first, _ = csv.reader(io.StringIO(result.stdout))
-    assert header == ["id", "new", "lp", "digest", "void"]
-    assert first == [row["id"], row["new"], row["lp"], row["digest"], ""]
-    assert result.stderr == "There are more than 2 rows: raise --limit.\n"
-    table = run("query", "select 'x [red]' as a, zeroblob(99) as b").stdout
-    assert "x [red]" in table
-    assert "<99 bytes>" in table
-    assert run("query", "select 1 as a where 0", "--format", "json").stdout == "[]\n"
-    assert "same name" in refused("query", "select 1 as a, 2 as a", "--format", "json")
-
-
-WRITES = [
-    "delete from rollouts",
-    "update runs set step = 0",
-    "insert into runs select * from runs",
-    "with x as (select 1) delete from rollouts",
-    "drop table spans",
-    "create temp table t (x)",
-    "create view v as select 1",
-    "attach 'other.db' as other",
-    "vacuum",
-    "vacuum into 'copy.db'",
-    "begin immediate",
-    "pragma journal_mode = delete",
-    "pragma query_only = off",
-    "pragma user_version = 3",
-    "reindex",
-    "analyze",
-]
-
-
-@pytest.mark.parametrize("sql", WRITES)
-def test_a_query_changes_nothing(path: Path, sql: str) -> None:
-    before = path.read_bytes()
-    with pytest.raises(Invalid, match="A query only reads"):
-        ask(str(path), sql, limit=9)
-    assert path.read_bytes() == before
-    assert [entry.name for entry in Path().iterdir()] == ["runs"]
-
-
-@pytest.mark.parametrize(
-    ("sql", "why"),
-    [
-        ("selec 1", "The query is wrong: near"),
-        ("select missing", "no such column: missing"),
-        ("select 1; delete from rollouts", "A query is one statement."),
-        ("select load_extension('x')", "not authorized"),
-        ("select tokens(1)", "take a column of them"),
-        ("", "A query only reads"),
-    ],
-)
-def test_a_wrong_query(path: Path, sql: str, why: str) -> None:
-    with pytest.raises(Invalid) as caught:
-        ask(str(path), sql, limit=9)
-    assert why in str(caught.value)
-
-
-def test_a_query_beside_a_writer(path: Path) -> None:
-    """It sees what is committed, and waits for nobody."""
-    conn = sqlite3.connect(path)
-    conn.execute("update runs set step = 99")
-    assert ask(str(path), "select step from runs", limit=1).rows == [[3]]
-    conn.commit()
-    assert ask(str(path), "select step from runs", limit=1).rows == [[99]]
-    conn.close()
-
-
-def test_what_cannot_be_asked(tmp_path: Path) -> None:
-    with pytest.raises(Invalid, match="answers no SQL"):
-        ask("http://127.0.0.1:1", "select 1", limit=1)
-    with pytest.raises(NotFound, match="no store at"):
-        ask(str(tmp_path / "missing.db"), "select 1", limit=1)
-    (tmp_path / "notes.txt").write_text("dear diary, " * 100)
-    with pytest.raises(Unavailable, match="not an SQLite database"):
-        ask(str(tmp_path / "notes.txt"), "select * from runs", limit=1)

@@ -12,7 +12,7 @@ from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.telemetry import console as view
 from agentrl.telemetry import report
-from agentrl.telemetry.failures import FirstFailures
+from agentrl.telemetry.warnings import RunWarnings, roles_without_calls
 from agentrl.types import (
     ErrorKind,
     Failure,
@@ -113,7 +113,7 @@ async def test_lines_where_there_is_no_terminal(config: RunConfig) -> None:
     console = Console(file=io.StringIO(), width=120)
     async with open_store(config.store) as store:
         await short_run(store)
-        following = asyncio.create_task(view.follow(store, config, console))
+        following = asyncio.create_task(view.show_progress(store, config, console))
         assert isinstance(console.file, io.StringIO)
         cursor = await store.cursor()
         while "step 2/4" not in console.file.getvalue():
@@ -126,7 +126,7 @@ async def test_lines_where_there_is_no_terminal(config: RunConfig) -> None:
 async def test_the_first_failure_of_each_kind_is_said_at_once(config: RunConfig) -> None:
     """Once, on a line of its own, with the way to all of it; that of an earlier start is not."""
     console = Console(file=io.StringIO(), width=300)
-    told = FirstFailures(config)
+    warnings = RunWarnings(config, console)
     assert isinstance(console.file, io.StringIO)
     async with open_store(config.store) as store:
         await store.open_run("r", {})
@@ -135,11 +135,11 @@ async def test_the_first_failure_of_each_kind_is_said_at_once(config: RunConfig)
             for i in range(4)
         ]
         await finished(store, rollouts[:1], None)
-        await told.say(store, console)
+        await warnings.print_new(store, [])
         assert console.file.getvalue() == ""
         await finished(store, rollouts[1:3], None)
         for _ in range(2):
-            await told.say(store, console)
+            await warnings.print_new(store, [])
         await store.enqueue(rollouts[3:])
         (attempt,) = await store.claim(1, runner="test", lease=60)
         failure = Failure(kind=ErrorKind.MODEL, message="gone\nfor good " + "x" * 999)
@@ -147,7 +147,7 @@ async def test_the_first_failure_of_each_kind_is_said_at_once(config: RunConfig)
         await store.finish([retried])
         unseen = StepRow(run="r", step=0, metrics={"calls/tools_unseen": 3.0}, committed=True, at=0)
         for _ in range(2):
-            await told.say(store, console, [unseen])
+            await warnings.print_new(store, [unseen])
     lines = console.file.getvalue().splitlines()
     store_url = f"--store {config.store}"
     assert lines[0] == "agent_error: 3 attempts failed so far: it broke at [/INST]"
@@ -172,7 +172,7 @@ async def test_report(config: RunConfig) -> None:
     async with open_store(config.store) as store:
         await short_run(store)
         steps = await store.steps("r")
-        await report.write(store, config, steps, "/checkpoints/2", 9.0, console)
+        await report.print_report(store, config, steps, "/checkpoints/2", 9.0, console)
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     row = next(line for line in text.splitlines() if "score" in line)
@@ -192,12 +192,12 @@ async def test_a_role_of_the_run_file_that_never_speaks_is_named(tmp_path: Path)
     config = resolve(made | {"roles": {"agent": "policy", "critc": "policy"}}, source="test")
     async with open_store(config.store) as store:
         await short_run(store)
-        model, console = view.Progress(config), Console(file=io.StringIO(), width=400)
+        console = Console(file=io.StringIO(), width=400)
+        warnings = RunWarnings(config, console)
         for _ in range(2):
-            await model.update(store)
-            model.warn(console)
-        assert await view.silent_roles(store, resolve(made, source="test")) == ""
-        assert "the role 'agent'" in await view.silent_roles(store, spoken)
+            await warnings.print_new(store, await store.steps("r"))
+        assert await roles_without_calls(store, resolve(made, source="test")) == ""
+        assert "the role 'agent'" in await roles_without_calls(store, spoken)
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     assert text.count("no call was made in the first step in the role 'agent', 'critc'") == 1
@@ -208,7 +208,7 @@ async def test_a_quiet_view_prints_what_it_warns_of_alone(config: RunConfig) -> 
     console = Console(file=io.StringIO(), width=120)
     async with open_store(config.store) as store:
         await short_run(store)
-        following = asyncio.create_task(view.follow(store, config, console, quiet=True))
+        following = asyncio.create_task(view.show_progress(store, config, console, quiet=True))
         assert isinstance(console.file, io.StringIO)
         cursor = await store.cursor()
         while "not trained" not in console.file.getvalue():

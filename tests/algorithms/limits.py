@@ -12,7 +12,7 @@ from math import prod
 
 import torch
 
-from agentrl.algorithms.multiagent.critics import Kind, Shape, TeamCritic, Training
+from agentrl.algorithms.multiagent.critics import CriticTraining, Kind, TeamCritic, TeamShape
 from agentrl.algorithms.multiagent.episodes import Episode
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.team_rewards import Coalition, shapley
@@ -120,7 +120,9 @@ def learned(kind: Kind) -> float:
         for a, row in enumerate(PAYS)
         for b, pay in enumerate(row)
     ]
-    critic = TeamCritic(kind, Shape(2, 1, 3, 1), Training(updates=100, lr=0.02)).learned(played)
+    critic = TeamCritic(kind, TeamShape(2, 1, 3, 1), CriticTraining(updates=100, lr=0.02)).learned(
+        played
+    )
     return critic.advantages(played)[0, 0, 1].item()
 
 

@@ -3,29 +3,45 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 import agentrl.algorithms
-from agentrl.algorithms.presets.registry import presets
+from agentrl.algorithms.presets.catalogue import make, presets
 from tests.algorithms.train.test_update import Recorder, group, updater
 from tests.algorithms.worlds import Call, Play, world
 
 FOLDER = Path(str(agentrl.algorithms.__file__)).parent
+HELPERS = {"Batch", "Credit", "make", "modifier", "preset", "rewards", "standardise"}
 PAGE = (FOLDER / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_algorithm_runs() -> None:
+def test_the_algorithm_runs(tmp_path: Path) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
-    names: dict[str, Any] = {"__name__": "readme"}
+    (settings,) = re.findall(r"```toml\n(\[algorithm\]\npreset = \"mine.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "mine.py").write_text(block)
+    chosen = tomllib.loads(settings)["algorithm"]
+    other = tomllib.loads(
+        settings.replace("preset =", "#").replace("options =", "#").replace("# #", "")
+    )
+    batch = world(Play([Call()], 1.0), Play([Call()], 0.0))
     try:
-        exec(compile(block, "README.md", "exec", dont_inherit=True), names)
+        for settings in (chosen, other["algorithm"]):
+            algo = make(settings["preset"], settings["options"], root=tmp_path)
+            assert algo.rewards == ("outcome",)
+            assert algo.credit(batch).tolist() == [0.5, -0.25]
     finally:
         presets.pop("lenient", None)
-    assert names["algo"].rewards == ("outcome",)
-    batch = world(Play([Call()], 1.0), Play([Call()], 0.0))
-    assert names["algo"].credit(batch).tolist() == [0.5, -0.125]
+
+
+def test_what_a_preset_is_written_with_is_imported_from_one_place() -> None:
+    (table,) = re.findall(r"gives what a preset is written with:\n\n(.*?)\n\n", PAGE, re.DOTALL)
+    documented = {
+        name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])
+    }
+    assert all(hasattr(agentrl.algorithms, name) for name in agentrl.algorithms.HOME)
+    assert documented | HELPERS == set(agentrl.algorithms.HOME)
 
 
 def test_the_table_names_what_a_step_reports() -> None:
@@ -42,4 +58,4 @@ def test_the_table_names_what_a_step_reports() -> None:
 
 def test_the_modules_it_names_exist() -> None:
     for path in re.findall(r"`((?:\w+/)?\w+\.py)`", PAGE):
-        assert (FOLDER / path).is_file() or (FOLDER / "learners" / path).is_file(), path
+        assert (FOLDER / path).is_file(), path

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.rewards import dense
+from agentrl.algorithms.data.rewards import dense_ids
 
 NAN = math.nan
 
@@ -74,10 +74,10 @@ def world(*plays: Play, values: Sequence[float] = ()) -> Batch:
         groups=[str(g) for g in range(max(groups) + 1)],
         rollouts=[f"r{u}" for u in range(len(plays))],
         transitions=[f"t{s}" for s in range(len(calls))],
-        transition_state=dense([call.state for _, call in calls]),
+        transition_state=dense_ids([call.state for _, call in calls]),
         transition_repeats=torch.tensor([call.repeats for _, call in calls]).bool(),
-        transition_prompt=dense(_prompts(plays)),
-        transition_node=dense(
+        transition_prompt=dense_ids(_prompts(plays)),
+        transition_node=dense_ids(
             [s if call.node is None else str(call.node) for s, (_, call) in enumerate(calls)]
         ),
         transition_truncated=torch.tensor([call.truncated for _, call in calls]).bool(),

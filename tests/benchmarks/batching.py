@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from agentrl.algorithms.data.batch import Row
+from agentrl.algorithms.data.batch import TokenRow
 from agentrl.algorithms.data.merge import merge
 from agentrl.algorithms.model.packing import Packing, forward_logprobs, pack_rows
 from agentrl.types import Transition, float32, int32
@@ -34,7 +34,7 @@ VOCABULARY = 8192
 BUDGET = 4096
 ENOUGH = 15.0  # seconds of a scheme after which it is not measured again
 
-Forward = Callable[[Qwen2ForCausalLM, Sequence[Row]], Iterator[tuple[Tensor, int]]]
+Forward = Callable[[Qwen2ForCausalLM, Sequence[TokenRow]], Iterator[tuple[Tensor, int]]]
 TARGETS = {("A", "rows"): 0.85, ("C", "last-call"): 0.40, ("B", "per-call"): 0.15}
 
 
@@ -104,7 +104,7 @@ def runs(calls: list[Transition]) -> list[list[Transition]]:
     return found
 
 
-MERGES: dict[str, Callable[[list[Transition]], list[Row]]] = {
+MERGES: dict[str, Callable[[list[Transition]], list[TokenRow]]] = {
     "per-call": lambda calls: [row for call in calls for row in merge([call])],
     "last-call": lambda calls: [row for run in runs(calls) for row in merge(run)],
     "rows": merge,
@@ -115,14 +115,14 @@ MERGES: dict[str, Callable[[list[Transition]], list[Row]]] = {
 def packed(packing: Packing) -> Forward:
     """Log-probs as the package computes them."""
 
-    def forward(model: Qwen2ForCausalLM, rows: Sequence[Row]) -> Iterator[tuple[Tensor, int]]:
+    def forward(model: Qwen2ForCausalLM, rows: Sequence[TokenRow]) -> Iterator[tuple[Tensor, int]]:
         for pack in pack_rows(rows, packing, BUDGET):
             yield forward_logprobs(model, pack), len(pack.tokens)
 
     return forward
 
 
-def padded(model: Qwen2ForCausalLM, rows: Sequence[Row]) -> Iterator[tuple[Tensor, int]]:
+def padded(model: Qwen2ForCausalLM, rows: Sequence[TokenRow]) -> Iterator[tuple[Tensor, int]]:
     """Log-probs from right-padded batches of similar length."""
     rows = sorted(rows, key=lambda row: int(row.actions[-1]))
     while rows:
@@ -154,7 +154,10 @@ def network() -> Qwen2ForCausalLM:
 
 
 def update(
-    model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer, forward: Forward, rows: list[Row]
+    model: Qwen2ForCausalLM,
+    optimizer: torch.optim.Optimizer,
+    forward: Forward,
+    rows: list[TokenRow],
 ) -> tuple[float, int]:
     """Seconds of one forward, backward and optimizer step; tokens forwarded, with padding."""
     started, tokens = time.process_time(), 0
@@ -167,7 +170,7 @@ def update(
     return time.process_time() - started, tokens
 
 
-def distinct(rows: Sequence[Row]) -> int:
+def distinct(rows: Sequence[TokenRow]) -> int:
     """(prefix, token) pairs that an action has before it."""
     return len(
         {

@@ -15,11 +15,12 @@ from statistics import fmean, stdev
 
 import torch
 
-from agentrl.algorithms.credit.core import Credit, Rel
-from agentrl.algorithms.credit.turns import Peers, Returns, StepGae, Values
+from agentrl.algorithms.credit.core import Credit, GroupRelative
+from agentrl.algorithms.credit.turns import Returns, StepGae, ValuesFromReward
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.objective.core import credited, plan, psi
+from agentrl.algorithms.objective.core import compute_advantages, loss_terms, psi
 from agentrl.algorithms.presets.catalogue import make
+from agentrl.algorithms.presets.zoo.peers import PeerValues
 
 from .team_variance import team_variance
 
@@ -76,7 +77,7 @@ def step(name: str, data: Batch) -> float:
     b = data.behaviour.double()
     p, index = b + 0.01, torch.arange(data.n_tokens)
     started = time.process_time()
-    psi(algo, plan(algo, data, {"o": b}), p, index)
+    psi(algo, loss_terms(algo, data, {"o": b}), p, index)
     return time.process_time() - started
 
 
@@ -109,14 +110,16 @@ def best(measure: Callable[[], float], repeats: int) -> float:
 STEPS, GROUPS, SOURCES = 8, 4000, 2
 PROCESS, TURN = "transition:process", ("group", "turn")
 SCHEMES: dict[str, Credit] = {
-    "broadcast": Rel("total", base="loo"),
-    "returns": Rel(Returns(PROCESS), by=TURN, base="loo"),
-    "states": Rel(Returns(PROCESS), by=("group", "state"), base="loo"),
-    "peers": Rel(
-        StepGae(Peers(PROCESS), PROCESS, 1.0, 0.5, Peers(PROCESS, by=("group", "turn"))),
+    "broadcast": GroupRelative("total", base="loo"),
+    "returns": GroupRelative(Returns(PROCESS), by=TURN, base="loo"),
+    "states": GroupRelative(Returns(PROCESS), by=("group", "state"), base="loo"),
+    "peers": GroupRelative(
+        StepGae(PeerValues(PROCESS), PROCESS, 1.0, 0.5, PeerValues(PROCESS, by=("group", "turn"))),
         base="none",
     ),
-    "values": Rel(StepGae(Values("transition:v"), PROCESS, 1.0, 0.5), base="none"),
+    "values": GroupRelative(
+        StepGae(ValuesFromReward("transition:v"), PROCESS, 1.0, 0.5), base="none"
+    ),
 }
 
 
@@ -220,7 +223,7 @@ def variance() -> dict[str, float]:
 
 
 def vine(data: Batch) -> torch.Tensor:
-    return credited(make("vineppo", {"reward": "total"}), data)
+    return compute_advantages(make("vineppo", {"reward": "total"}), data)
 
 
 def peak() -> float:

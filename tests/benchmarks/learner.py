@@ -34,7 +34,7 @@ from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.packing import packs
-from agentrl.algorithms.objective.core import plan, psi
+from agentrl.algorithms.objective.core import loss_terms, psi
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.types import (
     Group,
@@ -144,7 +144,7 @@ def calls(row: dict[str, Any]) -> list[Transition]:
 def update(learner: TorchLearner, batch: Batch) -> float:
     """Seconds of one optimizer step of GRPO."""
     algo = make("grpo", {})
-    terms = plan(algo, batch, {}, fresh=True)
+    terms = loss_terms(algo, batch, {}, fresh=True)
     started = time.perf_counter()
     report = learner.step(batch, lambda p, index: psi(algo, terms, p, index), lr=1e-5)
     if torch.cuda.is_available():

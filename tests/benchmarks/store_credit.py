@@ -43,7 +43,7 @@ def measure(quick: bool) -> Figures:
 def ledger(rollouts: int) -> Figures:
     data = batch(rollouts * CALLS)
     algo = make("grpo", {})
-    terms = objective.plan(algo, data, {}, fresh=True)
+    terms = objective.loss_terms(algo, data, {}, fresh=True)
     drawn = torch.randn(data.n_tokens, generator=torch.Generator().manual_seed(0)).double()
     figures: Figures = {"tokens": data.n_tokens}
     for name, weight in (("broadcast", terms.weight), ("per_token", terms.weight * drawn.abs())):

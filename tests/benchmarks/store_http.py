@@ -34,7 +34,7 @@ from agentrl.store import Store, open_store
 from agentrl.store.http.client import call
 from agentrl.store.http.keys import Keys
 from agentrl.store.http.serve import listen
-from agentrl.store.http.wire import ENCODE, MSGPACK, VERBS, Batch, Call
+from agentrl.store.http.wire import ENCODE, MSGPACK, VERBS, BatchRequest, PreparedTransition
 from agentrl.types import Attempt, NewRollout, Outcome, Reward, Transition, float32, int32
 
 CLIENTS, BATCH, CALLS = 32, 16, 4
@@ -95,11 +95,11 @@ class Connection:
 
     async def batch(self, *calls: tuple[Any, Any]) -> list[Any]:
         made = [
-            Call(verb=verb.name, arguments=msgspec.Raw(ENCODE[MSGPACK](arguments)))
+            PreparedTransition(verb=verb.name, arguments=msgspec.Raw(ENCODE[MSGPACK](arguments)))
             for verb, arguments in calls
         ]
         got = msgspec.msgpack.decode(
-            await self.post("/v1/batch", ENCODE[MSGPACK](Batch(calls=made)))
+            await self.post("/v1/batch", ENCODE[MSGPACK](BatchRequest(calls=made)))
         )
         assert not any("error" in answer for answer in got["results"]), got
         return [answer.get("result") for answer in got["results"]]

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
-from agentrl.store import Store, evidence, open_store
+from agentrl.store import Store, open_store, traces
 from agentrl.types import Transition
 from tests.benchmarks import store_load as load
 from tests.benchmarks.store import Figures
@@ -115,7 +115,7 @@ async def write(store: Store, calls: Sequence[Transition], batch: int) -> None:
 
 
 def baseline(path: str, n: int) -> float:
-    calls = [evidence.prepare(call) for call in records([str(i) for i in range(n // CALLS)])]
+    calls = [traces.prepare(call) for call in records([str(i) for i in range(n // CALLS)])]
     lines = [
         (c.columns["id"], c.prompt, c.columns["completion"], c.columns["logprobs"], c.chat)
         for c in calls

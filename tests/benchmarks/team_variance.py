@@ -13,17 +13,17 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit.core import Credit, Rel
+from agentrl.algorithms.credit.core import Credit, GroupRelative
 from agentrl.algorithms.data.batch import Batch
 
 ROLES, GROUPS, GROUP, NOISE = 4, 4000, 8, 0.5
 BY = ("group", "role")
 SCHEMES: dict[str, Credit] = {
-    "shared": Rel("outcome", at="transition", by=BY, base="loo"),
-    "own": Rel("role:own", by=BY, base="loo"),
-    "difference": Rel("role:difference", by=BY, base="loo"),
-    "shapley": Rel("role:shapley", by=BY, base="loo"),
-    "counterfactual": Rel("transition:coma", base="none"),
+    "shared": GroupRelative("outcome", at="transition", by=BY, base="loo"),
+    "own": GroupRelative("role:own", by=BY, base="loo"),
+    "difference": GroupRelative("role:difference", by=BY, base="loo"),
+    "shapley": GroupRelative("role:shapley", by=BY, base="loo"),
+    "counterfactual": GroupRelative("transition:coma", base="none"),
 }
 
 

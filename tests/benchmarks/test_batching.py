@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from agentrl.algorithms.data.batch import Row
+from agentrl.algorithms.data.batch import TokenRow
 from agentrl.algorithms.model.packing import Packing, pack_rows
 from tests.benchmarks import batching
 
 
-def forwarded(rows: list[Row], how: Packing) -> int:
+def forwarded(rows: list[TokenRow], how: Packing) -> int:
     return sum(len(pack.tokens) for pack in pack_rows(rows, how, batching.BUDGET))
 
 

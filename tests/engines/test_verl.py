@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit.core import Critic, Gae, Rel
+from agentrl.algorithms.credit.core import CriticValues, Gae, GroupRelative
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.learners.base import Psi
 from agentrl.algorithms.learners.factory import make_learner
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.objective import core as objective
-from agentrl.algorithms.objective.core import Algo, Gate, Reg
+from agentrl.algorithms.objective.core import Algo, Gate, KLPenalty
 from agentrl.algorithms.objective.ratios import Clip
 from agentrl.algorithms.objective.values import ValueTerms, value_terms
 from agentrl.algorithms.train.load_policies import load_bases
@@ -52,10 +52,13 @@ CASES = {
     # A critic that is clipped, a reference that follows, and a teacher.
     "ppo": (
         {"critic": {"model": "copy", "lr": 1e-3, "weight_decay": 0.02}, "reference": {"every": 1}},
-        Algo(Gae(Critic()), GATES, (Reg("k3", 0.1), Reg("k3", 0.1, "t"))),
+        Algo(Gae(CriticValues()), GATES, (KLPenalty("k3", 0.1), KLPenalty("k3", 0.1, "t"))),
     ),
     # The reference is the model without its adapter.
-    "lora": ({"policy": {"lora": {"rank": 4}}}, Algo(Rel("outcome"), GATES, (Reg("k3", 0.1),))),
+    "lora": (
+        {"policy": {"lora": {"rank": 4}}},
+        Algo(GroupRelative("outcome"), GATES, (KLPenalty("k3", 0.1),)),
+    ),
 }
 EACH = [(name, ranks) for name in CASES for ranks in RANKS]
 
@@ -129,7 +132,7 @@ def made(name: str, models: dict[str, Path], folder: Path) -> Case:
     noise = torch.linspace(-0.05, 0.05, batch.n_tokens, dtype=torch.float64)
     streams = {"o": o + noise, "q": o, **({"t": o - noise} if name == "ppo" else {})}
     advantage = torch.linspace(-1, 1, batch.n_tokens, dtype=torch.float64)
-    terms = objective.plan(algo, batch, streams, advantage=advantage)
+    terms = objective.loss_terms(algo, batch, streams, advantage=advantage)
     values = None
     if name == "ppo":
         # Values that the second step moves further than the clip from their old selves.

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.algorithms.engines.vllm.serving import Learned, Serving
+from agentrl.algorithms.engines.vllm.serving import ServedModel, TrainedModel
 from agentrl.errors import PolicyError
 
 if find_spec("vllm") is None:
@@ -22,7 +22,9 @@ from vllm.distributed.weight_transfer import ipc_engine, nccl_engine
 from agentrl.algorithms.engines.vllm import weight_sync
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
-LEARNED = Learned(lambda path: None, lambda: WEIGHTS, lambda path: None, lambda *_: [], [], gpu=0)
+LEARNED = TrainedModel(
+    lambda path: None, lambda: WEIGHTS, lambda path: None, lambda *_: [], [], gpu=0
+)
 
 
 class Workers:
@@ -76,7 +78,7 @@ def workers_of_nccl() -> Workers:
 async def test_a_broadcast_reaches_every_worker_of_every_server(nccl: list[torch.Tensor]) -> None:
     workers = workers_of_nccl()
     transfer = weight_sync.make("nccl", LEARNED, None, 5.0)  # type: ignore[arg-type]
-    serving = Serving(None, None)  # type: ignore[arg-type]
+    serving = ServedModel(None, None)  # type: ignore[arg-type]
     transfer.prepare(serving)
     assert serving.backend == "nccl"
     for _ in range(2):

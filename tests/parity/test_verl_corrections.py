@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.objective.core import Algo, Gate
-from agentrl.algorithms.objective.ratios import Band, Inside
+from agentrl.algorithms.objective.ratios import InRange, RatioInRange
 from agentrl.algorithms.presets.catalogue import make
 
 from .batches import Rollouts, rollouts
@@ -31,17 +31,17 @@ WEIGHTS: list[tuple[str, float | str, str, dict[str, float]]] = [
 ]
 
 
-def near(bound: float) -> Inside:
+def near(bound: float) -> InRange:
     """Where d^2 / 2 <= bound."""
-    return Inside(math.exp(-math.sqrt(2 * bound)), math.exp(math.sqrt(2 * bound)))
+    return InRange(math.exp(-math.sqrt(2 * bound)), math.exp(math.sqrt(2 * bound)))
 
 
 # verl's rejections and thresholds -> our gates. k1 is -d: its bounds hold for the inverse ratio.
 MASKS: dict[str, tuple[str, tuple[Gate, ...]]] = {
-    "token_k1": ("0.8_1.5", (Gate(Inside(1 / 1.5, 1 / 0.8), "o", "b"),)),
+    "token_k1": ("0.8_1.5", (Gate(InRange(1 / 1.5, 1 / 0.8), "o", "b"),)),
     "token_k2": ("0.1", (Gate(near(0.1), "o", "b"),)),
-    "seq_sum_k1": ("0.5_2.5", (Gate(Inside(1 / 2.5, 2.0), "o", "b", "row", "sum"),)),
-    "seq_mean_k1": ("0.9_1.2", (Gate(Inside(1 / 1.2, 1 / 0.9), "o", "b", "row"),)),
+    "seq_sum_k1": ("0.5_2.5", (Gate(InRange(1 / 2.5, 2.0), "o", "b", "row", "sum"),)),
+    "seq_mean_k1": ("0.9_1.2", (Gate(InRange(1 / 1.2, 1 / 0.9), "o", "b", "row"),)),
     "seq_max_k2": (
         "0.3",
         (
@@ -140,7 +140,7 @@ def test_verls_token_k1_bounds_hold_for_sampler_over_trainer_ours_for_trainer_ov
         ratio.log(), torch.ones_like(ratio), rollout_rs="token_k1", rollout_rs_threshold="0.8_3.0"
     )
     assert kept.tolist() == [[0.0, 1.0]]
-    assert Inside(0.8, 3.0)(ratio[0].log(), ratio[0], {}).tolist() == [1.0, 0.0]
+    assert InRange(0.8, 3.0)(ratio[0].log(), ratio[0], {}).tolist() == [1.0, 0.0]
 
 
 def test_rejected_tokens_leave_verls_denominators_and_stay_in_ours() -> None:
@@ -162,6 +162,6 @@ def test_rejected_tokens_leave_verls_denominators_and_stay_in_ours() -> None:
 
 def test_icepop_and_mis_are_one_gate_at_two_levels() -> None:
     token, row = (make(f"grpo+{name}", {}).gates[-1] for name in ("icepop", "mis"))
-    assert isinstance(token.fn, Band)
-    assert isinstance(row.fn, Band)
+    assert isinstance(token.fn, RatioInRange)
+    assert isinstance(row.fn, RatioInRange)
     assert (token.by, row.by, row.how) == (None, "row", "sum")

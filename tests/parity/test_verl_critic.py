@@ -1,4 +1,4 @@
-"""What a critic learns, the toll on leaving the reference and its controller, against verl's."""
+"""A critic's targets, the KL penalty to the reference and its controller, against verl's."""
 
 from __future__ import annotations
 

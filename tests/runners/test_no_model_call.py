@@ -114,9 +114,9 @@ async def test_a_client_made_at_import_has_the_gateways_key(
     (tmp_path / "ready_client.py").write_text(CLIENT)
     for name in ("OPENAI_API_KEY", "GEMINI_API_KEY", "TOOL_API_KEY", "OPENAI_ORG_ID"):
         monkeypatch.setenv(name, "the user's own")
-    agent = AgentConfig(pass_env=["TOOL_API_KEY"])
     with environment(bench.gateway.base_url):
-        pool = PoolExecutor("ready_client.py:agent", agent, RunnerConfig(), root=tmp_path)
+        seen = AgentConfig(pass_env=["TOOL_API_KEY"])
+        pool = PoolExecutor("ready_client.py:agent", seen, RunnerConfig(), root=tmp_path)
         await pool.start()
         try:
             (rollout,) = await bench.run(pool, TASK)

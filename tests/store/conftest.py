@@ -114,15 +114,15 @@ def serving() -> Callable[..., contextlib.AbstractContextManager[str]]:
 @contextlib.contextmanager
 def _serving(url: str, keys: str = "", *, largest: int = 2**26, **options: Any) -> Iterator[str]:
     from agentrl.store.http.keys import Keys
-    from agentrl.store.http.serve import Server, listen, serve
-    from agentrl.store.http.server import App
+    from agentrl.store.http.serve import StoreServer, listen, serve
+    from agentrl.store.http.server import StoreApp
 
     known = Keys.parse(keys, "keys") if keys else Keys()
-    servers: SimpleQueue[Server] = SimpleQueue()
+    servers: SimpleQueue[StoreServer] = SimpleQueue()
 
     async def main() -> None:
         async with open_store(url, **options) as store:
-            await serve(App(store, known, largest=largest), listening, servers.put)
+            await serve(StoreApp(store, known, largest=largest), listening, servers.put)
 
     with listen("127.0.0.1", 0, known) as listening:
         thread = threading.Thread(target=asyncio.run, args=(main(),))

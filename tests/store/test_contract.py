@@ -11,7 +11,7 @@ import pytest
 from msgspec import structs
 
 from agentrl.errors import Conflict, Fenced, Invalid, NotFound, StoreError
-from agentrl.store.limits import LEASE
+from agentrl.store.limits import LONGEST_LEASE
 from agentrl.types import (
     Branch,
     Counts,
@@ -1122,12 +1122,12 @@ async def test_a_claim_of_nothing_is_refused(store):
 
 
 async def test_a_lease_has_a_longest(store):
-    for lease in (LEASE + 1, 1e300):
+    for lease in (LONGEST_LEASE + 1, 1e300):
         with pytest.raises(Invalid, match="by heartbeats"):
             await claim(store, lease=lease)
         with pytest.raises(Invalid, match="by heartbeats"):
             await store.heartbeat([], lease=lease)
-    assert await claim(store, lease=LEASE) == []
+    assert await claim(store, lease=LONGEST_LEASE) == []
 
 
 async def test_ids_have_a_longest(store, kit):

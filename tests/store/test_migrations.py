@@ -11,7 +11,7 @@ from sqlite_utils import Database
 
 from agentrl.store import open_store
 from agentrl.store.postgres import migrations as postgres_migrations
-from agentrl.store.postgres.connection import Server
+from agentrl.store.postgres.connection import PostgresServer
 from agentrl.store.sqlite import migrations
 from agentrl.store.sqlite.connection import Location
 from agentrl.types import Counts, ErrorKind, RolloutState, float32, int32
@@ -40,7 +40,7 @@ def path(request: pytest.FixtureRequest, tmp_path: str) -> str:
 
 
 def postgres_of(url: str, name: str, rows: str) -> str:
-    server, scripts = Server.parse(url), dict(postgres_migrations.SCRIPTS)
+    server, scripts = PostgresServer.parse(url), dict(postgres_migrations.SCRIPTS)
     with server.connect() as conn, pytest.MonkeyPatch.context() as patch:
         for last in (NAMES[0], name):
             known = {one: scripts[one] for one in NAMES[: NAMES.index(last) + 1]}

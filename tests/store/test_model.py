@@ -28,7 +28,7 @@ from hypothesis.stateful import (
 
 from agentrl.errors import Conflict, Fenced
 from agentrl.store import Store, open_store
-from agentrl.store.rollouts import APART, SLACK
+from agentrl.store.rollouts import SLACK, SUSPECT_SHARE
 from agentrl.types import (
     Attempt,
     Counts,
@@ -162,7 +162,7 @@ class Machine(RuleBasedStateMachine):
         one.state = "expired"
         if one.together > 1:  # nobody knows which of them it was
             self.forgive(row)
-            row.together = max(1, min(one.together, row.together) // APART)
+            row.together = max(1, min(one.together, row.together) // SUSPECT_SHARE)
         else:
             row.together = 1
         row.state = "failed" if row.spent else "queued"

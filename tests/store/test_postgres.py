@@ -12,16 +12,15 @@ import psycopg
 import pytest
 
 from agentrl.errors import Invalid, NotFound, StoreError, Unavailable
-from agentrl.store import open_store, queries, readonly, requests
+from agentrl.store import database, open_store, writer
 from agentrl.store.postgres import connection, notify
 from agentrl.store.postgres import migrations as postgres_migrations
 from agentrl.store.postgres import session as pgsession
-from agentrl.store.readonly import Answer, ask
 from agentrl.store.sqlite import migrations
-from agentrl.store.urls import without_password
+from agentrl.store.urls import split_password
 from agentrl.types import RolloutState
 
-NOUNS = ("evidence", "feed", "requests", "rewind", "rollouts", "runs")
+NOUNS = ("maintenance", "traces", "feed", "requests", "rewind", "rollouts", "runs")
 
 
 def refused(url: str, **options: object) -> str:
@@ -136,7 +135,7 @@ def test_no_error_and_no_url_has_the_password(server, monkeypatch: pytest.Monkey
     ],
 )
 def test_without_password(url: str, public: str, password: str | None) -> None:
-    assert without_password(url) == (public, password)
+    assert split_password(url) == (public, password)
 
 
 def test_a_database_of_something_else(server) -> None:
@@ -193,14 +192,14 @@ async def test_the_schema_is_that_of_sqlite(url: str, tmp_path) -> None:
 
 
 def test_statements_are_translated() -> None:
-    statement = queries.Statement("select :a::text, '100%' where b = ? and c = :a")
+    statement = database.Statement("select :a::text, '100%' where b = ? and c = :a")
     statement.noun, statement.name = "none", "none"
     assert statement.postgres == "select %(a)s::text, '100%%' where b = %s and c = %(a)s"
 
 
 @pytest.mark.parametrize("noun", NOUNS)
 def test_every_override_has_a_statement_to_override(noun: str) -> None:
-    assert queries._read(f"postgres/{noun}").keys() <= queries.load(noun).keys()
+    assert database._read(f"postgres/{noun}").keys() <= database.load_sql(noun).keys()
 
 
 @pytest.mark.parametrize(
@@ -215,7 +214,7 @@ def test_every_override_has_a_statement_to_override(noun: str) -> None:
     ],
 )
 def test_claims_do_not_slow_down_with_the_table(url: str, query: str, index: str) -> None:
-    statement = queries.load("rollouts")[query].postgres
+    statement = database.load_sql("rollouts")[query].postgres
     names = {"n": 1, "run": "run"} if query.startswith("queued") else ("0",) * statement.count("%s")
     with psycopg.connect(url) as conn:
         conn.execute("set enable_seqscan = off")
@@ -238,45 +237,6 @@ async def test_text_that_cannot_be_stored_is_refused_alone(url: str, name: str) 
         assert isinstance(bad, Invalid)
         assert good.epoch == 1
         assert await store.runs() == ["good"]
-
-
-# -- queries ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("query", "answer"),
-    [
-        ("select 1 as a, 'x' as b", Answer(["a", "b"], [[1, "x"]], False)),
-        ("select 1 as a where false", Answer(["a"], [], False)),
-        ("values (1), (2), (3)", Answer(["column1"], [[1], [2]], True)),
-        ("show server_encoding", Answer(["server_encoding"], [["UTF8"]], False)),
-    ],
-)
-def test_a_query_gives_columns_and_the_first_rows(url: str, query: str, answer: Answer) -> None:
-    assert ask(url, query, limit=2) == answer
-
-
-@pytest.mark.parametrize(
-    ("query", "why"),
-    [
-        ("with x as (delete from runs returning 1) select * from x", "only reads"),
-        ("select 1; select 2", "multiple commands"),
-        ("select 1 / 0", "division by zero"),
-        ("select 1 / (3 - i) from generate_series(1, 4) i", "division by zero"),
-    ],
-)
-def test_a_wrong_query_is_refused(url: str, query: str, why: str) -> None:
-    with pytest.raises(Invalid, match=why):
-        ask(url, query, limit=9)
-
-
-def test_of_a_large_answer_only_what_is_shown_is_fetched(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(readonly, "SECONDS", 5)
-    endless = "select repeat('x', 9000), pg_sleep(0.01)::text from generate_series(1, 1000000)"
-    found = ask(url, endless, limit=2)
-    assert (len(found.rows), found.more) == (2, True)
 
 
 # -- locks -----------------------------------------------------------------------------------------
@@ -352,10 +312,10 @@ async def test_a_request_that_reaches_two_servers_is_executed_once(kit, opener) 
     stores = [opener(), opener()]
     await stores[0].open_run("run", {})
     for number in range(20):
-        request = requests.Request(f"enqueue {number}", "digest")
+        request = writer.IdempotentCall(f"enqueue {number}", "digest")
         group = kit.group(str(number), 2)
         refused = [asyncio.ensure_future(store.log("nobody", 0, {})) for store in stores]
-        both = [requests.begin(request, store.enqueue(group)) for store in stores]
+        both = [writer.start_call(request, store.enqueue(group)) for store in stores]
         assert await asyncio.gather(*both) == [2, 2]  # though each was run a second time, alone
         for error in await asyncio.gather(*refused, return_exceptions=True):
             assert isinstance(error, NotFound)

@@ -68,7 +68,7 @@ async def test_another_process_wakes_a_waiter_at_once(
     url: str, spawn: Spawn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for listener in (sqlite_notify, postgres_notify):
-        monkeypatch.setattr(listener, "SLOW", 60.0)  # the ring, not the slow look
+        monkeypatch.setattr(listener, "SLOW", 60.0)  # the notification, not the slow look
     async with open_store(url) as store:
         await store.open_run("run", {})
         peer = spawn("enqueue", "g")
@@ -89,8 +89,8 @@ async def test_an_error_while_listening_is_a_ring_and_not_the_end(
     for listener in (sqlite_notify, postgres_notify):
         monkeypatch.setattr(listener, "SLOW", 0.05)
     names = {
-        "sqlite": (sqlite_notify.Bell, "_receive"),
-        "postgresql": (postgres_notify.Listener, "_heard"),
+        "sqlite": (sqlite_notify.ChangeNotifier, "_receive"),
+        "postgresql": (postgres_notify.ChangeListener, "_heard"),
     }
     kind, name = names[url.partition(":")[0]]
     look, failed = getattr(kind, name), []
@@ -226,6 +226,6 @@ async def test_the_bells_of_the_dead_are_taken_down(url: str, spawn: Spawn) -> N
         bells = sqlite_notify.folder(Path(url.removeprefix("sqlite:///")))
         assert len(list(bells.iterdir())) == 2
         await store.log("run", 0, {})
-        await store.counts("run")  # the ring comes before the next verb
+        await store.counts("run")  # the notification comes before the next verb
         await store.log("run", 0, {})
         assert len(list(bells.iterdir())) == 1

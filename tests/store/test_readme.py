@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import sqlite3
 from pathlib import Path
 
-from agentrl.store import open_store, queries
-from agentrl.store.http.wire import SCOPES, Scope
-from agentrl.store.readonly import ask
+from agentrl.store import database, open_store
+from agentrl.store.http.wire import SCOPES, KeyScope
+from agentrl.store.rows import from_blob
 
-PAGE = (queries.FOLDER.parent / "README.md").read_text(encoding="utf-8")
+PAGE = (database.SQL_FOLDER.parent / "README.md").read_text(encoding="utf-8")
 ROWS = re.findall(
     r"^\| (\d)[^|]*\| `([\d ]+)` \| `([\d ]+)` \| (none|\d) \| `([\d ]+)` \|$", PAGE, re.MULTILINE
 )
@@ -25,15 +26,20 @@ async def test_the_token_tree(tmp_path: Path, kit) -> None:
             tokens = [[int(word) for word in text.split()] for text in (prompt, completion)]
             call = kit.call(attempt, *tokens)
             await store.add_transitions([call])
-    found = ask(str(path), "select seq, parent, tokens(prompt) from transitions", limit=9).rows
+    conn = sqlite3.connect(path)
+    found = [
+        (seq, parent, from_blob("i", prompt).tolist())
+        for seq, parent, prompt in conn.execute("select seq, parent, prompt from transitions")
+    ]
+    conn.close()
     assert len(found) == 5
     assert found == [
-        [int(seq), None if parent == "none" else int(parent), f"[{new.replace(' ', ',')}]"]
+        (int(seq), None if parent == "none" else int(parent), [int(word) for word in new.split()])
         for seq, _, _, parent, new in ROWS
     ]
 
 
 def test_the_scopes() -> None:
     (row,) = re.findall(r"^\| `runner` \| (.+), and", PAGE, re.MULTILINE)
-    allowed = {verb for verb, scope in SCOPES.items() if scope is Scope.RUNNER}
+    allowed = {verb for verb, scope in SCOPES.items() if scope is KeyScope.RUNNER}
     assert set(re.findall(r"`(\w+)`", row)) == allowed

@@ -13,7 +13,7 @@ import pytest
 
 from agentrl.errors import StoreError, Unavailable
 from agentrl.store import open_store
-from agentrl.store.sqlite import migrations, wal_checkpoint
+from agentrl.store.sqlite import connection, migrations
 from agentrl.store.sqlite.connection import Location
 from agentrl.store.sqlite.notify import folder
 
@@ -242,7 +242,7 @@ async def test_a_cancelled_caller_does_not_disturb_the_writer(tmp_path: Path, ki
 async def test_the_log_is_copied_back_while_the_store_is_open(
     tmp_path: Path, kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wal_checkpoint, "CHANGES", 1)
+    monkeypatch.setattr(connection, "CHANGES", 1)
     path = tmp_path / "store.db"
     async with open_store(str(path)) as store:
         await store.open_run("run", {})

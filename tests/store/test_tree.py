@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.store import open_store
-from agentrl.store.tree import Node, deepest, digest, prefixes
+from agentrl.store.rows import digest
+from agentrl.store.traces import TreeNode, deepest_prefix, prefix_digests
 from agentrl.types import NewRollout, Transition, float32, int32
 
 few = st.lists(st.integers(0, 2), max_size=3)
@@ -294,31 +295,31 @@ def test_a_long_conversation_costs_what_is_new(bench: Bench) -> None:
 
 @given(data=st.binary(max_size=40), sizes=st.lists(st.integers(0, 60)))
 def test_prefixes_are_digests_of_the_beginning(data: bytes, sizes: list[int]) -> None:
-    assert prefixes(data, sizes) == {n: digest(data[:n]) for n in sizes if n <= len(data)}
+    assert prefix_digests(data, sizes) == {n: digest(data[:n]) for n in sizes if n <= len(data)}
 
 
 def test_deepest_is_the_first_that_fits() -> None:
     texts = [b"abcd", b"ab", b"ab", b"a"]
-    nodes = [Node(i, len(text), digest(text)) for i, text in enumerate(texts)]
-    assert deepest(b"abc", nodes) == nodes[1]
-    assert deepest(b"ax", nodes) == nodes[3]
-    assert deepest(b"xyz", nodes) is None
-    assert deepest(b"", nodes) is None
+    nodes = [TreeNode(i, len(text), digest(text)) for i, text in enumerate(texts)]
+    assert deepest_prefix(b"abc", nodes) == nodes[1]
+    assert deepest_prefix(b"ax", nodes) == nodes[3]
+    assert deepest_prefix(b"xyz", nodes) is None
+    assert deepest_prefix(b"", nodes) is None
 
 
 @given(st.binary(max_size=30), st.lists(st.binary(min_size=1, max_size=30), max_size=40))
 def test_deepest_in_any_forest(data: bytes, texts: list[bytes]) -> None:
     """Also past the nodes that are looked at first."""
     texts = sorted([*texts, data[: len(data) // 2] or b"x"], key=len, reverse=True)
-    nodes = [Node(i, len(text), digest(text)) for i, text in enumerate(texts)]
+    nodes = [TreeNode(i, len(text), digest(text)) for i, text in enumerate(texts)]
     fits = [i for i, text in enumerate(texts) if data.startswith(text)]
-    found = deepest(data, nodes)
+    found = deepest_prefix(data, nodes)
     assert (found is None) is (not fits)
     assert found is None or found.seq == fits[0]
 
 
 def test_a_linear_conversation_looks_at_one_node() -> None:
     data = bytes(100)
-    nodes = iter([Node(i, i, digest(data[:i])) for i in range(99, 0, -1)])
-    assert deepest(data, nodes) == (99, 99, digest(data[:99]))
+    nodes = iter([TreeNode(i, i, digest(data[:i])) for i in range(99, 0, -1)])
+    assert deepest_prefix(data, nodes) == (99, 99, digest(data[:99]))
     assert len(list(nodes)) == 98

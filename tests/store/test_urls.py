@@ -8,7 +8,7 @@ import pytest
 
 from agentrl.errors import Invalid
 from agentrl.store import open_store
-from agentrl.store.urls import concealed, scheme_of
+from agentrl.store.urls import scheme_of, split_secret
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ from agentrl.store.urls import concealed, scheme_of
     ],
 )
 def test_concealed(url: str, public: str, secrets: dict[str, str]) -> None:
-    assert concealed(url) == (public, secrets)
+    assert split_secret(url) == (public, secrets)
 
 
 @pytest.mark.parametrize(

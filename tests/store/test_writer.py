@@ -45,7 +45,7 @@ async def test_what_nobody_foresaw_is_the_answer_to_every_verb(url, monkeypatch)
 
 async def test_a_ring_that_fails_hangs_nobody(url, monkeypatch):
     async with open_store(url) as store, asyncio.timeout(SOON):
-        monkeypatch.setattr(store._writer, "_ring", broken)
+        monkeypatch.setattr(store._writer, "_notify", broken)
         assert (await store.open_run("run", {})).epoch == 1  # committed all the same
         with pytest.raises(Unavailable, match="open the store anew"):
             await store.log("run", 0, {})

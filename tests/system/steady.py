@@ -141,7 +141,7 @@ class Silent:
     async def publish(self, version: int, policy: str | None = None) -> None:
         Silent.strike("publish")
 
-    async def given_up(self) -> PolicyError:
+    async def wait_for_failure(self) -> PolicyError:
         await Silent.gone.wait()
         return PolicyError("the engine is gone")
 

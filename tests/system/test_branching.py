@@ -16,7 +16,7 @@ import pytest
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.engines.embedded.server import EmbeddedServer
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.objective.core import credited
+from agentrl.algorithms.objective.core import compute_advantages
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.algorithms.sampling.branching import measure
 from agentrl.algorithms.sampling.collect import Collector
@@ -145,7 +145,7 @@ async def test_branches_are_made_once_and_credited(server: EmbeddedServer, tmp_p
     batch = build_batch([group])
     fresh = [call for row in group.rollouts for call in row.transitions if call.repeats is None]
     assert batch.n_tokens == sum(len(call.completion) for call in fresh)
-    credit = credited(make("c3", {}), batch)
+    credit = compute_advantages(make("c3", {}), batch)
     ends, drawn = defaultdict(list), defaultdict(list)
     for rollout in group.rollouts:
         for call in rollout.transitions:
@@ -170,4 +170,4 @@ async def test_branches_are_made_once_and_credited(server: EmbeddedServer, tmp_p
 
 
 def _vine(batch: Any) -> Any:
-    return credited(make("vineppo", {}), batch)
+    return compute_advantages(make("vineppo", {}), batch)

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from agentrl.telemetry.sinks.base import Mark
+from agentrl.telemetry.sinks.base import SinkPosition
 from tests import warm
 
 pytest.importorskip("tensorboard")
@@ -33,7 +33,9 @@ def test_a_sink_that_fails_is_said_once_and_stops_nothing(run_folder: Path) -> N
     assert trained.returncode == 0, trained.stderr
     assert trained.stdout.count("metrics sink mlflow: ") == 1
     marks = {
-        name: msgspec.json.decode((run_folder / f"out/metrics/{name}.json").read_bytes(), type=Mark)
+        name: msgspec.json.decode(
+            (run_folder / f"out/metrics/{name}.json").read_bytes(), type=SinkPosition
+        )
         for name in ("tensorboard", "mlflow")
     }
     assert marks["tensorboard"].next == 2

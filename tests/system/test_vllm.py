@@ -24,7 +24,7 @@ import torch
 
 from agentrl.algorithms.engines.factory import vllm_server
 from agentrl.algorithms.engines.vllm.server import VllmServer
-from agentrl.algorithms.engines.vllm.weight_sync import MemorySync
+from agentrl.algorithms.engines.vllm.weight_sync import SharedMemorySync
 from agentrl.algorithms.model.load import load_model
 from agentrl.config import resolve
 from agentrl.errors import PolicyError
@@ -195,7 +195,7 @@ async def test_what_is_served_is_compared_and_what_is_wrong_answers_nobody(
     await server.publish(4)
     assert await version(server) == "4"
 
-    assert isinstance(server._sync, MemorySync)
+    assert isinstance(server._sync, SharedMemorySync)
     first = server._sync._weights[0]
     name, first["name"] = first["name"], "nobody"  # what vLLM is to load is not there
     with pytest.raises(PolicyError, match=r"vLLM: /update_weights: 500 "):

@@ -1,5 +1,5 @@
-"""Where metrics go besides the store: TensorBoard, Weights & Biases, MLflow, trackio.
+"""Where metrics go besides the store: TensorBoard, Weights & Biases, MLflow, trackio, or your own.
 
-Every sink follows the store in a process of its own and writes the steps it has not written yet, so
-none can lose a step, delay one or fail one. `base` says what a sink is.
+`base` says what a sink is; `process` follows the store and writes the steps that a sink does not
+have yet.
 """

@@ -1,59 +1,64 @@
-"""What a metrics sink is, and what it remembers.
+"""What a metrics sink is, and the position up to which it has been given a run's steps.
 
-A `Mark` is a small file in the run's output folder: under which id the backend knows the run, and
-what it has been given. It is written after the backend took a step. So a sink that is killed
-between the two gives that step again, and each backend says what it then makes of it.
+A sink's position is a small file in the run's output folder, written after the backend took a step.
+A sink that is killed between the two is given that step again; the module of each backend says what
+becomes of it there.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
+from urllib.parse import quote
 
 import msgspec
 
 from agentrl.config import RunConfig
 from agentrl.config.keys import flatten
+from agentrl.config.sinks import SINKS
 from agentrl.errors import SinkError
+from agentrl.plugins import check_call, check_protocol, load_plugin
 from agentrl.types import Json, StepRow
 
 SETTINGS = ("seed", "steps", "policy", "sampling", "algorithm", "learner", "eval")
-"""What backends are told of the run file. Not the agent's side: its variables may hold keys."""
+"""What backends are given of the run file. Not the agent's side: its variables may hold keys."""
+KEY = "metrics.sinks"
 
 
 class Sink(Protocol):
-    """One backend, open for one run. Any exception of its means: not now."""
+    """One backend, open for one run. After any exception it is opened again, later."""
 
     def write(self, row: StepRow) -> None:
-        """Returns when the backend has the metrics, all finite, and outlives this process."""
+        """Returns when the metrics, all finite, are kept even if this process ends."""
         ...
 
     def close(self) -> None: ...
 
 
-class Mark(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a sink is. `names` are the metrics of step `next` that it has already: an evaluation
-    after the last step, which a longer run will complete."""
+class SinkPosition(msgspec.Struct, frozen=True, kw_only=True):
+    """The steps before `next` are written. `names` are the metrics of step `next` that are written
+    already: of an evaluation after the last step, which a longer run completes."""
 
     id: str  # of the run in the backend
     next: int = 0
     names: tuple[str, ...] = ()
 
-    def after(self, row: StepRow) -> Mark:
-        """When `row` has been written."""
+    def after(self, row: StepRow) -> SinkPosition:
+        """The position once `row` is written."""
         if row.committed:
-            return Mark(id=self.id, next=row.step + 1)
+            return SinkPosition(id=self.id, next=row.step + 1)
         known = self.names if row.step == self.next else ()
-        return Mark(id=self.id, next=row.step, names=(*known, *sorted(row.metrics)))
+        return SinkPosition(id=self.id, next=row.step, names=(*known, *sorted(row.metrics)))
 
-    def due(self, rows: Sequence[StepRow], steps: int) -> Iterator[StepRow]:
-        """What of `rows` is to be written, of a run of so many steps. A step that is not committed
-        may still change, but the one after the last only holds evaluations."""
+    def unwritten(self, rows: Sequence[StepRow], steps: int) -> Iterator[StepRow]:
+        """What of `rows` is to be written, in a run of `steps` steps. A step that is not committed
+        may still change, except the one after the last, which holds evaluations only."""
         for row in rows:
             if row.step < self.next or not (row.committed or row.step == steps):
                 continue
@@ -67,46 +72,69 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
                 yield msgspec.structs.replace(row, metrics=metrics)
 
 
-def mark_file(config: RunConfig, sink: str) -> Path:
-    return Path(config.output, "metrics", f"{sink}.json")
+def position_file(config: RunConfig, sink: str) -> Path:
+    return Path(config.output, "metrics", quote(sink, safe="") + ".json")
 
 
-def load_mark(file: Path) -> Mark:
-    """What the file says; where there is none yet, one with a new id, which is kept at once, so
-    that the backend's run is found again whatever happens next.
-
-    Raises SinkError for a file that is damaged."""
+def load_position(file: Path) -> SinkPosition:
+    """The position in the file. A new one is saved at once: the backend's run is found again by its
+    id whatever happens next. Raises SinkError for a damaged file."""
     if file.exists():
         try:
-            return msgspec.json.decode(file.read_bytes(), type=Mark)
+            return msgspec.json.decode(file.read_bytes(), type=SinkPosition)
         except msgspec.DecodeError as error:
             raise SinkError(
                 f"{file} is damaged ({error}); delete it, and the sink begins a new run there with"
                 " every step"
             ) from error
-    mark = Mark(id=secrets.token_hex(4))
-    save_mark(file, mark)
-    return mark
+    position = SinkPosition(id=secrets.token_hex(4))
+    save_position(file, position)
+    return position
 
 
-def save_mark(file: Path, mark: Mark) -> None:
+def save_position(file: Path, position: SinkPosition) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(".tmp")
-    partial.write_bytes(msgspec.json.encode(mark))
+    partial.write_bytes(msgspec.json.encode(position))
     partial.replace(file)
 
 
-def open_sink(name: str, config: RunConfig, mark: Mark) -> Sink:
-    """The backend of that name, where `mark` says that it was left."""
-    return cast("Sink", import_module(f"agentrl.telemetry.sinks.{name}").open_sink(config, mark))
+def sink_factory(name: str, root: Path) -> Callable[..., Any]:
+    """What opens the sink of that name: one of the library's, a package's or the user's own.
+
+    Raises ConfigError when there is none, or it does not take (config, position)."""
+    factory = load_plugin("sinks", name, SINKS, root, key=KEY)
+    if factory is None:
+        return cast(
+            "Callable[..., Any]", import_module(f"agentrl.telemetry.sinks.{name}").open_sink
+        )
+    check_call(factory, "config", "position", key=KEY)
+    if inspect.isclass(factory):
+        check_protocol(factory, Sink, by=factory, key=KEY)
+    return cast("Callable[..., Any]", factory)
 
 
-def settings(config: RunConfig) -> dict[str, Json]:
-    """The run file as backends are shown it: dotted keys."""
+def check_sinks(config: RunConfig) -> None:
+    """Raises ConfigError for sinks from outside the library that cannot be used."""
+    for name in config.metrics.sinks:
+        if name not in SINKS:
+            sink_factory(name, Path(config.root))
+
+
+def open_sink(name: str, config: RunConfig, position: SinkPosition) -> Sink:
+    """The backend of that name, opened where `position` says that it was left."""
+    factory = sink_factory(name, Path(config.root))
+    sink = factory(config, position)
+    check_protocol(sink, Sink, by=factory, key=KEY)
+    return cast("Sink", sink)
+
+
+def public_settings(config: RunConfig) -> dict[str, Json]:
+    """The settings that backends are given, with dotted keys."""
     flat = flatten(msgspec.to_builtins(config))
     return {key: value for key, value in flat.items() if key.split(".")[0] in SETTINGS}
 
 
-def plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """A metric's name for backends that allow letters, digits and `_-. :/`."""
     return re.sub(r"[^\w.: /-]", "_", name)

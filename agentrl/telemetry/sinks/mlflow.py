@@ -14,7 +14,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, Run
 
 from agentrl.config import RunConfig
-from agentrl.telemetry.sinks.base import Mark, plain, settings
+from agentrl.telemetry.sinks.base import SinkPosition, plain_name, public_settings
 from agentrl.types import StepRow
 
 ID = "agentrl.id"  # tag by which a run is found again
@@ -22,7 +22,7 @@ LIMIT = 100  # parameters of one request
 
 
 class Mlflow:
-    def __init__(self, config: RunConfig, mark: Mark) -> None:
+    def __init__(self, config: RunConfig, position: SinkPosition) -> None:
         uri = os.environ.get("MLFLOW_TRACKING_URI", "")
         if not uri:
             uri = Path(config.output, "mlruns").as_uri()
@@ -32,26 +32,25 @@ class Mlflow:
         project = config.metrics.project
         found = self.client.get_experiment_by_name(project)
         experiment = found.experiment_id if found else self.client.create_experiment(project)
-        runs = self.client.search_runs([experiment], f"tags.`{ID}` = '{mark.id}'")
-        self.run = runs[0] if runs else self._create(experiment, config, mark)
+        runs = self.client.search_runs([experiment], f"tags.`{ID}` = '{position.id}'")
+        self.run = runs[0] if runs else self._create(experiment, config, position)
         self.client.update_run(self.run.info.run_id, status="RUNNING")  # again, if it had ended
 
     def write(self, row: StepRow) -> None:
         at = int(row.at * 1000)
-        named = {plain(k).replace("/", self.separator): v for k, v in row.metrics.items()}
+        named = {plain_name(k).replace("/", self.separator): v for k, v in row.metrics.items()}
         metrics = [Metric(name, v, at, row.step) for name, v in sorted(named.items())]
         self.client.log_batch(self.run.info.run_id, metrics)
 
     def close(self) -> None:
         self.client.set_terminated(self.run.info.run_id)
 
-    def _create(self, experiment: str, config: RunConfig, mark: Mark) -> Run:
-        run = self.client.create_run(experiment, tags={ID: mark.id}, run_name=config.name)
-        params = [Param(key, str(value)) for key, value in settings(config).items()]
+    def _create(self, experiment: str, config: RunConfig, position: SinkPosition) -> Run:
+        run = self.client.create_run(experiment, tags={ID: position.id}, run_name=config.name)
+        params = [Param(key, str(value)) for key, value in public_settings(config).items()]
         for first in range(0, len(params), LIMIT):
             self.client.log_batch(run.info.run_id, params=params[first : first + LIMIT])
         return run
 
 
-def open_sink(config: RunConfig, mark: Mark) -> Mlflow:
-    return Mlflow(config, mark)
+open_sink = Mlflow

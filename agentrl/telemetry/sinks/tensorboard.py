@@ -1,7 +1,7 @@
 """TensorBoard: event files in `<output>/tensorboard`.
 
-A step given twice counts once: whoever opens the folder again says at which step, and TensorBoard
-forgets what earlier files have from there on.
+A step given twice counts once: a writer that opens the folder again says at which step it starts,
+and TensorBoard forgets what earlier files hold from there on.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from agentrl.config import RunConfig
-from agentrl.telemetry.sinks.base import Mark
+from agentrl.telemetry.sinks.base import SinkPosition
 from agentrl.types import StepRow
 
 
 class TensorBoard:
-    def __init__(self, folder: Path, purge_step: int) -> None:
-        self.writer = EventFileWriter(str(folder))
+    def __init__(self, config: RunConfig, position: SinkPosition) -> None:
+        purge_step = position.next + bool(position.names)
+        self.writer = EventFileWriter(str(Path(config.output, "tensorboard")))
         start = SessionLog(status=SessionLog.START)
         self.writer.add_event(Event(wall_time=time.time(), step=purge_step, session_log=start))
 
@@ -34,5 +35,4 @@ class TensorBoard:
         self.writer.close()
 
 
-def open_sink(config: RunConfig, mark: Mark) -> TensorBoard:
-    return TensorBoard(Path(config.output, "tensorboard"), mark.next + bool(mark.names))
+open_sink = TensorBoard

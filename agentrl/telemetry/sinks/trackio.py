@@ -9,21 +9,21 @@ from __future__ import annotations
 import trackio
 
 from agentrl.config import RunConfig
-from agentrl.telemetry.sinks.base import Mark, settings
+from agentrl.telemetry.sinks.base import SinkPosition, public_settings
 from agentrl.types import StepRow
 
 
 class Trackio:
-    def __init__(self, config: RunConfig, mark: Mark) -> None:
+    def __init__(self, config: RunConfig, position: SinkPosition) -> None:
         self.config = config
-        self.name = f"{config.name}-{mark.id}"  # trackio knows runs by name only
+        self.name = f"{config.name}-{position.id}"  # trackio knows runs by name only
 
     def write(self, row: StepRow) -> None:
         run = trackio.init(
             project=self.config.metrics.project,
             name=self.name,
             resume="allow",
-            config=settings(self.config),
+            config=public_settings(self.config),
             embed=False,
             auto_log_cpu=False,
             auto_log_gpu=False,
@@ -34,5 +34,4 @@ class Trackio:
     def close(self) -> None: ...
 
 
-def open_sink(config: RunConfig, mark: Mark) -> Trackio:
-    return Trackio(config, mark)
+open_sink = Trackio

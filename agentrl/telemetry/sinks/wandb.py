@@ -10,19 +10,19 @@ from __future__ import annotations
 import wandb
 
 from agentrl.config import RunConfig
-from agentrl.telemetry.sinks.base import Mark, settings
+from agentrl.telemetry.sinks.base import SinkPosition, public_settings
 from agentrl.types import StepRow
 
 
 class Wandb:
-    def __init__(self, config: RunConfig, mark: Mark) -> None:
+    def __init__(self, config: RunConfig, position: SinkPosition) -> None:
         self.run = wandb.init(
             project=config.metrics.project,
-            id=mark.id,
+            id=position.id,
             name=config.name,
             resume="allow",
             dir=config.output,
-            config=settings(config),
+            config=public_settings(config),
         )
         self.run.define_metric("*", step_metric="step")
 
@@ -33,5 +33,4 @@ class Wandb:
         self.run.finish()
 
 
-def open_sink(config: RunConfig, mark: Mark) -> Wandb:
-    return Wandb(config, mark)
+open_sink = Wandb

@@ -16,8 +16,9 @@ from itertools import count
 
 import numpy as np
 
-from agentrl.algorithms.engines.embedded.engine import CLOSED, Engine, Updates
-from agentrl.algorithms.engines.embedded.scheduler import Call, Update
+from agentrl.algorithms.engines.embedded.engine import CLOSED, Engine, TokenUpdates
+from agentrl.algorithms.engines.embedded.scheduler import GenerationRequest, TokenUpdate
+from agentrl.algorithms.engines.request_hold import RequestHold
 from agentrl.algorithms.model.load import Model
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.model.request_error import RequestError
@@ -27,14 +28,14 @@ from agentrl.types import Sampling
 
 
 @dataclass(slots=True)
-class Flight:
+class PendingRequest:
     """`n` completions of one prompt, and what the engine has told about them."""
 
     version: int
-    calls: list[Call] = field(default_factory=list)
-    updates: asyncio.Queue[tuple[int, Update]] = field(default_factory=asyncio.Queue)
+    calls: list[GenerationRequest] = field(default_factory=list)
+    updates: asyncio.Queue[tuple[int, TokenUpdate]] = field(default_factory=asyncio.Queue)
 
-    async def __aiter__(self) -> AsyncIterator[tuple[int, Update]]:
+    async def __aiter__(self) -> AsyncIterator[tuple[int, TokenUpdate]]:
         """(index of the completion, new tokens) until all are finished.
 
         Raises RequestError when the engine fails one."""
@@ -47,7 +48,7 @@ class Flight:
             yield index, update
 
 
-class Calls:
+class Admission:
     """Every call of one server, from admission to its last token."""
 
     def __init__(
@@ -63,7 +64,8 @@ class Calls:
         policies: Mapping[str, str | None],
     ) -> None:
         """policies: by name, the adapter that each applies to the model."""
-        self.versions = dict.fromkeys(policies, 0)
+        self.requests = RequestHold()
+        self.requests.versions = dict.fromkeys(policies, 0)
         self._numbers = {name: number for number, name in enumerate(policies)}
         self._unused = count(len(policies))  # numbers: a key in the cache is of one policy for ever
         self.max_context = max_context
@@ -80,30 +82,30 @@ class Calls:
         self._codec = codec
         self._seeds = random.Random()  # its own: the run's random state belongs to the algorithm
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._flying = 0
-        self._open, self._landed = asyncio.Event(), asyncio.Event()
         self._updating = asyncio.Lock()
 
     def start(self) -> None:
         """Begin to work, on the running event loop."""
         self._loop = asyncio.get_running_loop()
-        self._open.set()
-        self._landed.set()
+        self.requests.release()
         self.engine.start()
 
     async def hold(self) -> None:
         """Returns once nothing is in flight; new calls wait until `resume`."""
         await self._updating.acquire()
-        self._open.clear()
         try:
-            await self._landed.wait()
+            await self.requests.hold()
         except asyncio.CancelledError:
             self.resume()
             raise
 
     def resume(self) -> None:
-        self._open.set()
+        self.requests.release()
         self._updating.release()
+
+    @property
+    def versions(self) -> dict[str, int]:
+        return self.requests.versions
 
     @property
     def held(self) -> bool:
@@ -131,7 +133,7 @@ class Calls:
         del self.engine.policies[number]
 
     @asynccontextmanager
-    async def fly(
+    async def submit(
         self,
         prompt: Sequence[int],
         sampling: Sampling,
@@ -140,40 +142,38 @@ class Calls:
         n: int = 1,
         stop: Sequence[str] = (),
         stream: bool = False,
-    ) -> AsyncIterator[Flight]:
+    ) -> AsyncIterator[PendingRequest]:
         """Submit `n` completions of one prompt; leaving early cancels what is unfinished.
 
         Raises RequestError when the prompt leaves no room for a token."""
         self._check(prompt)
-        while not self._open.is_set():  # another update may have begun before this task woke up
-            await self._open.wait()
+        await self.requests.wait_released()
         if policy not in self.versions:
             raise RequestError(f"the policy {policy!r} is not served any more", status=404)
-        flight = Flight(self.versions[policy])
+        pending = PendingRequest(self.versions[policy])
         tokens = np.asarray(prompt, np.int32)
         seed = self._seeds.getrandbits(64) if sampling.seed is None else sampling.seed
         for index in range(n):
-            call = Call(
+            call = GenerationRequest(
                 prompt=tokens,
                 sampling=sampling,
                 seed=(seed + index) % 2**64,
-                receive=self._receiver(flight, index),
+                receive=self._receiver(pending, index),
                 stream=stream,
                 policy=self._numbers[policy],
-                stop=_stopper(self._codec, stop) if stop else None,
+                stop=_stop_check(self._codec, stop) if stop else None,
             )
-            flight.calls.append(call)
-        self._flying += n
-        self._landed.clear()
+            pending.calls.append(call)
+        self.requests.begin(n)
         unfinished = True
-        for call in flight.calls:
+        for call in pending.calls:
             self.engine.submit(call)
         try:
-            yield flight
+            yield pending
             unfinished = False
         finally:
             if unfinished:
-                for call in flight.calls:
+                for call in pending.calls:
                     self.engine.cancel(call)
 
     def _check(self, prompt: Sequence[int]) -> None:
@@ -194,28 +194,26 @@ class Calls:
                 code="context_length_exceeded",
             )
 
-    def _receiver(self, flight: Flight, index: int) -> Callable[[Update], None]:
-        def receive(update: Update) -> None:
-            flight.updates.put_nowait((index, update))
+    def _receiver(self, pending: PendingRequest, index: int) -> Callable[[TokenUpdate], None]:
+        def receive(update: TokenUpdate) -> None:
+            pending.updates.put_nowait((index, update))
             if update.finish:
-                self._flying -= 1
-                if not self._flying:
-                    self._landed.set()
+                self.requests.finish()
 
         return receive
 
-    def _deliver(self, updates: Updates) -> None:
+    def _deliver(self, updates: TokenUpdates) -> None:
         """From the engine's thread: one wake-up of the event loop for all that a step has told."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(_receive, updates)
 
 
-def _receive(updates: Updates) -> None:
+def _receive(updates: TokenUpdates) -> None:
     for call, update in updates:
         call.receive(update)
 
 
-def _stopper(codec: Codec, stop: Sequence[str]) -> Callable[[int], bool]:
+def _stop_check(codec: Codec, stop: Sequence[str]) -> Callable[[int], bool]:
     stream = TextStream(codec, stop)
 
     def stopped(token: int) -> bool:

@@ -4,7 +4,7 @@ A step feeds N tokens as one sequence [1, N] with no padding: first the chunks (
 the last one fed of a row), then the last token of each of the n rows, in row order. The last tokens
 attend as one batch, which is all there is when nobody is in its prompt; each chunk attends alone.
 
-A step is one forward pass of the model itself with a `Plan` of this module (see
+A step is one forward pass of the model itself with a `StepPlan` of this module (see
 `algorithms.attention`).
 """
 
@@ -23,7 +23,7 @@ from agentrl.errors import PolicyError
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class PrefillChunk:
     """Consecutive prompt tokens of one row: `size` of them from packed index `start`."""
 
     row: int
@@ -33,10 +33,10 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StepPlan:
     """What one step feeds."""
 
-    chunks: list[Chunk]
+    chunks: list[PrefillChunk]
     last: Tensor  # int64 [n], position of each row's last token
     context: int  # 1 + the largest of them
     masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Plan:
             self.masks[key] = mask.masked_fill_(hidden, float("-inf"))[:, None, None]
         return self.masks[key]
 
-    def chunk_mask(self, chunk: Chunk, window: int | None) -> Tensor:
+    def chunk_mask(self, chunk: PrefillChunk, window: int | None) -> Tensor:
         """Boolean [size, context]: true where a query sees a key."""
         key = (chunk.row, window)
         if key not in self.masks:
@@ -79,7 +79,7 @@ def install(model: Model) -> None:
 
     Raises PolicyError for a model that this would change or that depends on its batch."""
     network: Any = model
-    reason = attention.obstacle(network)
+    reason = attention.incompatibility(network)
     if reason:
         raise PolicyError(
             f"model type {network.config.model_type!r} {reason}, so the embedded policy server "
@@ -89,8 +89,8 @@ def install(model: Model) -> None:
 
 
 def _chunk(
-    plan: Plan,
-    chunk: Chunk,
+    plan: StepPlan,
+    chunk: PrefillChunk,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -112,7 +112,7 @@ def _chunk(
 
 
 def _last(
-    plan: Plan,
+    plan: StepPlan,
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentrl.algorithms.engines.embedded import attention
-from agentrl.algorithms.engines.embedded.attention import Chunk, Plan
+from agentrl.algorithms.engines.embedded.attention import PrefillChunk, StepPlan
 from agentrl.algorithms.engines.embedded.kv_cache import KVPool
 from agentrl.algorithms.engines.embedded.sampler import Ints, sample, uniforms
-from agentrl.algorithms.engines.embedded.scheduler import Call, Rows, Update
+from agentrl.algorithms.engines.embedded.scheduler import GenerationRequest, RowTable, TokenUpdate
 from agentrl.algorithms.model.attention import UNUSED
 from agentrl.algorithms.model.load import Model
 from agentrl.algorithms.model.lora import Adapters
@@ -31,7 +31,7 @@ from agentrl.algorithms.model.lora import Adapters
 PREFILL = 512  # prompt tokens fed per step beside the running calls, so that none of them stalls
 WORTH_WAITING = 16  # tokens that another call is about to compute and this one may then copy
 
-Updates = list[tuple[Call, Update]]
+TokenUpdates = list[tuple[GenerationRequest, TokenUpdate]]
 
 
 class Engine:
@@ -45,7 +45,7 @@ class Engine:
         max_batch: int,
         max_context: int,
         threads: int,
-        deliver: Callable[[Updates], None],
+        deliver: Callable[[TokenUpdates], None],
         adapters: Adapters | None = None,
         policies: Sequence[str | None] = (None,),
     ) -> None:
@@ -57,11 +57,11 @@ class Engine:
         self.adapters = adapters
         self.policies = dict(enumerate(policies))  # by number; it may change while nothing runs
         self.device = next(model.parameters()).device
-        self.rows = Rows(max_batch, idle=2 * max_batch, context=max_context)
+        self.rows = RowTable(max_batch, idle=2 * max_batch, context=max_context)
         self.pool = KVPool(config.get_text_config().num_hidden_layers, 3 * max_batch)
         self.eos = np.zeros(config.get_text_config().vocab_size, np.bool_)
         self.eos[list(eos)] = True
-        self.waiting: deque[Call] = deque()
+        self.waiting: deque[GenerationRequest] = deque()
         self.orders: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self.thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self.lock = threading.Lock()  # of `closing`: no order is given to a thread that has ended
@@ -70,12 +70,12 @@ class Engine:
     def start(self) -> None:
         self.thread.start()
 
-    def submit(self, call: Call) -> None:
+    def submit(self, call: GenerationRequest) -> None:
         """Every submitted call gets exactly one update with `finish` set, its last."""
         if not self._order(lambda: self.waiting.append(call)):
-            self.deliver([(call, Update([], [], "error", CLOSED))])
+            self.deliver([(call, TokenUpdate([], [], "error", CLOSED))])
 
-    def cancel(self, call: Call) -> None:
+    def cancel(self, call: GenerationRequest) -> None:
         """Finish a call whose answer nobody waits for, unless it has finished."""
         self._order(lambda: self._cancel(call))
 
@@ -101,7 +101,7 @@ class Engine:
     @torch.inference_mode()
     def _main(self) -> None:
         try:
-            while self._obey():
+            while self._run_orders():
                 self._admit()
                 self._step()
         finally:
@@ -111,7 +111,7 @@ class Engine:
                 self.orders.get()()
             self._fail(CLOSED)
 
-    def _obey(self) -> bool:
+    def _run_orders(self) -> bool:
         """Carry out all orders; wait for one when there is nothing else to do."""
         idle = not (self.rows.n or self.waiting)
         while True:
@@ -128,7 +128,7 @@ class Engine:
 
     def _admit(self) -> None:
         """Give waiting calls a row, oldest first, except those whose prefix is being computed."""
-        later: deque[Call] = deque()
+        later: deque[GenerationRequest] = deque()
         while self.waiting and self.rows.n < self.rows.limit:
             call = self.waiting.popleft()
             source, shared, soon = self.rows.source(call.prompt, call.policy)
@@ -163,14 +163,14 @@ class Engine:
         lengths, order = rows.length[:n], np.arange(n)
         pool.reserve(int(rows.known[:n].max()))
         before = rows.known[:n] - lengths - 1  # tokens to feed before the last one
-        chunks: list[Chunk] = []
+        chunks: list[PrefillChunk] = []
         fed_rows, fed_positions, start = [], [], 0
         for row in np.flatnonzero(before):
             size = min(int(before[row]), PREFILL - start)
             before[row] = size
             if size:
                 first = int(lengths[row])
-                chunks.append(Chunk(int(row), start, size, first + size))
+                chunks.append(PrefillChunk(int(row), start, size, first + size))
                 fed_rows.append(np.full(size, row))
                 fed_positions.append(np.arange(first, first + size))
                 start += size
@@ -181,7 +181,7 @@ class Engine:
             torch.from_numpy(values).to(self.device)
             for values in (rows.tokens[at, positions].astype(np.int64), at, positions)
         )
-        pool.aim(at_N, positions_N)
+        pool.set_write_positions(at_N, positions_N)
         with self._adapted(rows.policy[at]):
             logits: Tensor = self.model(
                 input_ids=ids_N[None],
@@ -190,7 +190,7 @@ class Engine:
                 past_key_values=pool,
                 use_cache=True,
                 logits_to_keep=n,
-                plan=Plan(chunks, positions_N[-n:], int(last.max()) + 1),
+                plan=StepPlan(chunks, positions_N[-n:], int(last.max()) + 1),
             ).logits[0]
         rows.length[:n] = last + 1
         return logits
@@ -222,7 +222,7 @@ class Engine:
         rows.logprobs[at, rows.known[at]] = logprobs
         rows.known[at] += 1
         stopped, full = self.eos[tokens], rows.known[at] >= rows.end[at]
-        updates: Updates = []
+        updates: TokenUpdates = []
         ended: list[int] = []
         for index in np.flatnonzero(stopped | full | rows.watched[at]).tolist():
             row, token = int(at[index]), int(tokens[index])
@@ -230,9 +230,9 @@ class Engine:
             stop = bool(stopped[index]) or (call.stop is not None and call.stop(token))
             finish = "stop" if stop else "length" if full[index] else None
             if call.stream:
-                updates.append((call, Update([token], [float(logprobs[index])], finish)))
+                updates.append((call, TokenUpdate([token], [float(logprobs[index])], finish)))
             elif finish:
-                updates.append((call, Update(*rows.completion(row), finish)))
+                updates.append((call, TokenUpdate(*rows.completion(row), finish)))
             if finish:
                 ended.append(row)
         for row in reversed(ended):  # the last row fills the gap: from the end, none is missed
@@ -245,14 +245,14 @@ class Engine:
         self.rows.forget()
         self.pool.wipe()
 
-    def _cancel(self, call: Call) -> None:
+    def _cancel(self, call: GenerationRequest) -> None:
         if call in self.waiting:
             self.waiting.remove(call)
         elif call in self.rows.calls:
             self.rows.remove(self.rows.calls.index(call), self.pool)
         else:
             return
-        self.deliver([(call, Update([], [], "cancelled"))])
+        self.deliver([(call, TokenUpdate([], [], "cancelled"))])
 
     def _close(self) -> None:
         with self.lock:
@@ -265,7 +265,7 @@ class Engine:
             self.rows.remove(self.rows.n - 1, self.pool, keep=False)
         self._reset()
         if calls:
-            self.deliver([(call, Update([], [], "error", sentence)) for call in calls])
+            self.deliver([(call, TokenUpdate([], [], "error", sentence)) for call in calls])
 
 
 CLOSED = "the policy server is shutting down"

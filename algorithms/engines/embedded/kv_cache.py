@@ -40,7 +40,7 @@ class KVPool(Cache):  # type: ignore[misc]
                 new[:, :, :, : old.shape[3]] = old
                 self.tensors[index] = new
 
-    def aim(self, rows: Tensor, positions: Tensor) -> None:
+    def set_write_positions(self, rows: Tensor, positions: Tensor) -> None:
         """Where the next forward pass writes its N tokens: int64 [N] each."""
         self._target, self._slots = (rows, positions), None
 

@@ -69,7 +69,7 @@ class TextLogprobs(msgspec.Struct):
     text_offset: list[int] = []
 
 
-class Message(msgspec.Struct, kw_only=True):
+class ChatMessage(msgspec.Struct, kw_only=True):
     role: str = "assistant"
     content: str | None
     tool_calls: list[ToolCall] | UnsetType = UNSET
@@ -90,11 +90,11 @@ class MessageDelta(msgspec.Struct, kw_only=True):
     tool_calls: list[IndexedToolCall] | UnsetType = UNSET
 
 
-class Choice(msgspec.Struct, kw_only=True):
+class CompletionChoice(msgspec.Struct, kw_only=True):
     """One completion, or in a stream a piece of it. Chat has message or delta, completions text."""
 
     index: int
-    message: Message | UnsetType = UNSET
+    message: ChatMessage | UnsetType = UNSET
     delta: MessageDelta | UnsetType = UNSET
     text: str | UnsetType = UNSET
     logprobs: ChatLogprobs | TextLogprobs | None = None
@@ -108,6 +108,6 @@ class Response(msgspec.Struct, kw_only=True):
     object: str
     created: int
     model: str
-    choices: list[Choice]
+    choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET

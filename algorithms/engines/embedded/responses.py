@@ -10,22 +10,22 @@ from msgspec import UNSET
 
 from agentrl.algorithms.engines.embedded.protocol import (
     ChatLogprobs,
-    Choice,
+    ChatMessage,
+    CompletionChoice,
     IndexedToolCall,
-    Message,
     MessageDelta,
     Response,
     TextLogprobs,
     TokenLogprob,
     Usage,
 )
-from agentrl.algorithms.engines.embedded.scheduler import Update
-from agentrl.algorithms.model.text import Codec, TextStream, cut
+from agentrl.algorithms.engines.embedded.scheduler import TokenUpdate
+from agentrl.algorithms.model.text import Codec, TextStream, text_before_stop
 from agentrl.algorithms.model.tool_parser import ToolCall, ToolParser, parse
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class ResponseFormat:
     """What a client asked its answer to contain."""
 
     codec: Codec
@@ -38,7 +38,7 @@ class Format:
     stop: tuple[str, ...]
     id: str
 
-    def whole(self, updates: Sequence[Update]) -> Response:
+    def whole(self, updates: Sequence[TokenUpdate]) -> Response:
         """The answer to a request that does not stream: one finished update per choice."""
         choices = [self._choice(index, update) for index, update in enumerate(updates)]
         return self.response(
@@ -48,7 +48,12 @@ class Format:
         )
 
     def response(
-        self, choices: list[Choice], *, usage: Usage | None = None, first: bool, chunk: bool = False
+        self,
+        choices: list[CompletionChoice],
+        *,
+        usage: Usage | None = None,
+        first: bool,
+        chunk: bool = False,
     ) -> Response:
         kind = "chat.completion" if self.chat else "text_completion"
         if first and self.token_ids and not self.chat:
@@ -68,30 +73,30 @@ class Format:
         size = len(self.prompt)
         return Usage(size, completion_tokens, size + completion_tokens)
 
-    def piece(self, index: int, update: Update) -> Choice:
+    def piece(self, index: int, update: TokenUpdate) -> CompletionChoice:
         """A choice without its text."""
-        return Choice(
+        return CompletionChoice(
             index=index,
             finish_reason=update.finish,
             logprobs=self._logprobs(update) if self.logprobs else None,
             token_ids=update.tokens if self.token_ids else UNSET,
         )
 
-    def _choice(self, index: int, update: Update) -> Choice:
+    def _choice(self, index: int, update: TokenUpdate) -> CompletionChoice:
         choice = self.piece(index, update)
-        text = cut(self.codec.decode(update.tokens), self.stop)
+        text = text_before_stop(self.codec.decode(update.tokens), self.stop)
         if not self.chat:
             choice.text = text
             return choice
         content, calls = parse(text) if self.tools else (text, [])
-        choice.message = Message(content=content or ("" if not calls else None))
+        choice.message = ChatMessage(content=content or ("" if not calls else None))
         if calls:
             choice.message.tool_calls = calls
             if update.finish == "stop":
                 choice.finish_reason = "tool_calls"
         return choice
 
-    def _logprobs(self, update: Update) -> ChatLogprobs | TextLogprobs:
+    def _logprobs(self, update: TokenUpdate) -> ChatLogprobs | TextLogprobs:
         tokens = [self.codec.token(token) for token in update.tokens]
         if not self.chat:
             return TextLogprobs([text for text, _ in tokens], update.logprobs)
@@ -102,13 +107,13 @@ class Format:
 class StreamedChoice:
     """One choice of a streamed answer: tokens in, chunks of OpenAI's shape out."""
 
-    def __init__(self, form: Format, index: int) -> None:
+    def __init__(self, form: ResponseFormat, index: int) -> None:
         self._format, self._index = form, index
         self._text = TextStream(form.codec, form.stop)
         self._tools = ToolParser() if form.chat and form.tools else None
         self._first = True
 
-    def push(self, update: Update) -> Choice | None:
+    def push(self, update: TokenUpdate) -> CompletionChoice | None:
         """The chunk that these tokens cause, if there is anything to say."""
         text = self._text.push(update.tokens)
         if update.finish:

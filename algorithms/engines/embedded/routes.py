@@ -9,17 +9,18 @@ from uuid import uuid4
 import msgspec
 from aiohttp import web
 
-from agentrl.algorithms.engines.embedded.admission import Calls, Flight
+from agentrl.algorithms.engines.base import VERSION_HEADER
+from agentrl.algorithms.engines.embedded.admission import Admission, PendingRequest
 from agentrl.algorithms.engines.embedded.protocol import ChatRequest, TextRequest
-from agentrl.algorithms.engines.embedded.responses import Format, StreamedChoice
+from agentrl.algorithms.engines.embedded.responses import ResponseFormat, StreamedChoice
 from agentrl.algorithms.model.chat import Chat
 from agentrl.algorithms.model.request_error import RequestError
 from agentrl.algorithms.model.text import Codec
 from agentrl.errors import nearest
+from agentrl.http_server import read_body
 from agentrl.types import Sampling
 
-VERSION = "x-policy-version"
-Body = TypeVar("Body")
+RequestBody = TypeVar("RequestBody")
 LARGEST_BODY = 64 * 2**20  # bytes of a request
 
 _encoder = msgspec.json.Encoder()
@@ -30,7 +31,7 @@ _text_decoder = msgspec.json.Decoder(TextRequest)
 class Routes:
     """Handlers of one server's requests."""
 
-    def __init__(self, calls: Calls, chat: Chat, codec: Codec, name: str, defaults: Sampling):
+    def __init__(self, calls: Admission, chat: Chat, codec: Codec, name: str, defaults: Sampling):
         self._calls, self._chat, self._codec = calls, chat, codec
         self._name, self._defaults = name, defaults
 
@@ -45,7 +46,7 @@ class Routes:
         return app
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        body = _decode(await request.read(), _chat_decoder)
+        body = _decode(await read_body(request), _chat_decoder)
         _check_tool_choice(body.tool_choice)
         prompt = self._prompt(body)
         body.max_tokens = body.max_completion_tokens or body.max_tokens
@@ -59,7 +60,7 @@ class Routes:
         return await self._answer(request, body, form)
 
     async def text(self, request: web.Request) -> web.StreamResponse:
-        body = _decode(await request.read(), _text_decoder)
+        body = _decode(await read_body(request), _text_decoder)
         given = body.prompt
         prompt = self._codec.encode_plain(given) if isinstance(given, str) else given
         form = self._format(
@@ -69,7 +70,7 @@ class Routes:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """The prompt of a conversation, as vLLM tells it."""
-        prompt = self._prompt(_decode(await request.read(), _chat_decoder))
+        prompt = self._prompt(_decode(await read_body(request), _chat_decoder))
         limit = self._calls.max_context
         return _json({"count": len(prompt), "max_model_len": limit, "tokens": prompt})
 
@@ -100,9 +101,9 @@ class Routes:
         chat: bool,
         tools: bool,
         logprobs: bool,
-    ) -> Format:
+    ) -> ResponseFormat:
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-        return Format(
+        return ResponseFormat(
             codec=self._codec,
             model=body.model or self._name,
             prompt=prompt,
@@ -115,19 +116,19 @@ class Routes:
         )
 
     async def _answer(
-        self, request: web.Request, body: ChatRequest | TextRequest, form: Format
+        self, request: web.Request, body: ChatRequest | TextRequest, form: ResponseFormat
     ) -> web.StreamResponse:
         policy, sampling, n = self._policy(body.model), self._sampling(body), body.n or 1
         stream = bool(body.stream)
-        async with self._calls.fly(
+        async with self._calls.submit(
             form.prompt, sampling, policy, n=n, stop=form.stop, stream=stream
-        ) as flight:
+        ) as pending:
             if stream:
                 usage = bool(body.stream_options and body.stream_options.include_usage)
-                return await self._stream(request, flight, form, n, usage=usage)
-            updates = {index: update async for index, update in flight}
+                return await self._stream(request, pending, form, n, usage=usage)
+            updates = {index: update async for index, update in pending}
         whole = form.whole([updates[index] for index in range(n)])
-        return _json(whole, headers={VERSION: str(flight.version)})
+        return _json(whole, headers={VERSION_HEADER: str(pending.version)})
 
     def _policy(self, model: str | None) -> str:
         """The policy that a request names. Where there is one, every name is it: agents keep their
@@ -155,19 +156,25 @@ class Routes:
         )
 
     async def _stream(
-        self, request: web.Request, flight: Flight, form: Format, n: int, *, usage: bool
+        self,
+        request: web.Request,
+        pending: PendingRequest,
+        form: ResponseFormat,
+        n: int,
+        *,
+        usage: bool,
     ) -> web.StreamResponse:
         headers = {
             "content-type": "text/event-stream; charset=utf-8",
             "cache-control": "no-cache",
-            VERSION: str(flight.version),
+            VERSION_HEADER: str(pending.version),
         }
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)
         choices = [StreamedChoice(form, index) for index in range(n)]
         tokens, first = 0, True
         try:
-            async for index, update in flight:
+            async for index, update in pending:
                 tokens += len(update.tokens)
                 choice = choices[index].push(update)
                 if choice is not None:
@@ -185,7 +192,7 @@ class Routes:
     async def _stamp(self, request: web.Request, response: web.StreamResponse) -> None:
         """Answers that no version made, such as errors, carry the one that is served now by the
         policy that requests without a model name get."""
-        response.headers.setdefault(VERSION, str(self._calls.versions[self._name]))
+        response.headers.setdefault(VERSION_HEADER, str(self._calls.versions[self._name]))
 
 
 @web.middleware
@@ -199,12 +206,12 @@ async def _refusals(
         refusal = error
     except web.HTTPException as error:
         refusal = RequestError(
-            f"{request.method} {request.path}: {error.reason}", status=error.status
+            f"{request.method} {request.path}: {error.text or error.reason}", status=error.status
         )
     return _json(refusal.body, status=refusal.status)
 
 
-def _decode(raw: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:
+def _decode(raw: bytes, decoder: msgspec.json.Decoder[RequestBody]) -> RequestBody:
     try:
         return decoder.decode(raw)
     except msgspec.ValidationError as error:

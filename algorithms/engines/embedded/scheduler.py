@@ -19,7 +19,7 @@ from agentrl.types import Sampling
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class TokenUpdate:
     """New tokens of a call, with their log-probs. `finish` is set on the last one.
 
     finish: stop (end of sequence, or `stop` said so), length, cancelled, or error with a sentence.
@@ -32,26 +32,26 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Call:
+class GenerationRequest:
     """A prompt to complete. Identity is what counts: two equal calls are two calls."""
 
     prompt: NDArray[np.int32]
     sampling: Sampling
     seed: int  # 0 <= seed < 2**64
-    receive: Callable[[Update], None]  # called where the engine's `deliver` says
+    receive: Callable[[TokenUpdate], None]  # called where the engine's `deliver` says
     stream: bool = False  # an update per token instead of one at the end
     policy: int = 0  # number of the one that answers
     stop: Callable[[int], bool] | None = None  # told every token; true ends the call
 
 
-class Rows:
+class RowTable:
     """`limit` rows that may run at once and `idle` ones, of `context` tokens each."""
 
     def __init__(self, limit: int, idle: int, context: int) -> None:
         size = limit + idle
         self.limit = limit
         self.n = 0
-        self.calls: list[Call] = []
+        self.calls: list[GenerationRequest] = []
         self.tokens = np.zeros((size, context), np.int32)
         self.length = np.zeros(size, np.int64)  # tokens whose keys are in the pool
         self.known = np.zeros(size, np.int64)  # tokens of prompt and completion
@@ -91,7 +91,7 @@ class Rows:
         row = int(ready.argmax())
         return row, int(ready[row]), int(shared.max())
 
-    def add(self, call: Call, pool: KVPool, source: int, shared: int) -> None:
+    def add(self, call: GenerationRequest, pool: KVPool, source: int, shared: int) -> None:
         """Start a call in the next running row, with the first `shared` keys of row `source`."""
         row, sampling, size = self.n, call.sampling, len(call.prompt)
         if shared:

@@ -7,14 +7,14 @@ only inside `updating`, while no call is in flight; every answer carries the ver
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
 
-from agentrl.algorithms.engines.embedded.admission import Calls
+from agentrl.algorithms.engines.base import port_taken
+from agentrl.algorithms.engines.embedded.admission import Admission
 from agentrl.algorithms.engines.embedded.routes import Routes
 from agentrl.algorithms.engines.loop_thread import LoopThread
 from agentrl.algorithms.model.chat import Chat
@@ -22,6 +22,7 @@ from agentrl.algorithms.model.load import Model, Tokenizer
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.model.text import Codec
 from agentrl.errors import PolicyError
+from agentrl.http_server import listen
 from agentrl.types import POLICY, Sampling
 
 NO_DEFAULTS = Sampling()
@@ -58,7 +59,7 @@ class EmbeddedServer:
         self.base_url = ""
         self._host, self._port = host, port
         codec = Codec(tokenizer)
-        self._calls = Calls(
+        self._admission = Admission(
             model,
             codec,
             eos=_end_of_sequence(model, tokenizer),
@@ -68,7 +69,7 @@ class EmbeddedServer:
             adapters=adapters,
             policies={name: None} | {each: each for each in (adapters.names if adapters else ())},
         )
-        self._routes = Routes(self._calls, Chat(tokenizer, codec), codec, name, defaults)
+        self._routes = Routes(self._admission, Chat(tokenizer, codec), codec, name, defaults)
         self._runner: web.AppRunner | None = None
         self._http = LoopThread("policy-http")
 
@@ -79,32 +80,28 @@ class EmbeddedServer:
             await self._http.run(self._listen())
         except OSError as error:
             await self.close()
-            reason = os.strerror(error.errno) if error.errno else error
-            raise PolicyError(
-                f"policy server: cannot listen on {self._host}:{self._port}: {reason}; "
-                "set engine.port to a free port, or to 0 for any"
-            ) from None
+            raise port_taken(self._host, self._port, error) from None
 
     @asynccontextmanager
     async def updating(self) -> AsyncIterator[None]:
         """While inside, weights may change: calls in flight have finished, new ones are held."""
-        await self._http.run(self._calls.hold())
+        await self._http.run(self._admission.hold())
         try:
             yield
         finally:
-            await self._http.run(self._resume())
+            await self._http.call(self._admission.resume)
 
     async def publish(self, version: int, policy: str | None = None) -> None:
         """From now on serve the current weights of a policy, default the server's own `model`, as
         `version`."""
         policy = policy or self.model
-        if self._calls.held:
-            await self._http.run(self._publish(version, policy))
+        if self._admission.held:
+            await self._http.call(self._admission.publish, version, policy)
         else:
             async with self.updating():
-                await self._http.run(self._publish(version, policy))
+                await self._http.call(self._admission.publish, version, policy)
 
-    async def given_up(self) -> PolicyError:
+    async def wait_for_failure(self) -> PolicyError:
         """Never: it lives and dies with the learner."""
         await asyncio.Event().wait()
         raise AssertionError("nobody sets it")
@@ -112,11 +109,11 @@ class EmbeddedServer:
     async def add(self, policy: str, version: int) -> None:
         """Also serve the adapter of this name, which the model has by now. Call inside
         `updating`."""
-        await self._http.run(self._add(policy, version))
+        await self._http.call(self._admission.add, policy, policy, version)
 
     async def remove(self, policy: str) -> None:
         """Serve a policy no more. Call inside `updating`."""
-        await self._http.run(self._remove(policy))
+        await self._http.call(self._admission.remove, policy)
 
     async def close(self) -> None:
         """Refuse what is in flight and stop. A second time does nothing."""
@@ -125,32 +122,13 @@ class EmbeddedServer:
             await self._http.stop()
 
     async def _listen(self) -> None:
-        runner = web.AppRunner(
-            self._routes.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0
-        )
-        self._runner = runner
-        await runner.setup()
-        await web.TCPSite(runner, self._host, self._port, backlog=1024).start()
-        port = runner.addresses[0][1]
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        self._calls.start()
-        self.base_url = f"http://{host}:{port}/v1"
-
-    async def _publish(self, version: int, policy: str) -> None:
-        self._calls.publish(version, policy)
-
-    async def _add(self, policy: str, version: int) -> None:
-        self._calls.add(policy, policy, version)
-
-    async def _remove(self, policy: str) -> None:
-        self._calls.remove(policy)
-
-    async def _resume(self) -> None:
-        self._calls.resume()
+        self._runner, url = await listen(self._routes.app(), self._host, self._port)
+        self._admission.start()
+        self.base_url = f"{url}/v1"
 
     async def _shut(self) -> None:
-        if self._calls.engine.alive:
-            await asyncio.to_thread(self._calls.engine.close)
+        if self._admission.engine.alive:
+            await asyncio.to_thread(self._admission.engine.close)
         if self._runner is not None:
             await self._runner.cleanup()
         await asyncio.get_running_loop().shutdown_default_executor()

@@ -8,129 +8,92 @@ no call is in flight, and an answer names the version that was current when its 
 
 from __future__ import annotations
 
-import asyncio
 import os
 import runpy
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
-from urllib.parse import parse_qsl
 
 import msgspec
 
+from agentrl.algorithms.engines.base import VERSION_HEADER
+from agentrl.algorithms.engines.request_hold import RequestHold, parse_versions
 from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN
 from agentrl.processes import die_with_parent
 
-KEY = "AGENTRL_VLLM_KEY"  # environment variable with what the parent proves itself with
-CONTROL = b"x-agentrl-key"
-SERVER = b"x-agentrl-server"  # beside it: the only one of several that is meant
-POLICY_VERSION = b"x-policy-version"
-ADAPTERS = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"  # for who has the key
+KEY_VARIABLE = "AGENTRL_VLLM_KEY"  # environment variable with the secret of control requests
+KEY_HEADER = "x-agentrl-key"  # of a control request: that secret
+SERVER_HEADER = "x-agentrl-server"  # of a control request: the only server that it is for
+ADAPTERS = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"  # control requests
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+AsgiMessage = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[AsgiMessage]]
+Send = Callable[[AsgiMessage], Awaitable[None]]
+AsgiApp = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 
 class _Request(msgspec.Struct):
     model: str = ""
 
 
-class Gate:
-    """Lets calls in, or holds them, as it does at first. Versions are a query, `policy=3&other=0`;
-    the empty name is what calls with any other name get."""
-
-    def __init__(self) -> None:
-        self.versions: dict[str, str] = {}
-        self._inside = 0
-        self._open, self._empty = asyncio.Event(), asyncio.Event()
-        self._empty.set()
-
-    def close(self) -> None:
-        """Let no more calls in."""
-        self._open.clear()
-
-    async def hold(self) -> None:
-        """The same; returns once no call is inside."""
-        self.close()
-        await self._empty.wait()
-
-    def open(self, versions: str = "") -> None:
-        """Let calls in again, from now on with these versions; none: those before."""
-        if versions:
-            self.versions = dict(parse_qsl(versions, keep_blank_values=True))
-        self._open.set()
-
-    @asynccontextmanager
-    async def enter(self) -> AsyncIterator[Mapping[str, str]]:
-        """One call is inside; with the versions that serve it."""
-        while not self._open.is_set():
-            await self._open.wait()
-        self._inside += 1
-        self._empty.clear()
-        try:
-            yield self.versions
-        finally:
-            self._inside -= 1
-            if not self._inside:
-                self._empty.set()
-
-
-class Door:
+class HoldMiddleware:
     """ASGI middleware around vLLM's server. With the key: `POST /agentrl/hold` answers once no call
     is in flight, `/agentrl/open?VERSIONS` lets calls in, at first as well as again, and every other
     path is vLLM's. Without it there are /health and what asks the models."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: AsgiApp) -> None:
         self._app = app
-        self._key = os.environ[KEY].encode()
-        self._gate = Gate()
+        self._key = os.environ[KEY_VARIABLE].encode()
+        self._requests = RequestHold()
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         elif scope["type"] != "http":  # a websocket would pass by the gate
             await send({"type": "websocket.close", "code": 1008})
-        elif dict(scope["headers"]).get(CONTROL) == self._key:
-            await self._obey(scope, receive, send)
-        elif is_call(scope["path"]):
+        elif dict(scope["headers"]).get(KEY_HEADER.encode()) == self._key:
+            await self._handle_control(scope, receive, send)
+        elif is_public_path(scope["path"]):
             await self._serve(scope, receive, send)
         else:
             await _answer(send, 404)
 
-    async def _obey(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    async def _handle_control(
+        self, scope: MutableMapping[str, Any], receive: Receive, send: Send
+    ) -> None:
         if scope["path"] == HOLD:
-            await self._gate.hold()
+            await self._requests.hold()
             await _answer(send, 200)
         elif scope["path"] == OPEN:
-            self._gate.open(scope["query_string"].decode())
+            if query := scope["query_string"].decode():
+                self._requests.versions = parse_versions(query)
+            self._requests.release()
             await _answer(send, 200)
         else:
             await self._app(scope, receive, send)
 
     async def _serve(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        async with self._gate.enter() as versions:
-            receive, body = await _read(receive)
-            name = model_of(body)
-            version = versions.get(name, versions.get(""))
+        # Read first: a request that is never sent to its end must not hold up an update.
+        receive, body = await _read(receive)
+        await self._requests.wait_released()
+        with self._requests.call():
+            version = self._requests.version_of(requested_model(body))
 
-            async def stamped(message: Message) -> None:
+            async def stamped(message: AsgiMessage) -> None:
                 if message["type"] == "http.response.start" and version is not None:
-                    added = POLICY_VERSION, version.encode()
+                    added = VERSION_HEADER.encode(), str(version).encode()
                     message["headers"] = [*message.get("headers", ()), added]
                 await send(message)
 
             await self._app(scope, receive, stamped)
 
 
-def is_call(path: str) -> bool:
+def is_public_path(path: str) -> bool:
     """Whether anybody may ask for it."""
     open = path in ("/health", "/tokenize")
     return open or (path.startswith("/v1/") and path not in ADAPTERS)
 
 
-def model_of(body: bytes) -> str:
+def requested_model(body: bytes) -> str:
     """The model that a request names; empty: none, or it cannot be read."""
     try:
         return msgspec.json.decode(body, type=_Request).model
@@ -140,12 +103,12 @@ def model_of(body: bytes) -> str:
 
 async def _read(receive: Receive) -> tuple[Receive, bytes]:
     """A request's body, and a `receive` that tells it again."""
-    messages: list[Message] = []
+    messages: list[AsgiMessage] = []
     while not messages or messages[-1].get("more_body"):
         messages.append(await receive())
     body = b"".join(message.get("body", b"") for message in messages)
 
-    async def again() -> Message:
+    async def again() -> AsgiMessage:
         return messages.pop(0) if messages else await receive()
 
     return again, body

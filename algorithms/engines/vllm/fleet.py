@@ -28,19 +28,20 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from agentrl.algorithms.engines.base import VERSION_HEADER, port_taken
 from agentrl.algorithms.engines.loop_thread import LoopThread
+from agentrl.algorithms.engines.request_hold import RequestHold, parse_versions
 from agentrl.algorithms.engines.vllm.child import (
-    CONTROL,
-    POLICY_VERSION,
-    SERVER,
-    Gate,
-    is_call,
-    model_of,
+    KEY_HEADER,
+    SERVER_HEADER,
+    is_public_path,
+    requested_model,
 )
-from agentrl.algorithms.engines.vllm.probe import Found, probe
+from agentrl.algorithms.engines.vllm.client import ServerCapabilities, probe
 from agentrl.algorithms.engines.vllm.process import POLL
-from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN, Serving
+from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN, ServedModel
 from agentrl.errors import PolicyError
+from agentrl.http_server import listen, read_body
 from agentrl.types import POLICY
 
 WATCH = 1.0  # seconds between looks at servers; starting one takes longer
@@ -71,7 +72,7 @@ class VllmFleet:
         self.urls = [url.rstrip("/").removesuffix("/v1") for url in urls]
         self.key, self.url, self.name = secrets.token_hex(16), "", POLICY
         self.room = sys.maxsize  # vLLM reads those beyond its --max-loras again when they are asked
-        self.found: Found | None = None
+        self.found: ServerCapabilities | None = None
         self._bind, self._adapters = (host, port), adapters
         self._start_timeout, self._timeout = start_timeout, timeout
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
@@ -82,7 +83,7 @@ class VllmFleet:
         self._http = LoopThread("vllm-gate")
         self._runner: web.AppRunner | None = None
         self._session: aiohttp.ClientSession | None = None
-        self._gate = Gate()
+        self._requests = RequestHold()
         self._busy: dict[str, int] = {}  # calls that each server is answering; others are gone
 
     @property
@@ -118,7 +119,7 @@ class VllmFleet:
             self.found = await probe(http, self.urls)
         self.name = self.found.name
 
-    async def start(self, serving: Serving) -> None:
+    async def start(self, serving: ServedModel) -> None:
         """Returns once one of them answers, at first all of them.
 
         Raises PolicyError when the port is taken, and when a server stays silent."""
@@ -131,7 +132,7 @@ class VllmFleet:
                 up = self.urls
             else:
                 up = [await _first(self._healthy(http, url) for url in self.urls)]
-        await self._http.run(self._count(up))
+        await self._http.call(self._mark_ready, up)
 
     async def ended(self) -> str:
         """Why, once none of them answers."""
@@ -144,14 +145,14 @@ class VllmFleet:
             while True:
                 await asyncio.sleep(WATCH)
                 for url in self.urls:
-                    words = await self._ill(http, url)
+                    words = await self._health_problem(http, url)
                     if words is not None:
-                        await self._http.run(self._lose(url, words))
+                        await self._http.call(self._mark_gone, url, words)
                     elif url not in self._busy and not self._gone.is_set():
                         yield url
 
     async def adopt(self, server: str) -> None:
-        await self._http.run(self._count([server]))
+        await self._http.call(self._mark_ready, [server])
 
     async def stop(self) -> None:
         """Close the gate; the servers go on. A second time does nothing."""
@@ -159,12 +160,12 @@ class VllmFleet:
             await self._http.run(self._shut())
             await self._http.stop()
 
-    def last_words(self) -> str:
+    def failure_reason(self) -> str:
         return self._words
 
     async def _healthy(self, http: aiohttp.ClientSession, url: str) -> str:
         deadline = time.monotonic() + self._start_timeout
-        while (words := await self._ill(http, url)) is not None:
+        while (words := await self._health_problem(http, url)) is not None:
             if time.monotonic() > deadline:
                 raise PolicyError(
                     f"engine.vllm.urls: {url} {words}, for {self._start_timeout:g} s "
@@ -173,7 +174,7 @@ class VllmFleet:
             await asyncio.sleep(POLL)
         return url
 
-    async def _ill(self, http: aiohttp.ClientSession, url: str) -> str | None:
+    async def _health_problem(self, http: aiohttp.ClientSession, url: str) -> str | None:
         """What is wrong with a server."""
         try:
             async with asyncio.timeout(PATIENCE), http.get(f"{url}/health") as reply:
@@ -195,29 +196,19 @@ class VllmFleet:
             timeout=aiohttp.ClientTimeout(total=None),
             headers=self._headers,
         )
-        self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0
-        )
-        await self._runner.setup()
-        host, port = self._bind
         try:
-            await web.TCPSite(self._runner, host, port, backlog=1024).start()
+            self._runner, self.url = await listen(app, *self._bind)
         except OSError as error:
-            raise PolicyError(
-                f"policy server: cannot listen on {host}:{port}: {error.strerror}; set engine.port "
-                "to a free port, or to 0 for any"
-            ) from None
-        found = self._runner.addresses[0][1]
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{found}"
+            raise port_taken(*self._bind, error) from None
 
-    async def _count(self, urls: Sequence[str]) -> None:
+    def _mark_ready(self, urls: Sequence[str]) -> None:
         self._busy |= {url: self._busy.get(url, 0) for url in urls}
 
-    async def _lose(self, url: str, words: str) -> None:
+    def _mark_gone(self, url: str, words: str) -> None:
         self._words = f"it is gone: {url} {words}"
         if self._busy.pop(url, None) is None or self._busy:
             return
-        self._gate.close()
+        self._requests.close()
         assert self._home is not None
         self._home.call_soon_threadsafe(self._gone.set)
 
@@ -228,13 +219,15 @@ class VllmFleet:
             await self._session.close()
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
-        if request.headers.get(CONTROL.decode()) == self.key:
-            return await self._obey(request)
-        if not is_call(request.path):
+        if request.headers.get(KEY_HEADER) == self.key:
+            return await self._handle_control(request)
+        if not is_public_path(request.path):
             return web.Response(status=404)
-        async with self._gate.enter() as versions:
-            body = await request.read()
-            version = versions.get(model_of(body), versions.get(""))
+        # Read first: a request that is never sent to its end must not hold up an update.
+        body = await read_body(request)
+        await self._requests.wait_released()
+        with self._requests.call():
+            version = self._requests.version_of(requested_model(body))
             if not self._busy:
                 return _retry("no server is left")
             url = min(self._busy, key=self._busy.__getitem__)
@@ -245,20 +238,21 @@ class VllmFleet:
                 if url in self._busy:
                     self._busy[url] -= 1
 
-    async def _obey(self, request: web.Request) -> web.Response:
-        """As a `Door` does. What is vLLM's goes to the server that is named, or to all that are up
-        to date; the answers are a list. One that does not answer is gone, which is a failure only
-        where no other did."""
+    async def _handle_control(self, request: web.Request) -> web.Response:
+        """Like `HoldMiddleware`. Requests for vLLM go to the named server, or to all servers that
+        are up to date; the answer is the list of theirs. A server that does not answer is removed,
+        which is a failure only where no other server answered."""
         if request.path == HOLD:
-            await self._gate.hold()
+            await self._requests.hold()
             return web.Response()
         if request.path == OPEN:
             if self._busy:
-                self._gate.open(request.query_string)
+                self._requests.versions = parse_versions(request.query_string)
+                self._requests.release()
             return web.Response()
-        only, body = request.headers.get(SERVER.decode()), await request.read()
+        only, body = request.headers.get(SERVER_HEADER), await read_body(request)
         urls = [only] if only else list(self._busy)
-        told = await asyncio.gather(*(self._tell(request, url, body) for url in urls))
+        told = await asyncio.gather(*(self._forward_control(request, url, body) for url in urls))
         replies = [reply for reply in told if reply is not None]
         if not replies:
             return web.Response(status=502, text=self._words)
@@ -268,7 +262,9 @@ class VllmFleet:
         answers = [answer if answer[:1] in (b"{", b"[") else b"null" for _, answer in replies]
         return web.Response(body=b"[" + b",".join(answers) + b"]")
 
-    async def _tell(self, request: web.Request, url: str, body: bytes) -> tuple[int, bytes] | None:
+    async def _forward_control(
+        self, request: web.Request, url: str, body: bytes
+    ) -> tuple[int, bytes] | None:
         """Status and answer of one server; none: it is gone."""
         assert self._session is not None
         kind = {"content-type": "application/json"}
@@ -280,29 +276,29 @@ class VllmFleet:
                 ) as reply,
             ):
                 status, answer = reply.status, await reply.read()
-                if status < 500 or await self._outlives(url):
+                if status < 500 or await self._survives(url):
                     return status, answer
-                await self._lose(url, f"{request.path}: {status} {answer[:300]!r}")
+                self._mark_gone(url, f"{request.path}: {status} {answer[:300]!r}")
                 return None
         except TimeoutError:
             late = f"no answer within {self._timeout:g} s (engine.vllm.timeout)"
-            await self._lose(url, f"{request.path}: {late}")
+            self._mark_gone(url, f"{request.path}: {late}")
         except aiohttp.ClientError as error:
-            await self._lose(url, f"does not answer ({type(error).__name__}: {error})")
+            self._mark_gone(url, f"does not answer ({type(error).__name__}: {error})")
         return None
 
-    async def _outlives(self, url: str) -> bool:
+    async def _survives(self, url: str) -> bool:
         """Whether a server is still well some time after a request failed there."""
         assert self._session is not None
         deadline = time.monotonic() + DYING
         while time.monotonic() < deadline:
-            if await self._ill(self._session, url) is not None:
+            if await self._health_problem(self._session, url) is not None:
                 return False
             await asyncio.sleep(POLL)
         return True
 
     async def _forward(
-        self, request: web.Request, url: str, body: bytes, version: str | None
+        self, request: web.Request, url: str, body: bytes, version: int | None
     ) -> web.StreamResponse:
         assert self._session is not None
         left = HOP | self._headers.keys()
@@ -315,7 +311,7 @@ class VllmFleet:
                 answer = web.StreamResponse(status=reply.status)
                 answer.content_type = reply.content_type
                 if version is not None:
-                    answer.headers[POLICY_VERSION.decode()] = version
+                    answer.headers[VERSION_HEADER] = str(version)
                 await answer.prepare(request)
                 async for chunk in reply.content.iter_any():
                     await answer.write(chunk)
@@ -324,7 +320,7 @@ class VllmFleet:
         except aiohttp.ClientConnectionResetError:  # of the caller, who went away
             raise
         except aiohttp.ClientError as error:
-            await self._lose(url, f"does not answer ({type(error).__name__}: {error})")
+            self._mark_gone(url, f"does not answer ({type(error).__name__}: {error})")
             if answer is None or not answer.prepared:
                 return _retry(f"{type(error).__name__}: {error}")
             if request.transport is not None:  # an end without the end: it may be asked again

@@ -18,8 +18,9 @@ from pathlib import Path
 
 import aiohttp
 
-from agentrl.algorithms.engines.vllm.child import CONTROL, KEY
-from agentrl.algorithms.engines.vllm.serving import BASE, Serving
+from agentrl.algorithms.engines.base import port_taken
+from agentrl.algorithms.engines.vllm.child import KEY_HEADER, KEY_VARIABLE, HoldMiddleware
+from agentrl.algorithms.engines.vllm.serving import BASE, ServedModel
 from agentrl.errors import PolicyError
 from agentrl.processes import PARENT
 from agentrl.types import POLICY
@@ -28,7 +29,7 @@ OLDEST = (0, 30)  # `reload_weights` from a path, `return_token_ids` on every en
 APPENDED = {"--enforce-eager", "--enable-auto-tool-choice", "--disable-uvicorn-access-log"}
 OURS = {"--api-key", "--enable-lora", "--lora-modules", "--max-lora-rank", "--max-loras"}
 OURS |= {"--max-cpu-loras", "--weight-transfer-config"}
-MODULE = "agentrl.algorithms.engines"
+WORKER_EXTENSION = "agentrl.algorithms.engines.vllm.worker_extension.Extension"
 PARALLEL = {"--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"}
 PARALLEL |= {"--data-parallel-size", "-dp"}
 POLL = 0.2  # seconds between looks at a child that is starting
@@ -38,7 +39,7 @@ NOISE = re.compile(r"^\(\w+ pid=\d+\) |^(ERROR|INFO|WARNING) [\d-]+ [\d:]+ \[[^]
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class VllmSettings:
     """How vLLM is started."""
 
     host: str = "127.0.0.1"
@@ -58,7 +59,7 @@ class Settings:
 class VllmProcess:
     """At most one running child at a time, on one port for all of them."""
 
-    def __init__(self, settings: Settings, log: Path, key: str) -> None:
+    def __init__(self, settings: VllmSettings, log: Path, key: str) -> None:
         """Raises PolicyError where vLLM is missing or too old."""
         check_installed()
         self.settings, self.log, self.key = settings, log, key
@@ -86,7 +87,7 @@ class VllmProcess:
 
     async def probe(self) -> None:
         """Raises PolicyError for arguments that only this module may give."""
-        command = self._command(Serving(Path(), Path()), 0)
+        command = self._command(ServedModel(Path(), Path()), 0)
         ours = command[: len(command) - len(self.settings.arguments)]
         for word in self.settings.arguments:
             name = word.partition("=")[0].replace("_", "-")
@@ -96,7 +97,7 @@ class VllmProcess:
                     "settings of [engine] and [policy]"
                 )
 
-    async def start(self, serving: Serving) -> None:
+    async def start(self, serving: ServedModel) -> None:
         """Serve a checkpoint; returns once it answers, its gate closed.
 
         Raises PolicyError when the port is taken, and when vLLM ends or stays silent."""
@@ -120,7 +121,7 @@ class VllmProcess:
             await self.stop()
             raise PolicyError(
                 f"vLLM did not come up within {self.settings.start_timeout:g} s "
-                f"(engine.vllm.start_timeout); {self.last_words()}"
+                f"(engine.vllm.start_timeout); {self.failure_reason()}"
             ) from None
         except BaseException:
             await self.stop()
@@ -156,12 +157,12 @@ class VllmProcess:
 
     async def _healthy(self) -> None:
         assert self._child is not None
-        async with aiohttp.ClientSession(headers={CONTROL.decode(): self.key}) as session:
+        async with aiohttp.ClientSession(headers={KEY_HEADER: self.key}) as session:
             while True:
                 if self._child.returncode is not None:
                     raise PolicyError(
                         f"vLLM ended at start with exit code {self._child.returncode}; "
-                        f"{self.last_words()}"
+                        f"{self.failure_reason()}"
                     )
                 with suppress(aiohttp.ClientError):
                     async with session.get(f"{self.url}/health") as reply:
@@ -169,10 +170,10 @@ class VllmProcess:
                             return
                 await asyncio.sleep(POLL)
 
-    def _command(self, serving: Serving, port: int) -> list[str]:
+    def _command(self, serving: ServedModel, port: int) -> list[str]:
         settings = self.settings
         return [
-            *(sys.executable, "-m", f"{MODULE}.vllm_child"),
+            *(sys.executable, "-m", HoldMiddleware.__module__),
             *("--model", str(serving.weights), "--tokenizer", str(serving.tokenizer)),
             *("--served-model-name", BASE if serving.adapters else POLICY),
             *("--host", settings.host, "--port", str(port)),
@@ -181,8 +182,8 @@ class VllmProcess:
             # The distribution that is sampled from, and no defaults but those of the request.
             *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
             *("--enable-auto-tool-choice", "--tool-call-parser", settings.tool_parser),
-            *("--middleware", f"{MODULE}.vllm_child.Door"),
-            *("--worker-extension-cls", f"{MODULE}.vllm_worker.Extension"),
+            *("--middleware", f"{HoldMiddleware.__module__}.{HoldMiddleware.__name__}"),
+            *("--worker-extension-cls", WORKER_EXTENSION),
             # Compiling takes half a minute, which pays on a GPU only.
             *(() if settings.gpu else ("--enforce-eager",)),
             "--disable-uvicorn-access-log",
@@ -201,7 +202,7 @@ class VllmProcess:
 
     def _environment(self) -> dict[str, str]:
         chosen = {
-            KEY: self.key,
+            KEY_VARIABLE: self.key,
             PARENT: str(os.getpid()),
             "VLLM_SERVER_DEV_MODE": "1",  # weight updates; the door keeps them from strangers
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
@@ -222,14 +223,10 @@ class VllmProcess:
             try:
                 listener.bind((self.settings.host, self.settings.port))
             except OSError as error:
-                raise PolicyError(
-                    f"policy server: cannot listen on {self.settings.host}:{self.settings.port}: "
-                    f"{os.strerror(error.errno or 0)}; set engine.port to a free port, or to 0 for "
-                    "any"
-                ) from None
+                raise port_taken(self.settings.host, self.settings.port, error) from None
             return int(listener.getsockname()[1])
 
-    def last_words(self) -> str:
+    def failure_reason(self) -> str:
         """The line of the log that says most about why it ended."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         plain = [text for line in lines if (text := NOISE.sub("", NOISE.sub("", line)).strip())]
@@ -242,7 +239,7 @@ class VllmProcess:
         return f"it said: {(causes or plain or ['nothing'])[-1][:300]} ({self.log})"
 
 
-def _transfer(serving: Serving) -> list[str]:
+def _transfer(serving: ServedModel) -> list[str]:
     return ["--weight-transfer-config", json.dumps({"backend": serving.backend})]
 
 

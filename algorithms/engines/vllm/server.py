@@ -1,9 +1,9 @@
 """The policy server of vLLM, in a child process or on servers that somebody else started.
 
-Owns a folder with what servers read and the way that new weights take to them (`sync`). Always
-true: weights change only while the gate before vLLM is held (see `vllm_child`), so every answer
-comes from the one version it names and no version changes within a call; after a publish that
-failed the gate stays held. A server that ends is brought up again with the newest published weights
+Owns a folder with what servers read, and the method by which new weights reach them (see
+`weight_sync`). Always true: weights change only while requests are held in front of vLLM, so every
+answer comes from the one version it names and no version changes within a call; after a publish
+that failed, requests stay held. A server that ends is restarted with the newest published weights
 under the same URL, and calls that were in flight fail as on a lost connection.
 """
 
@@ -18,10 +18,14 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 
 from agentrl.algorithms.engines.vllm import weight_sync
-from agentrl.algorithms.engines.vllm.control import Control
-from agentrl.algorithms.engines.vllm.parity_check import check, check_temperature
-from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN, Host, Learned, Serving
-from agentrl.algorithms.engines.vllm.weight_sync import AdapterSync, LostError, Servers, WeightSync
+from agentrl.algorithms.engines.vllm.client import VllmClient, check_logprobs, check_temperature
+from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN, ServedModel, TrainedModel, VllmHost
+from agentrl.algorithms.engines.vllm.weight_sync import (
+    AdapterSync,
+    LostError,
+    VllmServers,
+    WeightSync,
+)
 from agentrl.errors import PolicyError
 from agentrl.types import POLICY
 
@@ -35,8 +39,8 @@ class VllmServer:
 
     def __init__(
         self,
-        learned: Learned,
-        host: Host,
+        learned: TrainedModel,
+        host: VllmHost,
         *,
         folder: Path,
         way: str = "auto",
@@ -52,9 +56,9 @@ class VllmServer:
         self.seconds: dict[str, float] = {}  # of the newest publish, by its parts
         self._learned, self._host, self._way = learned, host, way
         self._folder, self._timeout, self._tolerance = folder, timeout, tolerance
-        self._serving = Serving(folder / "weights", folder / "tokenizer")
+        self._serving = ServedModel(folder / "weights", folder / "tokenizer")
         self._sync: WeightSync | None = None
-        self._held = self._wrong = False
+        self._held = self._publish_failed = False
         self._changing = asyncio.Lock()  # by an update, or by a server that returns
         self._up, self._death = asyncio.Event(), asyncio.Event()
         self._failed: PolicyError | None = None
@@ -78,26 +82,33 @@ class VllmServer:
             await self._open()
         except LostError:
             await self.close()
-            raise PolicyError(f"vLLM failed at its first call; {self._host.last_words()}") from None
+            raise PolicyError(
+                f"vLLM failed at its first call; {self._host.failure_reason()}"
+            ) from None
         except BaseException:
             await self.close()
             raise
         self.base_url = f"{self._host.url}/v1"
         self._up.set()
-        self._tasks = [asyncio.create_task(self._keep()), asyncio.create_task(self._adopt())]
+        self._tasks = [
+            asyncio.create_task(self._restart_when_ended()),
+            asyncio.create_task(self._adopt_returned()),
+        ]
 
     @asynccontextmanager
     async def updating(self) -> AsyncIterator[None]:
         """While inside, weights may change: calls in flight have finished, new ones are held."""
         async with self._changing:
-            await self._reach(self._hold)
+            await self._retry_after_restart(self._hold)
             self._held = True
             try:
                 yield
             finally:
                 self._held = False
-                if not self._wrong:  # else the calls that wait would be answered with those weights
-                    await self._reach(self._open)
+                if (
+                    not self._publish_failed
+                ):  # else the calls that wait would be answered with those weights
+                    await self._retry_after_restart(self._open)
 
     async def publish(self, version: int, policy: str | None = None) -> None:
         """From now on serve the learner's current weights as `version`.
@@ -113,13 +124,13 @@ class VllmServer:
                 await self.publish(version, policy)
             return
         assert self._sync is not None, "start() comes first"
-        self._wrong = True
+        self._publish_failed = True
         with self._timed("take"):
             # Once they are taken, a server that is started again gets the new weights.
             self._sync.take(policy)
         self._serving.versions[policy] = version
-        await self._reach(lambda: self._load(policy, self._control))
-        self._wrong = False
+        await self._retry_after_restart(lambda: self._load(policy, self._control))
+        self._publish_failed = False
         self._restarts = 0
 
     async def add(self, policy: str, version: int) -> None:
@@ -135,16 +146,16 @@ class VllmServer:
             )
         carrier.take(policy)
         versions[policy] = version
-        await self._reach(lambda: self._load(policy, self._control))
+        await self._retry_after_restart(lambda: self._load(policy, self._control))
 
     async def remove(self, policy: str) -> None:
         """Serve such a policy no more: calls that name it are refused. Call inside `updating`."""
         carrier = self._adapters(policy)
         del self._serving.versions[policy]
         carrier.forget(policy)
-        await self._reach(lambda: carrier.drop(policy, self._control))
+        await self._retry_after_restart(lambda: carrier.drop(policy, self._control))
 
-    async def given_up(self) -> PolicyError:
+    async def wait_for_failure(self) -> PolicyError:
         """Returns why, once no call will ever be answered again."""
         await self._given_up.wait()
         assert self._failed is not None
@@ -163,8 +174,8 @@ class VllmServer:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
-    def _control(self) -> Control:
-        return Control(self._host, self._timeout)
+    def _control(self) -> VllmClient:
+        return VllmClient(self._host, self._timeout)
 
     def _at_learner(self, policy: str) -> str:
         """A policy's name there; servers that run already have one of their own."""
@@ -182,7 +193,7 @@ class VllmServer:
 
     def _prepare(self) -> None:
         """Choose the way that weights take, and write what a server starts from."""
-        way, why = weight_sync.choose(self._way, means(self._learned, self._host))
+        way, why = weight_sync.choose_sync(self._way, sync_capabilities(self._learned, self._host))
         adapters = self._learned.adapters
         if way != "adapter" and len(adapters) > 1:
             raise PolicyError(
@@ -193,7 +204,7 @@ class VllmServer:
         shutil.rmtree(self._folder, ignore_errors=True)  # of a run that was killed
         self._folder.mkdir(parents=True)
         self._learned.save_tokenizer(self._serving.tokenizer)
-        self._sync = weight_sync.make(way, self._learned, self._folder, self._timeout)
+        self._sync = weight_sync.make_sync(way, self._learned, self._folder, self._timeout)
         self._serving.adapters = way == "adapter"
         names = adapters if self._serving.adapters else [self._host.name]
         self.model = names[0]
@@ -209,7 +220,7 @@ class VllmServer:
     async def _open(self) -> None:
         await self._control.post(f"{OPEN}?{self._serving.query()}")
 
-    async def _send(self, policy: str, servers: Servers) -> None:
+    async def _send(self, policy: str, servers: VllmServers) -> None:
         """The newest weights of a policy into running servers that answer no call."""
         assert self._sync is not None
         with self._timed("send"):
@@ -220,13 +231,15 @@ class VllmServer:
         if not all(reset["success"] for reset in resets):
             raise PolicyError("vLLM did not give up its prefix cache after a weight update")
 
-    async def _load(self, policy: str, servers: Servers) -> None:
+    async def _load(self, policy: str, servers: VllmServers) -> None:
         """The same, and a comparison with the learner's."""
         await self._send(policy, servers)
         version = self._serving.versions[policy]
         at_learner = self._at_learner(policy)
         with self._timed("check"):
-            await check(servers, self._learned, policy, at_learner, version, self._tolerance)
+            await check_logprobs(
+                servers, self._learned, policy, at_learner, version, self._tolerance
+            )
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:
@@ -234,7 +247,7 @@ class VllmServer:
         yield
         self.seconds[part] = time.monotonic() - started
 
-    async def _reach(self, work: Callable[[], Awaitable[None]]) -> None:
+    async def _retry_after_restart(self, work: Callable[[], Awaitable[None]]) -> None:
         """`work` on a server that is up, and again on the next one if it dies in the meantime."""
         while True:
             death = self._death
@@ -248,9 +261,9 @@ class VllmServer:
                     async with asyncio.timeout(GRACE):
                         await death.wait()
                 except TimeoutError:
-                    raise PolicyError(f"vLLM: {error}; {self._host.last_words()}") from None
+                    raise PolicyError(f"vLLM: {error}; {self._host.failure_reason()}") from None
 
-    async def _keep(self) -> None:
+    async def _restart_when_ended(self) -> None:
         """Start the server again whenever it ends, and say when it is up or given up."""
         while self._failed is None:
             await self._host.ended()
@@ -262,21 +275,21 @@ class VllmServer:
         self._given_up.set()
 
     async def _restart(self) -> None:
-        words = self._host.last_words()
+        words = self._host.failure_reason()
         while self._restarts < RESTARTS:
             self._restarts += 1
             try:
                 await self._host.start(self._serving)
                 for policy in list(self._serving.versions):
                     await self._send(policy, self._control)
-                if not (self._held or self._wrong):
+                if not (self._held or self._publish_failed):
                     await self._open()
                 return
             except (PolicyError, LostError) as error:
                 words = str(error)
         self._failed = PolicyError(f"vLLM ended {RESTARTS + 1} times in one step; {words}")
 
-    async def _adopt(self) -> None:
+    async def _adopt_returned(self) -> None:
         """Give servers that return, while others went on, the newest weights."""
         async with aclosing(self._host.returned()) as returned:
             async for server in returned:
@@ -294,8 +307,8 @@ class VllmServer:
         log.info("%s is back, with the newest weights.", server)
 
 
-def means(learned: Learned, host: Host) -> weight_sync.Means:
-    return weight_sync.Means(
+def sync_capabilities(learned: TrainedModel, host: VllmHost) -> weight_sync.SyncCapabilities:
+    return weight_sync.SyncCapabilities(
         adapters=host.refuses_adapters,
         backend=host.backend,
         gpu=learned.gpu >= 0,

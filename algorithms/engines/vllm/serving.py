@@ -14,11 +14,11 @@ from agentrl.types import POLICY
 
 BASE = "base"  # on the wire, what a child's adapters are applied to
 HOLD, OPEN = "/agentrl/hold", "/agentrl/open"
-MEMORY = "agentrl"  # vLLM's name of the weight-transfer engine in `vllm_worker`
+MEMORY = "agentrl"  # vLLM's name of the weight-transfer engine in `worker_extension`
 
 
 @dataclass(frozen=True)
-class Learned:
+class TrainedModel:
     """The learner's weights, however they are trained."""
 
     save: Callable[[Path], None]  # all of them, adapter merged, as a Hugging Face checkpoint
@@ -35,7 +35,7 @@ class Learned:
 
 
 @dataclass
-class Serving:
+class ServedModel:
     """What a server is started with, and the versions that it has by now."""
 
     weights: Path  # that it comes up with; newer ones are sent
@@ -45,14 +45,14 @@ class Serving:
     backend: str = ""  # engine of vLLM's weight transfer; empty: none
 
     def query(self) -> str:
-        """For a `Gate`. Without adapters every call is the policy's, whatever it names."""
+        """For a `RequestHold`. Without adapters every call is the policy's, whatever it names."""
         nameless = {} if self.adapters else {"": next(iter(self.versions.values()))}
         return urlencode(self.versions | nameless)
 
 
-class Host(Protocol):
+class VllmHost(Protocol):
     """Where vLLM runs: a child process, or servers that somebody else started. Behind its URL is a
-    gate (see `vllm_child`) that obeys who has the key."""
+    gate (see `child.HoldMiddleware`) that obeys who has the key."""
 
     key: str
 
@@ -81,8 +81,8 @@ class Host(Protocol):
 
     @property
     def backend(self) -> str | None:
-        """The engine of vLLM's weight transfer, empty if there is none; None: what `Serving` says.
-        Known after `probe`."""
+        """The engine of vLLM's weight transfer, empty if there is none; None: that of
+        `ServedModel`. Known after `probe`."""
         ...
 
     @property
@@ -94,7 +94,7 @@ class Host(Protocol):
         """Find out what is possible. Raises PolicyError for servers that cannot be published to."""
         ...
 
-    async def start(self, serving: Serving) -> None:
+    async def start(self, serving: ServedModel) -> None:
         """Returns once it answers, the gate closed. Again after `ended`. Raises PolicyError."""
         ...
 
@@ -112,6 +112,6 @@ class Host(Protocol):
 
     async def stop(self) -> None: ...
 
-    def last_words(self) -> str:
+    def failure_reason(self) -> str:
         """What is known about why it ended."""
         ...

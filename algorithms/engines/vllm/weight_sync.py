@@ -1,10 +1,10 @@
 """How new weights reach vLLM servers that run already, behind one interface.
 
-One of five ways, which `choose` takes once, at the start, from what learner and servers can do:
+One of five methods, which `choose_sync` selects at the start by what learner and servers support:
 
     adapter         LoRA alone: a small directory, which vLLM loads by name
-    ipc             one GPU: vLLM maps the learner's own memory (`vllm_transfer`)
-    nccl            different GPUs: broadcast from one to the others (`vllm_transfer`)
+    ipc             one GPU: vLLM maps the learner's own memory (`weight_transfer`)
+    nccl            different GPUs: broadcast from one to the others (`weight_transfer`)
     shared_memory   one machine: vLLM reads a copy of the weights in memory
     reload          a shared disk: vLLM reads a checkpoint from a directory
 
@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.engines.vllm.serving import MEMORY, Learned, Serving
+from agentrl.algorithms.engines.vllm.serving import MEMORY, ServedModel, TrainedModel
 from agentrl.errors import PolicyError
 from agentrl.types import Json
 
@@ -40,7 +40,7 @@ class LostError(Exception):
     """A request failed as it does on a server that is dying."""
 
 
-class Servers(Protocol):
+class VllmServers(Protocol):
     """Those that weights go to. Raises PolicyError for what one of them refuses, and LostError."""
 
     @property
@@ -58,7 +58,7 @@ class Servers(Protocol):
 class WeightSync(Protocol):
     """Carries the learner's weights of every policy that it was asked to take them of."""
 
-    def prepare(self, serving: Serving) -> None:
+    def prepare(self, serving: ServedModel) -> None:
         """Write what a server starts from, and say there how it is to be started."""
         ...
 
@@ -66,7 +66,7 @@ class WeightSync(Protocol):
         """The learner's current weights are the policy's newest from now on."""
         ...
 
-    async def send(self, policy: str, servers: Servers) -> None:
+    async def send(self, policy: str, servers: VllmServers) -> None:
         """The servers have the policy's newest weights; what they computed with others they may
         still remember."""
         ...
@@ -80,12 +80,12 @@ class AdapterSync:
     A name is taken from its old version and given to the new one: vLLM's `load_inplace` would have
     it read the files again at every forward pass."""
 
-    def __init__(self, learned: Learned, folder: Path) -> None:
+    def __init__(self, learned: TrainedModel, folder: Path) -> None:
         self._learned, self._folder = learned, folder
         self._files: dict[str, Path] = {}
         self._written = 0
 
-    def prepare(self, serving: Serving) -> None:
+    def prepare(self, serving: ServedModel) -> None:
         assert self._learned.save_base is not None
         self._learned.save_base(serving.weights)
 
@@ -93,7 +93,7 @@ class AdapterSync:
         assert self._learned.save_adapter is not None
         self._learned.save_adapter(policy, self._next(policy))
 
-    async def send(self, policy: str, servers: Servers) -> None:
+    async def send(self, policy: str, servers: VllmServers) -> None:
         name: dict[str, Json] = {"lora_name": policy}
         await servers.post(UNLOAD, name, missing=True)
         await servers.post(LOAD, name | {"lora_path": str(self._files[policy])})
@@ -104,7 +104,7 @@ class AdapterSync:
     def forget(self, policy: str) -> None:
         shutil.rmtree(self._files.pop(policy))
 
-    async def drop(self, policy: str, servers: Servers) -> None:
+    async def drop(self, policy: str, servers: VllmServers) -> None:
         """The servers have it no more, if they had it at all."""
         await servers.post(UNLOAD, {"lora_name": policy}, missing=True)
 
@@ -120,12 +120,12 @@ class AdapterSync:
 class CheckpointSync:
     """Each version is a whole checkpoint, from the newest of which a server starts."""
 
-    def __init__(self, learned: Learned, folder: Path) -> None:
+    def __init__(self, learned: TrainedModel, folder: Path) -> None:
         self._learned, self._folder = learned, folder
-        self._serving: Serving | None = None
+        self._serving: ServedModel | None = None
         self._written = 0
 
-    def prepare(self, serving: Serving) -> None:
+    def prepare(self, serving: ServedModel) -> None:
         self._serving = serving
 
     def take(self, policy: str) -> None:
@@ -134,7 +134,7 @@ class CheckpointSync:
         self._serving.weights = self._folder / f"weights-{self._written}"
         self._learned.save(self._serving.weights)
 
-    async def send(self, policy: str, servers: Servers) -> None:
+    async def send(self, policy: str, servers: VllmServers) -> None:
         assert self._serving is not None
         newest = self._serving.weights
         kwargs: dict[str, Json] = {"weights_path": str(newest)}
@@ -147,18 +147,18 @@ class CheckpointSync:
         """Files go with their folder."""
 
 
-class MemorySync:
-    """A copy of the newest weights in memory that vLLM's workers map: see `vllm_worker`.
+class SharedMemorySync:
+    """A copy of the newest weights in memory that vLLM's workers map: see `worker_extension`.
 
     The memory has no name in any directory, and goes with this process."""
 
-    def __init__(self, learned: Learned) -> None:
+    def __init__(self, learned: TrainedModel) -> None:
         self._learned = learned
         self._file = -1
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._weights: list[dict[str, Any]] = []
 
-    def prepare(self, serving: Serving) -> None:
+    def prepare(self, serving: ServedModel) -> None:
         serving.backend = MEMORY
         self._learned.save(serving.weights)
 
@@ -170,7 +170,7 @@ class MemorySync:
             start, size = told["start"], tensor.nbytes
             self._memory[start : start + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
-    async def send(self, policy: str, servers: Servers) -> None:
+    async def send(self, policy: str, servers: VllmServers) -> None:
         where = {"path": f"/proc/{os.getpid()}/fd/{self._file}", "size": self._memory.numel()}
         await servers.post(INIT, {"init_info": where})
         await _begin(servers)
@@ -195,7 +195,7 @@ class MemorySync:
         self._memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
 
 
-async def _begin(servers: Servers) -> None:
+async def _begin(servers: VllmServers) -> None:
     """Have an update begun, also where a learner that was killed left one that was."""
     try:
         await servers.post(START)
@@ -207,7 +207,7 @@ async def _begin(servers: Servers) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
+class SyncCapabilities:
     """What learner and servers can do."""
 
     adapters: str = "all weights are trained"  # why they cannot be loaded by name; empty: they can
@@ -218,7 +218,7 @@ class Means:
     memory: bool = hasattr(os, "memfd_create")  # as Linux has it
 
 
-def choose(asked: str, means: Means) -> tuple[str, str]:
+def choose_sync(asked: str, means: SyncCapabilities) -> tuple[str, str]:
     """The way that new weights take, and why.
 
     asked: `engine.vllm.sync`. Raises PolicyError where that way cannot be taken."""
@@ -235,7 +235,7 @@ def choose(asked: str, means: Means) -> tuple[str, str]:
     raise PolicyError(f"engine.vllm.sync = {asked!r}: {dict(reasons)[asked]}; choose another")
 
 
-def _impossible(means: Means) -> dict[str, str]:
+def _impossible(means: SyncCapabilities) -> dict[str, str]:
     """Why a way cannot be taken, empty where it can; the fastest way comes first."""
     gpu = "" if means.gpu else "the learner is not on a GPU (policy.device)"
     shared = "vLLM is on the learner's GPU" if means.shared else ""
@@ -250,18 +250,18 @@ def _impossible(means: Means) -> dict[str, str]:
     }
 
 
-def _unstarted(means: Means, backend: str) -> str:
+def _unstarted(means: SyncCapabilities, backend: str) -> str:
     if means.backend in (None, backend):
         return ""
     return f"""vLLM was not started with --weight-transfer-config '{{"backend": "{backend}"}}'"""
 
 
-def make(way: str, learned: Learned, folder: Path, timeout: float) -> WeightSync:
+def make_sync(way: str, learned: TrainedModel, folder: Path, timeout: float) -> WeightSync:
     """timeout: seconds that a broadcast may take."""
     if way == "adapter":
         return AdapterSync(learned, folder)
     if way == "shared_memory":
-        return MemorySync(learned)
+        return SharedMemorySync(learned)
     if way == "reload":
         return CheckpointSync(learned, folder)
     from agentrl.algorithms.engines.vllm.weight_transfer import TransferSync  # imports vLLM

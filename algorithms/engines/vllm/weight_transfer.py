@@ -30,14 +30,14 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-from agentrl.algorithms.engines.vllm.serving import Learned, Serving
+from agentrl.algorithms.engines.vllm.serving import ServedModel, TrainedModel
 from agentrl.algorithms.engines.vllm.weight_sync import (
     FINISH,
     INIT,
     START,
     UPDATE,
     LostError,
-    Servers,
+    VllmServers,
 )
 from agentrl.errors import PolicyError
 
@@ -45,24 +45,24 @@ from agentrl.errors import PolicyError
 class TransferSync:
     """A WeightSync by one of vLLM's trainer engines, `ipc` or `nccl`."""
 
-    def __init__(self, backend: str, learned: Learned, timeout: float) -> None:
+    def __init__(self, backend: str, learned: TrainedModel, timeout: float) -> None:
         """timeout: seconds that a transfer may take, the rendezvous included."""
         self._backend, self._learned, self._timeout = backend, learned, timeout
         self._engine: TrainerWeightTransferEngine[Any] | None = None
         self._joined: Sequence[str] = ()  # the servers that the engine sends to
 
-    def prepare(self, serving: Serving) -> None:
+    def prepare(self, serving: ServedModel) -> None:
         serving.backend = self._backend
         self._learned.save(serving.weights)
 
     def take(self, policy: str) -> None:
         """Nothing: they are where they are sent from."""
 
-    async def send(self, policy: str, servers: Servers) -> None:
+    async def send(self, policy: str, servers: VllmServers) -> None:
         loop = asyncio.get_running_loop()
         sizes = [await servers.ask(url, "GET", "/get_world_size") for url in servers.urls]
         worlds = [int(size["world_size"]) for size in sizes]
-        client = Client(servers, worlds, lambda work: _wait(loop, work))
+        client = TransferClient(servers, worlds, lambda work: _wait(loop, work))
 
         def transfer() -> None:
             if self._engine is None or self._joined != tuple(servers.urls):
@@ -87,22 +87,24 @@ class TransferSync:
             self._engine.shutdown()
             self._engine = None
 
-    def _join(self, client: Client, url: str, world: int) -> TrainerWeightTransferEngine[Any]:
+    def _join(
+        self, client: TransferClient, url: str, world: int
+    ) -> TrainerWeightTransferEngine[Any]:
         if self._backend == "ipc":
             info: Any = IPCTrainerInitInfo(rank=0)
         else:
             address, port = rendezvous(url)
             info = NCCLTrainerInitInfo(address, port, world, rank=0)
-        source = Weights(self._learned.weights)
+        source = LearnerWeightSource(self._learned.weights)
         return WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
 
 
-class Client:
+class TransferClient:
     """What a trainer engine asks of the servers, from its own thread."""
 
     def __init__(
         self,
-        servers: Servers,
+        servers: VllmServers,
         worlds: Sequence[int],
         wait: Callable[[Coroutine[Any, Any, Any]], Any],
     ) -> None:
@@ -148,7 +150,7 @@ class Client:
         return self._await(work)
 
 
-class Weights(WeightSource):  # type: ignore[misc]
+class LearnerWeightSource(WeightSource):  # type: ignore[misc]
     """The learner's weights under the names of a checkpoint, read anew in each pass."""
 
     def __init__(self, weights: Callable[[], Mapping[str, Tensor]]) -> None:

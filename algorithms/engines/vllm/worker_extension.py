@@ -36,7 +36,7 @@ class Extension:
 
 
 @dataclass
-class Memory(WeightTransferInitInfo):  # type: ignore[misc]
+class SharedMemory(WeightTransferInitInfo):  # type: ignore[misc]
     """Bytes that the learner shares; it goes on writing to them between two updates."""
 
     path: str
@@ -44,19 +44,19 @@ class Memory(WeightTransferInitInfo):  # type: ignore[misc]
 
 
 @dataclass
-class Layout(WeightTransferUpdateInfo):  # type: ignore[misc]
+class WeightLayout(WeightTransferUpdateInfo):  # type: ignore[misc]
     """Where in them each weight is: name, dtype, shape and start, of a checkpoint's weights."""
 
     weights: list[dict[str, Any]]
 
 
-class MemoryEngine(WeightTransferEngine[Memory, Layout]):  # type: ignore[misc]
+class MemoryEngine(WeightTransferEngine[SharedMemory, WeightLayout]):  # type: ignore[misc]
     """Loads weights from memory that the learner's process shares."""
 
-    init_info_cls = Memory
-    update_info_cls = Layout
+    init_info_cls = SharedMemory
+    update_info_cls = WeightLayout
 
-    def init_transfer_engine(self, init_info: Memory) -> None:
+    def init_transfer_engine(self, init_info: SharedMemory) -> None:
         self._memory = torch.from_file(
             init_info.path, shared=True, size=init_info.size, dtype=torch.uint8
         )
@@ -68,7 +68,7 @@ class MemoryEngine(WeightTransferEngine[Memory, Layout]):  # type: ignore[misc]
         # vLLM's own waits for an accelerator, which there need not be.
         self.receive_weights(self.parse_update_info(update_info))
 
-    def receive_weights(self, update_info: Layout) -> None:
+    def receive_weights(self, update_info: WeightLayout) -> None:
         self.model.load_weights(self._read(update_info))
 
     def finish_weight_update(self) -> None:
@@ -77,7 +77,7 @@ class MemoryEngine(WeightTransferEngine[Memory, Layout]):  # type: ignore[misc]
     def shutdown(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def _read(self, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+    def _read(self, layout: WeightLayout) -> Iterator[tuple[str, Tensor]]:
         for told in layout.weights:
             dtype, shape = getattr(torch, told["dtype"]), torch.Size(told["shape"])
             end = told["start"] + shape.numel() * dtype.itemsize

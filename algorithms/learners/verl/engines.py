@@ -21,39 +21,39 @@ from verl.workers.config import (
 )
 from verl.workers.engine import EngineRegistry
 
-from agentrl.algorithms.learners.verl.settings import Settings
+from agentrl.algorithms.learners.verl.settings import VerlSettings
 from agentrl.errors import ConfigError
 
 ADAPTER, WEIGHT = "base_model.model.", ".default.weight"  # around peft's names for an adapter
 LORA = ("lora_rank", "lora_alpha", "target_modules")
 
 
-def policy_config(settings: Settings) -> TrainingWorkerConfig:
+def policy_config(settings: VerlSettings) -> TrainingWorkerConfig:
     """Of the engine that a worker of verl has itself."""
     return TrainingWorkerConfig(
         model_type="language_model",
-        model_config=_made(HFModelConfig, settings["model"]),
-        engine_config=_made(FSDPEngineConfig, settings["engine"]),
-        optimizer_config=_made(FSDPOptimizerConfig, settings["optimizer"]),
+        model_config=_verl_config(HFModelConfig, settings["model"]),
+        engine_config=_verl_config(FSDPEngineConfig, settings["engine"]),
+        optimizer_config=_verl_config(FSDPOptimizerConfig, settings["optimizer"]),
         checkpoint_config=CheckpointConfig(),
     )
 
 
-def scorer(settings: Settings, path: str) -> Any:
+def scoring_engine(settings: VerlSettings, path: str) -> Any:
     """An engine of a frozen model, a directory or hub name, which only gives log-probs."""
     model = {key: value for key, value in settings["model"].items() if key not in LORA}
     engine = settings["engine"] | {"forward_only": True}
-    return _opened("language_model", model | {"path": path}, engine, None)
+    return _open_engine("language_model", model | {"path": path}, engine, None)
 
 
-def value_engine(settings: Settings) -> Any:
+def value_engine(settings: VerlSettings) -> Any:
     """The engine of the critic: a decoder with a head of one number, which says 0 everywhere."""
     asked = settings["critic"]
     with _value_models():
-        return _opened("value_model", asked["model"], settings["engine"], asked["optimizer"])
+        return _open_engine("value_model", asked["model"], settings["engine"], asked["optimizer"])
 
 
-def names_of(module: Module, of: str) -> dict[str, str]:
+def checkpoint_names(module: Module, of: str) -> dict[str, str]:
     """verl's names of weights and buffers by those of checkpoints: of a critic "decoder.*" and
     "head.*", of an adapter peft's without what is around them, of other models their own."""
     if of == "v":
@@ -68,22 +68,24 @@ def _of_critic(key: str, decoder: str) -> str:
     return "head." + key.rpartition(".")[2]
 
 
-def _opened(kind: str, model: Mapping[str, Any], engine: Mapping[str, Any], optimizer: Any) -> Any:
-    config = _made(HFModelConfig, model)
+def _open_engine(
+    kind: str, model: Mapping[str, Any], engine: Mapping[str, Any], optimizer: Any
+) -> Any:
+    config = _verl_config(HFModelConfig, model)
     config.model_type = kind
     made = EngineRegistry.new(
         model_type=kind,
         backend=engine["strategy"],
         model_config=config,
-        engine_config=_made(FSDPEngineConfig, engine),
-        optimizer_config=optimizer and _made(FSDPOptimizerConfig, optimizer),
+        engine_config=_verl_config(FSDPEngineConfig, engine),
+        optimizer_config=optimizer and _verl_config(FSDPOptimizerConfig, optimizer),
         checkpoint_config=CheckpointConfig(),
     )
     made.initialize()
     return made
 
 
-def _made(kind: type, asked: Mapping[str, Any]) -> Any:
+def _verl_config(kind: type, asked: Mapping[str, Any]) -> Any:
     """A configuration of verl, or one sentence where this release has no such setting."""
     known = {field.name for field in fields(kind)}
     for key in asked:

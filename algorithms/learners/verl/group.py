@@ -13,20 +13,20 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from agentrl.algorithms.learners.verl.settings import Settings
+from agentrl.algorithms.learners.verl.settings import VerlSettings
 from agentrl.errors import ConfigError, PolicyError, TrainingError
 
 FREE_WITHIN = 60.0  # seconds in which the GPUs of a run that has just ended become free
 
 
-class Workers:
+class VerlWorkers:
     """One worker on each GPU, with its models loaded. frozen: directories or hub names of the
     models that only score, by stream.
 
     Raises ConfigError without a Ray or the GPUs asked for, PolicyError for a model that the workers
     cannot load."""
 
-    def __init__(self, settings: Settings, frozen: Mapping[str, str]) -> None:
+    def __init__(self, settings: VerlSettings, frozen: Mapping[str, str]) -> None:
         placed = settings["ray"]
         self.ranks: int = placed["nodes"] * placed["gpus_per_node"]
         self.timeout: float = placed["timeout"]
@@ -99,7 +99,7 @@ class Workers:
             self.started_ray = False
             ray.shutdown()
 
-    def _start(self, settings: Settings, frozen: dict[str, str]) -> None:
+    def _start(self, settings: VerlSettings, frozen: dict[str, str]) -> None:
         import ray
         from verl.single_controller.ray import (
             RayClassWithInitArgs,

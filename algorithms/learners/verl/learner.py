@@ -24,21 +24,26 @@ from torch import Tensor
 from torch.nn import Linear, ModuleDict
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from agentrl.algorithms.data.batch import Batch, Row
+from agentrl.algorithms.data.batch import Batch, TokenRow
 from agentrl.algorithms.learners import critic as critics
 from agentrl.algorithms.learners import reference
 from agentrl.algorithms.learners.base import Psi, Scored, StepReport, Supply
 from agentrl.algorithms.learners.optimizer import FILE, MASTER, NARROW, read_state
-from agentrl.algorithms.learners.verl.group import Workers
-from agentrl.algorithms.learners.verl.settings import Settings, check_installed
-from agentrl.algorithms.model.load import Tokenizer, no_progress_bars
+from agentrl.algorithms.learners.verl.group import VerlWorkers
+from agentrl.algorithms.learners.verl.settings import VerlSettings, check_installed
+from agentrl.algorithms.model.load import (
+    Tokenizer,
+    copy_weights,
+    no_progress_bars,
+    read_policy,
+    read_weights,
+)
 from agentrl.algorithms.model.lora import Adapters
-from agentrl.algorithms.model.weights import copy_weights, read_policy, read_weights
 from agentrl.algorithms.objective.values import ValueTerms
 from agentrl.errors import PolicyError
 from agentrl.types import POLICY
 
-FILLER = Row(
+FILLER = TokenRow(
     tokens=torch.zeros(2, dtype=torch.int64),
     actions=torch.empty(0, dtype=torch.int64),
     logprobs=torch.empty(0),
@@ -48,11 +53,11 @@ FILLER = Row(
 
 
 @dataclass(frozen=True, slots=True)
-class Frozen:
+class FrozenOnWorkers:
     """A model on the workers that only scores. every: training steps after which it becomes the
     policy as it is; 0: never."""
 
-    workers: Workers
+    workers: VerlWorkers
     letter: str
     every: int = 0
 
@@ -67,14 +72,14 @@ class VerlLearner:
 
     model: the copy, as the workers load it from `settings["model"]["path"]`. adapters: of that
     model; the one named `policy` is learned. frozen: directories or hub names of the models behind
-    streams q and t; every: see `Frozen`, of q. Raises ConfigError without a verl that it knows or
-    the GPUs asked for, PolicyError for a model that the workers cannot load."""
+    streams q and t; every: see `FrozenOnWorkers`, of q. Raises ConfigError without a
+    supported verl or the GPUs asked for, PolicyError for a model that the workers cannot load."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         tokenizer: Tokenizer,
-        settings: Settings,
+        settings: VerlSettings,
         *,
         adapters: Adapters | None = None,
         policy: str = POLICY,
@@ -89,10 +94,11 @@ class VerlLearner:
         own_base: tuple[Literal["q"], ...] = ("q",) if adapters is not None else ()
         self.supplies = frozenset[Supply]({"o", "b", *names, *values, *own_base})
         self.token_budget: int = settings["engine"]["max_token_len_per_gpu"]
-        self.critic = _shapes(settings["critic"], model.dtype)
-        self.workers = Workers(settings, {str(letter): name for letter, name in names.items()})
+        self.critic = _critic_shapes(settings["critic"], model.dtype)
+        self.workers = VerlWorkers(settings, {str(letter): name for letter, name in names.items()})
         self.frozen = {
-            letter: Frozen(self.workers, letter, every if letter == "q" else 0) for letter in names
+            letter: FrozenOnWorkers(self.workers, letter, every if letter == "q" else 0)
+            for letter in names
         }
         if adapters is not None:
             try:
@@ -107,7 +113,7 @@ class VerlLearner:
             raise PolicyError(f"the learner has no model for stream {of}")
         shards = self._shards(batch)
         answers = self.workers.each("logprobs", shards, [of] * len(shards))
-        return _gathered(batch, shards, answers)
+        return _in_token_order(batch, shards, answers)
 
     def top(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
         """None: raises PolicyError."""
@@ -118,7 +124,7 @@ class VerlLearner:
         if self.critic is None:
             raise PolicyError("the learner has no critic (stream v)")
         shards = self._shards(batch)
-        return _gathered(batch, shards, self.workers.each("values", shards)).double()
+        return _in_token_order(batch, shards, self.workers.each("values", shards)).double()
 
     def step(
         self,
@@ -152,7 +158,9 @@ class VerlLearner:
         if reports[0].applied:
             self._follow()
         columns = {
-            name: _gathered(batch, shards, [report.policy.columns[name] for report in reports])
+            name: _in_token_order(
+                batch, shards, [report.policy.columns[name] for report in reports]
+            )
             for name in ("log_probs", "entropy")
         }
         metrics = _metrics([report.metrics for report in reports])
@@ -277,7 +285,7 @@ class VerlLearner:
         rows = batch.rows
         longest = max((int(row.actions[-1]) + 1 for row in rows), default=2)
         shards = []
-        for chosen in dealt(rows, self.workers.ranks):
+        for chosen in deal_rows(rows, self.workers.ranks):
             mine = [rows[i] if i >= 0 else FILLER for i in chosen]
             starts = [offsets[i] if i >= 0 else 0 for i in chosen]
             ends = [int(row.actions[-1]) + 1 if len(row.actions) else 2 for row in mine]
@@ -296,7 +304,7 @@ class VerlLearner:
         return shards
 
 
-def dealt(rows: Sequence[Row], ranks: int) -> list[list[int]]:
+def deal_rows(rows: Sequence[TokenRow], ranks: int) -> list[list[int]]:
     """Indices of rows for each rank, equally many, of about as many tokens; -1 fills up."""
     order = sorted(range(len(rows)), key=lambda i: -len(rows[i].tokens))
     order += [-1] * (-len(rows) % ranks)
@@ -309,7 +317,7 @@ def dealt(rows: Sequence[Row], ranks: int) -> list[list[int]]:
     return hands
 
 
-def _shapes(critic: Mapping[str, Any], dtype: torch.dtype) -> ModuleDict | None:
+def _critic_shapes(critic: Mapping[str, Any], dtype: torch.dtype) -> ModuleDict | None:
     """What the critic's part of a checkpoint has, without its weights: as `ValueModel.modules`."""
     if not critic:
         return None
@@ -320,7 +328,7 @@ def _shapes(critic: Mapping[str, Any], dtype: torch.dtype) -> ModuleDict | None:
     return ModuleDict({"head": head, "decoder": decoder})
 
 
-def _temperature(row: Row) -> float:
+def _temperature(row: TokenRow) -> float:
     found = sorted(set(row.temperature.tolist()))
     if len(found) > 1:
         raise PolicyError(
@@ -339,7 +347,7 @@ def _metrics(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     }
 
 
-def _gathered(batch: Batch, shards: Sequence[Any], parts: Sequence[Tensor]) -> Tensor:
+def _in_token_order(batch: Batch, shards: Sequence[Any], parts: Sequence[Tensor]) -> Tensor:
     """What the ranks say of their actions, float32 [N] in token order."""
     whole = torch.empty(batch.n_tokens)
     for shard, part in zip(shards, parts, strict=True):

@@ -20,16 +20,16 @@ from agentrl.errors import ConfigError
 VERL = ((0, 9), (0, 11))  # releases it is made for: from, and below
 REACHED_WITHIN = 10.0  # seconds
 
-Settings = dict[str, dict[str, Any]]
+VerlSettings = dict[str, dict[str, Any]]
 """verl's configuration classes by part (model, engine, optimizer; critic, with the model and
 optimizer of its own, empty without one), and where they run (ray)."""
 
 
-def settings(config: RunConfig, model: str) -> Settings:
+def settings(config: RunConfig, model: str) -> VerlSettings:
     """model: directory or hub name of what the policy begins as.
 
     Raises ConfigError for what the run file asks for and verl cannot do here."""
-    for key, why in _unable(config):
+    for key, why in _unsupported_settings(config):
         raise ConfigError(f"{key}: {why}; leave it out, or set learner.kind = 'torch'")
     asked, lora = config.learner.verl, config.policy.lora
     narrow = "bf16" if config.policy.dtype == "bfloat16" else "fp32"
@@ -82,7 +82,7 @@ def settings(config: RunConfig, model: str) -> Settings:
     }
 
 
-def described(config: RunConfig) -> str:
+def describe_settings(config: RunConfig) -> str:
     """`settings` as comments under a run file, for `--dry-run`."""
     directory = config.path(config.policy.model)
     if not config.policy.model:
@@ -150,7 +150,7 @@ def _critic(config: RunConfig, decoder: dict[str, Any], optimizer: dict[str, Any
     return {"model": decoder | {"path": path}, "optimizer": optimizer | own}
 
 
-def _unable(config: RunConfig) -> list[tuple[str, str]]:
+def _unsupported_settings(config: RunConfig) -> list[tuple[str, str]]:
     """Settings of the run file that mean something only to the other learner."""
     found = []
     if config.critic.model == "shared":

@@ -34,14 +34,19 @@ from verl.workers.engine_workers import TrainingWorker
 
 from agentrl.algorithms.learners import memory
 from agentrl.algorithms.learners.base import Psi
-from agentrl.algorithms.learners.verl.engines import names_of, policy_config, scorer, value_engine
-from agentrl.algorithms.learners.verl.settings import Settings
+from agentrl.algorithms.learners.verl.engines import (
+    checkpoint_names,
+    policy_config,
+    scoring_engine,
+    value_engine,
+)
+from agentrl.algorithms.learners.verl.settings import VerlSettings
 from agentrl.algorithms.objective.values import ValueTerms, value_loss
 
-FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
-LEARNED = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
-SPREAD = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-SPREAD_SOME = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+FULL_STATE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+TRAINED_STATE = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+BROADCAST_PART = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +67,7 @@ class Shard:
 
 
 @dataclass(slots=True)
-class Step:
+class BackwardResult:
     """What an engine made of one backward pass."""
 
     loss: float  # of the critic before its coefficient; this rank's share of the sum
@@ -75,8 +80,8 @@ class Step:
 class ShardReport:
     """What a rank knows of one step."""
 
-    policy: Step
-    critic: Step | None
+    policy: BackwardResult
+    critic: BackwardResult | None
     applied: bool
     metrics: dict[str, float]
 
@@ -84,7 +89,7 @@ class ShardReport:
 class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
     """A shard of the policy, of the critic and of their optimizers, and of the frozen models."""
 
-    def __init__(self, settings: Settings, frozen: dict[str, str]) -> None:
+    def __init__(self, settings: VerlSettings, frozen: dict[str, str]) -> None:
         super().__init__(policy_config(settings))
         self.settings = settings
         self.paths = frozen
@@ -96,7 +101,7 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
         if self.settings["critic"]:
             self.engines["v"] = value_engine(self.settings)
         for letter, path in self.paths.items():
-            self.engines[letter] = scorer(self.settings, path)
+            self.engines[letter] = scoring_engine(self.settings, path)
         for engine in self.engines.values():
             _without_dropout(engine.module)
             for group in engine.optimizer.param_groups if engine.optimizer else []:
@@ -145,20 +150,22 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
         """All of an engine, or its adapter, in float32 under the names of checkpoints, on rank 0;
         nothing elsewhere."""
         module = self.engines[of].module
-        options = LEARNED if self._adapted(of) else FULL
+        options = TRAINED_STATE if self._adapted(of) else FULL_STATE
         found: dict[str, Any] = get_model_state_dict(module, options=options)
-        return {ours: found[key] for ours, key in names_of(module, of).items() if key in found}
+        return {
+            ours: found[key] for ours, key in checkpoint_names(module, of).items() if key in found
+        }
 
     def moments(self, of: str) -> dict[str, Tensor]:
         """The optimizer's state as "<parameter>/<moment>", on rank 0; nothing before a step."""
         engine = self.engines[of]
         if not engine.optimizer.state:
             return {}
-        state: Any = get_optimizer_state_dict(engine.module, engine.optimizer, options=FULL)
+        state: Any = get_optimizer_state_dict(engine.module, engine.optimizer, options=FULL_STATE)
         found = state.get("state", {})
         return {
             f"{ours}/{moment}": torch.as_tensor(value)
-            for ours, key in names_of(engine.module, of).items()
+            for ours, key in checkpoint_names(engine.module, of).items()
             for moment, value in found.get(key, {}).items()
         }
 
@@ -168,9 +175,9 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
         """Take over what `weights` and `moments` returned, which rank 0 is given. begun: whether
         there are moments."""
         module, optimizer = self.engines[of].module, self.engines[of].optimizer
-        keys = names_of(module, of)
+        keys = checkpoint_names(module, of)
         found: dict[str, Any] = {keys[name]: weight for name, weight in weights.items()}
-        options = SPREAD_SOME if self._adapted(of) else SPREAD
+        options = BROADCAST_PART if self._adapted(of) else BROADCAST
         set_model_state_dict(module, found, options=options)
         if optimizer is None:
             return
@@ -181,9 +188,11 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
         for key, tensor in moments.items():
             name, _, moment = key.rpartition("/")
             state.setdefault(keys[name], {})[moment] = tensor
-        groups = get_optimizer_state_dict(module, optimizer, options=FULL).get("param_groups", [])
+        groups = get_optimizer_state_dict(module, optimizer, options=FULL_STATE).get(
+            "param_groups", []
+        )
         saved: dict[str, Any] = {"state": state, "param_groups": groups} if state else {}
-        set_optimizer_state_dict(module, optimizer, saved, options=SPREAD)
+        set_optimizer_state_dict(module, optimizer, saved, options=BROADCAST)
 
     def follow(self, of: str) -> None:
         """A frozen model becomes the policy as it is."""
@@ -197,11 +206,11 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
                 assert name == there, f"{name} is not {there}"
                 own.to_local().copy_(weight.to_local())  # both are sharded alike
 
-    def _backward(self, engine: Any, shard: Shard, loss: Any) -> Step:
+    def _backward(self, engine: Any, shard: Shard, loss: Any) -> BackwardResult:
         engine.optimizer_zero_grad()
         output = engine.forward_backward_batch(self._data(shard, entropy=True), loss)
         told, names = output["metrics"], output["model_output"].keys()
-        return Step(
+        return BackwardResult(
             loss=sum(told["loss"]),
             grad_norm=_grad_norm(engine.module),
             clipped=sum(told.get("clipped", [])),

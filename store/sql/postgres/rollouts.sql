@@ -21,6 +21,10 @@ from attempts a join rollouts r on r.id = a.rollout_id
 where a.claim_id = ?
 order by a.seq;
 
+-- name: claims
+select id, run_id, claim_id from attempts
+where id = any (array(select json_array_elements_text(?::json)));
+
 -- name: heartbeat
 update attempts set
     lease = case when lease_until < :until then :lease else lease end,

@@ -15,8 +15,8 @@ from msgspec import structs
 
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
-from agentrl.algorithms.data.rewards import observation
-from agentrl.algorithms.data.state import Decaying, Means, State
+from agentrl.algorithms.data.rewards import last_observation
+from agentrl.algorithms.data.state import AlgorithmState, CountedMeans, EmaMeans
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.presets.catalogue import make
@@ -77,7 +77,7 @@ def step_of(seed: int, step: int) -> list[Group]:
     return groups
 
 
-def recalled(algo: Algo, state: State, groups: list[Group]) -> Batch:
+def recalled(algo: Algo, state: AlgorithmState, groups: list[Group]) -> Batch:
     """The batch of a step with what is remembered; the state then is that after the step."""
     batch = build_batch(groups, reward_names=algo.rewards)
     recall = state.recall(batch, groups)
@@ -86,7 +86,7 @@ def recalled(algo: Algo, state: State, groups: list[Group]) -> Batch:
 
 
 def psi_of(algo: Algo, batch: Batch) -> torch.Tensor:
-    terms = objective.plan(algo, batch, {}, fresh=True)
+    terms = objective.loss_terms(algo, batch, {}, fresh=True)
     index = torch.arange(batch.n_tokens)
     return objective.psi(algo, terms, batch.behaviour.double(), index)
 
@@ -98,10 +98,10 @@ def test_the_baseline_of_a_role_is_that_before_its_reward() -> None:
     """Two wins and a loss of one player, as in the catalogue (E1)."""
     ours = [play(str(i), "g", {"black": x}, "go", [1, 1]) for i, x in enumerate((1.0, 1.0, -1.0))]
     algo = make("spiral", {})
-    state = State(algo.memories)
+    state = AlgorithmState(algo.memories)
     batch = recalled(algo, state, [Group(id="g", run="r", step=0, rollouts=ours)])
     black = [0, 1, 4, 5, 8, 9]  # two tokens of black's call, then two of white's
-    advantage = objective.credited(algo, batch)
+    advantage = objective.compute_advantages(algo, batch)
     assert advantage[black].tolist() == pytest.approx([1, 1, 0.95, 0.95, -1.0975, -1.0975])
     assert advantage[[2, 3]].isnan().all()  # white has no reward
     assert state.dump() == {algo.memories[0].name: {"/black": pytest.approx(0.042625)}}
@@ -110,7 +110,7 @@ def test_the_baseline_of_a_role_is_that_before_its_reward() -> None:
 @pytest.mark.parametrize("key", ["", "game"])
 def test_spiral_is_the_published_loop(key: str) -> None:
     algo = make("spiral", {"key": key, "gamma": 0.5, "decay": 0.8, "length": 10})
-    state, means = State(algo.memories), dict[tuple[str, str], float]()
+    state, means = AlgorithmState(algo.memories), dict[tuple[str, str], float]()
     for step in range(4):
         groups = step_of(1, step)
         batch = recalled(algo, state, groups)
@@ -137,15 +137,18 @@ def test_spiral_is_the_published_loop(key: str) -> None:
 
 def test_any_comparison_may_be_with_the_running_mean() -> None:
     algo = make("reinforce+ema", {"ema_decay": 0.5})
-    state = State(algo.memories)
+    state = AlgorithmState(algo.memories)
     groups = [
         Group(
             id="g", run="r", step=0,
             rollouts=[play(str(i), "g", {"black": x}, "go", [0]) for i, x in enumerate((1.0, 3.0))],
         )
     ]  # fmt: skip
-    assert objective.credited(algo, recalled(algo, state, groups)).tolist() == [1.0, 2.5]
-    assert objective.credited(algo, recalled(algo, state, groups)).tolist() == [-0.75, 1.625]
+    assert objective.compute_advantages(algo, recalled(algo, state, groups)).tolist() == [1.0, 2.5]
+    assert objective.compute_advantages(algo, recalled(algo, state, groups)).tolist() == [
+        -0.75,
+        1.625,
+    ]
     per_role = make("grpo+per-role+ema", {})
     assert per_role.memories[0].level == "role"  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"\+ema changes the baseline of a comparison"):
@@ -155,7 +158,7 @@ def test_any_comparison_may_be_with_the_running_mean() -> None:
 def test_a_field_that_the_task_does_not_have_is_refused() -> None:
     algo = make("spiral", {"key": "gmae"})
     with pytest.raises(TrainingError, match=r"group '0-0' has no field 'gmae'.*'game'"):
-        recalled(algo, State(algo.memories), step_of(0, 0))
+        recalled(algo, AlgorithmState(algo.memories), step_of(0, 0))
 
 
 # -- value tables ----------------------------------------------------------------------------------
@@ -164,7 +167,7 @@ def test_a_field_that_the_task_does_not_have_is_refused() -> None:
 def test_a_table_has_the_mean_return_of_earlier_steps() -> None:
     algo = make("agent-r1+table", {"table_gamma": 0.9})
     (table,) = algo.memories
-    state, seen = State(algo.memories), dict[tuple[str, object], list[float]]()
+    state, seen = AlgorithmState(algo.memories), dict[tuple[str, object], list[float]]()
     for step in range(4):
         groups = step_of(2, step)
         batch = recalled(algo, state, groups)
@@ -172,7 +175,7 @@ def test_a_table_has_the_mean_return_of_earlier_steps() -> None:
         for rollout in (rollout for group in groups for rollout in group.rollouts):
             calls = rollout.transitions
             for i, call in enumerate(calls):
-                place = (rollout.task["game"], observation(call))
+                place = (rollout.task["game"], last_observation(call))
                 past = seen.get(place, [])
                 values.append(math.fsum(past) / len(past) if past else 0.0)
                 if not math.isnan(rollout.reward()):
@@ -185,16 +188,16 @@ def test_a_table_has_the_mean_return_of_earlier_steps() -> None:
 
 def test_a_mean_counts_what_it_has_seen() -> None:
     x = torch.tensor([1.0, 3.0, math.nan, 5.0], dtype=torch.float64)
-    before, after = Means({"a": (1.0, 2)}).read(["a", "b", "b", "a"], x)
+    before, after = CountedMeans({"a": (1.0, 2)}).read(["a", "b", "b", "a"], x)
     assert before.tolist() == [1.0, 0.0, 0.0, 1.0]
     assert after == {"a": (2.0, 4), "b": (3.0, 1)}
 
 
 def test_nothing_known_changes_nothing() -> None:
     missing = torch.tensor([math.nan], dtype=torch.float64)
-    assert Decaying(0.9, {"a": 2.0}).read(["a"], missing)[1] == {"a": 2.0}
-    assert Means().read(["a"], missing)[1] == {}
-    assert Decaying(0.9).read([], torch.empty(0, dtype=torch.float64))[1] == {}
+    assert EmaMeans(0.9, {"a": 2.0}).read(["a"], missing)[1] == {"a": 2.0}
+    assert CountedMeans().read(["a"], missing)[1] == {}
+    assert EmaMeans(0.9).read([], torch.empty(0, dtype=torch.float64))[1] == {}
 
 
 # -- state -----------------------------------------------------------------------------------------
@@ -203,13 +206,13 @@ def test_nothing_known_changes_nothing() -> None:
 @pytest.mark.parametrize("name", ["spiral", "agent-r1+table"])
 def test_a_step_replayed_from_its_checkpoint_has_the_same_psi_bit_for_bit(name: str) -> None:
     algo = make(name, {})
-    state = State(algo.memories)
+    state = AlgorithmState(algo.memories)
     checkpoints, made = [json.dumps(state.dump())], []
     for step in range(4):
         made.append(psi_of(algo, recalled(algo, state, step_of(3, step))))
         checkpoints.append(json.dumps(state.dump()))
     for step, (before, after) in enumerate(pairwise(checkpoints)):
-        again = State(algo.memories)
+        again = AlgorithmState(algo.memories)
         again.restore(json.loads(before))
         assert torch.equal(psi_of(algo, recalled(algo, again, step_of(3, step))), made[step])
         assert json.dumps(again.dump()) == after
@@ -218,7 +221,7 @@ def test_a_step_replayed_from_its_checkpoint_has_the_same_psi_bit_for_bit(name: 
 
 def test_a_step_that_is_not_trained_is_not_remembered() -> None:
     algo = make("spiral", {})
-    state, groups = State(algo.memories), step_of(4, 0)
+    state, groups = AlgorithmState(algo.memories), step_of(4, 0)
     batch = build_batch(groups, reward_names=algo.rewards)
     first = state.recall(batch, groups)
     assert state.recall(batch, groups).after == first.after
@@ -234,7 +237,7 @@ def test_credit_without_what_it_remembers_is_refused() -> None:
 
 
 def test_an_older_checkpoint_begins_anew_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    state = State(make("spiral", {}).memories)
+    state = AlgorithmState(make("spiral", {}).memories)
     with caplog.at_level(logging.WARNING):
         state.restore({})
     assert "does not have Ema(reward='role:outcome'" in caplog.text
@@ -242,8 +245,8 @@ def test_an_older_checkpoint_begins_anew_and_says_so(caplog: pytest.LogCaptureFi
 
 
 def test_the_state_of_another_algorithm_is_refused() -> None:
-    spiral = State(make("spiral", {}).memories)
-    for state in (State(), State(make("spiral", {"decay": 0.9}).memories)):
+    spiral = AlgorithmState(make("spiral", {}).memories)
+    for state in (AlgorithmState(), AlgorithmState(make("spiral", {"decay": 0.9}).memories)):
         with pytest.raises(PolicyError, match="of another algorithm"):
             state.restore(spiral.dump())
     (name,) = spiral.dump()
@@ -257,7 +260,7 @@ def test_rollouts_that_are_not_trained_change_no_baseline() -> None:
     evaluated = [structs.replace(r, purpose=Purpose.EVAL) for r in group.rollouts[1:]]
     mixed = structs.replace(group, rollouts=[group.rollouts[0], *evaluated])
     alone = structs.replace(group, rollouts=group.rollouts[:1])
-    states = State(algo.memories), State(algo.memories)
+    states = AlgorithmState(algo.memories), AlgorithmState(algo.memories)
     for state, one in zip(states, (mixed, alone), strict=True):
         recalled(algo, state, [one])
     assert states[0].dump() == states[1].dump()

@@ -12,23 +12,23 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.credit.core import (
-    Alive,
-    Compensated,
     Credit,
     Gae,
+    GroupRelative,
     Norm,
-    Rel,
-    Survivors,
-    Togo,
+    RewardToGo,
+    TokenKLPenalty,
     Whiten,
     gae,
-    lengths,
-    links,
-    plus,
+    next_action,
+    response_lengths,
     standardise,
+    weighted_sum,
 )
-from agentrl.algorithms.credit.outcomes import Best, Toll
 from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.presets.zoo.dapo import NonzeroVariance, NonzeroVarianceReward
+from agentrl.algorithms.presets.zoo.pass_at_k import BestOverSecond
+from agentrl.algorithms.presets.zoo.reinforce import RescaledByValid
 from agentrl.errors import TrainingError
 
 NAN = math.nan
@@ -105,14 +105,14 @@ def test_reward_to_go_pays_for_leaving_the_reference() -> None:
     """A6."""
     batch = flat([1], tokens=[3])
     batch = replace(batch, reference=batch.behaviour - torch.tensor([0.2, -0.1, 0.3]))
-    assert near(Togo(toll=Toll(0.1))(batch), [0.96, 0.98, 0.97])
+    assert near(RewardToGo(token_cost=TokenKLPenalty(0.1))(batch), [0.96, 0.98, 0.97])
 
 
 def test_magrpo_compares_joint_rollouts() -> None:
     """E7: every agent's calls get what the team's return says, scaled or not."""
     batch = flat([1, 0, 0.5, 0.5], calls=[2] * 4, roles=[0, 1] * 4)
-    assert near(Rel()(batch), [0.5, 0.5, -0.5, -0.5, 0, 0, 0, 0])
-    scaled = Rel(norm="std", ddof=0, eps=0)(batch)
+    assert near(GroupRelative()(batch), [0.5, 0.5, -0.5, -0.5, 0, 0, 0, 0])
+    scaled = GroupRelative(norm="std", ddof=0, eps=0)(batch)
     assert near(scaled, [1.414214, 1.414214, -1.414214, -1.414214, 0, 0, 0, 0])
 
 
@@ -128,7 +128,7 @@ def test_weights_stand_for_copies_of_calls() -> None:
 def test_opo_weighs_the_baseline_by_length() -> None:
     batch = flat(F1.tolist(), tokens=[1, 2, 3, 4])
     expected = [0.9, *[-0.1] * 9]
-    assert near(Rel(bw=lengths)(batch), expected)
+    assert near(GroupRelative(bw=response_lengths)(batch), expected)
 
 
 def test_maxrl_divides_by_the_mean() -> None:
@@ -137,25 +137,29 @@ def test_maxrl_divides_by_the_mean() -> None:
 
 def test_reinforce_pp_baseline_whitens_over_tokens() -> None:
     expected = [1.936492, *[-0.645497] * 3, 0, 0]
-    assert near(Whiten(Rel())(f2()), expected)
+    assert near(Whiten(GroupRelative())(f2()), expected)
 
 
 def test_gpg_makes_up_for_flat_groups() -> None:
-    assert near(Rel(Compensated())(f2()), [1.125, *[-0.375] * 3, 0, 0])
+    assert near(GroupRelative(RescaledByValid())(f2()), [1.125, *[-0.375] * 3, 0, 0])
 
 
 def test_batch_deviation_with_and_without_flat_groups() -> None:
-    lite = Rel(norm="std", norm_by=("all",))
+    lite = GroupRelative(norm="std", norm_by=("all",))
     assert near(lite(f2()), [1.936487, *[-0.645496] * 3, 0, 0])
     for ddof, first, other in [(0, 1.732051, -0.57735), (1, 1.5, -0.5)]:
-        scale = Rel(Survivors(), norm="std", norm_by=("all",), ddof=ddof, eps=0.0)
+        scale = GroupRelative(
+            NonzeroVarianceReward(), norm="std", norm_by=("all",), ddof=ddof, eps=0.0
+        )
         assert near(scale(f2()), [first, other, other, other, NAN, NAN])
 
 
 def test_components_are_compared_apart_then_added() -> None:
     batch = flat([0, 0, 0, 0])
     batch.rewards.update(r1=torch.tensor([1.0, 0, 0, 0]), r2=torch.tensor([0.0, 1, 1, 0]))
-    mixed = plus((Rel("r1", norm="std"), 1.0), (Rel("r2", norm="std"), 1.0))
+    mixed = weighted_sum(
+        (GroupRelative("r1", norm="std"), 1.0), (GroupRelative("r2", norm="std"), 1.0)
+    )
     assert near(mixed(batch), [0.633973, 0.366025, 0.366025, -1.366023], within=1e-6)
 
 
@@ -171,28 +175,28 @@ def test_gae() -> None:
 
 def test_comparing_calls_instead_of_rollouts_lets_busy_rollouts_dominate() -> None:
     batch = flat([1, 0], calls=[3, 1])
-    assert near(Rel(at="transition")(batch), [0.25, 0.25, 0.25, -0.75])
-    assert near(Rel()(batch), [0.5, 0.5, 0.5, -0.5])
+    assert near(GroupRelative(at="transition")(batch), [0.25, 0.25, 0.25, -0.75])
+    assert near(GroupRelative()(batch), [0.5, 0.5, 0.5, -0.5])
 
 
 def test_comparing_within_a_role() -> None:
     batch = flat([1, 0], calls=[4, 2], roles=[0, 1, 1, 1, 0, 1])
-    advantage = Rel(at="transition", by=("group", "role"))(batch)
+    advantage = GroupRelative(at="transition", by=("group", "role"))(batch)
     assert near(advantage, [0.5, 0.25, 0.25, 0.25, -0.5, -0.75])
 
 
 # -- degenerate groups ---------------------------------------------------------------------------
 
 CREDITS: dict[str, Credit] = {
-    "grpo": Rel(norm="std"),
-    "mean": Rel(),
-    "loo": Rel(base="loo"),
-    "opo": Rel(bw=lengths),
-    "maxrl": Rel(norm="mean"),
-    "gpg": Rel(Compensated()),
-    "batch": Rel(norm="std", norm_by=("all",)),
-    "whiten": Whiten(Rel()),
-    "togo": Whiten(Togo()),
+    "grpo": GroupRelative(norm="std"),
+    "mean": GroupRelative(),
+    "loo": GroupRelative(base="loo"),
+    "opo": GroupRelative(bw=response_lengths),
+    "maxrl": GroupRelative(norm="mean"),
+    "gpg": GroupRelative(RescaledByValid()),
+    "batch": GroupRelative(norm="std", norm_by=("all",)),
+    "whiten": Whiten(GroupRelative()),
+    "togo": Whiten(RewardToGo()),
 }
 
 
@@ -257,7 +261,7 @@ def test_deviations_do_not_overflow(size: float) -> None:
     x = size * torch.tensor([1.0, 0, 0, 0], dtype=torch.float64)
     expected = torch.tensor([1.5, -0.5, -0.5, -0.5], dtype=torch.float64) / (1 + 2e-6 / size)
     assert near(advantages(x, ONE, norm="std"), expected.tolist(), within=1e-12)
-    assert near(Best()(flat(x.tolist())), [2 / (1 + 2e-6 / size), 0, 0, 0], within=1e-12)
+    assert near(BestOverSecond()(flat(x.tolist())), [2 / (1 + 2e-6 / size), 0, 0, 0], within=1e-12)
 
 
 @pytest.mark.parametrize("norm", ["none", "std", "mean"])
@@ -296,8 +300,8 @@ def test_frequency_weights_that_leave_no_other_give_zero() -> None:
 
 def test_reward_to_go_counts_action_tokens_over_calls_and_rows() -> None:
     batch = flat([1, 0.5], tokens=[2, 1, 1], calls=[2, 1])
-    assert near(Togo(gamma=0.5)(batch), [0.25, 0.5, 1, 0.5])
-    assert near(Togo()(batch), [1, 1, 1, 0.5])
+    assert near(RewardToGo(gamma=0.5)(batch), [0.25, 0.5, 1, 0.5])
+    assert near(RewardToGo()(batch), [1, 1, 1, 0.5])
 
 
 def test_links_follow_the_order_of_calls_not_of_rows() -> None:
@@ -305,7 +309,7 @@ def test_links_follow_the_order_of_calls_not_of_rows() -> None:
     batch = replace(
         flat([1], tokens=[2, 1, 1], calls=[3]), token_transition=torch.tensor([0, 0, 2, 1])
     )
-    assert links(batch).tolist() == [1, 3, -1, 2]
+    assert next_action(batch).tolist() == [1, 3, -1, 2]
 
 
 def test_gae_over_the_tokens_of_a_rollout() -> None:
@@ -315,10 +319,10 @@ def test_gae_over_the_tokens_of_a_rollout() -> None:
 
 
 def test_alive_keeps_groups_that_differ() -> None:
-    assert Alive()(f2()).tolist() == [True] * 4 + [False] * 2
-    assert Alive()(flat([0.7] * 7)).sum() == 0
-    assert Alive()(flat([NAN, 1.0, NAN])).sum() == 0
-    assert Alive()(flat([NAN, 1.0, 0.0])).sum() == 3
+    assert NonzeroVariance()(f2()).tolist() == [True] * 4 + [False] * 2
+    assert NonzeroVariance()(flat([0.7] * 7)).sum() == 0
+    assert NonzeroVariance()(flat([NAN, 1.0, NAN])).sum() == 0
+    assert NonzeroVariance()(flat([NAN, 1.0, 0.0])).sum() == 3
 
 
 # -- mixing --------------------------------------------------------------------------------------
@@ -333,16 +337,16 @@ def test_what_one_reward_misses_the_others_still_teach() -> None:
             NAN,
         ]
     )
-    style = Rel("style", base="none")
-    mixed = plus((Rel(), 2.0), (style, lambda b: torch.ones(b.n_tokens)))
+    style = GroupRelative("style", base="none")
+    mixed = weighted_sum((GroupRelative(), 2.0), (style, lambda b: torch.ones(b.n_tokens)))
     assert near(mixed(batch), [1, -1, NAN])
 
 
 def test_unknown_and_infinite_rewards_are_refused() -> None:
     with pytest.raises(TrainingError, match=r"step 0: none of 2 rollouts .*'outcom'.*'outcome'"):
-        Rel("outcom")(flat([1, 0]))
+        GroupRelative("outcom")(flat([1, 0]))
     with pytest.raises(TrainingError, match="1 of 2 values of reward 'outcome' are infinite"):
-        Rel()(flat([1, math.inf]))
+        GroupRelative()(flat([1, math.inf]))
 
 
 def test_an_empty_batch_has_no_credit() -> None:

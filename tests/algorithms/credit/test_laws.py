@@ -13,35 +13,34 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from agentrl.algorithms.credit.core import Rel, Togo, Whiten, standardise
+from agentrl.algorithms.credit.core import GroupRelative, RewardToGo, Whiten, standardise
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.ids import key, scan, seg
+from agentrl.algorithms.data.ids import key, reduce_by, scan
 from agentrl.algorithms.objective.core import (
     Algo,
     Gate,
     Inner,
-    Reg,
+    KLPenalty,
     kappa,
-    plan,
+    loss_terms,
     psi,
     psi_of,
     weights,
 )
 from agentrl.algorithms.objective.ratios import (
-    Band,
     Clip,
-    Div,
     GateFn,
-    Inside,
-    Opsm,
+    InRange,
     Ratio,
-    Soft,
-    Trunc,
-    Trust,
-    Vespo,
+    RatioInRange,
+    Truncate,
+    TrustRegion,
 )
 from agentrl.algorithms.presets.catalogue import make, presets
+from agentrl.algorithms.presets.corrections import OffPolicyMask
 from agentrl.algorithms.presets.registry import Supply
+from agentrl.algorithms.presets.zoo.cispo import SoftGate, VespoWeight
+from agentrl.algorithms.presets.zoo.dppo import DivergenceGate
 
 law = settings(max_examples=30, deadline=None, derandomize=True)
 
@@ -176,7 +175,7 @@ def test_weighted_advantages_sum_to_zero_per_group(
 ) -> None:
     x, by = columns(units)
     weight = torch.tensor(w[: len(units)], dtype=torch.float64)
-    total = seg(weight * advantages(x, by, norm=norm, w=weight), by)
+    total = reduce_by(weight * advantages(x, by, norm=norm, w=weight), by)
     assert close(total, torch.zeros_like(total))
 
 
@@ -184,7 +183,7 @@ def test_weighted_advantages_sum_to_zero_per_group(
 @given(Units)
 def test_leave_one_out_is_the_mean_scaled_by_the_group(units: list[tuple[float, int]]) -> None:
     x, by = columns(units)
-    size = seg(torch.ones_like(x), by)[by]
+    size = reduce_by(torch.ones_like(x), by)[by]
     expected = advantages(x, by) * size / (size - 1).clamp(min=1)
     assert close(advantages(x, by, base="loo"), expected)
 
@@ -260,7 +259,7 @@ def test_calls_between_that_say_nothing_change_nothing(seed: int) -> None:
         n = int((batch.token_rollout == rollout).sum())
         expected += [float(r[rollout]) * 0.5 ** (n - 1 - t) for t in range(n)]
     assert torch.allclose(
-        Togo(gamma=0.5)(batch), torch.tensor(expected, dtype=torch.float64), equal_nan=True
+        RewardToGo(gamma=0.5)(batch), torch.tensor(expected, dtype=torch.float64), equal_nan=True
     )
 
 
@@ -297,8 +296,9 @@ def test_key_is_equal_exactly_where_the_tuples_are(pairs: list[tuple[int, int]])
 # -- gates, averages, psi --------------------------------------------------------------------------
 
 GATES: list[GateFn] = [
-    Ratio(), Clip(0, 0), Clip(0.2, 0.2, 1), Trust(0, 0), Trunc(1, 1), Band(1, 1), Inside(1, 1),
-    Soft(), Vespo(), Opsm(0), Div("tv", 0, 0, 1), Div("kl", 0, 0, 1),
+    Ratio(), Clip(0, 0), Clip(0.2, 0.2, 1), TrustRegion(0, 0), Truncate(1, 1), RatioInRange(1, 1),
+    InRange(1, 1), SoftGate(), VespoWeight(), OffPolicyMask(0), DivergenceGate("tv", 0, 0, 1),
+    DivergenceGate("kl", 0, 0, 1),
 ]  # fmt: skip
 
 
@@ -372,7 +372,7 @@ def test_psi_does_not_depend_on_how_rows_are_cut(name: str, seed: int, parts: in
     streams, p = random_streams(batch, seed)
     algo = make(f"{name}+opsm", {}, streams=SUPPLY)
     streams, p = with_symbols(algo, streams, p)
-    terms = plan(algo, batch, streams)
+    terms = loss_terms(algo, batch, streams)
     whole = psi(algo, terms, p, torch.arange(batch.n_tokens))
     assert whole.isfinite().all()
     draw = torch.Generator().manual_seed(seed)
@@ -392,7 +392,7 @@ def test_tokens_without_a_reward_are_as_if_they_were_not_there(name: str, seed: 
     streams, p = random_streams(batch, seed)
     algo = make(name, {}, streams=SUPPLY)
     streams, p = with_symbols(algo, streams, p)
-    every = psi(algo, plan(algo, batch, streams), p, torch.arange(batch.n_tokens))
+    every = psi(algo, loss_terms(algo, batch, streams), p, torch.arange(batch.n_tokens))
     present = ~batch.rewards["outcome"].isnan()[batch.token_rollout]
     less = replace(
         batch,
@@ -401,7 +401,7 @@ def test_tokens_without_a_reward_are_as_if_they_were_not_there(name: str, seed: 
         behaviour=batch.behaviour[present],
     )
     streams = {name: stream[present] for name, stream in streams.items()}
-    rest = psi(algo, plan(algo, less, streams), p[present], torch.arange(less.n_tokens))
+    rest = psi(algo, loss_terms(algo, less, streams), p[present], torch.arange(less.n_tokens))
     assert (every[~present] == 0).all()
     assert close(every[present], rest, within=1e-12)
 
@@ -411,8 +411,12 @@ def test_tokens_without_a_reward_are_as_if_they_were_not_there(name: str, seed: 
 def test_psi_is_the_gradient_of_the_surrogate(seed: int) -> None:
     batch = random_batch(seed)
     streams, p = random_streams(batch, seed)
-    algo = Algo(Rel(norm="std"), (Gate(Clip(0.1, 0.2)),), (Reg("k3", 0.3), Reg("k2", 0.2, "b")))
-    terms = plan(algo, batch, streams)
+    algo = Algo(
+        GroupRelative(norm="std"),
+        (Gate(Clip(0.1, 0.2)),),
+        (KLPenalty("k3", 0.3), KLPenalty("k2", 0.2, "b")),
+    )
+    terms = loss_terms(algo, batch, streams)
 
     def loss(now: Tensor) -> Tensor:
         rho, a = (now - streams["o"]).exp(), terms.advantage
@@ -428,7 +432,7 @@ def test_psi_is_the_gradient_of_the_surrogate(seed: int) -> None:
 def test_on_policy_all_policy_losses_are_the_same_up_to_the_average(name: str, seed: int) -> None:
     batch = random_batch(seed)
     algo = make(name, {}, streams=SUPPLY)
-    terms = plan(algo, batch, {}, fresh=True)
+    terms = loss_terms(algo, batch, {}, fresh=True)
     at_b = psi(algo, terms, batch.behaviour.double(), torch.arange(batch.n_tokens))
     assert torch.equal(at_b, terms.weight * terms.advantage)
 
@@ -449,7 +453,7 @@ def test_k2_is_the_reverse_kl_gradient_and_k3_the_forward(logits: list[float], s
 @law
 @given(Seeds)
 def test_whitened_tokens_have_mean_zero_and_deviation_one(seed: int) -> None:
-    advantage = Whiten(Rel())(random_batch(seed))
+    advantage = Whiten(GroupRelative())(random_batch(seed))
     known = advantage[~advantage.isnan()]
     if known.any():
         assert known.mean().item() == pytest.approx(0, abs=1e-9)

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from torch import Tensor
 
-from agentrl.algorithms.credit.core import Rel, Whiten, plus
-from agentrl.algorithms.presets.mixing import Stream, Way, advantage, mixed
+from agentrl.algorithms.credit.core import GroupRelative, Whiten, weighted_sum
+from agentrl.algorithms.presets.mixing import RewardStream, Way, mixed_credit, stream_advantage
 from tests.algorithms.worlds import NAN, Call, Play, world
 
 
@@ -19,7 +19,7 @@ def near(values: Tensor, expected: Sequence[float], within: float = 5e-7) -> Non
 
 
 def of(streams: dict[str, dict[str, Any]], way: Way = "advantages", **options: Any) -> Any:
-    return mixed(msgspec.convert(streams, dict[str, Stream]), way, **options)
+    return mixed_credit(msgspec.convert(streams, dict[str, RewardStream]), way, **options)
 
 
 def play(outcome: float, *process: float, **fields: Any) -> Play:
@@ -34,8 +34,8 @@ def test_prime() -> None:
     """D10, a token per call."""
     batch = world(play(1.0, 0.2, 0.4), play(0.0, -0.1, 0.1, 0.3))
     steps = of({"p": CALLS | {"base": "prime"}})
-    outcome = Rel(base="loo")
-    near(plus((outcome, 1.0), (steps, 1.0))(batch), [1.4, 1.3, -1.6, -1.2, -1.0])
+    outcome = GroupRelative(base="loo")
+    near(weighted_sum((outcome, 1.0), (steps, 1.0))(batch), [1.4, 1.3, -1.6, -1.2, -1.0])
     scaled = of({"p": CALLS | {"base": "none", "norm": "prime", "gamma": 0.0}})
     near(scaled(batch), [1 / 3, 2 / 3, -1 / 6, 1 / 6, 0.5])
 
@@ -89,8 +89,10 @@ def test_gates() -> None:
         ("agree", [0.5, 0, 0, -0.5, NAN]),
         ("positive", [0.5, -0.5, 0, -0.5, NAN]),
     ]:
-        streams = msgspec.convert({"outcome": {}, "p": CALLS | {"gate": gate}}, dict[str, Stream])
-        near(advantage("p", streams)(batch), expected)
+        streams = msgspec.convert(
+            {"outcome": {}, "p": CALLS | {"gate": gate}}, dict[str, RewardStream]
+        )
+        near(stream_advantage("p", streams)(batch), expected)
 
 
 def test_clipping() -> None:

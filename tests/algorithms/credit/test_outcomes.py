@@ -10,19 +10,13 @@ from typing import Any
 
 import pytest
 
-from agentrl.algorithms.credit.core import Rel
-from agentrl.algorithms.credit.outcomes import (
-    Best,
-    Complete,
-    Every,
-    Greedy,
-    Overlong,
-    PassAtK,
-    Sampled,
-)
-from agentrl.algorithms.credit.turns import Chosen
+from agentrl.algorithms.credit.core import AllFilters, GroupRelative
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.presets.catalogue import make
+from agentrl.algorithms.presets.zoo.dapo import NotTruncated, OverlongPenalty
+from agentrl.algorithms.presets.zoo.pass_at_k import BestOverSecond, PassAtKReward
+from agentrl.algorithms.presets.zoo.reinforce import GreedyBaseline, SampledRewards
+from agentrl.algorithms.presets.zoo.teams import RoleFilter
 from agentrl.algorithms.train.main import algorithm
 from agentrl.config import resolve
 from agentrl.errors import ConfigError, TrainingError
@@ -42,47 +36,49 @@ def group(*outcomes: float, tokens: Sequence[int] | None = None, greedy: int = -
 def test_remax() -> None:
     """A8, with a fifth rollout that is greedy."""
     batch = group(1, 0, 0, 0, 0.5, greedy=4)
-    advantage = Rel(Sampled(), base=Greedy())(batch)
+    advantage = GroupRelative(SampledRewards(), base=GreedyBaseline())(batch)
     assert advantage.tolist() == pytest.approx([0.5, -0.5, -0.5, -0.5, NAN], nan_ok=True)
 
 
 def test_a_group_without_a_greedy_rollout_is_missing_and_a_batch_of_them_refused() -> None:
     plays = [Play([Call()], outcome=1.0, greedy=True), Play([Call()], outcome=0.0)]
     batch = world(*plays, Play([Call()], outcome=0.0, group=1))
-    assert Rel(Sampled(), base=Greedy())(batch).tolist() == pytest.approx(
+    assert GroupRelative(SampledRewards(), base=GreedyBaseline())(batch).tolist() == pytest.approx(
         [NAN, -1, NAN], nan_ok=True
     )
     with pytest.raises(TrainingError, match="step 0: none of the 1 groups has a greedy rollout"):
-        Greedy()(group(1, 0))
+        GreedyBaseline()(group(1, 0))
 
 
 def test_best_minus_second() -> None:
     """A16."""
-    assert Best(std=False)(group(1, 0, 0, 0)).tolist() == [1, 0, 0, 0]
-    assert Best()(group(1, 0, 0, 0)).tolist() == pytest.approx([2, 0, 0, 0], abs=1e-5)
-    assert Best(std=False)(group(0.5, 1, 0.25)).tolist() == [0, 0.5, 0]
-    assert Best()(group(1, 0, 0, tokens=[2, 2, 0])).tolist() == pytest.approx(
+    assert BestOverSecond(std=False)(group(1, 0, 0, 0)).tolist() == [1, 0, 0, 0]
+    assert BestOverSecond()(group(1, 0, 0, 0)).tolist() == pytest.approx([2, 0, 0, 0], abs=1e-5)
+    assert BestOverSecond(std=False)(group(0.5, 1, 0.25)).tolist() == [0, 0.5, 0]
+    assert BestOverSecond()(group(1, 0, 0, tokens=[2, 2, 0])).tolist() == pytest.approx(
         [1.732, 0, 0], abs=1e-3
     )
 
 
 def test_best_of_ties_of_one_and_of_none() -> None:
-    assert Best()(group(1, 1, 0)).tolist() == [0, 0, 0]
-    assert Best()(group(0.7)).tolist() == [0]
-    assert Best()(group(0.7, NAN)).tolist() == pytest.approx([0, NAN], nan_ok=True)
+    assert BestOverSecond()(group(1, 1, 0)).tolist() == [0, 0, 0]
+    assert BestOverSecond()(group(0.7)).tolist() == [0]
+    assert BestOverSecond()(group(0.7, NAN)).tolist() == pytest.approx([0, NAN], nan_ok=True)
 
 
 def test_pass_at_k() -> None:
     """A16: n = 4, c = 1, k = 2."""
-    assert PassAtK(k=2)(group(1, 0, 0, 0)).tolist() == pytest.approx([0.5, 1 / 6, 1 / 6, 1 / 6])
-    assert PassAtK(k=1)(group(1, 0, 0, 0)).tolist() == pytest.approx([0.25, 0, 0, 0])
-    assert PassAtK(k=2)(group(1, 1, 1, 0)).tolist() == pytest.approx([0.5] * 4)
-    assert PassAtK(k=2)(group(0, 0, 0)).tolist() == [0, 0, 0]
+    assert PassAtKReward(k=2)(group(1, 0, 0, 0)).tolist() == pytest.approx(
+        [0.5, 1 / 6, 1 / 6, 1 / 6]
+    )
+    assert PassAtKReward(k=1)(group(1, 0, 0, 0)).tolist() == pytest.approx([0.25, 0, 0, 0])
+    assert PassAtKReward(k=2)(group(1, 1, 1, 0)).tolist() == pytest.approx([0.5] * 4)
+    assert PassAtKReward(k=2)(group(0, 0, 0)).tolist() == [0, 0, 0]
 
 
 def test_pass_at_k_of_groups_that_are_too_small_is_missing() -> None:
     for k in (2, 3):
-        assert PassAtK(k=k)(group(1, 0, NAN)).isnan().all()
+        assert PassAtKReward(k=k)(group(1, 0, NAN)).isnan().all()
         assert make("pass-at-k", {"k": k}).credit(group(1, 0, NAN)).isnan().all()
 
 
@@ -126,7 +122,7 @@ def test_pass_at_k_of_all_rollouts_of_a_group_is_refused_at_load() -> None:
 def test_overlong() -> None:
     """A11: M = 10, c = 4."""
     lengths = [5, 6, 7, 8, 10, 11]
-    shaped = Overlong("outcome", 10, 4)(group(*[1.0] * 6, tokens=lengths))
+    shaped = OverlongPenalty("outcome", 10, 4)(group(*[1.0] * 6, tokens=lengths))
     assert (shaped - 1).tolist() == pytest.approx([0, 0, -0.25, -0.5, -1, -1])
 
 
@@ -135,5 +131,5 @@ def test_filters() -> None:
         Play([Call(truncated=True), Call(role="b")], outcome=1.0),
         Play([Call(role="b", truncated=True)], outcome=0.0),
     )
-    assert Complete()(batch).tolist() == [True, True, False]
-    assert Every((Complete(), Chosen(("b",))))(batch).tolist() == [False, True, False]
+    assert NotTruncated()(batch).tolist() == [True, True, False]
+    assert AllFilters((NotTruncated(), RoleFilter(("b",))))(batch).tolist() == [False, True, False]

@@ -5,31 +5,32 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
+from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit.core import Critic, Rel, Whiten, plus
-from agentrl.algorithms.credit.trees import Tree
+from agentrl.algorithms.credit.core import CriticValues, GroupRelative, Whiten, weighted_sum
 from agentrl.algorithms.credit.turns import (
-    BiLevel,
-    Chosen,
-    Fade,
-    FirstToken,
-    Hindsight,
-    Hiper,
-    Histories,
-    Peers,
-    Received,
+    CallRewards,
+    FirstTokenValues,
+    PotentialShaping,
     Returns,
-    Shaped,
     StepGae,
-    Values,
-    received,
+    TurnDiscount,
+    ValuesFromReward,
+    call_rewards,
 )
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.presets.catalogue import make
+from agentrl.algorithms.presets.zoo.gigpo import SameStateRelative
+from agentrl.algorithms.presets.zoo.hcapo import HindsightReturns
+from agentrl.algorithms.presets.zoo.hiper import HiperGae
+from agentrl.algorithms.presets.zoo.peers import PeerValues
+from agentrl.algorithms.presets.zoo.ppo import BiLevelGae
+from agentrl.algorithms.presets.zoo.teams import RoleFilter
+from agentrl.algorithms.presets.zoo.trees import BranchAdvantage
 from agentrl.errors import TrainingError
 from tests.algorithms.naive import (
     naive_bi_level,
@@ -74,14 +75,14 @@ def steps(*rewards: float, name: str = "p", **more: Sequence[float]) -> list[Cal
 def test_step_mdp() -> None:
     """D1."""
     batch = world(Play(steps(0, 1, v=[0.4, 0.5])))
-    near(StepGae(Values("transition:v"), "transition:p", 0.9, 0.8)(batch), [0.41, 0.5])
+    near(StepGae(ValuesFromReward("transition:v"), "transition:p", 0.9, 0.8)(batch), [0.41, 0.5])
 
 
 def test_every_call_of_a_rollout_gets_its_advantage() -> None:
     """D2: rollout-level statistics, and those over calls that let busy rollouts dominate."""
     batch = world(Play([Call()] * 3, outcome=1.0), Play([Call()], outcome=0.0))
-    near(Rel()(batch), [0.5, 0.5, 0.5, -0.5])
-    near(Rel(at="transition")(batch), [0.25, 0.25, 0.25, -0.75])
+    near(GroupRelative()(batch), [0.5, 0.5, 0.5, -0.5])
+    near(GroupRelative(at="transition")(batch), [0.25, 0.25, 0.25, -0.75])
 
 
 def test_discounted_returns() -> None:
@@ -95,10 +96,10 @@ def test_gigpo() -> None:
     batch = world(
         Play([Call("s0"), Call("s1")], outcome=1.0), Play([Call("s0"), Call("s2")], outcome=0.0)
     )
-    anchors = Histories(gamma=0.9)
+    anchors = SameStateRelative(gamma=0.9)
     near(anchors(batch), [0.45, 0, -0.45, 0])
-    near(Rel(Returns(gamma=0.9), by=("group", "state"))(batch), [0.45, 0, -0.45, 0])
-    near(plus((Rel(), 1.0), (anchors, 1.0))(batch), [0.95, 0.5, -0.95, -0.5])
+    near(GroupRelative(Returns(gamma=0.9), by=("group", "state"))(batch), [0.45, 0, -0.45, 0])
+    near(weighted_sum((GroupRelative(), 1.0), (anchors, 1.0))(batch), [0.95, 0.5, -0.95, -0.5])
 
 
 def test_hgpo() -> None:
@@ -107,7 +108,7 @@ def test_hgpo() -> None:
         Play([Call(before), Call("s")], outcome=outcome)
         for before, outcome in [("a", 1.0), ("a", 0.0), ("c", 1.0)]
     ]
-    advantage = Histories(gamma=1.0, depth=1)(world(*plays))
+    advantage = SameStateRelative(gamma=1.0, depth=1)(world(*plays))
     near(advantage[1::2], [0.444444, -0.555556, 0.333333])
 
 
@@ -119,11 +120,11 @@ def test_mt_grpo() -> None:
     ]
     batch = world(*plays)
     for eps, best in [(0.0, 2.366025), (1e-4, 2.365575)]:
-        turn = Rel("transition:turn", by=("group", "turn"), norm="std", eps=eps)
-        advantage = plus((Rel(norm="std", eps=eps), 1.0), (turn, 1.0))(batch)
+        turn = GroupRelative("transition:turn", by=("group", "turn"), norm="std", eps=eps)
+        advantage = weighted_sum((GroupRelative(norm="std", eps=eps), 1.0), (turn, 1.0))(batch)
         assert advantage[0].item() == pytest.approx(best, abs=5e-7)
-    turn = Rel("transition:turn", by=("group", "turn"), norm="std", eps=0)
-    advantage = plus((Rel(norm="std", eps=0), 1.0), (turn, 1.0))(batch)
+    turn = GroupRelative("transition:turn", by=("group", "turn"), norm="std", eps=0)
+    advantage = weighted_sum((GroupRelative(norm="std", eps=0), 1.0), (turn, 1.0))(batch)
     near(advantage[1::2], [0.866025, 0.866025, -0.866025, -0.866025])
     near(advantage[2::2], [0.366025, -1.366025, -1.366025])
 
@@ -144,30 +145,50 @@ def test_bi_level_gae() -> None:
     """D8."""
     calls = [Call(tokens=2, rewards={"p": 0.5}), Call(tokens=2, rewards={"p": 1.0})]
     batch = world(Play(calls), values=[0.1, 0.2, 0.3, 0.4])
-    near(BiLevel(Critic(), "transition:p")(batch), [1.35, 1.25, 0.7, 0.6])
+    near(BiLevelGae(CriticValues(), "transition:p")(batch), [1.35, 1.25, 0.7, 0.6])
 
 
 def test_a_call_without_reward_ends_its_turn_all_the_same() -> None:
     """RAGEN's own code finds turns by non-zero rewards and merges the others."""
     calls = [Call(tokens=2, rewards={"p": 0.0}), Call(tokens=2, rewards={"p": 1.0})]
     batch = world(Play(calls), values=[0.1, 0.2, 0.3, 0.4])
-    near(BiLevel(Critic(), "transition:p")(batch), [0.85, 0.75, 0.7, 0.6])
+    near(BiLevelGae(CriticValues(), "transition:p")(batch), [0.85, 0.75, 0.7, 0.6])
 
 
 def test_potential_based_shaping() -> None:
     """D13."""
     calls = steps(0.2, 0.5, 0.9, name="phi")
-    near(Shaped("transition:phi")(world(Play(calls))), [0.3, 0.4, -0.9])
-    calls[-1].truncated = True  # not the end: its potential stays
-    near(Shaped("transition:phi")(world(Play(calls))), [0.3, 0.4, 0.0])
+    near(PotentialShaping("transition:phi")(world(Play(calls))), [0.3, 0.4, -0.9])
+    calls[-1].truncated = True  # nothing says how it would have ended: its potential stays
+    near(PotentialShaping("transition:phi")(world(Play(calls))), [0.3, 0.4, 0.0])
     gap = [calls[0], Call(), *calls[1:]]
-    near(Shaped("transition:phi")(world(Play(gap))), [0.3, NAN, 0.4, 0.0])
+    near(PotentialShaping("transition:phi")(world(Play(gap))), [0.3, NAN, 0.4, 0.0])
+
+
+def test_potentials_leave_the_gradient_of_truncated_rollouts_with_an_outcome_as_it_is() -> None:
+    """Every rollout of two binary choices, all cut off and all with an outcome."""
+    theta = torch.tensor([0.3, -0.4, 0.9], dtype=torch.float64)  # of the first, and of each second
+    exact, shaped = torch.zeros(3), torch.zeros(3)
+    for first, second in product((0, 1), (0, 1)):
+        logits = [(theta[0], first), (theta[1 + first], second)]
+        p = math.prod(torch.sigmoid(x if chosen else -x) for x, chosen in logits)
+        score = torch.zeros(3, dtype=torch.float64)
+        for at, (x, chosen) in zip((0, 1 + first), logits, strict=True):
+            score[at] = chosen - torch.sigmoid(x)
+        calls = steps(0.2, 0.5 - first, name="phi")
+        calls[-1].truncated = True
+        batch = world(Play(calls, outcome=float(first + second)))
+        potential = Returns(PotentialShaping("transition:phi"))(batch)
+        exact = exact + p * score * (first + second)
+        of_call = torch.tensor([potential[0], *(potential[1],) * 2])
+        shaped = shaped + p * score * (first + second + of_call)
+    assert torch.allclose(shaped, exact, rtol=1e-12, atol=1e-12)
 
 
 def test_values_from_fresh_continuations() -> None:
     """D16: V .25 -> .75."""
     batch = world(Play(steps(0, 0.75, v=[0.25, 0.75])))
-    near(StepGae(Values("transition:v"), "transition:p", 1.0, 0.0)(batch), [0.5, 0.0])
+    near(StepGae(ValuesFromReward("transition:v"), "transition:p", 1.0, 0.0)(batch), [0.5, 0.0])
 
 
 def test_tree_grpo() -> None:
@@ -176,9 +197,9 @@ def test_tree_grpo() -> None:
         Play([Call(node=tree), Call()], outcome=outcome)
         for tree, outcome in [("A", 1.0), ("A", 0.0), ("B", 1.0), ("B", 1.0)]
     ]
-    intra = Rel(by=("group", "tree"), norm="std", eps=0)
+    intra = GroupRelative(by=("group", "tree"), norm="std", eps=0)
     near(intra(world(*plays))[::2], [0.707107, -0.707107, 0, 0])
-    both = plus((Rel(norm="std", eps=0), 1.0), (intra, 1.0))
+    both = weighted_sum((GroupRelative(norm="std", eps=0), 1.0), (intra, 1.0))
     near(both(world(*plays))[::2], [1.207107, -2.207107, 0.5, 0.5])
 
 
@@ -188,10 +209,10 @@ def test_tree_rl() -> None:
         Play([Call(node=node), Call()], outcome=outcome)
         for node, outcome in [("n1", 1.0), ("n1", 0.0), ("n2", 0.0), ("n2", 0.0)]
     ]
-    credit = Tree()(world(*plays))
+    credit = BranchAdvantage()(world(*plays))
     near(credit[::2], [0.353553, 0.353553, -0.353553, -0.353553])
     assert credit[1].item() == pytest.approx(1.25)
-    near(Tree(how="parent")(world(*plays))[:2], [0.25, 0.5])
+    near(BranchAdvantage(how="parent")(world(*plays))[:2], [0.25, 0.5])
 
 
 def test_c3() -> None:
@@ -203,7 +224,7 @@ def test_c3() -> None:
         Play([first if i == 0 else again, end], outcome=outcome)
         for i, (end, outcome) in enumerate(zip(ends, (1.0, 0.0, 0.5), strict=True))
     ]
-    credit = Rel(Tree(how="siblings"), base="none")(world(*plays))
+    credit = GroupRelative(BranchAdvantage(how="siblings"), base="none")(world(*plays))
     near(credit, [0, 0.75, -0.75, 0])
 
 
@@ -224,7 +245,7 @@ def test_monte_carlo_step_values() -> None:
         Play(again("a", "aa") + calls("aab"), outcome=0.5),
     ]
     batch = world(*plays)
-    credit = Tree(how="siblings")(batch)
+    credit = BranchAdvantage(how="siblings")(batch)
     near(credit, [0, 0.5, 0.5, 0, 0.125, 0, -0.625, 0, 0.5, -0.5])
 
 
@@ -233,8 +254,8 @@ def test_hiper() -> None:
     high, low = [0.5, NAN, 0.6], [0.4, 0.5, 0.7]
     batch = world(Play(steps(0, 0, 1, high=high, low=low)))
     parts = {
-        part: Hiper(
-            Received("transition:high"), Received("transition:low"), part, "transition:p", 0.9
+        part: HiperGae(
+            CallRewards("transition:high"), CallRewards("transition:low"), part, "transition:p", 0.9
         )(batch)
         for part in ("high", "low")
     }
@@ -254,9 +275,9 @@ def test_a_planner_begins_segments_and_takes_no_time() -> None:
         Call(role="judge", rewards={"p": 1.0}),
     ]
     batch = world(Play(calls))
-    high, low = Received("transition:high"), Received("transition:low")
-    near(Hiper(high, low, "low", "transition:p", 0.9)(batch), [NAN, 0.086, 0.04, NAN, 0.3, NAN])
-    near(Hiper(high, low, "high", "transition:p", 0.9)(batch), [0.31, NAN, NAN, 0.4, NAN, NAN])
+    high, low = CallRewards("transition:high"), CallRewards("transition:low")
+    near(HiperGae(high, low, "low", "transition:p", 0.9)(batch), [NAN, 0.086, 0.04, NAN, 0.3, NAN])
+    near(HiperGae(high, low, "high", "transition:p", 0.9)(batch), [0.31, NAN, NAN, 0.4, NAN, NAN])
 
 
 def test_dr_mas() -> None:
@@ -266,8 +287,11 @@ def test_dr_mas() -> None:
         Play([Call(role="a"), Call(role="b")], outcome=0.0),
     ]
     batch = world(*plays)
-    near(Rel(at="transition", by=("group", "role"))(batch), [0.5, 0.25, 0.25, 0.25, -0.5, -0.75])
-    near(Rel(at="role", by=("group", "role"))(batch), [0.5, 0.5, 0.5, 0.5, -0.5, -0.5])
+    near(
+        GroupRelative(at="transition", by=("group", "role"))(batch),
+        [0.5, 0.25, 0.25, 0.25, -0.5, -0.75],
+    )
+    near(GroupRelative(at="role", by=("group", "role"))(batch), [0.5, 0.5, 0.5, 0.5, -0.5, -0.5])
 
 
 def test_at_grpo() -> None:
@@ -276,14 +300,14 @@ def test_at_grpo() -> None:
         Play([Call(role=role, rewards={"p": p}) for role, p in turns])
         for turns in ([("a", 1.0), ("b", 0.0)], [("a", 0.0), ("a", 1.0)], [("b", 1.0), ("b", 1.0)])
     ]
-    credit = Rel("transition:p", by=("group", "role", "turn"))
+    credit = GroupRelative("transition:p", by=("group", "role", "turn"))
     near(credit(world(*plays)), [0.5, -0.5, -0.5, 0, 0, 0.5])
 
 
 def test_fading_to_the_start() -> None:
     """E1: the centred outcome times gamma to the number of calls still to come."""
     batch = world(Play([Call(tokens=2)] * 3, outcome=1.0), Play([Call()], outcome=0.0))
-    near(Fade(Rel(), 0.5)(batch), [0.125, 0.125, 0.25, 0.25, 0.5, 0.5, -0.5])
+    near(TurnDiscount(GroupRelative(), 0.5)(batch), [0.125, 0.125, 0.25, 0.25, 0.5, 0.5, -0.5])
 
 
 # -- naive loops ---------------------------------------------------------------------------------
@@ -305,13 +329,13 @@ def test_against_loops(seed: int) -> None:
         expected = [g for play in plays for g in returns(rewards_of(play, name), 0.9)]
         agree("returns", Returns(reward, 0.9)(batch).tolist(), expected)
         for std in (False, True):
-            credit = Histories(reward, 0.9, 2, norm="std" if std else "none")
+            credit = SameStateRelative(reward, 0.9, 2, norm="std" if std else "none")
             actual = per_call(batch, credit(batch))
             agree("hgpo", actual, naive_histories(plays, name, 0.9, 2, std))
-        gae = StepGae(Values("transition:v"), reward, 0.9, 0.8)(batch).tolist()
+        gae = StepGae(ValuesFromReward("transition:v"), reward, 0.9, 0.8)(batch).tolist()
         agree("gae", gae, naive_gae(plays, name, 0.9, 0.8))
     for both in (True, False):
-        tree = Tree(how="both" if both else "parent")(batch).tolist()
+        tree = BranchAdvantage(how="both" if both else "parent")(batch).tolist()
         agree("tree", tree, naive_tree(plays, both))
 
 
@@ -330,7 +354,7 @@ def test_siblings_against_loops(seed: int) -> None:
                 call.repeats = call.node in known and draw.random() < 0.7
                 call.tokens = 0 if call.repeats else call.tokens
                 known.add(str(call.node))
-    siblings = Tree(how="siblings")(world(*plays)).tolist()
+    siblings = BranchAdvantage(how="siblings")(world(*plays)).tolist()
     agree("siblings", siblings, naive_siblings(plays))
 
 
@@ -343,11 +367,16 @@ def test_two_time_scales_against_loops(seed: int) -> None:
     n = sum(call.tokens for play in plays for call in play.calls)
     values = torch.rand(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     batch = world(*plays, values=values.tolist())
-    credit = BiLevel(Critic(), "transition:p", 0.9, 0.7, 0.8)
+    credit = BiLevelGae(CriticValues(), "transition:p", 0.9, 0.7, 0.8)
     agree("bi-level", credit(batch).tolist(), naive_bi_level(plays, values.tolist(), "p"))
     for part in ("low", "high"):
-        hiper = Hiper(
-            Received("transition:high"), Received("transition:v"), part, "transition:p", 0.9, 0.8
+        hiper = HiperGae(
+            CallRewards("transition:high"),
+            CallRewards("transition:v"),
+            part,
+            "transition:p",
+            0.9,
+            0.8,
         )
         agree(part, hiper(batch).tolist(), naive_hiper(plays, part))
 
@@ -357,7 +386,7 @@ def test_a_cut_before_any_reward_is_worth_what_the_last_known_value_says() -> No
     nobody."""
     other = Play([Call("s"), Call("t")], outcome=1.0)
     lost = Play([Call("s"), Call("t"), Call("u", truncated=True)])
-    credit = StepGae(Peers(), "outcome", 1.0, 1.0)
+    credit = StepGae(PeerValues(), "outcome", 1.0, 1.0)
     near(credit(world(lost, other))[:3], [0.0, 0.0, NAN])
     won = Play(lost.calls, outcome=0.5)
     near(credit(world(won, other))[:3], [-0.5, -0.5, 0.0])
@@ -366,17 +395,17 @@ def test_a_cut_before_any_reward_is_worth_what_the_last_known_value_says() -> No
 def test_a_role_receives_its_reward_at_its_last_call() -> None:
     calls = [Call(role="a"), Call(role="b"), Call(role="a")]
     batch = world(Play(calls, tact={"a": 1.0}), Play(calls[:2], tact={"a": 2.0, "b": 3.0}))
-    near(received(batch, "role:tact"), [NAN, NAN, 1, 2, 3])
+    near(call_rewards(batch, "role:tact"), [NAN, NAN, 1, 2, 3])
     near(Returns("role:tact")(batch), [1, 1, 1, 5, 3])
 
 
 def test_a_rollout_without_its_reward_is_missing_not_zero() -> None:
     lost, whole = Play([Call("s")] * 2), [Play([Call("s")], outcome=o) for o in (1.0, 0.0)]
     credits: list[Callable[[Batch], Tensor]] = [
-        Histories(),
-        Rel(Returns()),
-        Rel(Tree(), base="none"),
-        Whiten(Fade(Rel(), 0.9)),
+        SameStateRelative(),
+        GroupRelative(Returns()),
+        GroupRelative(BranchAdvantage(), base="none"),
+        Whiten(TurnDiscount(GroupRelative(), 0.9)),
     ]
     for credit in credits:
         assert credit(world(lost, *whole))[:2].isnan().all()
@@ -386,16 +415,16 @@ def test_a_rollout_without_its_reward_is_missing_not_zero() -> None:
 def test_what_the_data_does_not_have_is_refused() -> None:
     batch = world(Play(steps(0, 1, v=[0.4, NAN])))
     with pytest.raises(TrainingError, match="step 0: 1 of 2 calls have no value 'transition:v'"):
-        StepGae(Values("transition:v"), "transition:p")(batch)
+        StepGae(ValuesFromReward("transition:v"), "transition:p")(batch)
     with pytest.raises(TrainingError, match="needs the values of a critic for 2 tokens"):
-        Rel(StepGae(FirstToken(Critic()), "transition:p"))(batch)
+        GroupRelative(StepGae(FirstTokenValues(CriticValues()), "transition:p"))(batch)
     with pytest.raises(TrainingError, match=r"none of the 2 calls .* role 'agnt'; did you mean"):
-        Chosen(("agnt",))(batch)
+        RoleFilter(("agnt",))(batch)
 
 
 def test_the_value_of_a_call_is_that_before_its_first_token() -> None:
     batch = world(Play([Call(tokens=2), Call(tokens=0), Call()]), values=[0.3, 0.9, 0.5])
-    near(FirstToken(Critic())(batch), [0.3, NAN, 0.5])
+    near(FirstTokenValues(CriticValues())(batch), [0.3, NAN, 0.5])
 
 
 def test_calls_without_tokens_are_no_decisions_of_a_critic() -> None:
@@ -410,22 +439,30 @@ def test_calls_without_tokens_are_no_decisions_of_a_critic() -> None:
     values = [0.3, 0.9, 0.5, 0.1]
     worlds = world(Play(bare), other, values=values), world(Play(joined), other, values=values)
     for lam in (0.0, 0.8):
-        steps = StepGae(FirstToken(Critic()), "transition:p", 1.0, lam)
+        steps = StepGae(FirstTokenValues(CriticValues()), "transition:p", 1.0, lam)
         near(steps(worlds[0])[[0, 2, 3]], steps(worlds[1]).tolist())
         assert steps(worlds[0])[1].isnan()
-        for credit in (Rel(steps, by=("all",), norm="std"), BiLevel(Critic(), "transition:p", 1.0)):
+        for credit in (
+            GroupRelative(steps, by=("all",), norm="std"),
+            BiLevelGae(CriticValues(), "transition:p", 1.0),
+        ):
             near(credit(worlds[0]), credit(worlds[1]).tolist())
         near(steps.returns(worlds[0]), steps.returns(worlds[1]).tolist())
 
 
 def test_only_chosen_roles_are_trained() -> None:
     batch = world(Play([Call(role="a", tokens=2), Call(role="b")]))
-    assert Chosen(("b",))(batch).tolist() == [False, False, True]
+    assert RoleFilter(("b",))(batch).tolist() == [False, False, True]
 
 
 def test_empty_batches_have_no_credit() -> None:
     empty = world(Play([], outcome=1.0), Play([Call(tokens=0)], outcome=0.0))
-    for credit in (Histories(depth=2), Rel(Returns()), Rel(Tree()), Fade(Rel(), 0.5)):
+    for credit in (
+        SameStateRelative(depth=2),
+        GroupRelative(Returns()),
+        GroupRelative(BranchAdvantage()),
+        TurnDiscount(GroupRelative(), 0.5),
+    ):
         assert credit(empty).shape == (0,)
 
 
@@ -434,6 +471,6 @@ def test_hindsight() -> None:
     looks = [math.log(1.3) * 5, math.log(0.7) * 5]
     calls = [Call(rewards={"h": look}) for look in looks]
     batch = world(Play(calls, outcome=1.0))
-    near(Hindsight(Received("transition:h"), gamma=0.5)(batch), [0.5 * 1.2, 0.8])
+    near(HindsightReturns(CallRewards("transition:h"), gamma=0.5)(batch), [0.5 * 1.2, 0.8])
     lost = world(Play([*calls, Call()], outcome=1.0))
-    near(Hindsight(Received("transition:h"), gamma=1.0)(lost), [1.2, 0.8, 1.0])
+    near(HindsightReturns(CallRewards("transition:h"), gamma=1.0)(lost), [1.2, 0.8, 1.0])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.ids import key, known_mean, scan, seg, units
+from agentrl.algorithms.data.ids import key, known_mean, reduce_by, scan, units
 from agentrl.errors import TrainingError
 
 
@@ -47,18 +47,20 @@ def test_key_of_nothing_is_nothing() -> None:
 
 def test_seg_reduces_per_id_and_gives_zero_without_members() -> None:
     x, ids = torch.tensor([1.0, -5.0, 3.0]), torch.tensor([2, 0, 2])
-    assert seg(x, ids).tolist() == [-5.0, 0.0, 4.0]
-    assert seg(x, ids, 4).tolist() == [-5.0, 0.0, 4.0, 0.0]
-    assert seg(x, ids, how="mean").tolist() == [-5.0, 0.0, 2.0]
-    assert seg(x, ids, how="amax").tolist() == [-5.0, 0.0, 3.0]
-    assert seg(x, ids, how="amin").tolist() == [-5.0, 0.0, 1.0]
-    assert seg(x[:0], ids[:0]).numel() == 0
+    assert reduce_by(x, ids).tolist() == [-5.0, 0.0, 4.0]
+    assert reduce_by(x, ids, 4).tolist() == [-5.0, 0.0, 4.0, 0.0]
+    assert reduce_by(x, ids, how="mean").tolist() == [-5.0, 0.0, 2.0]
+    assert reduce_by(x, ids, how="amax").tolist() == [-5.0, 0.0, 3.0]
+    assert reduce_by(x, ids, how="amin").tolist() == [-5.0, 0.0, 1.0]
+    assert reduce_by(x[:0], ids[:0]).numel() == 0
 
 
 def test_seg_sums_float32_in_float64() -> None:
     x = torch.full((1000,), 0.1)
     exact = 1000 * float(torch.tensor(0.1))
-    assert seg(x, torch.zeros(1000, dtype=torch.int64)).item() == pytest.approx(exact, abs=1e-12)
+    assert reduce_by(x, torch.zeros(1000, dtype=torch.int64)).item() == pytest.approx(
+        exact, abs=1e-12
+    )
 
 
 def test_a_mean_is_of_what_is_known() -> None:

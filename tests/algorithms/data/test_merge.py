@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.algorithms.data.batch import Row
+from agentrl.algorithms.data.batch import TokenRow
 from agentrl.algorithms.data.merge import build_batch, merge
 from agentrl.types import (
     Group,
@@ -58,7 +58,7 @@ def group(*rollouts: Rollout, id: str = "g") -> Group:
     return Group(id=id, run="run", step=0, rollouts=list(rollouts))
 
 
-def shape(rows: list[Row]) -> list[tuple[list[int], list[int], list[int]]]:
+def shape(rows: list[TokenRow]) -> list[tuple[list[int], list[int], list[int]]]:
     return [(r.tokens.tolist(), r.actions.tolist(), r.transition.tolist()) for r in rows]
 
 

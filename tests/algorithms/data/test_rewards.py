@@ -9,10 +9,10 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from agentrl.algorithms.credit.core import Rel, truncated
+from agentrl.algorithms.credit.core import GroupRelative, was_truncated
 from agentrl.algorithms.data.ids import lift, owner, units
 from agentrl.algorithms.data.merge import build_batch
-from agentrl.algorithms.data.rewards import check, observation, split
+from agentrl.algorithms.data.rewards import check_rewards, last_observation, split_reference
 from agentrl.errors import TrainingError
 from agentrl.types import (
     Group,
@@ -71,10 +71,14 @@ NAMES = ("outcome", "role:tact", "transition:quality")
 
 
 def test_a_reference_names_a_scope() -> None:
-    assert split("outcome") == split("rollout:outcome") == (Scope.ROLLOUT, "outcome")
-    assert split("role:tact") == (Scope.ROLE, "tact")
-    assert split("transition:a:b") == (Scope.TRANSITION, "a:b")
-    assert split("cost:total") == (Scope.ROLLOUT, "cost:total")
+    assert (
+        split_reference("outcome")
+        == split_reference("rollout:outcome")
+        == (Scope.ROLLOUT, "outcome")
+    )
+    assert split_reference("role:tact") == (Scope.ROLE, "tact")
+    assert split_reference("transition:a:b") == (Scope.TRANSITION, "a:b")
+    assert split_reference("cost:total") == (Scope.ROLLOUT, "cost:total")
 
 
 def test_rewards_of_every_scope_are_columns_of_their_level() -> None:
@@ -89,7 +93,7 @@ def test_rewards_of_every_scope_are_columns_of_their_level() -> None:
 
 
 def test_a_role_is_compared_with_itself_once_per_rollout() -> None:
-    credit = Rel("role:tact", by=("group", "role"))
+    credit = GroupRelative("role:tact", by=("group", "role"))
     batch = build_batch(team(), reward_names=NAMES)
     # Planner .5 and .1, in two calls of the first rollout; the critic has nobody to compare with.
     assert credit(batch)[::2].tolist() == pytest.approx([0.2, 0, 0.2, -0.2])
@@ -97,7 +101,9 @@ def test_a_role_is_compared_with_itself_once_per_rollout() -> None:
 
 
 def test_a_call_without_a_row_is_missing() -> None:
-    credit = Rel("transition:quality", base="none")(build_batch(team(), reward_names=NAMES))
+    credit = GroupRelative("transition:quality", base="none")(
+        build_batch(team(), reward_names=NAMES)
+    )
     assert credit[::2].tolist() == pytest.approx([NAN, NAN, 3, NAN], nan_ok=True)
 
 
@@ -110,7 +116,7 @@ def test_a_value_is_read_at_lower_levels_only() -> None:
     assert lift(batch, outcome, "rollout", "token").tolist() == [1, 1, 1, 1, 1, 1, 0, 0]
     assert owner(batch, "role").tolist() == [1, 1, 0, 0, 1, 1, 3, 3]
     with pytest.raises(TrainingError, match="a value per transition is not one per rollout"):
-        Rel("transition:quality", at="rollout")(batch)
+        GroupRelative("transition:quality", at="rollout")(batch)
 
 
 def test_turns_trees_and_what_was_cut_off() -> None:
@@ -121,7 +127,7 @@ def test_turns_trees_and_what_was_cut_off() -> None:
     assert batch.transition_turn.tolist() == [0, 1, 0, 0, 1]
     assert units(batch, "transition", "node").tolist() == [0, 0, 0, 1, 0]
     assert units(batch, "rollout", "tree").tolist() == [0, 0, 1]
-    assert truncated(batch).tolist() == [False, True, False]
+    assert was_truncated(batch).tolist() == [False, True, False]
 
 
 def test_a_rollout_is_greedy_where_all_its_calls_are() -> None:
@@ -140,7 +146,7 @@ def test_the_state_of_a_call_is_what_the_agent_saw_last() -> None:
     after = call("b", messages=[*start, asked, wall])
     later = call("c", messages=[*start, asked, {**wall, "content": "grass"}, asked, again])
     silent = call("d")
-    assert observation(after) == observation(later) != observation(first)
+    assert last_observation(after) == last_observation(later) != last_observation(first)
     batch = build_batch(step(rollout(0, [first, after, later, silent])))
     assert batch.transition_state.tolist() == [0, 1, 1, 2]
     keyed = build_batch(step(rollout(0, [first, after, silent])), state=lambda call: call.role)
@@ -159,24 +165,26 @@ def test_a_comparison_that_the_batch_cannot_make_is_refused() -> None:
 
 
 def test_what_only_some_miss_is_not_refused() -> None:
-    check(team(), NAMES)
-    check(step(rollout(0, [call("a")], [Reward(value=1.0)]), rollout(1, [call("b")])), ["outcome"])
+    check_rewards(team(), NAMES)
+    check_rewards(
+        step(rollout(0, [call("a")], [Reward(value=1.0)]), rollout(1, [call("b")])), ["outcome"]
+    )
 
 
 def test_a_reward_that_nobody_has_is_refused() -> None:
     message = r"none of the 2 rollouts of step 7, 2 of .*'qualty'; valid: outcome, "
     with pytest.raises(TrainingError, match=message):
-        check(team(), ["qualty"])
+        check_rewards(team(), ["qualty"])
     with pytest.raises(TrainingError, match=r"'transition:qualty'; did you mean 'transition:qual"):
-        check(team(), ["transition:qualty"])
+        check_rewards(team(), ["transition:qualty"])
     with pytest.raises(TrainingError, match="they have no reward at all"):
-        check(step(rollout(0, [call("a")])), ["outcome"])
+        check_rewards(step(rollout(0, [call("a")])), ["outcome"])
 
 
 def test_a_step_whose_rollouts_all_failed_is_not_a_wrong_name() -> None:
     failed = replace(rollout(0, [call("a")]), state=RolloutState.FAILED)
-    check(step(failed), ["outcome"])
-    check([], ["outcome"])
+    check_rewards(step(failed), ["outcome"])
+    check_rewards([], ["outcome"])
 
 
 def test_a_target_that_no_transition_carries_is_refused() -> None:
@@ -184,20 +192,22 @@ def test_a_target_that_no_transition_carries_is_refused() -> None:
     with pytest.raises(
         TrainingError, match=r"1 rewards 'role:tact' .* role .*'plannr'; did you mean 'planner'\?"
     ):
-        check(step(row), ["role:tact"])
+        check_rewards(step(row), ["role:tact"])
     with pytest.raises(TrainingError, match=r"1 rewards 'transition:quality' of the 1 .*such as"):
-        check(step(row), ["transition:quality"])
-    check(step(replace(row, rewards=[*row.rewards, Reward(value=1.0)])), ["outcome"])
+        check_rewards(step(row), ["transition:quality"])
+    check_rewards(step(replace(row, rewards=[*row.rewards, Reward(value=1.0)])), ["outcome"])
 
 
 def test_a_seat_that_nobody_asked_may_have_a_reward() -> None:
     lost = rollout(0, [call("a", "planner")], [of_role(-1, "planner"), of_role(1, "critic")])
-    check(step(replace(lost, seats=dict.fromkeys(("planner", "critic"), "policy"))), ["role:tact"])
+    check_rewards(
+        step(replace(lost, seats=dict.fromkeys(("planner", "critic"), "policy"))), ["role:tact"]
+    )
 
 
 def test_a_frozen_role_may_have_a_reward_that_is_not_ours() -> None:
     judge = call("b", "judge", policy="judge")
     groups = step(rollout(0, [call("a"), judge], [of_role(1, "judge"), of_call(2, "b")]))
-    check(groups, ["role:tact", "transition:quality"])
+    check_rewards(groups, ["role:tact", "transition:quality"])
     batch = build_batch(groups, reward_names=("role:tact", "transition:quality"))
     assert all(torch.isnan(x).all() for x in batch.rewards.values())

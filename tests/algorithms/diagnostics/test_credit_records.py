@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from agentrl.algorithms.data.merge import build_batch
-from agentrl.algorithms.data.state import State
+from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.diagnostics.credit_records import Ledger, baselines, read, replayed, spans
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.presets.catalogue import make
@@ -24,7 +24,7 @@ from tests.algorithms.worlds import NAN
 def updater(learner: Recorder, name: str = "grpo", **settings: object) -> Updater:
     config = RunConfig(steps=5, algorithm=AlgorithmConfig(lr=1.0, **settings))  # type: ignore[arg-type]
     algo = make(name, {})
-    state = State(algo.memories)
+    state = AlgorithmState(algo.memories)
     return Updater(config, algo, learner, state=state, ledger=Ledger())
 
 
@@ -81,7 +81,7 @@ def test_what_a_later_step_makes_of_a_call_is_not_stored() -> None:
     ledger = Ledger()
     ledger.open(algo, whole)
     for batch, moved in ((part, 0.0), (whole, 0.5)):
-        terms = objective.plan(algo, batch, {"o": batch.behaviour})
+        terms = objective.loss_terms(algo, batch, {"o": batch.behaviour})
         ledger.record(algo, batch, terms, batch.behaviour + moved)
     assert [credit.gate[0] for credit in ledger.take()][::2] == [1.0, 0.0]
 
@@ -115,7 +115,7 @@ def test_what_is_stored_brings_back_what_is_not_to_be_had_again(
     name: str, options: dict[str, object]
 ) -> None:
     algo = make(name, options, streams=("o", "b", "v", "q"))
-    state = State(algo.memories)
+    state = AlgorithmState(algo.memories)
     for number in range(3):
         batch = recalled(algo, state, step_of(7, number))
     values, drift = torch.randn(2, batch.n_tokens, dtype=torch.float64)
@@ -123,7 +123,7 @@ def test_what_is_stored_brings_back_what_is_not_to_be_had_again(
     ledger = Ledger()
     ledger.open(algo, batch)
     streams = dict.fromkeys(algo.needs, batch.behaviour.double())
-    terms = objective.plan(algo, batch, streams, fresh=True)
+    terms = objective.loss_terms(algo, batch, streams, fresh=True)
     ledger.record(algo, batch, terms, batch.behaviour)
     credits = {credit.transition: credit for credit in ledger.take()}
     bare = replace(batch, memory={}, values=torch.empty(0), reference=torch.empty(0))
@@ -134,13 +134,16 @@ def test_what_is_stored_brings_back_what_is_not_to_be_had_again(
     assert torch.equal(back.columns["weight"].float(), terms.weight.float())
     again = replayed(algo, bare, back)
     assert torch.allclose(
-        objective.credited(algo, again), objective.credited(algo, batch), atol=1e-6, equal_nan=True
+        objective.compute_advantages(algo, again),
+        objective.compute_advantages(algo, batch),
+        atol=1e-6,
+        equal_nan=True,
     )
 
 
 def test_what_another_algorithm_stored_is_not_mistaken_for_baselines() -> None:
     algo, one = make("grpo", {}), float32([1.0])
-    batch = recalled(algo, State(), step_of(8, 0))
+    batch = recalled(algo, AlgorithmState(), step_of(8, 0))
     numbers = {"advantage": one, "gate": one, "weight": one, "psi": one}
     of_five = Credit(transition="", policy="policy", baseline=float32([1.0] * 5), **numbers)
     back = read(algo, batch, dict.fromkeys(batch.transitions, of_five))

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
-from agentrl.algorithms.data.state import State
+from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.diagnostics.credit_records import Ledger
 from agentrl.algorithms.diagnostics.explain import brief, explain, links, report
 from agentrl.algorithms.learners.reward_models import RewardModel
 from agentrl.algorithms.objective import core as objective
-from agentrl.algorithms.objective.kl_control import Anchor, KlController
+from agentrl.algorithms.objective.kl_control import KlController, ReferenceControl
 from agentrl.algorithms.presets.catalogue import make, modifiers, presets
 from agentrl.algorithms.train.preprocess import Completer, Intake
 from agentrl.algorithms.train.update import Updater
@@ -101,7 +101,7 @@ def test_psi_is_that_of_the_first_optimizer_step() -> None:
     algo = make("streams", OPTIONS)
     explanation = explain(algo, [group()])
     batch = build_batch([group()], reward_names=algo.rewards)
-    terms = objective.plan(algo, batch, {}, fresh=True)
+    terms = objective.loss_terms(algo, batch, {}, fresh=True)
     index = torch.arange(batch.n_tokens)
     assert torch.equal(explanation.psi, objective.psi(algo, terms, batch.behaviour.double(), index))
     assert (explanation.psi != 0).any()
@@ -116,7 +116,7 @@ def test_a_report_says_where_each_number_is_from() -> None:
     assert "norm='std'): value 1, baseline 0.5, scale 0.707108, advantage 0.7071" in text
     assert "value 0.5, baseline 0.5, advantage 0" in text
     assert "u 0.125, psi 0.08838" in text
-    assert "Gate(Trunc(0.0, hi=2.0), num='o', den='b'): factor 1 where p = o = b" in text
+    assert "Gate(Truncate(0.0, hi=2.0), num='o', den='b'): factor 1 where p = o = b" in text
     assert "token 0" not in text
     each = report(explain(algo, groups), "a", groups, tokens=True)
     spelt = report(explain(algo, groups), "a", groups, True, lambda token: f"<{token}>\n")
@@ -134,7 +134,7 @@ def test_what_is_not_trained_says_so() -> None:
 
 
 def test_a_record_is_printed_with_what_it_says() -> None:
-    assert brief(make("grpo", {}).credit) == "Rel('outcome', norm='std')"
+    assert brief(make("grpo", {}).credit) == "GroupRelative('outcome', norm='std')"
     assert brief(make("rloo", {}).agg) == "Average(('row',), inner='sum')"
 
 
@@ -158,7 +158,7 @@ def test_the_catalogue_has_a_line_for_everything() -> None:
 def test_a_preset_prints_its_record() -> None:
     text = output("algorithms", "show", "gspo+opsm")
     assert "Gate(Clip(0.0003, hi=0.0004), by='row')" in text
-    assert "  credit       Rel('outcome', norm='std')\n" in text
+    assert "  credit       GroupRelative('outcome', norm='std')\n" in text
     assert "  streams      b, o\n" in text
     assert "  opsm_delta = 0.1\n" in text
     assert "  streams = (required)\n" in output("algorithms", "show", "streams")
@@ -228,7 +228,7 @@ class Run:
             self.config,
             algo,
             self.learner,
-            State(algo.memories),
+            AlgorithmState(algo.memories),
             Intake(completers),
             ledger=Ledger(),
         )
@@ -370,12 +370,14 @@ async def test_the_price_of_leaving_the_reference_is_that_of_the_time(tmp_path: 
     async with run_of(
         url, "reinforce++", options={"kl_reward": 0.01}, learner=Referred(shift=0.5)
     ) as run:
-        run.updater = dataclasses.replace(run.updater, anchor=Anchor(kl=kl))
+        run.updater = dataclasses.replace(run.updater, anchor=ReferenceControl(kl=kl))
         await run.ask("a", 0, (1.0, 0.0))
         await run.train(0)
     lines = await lines_of(url, "a/0")
     assert not any("the step used advantage" in line for line in lines)
-    assert "    Togo('outcome', toll=Toll(0.01)): advantage 0 .. 0.25" in lines
+    assert (
+        "    RewardToGo('outcome', token_cost=TokenKLPenalty(0.01)): advantage 0 .. 0.25" in lines
+    )
 
 
 async def test_what_is_not_trained_yet_is_explained_as_it_would_be(tmp_path: Path) -> None:

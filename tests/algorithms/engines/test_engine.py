@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from agentrl.algorithms.data.batch import Row
+from agentrl.algorithms.data.batch import TokenRow
 from agentrl.algorithms.engines.embedded import engine as engine_module
-from agentrl.algorithms.engines.embedded.engine import Engine, Updates
-from agentrl.algorithms.engines.embedded.scheduler import Call, Update
+from agentrl.algorithms.engines.embedded.engine import Engine, TokenUpdates
+from agentrl.algorithms.engines.embedded.scheduler import GenerationRequest, TokenUpdate
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.packing import forward_logprobs, pack_rows
 from agentrl.errors import PolicyError
@@ -30,47 +30,47 @@ class Desk:
 
     def __init__(self, model: Any, **settings: Any) -> None:
         self.model = model
-        self.updates: dict[Call, list[Update]] = {}
+        self.updates: dict[GenerationRequest, list[TokenUpdate]] = {}
         self.finished = threading.Condition()
         self.fed = 0  # tokens that went through the model
-        model.register_forward_pre_hook(self._count, with_kwargs=True)
+        model.register_forward_pre_hook(self._mark_ready, with_kwargs=True)
         options = {"max_batch": 8, "max_context": 256, "threads": 1, **settings}
         self.engine = Engine(model, eos=[EOS], deliver=self._deliver, **options)
         self.engine.start()
 
-    def submit(self, prompt: list[int], *, seed: int = 0, **settings: Any) -> Call:
+    def submit(self, prompt: list[int], *, seed: int = 0, **settings: Any) -> GenerationRequest:
         options = {name: settings.pop(name) for name in OPTIONS if name in settings}
-        call = Call(
+        call = GenerationRequest(
             np.array(prompt, np.int32), Sampling(**settings), seed, lambda update: None, **options
         )
         self.engine.submit(call)
         return call
 
-    def result(self, call: Call) -> Update:
+    def result(self, call: GenerationRequest) -> TokenUpdate:
         """All that was told about a finished call, as one update."""
         with self.finished:
             assert self.finished.wait_for(lambda: self._last(call), timeout=30)
         updates = self.updates[call]
-        return Update(
+        return TokenUpdate(
             [token for update in updates for token in update.tokens],
             [logprob for update in updates for logprob in update.logprobs],
             updates[-1].finish,
             updates[-1].error,
         )
 
-    def run(self, prompt: list[int], **settings: Any) -> Update:
+    def run(self, prompt: list[int], **settings: Any) -> TokenUpdate:
         return self.result(self.submit(prompt, **settings))
 
-    def _last(self, call: Call) -> bool:
+    def _last(self, call: GenerationRequest) -> bool:
         return bool(self.updates.get(call)) and self.updates[call][-1].finish is not None
 
-    def _deliver(self, updates: Updates) -> None:
+    def _deliver(self, updates: TokenUpdates) -> None:
         with self.finished:
             for call, update in updates:
                 self.updates.setdefault(call, []).append(update)
             self.finished.notify_all()
 
-    def _count(self, module: Any, args: Any, kwargs: Any) -> None:
+    def _mark_ready(self, module: Any, args: Any, kwargs: Any) -> None:
         if kwargs.get("plan") is not None:
             self.fed += kwargs["input_ids"].shape[1]
 
@@ -89,7 +89,7 @@ def desk(tiny_model_dir: Path) -> Iterator[Callable[..., Desk]]:
         each.engine.close()
 
 
-def reference(model: Any, prompt: list[int], update: Update, temperature: float) -> np.ndarray:
+def reference(model: Any, prompt: list[int], update: TokenUpdate, temperature: float) -> np.ndarray:
     """Log-probs of a completion by one forward pass over the whole sequence, without a cache."""
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([[*prompt, *update.tokens]])).logits[0]
@@ -333,7 +333,7 @@ def test_one_model_is_served_and_trained_in_turns(desk: Callable[..., Desk]) -> 
     tokens = torch.tensor([*prompt, *before.tokens])
     actions = torch.arange(len(prompt), len(tokens))
     temperature = torch.full((len(actions),), 0.7)
-    row = Row(tokens, actions, torch.tensor(before.logprobs), temperature, 0 * actions)
+    row = TokenRow(tokens, actions, torch.tensor(before.logprobs), temperature, 0 * actions)
     (pack,) = pack_rows([row, row], "trie", 100)
     logprobs = forward_logprobs(served.model, pack)
     torch.autograd.backward(logprobs.sum())

@@ -11,33 +11,53 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.engines.vllm import weight_sync
-from agentrl.algorithms.engines.vllm.serving import MEMORY, Learned, Serving
-from agentrl.algorithms.engines.vllm.weight_sync import Means, choose
+from agentrl.algorithms.engines.vllm.serving import MEMORY, ServedModel, TrainedModel
+from agentrl.algorithms.engines.vllm.weight_sync import SyncCapabilities, choose_sync
 from agentrl.algorithms.model.load import checkpoint_weights, load_model
 from agentrl.errors import PolicyError
 
-CHILD = Means(backend=None)
+CHILD = SyncCapabilities(backend=None)
 
 
 @pytest.mark.parametrize(
     ("means", "way", "why"),
     [
-        (Means(adapters="", backend=None), "adapter", "it is the fastest"),
+        (SyncCapabilities(adapters="", backend=None), "adapter", "it is the fastest"),
         (CHILD, "shared_memory", "not adapter: all weights are trained; not ipc: the learner is"),
-        (Means(backend=None, memory=False), "reload", "shared_memory: this system has no memfd"),
-        (Means(backend=None, gpu=True, shared=True, alone=True), "ipc", "not adapter: all"),
-        (Means(backend=None, gpu=True, shared=True), "shared_memory", "not on the learner's GPU a"),
-        (Means(backend=None, gpu=True), "nccl", "not ipc: vLLM is not on the learner's GPU"),
-        (Means(backend="nccl", gpu=True), "nccl", "not ipc"),
-        (Means(backend="nccl"), "reload", "not nccl: the learner is not on a GPU"),
-        (Means(backend=MEMORY), "shared_memory", "not nccl"),
-        (Means(), "reload", """with --weight-transfer-config '{"backend": "agentrl"}'"""),
+        (
+            SyncCapabilities(backend=None, memory=False),
+            "reload",
+            "shared_memory: this system has no memfd",
+        ),
+        (
+            SyncCapabilities(backend=None, gpu=True, shared=True, alone=True),
+            "ipc",
+            "not adapter: all",
+        ),
+        (
+            SyncCapabilities(backend=None, gpu=True, shared=True),
+            "shared_memory",
+            "not on the learner's GPU a",
+        ),
+        (
+            SyncCapabilities(backend=None, gpu=True),
+            "nccl",
+            "not ipc: vLLM is not on the learner's GPU",
+        ),
+        (SyncCapabilities(backend="nccl", gpu=True), "nccl", "not ipc"),
+        (SyncCapabilities(backend="nccl"), "reload", "not nccl: the learner is not on a GPU"),
+        (SyncCapabilities(backend=MEMORY), "shared_memory", "not nccl"),
+        (
+            SyncCapabilities(),
+            "reload",
+            """with --weight-transfer-config '{"backend": "agentrl"}'""",
+        ),
     ],
 )
 def test_the_fastest_way_that_there_is_and_why_not_a_faster_one(
-    means: Means, way: str, why: str
+    means: SyncCapabilities, way: str, why: str
 ) -> None:
-    chosen, reason = choose("auto", means)
+    chosen, reason = choose_sync("auto", means)
     assert chosen == way
     assert why in reason
 
@@ -47,19 +67,27 @@ def test_the_fastest_way_that_there_is_and_why_not_a_faster_one(
     [
         ("nccl", CHILD, "'nccl': the learner is not on a GPU"),
         ("ipc", CHILD, "'ipc': the learner is not on a GPU"),
-        ("nccl", Means(backend=None, gpu=True, shared=True), "vLLM is on the learner's GPU"),
-        ("ipc", Means(backend="nccl", gpu=True, shared=True, alone=True), "was not started with"),
+        (
+            "nccl",
+            SyncCapabilities(backend=None, gpu=True, shared=True),
+            "vLLM is on the learner's GPU",
+        ),
+        (
+            "ipc",
+            SyncCapabilities(backend="nccl", gpu=True, shared=True, alone=True),
+            "was not started with",
+        ),
         ("adapter", CHILD, "all weights are trained; choose another"),
-        ("shared_memory", Means(), "was not started with --weight-transfer-config"),
+        ("shared_memory", SyncCapabilities(), "was not started with --weight-transfer-config"),
     ],
 )
 def test_a_way_that_is_asked_for_and_is_none_is_a_sentence(
-    asked: str, means: Means, message: str
+    asked: str, means: SyncCapabilities, message: str
 ) -> None:
     with pytest.raises(PolicyError, match=rf"engine\.vllm\.sync = '{asked}': .*") as raised:
-        choose(asked, means)
+        choose_sync(asked, means)
     assert message in str(raised.value)
-    assert choose("reload", means)[0] == "reload"
+    assert choose_sync("reload", means)[0] == "reload"
 
 
 class Asked:
@@ -78,12 +106,12 @@ class Asked:
         raise AssertionError(path)
 
 
-def learned(weights: Mapping[str, Tensor]) -> Learned:
+def learned(weights: Mapping[str, Tensor]) -> TrainedModel:
     def save(directory: Path) -> None:
         directory.mkdir()
         torch.save(dict(weights), directory / "weights")
 
-    return Learned(
+    return TrainedModel(
         save,
         lambda: weights,
         save,
@@ -100,8 +128,8 @@ def weights() -> dict[str, Tensor]:
 
 async def test_what_is_in_the_memory_is_what_was_taken_last(tmp_path: Path) -> None:
     current = weights()
-    memory = weight_sync.make("shared_memory", learned(current), tmp_path, 1.0)
-    serving, servers = Serving(tmp_path / "w", tmp_path / "t"), Asked()
+    memory = weight_sync.make_sync("shared_memory", learned(current), tmp_path, 1.0)
+    serving, servers = ServedModel(tmp_path / "w", tmp_path / "t"), Asked()
     memory.prepare(serving)
     assert serving.backend == MEMORY
     memory.take("policy")
@@ -132,9 +160,9 @@ async def test_what_is_in_the_memory_is_what_was_taken_last(tmp_path: Path) -> N
 
 async def test_a_new_version_of_an_adapter_replaces_the_old_one_by_name(tmp_path: Path) -> None:
     """With `load_inplace` vLLM would read it again at every forward pass."""
-    adapters = weight_sync.make("adapter", learned(weights()), tmp_path, 1.0)
+    adapters = weight_sync.make_sync("adapter", learned(weights()), tmp_path, 1.0)
     servers = Asked()
-    adapters.prepare(Serving(tmp_path / "w", tmp_path / "t"))
+    adapters.prepare(ServedModel(tmp_path / "w", tmp_path / "t"))
     for _ in range(2):
         adapters.take("policy")
         adapters.take("other")
@@ -154,8 +182,8 @@ async def test_a_new_version_of_an_adapter_replaces_the_old_one_by_name(tmp_path
 
 
 async def test_a_checkpoint_is_read_from_where_it_was_written_last(tmp_path: Path) -> None:
-    checkpoints = weight_sync.make("reload", learned(weights()), tmp_path, 1.0)
-    serving, servers = Serving(tmp_path / "w", tmp_path / "t"), Asked()
+    checkpoints = weight_sync.make_sync("reload", learned(weights()), tmp_path, 1.0)
+    serving, servers = ServedModel(tmp_path / "w", tmp_path / "t"), Asked()
     checkpoints.prepare(serving)
     for _ in range(2):
         checkpoints.take("policy")

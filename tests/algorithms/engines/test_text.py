@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from agentrl.algorithms.model.text import Codec, TextStream, cut
+from agentrl.algorithms.model.text import Codec, TextStream, text_before_stop
 
 TEXTS = [
     "",
@@ -64,5 +64,5 @@ def test_stop_strings_cut_a_stream_as_the_whole(codec: Codec, text: str, stop: l
         if stream.stopped:  # a completion ends with the token that completes a stop string
             break
     shown += stream.finish()
-    assert shown == cut(codec.decode(sampled), stop)
+    assert shown == text_before_stop(codec.decode(sampled), stop)
     assert stream.stopped == any(string in text for string in stop)

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from agentrl.algorithms.engines.vllm import process as vllm_process
-from agentrl.algorithms.engines.vllm.child import ADAPTERS, KEY, Door
-from agentrl.algorithms.engines.vllm.process import Settings, VllmProcess, check_installed
-from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN, Serving
+from agentrl.algorithms.engines.vllm.child import ADAPTERS, KEY_VARIABLE, HoldMiddleware
+from agentrl.algorithms.engines.vllm.process import VllmProcess, VllmSettings, check_installed
+from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN, ServedModel
 from agentrl.errors import PolicyError
 
 # Answers /health on the port that follows --port, and starts a process that ignores SIGTERM.
@@ -54,10 +54,10 @@ def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Vl
 
     def make(code: str, **given: Any) -> VllmProcess:
         monkeypatch.setattr(vllm_process, "check_installed", lambda: None)
-        made = VllmProcess(Settings(**given), tmp_path / "log", "secret")
+        made = VllmProcess(VllmSettings(**given), tmp_path / "log", "secret")
         command = made._command
 
-        def instead(serving: Serving, port: int) -> list[str]:
+        def instead(serving: ServedModel, port: int) -> list[str]:
             return [sys.executable, "-c", code, *command(serving, port)[3:]]
 
         monkeypatch.setattr(made, "_command", instead)
@@ -66,7 +66,7 @@ def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Vl
     return make
 
 
-SERVING = Serving(Path("weights"), Path("tokenizer"), versions={"policy": 5})
+SERVING = ServedModel(Path("weights"), Path("tokenizer"), versions={"policy": 5})
 
 
 def alive(pid: int) -> bool:
@@ -129,7 +129,7 @@ def test_what_vllm_is_told(process: Callable[..., VllmProcess]) -> None:
     command, environment = made._command(SERVING, 7), made._environment()
     assert command[-2:] == ["--seed", "1"]
     assert command[command.index("--max-model-len") + 1] == "100"
-    assert environment[KEY] == "secret"
+    assert environment[KEY_VARIABLE] == "secret"
     assert "--weight-transfer-config" not in command
     assert environment["OMP_NUM_THREADS"] == "3"
     on_gpu = process(SERVES, gpu=True)
@@ -216,7 +216,7 @@ def test_a_missing_or_old_vllm_is_a_sentence(
 class Client:
     """Calls an ASGI application."""
 
-    def __init__(self, app: Door) -> None:
+    def __init__(self, app: HoldMiddleware) -> None:
         self.app = app
 
     async def get(
@@ -244,7 +244,7 @@ class Client:
 @pytest.fixture
 async def behind(monkeypatch: pytest.MonkeyPatch) -> tuple[Client, asyncio.Event, list[str]]:
     """A client of a door; behind it calls end when the event is set, and are listed."""
-    monkeypatch.setitem(os.environ, KEY, "secret")
+    monkeypatch.setitem(os.environ, KEY_VARIABLE, "secret")
     finish, seen = asyncio.Event(), list[str]()
 
     async def vllm(scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
@@ -253,7 +253,7 @@ async def behind(monkeypatch: pytest.MonkeyPatch) -> tuple[Client, asyncio.Event
         await finish.wait()
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
-    client = Client(Door(vllm))
+    client = Client(HoldMiddleware(vllm))
     await client.get(OPEN, query=b"policy=7&=7", key=b"secret")
     return client, finish, seen
 
@@ -286,12 +286,12 @@ async def test_a_held_door_waits_for_those_inside_and_keeps_the_others_out(
 
 
 async def test_a_door_is_held_until_it_has_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(os.environ, KEY, "secret")
+    monkeypatch.setitem(os.environ, KEY_VARIABLE, "secret")
 
     async def vllm(scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
-    client = Client(Door(vllm))
+    client = Client(HoldMiddleware(vllm))
     call = asyncio.create_task(client.get("/v1/completions"))
     await settle()
     assert not call.done()

@@ -13,9 +13,9 @@ import aiohttp
 import pytest
 
 from agentrl.algorithms.engines.vllm import fleet as vllm_fleet
-from agentrl.algorithms.engines.vllm.child import CONTROL, SERVER
+from agentrl.algorithms.engines.vllm.child import KEY_HEADER, SERVER_HEADER
 from agentrl.algorithms.engines.vllm.fleet import VllmFleet
-from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN, Serving
+from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN, ServedModel
 from agentrl.errors import PolicyError
 from tests.algorithms.engines.fake_vllm import FakeVllm
 
@@ -48,7 +48,7 @@ async def fleet_of(
         await fleet.stop()
 
 
-SERVING = Serving(Path("w"), Path("t"))
+SERVING = ServedModel(Path("w"), Path("t"))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ async def ask(fleet: VllmFleet, path: str = "/v1/chat/completions", **headers: s
 
 
 async def control(fleet: VllmFleet, path: str, server: str = "") -> tuple[int, Any]:
-    headers = {CONTROL.decode(): fleet.key} | ({SERVER.decode(): server} if server else {})
+    headers = {KEY_HEADER: fleet.key} | ({SERVER_HEADER: server} if server else {})
     async with (
         aiohttp.ClientSession(headers=headers) as http,
         http.post(fleet.url + path, json={"method": "reload"}) as reply,
@@ -199,7 +199,7 @@ async def test_when_one_is_gone_the_others_go_on_and_updates_do_not_wait_for_it(
     assert fleet.servers == (left.url,)
     assert (await ask(fleet))[0] == 200
     assert await control(fleet, "/collective_rpc") == (200, [{"by": left.port}])
-    assert gone.url in fleet.last_words()
+    assert gone.url in fleet.failure_reason()
 
 
 @pytest.mark.parametrize("how", ["hangs", "dies of it"])

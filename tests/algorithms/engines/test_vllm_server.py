@@ -11,12 +11,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from agentrl.algorithms.engines.base import unless_given_up
+from agentrl.algorithms.engines.base import run_unless_failed
 from agentrl.algorithms.engines.vllm import fleet as vllm_fleet
 from agentrl.algorithms.engines.vllm import server as vllm
 from agentrl.algorithms.engines.vllm.fleet import VllmFleet
 from agentrl.algorithms.engines.vllm.server import VllmServer
-from agentrl.algorithms.engines.vllm.serving import Learned
+from agentrl.algorithms.engines.vllm.serving import TrainedModel
 from agentrl.errors import PolicyError
 from tests.algorithms.engines.fake_vllm import FakeVllm
 
@@ -35,7 +35,7 @@ async def theirs(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[FakeVllm
         await server.stop()
 
 
-LEARNED = Learned(
+LEARNED = TrainedModel(
     Path.mkdir, dict, Path.mkdir, lambda policy, tokens: [-1.0 for _ in tokens[1:]], [5, 6, 7]
 )
 
@@ -148,7 +148,7 @@ async def test_what_waits_for_a_policy_ends_with_a_sentence_once_it_is_given_up(
     host._start_timeout = 0.3
     for each in theirs:
         await each.stop()
-    waiting = asyncio.create_task(unless_given_up(asyncio.Event().wait(), [server]))
+    waiting = asyncio.create_task(run_unless_failed(asyncio.Event().wait(), [server]))
     with pytest.raises(PolicyError, match=r"vLLM ended 4 times in one step; .* for 0\.3 s"):
         async with asyncio.timeout(30):
             await waiting
@@ -161,7 +161,7 @@ async def test_what_is_done_in_time_is_not_ended(server: VllmServer) -> None:
         await asyncio.sleep(0)
         return 3
 
-    assert await unless_given_up(work(), [server, server]) == 3
+    assert await run_unless_failed(work(), [server, server]) == 3
 
 
 async def test_a_whole_model_has_no_policies_beside_it(server: VllmServer) -> None:

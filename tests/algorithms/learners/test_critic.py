@@ -13,7 +13,7 @@ from torch import Tensor
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.learners.base import Learner
 from agentrl.algorithms.learners.critic import FOLDER, WEIGHTS, ValueModel
-from agentrl.algorithms.learners.reference import load_beside
+from agentrl.algorithms.learners.reference import load_auxiliary
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.lora import Adapters
@@ -46,7 +46,9 @@ def make(tiny_model_dir: Path, kind: str) -> Make:
         model = model.to(dtype)
         decoder = None
         if kind == "copy":
-            decoder = load_beside("critic.model", str(tiny_model_dir), model, tokenizer).base_model
+            decoder = load_auxiliary(
+                "critic.model", str(tiny_model_dir), model, tokenizer
+            ).base_model
         critic = ValueModel(model, decoder, lr=1e-2, coefficient=coefficient, max_grad_norm=1e9)
         torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(3))
         return TorchLearner(
@@ -236,7 +238,9 @@ def test_all_of_it_at_once(tiny_model_dir: Path, kind: str, dtype: torch.dtype) 
         adapters.add("policy", rank=4, alpha=8.0)
         decoder = None
         if kind == "copy":
-            decoder = load_beside("critic.model", str(tiny_model_dir), model, tokenizer).base_model
+            decoder = load_auxiliary(
+                "critic.model", str(tiny_model_dir), model, tokenizer
+            ).base_model
         critic = ValueModel(model, decoder, lr=1e-3)
         return TorchLearner(model, tokenizer, adapters=adapters, critic=critic, **settings)  # type: ignore[arg-type]
 

@@ -157,4 +157,6 @@ def test_a_scalar_model_does_not_learn() -> None:
     ):
         table = {"prm": {"model": "x"} | settings}
         with pytest.raises(ConfigError, match=why):
-            auxiliary.check_used(resolve({"reward_models": table}, source="run.toml"), algo)
+            auxiliary.refuse_unused_settings(
+                resolve({"reward_models": table}, source="run.toml"), algo
+            )

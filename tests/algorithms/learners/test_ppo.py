@@ -11,17 +11,21 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.state import State
+from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.learners.auxiliary import scored
 from agentrl.algorithms.learners.base import Psi, Scored, StepReport
 from agentrl.algorithms.learners.critic import ValueModel
-from agentrl.algorithms.learners.reference import Reference, load_beside
+from agentrl.algorithms.learners.reference import Reference, load_auxiliary
 from agentrl.algorithms.learners.reward_models import RewardModel
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective import values as targets
-from agentrl.algorithms.objective.kl_control import Anchor, KlController, controller
+from agentrl.algorithms.objective.kl_control import (
+    KlController,
+    ReferenceControl,
+    make_kl_controller,
+)
 from agentrl.algorithms.objective.values import ValueTerms
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.presets.registry import Supply
@@ -105,7 +109,7 @@ def updater(learner: object, preset: str = "ppo", **settings: object) -> Updater
     algo = catalogue.make(preset, options, streams=EVERY)
     beside = {key: settings.pop(key) for key in ("kl_adapts", "scorers") if key in settings}
     config = replace(AlgorithmConfig(min_group=1, lr=1e-2), **settings)
-    anchor, intake = Anchor(kl=beside.get("kl_adapts")), Intake(beside.get("scorers", ()))
+    anchor, intake = ReferenceControl(kl=beside.get("kl_adapts")), Intake(beside.get("scorers", ()))
     run = RunConfig(steps=10, algorithm=config)
     return Updater(run, algo, learner, anchor=anchor, intake=intake)  # type: ignore[arg-type]
 
@@ -197,7 +201,7 @@ def test_the_reference_reaches_loss_and_reward() -> None:
 
 def test_the_penalty_of_the_next_step_is_the_adapted_one() -> None:
     algo = catalogue.make("ppo", {"kl": 0.1}, streams=EVERY)
-    kl = controller(algo, target=0.1, horizon=40)
+    kl = make_kl_controller(algo, target=0.1, horizon=40)
     learner = Recorder(VALUES)
     steps = updater(learner, kl=0.1, kl_adapts=kl)
     first = steps.update(0, example())
@@ -206,15 +210,15 @@ def test_the_penalty_of_the_next_step_is_the_adapted_one() -> None:
     assert first["reference/beta"] == 0.1
     assert second["reference/beta"] == pytest.approx(0.1 * (1 + 0.2 * 4 / 40))
     assert kl.beta == pytest.approx(0.1 * (1 + 0.2 * 4 / 40) ** 2)
-    state = State((), {"kl": kl})
+    state = AlgorithmState((), {"kl": kl})
     other = KlController(1.0, 0.1, 40)
-    State((), {"kl": other}).restore(state.dump())
+    AlgorithmState((), {"kl": other}).restore(state.dump())
     assert other.beta == kl.beta
 
 
 def test_a_step_without_tokens_says_nothing_of_the_drift() -> None:
     algo = catalogue.make("grpo", {"kl": 0.1}, streams=EVERY)
-    kl = controller(algo, target=0.1, horizon=40)
+    kl = make_kl_controller(algo, target=0.1, horizon=40)
     steps = updater(Recorder(VALUES), "grpo", kl=0.1, kl_adapts=kl)
     lost = [replace(row, state=RolloutState.FAILED, rewards=[]) for row in example()[0].rollouts]
     for groups in ([], [group(*lost)]):
@@ -223,7 +227,9 @@ def test_a_step_without_tokens_says_nothing_of_the_drift() -> None:
 
 
 def test_a_step_without_tokens_says_nothing_about_the_penalty() -> None:
-    kl = controller(catalogue.make("grpo", {"kl": 0.1}, streams=EVERY), target=0.1, horizon=40)
+    kl = make_kl_controller(
+        catalogue.make("grpo", {"kl": 0.1}, streams=EVERY), target=0.1, horizon=40
+    )
     steps = updater(Recorder(VALUES), "grpo", kl=0.1, kl_adapts=kl)
     lost = [
         replace(group, rollouts=[replace(row, transitions=[]) for row in group.rollouts])
@@ -255,8 +261,8 @@ def make_learner(directory: Path, critic: str, seed: int = 0) -> TorchLearner:
     model, tokenizer = load_model(directory, device="cpu")
     decoder = None
     if critic == "copy":
-        decoder = load_beside("critic.model", str(directory), model, tokenizer).base_model
-    frozen = load_beside("reference.model", str(directory), model, tokenizer)
+        decoder = load_auxiliary("critic.model", str(directory), model, tokenizer).base_model
+    frozen = load_auxiliary("reference.model", str(directory), model, tokenizer)
     return TorchLearner(
         model,
         tokenizer,
@@ -331,8 +337,8 @@ def test_a_resumed_run_continues_bit_for_bit(
     one, two, three = (KlController(0.1, 0.01, 100) for _ in range(3))
     losses = train(whole, one, 0, 4)
     assert train(half, two, 0, 2) == losses[:2]
-    save_checkpoint(tmp_path / "here", half, State((), {"kl": two}).dump())
-    State((), {"kl": three}).restore(load_checkpoint(tmp_path / "here", other))
+    save_checkpoint(tmp_path / "here", half, AlgorithmState((), {"kl": two}).dump())
+    AlgorithmState((), {"kl": three}).restore(load_checkpoint(tmp_path / "here", other))
     assert train(other, three, 2, 4) == losses[2:]
     assert three.beta == one.beta != 0.1
     for mine, theirs in zip(whole.model.parameters(), other.model.parameters(), strict=True):
@@ -346,6 +352,6 @@ def test_scored_batches_give_what_the_algorithm_reads(tiny_model_dir: Path) -> N
     assert set(streams) == {"q"}
     assert batch.values.numel() == batch.reference.numel() == batch.n_tokens
     assert not batch.values.any()
-    advantage = objective.credited(steps.algo, batch)
+    advantage = objective.compute_advantages(steps.algo, batch)
     assert advantage.isfinite().all()
-    assert targets.learned(steps.algo, batch, clip=0.2) is not None
+    assert targets.critic_terms(steps.algo, batch, clip=0.2) is not None

@@ -12,12 +12,12 @@ from transformers import AutoTokenizer
 
 from agentrl.algorithms.learners import auxiliary
 from agentrl.algorithms.learners.critic import ValueModel
-from agentrl.algorithms.learners.reference import WEIGHTS, Reference, load_beside
+from agentrl.algorithms.learners.reference import WEIGHTS, Reference, load_auxiliary
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.lora import Adapters
-from agentrl.algorithms.objective.core import Reg
-from agentrl.algorithms.objective.kl_control import KlController, controller, divergence
+from agentrl.algorithms.objective.core import KLPenalty
+from agentrl.algorithms.objective.kl_control import KlController, make_kl_controller, mean_kl
 from agentrl.algorithms.objective.values import value_terms
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.presets.registry import Supply
@@ -35,7 +35,7 @@ def config(**sections: object) -> RunConfig:
 
 def learner_with(directory: Path, every: int = 0) -> TorchLearner:
     model, tokenizer = load_model(directory, device="cpu")
-    frozen = load_beside("reference.model", str(directory), model, tokenizer)
+    frozen = load_auxiliary("reference.model", str(directory), model, tokenizer)
     return TorchLearner(model, tokenizer, threads=1, frozen={"q": Reference(frozen, model, every)})
 
 
@@ -90,9 +90,9 @@ def test_a_model_with_another_vocabulary_is_refused(tiny_model_dir: Path, tmp_pa
     changed.add_tokens(["<new>"])
     changed.save_pretrained(other)
     with pytest.raises(PolicyError, match=r"teacher\.model = .*vocabulary"):
-        load_beside("teacher.model", str(other), model, tokenizer)
+        load_auxiliary("teacher.model", str(other), model, tokenizer)
     with pytest.raises(PolicyError, match=r"^teacher\.model: model .*no such directory"):
-        load_beside("teacher.model", str(tmp_path / "no/such/one"), model, tokenizer)
+        load_auxiliary("teacher.model", str(tmp_path / "no/such/one"), model, tokenizer)
 
 
 def test_a_frozen_model_needs_no_chat_template(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_frozen_model_needs_no_chat_template(tiny_model_dir: Path, tmp_path: P
     shutil.copytree(tiny_model_dir, plain)
     (plain / "chat_template.jinja").unlink()
     model, tokenizer = load_model(tiny_model_dir, device="cpu")
-    load_beside("reference.model", str(plain), model, tokenizer)
+    load_auxiliary("reference.model", str(plain), model, tokenizer)
 
 
 def test_what_an_algorithm_does_not_read_is_not_loaded(tiny_model_dir: Path) -> None:
@@ -108,8 +108,8 @@ def test_what_an_algorithm_does_not_read_is_not_loaded(tiny_model_dir: Path) -> 
     start = str(tiny_model_dir)
     settings = config(critic={"model": "copy"}, teacher={"model": start})
     grpo, ppo = catalogue.make("grpo", {}), catalogue.make("ppo", {"kl": 0.1}, streams=EVERY)
-    assert auxiliary.make_frozen(settings, grpo, model, tokenizer, start) == {}
-    frozen = auxiliary.make_frozen(settings, ppo, model, tokenizer, start)
+    assert auxiliary.make_frozen_models(settings, grpo, model, tokenizer, start) == {}
+    frozen = auxiliary.make_frozen_models(settings, ppo, model, tokenizer, start)
     assert set(frozen) == {"q"}
     assert not any(each.requires_grad for each in frozen["q"].model.parameters())
     critic = auxiliary.make_critic(settings, model, tokenizer, start)
@@ -121,15 +121,15 @@ def test_what_an_algorithm_does_not_read_is_not_loaded(tiny_model_dir: Path) -> 
     assert (critic.lr, shared.lr) == (1e-5, 0.05 / model.config.hidden_size)
     assert auxiliary.make_critic(config(), model, tokenizer, start) is None
     distill = catalogue.make("distill", {}, streams=EVERY)
-    assert set(auxiliary.make_frozen(settings, distill, model, tokenizer, start)) == {"t"}
+    assert set(auxiliary.make_frozen_models(settings, distill, model, tokenizer, start)) == {"t"}
 
 
 def test_streams_are_those_that_the_run_file_configures() -> None:
-    assert auxiliary.supplied(config()) == {"o", "b", "q", "k", "e"}
+    assert auxiliary.available_streams(config()) == {"o", "b", "q", "k", "e"}
     everything = config(critic={"model": "shared"}, teacher={"model": "x"})
-    assert auxiliary.supplied(everything) == {"o", "b", "q", "t", "v", "k", "e"}
+    assert auxiliary.available_streams(everything) == {"o", "b", "q", "t", "v", "k", "e"}
     with pytest.raises(ConfigError, match=r"set critic\.model"):
-        catalogue.make("ppo", {}, streams=auxiliary.supplied(config()))
+        catalogue.make("ppo", {}, streams=auxiliary.available_streams(config()))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_what_could_not_matter_is_refused(
     options = {"kl": 0.1} if preset == "ppo+kl" else {}
     algo = catalogue.make(preset.removesuffix("+kl"), options, streams=EVERY)
     with pytest.raises(ConfigError, match=message):
-        auxiliary.check_used(config(**sections), algo)
+        auxiliary.refuse_unused_settings(config(**sections), algo)
 
 
 def test_the_reference_of_an_adapter_is_the_model_without_it(tiny_model_dir: Path) -> None:
@@ -168,7 +168,7 @@ def test_the_reference_of_an_adapter_is_the_model_without_it(tiny_model_dir: Pat
     adapters.add(POLICY, rank=4, alpha=32.0)
     settings = config(policy={"lora": {"rank": 4}})
     algo = catalogue.make("ppo", {"kl": 0.1}, streams=EVERY)
-    assert auxiliary.make_frozen(settings, algo, model, tokenizer, str(tiny_model_dir)) == {}
+    assert auxiliary.make_frozen_models(settings, algo, model, tokenizer, str(tiny_model_dir)) == {}
     critic = ValueModel(model, lr=1e-2)
     learner = TorchLearner(model, tokenizer, adapters=adapters, critic=critic, threads=1)
     assert learner.supplies == {"o", "b", "q", "v", "k", "e"}
@@ -180,7 +180,7 @@ def test_the_reference_of_an_adapter_is_the_model_without_it(tiny_model_dir: Pat
     torch.testing.assert_close(learner.logprobs(batch, "q"), start)
     follows = config(policy={"lora": {"rank": 4}}, reference={"every": 2})
     with pytest.raises(ConfigError, match=r"reference\.every is set, and the reference of an adap"):
-        auxiliary.check_used(follows, algo)
+        auxiliary.refuse_unused_settings(follows, algo)
 
 
 def test_settings_that_matter_pass() -> None:
@@ -189,8 +189,8 @@ def test_settings_that_matter_pass() -> None:
         "critic": {"model": "shared", "coefficient": 1.0, "lr": 0.1},
         "reference": {"every": 3, "target": 0.1, "horizon": 5},
     }
-    auxiliary.check_used(config(**sections), algo)
-    auxiliary.check_used(config(), catalogue.make("grpo", {}))
+    auxiliary.refuse_unused_settings(config(**sections), algo)
+    auxiliary.refuse_unused_settings(config(), catalogue.make("grpo", {}))
 
 
 def test_an_unknown_key_names_the_nearest() -> None:
@@ -221,7 +221,7 @@ def test_the_penalty_adapts_in_proportion_to_the_rollouts() -> None:
 @pytest.mark.parametrize("option", ["kl", "kl_reward"])
 def test_the_penalty_is_in_the_loss_or_in_the_reward(option: str) -> None:
     algo = catalogue.make("ppo", {option: 0.1}, streams=EVERY)
-    kl = controller(algo, target=0.05, horizon=100)
+    kl = make_kl_controller(algo, target=0.05, horizon=100)
     assert kl.beta == 0.1
     kl.beta = 0.3
     assert kl.tuned(algo) == catalogue.make("ppo", {option: 0.3}, streams=EVERY)
@@ -234,9 +234,9 @@ def test_one_penalty_is_adapted() -> None:
     for options, number in (({}, 0), ({"kl": 0.1, "kl_reward": 0.1}, 2)):
         algo = catalogue.make("ppo", options, streams=EVERY)
         with pytest.raises(ConfigError, match=rf"reference\.target: .* has {number} penalties"):
-            controller(algo, target=0.05, horizon=100)
+            make_kl_controller(algo, target=0.05, horizon=100)
     algo = catalogue.make("ppo", {"kl": 0.1}, streams=EVERY)
-    assert algo.regs == (Reg("k3", 0.1),)
+    assert algo.penalties == (KLPenalty("k3", 0.1),)
 
 
 def test_the_divergence_is_the_mean_of_sampler_minus_reference() -> None:
@@ -245,4 +245,4 @@ def test_the_divergence_is_the_mean_of_sampler_minus_reference() -> None:
     batch = make_batch()
     reference = batch.behaviour.double() - torch.linspace(0, 1, batch.n_tokens).double()
     batch = dataclasses.replace(batch, reference=reference)
-    assert divergence(batch) == pytest.approx(0.5)
+    assert mean_kl(batch) == pytest.approx(0.5)

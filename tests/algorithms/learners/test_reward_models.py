@@ -12,7 +12,12 @@ from msgspec.structs import replace
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from agentrl.algorithms.learners import auxiliary
-from agentrl.algorithms.learners.reward_models import Implicit, RewardModel, Scalar, load_scalar
+from agentrl.algorithms.learners.reward_models import (
+    ImplicitScorer,
+    RewardModel,
+    ScalarScorer,
+    load_scalar,
+)
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.presets import catalogue
 from agentrl.config import resolve
@@ -88,14 +93,14 @@ def test_a_scalar_model_scores_as_transformers_does(
     policy, tokenizer = load_model(tiny_model_dir, device="cpu")
     model = load_scalar("reward_models.rm.model", str(score_dir), policy, tokenizer)
     naive = AutoModelForSequenceClassification.from_pretrained(score_dir)
-    whole = RewardModel("rm", Scalar(model, token_budget=budget)).complete(groups())
+    whole = RewardModel("rm", ScalarScorer(model, token_budget=budget)).complete(groups())
     assert given(whole, "rm") == {
         ("a", None): pytest.approx(forward(naive, [1, 2, 3, 4, 5, 6, 7]), abs=1e-5),
         ("b", None): pytest.approx(forward(naive, [1, 2, 3, 8, 0]), abs=1e-5),
     }
     # What the verifier gave stays, first.
     assert [row.rewards[0] for row in whole[0].rollouts] == [Reward(value=1.0)] * 4
-    scorer = Scalar(model, token_budget=budget)
+    scorer = ScalarScorer(model, token_budget=budget)
     calls = RewardModel("rm", scorer, Scope.TRANSITION).complete(groups())
     assert given(calls, "rm") == {
         ("a", "a0"): pytest.approx(forward(naive, [1, 2, 3, 4, 5]), abs=1e-5),
@@ -127,7 +132,7 @@ def test_an_implicit_model_scores_the_log_ratio(tiny_model_dir: Path) -> None:
         "a1": gap([1, 2, 3, 4, 5, 6], [7]),
         "b0": gap([1, 2, 3], [8, 0]),
     }
-    scorer = Implicit(model, reference, beta=0.05)
+    scorer = ImplicitScorer(model, reference, beta=0.05)
     calls = given(RewardModel("p", scorer, Scope.TRANSITION, sums=True).complete(groups()), "p")
     assert calls == {
         (id[0], id): pytest.approx(0.05 * value, abs=1e-6) for id, value in expected.items()
@@ -135,7 +140,7 @@ def test_an_implicit_model_scores_the_log_ratio(tiny_model_dir: Path) -> None:
     whole = given(RewardModel("p", scorer, sums=True).complete(groups()), "p")
     assert whole["a", None] == pytest.approx(0.05 * (expected["a0"] + expected["a1"]), abs=1e-6)
     # D12: a log-ratio of 2 at beta .05 is .1.
-    unchanged = RewardModel("p", Implicit(reference, reference, 0.05), sums=True)
+    unchanged = RewardModel("p", ImplicitScorer(reference, reference, 0.05), sums=True)
     assert set(given(unchanged.complete(groups()), "p").values()) == {0.0}
 
 
@@ -193,12 +198,12 @@ def test_the_run_file_names_them(tiny_model_dir: Path, score_dir: Path) -> None:
     assert set(given(made, "hunch").values()) == {0.0}
     streams = {"taste": {}, "hunch": {"scope": "transition"}}
     algo = catalogue.make("streams", {"streams": streams})
-    auxiliary.check_used(config, algo)
+    auxiliary.refuse_unused_settings(config, algo)
     with pytest.raises(ConfigError, match=r"reward_models\.taste is set, .* no reward 'taste'"):
-        auxiliary.check_used(config, catalogue.make("grpo", {}))
+        auxiliary.refuse_unused_settings(config, catalogue.make("grpo", {}))
     odd = replace(config.reward_models["taste"], beta=0.1)
     with pytest.raises(ConfigError, match=r"reward_models\.taste\.beta is set, and means"):
-        auxiliary.check_used(replace(config, reward_models={"taste": odd}), algo)
+        auxiliary.refuse_unused_settings(replace(config, reward_models={"taste": odd}), algo)
 
 
 def test_an_unknown_key_of_one_names_the_nearest() -> None:

@@ -11,11 +11,16 @@ import torch
 from click.testing import CliRunner
 
 from agentrl import trainer
-from agentrl.algorithms.data.batch import Batch, Row
+from agentrl.algorithms.data.batch import Batch, TokenRow
 from agentrl.algorithms.learners.base import Psi, StepReport
 from agentrl.algorithms.learners.verl import settings as verl_settings
-from agentrl.algorithms.learners.verl.learner import dealt
-from agentrl.algorithms.learners.verl.settings import check, check_installed, described, settings
+from agentrl.algorithms.learners.verl.learner import deal_rows
+from agentrl.algorithms.learners.verl.settings import (
+    check,
+    check_installed,
+    describe_settings,
+    settings,
+)
 from agentrl.cli.main import cli
 from agentrl.config import RunConfig, load, resolve
 from agentrl.errors import ConfigError
@@ -37,8 +42,8 @@ def config_of(**sections: Any) -> RunConfig:
     return resolve({"learner": learner, **sections}, source="test")
 
 
-def row(length: int) -> Row:
-    return Row(
+def row(length: int) -> TokenRow:
+    return TokenRow(
         tokens=torch.arange(length),
         actions=torch.tensor([length - 1]),
         logprobs=torch.zeros(1),
@@ -50,7 +55,7 @@ def row(length: int) -> Row:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("count", [0, 1, 5, 8])
 def test_every_row_is_dealt_once_and_every_rank_gets_as_many(ranks: int, count: int) -> None:
-    hands = dealt([row(length + 2) for length in range(count)], ranks)
+    hands = deal_rows([row(length + 2) for length in range(count)], ranks)
     assert len(hands) == ranks
     assert len({len(hand) for hand in hands}) == 1
     assert sorted(i for hand in hands for i in hand if i >= 0) == list(range(count))
@@ -59,7 +64,7 @@ def test_every_row_is_dealt_once_and_every_rank_gets_as_many(ranks: int, count: 
 
 def test_ranks_get_about_as_many_tokens() -> None:
     rows = [row(2 + 3 * number) for number in range(64)]
-    tokens = [sum(len(rows[i].tokens) for i in hand) for hand in dealt(rows, 4)]
+    tokens = [sum(len(rows[i].tokens) for i in hand) for hand in deal_rows(rows, 4)]
     assert max(tokens) - min(tokens) <= len(rows[-1].tokens)
 
 
@@ -169,7 +174,7 @@ def test_dry_run_prints_what_verl_is_configured_with(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text('[learner]\nkind = "verl"\n[learner.verl]\ngpus_per_node = 4\n')
     printed = CliRunner().invoke(cli, ["train", str(file), "--dry-run"]).output
-    assert printed.endswith(described(load(file)))
+    assert printed.endswith(describe_settings(load(file)))
     assert "# ray.gpus_per_node = 4\n" in printed
     assert '# engine.strategy = "fsdp2"\n' in printed
     file.write_text(printed)

@@ -15,9 +15,9 @@ from agentrl.algorithms.model import cpu_threads
 from agentrl.algorithms.model.cpu_threads import (
     EVERY,
     PAIRS,
-    Threads,
+    ThreadTuner,
     largest_power_of_two,
-    threads_of,
+    thread_tuner,
 )
 from agentrl.processes import environment
 
@@ -50,7 +50,7 @@ class Machine:
     def clock(self) -> float:
         return self.now
 
-    def work(self, measured: Threads, steps: int) -> list[int]:
+    def work(self, measured: ThreadTuner, steps: int) -> list[int]:
         """The number of threads of each step."""
         self.used = []
         for _ in range(steps):
@@ -62,7 +62,7 @@ class Machine:
 
 def test_the_faster_number_is_kept_and_tried_again_now_and_then() -> None:
     machine = Machine({1: 3.0, 4: 2.0})
-    measured = Threads(4, 4, "it computes", machine.clock)
+    measured = ThreadTuner(4, 4, "it computes", machine.clock)
     trial = [1, 4] * PAIRS
     assert machine.work(measured, 1 + 2 * PAIRS + EVERY) == [4, *trial, *[4] * EVERY]
     machine.costs = {1: 3.0, 4: 2.9}  # hardly faster: the cores are of more use to others
@@ -71,14 +71,14 @@ def test_the_faster_number_is_kept_and_tried_again_now_and_then() -> None:
 
 def test_a_crowded_machine_pays_for_one_pair_only() -> None:
     machine = Machine({1: 1.0, 4: 20.0})
-    measured = Threads(4, 4, "it computes", machine.clock)
+    measured = ThreadTuner(4, 4, "it computes", machine.clock)
     assert machine.work(measured, 3 + EVERY) == [4, 1, 4, *[1] * EVERY]
     assert machine.work(measured, 3) == [1, 4, 1]
 
 
 def test_what_was_chosen_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     machine = Machine({1: 1.0, 4: 20.0})
-    measured = Threads(4, 4, "it computes", machine.clock)
+    measured = ThreadTuner(4, 4, "it computes", machine.clock)
     with caplog.at_level(logging.INFO, logger="agentrl.algorithm"):
         machine.work(measured, 4 * EVERY)
     assert caplog.messages == ["it computes with 1 thread: 4 take 20.0 times as long as 1"]
@@ -88,14 +88,14 @@ def test_nothing_is_tried_where_the_numbers_would_depend_on_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("MKL_CBWR", raising=False)
-    assert threads_of(1000, "it", otherwise=3) == Threads(3)
+    assert thread_tuner(1000, "it", otherwise=3) == ThreadTuner(3)
     monkeypatch.setenv("MKL_CBWR", environment()["MKL_CBWR"])
     monkeypatch.setattr("torch.backends.mkl.is_available", lambda: True)
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
-    assert threads_of(1000, "it", otherwise=3) == Threads(4, 4, "it")
-    assert threads_of(cpu_threads.SMALL + 1, "it", otherwise=3) == Threads(3)
+    assert thread_tuner(1000, "it", otherwise=3) == ThreadTuner(4, 4, "it")
+    assert thread_tuner(cpu_threads.SMALL + 1, "it", otherwise=3) == ThreadTuner(3)
     machine = Machine({3: 1.0})
-    assert machine.work(Threads(3, clock=machine.clock), 2 * EVERY) == [3] * 2 * EVERY
+    assert machine.work(ThreadTuner(3, clock=machine.clock), 2 * EVERY) == [3] * 2 * EVERY
 
 
 @pytest.mark.parametrize(("cores", "power"), [(1, 1), (2, 2), (3, 2), (7, 4), (8, 8)])

@@ -6,7 +6,13 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.algorithms.model.forest import Ids, common_prefix, cut, depth_first, grow
+from agentrl.algorithms.model.forest import (
+    Ids,
+    build_forest,
+    common_prefix,
+    depth_first,
+    token_budget_ranges,
+)
 
 # Few distinct tokens, so that prefixes coincide.
 sequences = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6).map(np.array), max_size=7)
@@ -40,7 +46,7 @@ def test_in_depth_first_order_nothing_shared_is_apart(found: list[Ids]) -> None:
 @given(sequences)
 def test_each_distinct_prefix_is_one_node_that_its_extensions_see(found: list[Ids]) -> None:
     found, shared = in_order(found)
-    forest = grow(found, shared)
+    forest = build_forest(found, shared)
     names = {}
     for sequence, path in zip(found, forest.paths, strict=True):
         assert forest.tokens[path].tolist() == sequence.tolist()
@@ -54,7 +60,7 @@ def test_each_distinct_prefix_is_one_node_that_its_extensions_see(found: list[Id
 
 @given(sequences)
 def test_without_sharing_every_sequence_is_a_tree(found: list[Ids]) -> None:
-    forest = grow(found, np.zeros(len(found), np.int64))
+    forest = build_forest(found, np.zeros(len(found), np.int64))
     starts = np.cumsum([0, *map(len, found)])
     assert forest.tokens.tolist() == [token for each in found for token in each.tolist()]
     for k, path in enumerate(forest.paths):
@@ -76,7 +82,7 @@ def test_a_cut_computes_as_little_again_as_any_and_then_makes_as_few_parts(
     found: list[Ids], budget: int
 ) -> None:
     found, shared = in_order(found)
-    ranges = cut(np.array([len(each) for each in found]), shared, budget)
+    ranges = token_budget_ranges(np.array([len(each) for each in found]), shared, budget)
     assert [k for start, stop in ranges for k in range(start, stop)] == list(range(len(found)))
     parts = [found[start:stop] for start, stop in ranges]
     assert all(fits(part, budget) for part in parts)
@@ -91,12 +97,12 @@ def test_a_cut_computes_as_little_again_as_any_and_then_makes_as_few_parts(
 @given(sequences.filter(len), budgets)
 def test_the_parts_grow_what_they_were_counted_as(found: list[Ids], budget: int) -> None:
     found, shared = in_order(found)
-    for start, stop in cut(np.array([len(each) for each in found]), shared, budget):
-        forest = grow(found[start:stop], shared[start:stop])
+    for start, stop in token_budget_ranges(np.array([len(each) for each in found]), shared, budget):
+        forest = build_forest(found[start:stop], shared[start:stop])
         assert len(forest.tokens) == size(found[start:stop])
 
 
 def test_nothing_is_cut_into_nothing() -> None:
     assert depth_first([])[0] == []
-    assert cut(np.empty(0, np.int64), np.empty(0, np.int64), 10) == []
-    assert grow([], np.empty(0, np.int64)).tokens.tolist() == []
+    assert token_budget_ranges(np.empty(0, np.int64), np.empty(0, np.int64), 10) == []
+    assert build_forest([], np.empty(0, np.int64)).tokens.tolist() == []

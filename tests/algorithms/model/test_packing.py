@@ -28,7 +28,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from agentrl.algorithms.data.batch import Row
+from agentrl.algorithms.data.batch import TokenRow
 from agentrl.algorithms.data.merge import merge
 from agentrl.algorithms.model.packing import (
     Packing,
@@ -36,7 +36,7 @@ from agentrl.algorithms.model.packing import (
     forward_logprobs,
     hidden_states,
     pack_rows,
-    usable,
+    supported_packing,
 )
 from agentrl.errors import PolicyError
 from agentrl.types import Sampling, Transition, float32, int32
@@ -124,7 +124,7 @@ def groups(draw: st.DrawFn) -> list[list[Transition]]:
     return [calls_of(seed, calls) for seed, calls in draw(st.permutations(rollouts * 2))]
 
 
-def rows_of(group: list[list[Transition]]) -> list[Row]:
+def rows_of(group: list[list[Transition]]) -> list[TokenRow]:
     return [row for calls in group for row in merge(calls)]
 
 
@@ -146,7 +146,9 @@ def per_call(model: PreTrainedModel, group: list[list[Transition]]) -> Tensor:
     return torch.cat(parts)
 
 
-def packed(model: PreTrainedModel, rows: list[Row], how: Packing, budget: int = 10_000) -> Tensor:
+def packed(
+    model: PreTrainedModel, rows: list[TokenRow], how: Packing, budget: int = 10_000
+) -> Tensor:
     """Log-probs in token order, whatever the packs."""
     packs = pack_rows(rows, how, budget)
     logprobs = torch.cat([forward_logprobs(model, pack) for pack in packs])
@@ -241,7 +243,7 @@ def test_recomputing_activations_changes_nothing() -> None:
 # -- what is forwarded -----------------------------------------------------------------------------
 
 
-def distinct(rows: list[Row]) -> int:
+def distinct(rows: list[TokenRow]) -> int:
     """(prefix, token) pairs that an action has before it."""
     return len(
         {tuple(row.tokens[:n].tolist()) for row in rows for n in range(1, 1 + int(row.actions[-1]))}
@@ -276,9 +278,9 @@ def test_packs_hold_every_action_once_under_the_budget(
         assert torch.equal(pack.temperature, temperature[pack.index])
 
 
-def row(tokens: list[int], actions: list[int]) -> Row:
+def row(tokens: list[int], actions: list[int]) -> TokenRow:
     ones = torch.ones(len(actions))
-    return Row(torch.tensor(tokens), torch.tensor(actions), -ones, ones, ones.long())
+    return TokenRow(torch.tensor(tokens), torch.tensor(actions), -ones, ones, ones.long())
 
 
 def test_what_follows_the_last_action_and_that_action_are_left_out() -> None:
@@ -319,10 +321,10 @@ def test_a_model_that_is_trained_still_does_everything_else() -> None:
 def test_the_packing_a_model_can_compute_is_said_once() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert usable(model_of("llama"), "trie") == "trie"
-        assert usable(model_of("capped scores"), "rows") == "rows"
+        assert supported_packing(model_of("llama"), "trie") == "trie"
+        assert supported_packing(model_of("capped scores"), "rows") == "rows"
     with pytest.warns(UserWarning, match="packing = 'trie': model type 'gemma2' caps its") as said:
-        assert usable(model_of("capped scores"), "trie") == "rows"
+        assert supported_packing(model_of("capped scores"), "trie") == "rows"
     assert len(said) == 1
 
 

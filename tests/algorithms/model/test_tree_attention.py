@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from agentrl.algorithms.model import tree_attention
-from agentrl.algorithms.model.forest import Forest, depth_first, grow
+from agentrl.algorithms.model.forest import Forest, build_forest, depth_first
 from agentrl.algorithms.model.tree_attention import TreePlan, tiles, visible
 
 
@@ -25,7 +25,7 @@ def forest_of(branches: int, longest: int, seed: int) -> Forest:
         tail = [token] * dice.randint(1, longest)
         sequences.append(np.array([*trunk[: dice.randint(0, len(trunk))], *tail]))
     order, shared = depth_first(sequences[1:])
-    return grow([sequences[1:][i] for i in order], shared)
+    return build_forest([sequences[1:][i] for i in order], shared)
 
 
 def plan_of(forest: Forest) -> TreePlan:

@@ -16,18 +16,18 @@ from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
-from agentrl.algorithms.data.state import State
+from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.multiagent.critics import (
-    Central,
+    CentralCritic,
+    CriticTraining,
     Kind,
-    Mixed,
-    Shape,
+    MixedCritic,
     TeamCritic,
-    Training,
-    counterfactual,
+    TeamShape,
+    counterfactual_advantage,
 )
-from agentrl.algorithms.multiagent.episodes import Episode, padded
-from agentrl.algorithms.multiagent.rollout_episodes import Stage
+from agentrl.algorithms.multiagent.episodes import Episode, pad_episodes
+from agentrl.algorithms.multiagent.rollout_episodes import JointActionSpace
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.presets.catalogue import make
@@ -47,18 +47,18 @@ from tests import factories
 CASES = {"coma"}  # presets that are tested here
 KINDS: tuple[Kind, ...] = ("central", "vdn", "qmix")
 OPTIONS = {"roles": ["planner", "solver"], "actions": ["left", "right"], "width": 8}
-SHAPE = Shape(agents=2, observation=3, actions=3, state=4)
-TRAINING = Training(gamma=0.9, hidden=8, embed=4)
+SHAPE = TeamShape(agents=2, observation=3, actions=3, state=4)
+TRAINING = CriticTraining(gamma=0.9, hidden=8, embed=4)
 
 
 def test_the_published_baseline() -> None:
     """E6 of the catalogue."""
     q, policy = torch.tensor([1.0, 2.0]), torch.tensor([0.2, 0.8])
-    both = [counterfactual(q, policy, torch.tensor(a)).item() for a in (0, 1)]
+    both = [counterfactual_advantage(q, policy, torch.tensor(a)).item() for a in (0, 1)]
     assert both == pytest.approx([-0.8, 0.2])
     # Where only some actions are available, the policy is that over these.
     policy = torch.tensor([0.1, 0.4])
-    assert counterfactual(q, policy, torch.tensor(0)).item() == pytest.approx(-0.8)
+    assert counterfactual_advantage(q, policy, torch.tensor(0)).item() == pytest.approx(-0.8)
 
 
 def episodes(seed: int, lengths: Sequence[int] = (1, 3, 2)) -> list[Episode]:
@@ -99,14 +99,14 @@ def alone(critic: TeamCritic, episode: Episode, t: int, agent: int) -> float:
     for action in range(3):
         joint = episode.actions.clone()
         joint[t, agent] = action
-        changed = padded([replace(episode, actions=joint)], 3)
+        changed = pad_episodes([replace(episode, actions=joint)], 3)
         values.append(critic.online["critic"](changed)[0, t, agent, action])
     q = torch.stack(values)
     return (q[episode.actions[t, agent]] - (policy * q).sum()).item()
 
 
 def test_a_central_critic_never_sees_the_action_that_it_values() -> None:
-    central, data = Central(SHAPE, 8), padded(episodes(1), 3)
+    central, data = CentralCritic(SHAPE, 8), pad_episodes(episodes(1), 3)
     other = replace(data, actions=data.actions.clone())
     other.actions[:, 0, 0] = (other.actions[:, 0, 0] + 1) % 3
     before, after = central(data)[:, 0], central(other)[:, 0]
@@ -117,7 +117,7 @@ def test_a_central_critic_never_sees_the_action_that_it_values() -> None:
 @pytest.mark.parametrize("kind", ["vdn", "qmix"])
 def test_a_mixed_critic_replaces_one_utility_at_a_time(kind: Kind) -> None:
     assert kind != "central"
-    mixed, data = Mixed(kind, SHAPE, TRAINING), padded(episodes(2), 3)
+    mixed, data = MixedCritic(kind, SHAPE, TRAINING), pad_episodes(episodes(2), 3)
     q, values = mixed.utilities(data.observations[:, :3]), mixed(data)
     for row, t, agent, action in product(range(3), range(3), range(2), range(3)):
         joint = [
@@ -137,7 +137,7 @@ def test_learning_is_of_a_copy_and_padding_changes_nothing(kind: Kind) -> None:
     short = episodes(3, (1, 2))
     after = critic.learned(short)
     assert json.dumps(critic.dump()) == before != json.dumps(after.dump())
-    wide = padded(short, 3)
+    wide = pad_episodes(short, 3)
     other = copy.deepcopy(critic)
     grown = replace(
         wide,
@@ -221,7 +221,7 @@ def step_of(seed: int) -> list[Group]:
     return [Group(id="g", run="r", step=seed, rollouts=rollouts)]
 
 
-def taken(algo: Algo, state: State, groups: list[Group]) -> Batch:
+def taken(algo: Algo, state: AlgorithmState, groups: list[Group]) -> Batch:
     batch = build_batch(groups, reward_names=algo.rewards)
     recall = state.recall(batch, groups)
     state.adopt(recall)
@@ -229,7 +229,7 @@ def taken(algo: Algo, state: State, groups: list[Group]) -> Batch:
 
 
 def psi_of(algo: Algo, batch: Batch) -> Tensor:
-    terms = objective.plan(algo, batch, {}, fresh=True)
+    terms = objective.loss_terms(algo, batch, {}, fresh=True)
     return objective.psi(algo, terms, batch.behaviour.double(), torch.arange(batch.n_tokens))
 
 
@@ -238,9 +238,9 @@ def psi_of(algo: Algo, batch: Batch) -> Tensor:
 def test_psi_is_the_mean_over_calls_of_what_the_critic_says(critic: Kind, std: bool) -> None:
     """Of the critic that learned the steps before, as loops over rollouts and calls."""
     algo = make("coma", {**OPTIONS, "critic": critic, "std": std})
-    state = State(algo.memories, seed=3)
-    own = TeamCritic(critic, Shape(2, 8, 3, 16), Training(), seed=3)
-    stage = Stage(("planner", "solver"), ("left", "right"), 8)
+    state = AlgorithmState(algo.memories, seed=3)
+    own = TeamCritic(critic, TeamShape(2, 8, 3, 16), CriticTraining(), seed=3)
+    stage = JointActionSpace(("planner", "solver"), ("left", "right"), 8)
     for step in range(2):
         groups = step_of(step)
         batch = taken(algo, state, groups)
@@ -268,11 +268,11 @@ def test_psi_is_the_mean_over_calls_of_what_the_critic_says(critic: Kind, std: b
 
 def test_a_step_that_is_begun_again_comes_to_the_same() -> None:
     algo = make("coma", OPTIONS)
-    state = State(algo.memories)
+    state = AlgorithmState(algo.memories)
     taken(algo, state, step_of(0))
     saved = json.loads(json.dumps(state.dump()))
     first = psi_of(algo, taken(algo, state, step_of(1)))
-    again = State(algo.memories, seed=1)
+    again = AlgorithmState(algo.memories, seed=1)
     again.restore(saved)
     assert torch.equal(psi_of(algo, taken(algo, again, step_of(1))), first)
     assert again.dump() == state.dump() != saved
@@ -289,7 +289,7 @@ def test_the_critic_of_a_run_begins_with_the_seed_of_the_run() -> None:
 
 def test_nothing_known_teaches_nothing() -> None:
     algo = make("coma", OPTIONS)
-    state = State(algo.memories)
+    state = AlgorithmState(algo.memories)
     before = json.dumps(state.dump())
     groups = [Group(id="g", run="r", step=0, rollouts=[rollout("x", [0, 1], None)])]
     assert (psi_of(algo, taken(algo, state, groups)) == 0).all()
@@ -299,10 +299,10 @@ def test_nothing_known_teaches_nothing() -> None:
 def test_what_it_cannot_use_is_refused() -> None:
     wrong = make("coma", {**OPTIONS, "roles": ["planer", "solver"]})
     with pytest.raises(TrainingError, match=r"in the role 'planer'; did you mean 'planner'\?"):
-        taken(wrong, State(wrong.memories), step_of(0))
+        taken(wrong, AlgorithmState(wrong.memories), step_of(0))
     algo = make("coma", OPTIONS)
-    (name,) = State(algo.memories).parts
+    (name,) = AlgorithmState(algo.memories).parts
     other = TeamCritic("central", SHAPE, TRAINING).dump()
     for broken in (other, "!", 3):
         with pytest.raises(PolicyError, match=r"is damaged \("):
-            State(algo.memories).restore({name: broken})
+            AlgorithmState(algo.memories).restore({name: broken})

@@ -6,30 +6,30 @@ import pytest
 import torch
 
 from agentrl.algorithms.multiagent.mixers import (
-    Sum,
-    best,
+    VdnMixer,
+    best_action,
+    build_mixer,
     lambda_returns,
-    mixer,
-    monotone,
-    one_step,
+    one_step_targets,
+    qmix_value,
 )
 
 
 def test_a_team_that_adds_up() -> None:
-    assert Sum()(torch.tensor([1.0, 2.0]), torch.empty(0)).item() == 3
+    assert VdnMixer()(torch.tensor([1.0, 2.0]), torch.empty(0)).item() == 3
 
 
 def test_the_published_mixing() -> None:
     """E4 of the catalogue: hidden [5, -0.776870]."""
     q, w1 = torch.tensor([1.0, 2.0]), torch.tensor([[-1.0, 0.5], [2.0, -1.0]])
     b1, w2, v = torch.tensor([0.0, -4.0]), torch.tensor([1.0, -0.5]), torch.tensor(0.3)
-    assert monotone(q, w1, b1, w2, v).item() == pytest.approx(4.911565, abs=1e-6)
+    assert qmix_value(q, w1, b1, w2, v).item() == pytest.approx(4.911565, abs=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_more_utility_is_never_worth_less_whatever_the_state(seed: int) -> None:
     torch.manual_seed(seed)
-    mixed = mixer("qmix", agents=3, state=2, embed=4)
+    mixed = build_mixer("qmix", agents=3, state=2, embed=4)
     q, state = torch.randn(20, 3, requires_grad=True), 5 * torch.randn(20, 2)
     (slope,) = torch.autograd.grad(mixed(q, state).sum(), q)
     assert (slope >= 0).all()
@@ -41,12 +41,12 @@ def test_more_utility_is_never_worth_less_whatever_the_state(seed: int) -> None:
 def test_what_is_not_available_is_not_best() -> None:
     q = torch.tensor([[3.0, 2.0, 1.0], [-1.0, -2.0, -3.0]])
     available = torch.tensor([[False, True, True], [False, False, True]])
-    assert best(q, available).tolist() == [1, 2]
+    assert best_action(q, available).tolist() == [1, 2]
 
 
 def test_only_what_has_terminated_has_no_future() -> None:
     reward, following = torch.tensor([1.0, 1.0]), torch.tensor([10.0, 10.0])
-    targets = one_step(reward, following, torch.tensor([True, False]), 0.9)
+    targets = one_step_targets(reward, following, torch.tensor([True, False]), 0.9)
     assert targets.tolist() == pytest.approx([1.0, 10.0])
 
 

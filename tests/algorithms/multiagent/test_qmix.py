@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from agentrl.algorithms.multiagent.episodes import Episode, padded
-from agentrl.algorithms.multiagent.qmix import VDN, Factored, QMix
+from agentrl.algorithms.multiagent.episodes import Episode, pad_episodes
+from agentrl.algorithms.multiagent.qmix import VDN, FactoredQLearner, QMix
 from agentrl.errors import TrainingError
 
 
 def learned(
-    kind: type[Factored], data: Sequence[Episode], steps: int, actions: int = 2
-) -> Factored:
+    kind: type[FactoredQLearner], data: Sequence[Episode], steps: int, actions: int = 2
+) -> FactoredQLearner:
     """With utilities that see their place alone."""
 
     def network() -> nn.Module:
@@ -43,7 +43,7 @@ def two_step(first: Sequence[int], second: Sequence[int]) -> Episode:
     return Episode(observations, states, torch.tensor([first, second]), torch.tensor([0.0, reward]))
 
 
-def greedy(team: Factored) -> int:
+def greedy(team: FactoredQLearner) -> int:
     """What the team gets when every agent does what it finds best."""
     nothing = random.Random(0)
     start = torch.eye(3)[[0]][:, None].expand(1, 2, 3)
@@ -54,7 +54,7 @@ def greedy(team: Factored) -> int:
 
 
 @pytest.mark.parametrize(("kind", "reached"), [(VDN, 7), (QMix, 8)])
-def test_the_two_step_game(kind: type[Factored], reached: int) -> None:
+def test_the_two_step_game(kind: type[FactoredQLearner], reached: int) -> None:
     """arXiv 1803.11485: the sum cannot value (1, 1) at 8 while the others are 0 and 1, so VDN goes
     for the safe 7; QMIX can, as the matrix is monotone."""
     joint = list(product((0, 1), repeat=2))
@@ -63,7 +63,7 @@ def test_the_two_step_game(kind: type[Factored], reached: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [VDN, QMix])
-def test_what_is_not_monotone_is_out_of_reach_of_both(kind: type[Factored]) -> None:
+def test_what_is_not_monotone_is_out_of_reach_of_both(kind: type[FactoredQLearner]) -> None:
     """A failed joint action costs so much that each agent finds best what is safe, (0, 0) being
     best together. The matrix of QTRAN, arXiv 1905.05408."""
     pays = [[8.0, -12.0, -12.0], [-12.0, 0.0, 0.0], [-12.0, 0.0, 0.0]]
@@ -96,7 +96,7 @@ def random_episode(seed: int, steps: int, *, terminated: bool = True) -> Episode
     )
 
 
-def team_of(seed: int = 0, kind: type[Factored] = QMix) -> Factored:
+def team_of(seed: int = 0, kind: type[FactoredQLearner] = QMix) -> FactoredQLearner:
     team = kind(2, 4, 3, 5, hidden=8, embed=4, every=2, seed=seed)
     with torch.no_grad():
         for p in team.target.parameters():  # so that the two can be told apart
@@ -104,7 +104,7 @@ def team_of(seed: int = 0, kind: type[Factored] = QMix) -> Factored:
     return team
 
 
-def loss_of(team: Factored, data: Sequence[Episode]) -> float:
+def loss_of(team: FactoredQLearner, data: Sequence[Episode]) -> float:
     return copy.deepcopy(team).learn(data)["loss"]
 
 
@@ -128,7 +128,9 @@ def test_targets_are_double_q_step_by_step() -> None:
             after = team.target["mixer"](torch.stack(joint), episode.states[t + 1]).item()
             over = terminated and t == 2
             expected.append(episode.rewards[t].item() + (0.0 if over else 0.99 * after))
-        assert team.targets(padded([episode], 3))[0].tolist() == pytest.approx(expected, abs=1e-5)
+        assert team.targets(pad_episodes([episode], 3))[0].tolist() == pytest.approx(
+            expected, abs=1e-5
+        )
 
 
 def test_an_episode_teaches_the_same_beside_a_longer_one() -> None:
@@ -171,7 +173,7 @@ def test_agents_do_their_best_of_what_is_available_or_anything() -> None:
 
 
 @pytest.mark.parametrize("kind", [VDN, QMix])
-def test_a_team_goes_on_from_what_it_saved(kind: type[Factored]) -> None:
+def test_a_team_goes_on_from_what_it_saved(kind: type[FactoredQLearner]) -> None:
     first, data = team_of(0, kind), [random_episode(6, 3), random_episode(7, 2)]
     first.learn(data)
     second = team_of(1, kind)
@@ -190,4 +192,4 @@ def test_a_team_goes_on_from_what_it_saved(kind: type[Factored]) -> None:
 def test_columns_that_do_not_fit_are_refused(change: dict[str, Tensor], message: str) -> None:
     episode = replace(random_episode(8, 2, terminated=False), **change)
     with pytest.raises(TrainingError, match=message):
-        padded([episode], 3)
+        pad_episodes([episode], 3)

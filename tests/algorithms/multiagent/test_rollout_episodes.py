@@ -5,11 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from agentrl.algorithms.multiagent.rollout_episodes import Stage, hashed, seen
+from agentrl.algorithms.multiagent.rollout_episodes import (
+    JointActionSpace,
+    hashed_words,
+    observed_text,
+)
 from agentrl.types import Rollout
 from tests.algorithms.multiagent.test_critics import rollout
 
-STAGE = Stage(("planner", "solver"), ("Left", "right"), 16)
+STAGE = JointActionSpace(("planner", "solver"), ("Left", "right"), 16)
 
 
 def test_an_action_is_a_declared_answer_or_one_more() -> None:
@@ -31,15 +35,15 @@ def test_a_joint_step_is_a_round() -> None:
 
 
 def test_calls_of_other_roles_are_no_moves() -> None:
-    alone = Stage(("solver",), ("left",), 4)
+    alone = JointActionSpace(("solver",), ("left",), 4)
     assert list(alone.moves(rollout("x", [0, 1, 0, 1], 1.0)).values()) == [(0, 0), (1, 0)]
 
 
 def test_an_observation_is_what_was_said_last_of_length_one() -> None:
     call = rollout("x", [0, 1], 1.0).transitions[1]
-    assert seen(call) == "see 1 [0]"
-    x = hashed("one two two", 32)
+    assert observed_text(call) == "see 1 [0]"
+    x = hashed_words("one two two", 32)
     assert x.norm().item() == pytest.approx(1)
-    assert torch.equal(x, hashed("TWO one, two!", 32))
-    assert not torch.equal(x, hashed("one two", 32))
-    assert (hashed("", 4) == 0).all()
+    assert torch.equal(x, hashed_words("TWO one, two!", 32))
+    assert not torch.equal(x, hashed_words("one two", 32))
+    assert (hashed_words("", 4) == 0).all()

@@ -10,23 +10,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit.core import Alive, Rel
+from agentrl.algorithms.credit.core import GroupRelative
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import units
 from agentrl.algorithms.objective.core import (
     Algo,
     Average,
     Gate,
-    Reg,
+    KLPenalty,
     kappa,
     kl_value,
-    plan,
+    loss_terms,
     pool,
     psi,
     psi_of,
     weights,
 )
-from agentrl.algorithms.objective.ratios import Band, Clip, Ratio, Trunc
+from agentrl.algorithms.objective.ratios import Clip, Ratio, RatioInRange, Truncate
+from agentrl.algorithms.presets.zoo.dapo import NonzeroVariance
 from agentrl.errors import TrainingError
 
 LOSS = torch.tensor([6.0, 1, 3, 2, 4, 0], dtype=torch.float64)
@@ -109,7 +110,8 @@ def test_a_filter_takes_tokens_from_the_denominator_and_a_flat_group_does_not() 
         groups=["g", "h"], rollouts=list("abcdef"), transitions=list("abcdef"),
     )  # fmt: skip
     kept, dropped = (
-        plan(Algo(Rel(), agg=Average(("all",)), keep=keep), batch, {}) for keep in (None, Alive())
+        loss_terms(Algo(GroupRelative(), agg=Average(("all",)), keep=keep), batch, {})
+        for keep in (None, NonzeroVariance())
     )
     assert near(kept.weight, [1 / 6] * 6)
     assert near(dropped.weight, [0.25] * 4 + [0, 0])
@@ -158,11 +160,11 @@ def test_gspo_ratio_and_clip_of_a_row() -> None:
 
 def test_correction_for_the_sampler() -> None:
     d, ids, up = torch.tensor([0.5, 0.4, -0.1]).double(), torch.tensor([0, 0, 1]), torch.ones(3)
-    assert near(Trunc(0, 1.5)(d, up, {}), [1.5, 1.491825, 0.904837])
-    assert near(Trunc(0, 2)(pool(d, ids, "sum"), up, {}), [2, 2, 0.904837])
+    assert near(Truncate(0, 1.5)(d, up, {}), [1.5, 1.491825, 0.904837])
+    assert near(Truncate(0, 2)(pool(d, ids, "sum"), up, {}), [2, 2, 0.904837])
     assert near(Ratio()(pool(d, ids, "sum"), up, {}), [2.459603, 2.459603, 0.904837])
     assert near(Ratio()(pool(d, ids), up, {}), [1.568312, 1.568312, 0.904837])
-    assert near(Band(0, 2)(pool(d, ids, "sum"), up, {}), [0, 0, 0.904837])
+    assert near(RatioInRange(0, 2)(pool(d, ids, "sum"), up, {}), [0, 0, 0.904837])
 
 
 # -- penalties -------------------------------------------------------------------------------------
@@ -197,8 +199,12 @@ def test_penalty_of_drifted_tokens_stays_finite() -> None:
 def test_psi_is_weight_times_gated_advantage_less_penalty() -> None:
     batch = three_rows()
     q = batch.behaviour - 0.2
-    algo = Algo(Rel(), (Gate(Trunc(0, 1.1), den="b"),), (Reg("k1", 0.1), Reg("k2", 2.0, "b")))
-    terms = plan(algo, batch, {"q": q})
+    algo = Algo(
+        GroupRelative(),
+        (Gate(Truncate(0, 1.1), den="b"),),
+        (KLPenalty("k1", 0.1), KLPenalty("k2", 2.0, "b")),
+    )
+    terms = loss_terms(algo, batch, {"q": q})
     p = batch.behaviour.double() + 0.05
     c = math.exp(0.05)
     inner = [0.5 * c - 0.1 - 2 * 0.05] * 4 + [-0.5 * c - 0.1 - 2 * 0.05] * 2
@@ -209,8 +215,8 @@ def test_psi_is_weight_times_gated_advantage_less_penalty() -> None:
 
 def test_psi_has_dtype_of_its_input_and_no_graph() -> None:
     batch = three_rows()
-    algo = Algo(Rel(), (Gate(Clip()),))
-    terms = plan(algo, batch, {}, fresh=True)
+    algo = Algo(GroupRelative(), (Gate(Clip()),))
+    terms = loss_terms(algo, batch, {}, fresh=True)
     result = psi(algo, terms, batch.behaviour.clone().requires_grad_(), every(batch))
     assert result.dtype == torch.float32
     assert not result.requires_grad
@@ -218,9 +224,11 @@ def test_psi_has_dtype_of_its_input_and_no_graph() -> None:
 
 def test_micro_batches_of_whole_rows_give_the_same_psi() -> None:
     batch = three_rows()
-    algo = Algo(Rel(), (Gate(Clip(0.5, 0.5), by="row"), Gate(Trunc(), "o", "b", "row", "sum")))
+    algo = Algo(
+        GroupRelative(), (Gate(Clip(0.5, 0.5), by="row"), Gate(Truncate(), "o", "b", "row", "sum"))
+    )
     old = batch.behaviour + torch.linspace(-0.3, 0.4, 6)
-    terms = plan(algo, batch, {"o": old})
+    terms = loss_terms(algo, batch, {"o": old})
     p = old.double() + torch.linspace(0.2, -0.5, 6)
     whole = psi(algo, terms, p, every(batch))
     for order in ([4, 5, 0], [1, 2, 3]):
@@ -230,10 +238,10 @@ def test_micro_batches_of_whole_rows_give_the_same_psi() -> None:
 
 def test_first_step_on_a_batch_needs_no_old_log_probs() -> None:
     batch = three_rows()
-    algo = Algo(Rel(), (Gate(Clip(0.0, 0.0)), Gate(Trunc(0, 9), "o", "b")))
+    algo = Algo(GroupRelative(), (Gate(Clip(0.0, 0.0)), Gate(Truncate(0, 9), "o", "b")))
     p = batch.behaviour.double() + 0.3
-    fresh = psi(algo, plan(algo, batch, {}, fresh=True), p, every(batch))
-    assert torch.equal(fresh, psi(algo, plan(algo, batch, {"o": p}), p, every(batch)))
+    fresh = psi(algo, loss_terms(algo, batch, {}, fresh=True), p, every(batch))
+    assert torch.equal(fresh, psi(algo, loss_terms(algo, batch, {"o": p}), p, every(batch)))
 
 
 def test_psi_of_is_minus_the_gradient() -> None:
@@ -252,7 +260,7 @@ def test_psi_of_is_minus_the_gradient() -> None:
 def test_credit_of_a_larger_batch_may_be_given() -> None:
     batch = three_rows()
     given = torch.tensor([1.0, 2, 3, 4, math.nan, math.nan])
-    terms = plan(Algo(Rel(), agg=Average(("all",))), batch, {}, advantage=given)
+    terms = loss_terms(Algo(GroupRelative(), agg=Average(("all",))), batch, {}, advantage=given)
     assert near(terms.advantage, [1, 2, 3, 4, 0, 0])
     assert near(terms.weight, [0.25] * 4 + [0, 0])
 
@@ -261,31 +269,31 @@ def test_credit_of_a_larger_batch_may_be_given() -> None:
 
 
 def test_a_missing_stream_is_refused_by_name() -> None:
-    algo = Algo(Rel(), (Gate(Clip()),), (Reg("k3", 0.1),), name="mine")
+    algo = Algo(GroupRelative(), (Gate(Clip()),), (KLPenalty("k3", 0.1),), name="mine")
     with pytest.raises(TrainingError, match=r"'mine', step 0, needs .* old policy \(stream o\)"):
-        plan(algo, three_rows(), {"q": torch.zeros(6)})
+        loss_terms(algo, three_rows(), {"q": torch.zeros(6)})
     with pytest.raises(TrainingError, match=r"needs 6 .* reference model \(stream q\).* none"):
-        plan(algo, three_rows(), {}, fresh=True)
+        loss_terms(algo, three_rows(), {}, fresh=True)
 
 
 def test_a_stream_of_other_tokens_is_refused_with_both_counts() -> None:
-    algo = Algo(Rel(), (Gate(Trunc(), "p", "b"),), name="mine")
+    algo = Algo(GroupRelative(), (Gate(Truncate(), "p", "b"),), name="mine")
     for behaviour, known in ((torch.zeros(0), "none"), (torch.zeros(4), "4")):
         batch = replace(three_rows(), behaviour=behaviour, step=3)
         with pytest.raises(
             TrainingError, match=rf"step 3, needs 6 log-probs of the sampler .*there are {known};"
         ):
-            plan(algo, batch, {})
+            loss_terms(algo, batch, {})
 
 
 def test_log_probs_that_are_not_finite_are_refused_with_their_count() -> None:
     batch = three_rows()
     broken = replace(batch, behaviour=torch.tensor([0.0, math.nan, -math.inf, 0, 0, 0]))
-    corrected = Algo(Rel(), (Gate(Trunc(), "p", "b"),), name="mine")
+    corrected = Algo(GroupRelative(), (Gate(Truncate(), "p", "b"),), name="mine")
     with pytest.raises(TrainingError, match=r"'mine', step 0, .*2 of 6 log-probs of the sampler"):
-        plan(corrected, broken, {})
-    algo = Algo(Rel(), name="mine")
-    terms = plan(algo, broken, {})  # does not read them
+        loss_terms(corrected, broken, {})
+    algo = Algo(GroupRelative(), name="mine")
+    terms = loss_terms(algo, broken, {})  # does not read them
     assert psi(algo, terms, torch.zeros(6), every(batch)).isfinite().all()
     with pytest.raises(TrainingError, match="1 of 2 log-probs of the current policy"):
         psi(algo, terms, torch.tensor([0.0, math.nan]), torch.tensor([4, 5]))
@@ -294,7 +302,7 @@ def test_log_probs_that_are_not_finite_are_refused_with_their_count() -> None:
 def test_infinite_credit_is_refused() -> None:
     algo = Algo(lambda batch: torch.full((batch.n_tokens,), math.inf), name="mine")
     with pytest.raises(TrainingError, match="'mine', step 0: 6 of 6 advantages are infinite"):
-        plan(algo, three_rows(), {})
+        loss_terms(algo, three_rows(), {})
 
 
 @pytest.mark.parametrize(
@@ -302,24 +310,26 @@ def test_infinite_credit_is_refused() -> None:
     [((1, 1), "better or worse"), ((0, math.nan), "better or worse"), ([math.nan] * 2, "missing")],
 )
 def test_a_batch_without_a_lesson_says_so(rewards: Sequence[float], words: str) -> None:
-    algo = Algo(Rel(norm="std"))
+    algo = Algo(GroupRelative(norm="std"))
     batch = three_rows(rewards)
-    terms = plan(algo, batch, {})
+    terms = loss_terms(algo, batch, {})
     assert terms.skip is not None
     assert words in terms.skip
     assert psi(algo, terms, torch.zeros(6), every(batch)).tolist() == [0] * 6
 
 
 def test_a_penalty_is_a_lesson_of_its_own() -> None:
-    algo = Algo(Rel(), regs=(Reg("k2", 0.1, "b"),))
-    assert plan(algo, three_rows([1, 1]), {}).skip is None
-    assert plan(algo, three_rows([1, 0]), {}).skip is None
+    algo = Algo(GroupRelative(), penalties=(KLPenalty("k2", 0.1, "b"),))
+    assert loss_terms(algo, three_rows([1, 1]), {}).skip is None
+    assert loss_terms(algo, three_rows([1, 0]), {}).skip is None
 
 
 def test_everything_filtered_out_is_skipped() -> None:
-    nothing = Algo(Rel(), keep=lambda batch: torch.zeros(batch.n_tokens, dtype=torch.bool))
+    nothing = Algo(
+        GroupRelative(), keep=lambda batch: torch.zeros(batch.n_tokens, dtype=torch.bool)
+    )
     batch = three_rows()
-    terms = plan(nothing, batch, {})
+    terms = loss_terms(nothing, batch, {})
     assert "filtered out" in str(terms.skip)
     assert not terms.weight.any()
 
@@ -327,11 +337,11 @@ def test_everything_filtered_out_is_skipped() -> None:
 def test_a_batch_without_tokens_is_skipped() -> None:
     none = torch.empty(0, dtype=torch.int64)
     batch = replace(three_rows(), token_row=none, token_transition=none, behaviour=torch.empty(0))
-    terms = plan(Algo(Rel()), batch, {})
+    terms = loss_terms(Algo(GroupRelative()), batch, {})
     assert terms.skip == "the batch has no sampled tokens"
 
 
 def test_missing_rewards_leave_the_denominators() -> None:
     batch = three_rows([1, math.nan])
-    terms = plan(Algo(Rel(base="none"), agg=Average(("all",))), batch, {})
+    terms = loss_terms(Algo(GroupRelative(base="none"), agg=Average(("all",))), batch, {})
     assert near(terms.weight, [0.25] * 4 + [0, 0])

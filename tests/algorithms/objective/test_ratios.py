@@ -11,19 +11,17 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.objective.ratios import (
-    Band,
     Clip,
-    Div,
     GateFn,
-    Inside,
-    Opsm,
+    InRange,
     Ratio,
-    Soft,
-    TopDiv,
-    Trunc,
-    Trust,
-    Vespo,
+    RatioInRange,
+    Truncate,
+    TrustRegion,
 )
+from agentrl.algorithms.presets.corrections import OffPolicyMask
+from agentrl.algorithms.presets.zoo.cispo import SoftGate, VespoWeight
+from agentrl.algorithms.presets.zoo.dppo import DivergenceGate, TopKDivergenceGate
 
 RHO = torch.tensor([1.5, 0.5, 1.5, 0.5, 4.0, 1.0], dtype=torch.float64)
 SIGN = torch.tensor([1.0, 1, -1, -1, -1, 1], dtype=torch.float64)
@@ -40,14 +38,14 @@ def near(values: Tensor, expected: Sequence[float]) -> bool:
         (Clip(), [0, 0.5, 1.5, 0, 4, 1]),
         (Clip(dual=3), [0, 0.5, 1.5, 0, 0, 1]),
         (Clip(0.5, 0.5), [1.5, 0.5, 1.5, 0.5, 4, 1]),
-        (Trust(), [0, 1, 1, 0, 1, 1]),
-        (Trust(dual=3), [0, 1, 1, 0, 0, 1]),
-        (Trunc(0, 2), [1.5, 0.5, 1.5, 0.5, 2, 1]),
-        (Trunc(0.8, 1.28), [1.28, 0.8, 1.28, 0.8, 1.28, 1]),
-        (Band(0.5, 2), [1.5, 0.5, 1.5, 0.5, 0, 1]),
-        (Inside(0.6, 2), [1, 0, 1, 0, 0, 1]),
-        (Soft(), [1.410022, 0.470007, 1.40121, 0.46707, 0.630445, 1]),
-        (Opsm(0.1), [1, 1, 1, 0, 1, 1]),
+        (TrustRegion(), [0, 1, 1, 0, 1, 1]),
+        (TrustRegion(dual=3), [0, 1, 1, 0, 0, 1]),
+        (Truncate(0, 2), [1.5, 0.5, 1.5, 0.5, 2, 1]),
+        (Truncate(0.8, 1.28), [1.28, 0.8, 1.28, 0.8, 1.28, 1]),
+        (RatioInRange(0.5, 2), [1.5, 0.5, 1.5, 0.5, 0, 1]),
+        (InRange(0.6, 2), [1, 0, 1, 0, 0, 1]),
+        (SoftGate(), [1.410022, 0.470007, 1.40121, 0.46707, 0.630445, 1]),
+        (OffPolicyMask(0.1), [1, 1, 1, 0, 1, 1]),
     ],
 )
 def test_factors(gate: GateFn, expected: list[float]) -> None:
@@ -61,13 +59,13 @@ def test_clip_higher_keeps_what_the_upper_bound_allows() -> None:
 
 
 def test_no_advantage_is_bounded_like_a_good_one() -> None:
-    assert near(Trust()(RHO.log(), torch.zeros(6), {}), [0, 1, 0, 1, 0, 1])
+    assert near(TrustRegion()(RHO.log(), torch.zeros(6), {}), [0, 1, 0, 1, 0, 1])
 
 
 def test_vespo_shapes() -> None:
     lr = torch.tensor([0.5, 1.0, 2.0]).double().log()
-    assert near(Vespo()(lr, torch.ones(3), {}), [1.120422, 1, 0.199148])
-    assert near(Vespo()(lr, -torch.ones(3), {})[1:], [1, 8 * float(torch.tensor(-2.0).exp())])
+    assert near(VespoWeight()(lr, torch.ones(3), {}), [1.120422, 1, 0.199148])
+    assert near(VespoWeight()(lr, -torch.ones(3), {})[1:], [1, 8 * float(torch.tensor(-2.0).exp())])
 
 
 @pytest.mark.parametrize(
@@ -88,15 +86,15 @@ def test_divergence_bounds_a_probability_not_its_ratio(
     b = torch.tensor([mu]).double().log()
     streams = {"b": b, "p": b + log(1.5)}
     lr, up = streams["p"] - b, torch.ones(1)
-    assert near(Div(kind, bound, bound)(lr, up, streams), [kept])
-    assert near(Div(kind, bound, bound)(lr, -up, streams), [1.5])
+    assert near(DivergenceGate(kind, bound, bound)(lr, up, streams), [kept])
+    assert near(DivergenceGate(kind, bound, bound)(lr, -up, streams), [1.5])
 
 
 def test_divergence_bounds_both_directions_and_caps_the_ratio() -> None:
     b = torch.tensor([0.6, 0.01, 0.6]).log()
     p = torch.tensor([0.3, 0.15, 0.3]).log()
     advantage = torch.tensor([-1.0, 1.0, 1.0])
-    factors = Div("tv", 0.2, 0.2, 10.0)(p - b, advantage, {"b": b, "p": p})
+    factors = DivergenceGate("tv", 0.2, 0.2, 10.0)(p - b, advantage, {"b": b, "p": p})
     assert near(factors, [0, 10, 0.5])
 
 
@@ -104,8 +102,9 @@ def test_extreme_ratios_stay_finite() -> None:
     lr = torch.tensor([-1e6, 1e6]).double()
     streams = {"b": torch.tensor([0.0, -1e6]).double(), "p": torch.tensor([-1e6, 0.0]).double()}
     gates: list[GateFn] = [
-        Ratio(), Clip(), Clip(0.2, inf), Trust(), Trunc(), Band(0, inf), Inside(0, inf), Soft(),
-        Vespo(), Opsm(), Div("tv"), Div("kl"),
+        Ratio(), Clip(), Clip(0.2, inf), TrustRegion(), Truncate(), RatioInRange(0, inf),
+        InRange(0, inf), SoftGate(), VespoWeight(), OffPolicyMask(), DivergenceGate("tv"),
+        DivergenceGate("kl"),
     ]  # fmt: skip
     for gate in gates:
         for sign in (-1.0, 0.0, 1.0):
@@ -130,7 +129,7 @@ def test_top_k_divergence_counts_the_rest_as_one_symbol(
     streams, up = top((0.6, 0.3), (0.5, 0.3)), torch.ones(1).double()
     lr = (streams["p_K"] - streams["o_K"])[:, 0]
     for bound, factor in ((distance + 1e-6, 0.5 / 0.6), (distance - 1e-6, 0.0)):
-        gate = TopDiv(kind, bound, bound, k=2)
+        gate = TopKDivergenceGate(kind, bound, bound, k=2)
         assert near(gate(lr, -up, streams), [factor])
         assert near(gate(lr, up, streams), [0.5 / 0.6])  # back to where it came from
 
@@ -139,9 +138,9 @@ def test_top_k_divergence_sees_what_the_sampled_token_does_not() -> None:
     # The sampled token gained little; the two likeliest have changed places.
     streams, up = top((0.1, 0.6, 0.2), (0.11, 0.2, 0.6)), torch.ones(1).double()
     lr = (streams["p_K"] - streams["o_K"])[:, 0]
-    assert near(TopDiv(k=3)(lr, up, streams), [0])
+    assert near(TopKDivergenceGate(k=3)(lr, up, streams), [0])
     binary = {"b": streams["o_K"][:, 0], "p": streams["p_K"][:, 0]}
-    assert near(Div()(lr, up, binary), [1.1])
+    assert near(DivergenceGate()(lr, up, binary), [1.1])
 
 
 def test_top_k_divergence_of_all_symbols_is_that_of_the_distributions() -> None:
@@ -153,7 +152,7 @@ def test_top_k_divergence_of_all_symbols_is_that_of_the_distributions() -> None:
     kinds: list[tuple[Literal["tv", "kl"], Tensor]] = [("tv", tv), ("kl", kl)]
     for kind, distance in kinds:
         far = (distance > 0.3) & (sign * lr > 0)
-        gate = TopDiv(kind, 0.3, 0.3, inf, 7)
+        gate = TopKDivergenceGate(kind, 0.3, 0.3, inf, 7)
         assert near(gate(lr, sign, {"o_K": o_K, "p_K": p_K}), (lr.exp() * ~far).tolist())
 
 
@@ -166,7 +165,7 @@ def test_fewer_symbols_never_see_a_larger_divergence() -> None:
     for kind in kinds:
         before = torch.zeros(200, dtype=torch.bool)
         for k in range(1, 10):
-            gate = TopDiv(kind, 0.2, 0.2, k=k)
+            gate = TopKDivergenceGate(kind, 0.2, 0.2, k=k)
             dropped = gate(lr, lr, {"o_K": o_K[:, :k], "p_K": p_K[:, :k]}) == 0
             assert not (before & ~dropped).any()
             before = dropped

@@ -20,7 +20,7 @@ from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.lm_head import action_logprobs, other_logprobs, top_tokens
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.packing import Packing
-from agentrl.algorithms.objective.core import credited, plan, psi
+from agentrl.algorithms.objective.core import compute_advantages, loss_terms, psi
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.algorithms.train.dump import Dump, load_dump, save_dump
 from agentrl.algorithms.train.update import Updater
@@ -56,7 +56,7 @@ def published(batch: Batch, case: str, old: Tensor, now: Tensor) -> Tensor:
     options = CASES[case]
     k, kl, cap = options["k"], options.get("kind") == "kl", options.get("cap", 20.0)
     low, high = (options.get(name, 0.05 if kl else 0.15) for name in ("low", "high"))
-    advantage = credited(make("dr-grpo", {}), batch).tolist()
+    advantage = compute_advantages(make("dr-grpo", {}), batch).tolist()
     leaf = now.clone().requires_grad_()
     loss = torch.zeros((), dtype=torch.float64)
     rows = {r for r, a in zip(batch.token_row.tolist(), advantage, strict=True) if a == a}
@@ -95,7 +95,7 @@ def test_psi_is_minus_the_gradient_of_the_published_loss(case: str) -> None:
         old, now = logits(batch, seed)
         ids, leaf = symbols(old, algo.symbols), now.clone().requires_grad_()
         o_NK = old.log_softmax(-1).gather(1, ids)
-        terms = plan(algo, batch, {"o": o_NK[:, 0], "o_K": o_NK})
+        terms = loss_terms(algo, batch, {"o": o_NK[:, 0], "o_K": o_NK})
         p_NK = leaf.log_softmax(-1).gather(1, ids)
         found = psi(algo, terms, p_NK, torch.arange(batch.n_tokens))
         p_NK[:, 0].backward(found)
@@ -114,16 +114,16 @@ def test_the_first_step_needs_no_symbols_and_trusts_everything() -> None:
 
     batch = flat(padded(0))
     algo = make("dppo-topk", {}, streams=("o", "b", "k"))
-    terms, p = plan(algo, batch, {}, fresh=True), batch.behaviour.double()
+    terms, p = loss_terms(algo, batch, {}, fresh=True), batch.behaviour.double()
     assert torch.equal(psi(algo, terms, p, torch.arange(len(p))), terms.weight * terms.advantage)
     with pytest.raises(TrainingError, match=r"old policy's most probable tokens \(stream o_K\)"):
-        plan(algo, batch, {"o": p})
+        loss_terms(algo, batch, {"o": p})
     both = {"o": p, "o_K": torch.stack((p, p), 1)}
     with pytest.raises(TrainingError, match="of the symbols"):
-        psi(algo, plan(algo, batch, both), p, torch.arange(len(p)))
+        psi(algo, loss_terms(algo, batch, both), p, torch.arange(len(p)))
     bad = torch.stack((p, torch.full_like(p, math.nan)), 1)
     with pytest.raises(TrainingError, match="log-probs of the current policy"):
-        psi(algo, plan(algo, batch, both), bad, torch.arange(len(p)))
+        psi(algo, loss_terms(algo, batch, both), bad, torch.arange(len(p)))
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -221,7 +221,7 @@ def test_minibatches_and_epochs_carry_their_symbols(tmp_path: Path) -> None:
     assert found["policy/clip_fraction"] > 0
     batch = learner.batches[0]
     o_NK = learner.top(batch, 2)[1]
-    terms = plan(algo, batch, {"o": o_NK[:, 0], "o_K": o_NK})
+    terms = loss_terms(algo, batch, {"o": o_NK[:, 0], "o_K": o_NK})
     assert trust(algo, terms, o_NK)["policy/clip_fraction"] == 0
 
 
@@ -246,7 +246,7 @@ def test_steps_of_a_real_learner_are_held_and_can_be_dumped(
     assert (found["update/steps"], found["update/skipped"]) == (4, 0)
     assert 0 < found["policy/clip_fraction"] < 1
     o_NK = learner.top(seen[0], 5)[1]
-    terms = plan(algo, seen[0], {"o": o_NK[:, 0], "o_K": o_NK})
+    terms = loss_terms(algo, seen[0], {"o": o_NK[:, 0], "o_K": o_NK})
     save_dump(tmp_path / "dump", Dump(seen[0], terms, o_NK[:, 0], 1.0, 1.0))
     read = load_dump(tmp_path / "dump")
     assert torch.equal(read.batch.symbols, seen[0].symbols)

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit.core import Critic, Gae, Plus
-from agentrl.algorithms.credit.outcomes import Toll
+from agentrl.algorithms.credit.core import CriticValues, Gae, TokenKLPenalty, WeightedSum
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective import values as targets
 from agentrl.algorithms.objective.core import Algo
@@ -31,9 +30,9 @@ def test_token_returns_are_those_of_the_catalogue_before_whitening() -> None:
     # A2: r = [0, 0, 1], V = [.5, .6, .7], gamma 1, lambda .95.
     batch = world(Play([Call(tokens=3)], outcome=1.0), values=[0.5, 0.6, 0.7])
     algo = catalogue.make("ppo", {}, streams=EVERY)
-    assert known(Gae(Critic())(batch)) == [0.46575, 0.385, 0.3]
+    assert known(Gae(CriticValues())(batch)) == [0.46575, 0.385, 0.3]
     assert known(targets.returns(algo, batch)) == [0.96575, 0.985, 1.0]
-    assert known(objective.credited(algo, batch)) != [0.46575, 0.385, 0.3]
+    assert known(objective.compute_advantages(algo, batch)) != [0.46575, 0.385, 0.3]
 
 
 def test_step_returns_are_learned_at_the_first_token_of_each_call() -> None:
@@ -120,10 +119,13 @@ def test_values_that_are_rewards_teach_no_critic() -> None:
 
 def test_two_readings_of_one_critic_are_refused() -> None:
     batch = world(Play([Call()], outcome=1.0), values=[0.0])
-    algo = Algo(Plus(((Gae(Critic()), 1.0), (Gae(Critic(), gamma=0.5), 1.0))), name="both")
+    algo = Algo(
+        WeightedSum(((Gae(CriticValues()), 1.0), (Gae(CriticValues(), gamma=0.5), 1.0))),
+        name="both",
+    )
     with pytest.raises(TrainingError, match="reads one critic in 2 different ways"):
         targets.returns(algo, batch)
-    twice = Algo(Plus(((Gae(Critic()), 1.0), (Gae(Critic()), 0.5))))
+    twice = Algo(WeightedSum(((Gae(CriticValues()), 1.0), (Gae(CriticValues()), 0.5))))
     assert known(targets.returns(twice, batch)) == [1.0]
 
 
@@ -131,7 +133,7 @@ def test_two_readings_of_one_critic_are_refused() -> None:
 def test_values_that_are_not_finite_are_refused(value: float) -> None:
     batch = world(Play([Call(tokens=2)], outcome=1.0), values=[0.5, value])
     with pytest.raises(TrainingError, match="1 of 2 values of the critic are NaN or infinite"):
-        targets.returns(Algo(Gae(Critic())), batch)
+        targets.returns(Algo(Gae(CriticValues())), batch)
 
 
 def naive_loss(terms: ValueTerms, v: Tensor) -> Tensor:
@@ -166,32 +168,33 @@ def test_a_minibatch_is_a_mean_of_its_own() -> None:
     target = torch.tensor([1.0, NAN, 2.0, 3.0]).double()
     terms = targets.value_terms(target, torch.zeros(4), clip=0.2)
     assert terms.weight.tolist() == pytest.approx([1 / 3, 0, 1 / 3, 1 / 3])
-    part = targets.part_of(terms, torch.tensor([0, 1, 2]))
+    part = targets.select_tokens(terms, torch.tensor([0, 1, 2]))
     assert part.weight.tolist() == pytest.approx([0.5, 0, 0.5])
     assert part.returns.tolist() == [1.0, 0.0, 2.0]
-    assert targets.part_of(terms, torch.tensor([1])).weight.tolist() == [0.0]
+    assert targets.select_tokens(terms, torch.tensor([1])).weight.tolist() == [0.0]
 
 
 def test_explained_variance() -> None:
     target = torch.tensor([0.0, 1.0, 2.0, NAN]).double()
-    perfect = targets.describe(targets.value_terms(target, target.nan_to_num(), clip=0.2))
+    perfect = targets.value_metrics(targets.value_terms(target, target.nan_to_num(), clip=0.2))
     assert perfect["critic/explained_variance"] == pytest.approx(1.0)
     assert perfect["critic/return_mean"] == pytest.approx(1.0)
-    blind = targets.describe(targets.value_terms(target, torch.zeros(4), clip=0.2))
+    blind = targets.value_metrics(targets.value_terms(target, torch.zeros(4), clip=0.2))
     assert blind["critic/explained_variance"] == pytest.approx(0.0)
-    half = targets.describe(targets.value_terms(target, target.nan_to_num() / 2, clip=0.2))
+    half = targets.value_metrics(targets.value_terms(target, target.nan_to_num() / 2, clip=0.2))
     assert half["critic/explained_variance"] == pytest.approx(0.75)
-    same = targets.describe(targets.value_terms(torch.ones(2), torch.zeros(2), clip=0.2))
+    same = targets.value_metrics(targets.value_terms(torch.ones(2), torch.zeros(2), clip=0.2))
     assert same["critic/explained_variance"] == 0.0
     assert (
-        targets.describe(targets.value_terms(torch.full((1,), NAN), torch.zeros(1), clip=1)) == {}
+        targets.value_metrics(targets.value_terms(torch.full((1,), NAN), torch.zeros(1), clip=1))
+        == {}
     )
 
 
 def test_the_toll_is_paid_by_every_token() -> None:
     batch = world(Play([Call(tokens=2), Call(tokens=1)], outcome=1.0), values=[0.0] * 3)
     batch = dataclasses.replace(batch, reference=torch.tensor([-1.5, -1.0, -0.5]).double())
-    # b is -1 everywhere, so b - q = [.5, 0, -.5], and the toll at beta .1 [.05, 0, -.05].
+    # b is -1 everywhere, so b - q = [.5, 0, -.5], and the penalty at beta .1 [.05, 0, -.05].
     algo = catalogue.make("ppo", {"kl_reward": 0.1, "lam": 1.0}, streams=EVERY)
     assert "q" in algo.needs
     assert known(targets.returns(algo, batch)) == [1.0, 1.05, 1.05]
@@ -199,4 +202,4 @@ def test_the_toll_is_paid_by_every_token() -> None:
     assert "q" in togo.needs
     assert "q" not in catalogue.make("reinforce++", {}).needs
     with pytest.raises(TrainingError, match=r"stream q.*there are none"):
-        Toll(0.1)(world(Play([Call()], outcome=1.0)))
+        TokenKLPenalty(0.1)(world(Play([Call()], outcome=1.0)))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.objective.core import Algo, plan, psi
+from agentrl.algorithms.objective.core import Algo, loss_terms, psi
 from agentrl.algorithms.objective.ratios import Clip
 from agentrl.algorithms.presets.catalogue import make, modifiers, presets
 from agentrl.errors import ConfigError, TrainingError
@@ -479,7 +479,7 @@ def current(algo: Algo, data: Padded) -> Tensor:
     """psi in token order."""
     batch = flat(data)
     o = data.o[data.mask]
-    terms = plan(algo, batch, {"o": o, "q": o - 0.1, "t": o - 0.2})
+    terms = loss_terms(algo, batch, {"o": o, "q": o - 0.1, "t": o - 0.2})
     return psi(algo, terms, data.p[data.mask], torch.arange(batch.n_tokens))
 
 
@@ -519,7 +519,7 @@ def test_the_first_step_is_reinforce_with_the_same_weights(case: str) -> None:
     batch = flat(data)
     algo = build(case)
     b = batch.behaviour.double()
-    terms = plan(algo, batch, {"o": b, "q": b, "t": b})
+    terms = loss_terms(algo, batch, {"o": b, "q": b, "t": b})
     assert torch.equal(
         psi(algo, terms, b, torch.arange(batch.n_tokens)), terms.weight * terms.advantage
     )
@@ -531,7 +531,7 @@ def test_micro_batches_of_rows_in_any_order_add_up(case: str) -> None:
     batch = flat(data)
     algo = build(case)
     o = data.o[data.mask]
-    terms = plan(algo, batch, {"o": o, "q": o - 0.1, "t": o - 0.2})
+    terms = loss_terms(algo, batch, {"o": o, "q": o - 0.1, "t": o - 0.2})
     p = data.p[data.mask]
     whole = psi(algo, terms, p, torch.arange(batch.n_tokens))
     rows = list(range(len(data.rollout)))
@@ -597,7 +597,7 @@ def test_options_reach_the_preset_and_its_modifiers() -> None:
         (
             "rloo",
             {"clip_high": 0.3},
-            r"no option of 'rloo'; valid: entropy, reward",
+            r"options\.clip_high: no option of 'rloo'; valid: entropy, reward",
         ),
         ("grpo", {"tis_cap": 2.0}, r"options\.tis_cap: no option of 'grpo'"),
         ("grpo", {"clip_high": inf}, r"options\.clip_high = inf: .*<= 1000000"),
@@ -614,7 +614,7 @@ def test_options_reach_the_preset_and_its_modifiers() -> None:
         ("dppo-topk", {}, r"'dppo-topk' needs the most probable tokens .*choose dppo-tv"),
         ("dppo-topk", {"kind": "js"}, r"options\.kind = 'js': "),
         ("dppo-topk", {"k": 0}, r"options\.k = 0: "),
-        ("scalerl+tis", {}, r"correct for the sampler twice, by Trunc\(lo=0\.0, hi=5\.0\) and"),
+        ("scalerl+tis", {}, r"correct for the sampler twice, by Truncate\(lo=0\.0, hi=5\.0\) and"),
         ("grpo+tis+mis", {}, r"correct for the sampler twice"),
     ],
 )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.objective.core import plan, psi
+from agentrl.algorithms.objective.core import loss_terms, psi
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.errors import ConfigError
 from tests.algorithms.naive import (
@@ -489,7 +489,7 @@ def test_psi_is_minus_the_gradient_of_the_published_loss(name: str, seed: int) -
     algo = make(name.split()[0], CASES[name][3], streams=("o", "b", "q", "v"))
     draw = torch.Generator().manual_seed(seed)
     p, o = -torch.rand(2, batch.n_tokens, generator=draw, dtype=torch.float64)
-    terms = plan(algo, batch, {"o": o})
+    terms = loss_terms(algo, batch, {"o": o})
     actual = psi(algo, terms, p, torch.arange(batch.n_tokens))
     expected = published(CASES[name], plays, batch, p, o)
     assert torch.allclose(actual, expected, rtol=1e-10, atol=1e-10)
@@ -506,7 +506,7 @@ def test_hopeless_batches_give_no_nan(name: str) -> None:
         }
         batch.rewards.update(flat)
         algo = make(name.split()[0], CASES[name][3], streams=("o", "b", "q", "v"))
-        terms = plan(algo, batch, {}, fresh=True)
+        terms = loss_terms(algo, batch, {}, fresh=True)
         p = batch.behaviour.double()
         assert psi(algo, terms, p, torch.arange(batch.n_tokens)).isfinite().all()
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from agentrl.algorithms.data import rewards as columns
 from agentrl.algorithms.data.merge import build_batch, valid
 from agentrl.algorithms.diagnostics import metrics
-from agentrl.algorithms.objective.core import credited
+from agentrl.algorithms.objective.core import compute_advantages
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.algorithms.sampling import collect
 from agentrl.algorithms.sampling.counterfactuals import (
@@ -212,8 +212,8 @@ def test_nobody_learns_from_a_replay() -> None:
     batch = build_batch([whole], reward_names=algo.rewards)
     assert batch.rollouts == ["a", "b"]
     # Each role against its own in the other rollout, where all of a's were worth 0.5 more.
-    assert credited(algo, batch).tolist() == pytest.approx([0.25] * 3 + [-0.25] * 3)
-    alone = credited(make("difference", {"baseline": "none"}), batch).tolist()
+    assert compute_advantages(algo, batch).tolist() == pytest.approx([0.25] * 3 + [-0.25] * 3)
+    alone = compute_advantages(make("difference", {"baseline": "none"}), batch).tolist()
     assert alone == pytest.approx([1.0, 0.6, 0.4, 0.5, 0.1, -0.1])
     assert collect.measured([whole], [], 0)["reward/sampled_mean"] == 0.75
     measured = metrics.collected([whole], batch)
@@ -254,7 +254,7 @@ def test_a_step_whose_replays_have_no_outcome_teaches_nothing(
     assert "None of the 3 replays of step 3 has an outcome" in caplog.text
     algo = lenient(config, make("difference", {}))
     assert read(config, algo)
-    columns.check([group], [name for name in algo.rewards if name not in algo.optional])
+    columns.check_rewards([group], [name for name in algo.rewards if name not in algo.optional])
     assert build_batch([group], reward_names=algo.rewards, min_group=1).n_tokens == 0
     other = make("grpo", {})
     assert lenient(config, other) is other

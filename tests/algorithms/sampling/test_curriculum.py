@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from agentrl.algorithms.data.state import Means, State
+from agentrl.algorithms.data.state import AlgorithmState, CountedMeans
 from agentrl.algorithms.sampling.collect import Collector
 from agentrl.algorithms.sampling.curriculum import PART, Difficulty, name
 from agentrl.algorithms.sampling.task_sampler import TaskStream
@@ -55,7 +55,9 @@ def test_what_is_always_the_same_is_drawn_ever_less_but_never_not_at_all(outcome
 
 
 def test_tasks_that_are_solved_sometimes_come_most_often() -> None:
-    means = Means({name(TASKS[0]): (1.0, 50), name(TASKS[1]): (0.5, 50), name(TASKS[2]): (0.0, 50)})
+    means = CountedMeans(
+        {name(TASKS[0]): (1.0, 50), name(TASKS[1]): (0.5, 50), name(TASKS[2]): (0.0, 50)}
+    )
     drawn = Counter(task["input"] for task in Difficulty(means).draw(TASKS, "seed", 500))
     assert drawn["good"] > 400
     assert drawn["easy"] > 0
@@ -68,12 +70,14 @@ def test_a_task_is_known_by_its_id_or_its_content() -> None:
 
 
 def test_requests_follow_seed_and_checkpoint() -> None:
-    state = State((), {PART: Means({name(TASKS[1]): (0.5, 9), name(TASKS[0]): (1 / 3, 7)})})
+    state = AlgorithmState(
+        (), {PART: CountedMeans({name(TASKS[1]): (0.5, 9), name(TASKS[0]): (1 / 3, 7)})}
+    )
     saved = json.dumps(state.dump())
-    again = Means()
-    State((), {PART: again}).restore(json.loads(saved))
+    again = CountedMeans()
+    AlgorithmState((), {PART: again}).restore(json.loads(saved))
     part = state.parts[PART]
-    assert isinstance(part, Means)
+    assert isinstance(part, CountedMeans)
     one, other = stream(Difficulty(part)), stream(Difficulty(again))
     for step in range(3):
         assert one.rollouts(step) == other.rollouts(step)

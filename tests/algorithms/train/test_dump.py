@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.objective.core import plan
+from agentrl.algorithms.objective.core import loss_terms
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.train.dump import BadSteps, Dump, load_dump, save_dump
 from agentrl.errors import TrainingError
@@ -21,7 +21,7 @@ def make_dump() -> Dump:
     outcome[-1:] = math.nan
     memory = {"ema": torch.rand(len(batch.rollouts)).double()}
     batch = dataclasses.replace(batch, rewards={"outcome": outcome}, memory=memory)
-    terms = plan(catalogue.make("gspo+tis", {}), batch, {}, fresh=True)
+    terms = loss_terms(catalogue.make("gspo+tis", {}), batch, {}, fresh=True)
     return Dump(batch, terms, batch.behaviour * math.inf, loss=math.nan, grad_norm=math.inf)
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from agentrl.algorithms.credit.turns import HINDSIGHT
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.presets.catalogue import make
+from agentrl.algorithms.presets.zoo.hcapo import HINDSIGHT
 from agentrl.algorithms.train.hindsight import Hindsight
 from agentrl.algorithms.train.preprocess import Intake
 from agentrl.algorithms.train.update import Updater

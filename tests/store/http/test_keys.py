@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
 import httpx
 import pytest
 
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, Forbidden
+from agentrl.store import Store, open_store
 from agentrl.store.http.keys import LOOK, KeyFile, Keys
-from agentrl.store.http.wire import Scope
+from agentrl.store.http.wire import CLAIM_SECRET, KeyScope
 
 OF_RUN = "of-one-run-only"
+RUNNERS = "admin:admin-secret\nrunner:runner-secret"
 KEYS = f"admin:admin-secret\nrunner@mine:{OF_RUN}"
 
 
@@ -35,13 +38,13 @@ def stranger(serving, tmp_path):
                 httpx.post(f"{address}/v1/{verb}", json=body, headers=admin).raise_for_status()
             row |= {"id": f"{run}/1", "index": 1}
             httpx.post(f"{address}/v1/enqueue", json={"rollouts": [row]}, headers=admin)
-        headers = {"authorization": f"Bearer {OF_RUN}"}
+        headers = {"authorization": f"Bearer {OF_RUN}", CLAIM_SECRET: "s" * 16}
         with httpx.Client(base_url=address, headers=headers) as client:
             yield client
 
 
 CALLS = {
-    "claim": {"n": 1, "runner": "r", "lease": 60, "run": "RUN"},
+    "claim": {"n": 1, "runner": "r", "lease": 60, "run": "RUN", "claim_id": "c-RUN"},
     "run": {"run": "RUN"},
     "policies": {"run": "RUN"},
     "trace": {"rollout": "RUN/0"},
@@ -68,12 +71,85 @@ def test_a_key_of_a_run_says_which_run(stranger: httpx.Client) -> None:
     assert stranger.post("/v1/enqueue", json={"rollouts": []}).status_code == 403
 
 
+def http(url: str, key: str) -> Store:
+    return open_store(url.replace("http://", f"http://{key}@"))
+
+
+@pytest.mark.parametrize("url", ["sqlite", "postgres"], indirect=True)
+async def test_only_who_claimed_an_attempt_writes_to_it(serving, url: str, kit) -> None:
+    """Also after a restart of the server, of which the database does not tell the secret."""
+    for life in range(2):
+        with serving(url, RUNNERS) as address:
+            async with contextlib.AsyncExitStack() as stack:
+                names = ("runner-secret", "runner-secret", "admin-secret")
+                stores = [await stack.enter_async_context(http(address, key)) for key in names]
+                mine, thief, admin = stores
+                if life == 0:
+                    await admin.open_run("run", {})
+                    await admin.enqueue(kit.group("a", 2))
+                    secret = mine._headers[CLAIM_SECRET]
+                    one, two = await mine.claim(2, runner="r", lease=600, claim_id="c")
+                mine._headers[CLAIM_SECRET] = secret
+                repeat = await mine.claim(2, runner="r", lease=600, claim_id="c")
+                assert [attempt.id for attempt in repeat] == [one.id, two.id][life:]
+                assert await thief.claim(2, runner="r", lease=600, claim_id="c") == []
+                call = kit.call(two, [1, life], [2])
+                for verb in (
+                    thief.finish([kit.good(two, 9.0)]),
+                    thief.finish([kit.good([one, two][life], 9.0)]),
+                    thief.heartbeat([two.id], lease=60),
+                    thief.add_transitions([call]),
+                    thief.add_spans([kit.span(two)]),
+                ):
+                    with pytest.raises(Forbidden, match="was claimed by another caller"):
+                        await verb
+                assert await mine.heartbeat([two.id], lease=600) == [two.id]
+                assert await mine.add_transitions([call]) == [True]
+                await mine.add_spans([kit.span(two)])
+                assert await mine.finish([kit.good([one, two][life])]) == [True]
+    async with open_store(url) as store:
+        assert [row.rewards[0].value for row in await store.rollouts("run")] == [1.0, 1.0]
+        claims = await store.claims([one.id, two.id])
+    assert all(secret not in claim for _, claim in claims.values())
+
+
+def test_a_runner_key_needs_a_claim_secret(serving, tmp_path: Path) -> None:
+    body = {"n": 1, "runner": "r", "lease": 60, "claim_id": "c"}
+    with serving(f"sqlite:///{tmp_path / 'store.db'}", RUNNERS) as address:
+        for secret, claim_id, status in (("", "c", 403), ("s" * 15, "c", 403), ("s" * 16, "", 422)):
+            headers = {"authorization": "Bearer runner-secret", CLAIM_SECRET: secret}
+            answer = httpx.post(
+                f"{address}/v1/claim", json=body | {"claim_id": claim_id}, headers=headers
+            )
+            assert answer.status_code == status, answer.text
+
+
+WRITES = {
+    "heartbeat": lambda attempt: {"attempts": [attempt], "lease": 60},
+    "finish": lambda attempt: {"outcomes": [{"attempt": attempt, "fence": 1}]},
+    "add_spans": lambda attempt: {
+        "spans": [
+            {"id": "1", "attempt": attempt, "parent": None, "name": "x", "kind": "tool"}
+            | {"start": 1, "end": 2}
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("verb", WRITES)
+def test_a_key_of_a_run_writes_to_no_attempt_of_another(stranger: httpx.Client, verb: str) -> None:
+    admin = {"authorization": "Bearer admin-secret"}
+    trace = stranger.post("/v1/trace", json={"rollout": "other/0"}, headers=admin).json()
+    answer = stranger.post(f"/v1/{verb}", json=WRITES[verb](trace["attempt"]))
+    assert (answer.status_code, "for run 'mine' only" in answer.text) == (403, True)
+
+
 def test_keys_expire() -> None:
     keys = Keys.parse("runner:some-secret;until=1970-01-02", "keys")
     day = 86_400.0
     found = keys.caller(bearer("some-secret"), day - 1)
     assert found is not None
-    assert found.scope is Scope.RUNNER
+    assert found.scope is KeyScope.RUNNER
     assert keys.caller(bearer("some-secret"), day) is None
 
 

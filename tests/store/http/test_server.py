@@ -20,9 +20,9 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
 
 from agentrl.store import base
-from agentrl.store.http import bodies, serve
-from agentrl.store.http.wire import MSGPACK, SCOPES, VERBS, Scope
-from agentrl.store.requests import KEPT
+from agentrl.store.http import request_limits, serve
+from agentrl.store.http.wire import MSGPACK, SCOPES, VERBS, KeyScope
+from agentrl.store.writer import KEPT
 
 ROLLOUT = {"id": "g/0", "run": "run", "group": "g", "index": 0, "task": {}}
 
@@ -85,7 +85,7 @@ def test_without_keys_only_who_calls_it_this_machine_is_answered(serving, tmp_pa
 def test_the_protocol_says_what_a_runner_may_read():
     (sentence,) = re.findall(r"need: (.*?);", base.__doc__, re.DOTALL)
     does = {"claim", "heartbeat", "finish", "add_transitions", "add_spans"}
-    reads = {name for name, scope in SCOPES.items() if scope is Scope.RUNNER} - does
+    reads = {name for name, scope in SCOPES.items() if scope is KeyScope.RUNNER} - does
     assert set(re.findall(r"`(\w+)`", sentence)) == reads
 
 
@@ -258,7 +258,7 @@ def half_a_request(address: str) -> Iterator[socket.socket]:
 
 
 def test_half_a_body_is_not_waited_for_without_end(serving, tmp_path, monkeypatch):
-    monkeypatch.setattr(bodies, "SILENCE", 0.05)
+    monkeypatch.setattr(request_limits, "SILENCE", 0.05)
     with (
         serving(f"sqlite:///{tmp_path / 'store.db'}") as address,
         half_a_request(address) as half,

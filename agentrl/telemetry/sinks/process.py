@@ -1,0 +1,199 @@
+"""The process that writes a run's metrics to its sinks, and the front's handle on it.
+
+    front ── starts, starts again, ends ──► sinks process ── one thread for each sink ──► backend
+
+Each thread follows the store by itself, so a backend that fails or hangs delays no other sink, and
+is the only owner of its sink's position: after a failure it continues where the sink stopped. The
+process works until its standard input ends, and then for a bounded time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from rich.console import Console
+
+from agentrl.config import RunConfig
+from agentrl.errors import AgentRLError, SinkError
+from agentrl.processes import USER_ERROR, Child, log_to_stderr
+from agentrl.store import open_store
+from agentrl.store.base import Store
+from agentrl.telemetry.sinks import base
+from agentrl.telemetry.sinks.base import Sink, load_position, position_file, save_position
+
+log = logging.getLogger(__name__)
+POLL = 1.0  # seconds between two looks at the store
+PAUSE, LONGEST = 10.0, 600.0  # seconds before what failed is tried again; doubles
+DRAIN = 30.0  # seconds that sinks have for what is left when a run ends
+SLACK = 5.0  # seconds after which the process ends by itself, where no front ends it
+
+
+def main(config: RunConfig) -> None:
+    """Write the run's metrics to its sinks until standard input ends, and then what is left.
+
+    Raises SinkError naming the sinks that did not get everything."""
+    log_to_stderr()
+    threads = [SinkThread(config, name) for name in config.metrics.sinks]
+    for thread in threads:
+        thread.start()
+    while os.read(0, 4096):  # unlike sys.stdin, holds no lock that the exit would wait for
+        pass
+    timer = threading.Timer(DRAIN + SLACK, os._exit, [1])  # a backend may block the exit too
+    timer.daemon = True
+    timer.start()
+    deadline = time.monotonic() + DRAIN
+    for thread in threads:
+        thread.run_ended.set()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.error:
+            thread.report(thread.error)
+    if errors := [thread.error for thread in threads if thread.error]:
+        raise SinkError("\n".join(errors))
+
+
+class SinkThread(threading.Thread):
+    """Writes the steps of a run to one sink, and tries again after a failure."""
+
+    def __init__(self, config: RunConfig, sink: str) -> None:
+        super().__init__(name=f"sink-{sink}", daemon=True)
+        self.config, self.sink = config, sink
+        self.run_ended = threading.Event()
+        self.error = _sentence(sink, f"it did not end within {DRAIN:.0f} s of the run")
+        self.reported = False
+
+    def run(self) -> None:
+        """Until everything is written, or the last try, after the run's end, has failed."""
+        pause = PAUSE
+        while self.error:
+            last = self.run_ended.is_set()
+            try:
+                with _locked(position_file(self.config, self.sink).with_suffix(".lock")):
+                    asyncio.run(self._write())
+                self.error = ""
+            except (AgentRLError, OSError) as error:
+                self.report(str(error))
+                if last:
+                    return
+                self.run_ended.wait(pause)
+                pause = min(2 * pause, LONGEST)
+
+    def report(self, error: str) -> None:
+        """Log a failure, the first time; the front shows its console what is logged."""
+        self.error = error
+        if not self.reported:
+            self.reported = True
+            log.warning("%s", error)
+
+    async def _write(self) -> None:
+        async with open_store(self.config.store) as store:
+            await write_steps(store, self.config, self.sink, self.run_ended)
+
+
+async def write_steps(
+    store: Store, config: RunConfig, name: str, run_ended: threading.Event
+) -> None:
+    """Write steps to the sink as they are committed; once the run has ended, the rest, and return.
+
+    Raises SinkError when the backend fails."""
+    file = position_file(config, name)
+    with _backend(name):
+        position = load_position(file)
+    sink: Sink | None = None
+    try:
+        while True:
+            last = run_ended.is_set()
+            rows = await store.steps(config.name, after=position.next - 1)
+            for row in position.unwritten(rows, config.steps):
+                with _backend(name):
+                    sink = sink or base.open_sink(name, config, position)
+                    sink.write(row)
+                    position = position.after(row)
+                    save_position(file, position)
+            if last:
+                return
+            await asyncio.to_thread(run_ended.wait, POLL)
+    finally:
+        if sink is not None:
+            with _backend(name):
+                sink.close()
+
+
+@contextlib.contextmanager
+def _backend(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (Exception, SystemExit) as error:  # a backend may raise anything
+        raise SinkError(_sentence(name, str(error) or type(error).__name__)) from error
+
+
+def _sentence(sink: str, problem: str) -> str:
+    first_line, _, _ = problem.strip().partition("\n")
+    return (
+        f"metrics sink {sink}: {first_line}. Training goes on and the store keeps every step; the"
+        " sink is tried again, or by the same command, and then given what it missed"
+    )
+
+
+def _locked(file: Path) -> IO[str]:
+    """The file, locked until it is closed: the process of an earlier front may still be writing."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lock = file.open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return lock
+
+
+@dataclass(slots=True)
+class SinksProcess:
+    """The process as the front of a run keeps it: started again when a backend ends it."""
+
+    child: Child
+    console: Console
+    reported: bool = False
+
+    async def keep(self) -> None:
+        pause = PAUSE
+        while True:
+            await self.child.start()
+            if not await self.child.wait():
+                return
+            self._report()
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST)
+
+    async def stop(self) -> None:
+        """Let the sinks write what is left, for a bounded time."""
+        if self.child.process is not None and self.child.process.returncode:
+            await self.child.start()  # it failed before: the last chance
+        await self.child.stop(DRAIN + SLACK)
+        self._report()
+
+    def _report(self) -> None:
+        """Print that the process itself failed. What a sink raised is in its log already."""
+        code = self.child.process.returncode if self.child.process else 0
+        if code and code != USER_ERROR and not self.reported:
+            self.reported = True
+            sentence = (
+                f"metrics sinks: their process ended with code {code} before they had everything;"
+                f" the same command gives them the rest (its output: {self.child.log})"
+            )
+            self.console.print(sentence, style="bold", highlight=False, markup=False)
+
+
+def sinks_process(config: RunConfig, run_file: Path, console: Console) -> SinksProcess | None:
+    """Not started yet; None for a run without sinks."""
+    if not config.metrics.sinks:
+        return None
+    file = Path(config.output, "logs", "sinks.log")
+    child = Child("sinks", ["sink", "start", str(run_file)], file, piped=True)
+    return SinksProcess(child, console)

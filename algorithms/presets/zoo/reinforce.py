@@ -1,0 +1,133 @@
+"""REINFORCE with several baselines: none, the others, a greedy rollout, lengths, scales."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from agentrl.algorithms.credit.core import (
+    GroupRelative,
+    RewardToGo,
+    Whiten,
+    has_variance,
+    response_lengths,
+    rewards,
+)
+from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.data.ids import known_mean
+from agentrl.algorithms.objective.core import Algo
+from agentrl.algorithms.presets.registry import (
+    PPO_CLIP,
+    ROW_SUMS,
+    TOKENS,
+    Num,
+    kl_in_reward,
+    preset,
+)
+from agentrl.errors import TrainingError
+
+
+@dataclass(frozen=True, slots=True)
+class RescaledByValid:
+    """The reward times known / surviving rollouts, which makes up for the zero gradients of groups
+    whose rewards do not differ. GPG, arXiv 2504.02546."""
+
+    reward: str = "outcome"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        x = rewards(batch, self.reward)
+        known = ~x.isnan()
+        return x * known.sum() / (has_variance(batch, self.reward) & known).sum().clamp(1)
+
+
+@dataclass(frozen=True, slots=True)
+class GreedyBaseline:
+    """The mean reward of the greedy rollouts of the group, missing where it has none. ReMax, arXiv
+    2310.10505. A rollout is greedy if all its calls were sampled at temperature 0.
+
+    Raises TrainingError where no group has one."""
+
+    reward: str = "outcome"
+    needs_greedy: ClassVar[bool] = True
+
+    def __call__(self, batch: Batch) -> Tensor:
+        greedy, group = batch.rollout_greedy, batch.rollout_group
+        if batch.n_tokens and not greedy.any():
+            raise TrainingError(
+                f"step {batch.step}: none of the {len(batch.groups)} groups has a greedy rollout "
+                "to compare with; let the agent leave the temperature to the run, which asks for "
+                "one rollout per group at temperature 0"
+            )
+        x = rewards(batch, self.reward)
+        if not greedy.numel():
+            return torch.full_like(x, torch.nan)
+        return known_mean(torch.where(greedy, x, torch.nan), group)[group]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRewards:
+    """The reward; missing for greedy rollouts, which are never trained on, and where the group has
+    none."""
+
+    reward: str = "outcome"
+
+    def __call__(self, batch: Batch) -> Tensor:
+        base = GreedyBaseline(self.reward)(batch)
+        if not batch.rollout_greedy.numel():
+            return base
+        lost = batch.rollout_greedy | base.isnan()
+        return torch.where(lost, torch.nan, rewards(batch, self.reward))
+
+
+@preset("reinforce")
+def reinforce(reward: str) -> Algo:
+    """Reward times log-prob, no baseline. Williams 1992."""
+    return Algo(GroupRelative(reward, base="none"), agg=ROW_SUMS)
+
+
+@preset("reinforce++", clip=PPO_CLIP)
+def reinforce_pp(reward: str, *, gamma: Num = 1.0, kl_reward: Num = 0.0) -> Algo:
+    """Reward-to-go whitened over all tokens; needs no groups. `kl_reward`: what every token pays
+    for leaving the reference. arXiv 2501.03262."""
+    credit = Whiten(RewardToGo(reward, gamma, kl_in_reward(kl_reward)))
+    return Algo(credit, agg=TOKENS)
+
+
+@preset("reinforce++-baseline", clip=PPO_CLIP)
+def baseline(reward: str) -> Algo:
+    """Group mean as baseline, whitened over all tokens. arXiv 2501.03262."""
+    return Algo(Whiten(GroupRelative(reward)), agg=TOKENS)
+
+
+@preset("rloo")
+def rloo(reward: str) -> Algo:
+    """Mean of the others as baseline, no clip. arXiv 2402.14740."""
+    return Algo(GroupRelative(reward, base="loo"), agg=ROW_SUMS)
+
+
+@preset("opo")
+def opo(reward: str) -> Algo:
+    """Length-weighted group mean as baseline, for exact on-policy training. arXiv 2505.23585."""
+    return Algo(GroupRelative(reward, bw=response_lengths), agg=TOKENS)
+
+
+@preset("gpg")
+def gpg(reward: str) -> Algo:
+    """Group mean as baseline, scaled up for groups without a gradient. arXiv 2504.02546."""
+    return Algo(GroupRelative(RescaledByValid(reward)), agg=TOKENS)
+
+
+@preset("remax")
+def remax(reward: str) -> Algo:
+    """A greedy rollout as baseline: the first of each group, which is not trained. arXiv
+    2310.10505."""
+    return Algo(GroupRelative(SampledRewards(reward), base=GreedyBaseline(reward)), agg=ROW_SUMS)
+
+
+@preset("maxrl", clip=PPO_CLIP)
+def maxrl(reward: str) -> Algo:
+    """Group mean as baseline and as scale, for rewards >= 0. arXiv 2602.02710."""
+    return Algo(GroupRelative(reward, norm="mean"), agg=TOKENS)

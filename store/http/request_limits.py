@@ -1,0 +1,221 @@
+"""What one client may take of the server: bytes of headers, time to send them, connections.
+
+Owns the idle connections: those whose client has not sent a whole request. Always true: an address
+has at most IDLE of them and the server at most `most` connections in all, because a new connection
+closes the idle one that was silent longest, and never one whose request is being executed. So
+whoever holds thousands of half-sent requests loses those, and keeps nobody else out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from typing import Any, cast
+
+from starlette.exceptions import HTTPException
+from starlette.types import Receive
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from agentrl.errors import Unavailable
+
+HEAD = 32 * 1024  # bytes of a request that are not its body
+HEADERS = 100  # of a request
+HEAD_TIME = 10.0  # seconds to send the headers, or what is left of a body that nobody wants
+IDLE = 4096  # connections of one address without a whole request; so many may come at once
+TOO_LARGE = f"The headers are larger than {HEAD} bytes, or more than {HEADERS}: send less."
+SILENCE = 30.0  # seconds without a byte after which the rest of a body is not waited for
+WHOLE = 120.0  # seconds for a whole body
+HELD = 128 * 2**20  # bytes of bodies that are still coming, all together
+
+
+class ConnectionLimits:
+    """The connections of one server."""
+
+    def __init__(self, most: int) -> None:
+        """`most` connections, which must be fewer than the files that the process may open."""
+        self._most, self._open = most, 0
+        self._idle: defaultdict[str, dict[LimitedProtocol, None]] = defaultdict(dict)
+
+    def protocol(self) -> type[asyncio.Protocol]:
+        """For uvicorn's `http`, which calls it as a class."""
+
+        def connection(*args: Any, **kwargs: Any) -> LimitedProtocol:
+            return LimitedProtocol(self, *args, **kwargs)
+
+        return cast(type[asyncio.Protocol], connection)
+
+    def entered(self, connection: LimitedProtocol) -> None:
+        self._open += 1
+        self.idle(connection)
+        mine = self._idle[connection.address]
+        if len(mine) > IDLE:
+            self._close_oldest(mine)
+        elif self._open > self._most:
+            self._close_oldest(max(self._idle.values(), key=len))
+
+    def idle(self, connection: LimitedProtocol) -> None:
+        self._idle[connection.address][connection] = None
+
+    def busy(self, connection: LimitedProtocol) -> None:
+        self._idle[connection.address].pop(connection, None)
+
+    def left(self, connection: LimitedProtocol) -> None:
+        self._open -= 1
+        self.busy(connection)
+        if not self._idle[connection.address]:
+            del self._idle[connection.address]
+
+    def _close_oldest(self, idle: dict[LimitedProtocol, None]) -> None:
+        oldest = next(iter(idle), None)
+        if oldest is not None:
+            self.busy(oldest)
+            oldest.transport.abort()
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """uvicorn's own has no limit for headers, and none for the time that a request takes to come.
+    The rest of a body that is wanted has its time from whoever reads it."""
+
+    def __init__(self, guard: ConnectionLimits, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._guard, self.address = guard, ""
+        self._whole, self._in_head = True, False  # of the request that is being read
+        self._head = self._body = self._framing = 0  # its bytes; framing: all that is no body
+        self._oversized = False
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.address = self.client[0] if self.client else ""
+        self._guard.entered(self)
+        self._start_clock()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_clock()
+        self._guard.left(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        before = self._body
+        super().data_received(data)
+        if self._whole:
+            self._framing = 0
+        else:
+            self._framing += len(data) - max(0, self._body - before)
+            if self._framing > HEAD + self._body // 8 and not self.transport.is_closing():
+                self._oversized = True
+                self.send_400_response("")
+        self._look()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._whole, self._in_head = False, True
+        self._head = self._body = 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._head += len(name) + len(value)
+        if len(self.headers) >= HEADERS or self._head > HEAD:
+            self._oversized = True
+            raise ValueError(TOO_LARGE)  # the parser stops, and says that the request is invalid
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._body += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._whole = True
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._look()
+
+    def send_400_response(self, msg: str) -> None:
+        """As uvicorn's, with the status and the words for too large headers."""
+        if not self._oversized:
+            super().send_400_response(msg)
+            return
+        head = f"content-length: {len(TOO_LARGE)}\r\nconnection: close\r\n\r\n{TOO_LARGE}"
+        self.transport.write(STATUS_LINE[431] + b"content-type: text/plain\r\n" + head.encode())
+        self.transport.close()
+
+    def _look(self) -> None:
+        """Whose turn it is now: the server's, or the client's, and then for how long."""
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if self.pipeline or (answering and not self.cycle.more_body):
+            self._guard.busy(self)
+        elif not self.transport.is_closing():
+            self._guard.idle(self)
+        if self._whole or (answering and not self._in_head):
+            self._stop_clock()
+        elif self._deadline is None:
+            self._start_clock()
+
+    def _start_clock(self) -> None:
+        self._deadline = self.loop.call_later(HEAD_TIME, self.transport.abort)
+
+    def _stop_clock(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+class BodyReader:
+    """Reads the bodies of one server."""
+
+    def __init__(self, largest: int, held: int = HELD) -> None:
+        self._largest, self._free = largest, max(held, largest)
+
+    async def read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
+        """The whole body. Raises HTTPException as soon as it is known to be too large, Unavailable
+        when the rest does not come or there is no room for it, ConnectionAbortedError when the
+        client has gone."""
+        length = headers.get(b"content-length", b"0")
+        self._check(int(length) if length.isdigit() else 0)
+        body, more = await _part(receive)
+        self._check(len(body))
+        return await self._rest(bytearray(body), receive) if more else body
+
+    async def _rest(self, body: bytearray, receive: Receive) -> bytes:
+        held, more = self._hold(len(body)), True
+        try:
+            async with asyncio.timeout(WHOLE):
+                while more:
+                    part, more = await _part(receive)
+                    held += self._hold(len(part))
+                    body += part
+                    self._check(len(body))
+        except TimeoutError:
+            raise Unavailable(f"The body took over {WHOLE:.0f} s: send less at a time.") from None
+        finally:
+            self._free += held
+        return bytes(body)
+
+    def _hold(self, size: int) -> int:
+        if size > self._free:
+            raise Unavailable("Too many large bodies are being sent: repeat the call.")
+        self._free -= size
+        return size
+
+    def _check(self, size: int) -> None:
+        if size > self._largest:
+            raise HTTPException(
+                413, f"The body is larger than {self._largest} bytes: send less at a time."
+            )
+
+
+async def _part(receive: Receive) -> tuple[bytes, bool]:
+    """The next bytes, and whether there are more."""
+    try:
+        async with asyncio.timeout(SILENCE):
+            message = await receive()
+    except TimeoutError:
+        raise Unavailable("The rest of the body did not come: repeat the call.") from None
+    if message["type"] == "http.disconnect":
+        raise ConnectionAbortedError
+    return message.get("body", b""), message.get("more_body", False)

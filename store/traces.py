@@ -1,0 +1,306 @@
+"""Evidence: transitions, spans and rewards of attempts. Verbs, called by the writer.
+
+Always true: nothing is changed once written; what came from an attempt that was no longer live is
+marked late; a transition's parents are earlier transitions of its own attempt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import islice
+from typing import Any, NamedTuple
+
+from agentrl.errors import Conflict, Invalid, NotFound
+from agentrl.store import limits, rows
+from agentrl.store.database import Connection, load_sql
+from agentrl.store.rows import digest
+from agentrl.store.writer import Transaction
+from agentrl.types import (
+    AttemptState,
+    Credit,
+    Group,
+    Outcome,
+    Purpose,
+    Reward,
+    Rollout,
+    RolloutState,
+    Scope,
+    Span,
+    Trace,
+    Transition,
+)
+
+SQL = load_sql("traces")
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedTransition:
+    """A transition with everything about it that does not depend on earlier ones, computed before
+    the transaction: while it runs, other writers wait."""
+
+    columns: dict[str, Any]
+    prompt: bytes
+    lines: list[str]  # messages as JSON
+    chat: bytes  # the lines, each with a line break
+    tools: str | None
+
+    @property
+    def attempt(self) -> str:
+        return str(self.columns["attempt"])
+
+
+def prepare(transition: Transition) -> PreparedTransition:
+    """Raises Invalid for what could not be stored or trained on."""
+    limits.check_transition(transition)
+    columns, prompt = rows.transition_columns(transition), rows.to_blob(transition.prompt)
+    what, answer = f"of transition {transition.id}", columns["answer"]
+    lines = [rows.to_json(message, f"A message {what}") for message in transition.messages]
+    chat = "".join(f"{line}\n" for line in lines).encode()
+    tools = rows.to_json(transition.tools, f"A tool {what}") if transition.tools else None
+    whole = prompt + columns["completion"]
+    columns |= {
+        "size": len(whole),
+        "digest": digest(whole),
+        "chat_size": len(chat),
+        "chat_digest": digest(chat),
+        "answer_digest": None if answer is None else digest(answer.encode()),
+        "tools": None if tools is None else digest(tools.encode()),
+    }
+    return PreparedTransition(columns, prompt, lines, chat, tools)
+
+
+def add_transitions(tx: Transaction, calls: Sequence[PreparedTransition]) -> list[bool]:
+    attempts = sorted({call.attempt for call in calls})
+    found = {attempt: _attempt(tx, attempt) for attempt in attempts}
+    kept, changed = [], set()
+    for call in calls:
+        run, late = found[call.attempt]
+        if _add_call(tx.conn, call, late=late):
+            changed.add(call.attempt)
+            if not late:
+                sampled = call.columns["repeats"] is None
+                tokens = sampled * len(call.columns["completion"]) // 4
+                tx.add_counts(run, transitions=1, inexact=not call.columns["exact"], tokens=tokens)
+        else:
+            late = _known_late(tx.conn, call)
+        kept.append(not late)
+    for attempt in attempts:
+        if attempt in changed:
+            tx.add_event(found[attempt][0], "attempt", attempt)
+    return kept
+
+
+def add_spans(tx: Transaction, spans: Sequence[Span]) -> None:
+    attempts = sorted({span.attempt for span in spans})
+    found = {attempt: _attempt(tx, attempt) for attempt in attempts}
+    for attempt, (run, _) in found.items():
+        tx.add_event(run, "attempt", attempt)
+    _add_spans(tx, (rows.span_columns(span, late=found[span.attempt][1]) for span in spans))
+
+
+def add_outcome(tx: Transaction, outcome: Outcome, *, late: bool) -> None:
+    """Rewards and spans that end an attempt. Raises Invalid for a reward of a call that the attempt
+    did not make; of one that is over such a reward is kept, for inspection."""
+    if not late:
+        _check_targets(tx.conn, outcome)
+    _add_spans(tx, (rows.span_columns(span, late=late) for span in outcome.spans))
+    tx.conn.executemany(
+        SQL["add_reward"],
+        [
+            rows.reward_columns(outcome.attempt, i, reward, late=late)
+            for i, reward in enumerate(outcome.rewards)
+        ],
+    )
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def groups(conn: Connection, run: str, ids: Sequence[str]) -> list[Group]:
+    """Groups with everything that training needs."""
+    return [_group(conn, run, id) for id in ids]
+
+
+def rollouts(
+    conn: Connection,
+    run: str,
+    *,
+    purpose: Purpose | None = None,
+    step: int | None = None,
+    group: str | None = None,
+    state: RolloutState | None = None,
+    trained: int | None = None,
+    limit: int | None = None,
+    transitions: bool = False,
+) -> list[Rollout]:
+    filters = {
+        "run": run,
+        "purpose": None if purpose is None else purpose.value,
+        "step": step,
+        "group": group,
+        "state": None if state is None else state.value,
+        "trained": trained,
+        "limit": -1 if limit is None else limit,
+    }
+    query = SQL["rollouts"] if group is None else SQL["rollouts_of_group"]
+    found = conn.execute(query, filters).fetchall()
+    attempts = [row["attempt_id"] for row in found if row["attempt_id"] is not None]
+    rewards = _rewards(conn, attempts)
+    calls = _transitions(conn, attempts) if transitions else {}
+    return [
+        rows.rollout(row, rewards.get(row["attempt_id"], []), calls.get(row["attempt_id"], []))
+        for row in found
+    ]
+
+
+def trace(conn: Connection, rollout: str) -> Trace | None:
+    row = conn.execute(SQL["rollout"], (rollout,)).fetchone()
+    if row is None or row["attempt_id"] is None:
+        return None
+    attempt = row["attempt_id"]
+    return Trace(
+        rollout=rows.rollout(row, _rewards(conn, [attempt]).get(attempt, []), []),
+        attempt=attempt,
+        transitions=_transitions(conn, [attempt]).get(attempt, []),
+        spans=[rows.span(span) for span in conn.execute(SQL["spans"], (attempt,))],
+    )
+
+
+def credits(conn: Connection, rollout: str) -> list[Credit]:
+    return [rows.credit(row) for row in conn.execute(SQL["credits"], (rollout,))]
+
+
+# -- the token tree ------------------------------------------------------------
+
+
+class TreeNode(NamedTuple):
+    """What must be known of an earlier call to find those that continue it."""
+
+    seq: int
+    size: int  # bytes
+    digest: bytes
+
+
+def prefix_digests(data: bytes, sizes: Iterable[int]) -> dict[int, bytes]:
+    """Digest of `data[:size]` for every size that is not longer than it, in one pass."""
+    view, state, done = memoryview(data), blake2b(digest_size=16), 0
+    found: dict[int, bytes] = {}
+    for size in sorted(set(sizes)):
+        if size > len(view):
+            break
+        state.update(view[done:size])
+        done = size
+        found[size] = state.copy().digest()
+    return found
+
+
+def deepest_prefix(data: bytes, nodes: Iterable[TreeNode]) -> TreeNode | None:
+    """The first of `nodes` that is a prefix of `data`. They come longest first.
+
+    Nodes are read as far as needed: in a linear conversation one, where branches mix ever more at
+    a time, so that `data` is passed over a few times at most."""
+    waiting, some = iter(nodes), 1
+    while batch := list(islice(waiting, some)):
+        found = prefix_digests(data, [node.size for node in batch])
+        for node in batch:
+            if found.get(node.size) == node.digest:
+                return node
+        some *= 8
+    return None
+
+
+# -- parts -----------------------------------------------------------------------------------------
+
+
+def _attempt(tx: Transaction, id: str) -> tuple[str, bool]:
+    """Its run, and whether what it writes now is late."""
+    row = tx.conn.execute(SQL["attempt"], (id,)).fetchone()
+    if row is None:
+        raise NotFound(f"There is no attempt {id!r} in this store.")
+    live = row["state"] == AttemptState.RUNNING and row["lease_until"] > tx.now
+    return row["run_id"], not live
+
+
+def _check_targets(conn: Connection, outcome: Outcome) -> None:
+    for id in {reward.target for reward in outcome.rewards if reward.scope is Scope.TRANSITION}:
+        row = conn.execute(SQL["known"], (id,)).fetchone()
+        if row is None or row["attempt_id"] != outcome.attempt:
+            raise Invalid(
+                f"Attempt {outcome.attempt} has no transition {id!r}, which a reward is about: "
+                "name one of its own."
+            )
+
+
+def _add_call(conn: Connection, call: PreparedTransition, *, late: bool) -> bool:
+    """False if it was there already."""
+    if call.tools is not None:  # the same in most calls of a run: stored once, by content
+        conn.execute(SQL["add_payload"], (call.columns["tools"], call.tools))
+    columns = {**call.columns, **_token_columns(conn, call), **_chat_columns(conn, call)}
+    columns["late"] = late
+    return conn.execute(SQL["add_transition"], columns).rowcount == 1
+
+
+def _known_late(conn: Connection, call: PreparedTransition) -> bool:
+    """Whether a call that is there already came late."""
+    row = conn.execute(SQL["known"], (call.columns["id"],)).fetchone()
+    if row["attempt_id"] != call.attempt:
+        raise Conflict(
+            f"Transition {call.columns['id']} is one of attempt {row['attempt_id']}, not of "
+            f"{call.attempt}: give each call an id of its own."
+        )
+    return bool(row["late"])
+
+
+def _token_columns(conn: Connection, call: PreparedTransition) -> dict[str, Any]:
+    parent = _deepest(conn, "shorter", call, call.prompt)  # of equals the latest: likely chosen
+    if parent is None:
+        return {"parent": None, "prompt": call.prompt}
+    return {"parent": parent.seq, "prompt": call.prompt[parent.size :]}
+
+
+def _chat_columns(conn: Connection, call: PreparedTransition) -> dict[str, Any]:
+    """Agents resend the conversation; only messages that no earlier call has are stored."""
+    parent, seq, shared = _deepest(conn, "shorter_chats", call, call.chat), None, 0
+    if parent is not None:
+        seq, shared = parent.seq, call.chat[: parent.size].count(b"\n")
+        if shared < len(call.lines):
+            said = digest(call.lines[shared].encode())
+            answered = {**parent._asdict(), "attempt": call.attempt, "said": said}
+            heard = conn.execute(SQL["heard"], answered).fetchone()["seq"]
+            if heard is not None:
+                seq, shared = heard, shared + 1
+    return {
+        "chat_parent": seq,
+        "chat_shared": shared,
+        "messages": f"[{','.join(call.lines[shared:])}]",
+    }
+
+
+def _deepest(
+    conn: Connection, query: str, call: PreparedTransition, data: bytes
+) -> TreeNode | None:
+    found = conn.execute(SQL[query], {"attempt": call.attempt, "size": len(data)})
+    return deepest_prefix(data, (TreeNode(row["seq"], row["size"], row["digest"]) for row in found))
+
+
+def _add_spans(tx: Transaction, columns: Iterable[dict[str, Any]]) -> None:
+    tx.conn.executemany(SQL["add_span"], columns)
+
+
+def _group(conn: Connection, run: str, id: str) -> Group:
+    members = rollouts(conn, run, group=id, transitions=True)
+    return Group(id=id, run=run, step=members[0].step, rollouts=members)
+
+
+def _rewards(conn: Connection, attempts: Sequence[str]) -> dict[str, list[Reward]]:
+    found: dict[str, list[Reward]] = {}
+    for row in conn.execute(SQL["rewards"], (rows.to_json(attempts, "attempts"),)):
+        found.setdefault(row["attempt_id"], []).append(rows.reward(row))
+    return found
+
+
+def _transitions(conn: Connection, attempts: Sequence[str]) -> dict[str, list[Transition]]:
+    query = conn.execute(SQL["transitions"], (rows.to_json(attempts, "attempts"),))
+    return rows.transitions(query.fetchall())

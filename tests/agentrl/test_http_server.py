@@ -1,0 +1,49 @@
+"""Requests that are sent by halves hold no connection for ever."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from aiohttp import web
+
+from agentrl.http_server import listen, read_body
+
+WHOLE = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\nhi"
+
+
+async def told(url: str, sent: bytes) -> bytes:
+    """What a server answers until it closes the connection."""
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(sent)
+    try:
+        return await asyncio.wait_for(reader.read(), 10)
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("sent", "answer"),
+    [
+        (b"", b""),
+        (WHOLE[:7], b""),
+        (WHOLE[:20], b""),
+        (WHOLE[:-1], b"408 Request Timeout"),
+        (WHOLE, b"200 OK"),  # closed as idle
+        (WHOLE + WHOLE[:7], b"200 OK"),
+    ],
+)
+async def test_a_half_sent_request_is_answered_or_closed_in_time(
+    sent: bytes, answer: bytes
+) -> None:
+    async def echo(request: web.Request) -> web.Response:
+        return web.Response(body=await read_body(request, timeout=0.1))
+
+    app = web.Application()
+    app.router.add_post("/", echo)
+    runner, url = await listen(app, "127.0.0.1", 0, timeout=0.1)
+    try:
+        assert answer in await told(url, sent)
+    finally:
+        await runner.cleanup()
