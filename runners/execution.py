@@ -1,8 +1,9 @@
 """One attempt from claim to outcome: the executor runs the agent, then its result is scored here,
 out of the agent's reach.
 
-A failed attempt has a kind and no reward. What the model's side broke is never the agent's fault,
-even when the agent swallowed the error: an unrecovered model failure outweighs any result.
+A failed attempt has a kind and no reward. A failure of the model server is never the agent's, even
+when the agent swallowed the error: a call that failed and was not repeated with success fails the
+attempt, whatever its result.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ class AttemptRunner:
         )
 
     async def _verify(self, attempt: Attempt, result: Any, trace: Trace | None) -> list[Reward]:
-        """In a trace of its own, by which its model clients reach the run's frozen endpoints."""
+        """Run the verifier in a trace of its own, in which its model clients reach the run's frozen
+        endpoints."""
         rollout = attempt.rollout
         try:
             with self.gateway.scoring(attempt) as own, tracing.install().attempt(own):
@@ -106,7 +108,7 @@ class AttemptRunner:
             raise VerifierError(message) from None
 
     def _failed(self, active: ActiveAttempt, ran: ExecutionResult, failure: Failure) -> Outcome:
-        """No reward, save for the price of the agent's own error, if it has one."""
+        """A failed attempt. It has no reward, except `agent.error_reward` for the agent's own."""
         rewards, retry = [], self._may_retry(failure.kind, active.attempt)
         if failure.kind is ErrorKind.AGENT and self.error_reward is not None and not retry:
             rewards = [Reward(value=self.error_reward, source="runner")]
@@ -128,7 +130,8 @@ class AttemptRunner:
         )
 
     def _no_call(self, active: ActiveAttempt, ran: ExecutionResult) -> Failure:
-        """Nothing can be learned from what no model of the run said, however well it was done."""
+        """The failure of an attempt in which no model of the run was called: there is nothing to
+        learn from."""
         gateway = self.gateway.base_url
         said = "; set agent.calls_optional = true if that is how it should be"
         if active.calls:

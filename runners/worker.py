@@ -1,9 +1,9 @@
 """Claims rollouts, runs an attempt of each and ends it in the store.
 
 Owns: one task for each attempt in progress, at most `concurrency` of them running an agent.
-Always true: an attempt is ended by exactly one of: its outcome, being given back when the worker
-was told to stop and it did not end within `drain`, or its lease running out. One whose lease is
-lost is stopped and not written.
+Always true: an attempt ends in exactly one way: its outcome is stored; the worker returns it to the
+queue, because it was told to stop and the attempt did not end within `drain`; or its lease expires.
+An attempt that has lost its lease is stopped, and its outcome is not written.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Worker:
         name: str,
         on_blocked: Callable[[str], None] | None = None,
     ) -> None:
-        """`on_blocked(rollout)` is called, from the gateway's thread, when an async agent has held
-        the event loop so long that no time-out can end it."""
+        """`on_blocked(rollout)` is called, on the gateway's thread, when an async agent has blocked
+        the event loop past its time-out."""
         self.run_name, self.config, self.name = run, config, name
         self.on_blocked = on_blocked
         self._execution = execution
@@ -123,7 +123,7 @@ class Worker:
             del self._being_stored[active.id]
 
     async def _end(self, outcome: Outcome) -> None:
-        """Those that end while the store is busy are ended together."""
+        """Store an outcome, together with those of other attempts that end meanwhile."""
         self._outcomes.append(outcome)
         async with self._finishing:
             if self._outcomes:  # else they went with those of another attempt
@@ -131,7 +131,7 @@ class Worker:
                 await self._finish(outcomes)
 
     async def _finish(self, outcomes: Sequence[Outcome]) -> None:
-        """One that can never be stored costs its own attempt, and none that came with it."""
+        """Store outcomes; one that the store refuses fails only its own attempt."""
         try:
             await self._store.finish(outcomes)
         except Invalid as error:
@@ -142,7 +142,7 @@ class Worker:
                 await self._finish([outcome])
 
     def _note_failure(self, ended: asyncio.Task[None] | Future[None]) -> None:
-        """What an attempt or the heartbeat did not expect ends the worker."""
+        """An unexpected error of an attempt or of the heartbeat ends the worker."""
         failed: BaseException | None = None
         if not ended.cancelled():
             failed = ended.exception()
@@ -158,8 +158,8 @@ class Worker:
             await asyncio.wait(running, timeout=self.config.drain)
 
     async def _abandon(self) -> None:
-        """Stop what is still running. Only then is it given back: the next attempt must not meet
-        what is left of this one. An agent that refuses to end is not waited for longer."""
+        """Stop the attempts that still run, then return them to the queue: the next attempt must
+        not run beside this one. An agent that ignores its cancellation gets `GRACE` seconds."""
         unfinished = list(self._running.values())
         for task, _ in unfinished:
             task.cancel()
@@ -181,8 +181,8 @@ class Worker:
             await self._store.finish(outcomes)
 
     async def _keep_leases(self, home: asyncio.AbstractEventLoop) -> None:
-        """Heartbeat of all attempts, on the gateway's event loop: an agent that blocks the worker's
-        loop keeps its lease until it is out of time."""
+        """Send the heartbeat of all attempts, on the gateway's event loop: an agent that blocks the
+        worker's loop keeps its lease until its time-out."""
         while True:
             await asyncio.sleep(self.config.lease / 3)
             running = list(self._running.values())
@@ -212,7 +212,7 @@ class Worker:
 
 
 def _without_content(outcome: Outcome, refused: Invalid) -> Outcome:
-    """That the attempt ended and why, of an outcome that the store refused."""
+    """An outcome that the store refused, without what it can refuse."""
     log.warning("the outcome of attempt %s cannot be stored: %s", outcome.attempt, refused)
     failure = outcome.failure or Failure(kind=ErrorKind.AGENT, message=str(refused))
     return replace(outcome, result=None, rewards=[], spans=[], failure=failure)

@@ -23,11 +23,7 @@ DOCUMENTS = subprocess.run(
 IN_A_FOLDER = 20  # modules
 
 SEVERAL_CLASSES = {"Checkpoint", "Game", "Record"}
-<<<<<<< HEAD
-LONG_MODULES = {"agentrl/trainer.py", "algorithms/credit/core.py"}
-=======
 LONG_MODULES = {"agentrl/trainer.py"}
->>>>>>> house-credit
 
 
 def name(file: Path) -> str:

@@ -42,7 +42,7 @@ class InProcessExecutor:
     async def _until_deadline(
         self, agent: Agent, active: ActiveAttempt
     ) -> tuple[Any, Failure | None]:
-        """An agent that does not heed its cancellation is left behind."""
+        """An agent that ignores its cancellation keeps running, and its result is dropped."""
         task = asyncio.create_task(run_guarded(agent, input_of(active)))
         try:
             await asyncio.wait({task}, timeout=active.left)
@@ -72,8 +72,7 @@ class InProcessExecutor:
 
 
 async def in_trace(attempt: str, work: Awaitable[tuple[Any, Failure | None]]) -> ExecutionResult:
-    """The agent's run with what it leaves in this process: here everything is collected that an
-    in-process agent gives beside its result."""
+    """Run an agent in the trace of an attempt; with its result come its rewards and spans."""
     with tracing.install().attempt(attempt) as log:
         result, failure = await work
     if json_size(result) > contract.LARGEST_RESULT:

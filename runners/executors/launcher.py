@@ -64,8 +64,8 @@ class SupervisedProcess(asyncio.Protocol):
 
 
 class ProcessLauncher:
-    """Starts processes through a template: `supervisor` itself, or a Python program that ends in
-    `supervisor.run_template`. It is given its socket as its last argument."""
+    """Starts processes through a template: the module `supervisor`, or a Python program that calls
+    `supervisor.run_template`. The template gets its socket as its last argument."""
 
     def __init__(
         self, program: Sequence[str] = SUPERVISOR, env: Mapping[str, str] | None = None

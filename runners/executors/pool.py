@@ -1,11 +1,11 @@
 """Warm processes: the agent is imported once and run many times, out of the runner's process.
 
 Owns: the processes of the pool and what each of them runs.
-Always true: a process that a rollout left in doubt (it ran out of time, it was stopped) gets no
-other one, is replaced at once and ended as soon as it runs nothing else. When a process dies under
-its only rollout, the agent did it; when it ran several, nobody knows which, and each of them is
-lost through no fault of its own. Only at the start is an agent that does not load the user's error;
-later the pool tries again, ever more rarely, and those who wait lose no more than an attempt.
+Always true: a process whose rollout timed out or was stopped gets no further rollouts; it is
+replaced at once and ended when its other rollouts are done. If a process dies while it runs one
+rollout, the agent failed; if it ran several, each of them is `lost_runner`, because the culprit is
+not known. An agent that does not load is an error at the start; later the pool tries again with
+growing pauses.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class WarmProcess:
 
     async def fail_pending(self) -> None:
         """Tell those who wait for it."""
-        self.supervised.kill()  # it may only have stopped to make sense
+        self.supervised.kill()  # it may be alive and have sent nonsense
         failure = _exit_failure(await self._status(), len(self.requests))
         for future in self.requests.values():
             if not future.done():

@@ -1,4 +1,4 @@
-"""Whose model call is this? By path, W3C trace context or API key, in this order; never guessed.
+"""Finds the attempt of a model call: by path, W3C trace context or API key, in this order.
 
 Owns: the attempts this process runs and what the gateway learns about each of them.
 Always true: an attempt is active from `register` to `unregister`; a call of one that is not is
@@ -30,7 +30,7 @@ REMEMBERED = 10_000  # ended attempts that are told apart from ones that never w
 
 
 class ModelCall(NamedTuple):
-    """A call of an attempt."""
+    """The number of a call within its attempt, and the earlier failures that it makes good."""
 
     number: int  # within the attempt
     key: int  # the same for a repetition of the same request
@@ -73,35 +73,37 @@ class ActiveAttempt:
         return self.deadline - time.monotonic()
 
     def begin_call(self, raw: bytes) -> ModelCall:
-        """A new call, whose request is `raw`."""
+        """Number a new call, whose request body is `raw`."""
         number, self.calls = self.calls, self.calls + 1
         key = hash(raw)
         return ModelCall(number, key, self.ended.get(key, ()))
 
     def call_succeeded(self, asked: ModelCall) -> None:
-        """What failed before is made good."""
+        """Forget the failures of this call and of earlier calls with the same request."""
         for number in (asked.number, *asked.repeats):
             self.failures.pop(number, None)
 
     def done(self, asked: ModelCall) -> None:
-        """The call is over. Has it failed, then only a later request can make it good: the success
-        of an equal one beside it says nothing about it."""
+        """The call has ended. If it failed, only an equal request that begins later can make it
+        good; an equal one that ran at the same time cannot."""
         if asked.number in self.failures:
             self.ended[asked.key] = (*self.ended.get(asked.key, ()), asked.number)
 
     def extend(self, seconds: float) -> None:
-        """A new phase, the verifier's, with time of its own."""
+        """Give the verifier its own time limit."""
         self.deadline = time.monotonic() + seconds
 
 
 class CallOrigin(NamedTuple):
+    """Which attempt and role make a call."""
+
     attempt: ActiveAttempt
     role: str | None  # None: still to be read from the requested model, see `roles`
     span: str | None  # span id of the request's parent, 16 hex digits
     inside: tuple[str, ...] = ()  # names of nodes and agent around the call, innermost first
 
     def role_of(self, model: str) -> str:
-        """Who makes the call, which asks for `model`."""
+        """The role that makes the call, which asks for `model`."""
         return role_of_model(self.role, model, self.attempt.roles)
 
 
@@ -165,9 +167,9 @@ class AttemptRegistry:
         )
 
     def caller(self, headers: Mapping[str, str], path: Mapping[str, str]) -> CallOrigin:
-        """Who makes the request. `path` holds `attempt` and `role` where the URL names them.
+        """Attempt and role of a request. `path` holds `attempt` and `role` if the URL names them.
 
-        Raises RefusedError with a sentence that says how to mend it."""
+        Raises RefusedError with a sentence that says how to fix the request."""
         trace, span = _traceparent(headers.get("traceparent", ""))
         active = self._owner(headers, path, trace)
         said = _baggage(headers.get("baggage", ""))

@@ -147,7 +147,7 @@ class CallHandler:
         return await self._send_recorded(RECORD, recorded)
 
     async def _send_recorded(self, route: Route, rows: list[Transition]) -> web.StreamResponse:
-        """An answer that no server has to make."""
+        """Send an answer from a record or from the run file, without asking a server."""
         if self._request.stream:
             headers = {"content-type": "text/event-stream; charset=utf-8"}
             return await self._stream(route, replay.stream(rows, self._request), headers)
@@ -155,8 +155,8 @@ class CallHandler:
         return await self._whole(route, replay.whole(rows, self._request), headers)
 
     def _record_silence(self) -> None:
-        """A model that says nothing for most of an attempt's time is what it failed of. This call
-        or the agent may be the first to be ended, they have the same deadline."""
+        """Count a call as failed if the model was silent for most of the attempt's time: then the
+        model, not the agent, is the reason of the time-out."""
         active, waited = self._caller.attempt, time.monotonic() - self._arrived
         hung = waited > SILENT_SHARE * active.attempt.rollout.timeout
         if self._response is None and hung and active.left < DEADLINE_MARGIN:
@@ -298,8 +298,8 @@ class CallHandler:
             raise RefusedError(403, "attempt_ended", f"attempt {active.id} has lost its lease")
 
     async def _store_shown(self) -> None:
-        """Store what the agent has read, or at least could have, of an answer it will not read
-        on. To store again what was being stored changes nothing."""
+        """Store the part of an answer that was sent to the agent before it stopped reading. Storing
+        the same rows twice changes nothing."""
         if self._response is None or self._read_so_far is None:
             return
         active = self._caller.attempt
@@ -339,7 +339,7 @@ class CallHandler:
 
 
 async def _uncancelled(work: Coroutine[None, None, None]) -> None:
-    """Do `work`, however often whoever waits for it is cancelled meanwhile."""
+    """Finish `work` even if the caller is cancelled meanwhile."""
     task = asyncio.create_task(work)
     while not task.done():
         with contextlib.suppress(asyncio.CancelledError):

@@ -1,13 +1,13 @@
-"""A branch's first calls: answered from the record of the rollout that it leaves.
+"""Answers the first calls of a branch from the record of the rollout that it branches from.
 
 Owns: which calls of a record its attempt has still to repeat.
 Always true: a call is answered from the record only where the agent asks what it asked then, as the
 same role, in the same conversation with the same tools; it gets the policy's own answer of then,
 with the same tokens. The first question that is not in the record ends the replay: the agent, or
 one of its tools, does not behave as it did, and what follows is sampled like any other rollout.
-Where others have the seats of some roles, new questions are what they lead to and end nothing: as
-nothing that a role answered is repeated without it, what comes of such a branch does not depend on
-what the role sampled, however much of the others' answers is.
+In a branch without some roles (a counterfactual rollout) other policies play these roles, and new
+questions do not end the replay. No recorded answer of a removed role is ever repeated, so the
+branch does not depend on what that role sampled.
 Who may write: the gateway's event loop.
 """
 

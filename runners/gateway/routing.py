@@ -1,7 +1,7 @@
-"""Where each call is answered right now: by the store's policies table, or a frozen endpoint.
+"""Chooses the server for each call: the current server of a policy, or a frozen endpoint.
 
-Who answers a role is said first by the rollout's seats, then by the run file's table of roles; a
-role that neither names is answered by the name that the agent asks for.
+The rollout's seats map a role to a policy, then the run file's table of roles; for a role that
+neither names, the model name that the agent asks for decides.
 
 Owns: a copy of the table, never older than `THROTTLE` seconds behind the store's change feed; the
 count of calls that policies are answering.
@@ -73,7 +73,7 @@ class Router:
         self._changed = asyncio.Event()  # set and replaced whenever a route may have changed
 
     async def follow(self) -> None:
-        """Keep the copy fresh, for ever."""
+        """Update the copy of the policies table whenever it changes; never returns."""
         cursor = 0
         while True:
             try:
@@ -108,8 +108,8 @@ class Router:
     def why_unmapped(
         self, model: str, role: str, seats: Seats = NO_SEATS, inside: Sequence[str] = ()
     ) -> str:
-        """Why none of several policies, or of a run's endpoints, answers a call; empty: one does,
-        now or later. inside: names around the call, none of which is a role."""
+        """Why no policy or endpoint of the run can ever answer a call; empty if one can, now or
+        later. inside: names of agents around the call, none of which is a role."""
         served = {policy.model for policy in self.policies.values()}
         named = model in {*self.several, *self.policies, *self.frozen, *served}
         if named or self.policy_of_role(role, seats) is not None:
@@ -148,11 +148,11 @@ class Router:
         return Route(policy.policy, policy.version, policy.base_url, policy.model)
 
     def policy_of_role(self, role: str, seats: Seats) -> str | None:
-        """Who plays a role; None where nothing says so."""
+        """The policy or endpoint of a role; None where neither seats nor run file name one."""
         return seats.get(role) or self.roles.get(role)
 
     def why_not_served(self, role: str, seats: Seats) -> str:
-        """Why `find` has no answer, for whoever waited in vain."""
+        """Why `find` has no route at the moment."""
         name = self.policy_of_role(role, seats)
         if name is None or name in self.policies:
             return "no policy server was ready for this call"

@@ -87,8 +87,8 @@ class Upstream:
         return None if since is None or time.monotonic() - since > RECHECK_AFTER else False
 
     def note_token_ids(self, route: Route, *, given: bool) -> None:
-        """What its answers show. A server that gave ids once is never thought to refuse them. That
-        of a policy, which is to be learned from, is asked again with every call."""
+        """Remember whether a server gave token ids. One that gave them once is always asked again,
+        and so is every policy server, because its calls are trained on."""
         if given:
             self._give_token_ids.add(route.base_url)
         elif route.frozen:
@@ -220,7 +220,7 @@ async def _refusal(url: str, answer: aiohttp.ClientResponse) -> UpstreamError:
 
 
 def forwarded_headers(headers: Mapping[str, str]) -> CIMultiDict[str]:
-    """The headers that concern both ends."""
+    """The end-to-end headers of a message."""
     return CIMultiDict((k, v) for k, v in headers.items() if k.lower() not in HOP_BY_HOP)
 
 

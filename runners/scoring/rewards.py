@@ -1,4 +1,4 @@
-"""Rewards that an agent gives itself while it runs, from the call of `reward` to a stored row.
+"""Rewards that an in-process agent gives while it runs, from `reward(...)` to a stored row.
 
 A row about a model call first names the call by the span id in its `traceparent`; when the attempt
 has ended and its transitions are stored, `settle` replaces that by what the store calls it.

@@ -1,9 +1,9 @@
-"""What an attempt leaves behind in this process: its steps, its calls and its own rewards.
+"""What happens in this process during an attempt: framework steps, HTTP calls, rewards.
 
-Owns: the journals of the attempts in progress.
-Always true: whatever runs inside an attempt finds its journal in its OpenTelemetry context, in any
-task or thread, even when the attempt has ended meanwhile, so that no call of it passes for
-another's; what comes then is not read any more. Outside of attempts `current` is None.
+Owns: the logs of the attempts in progress.
+Always true: code inside an attempt finds the attempt's log in its OpenTelemetry context, in any
+task or thread, also after the attempt has ended, so no late call is counted for another attempt;
+what is logged by then is ignored. Outside of attempts `current` is None.
 Who may write: whoever runs inside the attempt, from any thread.
 """
 
@@ -182,14 +182,14 @@ class AttemptLog:
 
 
 def current() -> AttemptLog | None:
-    """The journal of the attempt that the caller runs in."""
+    """The log of the attempt that the caller runs in."""
     found = context.get_value(KEY)
     return found if isinstance(found, AttemptLog) else None
 
 
 @contextmanager
 def open_log(attempt: str) -> Iterator[AttemptLog]:
-    """Run the block in the trace of `attempt` (32 hex digits) and write its journal."""
+    """Run the block in the trace of `attempt` (32 hex digits) and write its log."""
     trace_id = int(attempt, 16)
     journal = _open[trace_id] = AttemptLog(attempt, secrets.token_hex(8))
     inside = context.set_value(KEY, journal, context.Context())

@@ -1,7 +1,7 @@
 """An attempt is an OpenTelemetry trace: its id is the trace id of every span and model call in it.
 
 Owns: what the process is taught once, so that its clients, threads, frameworks and tracers take
-part; the journals belong to `journal`.
+part; the logs belong to `attempt_log`.
 Always true: inside `attempt(id)` the current trace id is `id`, in its tasks and threads and in
 every request of the HTTP clients, whose W3C headers name it.
 """

@@ -3,28 +3,34 @@
 The role of a call is the first of
   1. the one in the path, `/a/{attempt}/{role}/v1`;
   2. the one in the baggage, `agentrl.role`, which `agentrl.role("critic")` sets around a call;
-  3. of the names that frameworks gave to the nodes and agents around the call, see `frameworks`,
-     the first that is known: the run file gives it to a policy or an upstream, or the rollout has a
-     seat for it;
+  3. of the names that frameworks gave to the nodes and agents around the call, the first that is
+     known: the run file gives it to a policy or an upstream, or the rollout has a seat for it;
   4. the requested model's name, if it is a known role;
 and "agent" where there is none. A name that is not known is no role: the node "model" inside every
 `create_agent` is the agent itself. An explicit role (1, 2) need not be known.
+
+Names are read from a framework's own context variables or from OpenTelemetry spans. Nothing of a
+framework is changed, and one that the process has not imported is not looked for.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 from urllib.parse import quote, unquote
 
 from opentelemetry import baggage, context
 
-from agentrl.runners.tracing import attempt_log, frameworks
+from agentrl.runners.tracing import attempt_log
 from agentrl.runners.tracing.attempt_log import AttemptLog, HttpCall
 
 DEFAULT = "agent"
 ROLE = "agentrl.role"  # baggage keys: what the code says,
 NAMES = "agentrl.names"  # and the names of the steps around the call, innermost first
+AGENT_NAME = "gen_ai.agent.name"  # OpenTelemetry's semantic conventions for generative AI
+CREW = ("agent_execution_started", "lite_agent_execution_started")  # events of CrewAI
 
 
 def resolve(
@@ -60,7 +66,7 @@ def baggage_items(log: AttemptLog, call: HttpCall) -> list[str]:
     """What the W3C baggage of a call says about the caller; empty where there is nothing to say."""
     values = {key: str(value) for key, value in baggage.get_all().items()}
     if ROLE not in values:
-        names = ",".join(quote(name, safe="") for name in frameworks.names(log, call))
+        names = ",".join(quote(name, safe="") for name in framework_names(log, call))
         values |= {NAMES: names} if names else {}
     return [f"{key}={quote(value, safe='')}" for key, value in values.items()]
 
@@ -68,3 +74,61 @@ def baggage_items(log: AttemptLog, call: HttpCall) -> list[str]:
 def read_names(value: str | None) -> list[str]:
     """The names that `baggage_items` wrote under `NAMES`, its own quoting already undone."""
     return [unquote(name) for name in (value or "").split(",") if name]
+
+
+def framework_names(log: AttemptLog, call: HttpCall) -> list[str]:
+    """Nodes and agents around a call that is being sent, of each framework innermost first."""
+    found = [*_langgraph(), *_openai_agents(), *_crewai(), *_spans(log, call)]
+    return list(dict.fromkeys(filter(None, found)))
+
+
+def _of(module: str, name: str) -> Any:
+    """An object of a module; None where that is not imported, or another version has no such."""
+    return getattr(sys.modules.get(module), name, None)
+
+
+def _langgraph() -> Iterator[str]:
+    """LangGraph nodes, then the name of LangChain's agent."""
+    config = attempt_log.framework_config()
+    said = (config.get("metadata") or {}) if config else {}
+    space = said.get("langgraph_checkpoint_ns") or said.get("langgraph_node") or ""
+    # "team:<task id>|model:<task id>"; the parts of a node that has no subgraph are its name
+    for part in reversed(str(space).split("|")):
+        yield part.partition(":")[0]
+    yield str(said.get("lc_agent_name") or "")
+
+
+def _openai_agents() -> Iterator[str]:
+    """Agents of OpenAI's Agents SDK, whose spans are there, and empty, where it does not trace."""
+    scope = _of("agents.tracing.scope", "Scope")
+    span: Any = scope.get_current_span() if scope is not None else None
+    while span is not None:
+        data = getattr(span, "span_data", None)
+        if getattr(data, "type", "") == "agent":
+            yield str(getattr(data, "name", ""))
+        entered = getattr(span, "_prev_span_token", None)
+        span = getattr(entered, "old_value", None)
+
+
+def _crewai() -> Iterator[str]:
+    """Agents of CrewAI, by their role: events that have begun around the caller, and not ended."""
+    stack = _of("crewai.events.event_context", "_event_id_stack")
+    state = getattr(_of("crewai.events.event_bus", "crewai_event_bus"), "runtime_state", None)
+    record: Any = getattr(state, "event_record", None)
+    if stack is None or record is None:
+        return
+    for id, kind in reversed(stack.get()):
+        if kind in CREW:
+            event = getattr(record.get(id), "event", None)
+            told: Any = getattr(event, "agent_info", None) or {}
+            role = getattr(getattr(event, "agent", None), "role", None) or told.get("role")
+            yield str(role or "").strip()
+
+
+def _spans(log: AttemptLog, call: HttpCall) -> Iterator[str]:
+    """Agents whose framework tells OpenTelemetry of them: AutoGen, Agent Framework and others."""
+    for inside in call.inside:
+        span = log.started_spans.get(int(inside, 16))
+        while span is not None:
+            yield str((span.attributes or {}).get(AGENT_NAME, ""))
+            span = log.started_spans.get(span.parent.span_id) if span.parent is not None else None

@@ -19,7 +19,7 @@ import openai
 import pytest
 from opentelemetry import trace
 
-from agentrl.runners.tracing import frameworks
+from agentrl.runners.tracing import roles
 from tests.runners.conftest import echo
 
 KNOWN = {"solver", "critic"}
@@ -145,12 +145,12 @@ async def test_spans_of_the_same_shape_as_those_of_autogen_and_agent_framework(b
         await ask(text)
         with tracer.start_as_current_span("invoke_agent solver") as span:
             with tracer.start_as_current_span("chat gpt"):
-                span.set_attribute(frameworks.AGENT_NAME, "solver")  # after it began
+                span.set_attribute(roles.AGENT_NAME, "solver")  # after it began
                 await ask(text)
-            inner = {frameworks.AGENT_NAME: "critic"}
+            inner = {roles.AGENT_NAME: "critic"}
             with tracer.start_as_current_span("invoke_agent critic", attributes=inner):
                 await asyncio.create_task(ask(text))
-            unknown = {frameworks.AGENT_NAME: "clerk"}
+            unknown = {roles.AGENT_NAME: "clerk"}
             with tracer.start_as_current_span("invoke_agent clerk", attributes=unknown):
                 await asyncio.to_thread(asyncio.run, ask(text))
         await ask(text)
