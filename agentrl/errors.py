@@ -67,9 +67,3 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     names = sorted(valid)
     close = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(names)}"
-
-
-def brief(message: str, longest: int = 400) -> str:
-    """A message on one line, of bounded length."""
-    line = " ".join(message.split())
-    return line if len(line) <= longest else f"{line[:longest]} ..."

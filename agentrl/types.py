@@ -7,14 +7,11 @@ arithmetic on their own fields; the store is the only place where they live.
 from __future__ import annotations
 
 from array import array
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-
-from agentrl.errors import brief
 
 Json = Any  # the payload of a user: whatever JSON can say
 Task = Mapping[str, Json]
@@ -208,15 +205,6 @@ class Failure(Record, frozen=True):
     kind: ErrorKind
     message: str
     traceback: str = ""
-
-
-def commonest_failure(failures: Sequence[Failure], total: int) -> str:
-    """The kind that most of `failures` are of, in one sentence: how many of `total` rollouts, and
-    their most frequent message."""
-    ((kind, count),) = Counter(failure.kind for failure in failures).most_common(1)
-    messages = Counter(failure.message for failure in failures if failure.kind is kind)
-    ((message, _),) = messages.most_common(1)
-    return f"{count} of {total} failed by {kind}: {brief(message)}"
 
 
 class FailureCount(Record, frozen=True):

@@ -26,11 +26,12 @@ from agentrl.config import LoraConfig, MetricsConfig, PolicyConfig, RunConfig, S
 from agentrl.config import policies as team
 from agentrl.config.evaluation_plan import EvaluationPlan, FrozenPolicy
 from agentrl.errors import AgentRLError, ConfigError
+from agentrl.failures import commonest_failure
 from agentrl.loading import load_tasks
 from agentrl.processes import PHASE
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.types import POLICY, Json, Purpose, Rollout, RolloutState, commonest_failure
+from agentrl.types import POLICY, Json, Purpose, Rollout, RolloutState
 
 STEPS = re.compile(r"(\d+)(?:\.\d+)?$")  # a checkpoint's name: its steps, and its writer's epoch
 GAMES = ("agent", "verifier", "sampling", "policy", "policies", "upstreams", "roles", "seed")

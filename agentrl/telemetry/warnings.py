@@ -10,7 +10,7 @@ from rich.console import Console
 
 from agentrl.config import RunConfig
 from agentrl.config.policies import policy_by_role
-from agentrl.errors import brief
+from agentrl.failures import brief
 from agentrl.store.base import Store
 from agentrl.telemetry.report import policies_without_calls, untrained_calls
 from agentrl.types import ErrorKind, FailureCount, Purpose, StepRow

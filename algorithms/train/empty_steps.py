@@ -15,16 +15,9 @@ from agentrl.algorithms.diagnostics.metrics import Metrics
 from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.config import RunConfig
 from agentrl.errors import TrainingError
+from agentrl.failures import commonest_failure
 from agentrl.store.base import Store
-from agentrl.types import (
-    EMPTY,
-    Failure,
-    Group,
-    Purpose,
-    RolloutState,
-    StepRow,
-    commonest_failure,
-)
+from agentrl.types import EMPTY, Failure, Group, Purpose, RolloutState, StepRow
 
 KEPT = ("rollouts", "rollouts/failed", "calls/refused", "calls/inexact", "calls/too_long")
 

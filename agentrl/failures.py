@@ -1,0 +1,23 @@
+"""Failures of rollouts in one sentence."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from agentrl.types import Failure
+
+
+def commonest_failure(failures: Sequence[Failure], total: int) -> str:
+    """The kind that most of `failures` are of, in one sentence: how many of `total` rollouts, and
+    their most frequent message."""
+    ((kind, count),) = Counter(failure.kind for failure in failures).most_common(1)
+    messages = Counter(failure.message for failure in failures if failure.kind is kind)
+    ((message, _),) = messages.most_common(1)
+    return f"{count} of {total} failed by {kind}: {brief(message)}"
+
+
+def brief(message: str, longest: int = 400) -> str:
+    """A message on one line, of bounded length."""
+    line = " ".join(message.split())
+    return line if len(line) <= longest else f"{line[:longest]} ..."
