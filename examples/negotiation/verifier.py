@@ -4,10 +4,10 @@ The outcome is the mean of both utilities.
 """
 
 from agentrl import Reward, Task, Trace
-from agentrl.runners.games import Result
+from agentrl.runners.games import GameResult
 from agentrl.runners.games import verify as returns
 
 
-def verify(task: Task, result: Result, trace: Trace) -> list[Reward]:
+def verify(task: Task, result: GameResult, trace: Trace) -> list[Reward]:
     agreed = result["moves"][-1][1] == "Agree"
     return [*returns(task, result, trace), Reward(value=float(agreed), name="agreed")]

@@ -34,7 +34,7 @@ from agentrl.store import Store, open_store
 from agentrl.store.http.client import call
 from agentrl.store.http.keys import Keys
 from agentrl.store.http.serve import listen
-from agentrl.store.http.wire import ENCODE, MSGPACK, VERBS, BatchRequest, PreparedTransition
+from agentrl.store.http.wire import ENCODE, MSGPACK, VERBS, BatchCall, BatchRequest
 from agentrl.types import Attempt, NewRollout, Outcome, Reward, Transition, float32, int32
 
 CLIENTS, BATCH, CALLS = 32, 16, 4
@@ -95,7 +95,7 @@ class Connection:
 
     async def batch(self, *calls: tuple[Any, Any]) -> list[Any]:
         made = [
-            PreparedTransition(verb=verb.name, arguments=msgspec.Raw(ENCODE[MSGPACK](arguments)))
+            BatchCall(verb=verb.name, arguments=msgspec.Raw(ENCODE[MSGPACK](arguments)))
             for verb, arguments in calls
         ]
         got = msgspec.msgpack.decode(

@@ -77,7 +77,7 @@ def workers_of_nccl() -> Workers:
 
 async def test_a_broadcast_reaches_every_worker_of_every_server(nccl: list[torch.Tensor]) -> None:
     workers = workers_of_nccl()
-    transfer = weight_sync.make("nccl", LEARNED, None, 5.0)  # type: ignore[arg-type]
+    transfer = weight_sync.make_sync("nccl", LEARNED, None, 5.0)  # type: ignore[arg-type]
     serving = ServedModel(None, None)  # type: ignore[arg-type]
     transfer.prepare(serving)
     assert serving.backend == "nccl"
@@ -106,7 +106,7 @@ async def test_a_broadcast_that_hangs_is_a_sentence_in_time(
 ) -> None:
     never = threading.Event()
     monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda info: never.wait())
-    transfer, workers = weight_sync.make("nccl", LEARNED, None, 0.2), workers_of_nccl()  # type: ignore[arg-type]
+    transfer, workers = weight_sync.make_sync("nccl", LEARNED, None, 0.2), workers_of_nccl()  # type: ignore[arg-type]
     with pytest.raises(PolicyError, match=r"by nccl did not arrive within 0\.2 s"):
         await transfer.send("policy", workers)
     (late,) = [thread for thread in threading.enumerate() if thread.name == "vllm-transfer"]
@@ -122,7 +122,7 @@ async def test_what_nccl_refuses_is_a_sentence(
         raise RuntimeError("NCCL error: no CUDA device")
 
     monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", refuse)
-    transfer = weight_sync.make("nccl", LEARNED, None, 5.0)  # type: ignore[arg-type]
+    transfer = weight_sync.make_sync("nccl", LEARNED, None, 5.0)  # type: ignore[arg-type]
     with pytest.raises(PolicyError, match="could not be sent: NCCL error: no CUDA device"):
         await transfer.send("policy", workers_of_nccl())
 
@@ -142,7 +142,7 @@ async def test_handles_of_gpu_memory_arrive_as_they_were_made(
         (ipc_engine.IPCWeightTransferInitInfo, ipc_engine.IPCWeightTransferUpdateInfo)
     )
     workers.urls, workers.worlds = workers.urls[:1], (1,)
-    await weight_sync.make("ipc", LEARNED, None, 5.0).send("policy", workers)  # type: ignore[arg-type]
+    await weight_sync.make_sync("ipc", LEARNED, None, 5.0).send("policy", workers)  # type: ignore[arg-type]
     assert workers.asked == [weight_sync.START, weight_sync.UPDATE, weight_sync.FINISH]
     (update,) = workers.updates
     assert update.names == ["a", "b"]

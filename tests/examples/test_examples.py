@@ -36,7 +36,7 @@ def test_agents_know_nothing_of_agentrl_and_are_short() -> None:
                 assert len(part.read_text().splitlines()) < 80, part
     listed = re.findall(r"\]\((\w+)\)", (EXAMPLES / "README.md").read_text())
     runs = {file.parent.name for file in EXAMPLES.glob("*/run.toml")}
-    assert sorted(listed) == sorted(runs | {file.parent.name for file in AGENTS})
+    assert sorted(listed) == sorted(runs | {file.parent.name for file in AGENTS} | {"plugins"})
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from agentrl.cli.algorithms import explained
+from agentrl.cli.algorithms import explain_rollout
 from agentrl.cli.export import export
 from agentrl.config import RewardModelConfig, RunConfig
 from agentrl.errors import NotFound, PolicyError
@@ -241,6 +241,6 @@ async def check_rewards(url: str) -> None:
     for rollout in rollouts:
         made = [(row.name, row.source) for row in rollout.rewards]
         assert made == [("outcome", "verifier"), *[("hunch", "model:hunch")] * 2]
-        lines = await explained(url, rollout.id, tokens=False)
+        lines = await explain_rollout(url, rollout.id, tokens=False)
         assert sum(line.startswith("  transition:hunch of ") for line in lines) == 2
         assert not any("the step used advantage" in line for line in lines)

@@ -198,17 +198,17 @@ async def trained(url: str) -> None:
 
 
 async def test_a_trained_rollout_is_explained_from_the_store(tmp_path: Path) -> None:
-    from agentrl.cli.algorithms import explained
+    from agentrl.cli.algorithms import explain_rollout
 
     url = f"sqlite:///{tmp_path / 'store.db'}"
     await trained(url)
-    lines = await explained(url, "r/g/0", tokens=True)
+    lines = await explain_rollout(url, "r/g/0", tokens=True)
     text = "\n".join(lines)
     assert "  outcome = 1 (verifier)" in lines
     assert "advantage 0.707106" in text
     assert "it was trained" not in text
     with pytest.raises(StoreError, match="there is no rollout 'r/g/7'"):
-        await explained(url, "r/g/7", tokens=False)
+        await explain_rollout(url, "r/g/7", tokens=False)
 
 
 # -- from what was stored --------------------------------------------------------------------------
@@ -277,9 +277,9 @@ async def run_of(url: str, preset: str, **settings: Any) -> AsyncIterator[Run]:
 
 
 async def lines_of(url: str, rollout: str) -> list[str]:
-    from agentrl.cli.algorithms import explained
+    from agentrl.cli.algorithms import explain_rollout
 
-    return await explained(url, rollout, tokens=False)
+    return await explain_rollout(url, rollout, tokens=False)
 
 
 async def test_the_gates_that_applied_are_shown(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.state import AlgorithmState
-from agentrl.algorithms.learners.auxiliary import scored
+from agentrl.algorithms.learners.auxiliary import score_batch
 from agentrl.algorithms.learners.base import Psi, Scored, StepReport
 from agentrl.algorithms.learners.critic import ValueModel
 from agentrl.algorithms.learners.reference import Reference, load_auxiliary
@@ -351,7 +351,7 @@ def test_a_resumed_run_continues_bit_for_bit(
 def test_scored_batches_give_what_the_algorithm_reads(tiny_model_dir: Path) -> None:
     learner = make_learner(tiny_model_dir, "shared")
     steps = updater(learner, kl=0.1)
-    batch, streams = scored(steps.algo, learner, steps.batch(example()))
+    batch, streams = score_batch(steps.algo, learner, steps.batch(example()))
     assert set(streams) == {"q"}
     assert batch.values.numel() == batch.reference.numel() == batch.n_tokens
     assert not batch.values.any()
