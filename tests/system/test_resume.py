@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.cli.algorithms import explain_rollout
 from agentrl.cli.export import export
-from agentrl.config import RewardModelConfig, RunConfig
+from agentrl.config import ImplicitRewardModelConfig, RunConfig
 from agentrl.errors import NotFound, PolicyError
 from agentrl.store import open_store
 from agentrl.types import RunState
@@ -214,7 +214,7 @@ def judging(folder: Path, model: Path) -> RunConfig:
     settings = config(folder, model)
     streams = {"outcome": {}, "hunch": {"scope": "transition"}}
     algorithm = replace(settings.algorithm, preset="streams", options={"streams": streams})
-    hunch = RewardModelConfig(model=str(model), kind="implicit", scope="transition")
+    hunch = ImplicitRewardModelConfig(model=str(model), scope="transition")
     return replace(settings, algorithm=algorithm, reward_models={"hunch": hunch}, steps=3)
 
 

@@ -19,7 +19,7 @@ import steady
 import torch
 from msgspec.structs import replace
 
-from agentrl.config.infrastructure import VerlConfig
+from agentrl.config.infrastructure import VerlConfig, VerlLearnerConfig
 from agentrl.config.schema import CriticConfig, ReferenceConfig, RunConfig
 from agentrl.errors import AgentRLError
 
@@ -31,7 +31,7 @@ def config(folder: Path, model: Path) -> RunConfig:
     return replace(
         run,
         steps=3,
-        learner=replace(run.learner, kind="verl", threads=0, verl=placed),
+        learner=VerlLearnerConfig(token_budget=run.learner.token_budget, verl=placed),
         algorithm=replace(run.algorithm, preset="ppo", options={"kl": 0.1}, epochs=1),
         critic=CriticConfig(model="copy", lr=1e-3),
         reference=ReferenceConfig(every=2, target=0.01, horizon=100),
