@@ -25,7 +25,7 @@ def codec(tiny_model_dir: Path) -> Codec:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_encoding_in_pieces_equals_encoding_the_whole(codec: Codec, text: str) -> None:
-    assert codec._border is not None
+    assert codec._special_tokens is not None
     whole = codec._tokenizer(text, add_special_tokens=False)["input_ids"]
     assert codec.encode(text) == whole
     assert codec.encode(text) == whole  # the second time from what was remembered
@@ -35,7 +35,7 @@ def test_a_tokenizer_that_does_not_split_cleanly_encodes_the_whole(tiny_model_di
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
     tokenizer.add_tokens([AddedToken("<mark>", lstrip=True, rstrip=True, normalized=False)])
     codec = Codec(tokenizer)
-    assert codec._border is None
+    assert codec._special_tokens is None
     text = "a <mark> b"
     assert codec.encode(text) == tokenizer(text, add_special_tokens=False)["input_ids"]
 

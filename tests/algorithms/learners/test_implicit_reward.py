@@ -152,7 +152,7 @@ def test_outcomes_that_are_no_probability_are_refused(tiny_model_dir: Path) -> N
 def test_a_scalar_model_does_not_learn() -> None:
     algo = catalogue.make("streams", {"streams": {"prm": {}}})
     for settings, why in (
-        ({"train": True}, r"prm\.train is set, and means something for kind = 'implicit'"),
+        ({"train": True}, r"prm\.train is for .*kind = 'implicit', and it is 'scalar'"),
         ({"kind": "implicit", "lr": 1e-3}, r"prm\.lr is set, and it does not learn without train"),
     ):
         table = {"prm": {"model": "x"} | settings}

@@ -21,7 +21,7 @@ from agentrl.algorithms.sampling.selfplay import (
     check_seat_comparison,
     most_redundant,
 )
-from agentrl.config import SelfplayConfig, resolve
+from agentrl.config import resolve
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.types import Branch, Group, Reward, Rollout, RolloutState, Scope
 from tests.algorithms.train.test_update import group
@@ -31,8 +31,10 @@ OUTCOMES = ("role:outcome",)
 
 
 def pool(opponents: Any = "uniform", **settings: Any) -> OpponentPool:
-    made = SelfplayConfig(**{"seats": SEATS, "opponents": opponents, "every": 2} | settings)
-    return OpponentPool(made, "policy", seed=0)
+    every = {} if opponents == "self" else {"every": 2}
+    made = {"seats": SEATS, "opponents": opponents} | every | settings
+    run = {"selfplay": made, "algorithm": {"group_size": 24}}
+    return OpponentPool(resolve(run, source="test").selfplay, "policy", seed=0)
 
 
 def grown(steps: int, *args: Any, ahead: int = 0, **settings: Any) -> OpponentPool:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agentrl import plugins
-from agentrl.config import resolve
+from agentrl.config import keys, resolve
 from agentrl.errors import ConfigError
 from agentrl.runners.executors.command import CommandExecutor
 from agentrl.runners.executors.factory import make_executor
@@ -53,8 +53,9 @@ def test_the_agent_decides_unless_the_run_file_does() -> None:
     ],
 )
 def test_what_does_not_fit(agent: Any, given: object, executor: str, says: str) -> None:
+    needed = {"container": {"image": "an-image"}} if executor == "container" else {}
     with pytest.raises(ConfigError, match=re.escape(says)):
-        chosen(agent, given, executor=executor)
+        chosen(agent, given, executor=executor, **needed)
 
 
 @pytest.mark.parametrize("executor", ["async", "threads", "pool"])
@@ -80,7 +81,8 @@ async def test_an_executor_from_outside_runs_agents(
     (tmp_path / "outside_executor.py").write_text(example())
     monkeypatch.syspath_prepend(tmp_path)
     point = EntryPoint("thinking", "outside_executor:Thinking", "agentrl.executors")
-    monkeypatch.setattr(plugins, "entry_points", lambda *, group: [point])
+    monkeypatch.setattr(plugins, "entry_points", lambda *, group: EntryPoints([point]))
+    monkeypatch.setattr(keys, "entry_points", lambda *, group: EntryPoints([point]))
     for name in ("outside_executor.py:Thinking", "thinking"):
         config = resolve({"name": "test", "runner": {"executor": name}}, source="test")
         url = bench.gateway.base_url
@@ -130,6 +132,5 @@ def test_an_executor_from_outside_that_does_not_fit(
 def test_an_unknown_executor_is_refused_before_anything_starts(tmp_path: Path) -> None:
     data = {"name": "test", "tasks": {"train": "tasks.jsonl"}, "root": str(tmp_path)}
     for name, says in (("pol", "did you mean 'pool'"), ("mine.py:Mine", "there is no file")):
-        config = resolve(data | {"runner": {"executor": name}}, source="test")
         with pytest.raises(ConfigError, match=f"runner.executor = '{name}'.* {says}"):
-            check(config)
+            check(resolve(data | {"runner": {"executor": name}}, source="test"))
