@@ -38,15 +38,19 @@ def load_attribute(path: str, root: Path, *, key: str) -> Any:
     except ImportError as error:
         raise ConfigError(f"{key} = {path!r}: cannot import it: {error}") from error
     except Exception as error:  # the user's module is a boundary: anything can happen
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        raise ConfigError(
-            f"{key} = {path!r}: importing it raised {type(error).__name__}: {error}"
-            f" ({last.filename}:{last.lineno})"
-        ) from error
+        raise import_error(f"{key} = {path!r}: importing it", error) from error
     if not hasattr(module, name):
         public = [item for item in vars(module) if not item.startswith("_")]
         raise ConfigError(f"{key} = {path!r}: it has no {name!r}; {nearest(name, public)}")
     return getattr(module, name)
+
+
+def import_error(what: str, error: Exception) -> ConfigError:
+    """What a user's or another package's module raised at import, with file and line."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return ConfigError(
+        f"{what} raised {type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+    )
 
 
 def load_tasks(path: str, root: Path, *, key: str) -> list[dict[str, Json]]:

@@ -9,14 +9,13 @@ before a run starts, with the place where it was written.
 from __future__ import annotations
 
 import inspect
-import traceback
 from collections.abc import Collection
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Literal
 
 from agentrl.errors import ConfigError, nearest
-from agentrl.loading import load_attribute
+from agentrl.loading import import_error, load_attribute
 
 Kind = Literal["presets", "executors", "engines", "learners", "sinks", "rewards"]
 
@@ -83,8 +82,4 @@ def _import(point: EntryPoint, key: str) -> Any:
     try:
         return point.load()
     except Exception as error:  # another package's module is a boundary: anything can happen
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        raise ConfigError(
-            f"{key} = {point.name!r}: importing {point.value} raised {type(error).__name__}:"
-            f" {error} ({last.filename}:{last.lineno})"
-        ) from error
+        raise import_error(f"{key} = {point.name!r}: importing {point.value}", error) from error
