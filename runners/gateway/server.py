@@ -52,8 +52,8 @@ class Gateway:
         policies: Collection[str] = (),
         remote: bool = False,
     ) -> None:
-        """What is not the server's own is the `Router`'s. With a `host` that others can connect to,
-        only sealed attempts can be reached.
+        """Arguments after `port` are the `Router`'s. With a `host` that other machines can connect
+        to, only sealed attempts can be reached.
 
         Raises ConfigError for an upstream without its API key."""
         self.base_url = ""  # for agents on this machine, known once started; ends in /v1
@@ -107,9 +107,9 @@ class Gateway:
     @contextlib.contextmanager
     def scoring(self, attempt: Attempt) -> Iterator[str]:
         """Inside the block the verifier of `attempt` can call frozen endpoints, such as a judge, in
-        the trace whose id it is given. Policies refuse it, and nothing it says is recorded: what a
-        verifier samples is not the agent's doing, and must not be learned from."""
-        own = replace(attempt, id=secrets.token_hex(16))  # whatever is left of the agent stays out
+        the trace whose id the block is given. It cannot call policies, and its calls are not
+        recorded: what a verifier samples must not be learned from."""
+        own = replace(attempt, id=secrets.token_hex(16))  # late calls of the agent stay out
         active = self.attempts.register(own, scoring=True)
         try:
             yield active.id
@@ -119,13 +119,12 @@ class Gateway:
     def pause(self) -> None:
         """Hold new calls to policies, within the deadlines of their attempts, until `resume`.
 
-        For whoever swaps a policy's weights in this process, with `drain` and `resume`; no part of
-        a runner calls them. Another process has the same effect by publishing a policy with an
-        empty base URL: it is held wherever a gateway runs until it is published with one."""
+        For code that swaps a policy's weights in this process, with `drain` and `resume`; a runner
+        calls none of them. Another process has the same effect by publishing a policy with an empty
+        base URL: every gateway holds its calls until it is published with one."""
         self._loop.call_soon_threadsafe(self.router.pause)
 
     def resume(self) -> None:
-        """By whoever called `pause`."""
         self._loop.call_soon_threadsafe(self.router.resume)
 
     async def drain(self) -> None:
@@ -167,7 +166,7 @@ class Gateway:
             following.cancel()
             await asyncio.gather(*map(_abort_calls, self.attempts.active()))
             await runner.cleanup()
-            await upstream.close()
+            await upstream.session.close()
             with contextlib.suppress(asyncio.CancelledError):
                 await following
 
