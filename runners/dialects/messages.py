@@ -12,19 +12,8 @@ from uuid import uuid4
 
 import msgspec
 
-from agentrl.runners.dialects.base import (
-    Body,
-    ConversationMemory,
-    Dialect,
-    Translation,
-    UntranslatableError,
-    impossible,
-    objects,
-    refuse_unless,
-    text,
-    tool_call,
-    typed,
-)
+from agentrl.runners.dialects import base
+from agentrl.runners.dialects.base import Body, ConversationMemory, Dialect, UntranslatableError
 from agentrl.types import Json
 
 # Fields that change the answer as no chat completion can, and the values at which they do not.
@@ -60,25 +49,25 @@ def error(status: int, code: str, message: str) -> Body:
 
 
 def chat_request(body: Body, memory: ConversationMemory) -> Body:
-    refuse_unless(body, ALLOWED)
+    base.refuse_unless(body, ALLOWED)
     chat = {k: v for k, v in body.items() if k not in ALLOWED.keys() | IDLE | TRANSLATED}
     for name in ("max_tokens", "messages"):
         if not body.get(name):
             raise UntranslatableError(name, "Field required", code="missing_parameter")
     chat["max_completion_tokens"] = body["max_tokens"]
     chat["messages"] = _system(body.get("system"))
-    for index, message in enumerate(objects(body["messages"], "messages")):
+    for index, message in enumerate(base.objects(body["messages"], "messages")):
         chat["messages"] += _message(message, f"messages[{index}]", memory)
     if chat["messages"][-1]["role"] == "assistant":
         why = "the last one is the assistant's, and prefilling its answer is not possible here"
         raise UntranslatableError("messages", why)
     if body.get("stop_sequences"):
         chat["stop"] = body["stop_sequences"]
-    if tools := [_tool(tool, i) for i, tool in enumerate(objects(body.get("tools"), "tools"))]:
+    if tools := [_tool(tool, i) for i, tool in enumerate(base.objects(body.get("tools"), "tools"))]:
         chat["tools"] = tools
     kind = (body.get("thinking") or {}).get("type")
     if kind not in (None, "adaptive", "disabled"):
-        raise impossible("thinking", "a budget")
+        raise base.impossible("thinking", "a budget")
     config = body.get("output_config") or {}
     if config.get("effort"):
         chat["reasoning_effort"] = config["effort"]
@@ -90,7 +79,7 @@ def chat_request(body: Body, memory: ConversationMemory) -> Body:
 
 def prompt_of(body: Body, memory: ConversationMemory) -> Body:
     """The fields of a request that its prompt is rendered from, as those of a chat completion."""
-    with typed():
+    with base.typed():
         chat = chat_request(body | {"max_tokens": 1}, memory)
     return {k: chat[k] for k in ("model", *RENDERED) if k in chat}
 
@@ -123,10 +112,10 @@ def _tool_choice(choice: Body) -> Body:
 
 def _message(message: Body, where: str, memory: ConversationMemory) -> list[Body]:
     """One message as one or more of a chat completion, in which each tool result is a message."""
-    role, content = text(message.get("role"), f"{where}.role"), message.get("content")
+    role, content = base.text(message.get("role"), f"{where}.role"), message.get("content")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
-    blocks = objects(content, f"{where}.content")
+    blocks = base.objects(content, f"{where}.content")
     if role == "assistant":
         return [_assistant(blocks, f"{where}.content", memory)]
     if role == "system":
@@ -155,14 +144,14 @@ def _assistant(blocks: list[Body], where: str, memory: ConversationMemory) -> Bo
     for index, block in enumerate(blocks):
         here, kind = f"{where}[{index}]", block.get("type")
         if kind == "text":
-            turn["content"] = (turn["content"] or "") + text(block.get("text"), here)
+            turn["content"] = (turn["content"] or "") + base.text(block.get("text"), here)
         elif kind == "thinking":
-            said = text(block.get("thinking"), here)
+            said = base.text(block.get("thinking"), here)
             turn["reasoning_content"] = turn.get("reasoning_content", "") + said
         elif kind == "tool_use":
             id = block.get("id")
             arguments = _arguments(block.get("input"), memory.arguments.get(str(id)))
-            call = tool_call(id, block.get("name"), arguments)
+            call = base.tool_call(id, block.get("name"), arguments)
             turn.setdefault("tool_calls", []).append(call)
         else:
             raise UntranslatableError(here, f"a block of type {kind!r:.80} is not possible here")
@@ -183,7 +172,7 @@ def _arguments(given: Json, written: str | None) -> str:
 def _part(block: Body, where: str) -> Body:
     kind, source = block.get("type"), block.get("source") or {}
     if kind == "text":
-        return {"type": "text", "text": text(block.get("text"), where)}
+        return {"type": "text", "text": base.text(block.get("text"), where)}
     if kind == "image" and source.get("type") == "url":
         return {"type": "image_url", "image_url": {"url": source.get("url")}}
     if kind == "image" and source.get("type") == "base64":
@@ -197,18 +186,18 @@ def _text(content: Json, where: str) -> str:
     if isinstance(content, str):
         return content
     said = ""
-    for index, block in enumerate(objects(content, where)):
+    for index, block in enumerate(base.objects(content, where)):
         if block.get("type") != "text":
             what = f"a block of type {block.get('type')!r:.80} is not possible here, only text"
             raise UntranslatableError(f"{where}[{index}]", what)
-        said += text(block.get("text"), f"{where}[{index}]")
+        said += base.text(block.get("text"), f"{where}[{index}]")
     return said
 
 
 # -- the answer ------------------------------------------------------------------------------------
 
 
-class MessagesTranslation(Translation):
+class MessagesTranslation(base.Translation):
     """The input of a tool is shown once it is whole, as Anthropic does unless asked otherwise: an
     object, or the broken text inside one."""
 

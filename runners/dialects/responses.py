@@ -11,18 +11,8 @@ import time
 from typing import Any
 from uuid import uuid4
 
-from agentrl.runners.dialects.base import (
-    Body,
-    ConversationMemory,
-    Dialect,
-    Translation,
-    UntranslatableError,
-    impossible,
-    objects,
-    refuse_unless,
-    text,
-    tool_call,
-)
+from agentrl.runners.dialects import base
+from agentrl.runners.dialects.base import Body, ConversationMemory, Dialect, UntranslatableError
 from agentrl.runners.dialects.openai import error
 from agentrl.types import Json
 
@@ -67,7 +57,7 @@ PARTS = {
 
 def chat_request(body: Body, earlier: list[Body]) -> Body:
     """The chat completion that a request asks for, behind the `earlier` messages."""
-    refuse_unless(body, ALLOWED)
+    base.refuse_unless(body, ALLOWED)
     chat = {k: v for k, v in body.items() if k not in ALLOWED.keys() | IDLE | TRANSLATED}
     instructions = body.get("instructions")
     system = [] if instructions is None else [{"role": "system", "content": instructions}]
@@ -76,7 +66,7 @@ def chat_request(body: Body, earlier: list[Body]) -> Body:
         raise UntranslatableError("input", "is missing; say something", code="missing_parameter")
     if body.get("max_output_tokens") is not None:
         chat["max_completion_tokens"] = body["max_output_tokens"]
-    if tools := [_tool(tool, i) for i, tool in enumerate(objects(body.get("tools"), "tools"))]:
+    if tools := [_tool(tool, i) for i, tool in enumerate(base.objects(body.get("tools"), "tools"))]:
         chat["tools"] = tools
     if (choice := body.get("tool_choice")) is not None:
         chat["tool_choice"] = _tool_choice(choice)
@@ -114,12 +104,12 @@ def _format(options: Body) -> Body:
 
 
 def _reasoning(options: Body) -> Body:
-    refuse_unless(options, REASONING, "reasoning.")
+    base.refuse_unless(options, REASONING, "reasoning.")
     known = REASONING.keys() | NO_SUMMARY
     given = {k: v for k, v in options.items() if v is not None and k not in known}
     effort = given.pop("effort", None)
     if given:
-        raise impossible("reasoning", ", ".join(sorted(given)))
+        raise base.impossible("reasoning", ", ".join(sorted(given)))
     return {} if effort is None else {"reasoning_effort": effort}
 
 
@@ -128,7 +118,7 @@ def _messages(items: Json) -> list[Body]:
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     turns: list[Body] = []
-    for index, item in enumerate(objects(items, "input")):
+    for index, item in enumerate(base.objects(items, "input")):
         _add(turns, item, f"input[{index}]")
     return turns
 
@@ -136,7 +126,7 @@ def _messages(items: Json) -> list[Body]:
 def _add(turns: list[Body], item: Body, where: str) -> None:
     kind = item.get("type", "message")
     if kind == "message":
-        role, content = text(item.get("role"), f"{where}.role"), item.get("content")
+        role, content = base.text(item.get("role"), f"{where}.role"), item.get("content")
         content = _content(content, f"{where}.content", plain=role == "assistant")
         if role == "assistant" and "content" not in (turn := _turn(turns)):
             turn["content"] = content
@@ -145,16 +135,16 @@ def _add(turns: list[Body], item: Body, where: str) -> None:
     elif kind == "function_call":
         turn = _turn(turns)
         turn.setdefault("content", None)
-        call = tool_call(item.get("call_id"), item.get("name"), item.get("arguments"))
+        call = base.tool_call(item.get("call_id"), item.get("name"), item.get("arguments"))
         turn.setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         said = _content(item.get("output"), f"{where}.output", plain=True)
         turns.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": said})
     elif kind == "reasoning":
-        thoughts = objects(item.get("content"), f"{where}.content")
+        thoughts = base.objects(item.get("content"), f"{where}.content")
         if not thoughts:
             raise UntranslatableError(where, "encrypted reasoning is of no use to this model")
-        said = "".join(text(part.get("text"), f"{where}.content") for part in thoughts)
+        said = "".join(base.text(part.get("text"), f"{where}.content") for part in thoughts)
         turns.append({"role": "assistant", "reasoning_content": said})
     else:
         raise UntranslatableError(where, f"an item of type {kind!r:.80} is not possible here")
@@ -172,12 +162,12 @@ def _content(content: Json, where: str, *, plain: bool) -> Json:
     if isinstance(content, str):
         return content
     parts: list[Body] = []
-    for part in objects(content, where):
+    for part in base.objects(content, where):
         kind = part.get("type")
         if kind in ("input_text", "output_text", "text"):
-            parts.append({"type": "text", "text": text(part.get("text"), where)})
+            parts.append({"type": "text", "text": base.text(part.get("text"), where)})
         elif kind == "refusal":
-            parts.append({"type": "text", "text": text(part.get("refusal"), where)})
+            parts.append({"type": "text", "text": base.text(part.get("refusal"), where)})
         elif kind == "input_image" and part.get("image_url") and not plain:
             url: Body = {"url": part["image_url"]}
             if part.get("detail"):
@@ -193,7 +183,7 @@ def _content(content: Json, where: str, *, plain: bool) -> Json:
 # -- the answer ------------------------------------------------------------------------------------
 
 
-class ResponsesTranslation(Translation):
+class ResponsesTranslation(base.Translation):
     def __init__(self, body: Body, memory: ConversationMemory) -> None:
         previous = body.get("previous_response_id")
         if previous is not None and previous not in memory.answers:
