@@ -211,7 +211,8 @@ class ResponsesTranslation(base.Translation):
         if self._switch(key):
             item: Body = {"type": kind, "id": _id("rs" if kind == "reasoning" else "msg")}
             item |= {"status": "in_progress", "content": []}
-            item |= {"summary": []} if kind == "reasoning" else {"role": "assistant"}
+            extra: Body = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
+            item |= extra
             self._add_item(item)
             part: Body = {"type": part_type, field: ""}
             if part_type == "output_text":

@@ -134,12 +134,7 @@ class KubernetesExecutor:
         delete = True
         try:
             if active.attempt.fence > 1:  # a killed runner may have left the Job of its attempt
-                rollout = _label(active.attempt.rollout.id)
-                await self._jobs.delete_collection_namespaced_job(
-                    self.config.namespace,
-                    label_selector=f"{RUN}={self._run},{ROLLOUT}={rollout}",
-                    **DELETE,
-                )
+                await self._delete_earlier(active)
             await self._jobs.create_namespaced_job(self.config.namespace, cast("Any", job))
             await asyncio.wait({ended}, timeout=active.left)
             if not ended.done():
@@ -262,6 +257,12 @@ class KubernetesExecutor:
         with suppress(*UNREACHABLE):  # the Job has a deadline of its own
             async with asyncio.timeout(ANSWER):
                 await self._jobs.delete_namespaced_job(job, self.config.namespace, **DELETE)
+
+    async def _delete_earlier(self, active: ActiveAttempt) -> None:
+        labels = f"{RUN}={self._run},{ROLLOUT}={_label(active.attempt.rollout.id)}"
+        await self._jobs.delete_collection_namespaced_job(
+            self.config.namespace, label_selector=labels, **DELETE
+        )
 
 
 def _template(name: str, root: Path) -> dict[str, Any]:

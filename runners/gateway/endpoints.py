@@ -84,8 +84,8 @@ class Endpoints:
             data = [{"type": "model", "id": n, "display_name": n, "created_at": day} for n in names]
             ends = {"first_id": names[0], "last_id": names[-1]} if names else {}
             return web.json_response({"data": data, "has_more": False} | ends)
-        about = {"object": "model", "created": 0, "owned_by": "agentrl"}
-        data = [{"id": name, **about} for name in names]
+        about: Body = {"object": "model", "created": 0, "owned_by": "agentrl"}
+        data = [{"id": name} | about for name in names]
         return web.json_response({"object": "list", "data": data})
 
     async def _within_attempt(self, work: Work, request: web.Request) -> web.StreamResponse:

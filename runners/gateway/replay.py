@@ -100,12 +100,12 @@ async def stream(rows: Sequence[Transition], call: ModelRequest) -> AsyncIterato
     if not text:
         body["object"] = "chat.completion.chunk"
     for choice in choices:
-        last = {"index": choice["index"], "finish_reason": choice["finish_reason"]}
+        last: dict[str, Json] = {"text": ""} if text else {"delta": {}}
+        last |= {"index": choice["index"], "finish_reason": choice["finish_reason"]}
         if not text:
             choice["delta"] = delta = dict(choice.pop("message"))
             if calls := delta.get("tool_calls"):
                 delta["tool_calls"] = [{"index": i} | call for i, call in enumerate(calls)]
-        last |= {"text": ""} if text else {"delta": {}}
         for part in (choice | {"finish_reason": None}, last):
             yield _event(body | {"choices": [part]})
     if options.get("include_usage"):
