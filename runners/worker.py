@@ -88,7 +88,7 @@ class Worker:
             await self._changed.wait()
             return
         if not self._gateway.router.ready:
-            # The algorithm is starting: an attempt's time would run while nobody can answer it.
+            # The algorithm is starting: attempts would run out of time with no server to answer.
             cursor = await self._store.cursor()
             if not await self._store.policies(self.run_name):
                 await self._store.wait(cursor, timeout=CLAIM_TIMEOUT)

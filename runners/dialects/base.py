@@ -179,3 +179,15 @@ def text(value: Json, where: str) -> str:
 def tool_call(id: Json, name: Json, arguments: Json) -> Body:
     """As an assistant's chat message has it."""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def error(status: int, code: str, message: str) -> Body:
+    """https://platform.openai.com/docs/guides/error-codes"""
+    server = "server_error" if status >= 500 else "invalid_request_error"
+    kind = "rate_limit_error" if status == 429 else server
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+# The APIs that policy servers speak themselves.
+CHAT = Dialect("chat/completions", "chat/completions", error)
+TEXT = Dialect("completions", "completions", error)

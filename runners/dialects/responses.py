@@ -13,7 +13,6 @@ from uuid import uuid4
 
 from agentrl.runners.dialects import base
 from agentrl.runners.dialects.base import Body, ConversationMemory, Dialect, UntranslatableError
-from agentrl.runners.dialects.openai import error
 from agentrl.types import Json
 
 # Fields that change the answer as no chat completion can, and the values at which they do not.
@@ -302,4 +301,4 @@ def _id(prefix: str) -> str:
     return f"{prefix}_{uuid4().hex}"
 
 
-DIALECT = Dialect("responses", "chat/completions", error, ResponsesTranslation)
+DIALECT = Dialect("responses", "chat/completions", base.error, ResponsesTranslation)

@@ -86,11 +86,7 @@ class CommandExecutor:
         task = os.open(folder / contract.TASK, os.O_RDONLY)
         fds = [task, await stdout.open(), await stderr.open()]
         try:
-            try:
-                process = await self._launcher.launch(spec, fds)
-            finally:
-                for fd in fds:
-                    os.close(fd)
+            process = await self._launcher.launch(spec, fds)
             try:
                 async with asyncio.timeout(active.left):
                     status = await process.wait()

@@ -93,18 +93,20 @@ class ProcessLauncher:
             )
 
     async def launch(self, spec: ProcessSpec, fds: Sequence[int]) -> SupervisedProcess:
-        """Start a process with `fds` as its stdin, stdout, stderr and so on; the caller closes
-        its own copies.
+        """Start a process with `fds` as its stdin, stdout, stderr and so on. They are closed here.
 
         Raises SupervisorLost when the template has died, and its replacement too."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        with theirs:
-            try:
-                self._send([theirs.fileno(), *fds])
-            except OSError as error:
-                ours.close()
-                raise SupervisorLost(f"the template process is gone: {error}") from error
+        try:
+            self._send([theirs.fileno(), *fds])
+        except OSError as error:
+            ours.close()
+            raise SupervisorLost(f"the template process is gone: {error}") from error
+        finally:
+            theirs.close()
+            for fd in set(fds):
+                os.close(fd)
         transport, process = await asyncio.get_running_loop().create_unix_connection(
             SupervisedProcess, sock=ours
         )

@@ -221,22 +221,18 @@ class PoolExecutor:
         del self._following[process]
 
     async def _launch(self) -> WarmProcess:
-        ours, theirs = socket.socketpair()
-        null = os.open(os.devnull, os.O_RDONLY)
         spec = ProcessSpec()
         if not self._forks:
             spec = ProcessSpec(argv=[sys.executable, *self._program, "3"], env=self._env)
         if self.memory:
             spec["memory"] = self.memory
+        ours, theirs = socket.socketpair()
         printed = LogPipe(contract.LARGEST_PRINT)
         out = await printed.open()
+        fds = [os.open(os.devnull, os.O_RDONLY), out, out, theirs.detach()]
         try:
-            supervised = await self._launcher.launch(spec, [null, out, out, theirs.fileno()])
+            supervised = await self._launcher.launch(spec, fds)
         except SupervisorLost:
             ours.close()
             raise
-        finally:
-            os.close(null)
-            os.close(out)
-            theirs.close()
         return WarmProcess(supervised, printed, *await asyncio.open_unix_connection(sock=ours))

@@ -26,7 +26,7 @@ from agentrl.runners.tracing.roles import NAMES, ROLE, read_names, resolve, role
 from agentrl.types import Attempt
 
 PARENT = re.compile("[0-9a-f]{2}-([0-9a-f]{32})-(?:(?!0{16})([0-9a-f]{16})-)?")
-REMEMBERED = 10_000  # ended attempts that are told apart from ones that never were
+REMEMBERED = 10_000  # ended attempts that are still known
 
 
 class ModelCall(NamedTuple):
@@ -114,8 +114,8 @@ class RefusedError(Exception):
 
 
 class AttemptRegistry:
-    """The registry of active attempts. `open`: attempts that are not sealed may be reached at all,
-    which is right only where nobody else can connect."""
+    """The active attempts. `open`: those that are not sealed can be reached, which is safe only
+    where no other machine can connect."""
 
     def __init__(self, *, open: bool = True, roles: Collection[str] = ()) -> None:
         self.open, self.roles = open, frozenset(roles)
@@ -148,7 +148,7 @@ class AttemptRegistry:
     def find(self, attempt: str) -> ActiveAttempt:
         """Raises RefusedError for an attempt that has ended or never was, or that is sealed."""
         active = self._active.get(attempt)
-        # The id of a verifier's trace is random and leaves this process for nobody's agent.
+        # The id of a verifier's trace is random, and no agent is told it.
         if active is not None and not active.sealed and (self.open or active.scoring):
             return active
         if active is not None:

@@ -14,13 +14,12 @@ from typing import Any
 import msgspec
 
 from agentrl.runners.dialects import Dialect, Translation, UntranslatableError
-from agentrl.runners.dialects.base import ConversationMemory, typed
-from agentrl.runners.dialects.openai import TEXT
+from agentrl.runners.dialects.base import TEXT, ConversationMemory, typed
 from agentrl.runners.gateway.routing import Route
 from agentrl.types import Json, Sampling, Transition, float32, int32
 
 Fields = dict[str, Any]
-"""A JSON object whose values are `msgspec.Raw`, bytes as they came, or what we put there."""
+"""A JSON object. Its values are `msgspec.Raw`, the bytes as they came, or set by the gateway."""
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _choices = msgspec.json.Decoder(list[dict[str, msgspec.Raw]] | None)

@@ -61,7 +61,7 @@ class Endpoints:
         return await CallHandler(self._upstream, self._store, caller, request, dialect).run()
 
     async def traces(self, caller: CallOrigin, request: web.Request) -> web.StreamResponse:
-        """Spans of the caller's own attempt; any others are rejected, as OTLP says how."""
+        """Stores spans of the caller's own attempt; others are rejected as OTLP prescribes."""
         from agentrl import otlp  # needs the extra that brings OpenTelemetry's messages
 
         spans, unusable, why = otlp.decode_some(await read_body(request), request.content_type)

@@ -19,7 +19,7 @@ from itertools import takewhile
 
 import msgspec
 
-from agentrl.runners.dialects.openai import TEXT
+from agentrl.runners.dialects.base import TEXT
 from agentrl.runners.gateway.capture import ModelRequest, value
 from agentrl.runners.gateway.routing import Route
 from agentrl.store.base import Store

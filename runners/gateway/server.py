@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from agentrl.addresses import is_loopback
 from agentrl.config import UpstreamConfig
 from agentrl.errors import ConfigError
-from agentrl.http_server import REQUEST_TIMEOUT
+from agentrl.http_server import listen
 from agentrl.processes import allow_files
 from agentrl.runners.gateway.attribution import ActiveAttempt, AttemptRegistry
 from agentrl.runners.gateway.endpoints import LARGEST, Endpoints
@@ -33,7 +33,6 @@ from agentrl.runners.gateway.upstream import Upstream
 from agentrl.store.base import Store
 from agentrl.types import Attempt
 
-BACKLOG = 4096  # connections that may wait to be accepted
 STORE_TIMEOUT = 5.0  # seconds for calls that are cut to store what they had shown
 
 
@@ -143,19 +142,10 @@ class Gateway:
         upstream = Upstream(self.router)
         app = web.Application(client_max_size=LARGEST)
         Endpoints(self.attempts, self.router, upstream, self._store).add_to(app)
-        runner = web.AppRunner(
-            app,
-            access_log=None,
-            handler_cancellation=True,
-            shutdown_timeout=0.0,
-            keepalive_timeout=REQUEST_TIMEOUT,
-        )
-        following = asyncio.create_task(self.router.follow())
+        following, runner = asyncio.create_task(self.router.follow()), None
         try:
-            await runner.setup()
-            site = web.TCPSite(runner, self._host, self.port, backlog=BACKLOG)
             try:
-                await site.start()
+                runner, _ = await listen(app, self._host, self.port, shutdown=0.0)
             except OSError as error:
                 self._listening.set_exception(error)
                 return
@@ -165,7 +155,8 @@ class Gateway:
         finally:
             following.cancel()
             await asyncio.gather(*map(_abort_calls, self.attempts.active()))
-            await runner.cleanup()
+            if runner is not None:
+                await runner.cleanup()
             await upstream.session.close()
             with contextlib.suppress(asyncio.CancelledError):
                 await following

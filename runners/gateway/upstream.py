@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TypeVar
 
 import aiohttp
@@ -30,7 +31,7 @@ CHUNKED_ABOVE = 2**20  # bytes of a request
 LARGEST_ANSWER = 64 * 2**20  # bytes of an answer in one piece, or of one event of a stream
 LARGEST_STREAM = 4 * LARGEST_ANSWER  # bytes of all its events
 CONNECT = 5.0  # seconds to establish a connection
-RECHECK_AFTER = 300.0  # seconds for which a frozen endpoint is spared what it refused: calls differ
+RECHECK_AFTER = 300.0  # seconds until a frozen endpoint is asked again for what it refused
 
 # Between the agent and us, or between us and the server; everything else passes through.
 HOP_BY_HOP = {"accept-encoding", "authorization", "connection", "content-length"}
@@ -49,24 +50,16 @@ HOP_BY_HOP |= {"transfer-encoding", "upgrade", "x-api-key", "x-policy-version"}
 PRIVATE = {"baggage", "cookie", "traceparent", "tracestate"}
 
 
+@dataclass(eq=False)
 class UpstreamError(Exception):
-    """The policy server failed a call. `status` and `body` are its answer, if it gave one."""
+    """The policy server failed a call."""
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        status: int | None = None,
-        body: bytes = b"",
-        retry_after: float = 0.0,
-        transient: bool = True,
-        final: bool = False,
-    ) -> None:
-        super().__init__(message)
-        self.message, self.status, self.body = message, status, body
-        self.retry_after = retry_after
-        self.transient = transient  # waiting may help
-        self.final = final  # it must not be repeated
+    message: str
+    status: int | None = None  # of its answer, if it gave one
+    body: bytes = b""
+    retry_after: float = 0.0  # seconds
+    transient: bool = True  # waiting may help
+    final: bool = False  # the call must not be repeated
 
 
 class Upstream:
@@ -108,9 +101,8 @@ class Upstream:
     ) -> T:
         """The first success of `once`. The attempt carries the failure of the call until then.
 
-        Raises the last UpstreamError when trying again is of no use or the attempt ran out, and
-        RefusedError for a verifier's call to anything but a frozen endpoint, and for that of a role
-        which nobody plays."""
+        Raises the last UpstreamError when another try is useless or the attempt has no time left,
+        and RefusedError for a verifier's call to a policy or for a role that has no policy."""
         active, role = caller.attempt, caller.role_of(model)
         if active.scoring:
             route = self.router.find(model, role)
@@ -124,7 +116,7 @@ class Upstream:
                 )
         seats = active.seats
         if why := self.router.why_unmapped(model, role, seats, caller.inside):
-            active.failures[asked.number] = why  # counted, whatever the agent makes of the refusal
+            active.failures[asked.number] = why  # also if the agent ignores the refusal
             raise RefusedError(404, "role_unplayed", why)
         wait, tries = BACKOFF, 0
         while True:
@@ -150,7 +142,7 @@ class Upstream:
     async def post(
         self, route: Route, api: str, body: bytes, headers: Mapping[str, str]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The server's answer, of any status that is an answer.
+        """The server's answer.
 
         Raises UpstreamError for 3xx, 401, 403, 429, 5xx and a connection that cannot be made or
         breaks: the agent is to blame for none of them."""
@@ -167,7 +159,7 @@ class Upstream:
         if route.key:
             sent["authorization"] = f"Bearer {route.key}"
         try:
-            # In pieces, where writing it all at once would hold up the other calls.
+            # A large body is sent in pieces, as writing it at once would hold up other calls.
             data = body if len(body) < CHUNKED_ABOVE else io.BytesIO(body)
             async with self.session.post(
                 url, data=data, headers=sent, allow_redirects=False
@@ -217,7 +209,7 @@ def _too_large(what: str, limit: int) -> UpstreamError:
 
 
 def forwarded_headers(headers: Mapping[str, str]) -> CIMultiDict[str]:
-    """The end-to-end headers of a message."""
+    """The headers of a message without those of a single connection."""
     return CIMultiDict((k, v) for k, v in headers.items() if k.lower() not in HOP_BY_HOP)
 
 

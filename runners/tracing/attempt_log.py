@@ -60,7 +60,7 @@ class AttemptLog:
     attempt: str
     root: str
     start: int = field(default_factory=time.time_ns)
-    spans: list[Span] = field(default_factory=list)  # finished ones, of ours
+    spans: list[Span] = field(default_factory=list)  # finished ones, made here
     started_spans: dict[int, ReadableSpan] = field(default_factory=dict)  # of the SDK, by id
     finished: list[ReadableSpan] = field(default_factory=list)  # those of them that have ended
     rewards: list[Reward] = field(default_factory=list)  # targets may be span ids of calls

@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from agentrl.runners.dialects import Dialect
-from agentrl.runners.dialects.base import ConversationMemory
-from agentrl.runners.dialects.openai import CHAT, TEXT
+from agentrl.runners.dialects.base import CHAT, TEXT, ConversationMemory
 from agentrl.runners.gateway.capture import (
     ModelRequest,
     ModelResponse,
