@@ -168,18 +168,9 @@ def open_log(attempt: str) -> Iterator[AttemptLog]:
         journal.close()
 
 
-def span_started(span: ReadableSpan) -> None:
-    """Note a span of OpenTelemetry's SDK that begins, if it belongs to an attempt."""
-    journal = _open.get(span.context.trace_id) if span.context else None
-    if journal is not None and span.context:
-        journal.started_spans[span.context.span_id] = span
-
-
-def span_ended(span: ReadableSpan) -> None:
-    """Note a span of OpenTelemetry's SDK that has ended, if it belongs to an attempt."""
-    journal = _open.get(span.context.trace_id) if span.context else None
-    if journal is not None:
-        journal.finished.append(span)
+def of_span(span: ReadableSpan) -> AttemptLog | None:
+    """The log of the attempt that a span of OpenTelemetry's SDK belongs to."""
+    return _open.get(span.context.trace_id) if span.context else None
 
 
 def framework_config() -> Any:

@@ -119,10 +119,12 @@ class Tracing(SpanProcessor):
             yield log
 
     def on_start(self, span: ReadableSpan, parent_context: TraceContext | None = None) -> None:
-        attempt_log.span_started(span)
+        if (log := attempt_log.of_span(span)) and span.context:
+            log.started_spans[span.context.span_id] = span
 
     def on_end(self, span: ReadableSpan) -> None:
-        attempt_log.span_ended(span)
+        if log := attempt_log.of_span(span):
+            log.finished.append(span)
 
 
 def records(log: AttemptLog, attempt: str) -> list[Span]:
