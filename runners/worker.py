@@ -113,14 +113,18 @@ class Worker:
             task, _ = self._running.pop(active.id)
             self._changed.set()
         self._being_stored[active.id] = task  # a slot is free, and the lease is still kept
-        self._outcomes.append(outcome)
         try:
-            async with self._finishing:
-                if self._outcomes:  # else another attempt has stored them with its own
-                    outcomes, self._outcomes = self._outcomes, []
-                    await self._finish(outcomes)
+            await self._end(outcome)
         finally:
             del self._being_stored[active.id]
+
+    async def _end(self, outcome: Outcome) -> None:
+        """Store an outcome, together with those of other attempts that end meanwhile."""
+        self._outcomes.append(outcome)
+        async with self._finishing:
+            if self._outcomes:  # else another attempt has stored them with its own
+                outcomes, self._outcomes = self._outcomes, []
+                await self._finish(outcomes)
 
     async def _finish(self, outcomes: Sequence[Outcome]) -> None:
         """Store outcomes; one that the store refuses fails only its own attempt."""
