@@ -19,31 +19,21 @@ from typing import Any
 
 import msgspec
 
+from agentrl import types
 from agentrl.errors import Conflict, Invalid, NotFound
-from agentrl.store import rows, runs, traces
+from agentrl.store import limits, rows, runs, traces
 from agentrl.store.database import Connection, load_sql
 from agentrl.store.feed import QUEUE
 from agentrl.store.rows import digest
 from agentrl.store.writer import Transaction
-from agentrl.types import (
-    Attempt,
-    AttemptState,
-    ErrorKind,
-    Failure,
-    FailureCount,
-    NewRollout,
-    Outcome,
-    Purpose,
-    RolloutState,
-)
 
 SQL = load_sql("rollouts")
 SUSPECT_SHARE = 4  # suspects share a runner with a quarter of those they were lost with
 SLACK = 5.0  # seconds by which transactions that wait for each other may differ in what time it is
-CANCELLED = Failure(kind=ErrorKind.CANCELLED, message="The rollout was cancelled.")
+CANCELLED = types.Failure(kind=types.ErrorKind.CANCELLED, message="The rollout was cancelled.")
 
 
-def enqueue(tx: Transaction, rollouts: Sequence[NewRollout]) -> int:
+def enqueue(tx: Transaction, rollouts: Sequence[types.NewRollout]) -> int:
     added: Counter[str] = Counter()
     groups = {rollout.group: rollout for rollout in rollouts}
     for member in groups.values():
@@ -72,7 +62,7 @@ def claim(
     lease: float,
     run: str | None,
     claim_id: str | None,
-) -> list[Attempt] | None:
+) -> list[types.Attempt] | None:
     """None if there is nothing to claim; of a repeat those that are still live, perhaps none."""
     if claim_id is not None:
         tx.conn.execute(SQL["lock_claim"], {"claim_id": claim_id})
@@ -80,11 +70,12 @@ def claim(
             return [
                 rows.attempt(row, row["claimed_id"], row["fence"], row["lease_until"])
                 for row in repeat
-                if row["claimed_state"] == AttemptState.RUNNING and row["lease_until"] > tx.now
+                if row["claimed_state"] == types.AttemptState.RUNNING
+                and row["lease_until"] > tx.now
             ]
     query = SQL["queued"] if run is None else SQL["queued_of_run"]
     held, most = _load_and_limit(tx.conn, runner)
-    claimed: list[Attempt] = []
+    claimed: list[types.Attempt] = []
     for row in tx.conn.execute(query, {"n": n, "run": run}).fetchall():
         most = min(most, row["together"] or most)
         if held + len(claimed) >= most:
@@ -109,8 +100,9 @@ def claim(
     return claimed or None
 
 
-def heartbeat(tx: Transaction, attempts: Sequence[str], lease: float) -> list[str]:
-    """Leases are no news: nothing is added to the feed."""
+def heartbeat(tx: Transaction, attempts: Sequence[str], *, lease: float) -> list[str]:
+    """Adds nothing to the feed: nobody waits for a lease to be extended."""
+    limits.check_lease(lease)
     columns = {
         "attempts": rows.to_json(attempts, "Attempts"),
         "lease": lease,
@@ -122,7 +114,7 @@ def heartbeat(tx: Transaction, attempts: Sequence[str], lease: float) -> list[st
     return [attempt for attempt in attempts if attempt in live]
 
 
-def finish(tx: Transaction, outcomes: Sequence[Outcome]) -> list[bool]:
+def finish(tx: Transaction, outcomes: Sequence[types.Outcome]) -> list[bool]:
     return [_finish(tx, outcome) for outcome in outcomes]
 
 
@@ -132,10 +124,10 @@ def cancel(tx: Transaction, rollouts: Sequence[str]) -> int:
         row = tx.conn.execute(SQL["cancellable"], (rollout,)).fetchone()
         if row is None:
             continue
-        was = RolloutState(row["state"])
-        if was is RolloutState.RUNNING:
-            _end_attempt(tx, row, AttemptState.CANCELLED, CANCELLED)
-        _end_rollout(tx, row, RolloutState.CANCELLED, CANCELLED, was=was)
+        was = types.RolloutState(row["state"])
+        if was is types.RolloutState.RUNNING:
+            _end_attempt(tx, row, types.AttemptState.CANCELLED, CANCELLED)
+        _end_rollout(tx, row, types.RolloutState.CANCELLED, CANCELLED, was=was)
         cancelled += 1
     return cancelled
 
@@ -173,11 +165,11 @@ def claims(conn: Connection, attempts: Sequence[str]) -> dict[str, tuple[str, st
     return {row["id"]: (row["run_id"], row["claim_id"]) for row in found}
 
 
-def failures(conn: Connection, run: str) -> list[FailureCount]:
-    found: dict[str, FailureCount] = {}
+def failures(conn: Connection, run: str) -> list[types.FailureCount]:
+    found: dict[str, types.FailureCount] = {}
     for row in conn.execute(SQL["failures"], {"run": run}):
-        last = FailureCount(
-            kind=ErrorKind(row["kind"]),
+        last = types.FailureCount(
+            kind=types.ErrorKind(row["kind"]),
             attempts=row["attempts"],
             rollout=row["rollout_id"],
             message=row["error_message"],
@@ -228,21 +220,21 @@ def _expire_attempt(tx: Transaction, row: Any, together: int) -> None:
             "agent ends or blocks the process, or takes more memory than there is. Mend it, or set "
             'runner.executor = "pool", which keeps that from the runner.'
         )
-    lost = Failure(kind=ErrorKind.LOST_RUNNER, message=message)
-    _end_attempt(tx, row, AttemptState.EXPIRED, lost)
+    lost = types.Failure(kind=types.ErrorKind.LOST_RUNNER, message=message)
+    _end_attempt(tx, row, types.AttemptState.EXPIRED, lost)
     if together > 1:
         _requeue(tx, row, "requeue_free", together=most)
     elif row["attempts"] < row["max_attempts"]:
         _requeue(tx, row, "requeue", together=most)
     else:
-        _end_rollout(tx, row, RolloutState.FAILED, lost)
+        _end_rollout(tx, row, types.RolloutState.FAILED, lost)
 
 
-def _open_group(tx: Transaction, member: NewRollout) -> None:
+def _open_group(tx: Transaction, member: types.NewRollout) -> None:
     runs.find_run(tx.conn, member.run)
     columns = {"group": member.group, "run": member.run, "step": member.step}
     new = tx.conn.execute(SQL["open_group"], {**columns, "purpose": member.purpose.value}).rowcount
-    if new and member.purpose is Purpose.TRAIN:
+    if new and member.purpose is types.Purpose.TRAIN:
         tx.add_counts(member.run, groups_open=1)
     row = tx.conn.execute(SQL["group"], (member.group,)).fetchone()
     if (row["run_id"], row["purpose"]) != (member.run, member.purpose.value):
@@ -252,7 +244,7 @@ def _open_group(tx: Transaction, member: NewRollout) -> None:
         )
 
 
-def _check_known(conn: Connection, rollout: NewRollout) -> None:
+def _check_known(conn: Connection, rollout: types.NewRollout) -> None:
     group = conn.execute(SQL["group_of"], (rollout.id,)).fetchone()["group_id"]
     if group != rollout.group:
         raise Conflict(
@@ -261,9 +253,9 @@ def _check_known(conn: Connection, rollout: NewRollout) -> None:
         )
 
 
-def _grow_group(tx: Transaction, member: NewRollout, new: int) -> None:
+def _grow_group(tx: Transaction, member: types.NewRollout, new: int) -> None:
     state = tx.conn.execute(SQL["group"], (member.group,)).fetchone()["state"]
-    if state == "settled" and member.purpose is Purpose.TRAIN:
+    if state == "settled" and member.purpose is types.Purpose.TRAIN:
         tx.add_counts(member.run, groups_open=1, groups_settled=-1)
     if state in ("claimed", "trained", "discarded"):
         raise Conflict(f"Group {member.group!r} is {state} already: use a new group.")
@@ -271,7 +263,7 @@ def _grow_group(tx: Transaction, member: NewRollout, new: int) -> None:
     tx.add_event(member.run, "group", member.group, QUEUE)
 
 
-def _finish(tx: Transaction, outcome: Outcome) -> bool:
+def _finish(tx: Transaction, outcome: types.Outcome) -> bool:
     row = tx.conn.execute(SQL["attempt"], (outcome.attempt,)).fetchone()
     if row is None:
         raise NotFound(f"There is no attempt {outcome.attempt!r} in this store.")
@@ -280,7 +272,7 @@ def _finish(tx: Transaction, outcome: Outcome) -> bool:
     if row["outcome"] == mark:
         return True
     live = (
-        row["state"] == AttemptState.RUNNING
+        row["state"] == types.AttemptState.RUNNING
         and row["lease_until"] > tx.now
         and row["fence"] == outcome.fence
     )
@@ -289,16 +281,16 @@ def _finish(tx: Transaction, outcome: Outcome) -> bool:
         tx.add_event(row["run_id"], "attempt", outcome.attempt)
         return False
     failed = outcome.failure is not None
-    state = AttemptState.FAILED if failed else AttemptState.SUCCEEDED
+    state = types.AttemptState.FAILED if failed else types.AttemptState.SUCCEEDED
     _end_attempt(tx, row, state, outcome.failure, mark)
-    lost = outcome.failure is not None and outcome.failure.kind is ErrorKind.LOST_RUNNER
+    lost = outcome.failure is not None and outcome.failure.kind is types.ErrorKind.LOST_RUNNER
     if outcome.retry and lost:
         # Given back by a runner that was told to stop: no fault of the rollout, so not a try.
         _requeue(tx, row, "requeue_free", together=row["together"])
     elif outcome.retry and row["attempts"] < row["max_attempts"]:
         _requeue(tx, row)
     else:
-        final = RolloutState.FAILED if failed else RolloutState.SUCCEEDED
+        final = types.RolloutState.FAILED if failed else types.RolloutState.SUCCEEDED
         _end_rollout(tx, row, final, outcome.failure, result)
     return True
 
@@ -314,8 +306,8 @@ def _requeue(
 def _end_attempt(
     tx: Transaction,
     row: Any,
-    state: AttemptState,
-    failure: Failure | None,
+    state: types.AttemptState,
+    failure: types.Failure | None,
     outcome: bytes | None = None,
 ) -> None:
     columns = {"attempt": row["attempt"], "state": state.value, "now": tx.now, "outcome": outcome}
@@ -325,11 +317,11 @@ def _end_attempt(
 def _end_rollout(
     tx: Transaction,
     row: Any,
-    state: RolloutState,
-    failure: Failure | None,
+    state: types.RolloutState,
+    failure: types.Failure | None,
     result: str | None = None,
     *,
-    was: RolloutState = RolloutState.RUNNING,
+    was: types.RolloutState = types.RolloutState.RUNNING,
 ) -> None:
     columns = {
         "id": row["id"],

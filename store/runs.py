@@ -14,32 +14,20 @@ from typing import Any, Literal
 
 import msgspec
 
+from agentrl import types
 from agentrl.errors import Conflict, Fenced, NotFound
 from agentrl.store import limits, rows
 from agentrl.store.database import Connection, load_sql
 from agentrl.store.feed import GROUPS
 from agentrl.store.rows import digest
 from agentrl.store.writer import Transaction
-from agentrl.types import (
-    Counts,
-    Json,
-    PolicyVersion,
-    Reward,
-    RunState,
-    Scope,
-    StepCommit,
-    StepRow,
-)
 
 SQL = load_sql("runs")
 
 
-def open_run(tx: Transaction, run: str, config: dict[str, Json]) -> RunState:
-    columns = {
-        "run": run,
-        "now": tx.now,
-        "config": rows.to_json(config, "The run's configuration"),
-    }
+def open_run(tx: Transaction, run: str, config: dict[str, types.Json]) -> types.RunState:
+    text = rows.to_json(config, "The run's configuration")
+    columns = {"run": run, "now": tx.now, "config": text}
     row = tx.conn.execute(SQL["open_run"], columns).fetchone()
     tx.conn.execute(SQL["release_groups"], (run,))
     tx.conn.execute(SQL["forget_policies"], (run,))  # they were served by the fenced owner
@@ -52,12 +40,12 @@ class PreparedCommit:
     """A commit with all that does not depend on what the store holds, computed before the
     transaction: while it runs, other writers wait."""
 
-    commit: StepCommit
+    commit: types.StepCommit
     record: str
     credits: list[dict[str, Any]]
 
 
-def prepare(commit: StepCommit) -> PreparedCommit:
+def prepare(commit: types.StepCommit) -> PreparedCommit:
     """Raises Invalid for credit and rewards that could not be read again."""
     limits.check_commit(commit)
     credits = [rows.credit_columns(credit) for credit in commit.credits]
@@ -86,8 +74,7 @@ def commit_step(tx: Transaction, step: PreparedCommit) -> None:
         _add_judgements(tx.conn, commit, calls, groups)
     columns = {"run": commit.run, "step": commit.step, "now": tx.now, "record": record}
     tx.conn.execute(SQL["commit_step"], columns)
-    advance = {"run": commit.run, "checkpoint": commit.checkpoint}
-    tx.conn.execute(SQL["advance_run"], advance)
+    tx.conn.execute(SQL["advance_run"], {"run": commit.run, "checkpoint": commit.checkpoint})
     _set_metrics(tx.conn, commit.run, commit.step, commit.metrics)
     tx.add_event(commit.run, "step", str(commit.step))
 
@@ -105,15 +92,22 @@ def claim_groups(tx: Transaction, run: str, epoch: int, n: int, *, last: bool) -
     return sorted([*held, *(row["id"] for row in more)])
 
 
-def publish(tx: Transaction, version: PolicyVersion, *, epoch: int | None) -> None:
+def publish(tx: Transaction, version: types.PolicyVersion, *, epoch: int | None = None) -> None:
+    limits.check_id("The name of a policy", version.policy)
     _check_epoch(tx.conn, version.run, epoch)
     tx.conn.execute(SQL["publish"], msgspec.structs.asdict(version))
     tx.add_event(version.run, "policy", version.policy)
 
 
 def log(
-    tx: Transaction, run: str, step: int, metrics: dict[str, float], *, epoch: int | None
+    tx: Transaction,
+    run: str,
+    step: int,
+    metrics: dict[str, float],
+    *,
+    epoch: int | None = None,
 ) -> None:
+    limits.check_ids("A metric's name", metrics)
     _check_epoch(tx.conn, run, epoch)
     tx.conn.execute(SQL["log_step"], {"run": run, "step": step, "now": tx.now})
     _set_metrics(tx.conn, run, step, metrics)
@@ -149,7 +143,7 @@ def find_owned_run(conn: Connection, run: str, epoch: int) -> Any:
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def state(conn: Connection, run: str) -> RunState | None:
+def state(conn: Connection, run: str) -> types.RunState | None:
     row = conn.execute(SQL["run"], (run,)).fetchone()
     return None if row is None else _state(row)
 
@@ -158,58 +152,36 @@ def names(conn: Connection) -> list[str]:
     return [row["id"] for row in conn.execute(SQL["runs"])]
 
 
-def steps(conn: Connection, run: str, after: int) -> list[StepRow]:
+def steps(conn: Connection, run: str, *, after: int = -1) -> list[types.StepRow]:
     metrics: dict[int, dict[str, float]] = {}
     for row in conn.execute(SQL["metrics"], (run, after)):
         value = math.nan if row["value"] is None else row["value"]
         metrics.setdefault(row["step"], {})[row["name"]] = value
-    return [
-        StepRow(
-            run=run,
-            step=row["step"],
-            metrics=metrics.get(row["step"], {}),
-            committed=bool(row["committed"]),
-            at=row["at"],
-        )
-        for row in conn.execute(SQL["steps"], (run, after))
-    ]
+    found = []
+    for row in conn.execute(SQL["steps"], (run, after)):
+        named, committed = metrics.get(row["step"], {}), bool(row["committed"])
+        found.append(rows.record(types.StepRow, row, run=run, metrics=named, committed=committed))
+    return found
 
 
-def policies(conn: Connection, run: str) -> dict[str, PolicyVersion]:
-    return {
-        row["policy"]: PolicyVersion(
-            run=run,
-            policy=row["policy"],
-            version=row["version"],
-            base_url=row["base_url"],
-            model=row["model"],
-        )
-        for row in conn.execute(SQL["policies"], (run,))
-    }
+def policies(conn: Connection, run: str) -> dict[str, types.PolicyVersion]:
+    found = conn.execute(SQL["policies"], (run,))
+    return {row["policy"]: rows.record(types.PolicyVersion, row) for row in found}
 
 
-def counts(conn: Connection, run: str) -> Counts:
+def counts(conn: Connection, run: str) -> types.Counts:
     row = conn.execute(SQL["run"], (run,)).fetchone()
-    if row is None:
-        return Counts()
-    return Counts(**{name: row[name] for name in Counts.__struct_fields__})
+    return types.Counts() if row is None else rows.record(types.Counts, row)
 
 
 # -- parts -----------------------------------------------------------------------------------------
 
 
-def _state(row: Any) -> RunState:
-    return RunState(
-        run=row["id"],
-        epoch=row["epoch"],
-        step=row["step"],
-        checkpoint=row["checkpoint"],
-        config=rows.from_json(row["config"]),
-        created=row["created_at"],
-    )
+def _state(row: Any) -> types.RunState:
+    return rows.record(types.RunState, row, run=row["id"], config=rows.from_json(row["config"]))
 
 
-def _record(commit: StepCommit, credits: Sequence[dict[str, Any]]) -> str:
+def _record(commit: types.StepCommit, credits: Sequence[dict[str, Any]]) -> str:
     """All of a commit in one canonical text, by which a repeat is recognised: credit and
     judgements, which have tables of their own, by their digests. What there is none of is left
     out."""
@@ -236,10 +208,10 @@ def _add_credits(conn: Connection, step: PreparedCommit, calls: Mapping[str, Any
 
 
 def _add_judgements(
-    conn: Connection, commit: StepCommit, calls: Mapping[str, Any], groups: Mapping[str, str]
+    conn: Connection, commit: types.StepCommit, calls: Mapping[str, Any], groups: Mapping[str, str]
 ) -> None:
     """After the rewards that the attempt of each rollout brought with it."""
-    given: dict[str, list[Reward]] = {}
+    given: dict[str, list[types.Reward]] = {}
     for judgement in commit.judgements:
         given.setdefault(judgement.rollout, []).append(judgement.reward)
     members = {row["id"]: row for row in conn.execute(SQL["members"], groups)}
@@ -248,19 +220,19 @@ def _add_judgements(
         where = f"Step {commit.step} of run {commit.run!r} has a reward for"
         if rollout not in members:
             raise NotFound(f"{where} {rollout!r}, which none of its groups has.")
-        about = (r.target for r in rewards if r.scope is Scope.TRANSITION)
+        about = (r.target for r in rewards if r.scope is types.Scope.TRANSITION)
         if lost := next((call for call in about if owners.get(str(call)) != rollout), None):
             raise NotFound(f"{where} transition {lost!r}, which is no call of {rollout!r}.")
         attempt, first = members[rollout]["attempt_id"], members[rollout]["rewards"]
         columns = (
-            rows.reward_columns(attempt, first + i, reward, step=commit.step)
+            rows.reward_columns(reward, attempt, first + i, step=commit.step)
             for i, reward in enumerate(rewards)
         )
         conn.executemany(SQL["add_judgement"], columns)
 
 
 def _mark_group(
-    tx: Transaction, group: str, commit: StepCommit, state: Literal["trained", "discarded"]
+    tx: Transaction, group: str, commit: types.StepCommit, state: Literal["trained", "discarded"]
 ) -> None:
     row = tx.conn.execute(SQL["group"], (group,)).fetchone()
     if row is None or row["run_id"] != commit.run:

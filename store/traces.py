@@ -12,25 +12,14 @@ from hashlib import blake2b
 from itertools import islice
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
+from agentrl import types
 from agentrl.errors import Conflict, Invalid, NotFound
 from agentrl.store import limits, rows
 from agentrl.store.database import Connection, load_sql
 from agentrl.store.rows import digest
 from agentrl.store.writer import Transaction
-from agentrl.types import (
-    AttemptState,
-    Credit,
-    Group,
-    Outcome,
-    Purpose,
-    Reward,
-    Rollout,
-    RolloutState,
-    Scope,
-    Span,
-    Trace,
-    Transition,
-)
 
 SQL = load_sql("traces")
 
@@ -51,7 +40,7 @@ class PreparedTransition:
         return str(self.columns["attempt"])
 
 
-def prepare(transition: Transition) -> PreparedTransition:
+def prepare(transition: types.Transition) -> PreparedTransition:
     """Raises Invalid for what could not be stored or trained on."""
     limits.check_transition(transition)
     columns, prompt = rows.transition_columns(transition), rows.to_blob(transition.prompt)
@@ -92,49 +81,58 @@ def add_transitions(tx: Transaction, calls: Sequence[PreparedTransition]) -> lis
     return kept
 
 
-def add_spans(tx: Transaction, spans: Sequence[Span]) -> None:
+def add_spans(tx: Transaction, spans: Sequence[types.Span]) -> None:
     attempts = sorted({span.attempt for span in spans})
     found = {attempt: _attempt(tx, attempt) for attempt in attempts}
     for attempt, (run, _) in found.items():
         tx.add_event(run, "attempt", attempt)
-    _add_spans(tx, (rows.span_columns(span, late=found[span.attempt][1]) for span in spans))
+    columns = [rows.span_columns(span, late=found[span.attempt][1]) for span in spans]
+    tx.conn.executemany(SQL["add_span"], columns)
 
 
-def add_outcome(tx: Transaction, outcome: Outcome, *, late: bool) -> None:
+def add_outcome(tx: Transaction, outcome: types.Outcome, *, late: bool) -> None:
     """Rewards and spans that end an attempt. Raises Invalid for a reward of a call that the attempt
     did not make; of one that is over such a reward is kept, for inspection."""
     if not late:
         _check_targets(tx.conn, outcome)
-    _add_spans(tx, (rows.span_columns(span, late=late) for span in outcome.spans))
-    tx.conn.executemany(
-        SQL["add_reward"],
-        [
-            rows.reward_columns(outcome.attempt, i, reward, late=late)
-            for i, reward in enumerate(outcome.rewards)
-        ],
-    )
+    spans = [rows.span_columns(span, late=late) for span in outcome.spans]
+    tx.conn.executemany(SQL["add_span"], spans)
+    rewards = [
+        rows.reward_columns(reward, outcome.attempt, i, late=late)
+        for i, reward in enumerate(outcome.rewards)
+    ]
+    tx.conn.executemany(SQL["add_reward"], rewards)
 
 
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def groups(conn: Connection, run: str, ids: Sequence[str]) -> list[Group]:
+def groups(conn: Connection, run: str, ids: Sequence[str]) -> list[types.Group]:
     """Groups with everything that training needs."""
-    return [_group(conn, run, id) for id in ids]
+    found = []
+    for id in ids:
+        members = rollouts(conn, run, group=id)
+        calls = _transitions(conn, [member.attempt for member in members if member.attempt])
+        complete = [
+            replace(member, transitions=calls.get(member.attempt or "", [])) for member in members
+        ]
+        found.append(types.Group(id=id, run=run, step=members[0].step, rollouts=complete))
+    return found
 
 
 def rollouts(
     conn: Connection,
     run: str,
     *,
-    purpose: Purpose | None = None,
+    purpose: types.Purpose | None = None,
     step: int | None = None,
     group: str | None = None,
-    state: RolloutState | None = None,
+    state: types.RolloutState | None = None,
     trained: int | None = None,
     limit: int | None = None,
-    transitions: bool = False,
-) -> list[Rollout]:
+) -> list[types.Rollout]:
+    if limit is not None and limit < 0:
+        raise Invalid(f"limit is a number of rollouts, not {limit}.")
     filters = {
         "run": run,
         "purpose": None if purpose is None else purpose.value,
@@ -146,29 +144,24 @@ def rollouts(
     }
     query = SQL["rollouts"] if group is None else SQL["rollouts_of_group"]
     found = conn.execute(query, filters).fetchall()
-    attempts = [row["attempt_id"] for row in found if row["attempt_id"] is not None]
-    rewards = _rewards(conn, attempts)
-    calls = _transitions(conn, attempts) if transitions else {}
-    return [
-        rows.rollout(row, rewards.get(row["attempt_id"], []), calls.get(row["attempt_id"], []))
-        for row in found
-    ]
+    rewards = _rewards(conn, [row["attempt_id"] for row in found if row["attempt_id"] is not None])
+    return [rows.rollout(row, rewards.get(row["attempt_id"], [])) for row in found]
 
 
-def trace(conn: Connection, rollout: str) -> Trace | None:
+def trace(conn: Connection, rollout: str) -> types.Trace | None:
     row = conn.execute(SQL["rollout"], (rollout,)).fetchone()
     if row is None or row["attempt_id"] is None:
         return None
     attempt = row["attempt_id"]
-    return Trace(
-        rollout=rows.rollout(row, _rewards(conn, [attempt]).get(attempt, []), []),
+    return types.Trace(
+        rollout=rows.rollout(row, _rewards(conn, [attempt]).get(attempt, [])),
         attempt=attempt,
         transitions=_transitions(conn, [attempt]).get(attempt, []),
         spans=[rows.span(span) for span in conn.execute(SQL["spans"], (attempt,))],
     )
 
 
-def credits(conn: Connection, rollout: str) -> list[Credit]:
+def credits(conn: Connection, rollout: str) -> list[types.Credit]:
     return [rows.credit(row) for row in conn.execute(SQL["credits"], (rollout,))]
 
 
@@ -219,12 +212,14 @@ def _attempt(tx: Transaction, id: str) -> tuple[str, bool]:
     row = tx.conn.execute(SQL["attempt"], (id,)).fetchone()
     if row is None:
         raise NotFound(f"There is no attempt {id!r} in this store.")
-    live = row["state"] == AttemptState.RUNNING and row["lease_until"] > tx.now
+    live = row["state"] == types.AttemptState.RUNNING and row["lease_until"] > tx.now
     return row["run_id"], not live
 
 
-def _check_targets(conn: Connection, outcome: Outcome) -> None:
-    for id in {reward.target for reward in outcome.rewards if reward.scope is Scope.TRANSITION}:
+def _check_targets(conn: Connection, outcome: types.Outcome) -> None:
+    for id in {
+        reward.target for reward in outcome.rewards if reward.scope is types.Scope.TRANSITION
+    }:
         row = conn.execute(SQL["known"], (id,)).fetchone()
         if row is None or row["attempt_id"] != outcome.attempt:
             raise Invalid(
@@ -285,22 +280,13 @@ def _deepest(
     return deepest_prefix(data, (TreeNode(row["seq"], row["size"], row["digest"]) for row in found))
 
 
-def _add_spans(tx: Transaction, columns: Iterable[dict[str, Any]]) -> None:
-    tx.conn.executemany(SQL["add_span"], columns)
-
-
-def _group(conn: Connection, run: str, id: str) -> Group:
-    members = rollouts(conn, run, group=id, transitions=True)
-    return Group(id=id, run=run, step=members[0].step, rollouts=members)
-
-
-def _rewards(conn: Connection, attempts: Sequence[str]) -> dict[str, list[Reward]]:
-    found: dict[str, list[Reward]] = {}
+def _rewards(conn: Connection, attempts: Sequence[str]) -> dict[str, list[types.Reward]]:
+    found: dict[str, list[types.Reward]] = {}
     for row in conn.execute(SQL["rewards"], (rows.to_json(attempts, "attempts"),)):
         found.setdefault(row["attempt_id"], []).append(rows.reward(row))
     return found
 
 
-def _transitions(conn: Connection, attempts: Sequence[str]) -> dict[str, list[Transition]]:
+def _transitions(conn: Connection, attempts: Sequence[str]) -> dict[str, list[types.Transition]]:
     query = conn.execute(SQL["transitions"], (rows.to_json(attempts, "attempts"),))
     return rows.transitions(query.fetchall())
