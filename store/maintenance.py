@@ -9,15 +9,14 @@ has pruned less; the next one goes on.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from agentrl.errors import Invalid
 from agentrl.store import rows, runs
-from agentrl.store.database import Connection, load_sql
-from agentrl.store.writer import Transaction, WriteVerb
+from agentrl.store.database import Connection, ReaderThreads, load_sql
+from agentrl.store.writer import Transaction, Writer
 from agentrl.types import Pruned, Stats
 
 SQL = load_sql("maintenance")
@@ -26,34 +25,12 @@ ROWS = 1000  # transitions and spans that one transaction removes, if no rollout
 PAGE = 256  # rollouts looked at with one read
 EVENTS = 10_000  # cursor numbers that one transaction passes over
 AT_REST = ("trained", "discarded", "settled")  # groups that nobody trains any more
-T = TypeVar("T")
+Limits = dict[str, Any]  # `run`, `keep` so many committed steps, ended `before`, unix seconds
 
 
-class ExecuteRead(Protocol):
-    def __call__(self, query: Callable[[Connection], T], /) -> Awaitable[T]: ...
-
-
-class ExecuteWrite(Protocol):
-    def __call__(self, verb: WriteVerb[T], /) -> Awaitable[T]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class PruneLimits:
-    """What may go. `keep` committed steps stay, and all that ended after `before`, unix seconds."""
-
-    run: str | None
-    keep: int
-    before: float
-
-    @property
-    def columns(self) -> dict[str, Any]:
-        return {"run": self.run, "keep": self.keep, "before": self.before}
-
-
-def limits(
-    now: float, run: str | None, keep_last: int | None, older_than: float | None
-) -> PruneLimits:
-    """Raises Invalid for limits that would remove everything or make no sense."""
+def limits(now: float, run: str | None, keep_last: int | None, older_than: float | None) -> Limits:
+    """What may be removed. Raises Invalid for limits that would remove everything or make no
+    sense."""
     if keep_last is None and older_than is None:
         raise Invalid(
             "Say what to keep: the steps of keep_last, the seconds of older_than or both."
@@ -62,8 +39,8 @@ def limits(
         raise Invalid(f"keep_last is a number of steps, not {keep_last}.")
     if older_than is not None and not 0 <= older_than < math.inf:
         raise Invalid(f"older_than is a number of seconds, not {older_than}.")
-    before = now if older_than is None else now - older_than
-    return PruneLimits(run, keep_last or 0, math.inf if older_than is None else before)
+    before = math.inf if older_than is None else now - older_than
+    return {"run": run, "keep": keep_last or 0, "before": before}
 
 
 def stats(conn: Connection) -> Stats:
@@ -76,36 +53,35 @@ def stats(conn: Connection) -> Stats:
     )
 
 
-async def prune(
-    read: ExecuteRead, write: ExecuteWrite, limits: PruneLimits, *, dry_run: bool
-) -> Pruned:
-    """`read` and `write` each run a function in a transaction of its own."""
+async def prune(readers: ReaderThreads, writer: Writer, limits: Limits, *, dry_run: bool) -> Pruned:
+    """Many transactions: see the head of this module."""
     total, after = Pruned(), -1
-    await read(partial(_check_run, limits=limits))
-    while page := await read(partial(_page, limits=limits, after=after)):
+    if limits["run"] is not None:
+        await readers.read(partial(runs.find_run, run=limits["run"]))
+    while page := await readers.read(partial(_page, limits=limits, after=after)):
         after = page[-1][0]
-        found = await read(partial(_evidence, rollouts=[id for _, id in page]))
+        found = await readers.read(partial(_evidence, rollouts=[id for _, id in page]))
         if dry_run:
-            total = _sum([total, _pruned(found)])
+            total = _sum(total, _pruned(found))
         else:
             for part in _parts(found):
-                total = _sum([total, await write(partial(remove, rollouts=part))])
-    for run in await read(partial(_runs, limits=limits)):
-        events = await _prune_events(read, write, limits, run, dry_run=dry_run)
-        total = _sum([total, Pruned(events=events)])
+                total = _sum(total, await writer.post(partial(remove, rollouts=part)))
+    for run in await readers.read(partial(_runs, limits=limits)):
+        upto, first, events = await readers.read(partial(_old_events, limits=limits, run=run))
+        if events and not dry_run:
+            events = 0
+            for start in range(first, upto, EVENTS):
+                window = {"run": run, "first": start, "upto": min(start + EVENTS, upto)}
+                events += await writer.post(partial(_remove_events, window=window))
+        total = _sum(total, Pruned(events=events))
     return total
 
 
 # -- rollouts --------------------------------------------------------------------------------------
 
 
-def _check_run(conn: Connection, limits: PruneLimits) -> None:
-    if limits.run is not None:
-        runs.find_run(conn, limits.run)
-
-
-def _page(conn: Connection, limits: PruneLimits, after: int) -> list[tuple[int, str]]:
-    columns = {**limits.columns, "after": after, "n": PAGE}
+def _page(conn: Connection, limits: Limits, after: int) -> list[tuple[int, str]]:
+    columns = {**limits, "after": after, "n": PAGE}
     return [(row["seq"], row["id"]) for row in conn.execute(SQL["prunable"], columns)]
 
 
@@ -153,9 +129,9 @@ def _pruned(found: Sequence[Any]) -> Pruned:
     return Pruned(rollouts=len(found), **{name: sum(row[name] for row in found) for name in names})
 
 
-def _sum(parts: Sequence[Pruned]) -> Pruned:
+def _sum(one: Pruned, other: Pruned) -> Pruned:
     names = Pruned.__struct_fields__
-    return Pruned(**{name: sum(getattr(part, name) for part in parts) for name in names})
+    return Pruned(**{name: getattr(one, name) + getattr(other, name) for name in names})
 
 
 def _ids(rollouts: Sequence[str]) -> dict[str, str]:
@@ -165,27 +141,14 @@ def _ids(rollouts: Sequence[str]) -> dict[str, str]:
 # -- events ----------------------------------------------------------------------------------------
 
 
-def _runs(conn: Connection, limits: PruneLimits) -> list[str]:
-    return [row["id"] for row in conn.execute(SQL["runs"], {"run": limits.run})]
+def _runs(conn: Connection, limits: Limits) -> list[str]:
+    return [row["id"] for row in conn.execute(SQL["runs"], {"run": limits["run"]})]
 
 
-async def _prune_events(
-    read: ExecuteRead, write: ExecuteWrite, limits: PruneLimits, run: str, *, dry_run: bool
-) -> int:
-    """How many. The event before which all goes stays, so that the newest cursor never shrinks."""
-    upto, first, n = await read(partial(_old_events, limits=limits, run=run))
-    if dry_run or not n:
-        return n
-    removed = 0
-    for start in range(first, upto, EVENTS):
-        window = {"run": run, "first": start, "upto": min(start + EVENTS, upto)}
-        removed += await write(partial(_remove_events, window=window))
-    return removed
-
-
-def _old_events(conn: Connection, limits: PruneLimits, run: str) -> tuple[int, int, int]:
-    """Cursor before which events may go, the first of them, and their number."""
-    upto = conn.execute(SQL["old_events"], {**limits.columns, "run": run}).fetchone()["upto"]
+def _old_events(conn: Connection, limits: Limits, run: str) -> tuple[int, int, int]:
+    """Cursor before which events may be removed, the first of them, and their number. The event at
+    that cursor stays, so that the newest cursor never shrinks."""
+    upto = conn.execute(SQL["old_events"], {**limits, "run": run}).fetchone()["upto"]
     if upto is None:
         return 0, 0, 0
     row = conn.execute(SQL["count_events"], {"run": run, "upto": upto}).fetchone()

@@ -202,12 +202,15 @@ def transitions(rows: Sequence[DatabaseRow]) -> dict[str, list[types.Transition]
 
 def span_columns(span: types.Span, *, late: bool) -> Columns:
     attributes = to_json(span.attributes, f"The attributes of span {span.name!r}")
-    name = storable_text(span.name)
-    return asdict(span) | {"name": name, "late": late, "attributes": attributes}
+    return asdict(clean_span(span)) | {"late": late, "attributes": attributes}
 
 
 def span(row: DatabaseRow) -> types.Span:
     return record(types.Span, row, ok=bool(row["ok"]), attributes=from_json(row["attributes"]))
+
+
+def clean_span(span: types.Span) -> types.Span:
+    return replace(span, name=storable_text(span.name))
 
 
 def clean_outcome(outcome: types.Outcome) -> types.Outcome:
@@ -216,8 +219,7 @@ def clean_outcome(outcome: types.Outcome) -> types.Outcome:
     if failure is not None:
         message, traceback = storable_text(failure.message), storable_text(failure.traceback)
         failure = replace(failure, message=message, traceback=traceback)
-    spans = [replace(span, name=storable_text(span.name)) for span in outcome.spans]
-    return replace(outcome, failure=failure, spans=spans)
+    return replace(outcome, failure=failure, spans=[clean_span(span) for span in outcome.spans])
 
 
 def reward_columns(reward: types.Reward, attempt: str, position: int, **more: Any) -> Columns:

@@ -1,23 +1,44 @@
-"""Bearer keys: what each may do, in which run, until when. They are compared in constant time and
-never printed."""
+"""Bearer keys: what each may do, in which run, until when; and who may write to an attempt.
+
+Keys are compared in constant time and never printed. Of the callers with a runner key, only the one
+that claimed an attempt writes to it: such a caller sends a random secret in the header
+`agentrl-claim-secret`. The server stores its SHA-256 as part of the claim's id, so a claim that is
+repeated with the same secret finds its attempts after a restart too, and the database does not
+contain the secret.
+"""
 
 from __future__ import annotations
 
 import hmac
 import logging
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
+from hashlib import sha256
 from pathlib import Path
+from typing import Any, cast
 
 from agentrl.addresses import is_loopback
-from agentrl.errors import ConfigError
-from agentrl.store.http.wire import KeyScope
+from agentrl.errors import ConfigError, Forbidden, Invalid
+from agentrl.store.base import Store
+from agentrl.store.http.wire import CLAIM_SECRET, KeyScope
+from agentrl.store.limits import check_ids
+from agentrl.store.sqlstore import SqlStore
 
 VARIABLE = "AGENTRL_STORE_KEYS"
-SHORTEST = 8  # characters
+SHORTEST_KEY = 8  # characters
+SHORTEST_SECRET = 16  # bytes
 LOOK = 1.0  # seconds after which it is looked whether a file of keys has changed
+REMEMBERED = 65_536  # attempts
+ATTEMPTS: dict[str, Callable[[dict[str, Any]], Iterable[str]]] = {
+    "heartbeat": lambda arguments: arguments["attempts"],
+    "finish": lambda arguments: (row.attempt for row in arguments["outcomes"]),
+    "add_transitions": lambda arguments: (row.attempt for row in arguments["transitions"]),
+    "add_spans": lambda arguments: (row.attempt for row in arguments["spans"]),
+}
+"""The verbs that write to attempts, and which attempts their arguments name."""
 log = logging.getLogger("agentrl.store")
 
 
@@ -28,7 +49,7 @@ class KeyGrant:
     scope: KeyScope
     run: str = ""  # the only one it has to do with; empty: all
     until: float = math.inf  # unix seconds
-    secret: bytes = field(default=b"", repr=False)  # of its claims; see `claims`
+    secret: bytes = field(default=b"", repr=False)  # of its claims; see `Claims`
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +72,7 @@ class Keys:
                 except ValueError:  # whose text may repeat the key
                     raise ConfigError(
                         f"{source}, line {number}: write runner:KEY, runner@RUN:KEY or admin:KEY"
-                        f" with a key of at least {SHORTEST} ASCII characters, and if it is to"
+                        f" with a key of at least {SHORTEST_KEY} ASCII characters, and if it is to"
                         " expire ;until=YYYY-MM-DD after it"
                     ) from None
                 if known.setdefault(key, caller) != caller:
@@ -113,7 +134,7 @@ def _entry(word: str) -> tuple[bytes, KeyGrant]:
     key, expires, date = key.partition(";until=")
     if (kind, bool(at)) not in (("runner", True), ("runner", False), ("admin", False)):
         raise ValueError
-    if len(key) < SHORTEST or not key.isascii() or (at and not run):
+    if len(key) < SHORTEST_KEY or not key.isascii() or (at and not run):
         raise ValueError
     until = math.inf
     if expires:
@@ -135,3 +156,61 @@ def is_for_this_machine(host: bytes) -> bool:
     if not name.endswith("]"):  # an IPv6 address without a port
         name = name.rpartition(":")[0] or name
     return not name or is_loopback_host(name)
+
+
+class Claims:
+    """Who claimed which attempt of one server's store. Owns the run and the claim of the attempts
+    that were looked up; neither ever changes."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = cast(SqlStore, store)  # a server is in front of a database
+        self._known: dict[str, tuple[str, str | None]] = {}
+
+    async def check(self, verb: str, arguments: dict[str, Any], caller: KeyGrant) -> None:
+        """Raises Forbidden for an attempt that the caller did not claim. Replaces the id of a claim
+        by the one that is stored."""
+        if caller.scope is not KeyScope.RUNNER:
+            return
+        if verb == "claim":
+            if not (claim_id := arguments["claim_id"]):
+                raise Invalid("claim needs a claim_id of your own, with which you can repeat it.")
+            check_ids("A claim's id", [claim_id])
+            hashed = sha256(claim_id.encode()).hexdigest()
+            arguments["claim_id"] = f"{hashed}:{_owner(caller)}"
+        elif verb in ATTEMPTS:
+            attempts = set(ATTEMPTS[verb](arguments))
+            await self.check_run(attempts, caller)
+            await self._look_up(attempts)
+            owner = _owner(caller)
+            for attempt in attempts & self._known.keys():
+                if (self._known[attempt][1] or "").partition(":")[2] != owner:
+                    raise Forbidden(
+                        f"{verb}: attempt {attempt} was claimed by another caller: send the "
+                        f"{CLAIM_SECRET} that it was claimed with."
+                    )
+
+    async def check_run(self, attempts: set[str], caller: KeyGrant) -> None:
+        """Raises Forbidden for an attempt of a run that the caller's key is not for."""
+        if not caller.run:
+            return
+        await self._look_up(attempts)
+        for attempt in attempts & self._known.keys():
+            if self._known[attempt][0] != caller.run:
+                raise Forbidden(f"Attempt {attempt}: this key is for run {caller.run!r} only.")
+
+    async def _look_up(self, attempts: set[str]) -> None:
+        if unknown := attempts - self._known.keys():
+            if len(self._known) > REMEMBERED:
+                self._known.clear()
+            self._known |= await self._store.claims(sorted(unknown))
+
+
+def _owner(caller: KeyGrant) -> str:
+    """The hash of the caller's secret."""
+    if len(caller.secret) < SHORTEST_SECRET:
+        raise Forbidden(
+            f"With a runner key, send a random secret of at least {SHORTEST_SECRET} characters in "
+            f"the header {CLAIM_SECRET}, the same with every call: only who claimed an attempt may "
+            "end it."
+        )
+    return sha256(caller.secret).hexdigest()
