@@ -49,7 +49,7 @@ def stats(conn: Connection) -> Stats:
         rows={row["name"]: row["n"] for row in conn.execute(SQL["rows"])},
         bytes=size["bytes"],
         free=size["free"],
-        cursor=conn.execute(FEED["cursor"]).fetchone()[0],
+        cursor=conn.execute(FEED["cursor"]).fetchone()["newest"],
     )
 
 

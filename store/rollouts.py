@@ -110,7 +110,7 @@ def heartbeat(tx: Transaction, attempts: Sequence[str], *, lease: float) -> list
         "now": tx.now,
     }
     tx.conn.execute(SQL["heartbeat"], columns)
-    live = set(rows.from_json(tx.conn.execute(SQL["live"], columns).fetchone()[0]))
+    live = set(rows.from_json(tx.conn.execute(SQL["live"], columns).fetchone()["ids"]))
     return [attempt for attempt in attempts if attempt in live]
 
 

@@ -48,7 +48,7 @@ def _writing(change: Callable[Concatenate[Transaction, P], T]) -> Verb[P, T]:
 
 
 def _newest(conn: Connection) -> int:
-    return int(conn.execute(SQL["cursor"]).fetchone()[0])
+    return int(conn.execute(SQL["cursor"]).fetchone()["newest"])
 
 
 class SqlStore:
@@ -183,13 +183,13 @@ class SqlStore:
     cursor = _reading(_newest)
 
     async def wait(self, cursor: int, *, timeout: float | None = None) -> int:
-        deadline = _Deadline(timeout)
+        left = _countdown(timeout)
         while True:
             ticket = self._feed.ticket(ANY)
             newest = await self.cursor()
-            if newest > cursor or deadline.passed:
+            if newest > cursor or left() == 0.0:
                 return newest
-            await self._feed.changed(ANY, ticket, deadline.left)
+            await self._feed.changed(ANY, ticket, left())
 
     async def settled(self, group: str, *, timeout: float | None = None) -> bool:
         def look(tx: Transaction, last: bool) -> bool | None:
@@ -227,9 +227,9 @@ class SqlStore:
     ) -> T:
         """Looks until there is something: again at every notification of the topic, when the next
         lease runs out, and a `last` time at the deadline, when `look` must return something."""
-        deadline = _Deadline(timeout)
+        left = _countdown(timeout)
         while True:
-            last = deadline.passed
+            last = left() == 0.0
             ticket = self._feed.ticket(topic)
 
             def verb(tx: Transaction, last: bool = last) -> tuple[T | None, float | None]:
@@ -240,22 +240,11 @@ class SqlStore:
             found, expires = await self._writer.post(verb)
             if found is not None:
                 return found
-            left = deadline.left
-            if expires is not None:
-                left = expires if left is None else min(left, expires)
-            await self._feed.changed(topic, ticket, left)
+            ends = (end for end in (left(), expires) if end is not None)
+            await self._feed.changed(topic, ticket, min(ends, default=None))
 
 
-class _Deadline:
-    """A timeout in seconds of real time; none: never."""
-
-    def __init__(self, timeout: float | None) -> None:
-        self._end = None if timeout is None else time.monotonic() + timeout
-
-    @property
-    def left(self) -> float | None:
-        return None if self._end is None else max(0.0, self._end - time.monotonic())
-
-    @property
-    def passed(self) -> bool:
-        return self.left == 0.0
+def _countdown(timeout: float | None) -> Callable[[], float | None]:
+    """Says how many seconds are left; None: no end."""
+    end = None if timeout is None else time.monotonic() + timeout
+    return lambda: None if end is None else max(0.0, end - time.monotonic())

@@ -26,7 +26,7 @@ import msgspec
 
 from agentrl.errors import Conflict, StoreError, Unavailable
 from agentrl.store.database import Connection, Session, load_sql
-from agentrl.store.feed import ANY, GROUPS, call_soon
+from agentrl.store.feed import ANY, GROUPS, resolve
 from agentrl.types import Counts, Purpose
 
 SQL = load_sql("feed")
@@ -111,32 +111,16 @@ WriteVerb = Callable[[Transaction], T]
 @dataclass(slots=True, eq=False)
 class _Job:
     verb: WriteVerb[Any]
-    loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Any]
     result: Any = None
     error: Exception | None = None
-
-    def resolve(self) -> None:
-        if self.future.done():  # its caller was cancelled
-            return
-        if self.error is None:
-            self.future.set_result(self.result)
-        else:
-            self.future.set_exception(self.error)
 
 
 class Writer:
     """Group commit. `notify(topics)` is called after every commit that changed something."""
 
-    def __init__(
-        self,
-        name: str,
-        session: Session,
-        notify: Callable[[int], None],
-    ) -> None:
-        self._name = name
-        self._session = session
-        self._notify = notify
+    def __init__(self, name: str, session: Session, notify: Callable[[int], None]) -> None:
+        self._name, self._session, self._notify = name, session, notify
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._lock = threading.Lock()  # a verb is put while the writer is there to answer it
         self._closed = False
@@ -147,14 +131,13 @@ class Writer:
 
     def post(self, verb: WriteVerb[T]) -> asyncio.Future[T]:
         """From any running loop. The future resolves after the commit."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         with self._lock:
             if self._closed:
                 raise StoreError(f"Store {self._name} is closed.")
             if self._failure is not None:
                 raise self._ended(self._failure)
-            self._jobs.put(_Job(verb, loop, future))
+            self._jobs.put(_Job(verb, future))
         return future
 
     def close(self) -> None:
@@ -172,7 +155,7 @@ class Writer:
             while open_:
                 jobs, open_ = self._waiting()
                 topics = self._commit(jobs) if jobs else 0
-                _resolve_all(jobs)
+                _answer(jobs)
                 jobs = []  # answered, whatever becomes of the notification
                 if topics:
                     self._notify(topics)
@@ -199,7 +182,7 @@ class Writer:
         self._session.close()  # gives up the transaction, which would block other processes
         for job in jobs:
             job.error = self._ended(error)
-        _resolve_all(jobs)
+        _answer(jobs)
 
     def _ended(self, error: Exception) -> Unavailable:
         ended = Unavailable(
@@ -260,18 +243,8 @@ class Writer:
         tx.conn.execute("release verb")
 
 
-def _resolve_all(jobs: list[_Job]) -> None:
-    """One wake-up per loop, however many of its verbs were committed."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[_Job]] = defaultdict(list)
-    for job in jobs:
-        by_loop[job.loop].append(job)
-    for loop, mine in by_loop.items():
-        call_soon(loop, _resolve, mine)
-
-
-def _resolve(jobs: list[_Job]) -> None:
-    for job in jobs:
-        job.resolve()
+def _answer(jobs: list[_Job]) -> None:
+    resolve((job.future, job.error or job.result) for job in jobs)
 
 
 # -- repeated calls ------------------------------------------------------------

@@ -9,17 +9,17 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, SupportsIndex, cast, overload
+from typing import Any
 
 import psycopg
-from psycopg import conninfo, rows
+from psycopg import conninfo
+from psycopg.rows import DictRow, dict_row
 from psycopg.types.numeric import Int8Dumper
 
-from agentrl.errors import Invalid, StoreError, Unavailable
+from agentrl.errors import Invalid, Unavailable
 from agentrl.store.database import Parameters, Statement
 from agentrl.store.urls import split_password
 
@@ -40,33 +40,13 @@ ADVICE = (
 )
 
 
-class PostgresRow(tuple[Any, ...]):
-    """Columns by name or number, as of sqlite3.Row."""
-
-    columns: Mapping[str, int] = {}
-
-    @overload
-    def __getitem__(self, key: SupportsIndex, /) -> Any: ...
-    @overload
-    def __getitem__(self, key: slice, /) -> tuple[Any, ...]: ...
-    @overload
-    def __getitem__(self, key: str, /) -> Any: ...
-    def __getitem__(self, key: SupportsIndex | slice | str, /) -> Any:
-        return tuple.__getitem__(self, self.columns[key] if isinstance(key, str) else key)
-
-    def keys(self) -> Iterable[str]:
-        return self.columns.keys()
-
-
 class PostgresConnection:
     """A psycopg connection that reads the statements of `load_sql`."""
 
-    def __init__(self, raw: psycopg.Connection[PostgresRow]) -> None:
+    def __init__(self, raw: psycopg.Connection[DictRow]) -> None:
         self.raw = raw
 
-    def execute(
-        self, sql: str, parameters: Parameters | None = None, /
-    ) -> psycopg.Cursor[PostgresRow]:
+    def execute(self, sql: str, parameters: Parameters | None = None, /) -> psycopg.Cursor[DictRow]:
         if isinstance(sql, Statement):
             return self.raw.execute(sql.postgres.encode(), parameters or ())
         return self.raw.execute(sql.encode(), parameters)
@@ -113,9 +93,9 @@ class PostgresServer:
         secret = {} if self.password is None else {"password": self.password}
         return {name: ours[name] for name in ours if name not in given} | secret
 
-    def connect(self) -> psycopg.Connection[PostgresRow]:
+    def connect(self) -> psycopg.Connection[DictRow]:
         """A connection in autocommit mode: every transaction is begun by hand."""
-        conn = psycopg.connect(self.url, autocommit=True, row_factory=row_factory, **self.options)
+        conn = psycopg.connect(self.url, autocommit=True, row_factory=dict_row, **self.options)
         configure(conn)
         return conn
 
@@ -145,7 +125,6 @@ class PostgresServer:
             raise self.to_store_error(error) from error
 
     def to_store_error(self, error: Exception) -> Exception:
-        """The error as a user reads it."""
         if isinstance(error, psycopg.DataError | psycopg.IntegrityError | UnicodeError):
             return Invalid(f"A value cannot be stored: {_said(error)}.")
         if not isinstance(error, psycopg.Error):
@@ -155,9 +134,6 @@ class PostgresServer:
             said = "the server's disk is full; free some space and run the same command again"
         advice = next((text for pattern, text in ADVICE if re.search(pattern, said)), None)
         return Unavailable(f"Store {self.url}: {said}{f'; {advice}' if advice else ''}.")
-
-    def refused(self, why: str) -> StoreError:
-        return StoreError(f"Store {self.url}: {why}.")
 
 
 def configure(conn: psycopg.Connection[Any]) -> None:
@@ -170,19 +146,6 @@ def configure(conn: psycopg.Connection[Any]) -> None:
 class _FlagDumper(Int8Dumper):
     def dump(self, obj: bool) -> bytes:
         return b"1" if obj else b"0"
-
-
-def row_factory(cursor: psycopg.Cursor[Any]) -> Callable[[Sequence[Any]], PostgresRow]:
-    result = cursor.pgresult
-    if result is None or not result.nfields:
-        return cast("Callable[[Sequence[Any]], PostgresRow]", rows.no_result)
-    return _row_type(tuple(result.fname(i) for i in range(result.nfields)))
-
-
-@cache
-def _row_type(names: tuple[bytes, ...]) -> type[PostgresRow]:
-    columns = {name.decode(): i for i, name in enumerate(names)}
-    return type("PostgresRow", (PostgresRow,), {"columns": columns, "__slots__": ()})
 
 
 def _patience(why: str) -> float:

@@ -14,9 +14,10 @@ import threading
 from collections.abc import Callable
 
 import psycopg
+from psycopg.rows import DictRow
 
 from agentrl.store.feed import ALL
-from agentrl.store.postgres.connection import PAUSE, PostgresRow, PostgresServer
+from agentrl.store.postgres.connection import PAUSE, PostgresServer
 from agentrl.store.postgres.session import CHANNEL
 
 SLOW = 5.0  # seconds
@@ -32,7 +33,7 @@ class ChangeListener:
         self._server = server
         self._notify = notify
         self._own = own
-        self._conn: psycopg.Connection[PostgresRow] | None = self._connect()
+        self._conn: psycopg.Connection[DictRow] | None = self._connect()
         self._wake, self._waker = os.pipe()
         self._open = True
         self._silent = False
@@ -48,7 +49,7 @@ class ChangeListener:
         os.close(self._wake)
         os.close(self._waker)
 
-    def _connect(self) -> psycopg.Connection[PostgresRow]:
+    def _connect(self) -> psycopg.Connection[DictRow]:
         conn = self._server.connect()
         conn.execute(f"listen {CHANNEL}")
         return conn
@@ -87,7 +88,7 @@ class ChangeListener:
         self._silent = not ready
         return self._wake in ready
 
-    def _heard(self, conn: psycopg.Connection[PostgresRow]) -> int:
+    def _heard(self, conn: psycopg.Connection[DictRow]) -> int:
         """All that is waiting, as one set of topics; after a silence every topic."""
         if self._silent:
             return ALL

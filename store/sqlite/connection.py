@@ -26,6 +26,16 @@ UNFIT = (
 PAUSE = 0.001  # seconds between two tries for the write lock
 CHANGES = 1000  # rows written until it is worth two disk syncs
 CHECKPOINT = 16_000  # pages of write-ahead log before the writer itself copies them back
+ADVICE = {
+    "SQLITE_NOTADB": "it is not an SQLite database; choose another path",
+    "SQLITE_CORRUPT": "the file is damaged; restore a copy or choose another path",
+    "SQLITE_CANTOPEN": "it cannot be opened; check that the folder exists and is writable",
+    "SQLITE_READONLY": "it cannot be written; check its permissions",
+    "SQLITE_PERM": "it cannot be written; check its permissions",
+    "SQLITE_FULL": "the disk is full; free some space and run the same command again",
+    "SQLITE_IOERR": "the disk refuses to read or write; check it, and the space on it",
+    "SQLITE_BUSY": "another process holds its write lock; wait if it is a vacuum, else end it",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +128,21 @@ class StoreFile:
         return found.st_dev, found.st_ino
 
 
-class SqliteSession:
-    """The writing connection of a process: see `Session`."""
+class _Connections:
+    """What the writing and the reading connections of a store file have in common."""
+
+    def __init__(self, location: Location, file: StoreFile) -> None:
+        self._location, self._file = location, file
+
+    def can_retry(self, error: Exception, since: float) -> bool:
+        return False  # the one lock is taken first, and waited for there
+
+    def to_store_error(self, error: Exception) -> Exception:
+        return to_store_error(self._location.path, self._file.cause(error))
+
+
+class SqliteSession(_Connections):
+    """The writing connection of a process: see `database.Session`."""
 
     errors: tuple[type[Exception], ...] = (sqlite3.Error,)
 
@@ -130,8 +153,8 @@ class SqliteSession:
         committed: Callable[[sqlite3.Connection], None],
         clock: Callable[[], float],
     ) -> None:
-        self._path, self._clock, self._file = location.path, clock, file
-        self._committed = committed  # called after every commit
+        super().__init__(location, file)
+        self._clock, self._committed = clock, committed  # which is called after every commit
         self.conn = location.connect()  # waits while another process recovers or closes the file
         self.conn.execute("pragma busy_timeout = 0")  # from here on `begin` waits by itself
 
@@ -160,12 +183,6 @@ class SqliteSession:
 
     def can_continue(self, error: Exception) -> bool:
         return self.conn.in_transaction  # a full disk undoes everything
-
-    def can_retry(self, error: Exception, since: float) -> bool:
-        return False  # the one lock is taken first, and waited for there
-
-    def to_store_error(self, error: Exception) -> Exception:
-        return to_store_error(self._path, self._file.cause(error))
 
     def close(self) -> None:
         self.conn.close()
@@ -205,15 +222,15 @@ class WalCheckpointer:
             conn.close()
 
 
-class SqliteReadPool:
+class SqliteReadPool(_Connections):
     """A read-only connection for each reading thread, never blocked by the writer."""
 
     threads = 2
     errors: tuple[type[Exception], ...] = (sqlite3.Error, *UNFIT)
 
     def __init__(self, location: Location, file: StoreFile) -> None:
+        super().__init__(location, file)
         self.name = str(location.path)
-        self._location, self._file = location, file
         self._local = threading.local()
         self._opened: list[sqlite3.Connection] = []
 
@@ -233,46 +250,25 @@ class SqliteReadPool:
             if conn.in_transaction:  # some errors have ended it, and are to be met, not this one
                 conn.execute("rollback")
 
-    def can_retry(self, error: Exception, since: float) -> bool:
-        return False
-
-    def to_store_error(self, error: Exception) -> Exception:
-        return to_store_error(self._location.path, self._file.cause(error))
-
     def close(self) -> None:
         for conn in self._opened:
             conn.close()
 
 
 def to_store_error(path: Path, error: Exception) -> Exception:
-    """SQLite's errors as ours; any other as it is."""
+    """SQLite's errors as ours, with what to do; any other as it is."""
     if isinstance(error, UNFIT):
         return Invalid(f"A value cannot be stored: {error}.")
-    if isinstance(error, sqlite3.Error):
-        return Unavailable(describe_error(path, error))
-    return error
-
-
-def describe_error(path: Path, error: sqlite3.Error) -> str:
-    """What happened to the file and what to do."""
-    if isinstance(error, StoreFileMoved):
-        return (
-            f"Store {path}: the file was deleted, moved or replaced while it was in use; start "
-            "again where it is now."
-        )
-    advice = {
-        "SQLITE_NOTADB": "it is not an SQLite database; choose another path",
-        "SQLITE_CORRUPT": "the file is damaged; restore a copy or choose another path",
-        "SQLITE_CANTOPEN": "it cannot be opened; check that the folder exists and is writable",
-        "SQLITE_READONLY": "it cannot be written; check its permissions",
-        "SQLITE_PERM": "it cannot be written; check its permissions",
-        "SQLITE_FULL": "the disk is full; free some space and run the same command again",
-        "SQLITE_IOERR": "the disk refuses to read or write; check it, and the space on it",
-        "SQLITE_BUSY": "another process holds its write lock; wait if it is a vacuum, else end it",
-    }
+    if not isinstance(error, sqlite3.Error):
+        return error
     name = getattr(error, "sqlite_errorname", "") or ""
-    known = next((text for code, text in advice.items() if name.startswith(code)), str(error))
-    return f"Store {path}: {known}."
+    what = next((text for code, text in ADVICE.items() if name.startswith(code)), str(error))
+    if isinstance(error, StoreFileMoved):
+        what = (
+            "the file was deleted, moved or replaced while it was in use; start again where it is "
+            "now"
+        )
+    return Unavailable(f"Store {path}: {what}.")
 
 
 def _file(path: str, url: str) -> Path:

@@ -49,7 +49,7 @@ from (
 where id = silent;
 
 -- name: live
-select coalesce(json_agg(id)::text, '[]') from attempts
+select coalesce(json_agg(id)::text, '[]') as ids from attempts
 where id = any (array(select json_array_elements_text(:attempts::json)))
   and state = 'running' and lease_until > :now;
 
