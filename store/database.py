@@ -3,7 +3,7 @@
 The verbs see a `Connection`; the writer drives one `Session`; `ReaderThreads` use a `ReadPool`.
 SQL is in `sql/*.sql`, one file per noun; each statement follows a line `-- name: <name>`. It is
 written once, in the SQL that SQLite and PostgreSQL share, with parameters `:name` or `?`. Where
-they differ, or PostgreSQL needs a lock, `sql/postgres/<noun>.sql` overrides it by name.
+they differ, or PostgreSQL needs a lock, `sql/postgres/<noun>.sql` has a statement of the same name.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Session(Connected, Protocol):
         ...
 
     def commit(self, topics: int) -> None:
-        """Returns when the transaction is durable. Other processes hear of the topics."""
+        """Returns when the transaction is durable. Other processes are notified of the topics."""
         ...
 
     def rollback(self) -> None:

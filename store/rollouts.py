@@ -1,12 +1,13 @@
 """The queue: rollouts, their attempts and leases, their groups. Verbs, called by the writer.
 
 Always true: an attempt is live while its state is running and its lease has not run out; a rollout
-has at most one such attempt, its last; `groups.pending` is the number of its rollouts that are
-not terminal. Where a rollout has a number in `together`, its runner holds no more than so many.
+has at most one live attempt, its last; `groups.pending` is the number of the group's rollouts that
+are not terminal; a runner with a rollout that has a number in `together` holds at most so many.
 
-An agent that ends its process takes its neighbours with it, and nobody saw which it was. So when a
-runner falls silent, all that it held are suspects: that was no try of theirs, and they are claimed
-in smaller company, until the one that does it is alone. What falls silent alone has had a try.
+An agent that ends its process ends the other rollouts in it too, and nobody knows which one did it.
+So when a runner falls silent, all rollouts that it held are suspects: this does not count as a try,
+and they are claimed by fewer at a time, until the culprit is alone in its runner. Only a rollout
+that was alone has used up a try.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from agentrl.store.rows import digest
 from agentrl.store.writer import Transaction
 
 SQL = load_sql("rollouts")
-SUSPECT_SHARE = 4  # suspects share a runner with a quarter of those they were lost with
-SLACK = 5.0  # seconds by which transactions that wait for each other may differ in what time it is
+SUSPECT_SHARE = 4  # a runner may hold a quarter of as many rollouts as a suspect was lost with
+SLACK = 5.0  # seconds: transactions that wait for each other may differ by this in their time
 CANCELLED = types.Failure(kind=types.ErrorKind.CANCELLED, message="The rollout was cancelled.")
 
 
@@ -63,7 +64,7 @@ def claim(
     run: str | None,
     claim_id: str | None,
 ) -> list[types.Attempt] | None:
-    """None if there is nothing to claim; of a repeat those that are still live, perhaps none."""
+    """None if there is nothing to claim; for a repeat the attempts still live, perhaps none."""
     if claim_id is not None:
         tx.conn.execute(SQL["lock_claim"], {"claim_id": claim_id})
         if repeat := tx.conn.execute(SQL["claimed"], (claim_id,)).fetchall():
@@ -79,7 +80,7 @@ def claim(
     for row in tx.conn.execute(query, {"n": n, "run": run}).fetchall():
         most = min(most, row["together"] or most)
         if held + len(claimed) >= most:
-            break  # those that come later in the queue wait too, else it would never be its turn
+            break  # later ones wait too, otherwise this one might wait for ever
         columns = {
             "attempt": uuid.uuid4().hex,
             "rollout": row["id"],
@@ -133,9 +134,9 @@ def cancel(tx: Transaction, rollouts: Sequence[str]) -> int:
 
 
 def expire_leases(tx: Transaction) -> bool:
-    """Gives the rollouts of runners that fell silent to others, or gives up on them; whether there
-    were any. A lease that ends later than it could, had it been asked for now, was given before the
-    clock was set back, and is shortened to that."""
+    """Queues the rollouts of runners that fell silent again, or fails them; whether there were any.
+    If the clock was set back, leases that were given before are shortened to their full length
+    from now."""
     leases = tx.conn.execute(SQL["leases"]).fetchone()
     if leases["ends"] is None:
         return False
@@ -189,8 +190,8 @@ def settled(conn: Connection, group: str) -> bool:
 
 
 def _load_and_limit(conn: Connection, runner: str) -> tuple[int, float]:
-    """How many rollouts a runner holds, and how many it may hold because of these; not counted
-    while there is no suspect anywhere."""
+    """How many rollouts a runner holds, and how many it may hold because of suspects among them;
+    not counted while there is no suspect anywhere."""
     if conn.execute(SQL["any_suspect"]).fetchone() is None:
         return 0, math.inf
     row = conn.execute(SQL["held"], (runner,)).fetchone()
@@ -198,7 +199,8 @@ def _load_and_limit(conn: Connection, runner: str) -> tuple[int, float]:
 
 
 def _count_suspects(conn: Connection, runner: str) -> int:
-    """How many rollouts a silent runner held: those whose leases run out later are told."""
+    """How many rollouts a silent runner held. Its attempts whose leases run out later get this
+    number too."""
     held: int = conn.execute(SQL["held"], (runner,)).fetchone()["held"]
     if held > 1:
         conn.execute(SQL["suspect"], {"runner": runner, "together": held})
@@ -206,7 +208,7 @@ def _count_suspects(conn: Connection, runner: str) -> int:
 
 
 def _expire_attempt(tx: Transaction, row: Any, together: int) -> None:
-    """Ends an attempt whose runner fell silent with so many rollouts in it."""
+    """Ends an attempt whose runner fell silent while it held `together` rollouts."""
     tried = f"The runner of attempt {row['attempts']} of {row['max_attempts']}"
     most = max(1, min(together, row["together"] or together) // SUSPECT_SHARE)
     if together > 1:
@@ -330,7 +332,7 @@ def _end_rollout(
         "seconds": max(0.0, tx.now - (row["started_at"] or tx.now)),  # clocks are set back
     }
     tx.conn.execute(SQL["end_rollout"], {**columns, **rows.failure_columns(failure)})
-    # Its runner may hold more without a suspect.
+    # If it was a suspect, its runner may hold more now.
     tx.add_event(row["run_id"], "rollout", row["id"], QUEUE if row["together"] else 0)
     tx.add_counts(row["run_id"], **{was.value: -1, state.value: 1})
     tx.add_ended(row["run_id"], row["group_id"])

@@ -1,8 +1,8 @@
 """Runs: owners, training steps, served policy versions. Verbs, called by the writer.
 
 Always true: `runs.step` is the number of committed steps; a group is trained by one step; a
-claimed group belongs to the present epoch; the counters of a run are what counting would give
-had nothing been pruned.
+claimed group belongs to the present epoch; the counters of a run are those of all its rows, pruned
+ones included.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def open_run(tx: Transaction, run: str, config: dict[str, types.Json]) -> types.
     row = tx.conn.execute(SQL["open_run"], columns).fetchone()
     tx.conn.execute(SQL["release_groups"], (run,))
     tx.conn.execute(SQL["forget_policies"], (run,))  # they were served by the fenced owner
-    tx.add_event(run, "run", run, GROUPS)  # the fenced owner, if it waits for groups, must learn it
+    tx.add_event(run, "run", run, GROUPS)  # wakes a fenced owner that waits for groups
     return _state(row)
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedCommit:
-    """A commit with all that does not depend on what the store holds, computed before the
-    transaction: while it runs, other writers wait."""
+    """A commit with what can be computed before the transaction, during which other writers
+    wait."""
 
     commit: types.StepCommit
     record: str
@@ -182,9 +182,8 @@ def _state(row: Any) -> types.RunState:
 
 
 def _record(commit: types.StepCommit, credits: Sequence[dict[str, Any]]) -> str:
-    """All of a commit in one canonical text, by which a repeat is recognised: credit and
-    judgements, which have tables of their own, by their digests. What there is none of is left
-    out."""
+    """A commit as one canonical text, by which a repeat is recognised. Credit and judgements, which
+    have tables of their own, are in it as digests; empty lists are left out."""
     said = {name: value for name, value in msgspec.structs.asdict(commit).items() if value != []}
     said["groups"] = commit.groups
     if credits:
@@ -210,7 +209,7 @@ def _add_credits(conn: Connection, step: PreparedCommit, calls: Mapping[str, Any
 def _add_judgements(
     conn: Connection, commit: types.StepCommit, calls: Mapping[str, Any], groups: Mapping[str, str]
 ) -> None:
-    """After the rewards that the attempt of each rollout brought with it."""
+    """Adds them after the rewards that the rollout's attempt has."""
     given: dict[str, list[types.Reward]] = {}
     for judgement in commit.judgements:
         given.setdefault(judgement.rollout, []).append(judgement.reward)

@@ -26,8 +26,8 @@ SQL = load_sql("traces")
 
 @dataclass(frozen=True, slots=True)
 class PreparedTransition:
-    """A transition with everything about it that does not depend on earlier ones, computed before
-    the transaction: while it runs, other writers wait."""
+    """A transition with what can be computed before the transaction, during which other writers
+    wait."""
 
     columns: dict[str, Any]
     prompt: bytes
@@ -92,7 +92,7 @@ def add_spans(tx: Transaction, spans: Sequence[types.Span]) -> None:
 
 def add_outcome(tx: Transaction, outcome: types.Outcome, *, late: bool) -> None:
     """Rewards and spans that end an attempt. Raises Invalid for a reward of a call that the attempt
-    did not make; of one that is over such a reward is kept, for inspection."""
+    did not make, unless it is `late`: then it is kept for inspection."""
     if not late:
         _check_targets(tx.conn, outcome)
     spans = [rows.span_columns(span, late=late) for span in outcome.spans]
