@@ -1,30 +1,36 @@
-"""Maintenance: the size of a store, and the removal of rows that no step will read again.
+"""Maintenance: the size of a store, removing what no step will read again, taking steps back.
 
-Always true: a rollout goes whole, with everything its attempts left, in one transaction, so that
-no reader sees half of one; a transaction removes about `ROWS` rows, so that other writers wait for
-milliseconds; the counters, steps and metrics of a run stay what they were. A prune that is killed
-has pruned less; the next one goes on.
+Always true: a rollout is removed whole, with everything its attempts left, in one transaction, so
+that no reader sees half of one; a transaction of a prune removes about `ROWS` rows, so that other
+writers wait for milliseconds, and keeps the counters, steps and metrics of the run. A prune that is
+killed has pruned less; the next one goes on. A rewind is one transaction: the groups of its steps
+are settled again; their credit, judgements and metrics are removed; what runners recorded stays.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from agentrl.errors import Invalid
-from agentrl.store import rows, runs
+import msgspec
+
+from agentrl.errors import Conflict, Invalid
+from agentrl.store import rollouts, rows, runs
 from agentrl.store.database import Connection, ReaderThreads, load_sql
+from agentrl.store.feed import GROUPS
 from agentrl.store.writer import Transaction, Writer
-from agentrl.types import Pruned, Stats
+from agentrl.types import Pruned, RolloutState, Stats
 
 SQL = load_sql("maintenance")
 FEED = load_sql("feed")
+REWIND = load_sql("rewind")
 ROWS = 1000  # transitions and spans that one transaction removes, if no rollout alone has more
 PAGE = 256  # rollouts looked at with one read
 EVENTS = 10_000  # cursor numbers that one transaction passes over
-AT_REST = ("trained", "discarded", "settled")  # groups that nobody trains any more
+AT_REST = ("trained", "discarded", "settled")  # groups of which no rollout is queued or running
 Limits = dict[str, Any]  # `run`, `keep` so many committed steps, ended `before`, unix seconds
 
 
@@ -104,7 +110,7 @@ def _parts(found: Sequence[Any]) -> Iterator[list[str]]:
 
 
 def remove(tx: Transaction, rollouts: Sequence[str]) -> Pruned:
-    """Those of the rollouts whose group is still at rest: an evaluation may have grown since."""
+    """Removes those whose group is still at rest: an evaluation may have grown since."""
     tx.conn.execute(SQL["lock_payloads"])
     tx.conn.execute(SQL["lock_groups"], _ids(rollouts))
     found = [row for row in _evidence(tx.conn, rollouts) if row["state"] in AT_REST]
@@ -114,7 +120,7 @@ def remove(tx: Transaction, rollouts: Sequence[str]) -> Pruned:
         tx.conn.execute(SQL[f"delete_{table}"], columns)
     for digest in hashes:
         tx.conn.execute(SQL["delete_payload"], {"hash": digest})
-    # The group of a training rollout stays: it says that it was trained, whoever asks for it again.
+    # The group of a training rollout stays: it keeps the group from being enqueued again.
     for run, group in sorted(
         {(r["run_id"], r["group_id"]) for r in found if r["purpose"] == "eval"}
     ):
@@ -157,3 +163,57 @@ def _old_events(conn: Connection, limits: Limits, run: str) -> tuple[int, int, i
 
 def _remove_events(tx: Transaction, window: dict[str, Any]) -> int:
     return tx.conn.execute(SQL["delete_events"], window).rowcount
+
+
+# -- committed steps -------------------------------------------------------------------------------
+
+
+def rewind(tx: Transaction, run: str, epoch: int, step: int, checkpoint: str | None) -> None:
+    row = runs.find_owned_run(tx.conn, run, epoch)
+    if step < 0:
+        raise Invalid(f"step is a number of committed steps, not {step}.")
+    if step > row["step"]:
+        raise Conflict(
+            f"Run {run!r} has {row['step']} committed steps: it cannot go back to {step}."
+        )
+    columns = {"run": run, "step": step}
+    if step < row["step"]:
+        _forget_steps(tx, columns)
+        _release_groups(tx, columns)
+        _forget_evaluations(tx, columns)
+    tx.conn.execute(REWIND["rewind_run"], {**columns, "checkpoint": checkpoint})
+    tx.add_event(run, "run", run, GROUPS)
+
+
+def _forget_steps(tx: Transaction, columns: dict[str, Any]) -> None:
+    """The evaluation of the weights that the run returns to stays."""
+    found = tx.conn.execute(runs.SQL["step"], (columns["run"], columns["step"])).fetchone()
+    measured = msgspec.json.decode(found["record"])["metrics"]
+    keys = [(columns["run"], columns["step"], name) for name in measured]
+    tx.conn.executemany(REWIND["delete_metric"], keys)
+    for statement in ("delete_metrics", "delete_steps", "reopen_step"):
+        tx.conn.execute(SQL[statement], columns)
+
+
+def _release_groups(tx: Transaction, columns: dict[str, Any]) -> None:
+    """They can be claimed again. A pruned group, which has nothing left to train, is deleted: it
+    can be enqueued again."""
+    run, change = columns["run"], Counter[str]()
+    tx.conn.execute(REWIND["delete_credits"], columns)
+    tx.conn.execute(REWIND["delete_given"], columns)
+    tx.conn.execute(runs.SQL["release_groups"], (run,))  # those of later steps come after them
+    for row in tx.conn.execute(REWIND["taken"], columns).fetchall():
+        tx.conn.execute(REWIND["settle_group" if row["kept"] else "delete_group"], (row["id"],))
+        change[f"groups_{row['state']}"] -= 1
+        change["groups_settled"] += bool(row["kept"])
+        tx.add_event(run, "group", row["id"], GROUPS)
+    tx.add_counts(run, **change)
+
+
+def _forget_evaluations(tx: Transaction, columns: dict[str, Any]) -> None:
+    """Those of weights that the run will not have any more. Running ones are cancelled."""
+    found = tx.conn.execute(REWIND["evaluations"], columns).fetchall()
+    rollouts.cancel(tx, [row["id"] for row in found])
+    tx.settle_groups()
+    ended = [row["id"] for row in found if row["state"] != RolloutState.RUNNING]
+    remove(tx, ended)

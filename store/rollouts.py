@@ -335,4 +335,4 @@ def _end_rollout(
     # If it was a suspect, its runner may hold more now.
     tx.add_event(row["run_id"], "rollout", row["id"], QUEUE if row["together"] else 0)
     tx.add_counts(row["run_id"], **{was.value: -1, state.value: 1})
-    tx.add_ended(row["run_id"], row["group_id"])
+    tx.ended[row["run_id"], row["group_id"]] += 1

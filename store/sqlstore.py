@@ -20,7 +20,6 @@ from agentrl.store import rollouts as queue
 from agentrl.store import runs as training
 from agentrl.store.database import Connection, ReaderThreads, ReadPool, Session, load_sql
 from agentrl.store.feed import ANY, GROUPS, QUEUE, Feed
-from agentrl.store.rewind import rewind as take_back
 from agentrl.store.writer import Transaction, Writer, answer_once
 
 SQL = load_sql("feed")
@@ -97,7 +96,7 @@ class SqlStore:
     async def commit_step(self, commit: types.StepCommit) -> None:
         await self._writer.post(partial(training.commit_step, step=training.prepare(commit)))
 
-    rewind = _writing(take_back)
+    rewind = _writing(maintenance.rewind)
 
     async def claim_groups(
         self, run: str, epoch: int, n: int, *, timeout: float | None = None

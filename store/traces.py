@@ -229,11 +229,14 @@ def _check_targets(conn: Connection, outcome: types.Outcome) -> None:
 
 
 def _add_call(conn: Connection, call: PreparedTransition, *, late: bool) -> bool:
-    """False if it was there already."""
+    """Stores a call below its deepest prefix; False if it was there already."""
     if call.tools is not None:  # the same in most calls of a run: stored once, by content
         conn.execute(SQL["add_payload"], (call.columns["tools"], call.tools))
-    columns = {**call.columns, **_token_columns(conn, call), **_chat_columns(conn, call)}
-    columns["late"] = late
+    tokens = {"parent": None, "prompt": call.prompt}
+    parent = _deepest(conn, "shorter", call, call.prompt)  # of equals the latest: likely chosen
+    if parent is not None:
+        tokens = {"parent": parent.seq, "prompt": call.prompt[parent.size :]}
+    columns = {**call.columns, **tokens, **_chat_columns(conn, call), "late": late}
     return conn.execute(SQL["add_transition"], columns).rowcount == 1
 
 
@@ -246,13 +249,6 @@ def _known_late(conn: Connection, call: PreparedTransition) -> bool:
             f"{call.attempt}: give each call an id of its own."
         )
     return bool(row["late"])
-
-
-def _token_columns(conn: Connection, call: PreparedTransition) -> dict[str, Any]:
-    parent = _deepest(conn, "shorter", call, call.prompt)  # of equals the latest: likely chosen
-    if parent is None:
-        return {"parent": None, "prompt": call.prompt}
-    return {"parent": parent.seq, "prompt": call.prompt[parent.size :]}
 
 
 def _chat_columns(conn: Connection, call: PreparedTransition) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class Transaction:
     topics: int = 0
     events: list[tuple[str, str, str]] = field(default_factory=list)
     counts: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    ended: Counter[tuple[str, str]] = field(default_factory=Counter)
+    ended: Counter[tuple[str, str]] = field(default_factory=Counter)  # rollouts by run and group
 
     def add_event(self, run: str, kind: str, id: str, topics: int = 0) -> None:
         """Adds to the change feed; those who wait for one of the `topics` are woken."""
@@ -64,10 +64,6 @@ class Transaction:
         counts = self.counts[run]
         for name, more in change.items():
             counts[name] += more
-
-    def add_ended(self, run: str, group: str) -> None:
-        """One more rollout of the group is terminal."""
-        self.ended[run, group] += 1
 
     def extend_leases(self) -> None:
         """Every lease holds for `GRACE` seconds: nobody could extend it. This revives those that

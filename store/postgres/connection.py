@@ -1,7 +1,6 @@
-"""PostgreSQL connections: where the server is, how it is spoken to, what its errors mean to a user.
+"""PostgreSQL connections: the server, how it is reached, and its errors in words for users.
 
-Nothing that is printed or passed on has the password: `url` leaves it out, and a `PostgresServer`
-hands it only to the driver.
+The password is never printed or passed on: `url` leaves it out, and only the driver gets it.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from agentrl.store.database import Parameters, Statement
 from agentrl.store.urls import split_password
 
 log = logging.getLogger("agentrl.store")
-STARTING = 60.0  # seconds in which a server that says that it starts or stops must be there
-REFUSED = 3.0  # seconds in which one that is restarted listens again
+STARTING = 60.0  # seconds to wait for a server that says that it starts or stops
+REFUSED = 3.0  # seconds to wait for a server that refuses connections: it may be restarted
 PAUSE = 0.2  # seconds between two tries
 CONNECT = 10  # seconds until a server that does not answer counts as away
 ADVICE = (
@@ -81,7 +80,7 @@ class PostgresServer:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those the URL leaves open: a server that vanished is noticed within half a minute."""
+        """Options that the URL does not set: a lost server is noticed within half a minute."""
         given = conninfo.conninfo_to_dict(self.url)
         ours = {
             "connect_timeout": CONNECT,
@@ -100,8 +99,8 @@ class PostgresServer:
         return conn
 
     def wait(self) -> None:
-        """Returns when the server takes connections, which one that is being restarted soon does.
-        Raises psycopg.Error where it does not."""
+        """Returns when the server takes connections; waits for one that is being restarted.
+        Raises psycopg.Error if it does not come back."""
         since, said = time.monotonic(), False
         while True:
             try:
@@ -117,7 +116,7 @@ class PostgresServer:
             time.sleep(PAUSE)
 
     def vacuum(self) -> None:
-        """Writes the tables anew, without free space. Everybody waits for each while it is done."""
+        """Writes the tables anew, without free space. Readers and writers of a table wait."""
         try:
             with closing(self.connect()) as conn:
                 conn.execute("vacuum (full, analyze)")
@@ -137,8 +136,8 @@ class PostgresServer:
 
 
 def configure(conn: psycopg.Connection[Any]) -> None:
-    """Types as the statements mean them: flags are numbers, and numbers have one size, so that
-    each statement is prepared once."""
+    """Sends flags as numbers, and all numbers in one size, so that each statement is prepared
+    once."""
     conn.adapters.register_dumper(int, Int8Dumper)
     conn.adapters.register_dumper(bool, _FlagDumper)
 

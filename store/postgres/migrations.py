@@ -1,7 +1,7 @@
 """Brings a PostgreSQL database to the schema of this version, under one lock, or refuses it.
 
-The scripts `sql/postgres/migrations/*.sql` are the twins of those of SQLite, by name and meaning:
-the two histories are one. The table of applied ones is `_agentrl_migrations`.
+The scripts `sql/postgres/migrations/*.sql` have the names and the meaning of those of SQLite. The
+table of applied ones is `_agentrl_migrations`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ def prepare(server: PostgresServer, *, create: bool = True) -> None:
     """Apply what is missing to the first schema of the search path.
 
     Raises StoreError for a database that has no store (unless `create`), one that holds something
-    else, or one that a newer version of agentrl has written; Unavailable where none answers, also
-    not after a restart.
+    else, or one that a newer version of agentrl has written; Unavailable where no server answers.
     """
     try:
         server.wait()

@@ -1,8 +1,8 @@
 """Change notifications between processes that share a PostgreSQL database: `LISTEN` and `NOTIFY`.
 
 Owns: one connection that listens, and its thread. Always true: a notification is only a hint to
-look. It is part of its transaction, so it comes after the commit; one lost with a
-connection, and what a process that died in a transaction releases, cost at most `SLOW` seconds.
+look. It is part of its transaction, so it comes after the commit. A notification that is lost with
+a connection, or a lock that a dead process releases, costs at most `SLOW` seconds.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class ChangeListener:
                     topics = ALL
                 else:
                     topics = self._heard(self._conn)
-            except psycopg.OperationalError:  # the server is away: nothing can change meanwhile
+            except psycopg.OperationalError:  # without the server nothing can change
                 self._stop_listening()
                 continue
-            except Exception:  # noqa: BLE001 - whoever waits here would not hear of it
+            except Exception:  # noqa: BLE001 - waiting tasks must look, and get the error
                 self._stop_listening()
                 topics = ALL
             if topics:

@@ -1,9 +1,9 @@
 """Transactions on PostgreSQL: the writer's session and the readers' connections.
 
-Always true: what was told to be committed is committed once. A connection that breaks during a
-commit leaves it open whether the transaction took place; the next connection asks the server
-(`pg_xact_status`) before anything is tried again. Deadlocks and lost connections are no errors of
-a verb: its transaction runs again, for up to `PATIENCE` seconds.
+Always true: a transaction is committed once. If its connection breaks during the commit, nobody
+knows whether it was committed; the next connection asks the server (`pg_xact_status`) before
+anything is tried again. After a deadlock or a lost connection the transaction runs again, for up to
+`PATIENCE` seconds.
 """
 
 from __future__ import annotations
@@ -152,7 +152,11 @@ class PostgresReadPool:
                     raw.execute("rollback")
 
     def can_retry(self, error: Exception, since: float) -> bool:
-        if not _lost(error) or time.monotonic() - since > PATIENCE:
+        code = getattr(error, "sqlstate", None)
+        lost = isinstance(error, psycopg.OperationalError) and (
+            code is None or code.startswith(("08", "57P"))  # the connection, not the statement
+        )
+        if not lost or time.monotonic() - since > PATIENCE:
             return False
         time.sleep(PAUSE)  # the pool makes new connections meanwhile
         return True
@@ -162,11 +166,3 @@ class PostgresReadPool:
 
     def close(self) -> None:
         self._pool.close()
-
-
-def _lost(error: Exception) -> bool:
-    """Whether the connection, not the statement, is at fault."""
-    code = getattr(error, "sqlstate", None)
-    return isinstance(error, psycopg.OperationalError) and (
-        code is None or code.startswith(("08", "57P"))
-    )

@@ -1,4 +1,4 @@
-"""SQLite connections: where the file is, how it is opened, and what its errors mean to a user."""
+"""SQLite connections: the file, its writer and readers, and its errors in words for users."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl
 from agentrl.errors import Invalid, StoreError, Unavailable
 
 BUSY = 60.0  # seconds to wait for the locks of other processes, which hold them for milliseconds
-# What a value raises that no column takes: integers of more than 64 bits, text that is no Unicode.
+# Errors for a value that no column takes: integers of more than 64 bits, text that is no Unicode.
 UNFIT = (
     OverflowError,
     UnicodeError,
@@ -24,7 +24,7 @@ UNFIT = (
     sqlite3.InterfaceError,
 )
 PAUSE = 0.001  # seconds between two tries for the write lock
-CHANGES = 1000  # rows written until it is worth two disk syncs
+CHANGES = 1000  # rows written from one checkpoint, which costs two disk syncs, to the next
 CHECKPOINT = 16_000  # pages of write-ahead log before the writer itself copies them back
 ADVICE = {
     "SQLITE_NOTADB": "it is not an SQLite database; choose another path",
@@ -100,23 +100,23 @@ class Location:
 
 
 class StoreFileMoved(sqlite3.OperationalError):
-    """Nobody will find what is written: the file is not at its path any more."""
+    """The file is not at its path any more: nobody would find what is written."""
 
 
 class StoreFile:
-    """The file that a store was opened at. While it is open, no other file has its number."""
+    """The file that a store was opened at, by its inode: no other file has it while it is open."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._number = self._found()
 
     def check(self) -> None:
-        """Raises StoreFileMoved where its path leads to another file by now, or to none."""
+        """Raises StoreFileMoved if the path leads to another file now, or to none."""
         if self._found() != self._number:
             raise StoreFileMoved
 
     def cause(self, error: Exception) -> Exception:
-        """StoreFileMoved in the place of an error that another file at the path may have caused."""
+        """StoreFileMoved if the file has moved, which then caused the error; else the error."""
         moved = isinstance(error, sqlite3.Error) and self._found() != self._number
         return StoreFileMoved() if moved else error
 
@@ -159,8 +159,8 @@ class SqliteSession(_Connections):
         self.conn.execute("pragma busy_timeout = 0")  # from here on `begin` waits by itself
 
     def begin(self) -> float:
-        """Takes the write lock of the file. SQLite's own waiting sleeps for up to 100 ms at a
-        time, so that one busy process would starve the others; this looks every millisecond."""
+        """Takes the write lock of the file, trying every millisecond: SQLite's own waiting sleeps
+        for up to 100 ms at a time, so that one busy process would starve the others."""
         self._file.check()
         deadline = time.monotonic() + BUSY
         while True:
@@ -189,7 +189,8 @@ class SqliteSession(_Connections):
 
 
 class WalCheckpointer:
-    """A passive checkpoint blocks neither readers nor writers."""
+    """A thread that copies the write-ahead log into the file. Its passive checkpoints block neither
+    readers nor writers."""
 
     def __init__(self, location: Location) -> None:
         self._location = location
@@ -212,11 +213,11 @@ class WalCheckpointer:
 
     def _serve(self) -> None:
         conn = self._location.connect()
-        conn.execute("pragma busy_timeout = 0")  # another process is at it: so much the better
+        conn.execute("pragma busy_timeout = 0")  # if another process does it, there is no need
         try:
             while self._due.wait() and not self._closed:
                 self._due.clear()
-                with suppress(sqlite3.Error):  # the writer meets the same, and says so
+                with suppress(sqlite3.Error):  # the writer gets the same error and reports it
                     conn.execute("pragma wal_checkpoint(passive)").fetchall()
         finally:
             conn.close()
@@ -247,7 +248,7 @@ class SqliteReadPool(_Connections):
         try:
             yield conn
         finally:
-            if conn.in_transaction:  # some errors have ended it, and are to be met, not this one
+            if conn.in_transaction:  # some errors end it by themselves
                 conn.execute("rollback")
 
     def close(self) -> None:

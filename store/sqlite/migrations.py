@@ -1,9 +1,9 @@
 """Brings a store file to the schema of this version, under one lock, or refuses it.
 
 The migrations are the files `sql/migrations/*.sql` in order of name; a published one is never
-changed, and each has a twin of its name in `sql/postgres/migrations`. The table of applied ones is
-that of `sqlite_utils.migrations`, so `sqlite-utils migrate` and this module agree; the library is
-imported only where something is to be applied.
+changed, and each has a counterpart of the same name in `sql/postgres/migrations`. The table of
+applied ones is that of `sqlite_utils.migrations`, so `sqlite-utils migrate` and this module agree;
+the library is imported only when a migration must be applied.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def migrations() -> Migrations:
 
 
 def _check_header(conn: sqlite3.Connection, location: Location) -> None:
-    """Someone else's database is left alone."""
+    """Raises StoreError for a database that is no store."""
     (mark,) = conn.execute("pragma application_id").fetchone()
     (tables,) = conn.execute("select count(*) from sqlite_master").fetchone()
     if tables and mark != APPLICATION_ID:
