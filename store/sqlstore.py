@@ -31,7 +31,7 @@ Verb = Callable[Concatenate["SqlStore", P], Coroutine[Any, Any, T]]
 def _reading(query: Callable[Concatenate[Connection, P], T]) -> Verb[P, T]:
     """The verb that runs a query on a reader thread."""
 
-    async def read(self: SqlStore, *args: P.args, **kwargs: P.kwargs) -> T:
+    async def read(self: SqlStore, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._readers.read(lambda conn: query(conn, *args, **kwargs))
 
     return read
@@ -40,7 +40,7 @@ def _reading(query: Callable[Concatenate[Connection, P], T]) -> Verb[P, T]:
 def _writing(change: Callable[Concatenate[Transaction, P], T]) -> Verb[P, T]:
     """The verb that makes a change in a transaction of the writer."""
 
-    async def write(self: SqlStore, *args: P.args, **kwargs: P.kwargs) -> T:
+    async def write(self: SqlStore, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._writer.post(lambda tx: change(tx, *args, **kwargs))
 
     return write

@@ -232,7 +232,7 @@ def _add_call(conn: Connection, call: PreparedTransition, *, late: bool) -> bool
     """Stores a call below its deepest prefix; False if it was there already."""
     if call.tools is not None:  # the same in most calls of a run: stored once, by content
         conn.execute(SQL["add_payload"], (call.columns["tools"], call.tools))
-    tokens = {"parent": None, "prompt": call.prompt}
+    tokens: dict[str, Any] = {"parent": None, "prompt": call.prompt}
     parent = _deepest(conn, "shorter", call, call.prompt)  # of equals the latest: likely chosen
     if parent is not None:
         tokens = {"parent": parent.seq, "prompt": call.prompt[parent.size :]}
