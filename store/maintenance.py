@@ -169,7 +169,7 @@ def _remove_events(tx: Transaction, window: dict[str, Any]) -> int:
 
 
 def rewind(tx: Transaction, run: str, epoch: int, step: int, checkpoint: str | None) -> None:
-    row = runs.find_owned_run(tx.conn, run, epoch)
+    row = runs.find_run(tx.conn, run, epoch)
     if step < 0:
         raise Invalid(f"step is a number of committed steps, not {step}.")
     if step > row["step"]:
@@ -192,7 +192,7 @@ def _forget_steps(tx: Transaction, columns: dict[str, Any]) -> None:
     keys = [(columns["run"], columns["step"], name) for name in measured]
     tx.conn.executemany(REWIND["delete_metric"], keys)
     for statement in ("delete_metrics", "delete_steps", "reopen_step"):
-        tx.conn.execute(SQL[statement], columns)
+        tx.conn.execute(REWIND[statement], columns)
 
 
 def _release_groups(tx: Transaction, columns: dict[str, Any]) -> None:

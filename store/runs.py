@@ -54,7 +54,7 @@ def prepare(commit: types.StepCommit) -> PreparedCommit:
 
 def commit_step(tx: Transaction, step: PreparedCommit) -> None:
     commit, record = step.commit, step.record
-    row = find_owned_run(tx.conn, commit.run, commit.epoch)
+    row = find_run(tx.conn, commit.run, commit.epoch)
     done = tx.conn.execute(SQL["step"], (commit.run, commit.step)).fetchone()
     if done is not None and done["record"] == record:
         return
@@ -81,7 +81,7 @@ def commit_step(tx: Transaction, step: PreparedCommit) -> None:
 
 def claim_groups(tx: Transaction, run: str, epoch: int, n: int, *, last: bool) -> list[str] | None:
     """Ids, or none where fewer than `n` are settled and it is not the `last` look."""
-    find_owned_run(tx.conn, run, epoch)
+    find_run(tx.conn, run, epoch)
     held = [row["id"] for row in tx.conn.execute(SQL["claimed_groups"], (run, n))]
     more = tx.conn.execute(SQL["settled_groups"], (run, n - len(held))).fetchall()
     if len(held) + len(more) < n and not last:
@@ -94,7 +94,7 @@ def claim_groups(tx: Transaction, run: str, epoch: int, n: int, *, last: bool) -
 
 def publish(tx: Transaction, version: types.PolicyVersion, *, epoch: int | None = None) -> None:
     limits.check_id("The name of a policy", version.policy)
-    _check_epoch(tx.conn, version.run, epoch)
+    find_run(tx.conn, version.run, epoch)
     tx.conn.execute(SQL["publish"], msgspec.structs.asdict(version))
     tx.add_event(version.run, "policy", version.policy)
 
@@ -108,31 +108,20 @@ def log(
     epoch: int | None = None,
 ) -> None:
     limits.check_ids("A metric's name", metrics)
-    _check_epoch(tx.conn, run, epoch)
+    find_run(tx.conn, run, epoch)
     tx.conn.execute(SQL["log_step"], {"run": run, "step": step, "now": tx.now})
     _set_metrics(tx.conn, run, step, metrics)
     tx.add_event(run, "step", str(step))
 
 
-def find_run(conn: Connection, run: str, *, statement: str = "run") -> Any:
-    """The run's row. Raises StoreError if there is no such run."""
-    row = conn.execute(SQL[statement], (run,)).fetchone()
+def find_run(conn: Connection, run: str, epoch: int | None = None) -> Any:
+    """The run's row, locked where an epoch is given. Raises NotFound for an unknown run, Fenced if
+    `epoch` is not the present one."""
+    statement = SQL["run"] if epoch is None else SQL["lock_run"]
+    row = conn.execute(statement, (run,)).fetchone()
     if row is None:
         raise NotFound(f"There is no run {run!r} in this store: open it first.")
-    return row
-
-
-def _check_epoch(conn: Connection, run: str, epoch: int | None) -> None:
-    if epoch is None:
-        find_run(conn, run)
-    else:
-        find_owned_run(conn, run, epoch)
-
-
-def find_owned_run(conn: Connection, run: str, epoch: int) -> Any:
-    """The run's row. Raises Fenced if `epoch` is not the present one."""
-    row = find_run(conn, run, statement="lock_run")
-    if row["epoch"] != epoch:
+    if epoch not in (None, row["epoch"]):
         raise Fenced(
             f"Run {run!r} was taken over by another process (epoch {row['epoch']}, this is "
             f"{epoch}): stop this one."

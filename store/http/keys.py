@@ -44,26 +44,25 @@ log = logging.getLogger("agentrl.store")
 
 @dataclass(frozen=True, slots=True)
 class KeyGrant:
-    """What whoever sent a request may do."""
+    """What the sender of a request may do."""
 
     scope: KeyScope
-    run: str = ""  # the only one it has to do with; empty: all
+    run: str = ""  # the only run that it may use; empty: all
     until: float = math.inf  # unix seconds
     secret: bytes = field(default=b"", repr=False)  # of its claims; see `Claims`
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Who may do what. Without any key everybody is an administrator: only for loopback."""
+    """The known keys. Without any key everybody is an administrator: only for loopback."""
 
     _known: tuple[tuple[bytes, KeyGrant], ...] = field(default=(), repr=False)
 
     @classmethod
     def parse(cls, text: str, source: str) -> Keys:
         """From lines (or words) such as `runner:SECRET` or `runner@RUN:SECRET;until=2030-01-31`, a
-        time of UTC; `#` begins a comment. Raises ConfigError
-        that names `source` and the line, never the key, and when there is no key: whoever gives
-        keys does not mean to serve everybody."""
+        time of UTC; `#` begins a comment. Raises ConfigError, which names `source` and the line,
+        never the key; also when there is no key, which would mean to serve everybody."""
         known: dict[bytes, KeyGrant] = {}
         for number, line in enumerate(text.splitlines(), 1):
             for word in line.partition("#")[0].split():
@@ -87,8 +86,8 @@ class Keys:
         return bool(self._known)
 
     def caller(self, authorization: bytes, now: float) -> KeyGrant | None:
-        """Whoever sent this header; None for a missing, unknown or expired key. Every key is
-        looked at, so that the time does not tell which of them began alike."""
+        """What the sender of this header may do; None for a missing, unknown or expired key. Every
+        key is compared, so that the time does not reveal how much of a key was right."""
         if not self._known:
             return KeyGrant(KeyScope.ADMIN)
         kind, _, secret = authorization.partition(b" ")
@@ -100,8 +99,8 @@ class Keys:
 
 
 class KeyFile:
-    """Keys of a file, which is read again when it has changed: keys are added and taken back
-    without a restart. While it cannot be read those of before hold."""
+    """Keys of a file, which is read again when it has changed: keys are added and removed without
+    a restart. While it cannot be read the earlier keys hold."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._looked = path, -math.inf
@@ -124,11 +123,11 @@ class KeyFile:
                 self._changed = changed
                 self._keys = Keys.parse(self._path.read_text(), str(self._path))
         except (OSError, ValueError, ConfigError) as error:
-            log.warning("the keys of before are still in use: %s", error)
+            log.warning("the earlier keys are still in use: %s", error)
 
 
 def _entry(word: str) -> tuple[bytes, KeyGrant]:
-    """Raises ValueError for what is no key."""
+    """A key and what it allows. Raises ValueError for text of another form."""
     name, _, key = word.partition(":")
     kind, at, run = name.partition("@")
     key, expires, date = key.partition(";until=")
@@ -150,8 +149,8 @@ def is_loopback_host(host: str) -> bool:
 
 @lru_cache(64)
 def is_for_this_machine(host: bytes) -> bool:
-    """Whether a request with this header Host meant this machine. Elsewhere a web page may have
-    let its own name point here, to read with its visitor's browser what needs no key."""
+    """Whether a request with this header Host meant this machine. Otherwise a web page may have let
+    its own name point here (DNS rebinding) and read the store through its visitor's browser."""
     name = host.decode("latin-1").lower()
     if not name.endswith("]"):  # an IPv6 address without a port
         name = name.rpartition(":")[0] or name

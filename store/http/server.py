@@ -159,8 +159,8 @@ class StoreApp:
     async def _wait(
         self, verb: Verb, method: Any, given: dict[str, Any], receive: Receive | None
     ) -> Any:
-        """Long poll. Cancelling loses nothing: a claim is repeated with its id, and the other
-        verbs that wait give the same again."""
+        """Long poll. Cancelling loses nothing: a claim is repeated with its id, and the other verbs
+        that wait give the same answer again."""
         timeout = given["timeout"]
         if timeout is not None and timeout != timeout:
             raise Invalid(f"{verb.name}: timeout is not a number.")
@@ -170,7 +170,7 @@ class StoreApp:
             raise Invalid("claim cannot wait without a claim_id, with which you can repeat it.")
         given["timeout"] = None if timeout is None or timeout > wire.POLL else timeout
         work = asyncio.ensure_future(method(**given))
-        gone = asyncio.ensure_future(receive())  # the body is read: what comes is the end
+        gone = asyncio.ensure_future(receive())  # the body is read: the next message is the end
         self._waits.add(work)
         try:
             await asyncio.wait((work, gone), timeout=wire.POLL, return_when=asyncio.FIRST_COMPLETED)
@@ -208,7 +208,7 @@ class StoreApp:
         return known[1].result()
 
     async def _batch(self, body: bytes, form: str, caller: KeyGrant) -> wire.BatchResponse:
-        """Calls after more answers than one body may hold are refused, and not executed."""
+        """Once the answers are larger than one body may be, later calls are refused."""
         results, size = [], 0
         for call in _decoded(BATCHES[form], body).calls:
             try:
@@ -230,7 +230,7 @@ class StoreApp:
             raise Invalid(f"There is no verb {call.verb!r}: see /openapi.json.")
         _check_scope(verb, caller)
         key = _idempotency_key(None if call.key is None else call.key.encode())
-        while True:  # an answer that takes long is no reason to cut a batch short
+        while True:  # a slow call, such as a vacuum, is waited for
             result = await self._call(verb, bytes(call.arguments), form, key, caller, None)
             if result is not AGAIN:
                 return result
@@ -291,7 +291,7 @@ def _decoded(decode: wire.Decode, body: bytes) -> Any:
 
 
 def _encoded(form: str, result: Any) -> bytes:
-    """Raises StoreError for what is stored and has no form in this encoding."""
+    """Raises StoreError for a stored value that this encoding cannot represent."""
     try:
         return ENCODE[form](result)
     except (OverflowError, RecursionError, TypeError, ValueError) as error:

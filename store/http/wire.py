@@ -21,6 +21,7 @@ from typing import Annotated, Any
 import msgspec
 
 from agentrl import errors
+from agentrl.store import rows
 from agentrl.store.base import Store
 from agentrl.types import Int32, Record
 
@@ -131,12 +132,9 @@ def _to_list(value: Any) -> Any:
 
 
 def _to_bytes(value: Any) -> Any:
-    if not isinstance(value, array):
-        raise TypeError(f"{type(value).__name__} is not JSON")
-    if sys.byteorder == "big":
-        value = value[:]
-        value.byteswap()
-    return memoryview(value).cast("B") if len(value) else b""
+    if isinstance(value, array):
+        return rows.to_blob(value)
+    raise TypeError(f"{type(value).__name__} is not JSON")
 
 
 ENCODE: dict[str, Callable[[Any], bytes]] = {
