@@ -73,12 +73,12 @@ class SqlStore:
         self._writer = Writer(read_pool.name, session, notify)
 
     async def close(self) -> None:
-        def close() -> None:
-            self._writer.close()
-            self._stop_listening()
-            self._readers.close()
+        await asyncio.to_thread(self._close)
 
-        await asyncio.to_thread(close)
+    def _close(self) -> None:
+        self._writer.close()
+        self._stop_listening()
+        self._readers.close()
 
     async def __aenter__(self) -> Self:
         return self
