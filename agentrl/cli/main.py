@@ -307,11 +307,12 @@ def play_lineups(config_file: Path, plan_file: Path) -> None:
     die_with_parent()
     import msgspec
 
-    from agentrl.algorithms.train.play import main as play
+    from agentrl.algorithms.train.main import play_plan
     from agentrl.config.evaluation_plan import EvaluationPlan
 
     config = msgspec.json.decode(config_file.read_bytes(), type=RunConfig)
-    play(config, msgspec.json.decode(plan_file.read_bytes(), type=EvaluationPlan))
+    plan = msgspec.json.decode(plan_file.read_bytes(), type=EvaluationPlan)
+    asyncio.run(play_plan(config, plan))
 
 
 @cli.group(hidden=True)

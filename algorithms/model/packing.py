@@ -1,12 +1,15 @@
 """Rows through the model: packs under a token budget, log-probs of action tokens only.
 
-A pack is the forest of some rows (see `forest`) as one sequence without padding: linear layers see
-every token once, attention follows the branches. `rows` shares nothing between rows; `trie` makes
-what rows have in common one path, computed once, forward and backward. Whole rows are packed, and a
-row's result does not depend on the rows beside it. What comes after a row's last action, and that
-action itself, predict nothing and are left out.
+A pack is the forest of some rows as one sequence without padding: linear layers see every token
+once, attention follows the branches. `rows` shares nothing between rows; `trie` makes what rows
+have in common one path, computed once, forward and backward. Whole rows are packed, and a row's
+result does not depend on the rows beside it. What comes after a row's last action, and that action
+itself, predict nothing and are left out. Hidden states are reduced to action positions before the
+language-model head (see `lm_head`).
 
-Hidden states are reduced to action positions before the language-model head (see `head`).
+In a forest equal prefixes are one path, and each distinct (prefix, token) is a node. Nodes are
+numbered depth first, so that a subtree is one range of numbers: "j is an ancestor of i, or i
+itself" is `j <= i < end[j]`, one number per node instead of a matrix.
 """
 
 from __future__ import annotations
@@ -18,25 +21,19 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from agentrl.algorithms.data.batch import Batch, TokenRow
+from agentrl.algorithms.data.batch import TokenRow
 from agentrl.algorithms.model import attention
-from agentrl.algorithms.model.forest import (
-    Forest,
-    Ids,
-    build_forest,
-    depth_first,
-    token_budget_ranges,
-)
 from agentrl.algorithms.model.lm_head import action_logprobs
-from agentrl.algorithms.model.tree_attention import TreePlan
 from agentrl.errors import PolicyError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+Ids = NDArray[np.int64]
 Packing = Literal["rows", "trie"]
 
 
@@ -54,15 +51,10 @@ class Pack:
     index: Tensor  # int64 [n], place in the batch's token level
 
 
-def packs(batch: Batch, packing: Packing, token_budget: int) -> list[Pack]:
-    """Every row of the batch once, in packs of at most `token_budget` tokens each, or of one longer
-    row: few packs for `rows`, the fewest tokens twice for `trie`."""
-    return pack_rows(batch.rows, packing, token_budget)
-
-
 def pack_rows(rows: Sequence[TokenRow], packing: Packing, token_budget: int) -> list[Pack]:
-    """`packs` of rows that are in no batch; the token level is their actions, one row after the
-    other."""
+    """Every row once, in packs of at most `token_budget` tokens each, or of one longer row: few
+    packs for `rows`, the fewest tokens twice for `trie`. The token level of `Pack.index` is the
+    rows' actions, one row after the other, as in a batch."""
     sequences = [row.tokens[: int(row.actions[-1])].numpy() for row in rows]
     if packing == "trie":
         order, shared = depth_first(sequences)
@@ -118,7 +110,7 @@ def hidden_states(model: PreTrainedModel, pack: Pack) -> Tensor:
         position_ids=pack.positions[None].to(device),
         attention_mask=attention.UNUSED,
         use_cache=False,
-        plan=TreePlan(pack.end, pack.positions),
+        plan=attention.TreePlan(pack.end, pack.positions),
     ).last_hidden_state[0]
     return hidden_TH[pack.states.to(device)]
 
@@ -204,3 +196,79 @@ def supported_packing(model: PreTrainedModel, packing: Packing) -> Packing:
         )
         return "rows"
     return packing
+
+
+@dataclass(frozen=True, slots=True)
+class Forest:
+    """Nodes in depth-first order, and where the sequences it was grown from run through it."""
+
+    tokens: Ids  # [T]
+    depth: Ids  # [T], roots: 0
+    end: Ids  # [T], past the last node of the subtree
+    paths: list[Ids]  # node of each token of each sequence
+
+
+def depth_first(sequences: Sequence[Ids]) -> tuple[list[int], Ids]:
+    """An order in which sequences with a common prefix are neighbours, and int64 [n]: how many
+    tokens each shares with the one before it in that order (the first: 0)."""
+    keys = [sequence.tobytes() for sequence in sequences]  # any order of tokens will do
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    shared = np.zeros(len(order), np.int64)
+    for k in range(1, len(order)):
+        shared[k] = common_prefix(sequences[order[k - 1]], sequences[order[k]])
+    return order, shared
+
+
+def common_prefix(a: Ids, b: Ids) -> int:
+    """How many tokens two sequences have in common from their start."""
+    size = min(len(a), len(b))
+    different = np.flatnonzero(a[:size] != b[:size])
+    return int(different[0]) if len(different) else size
+
+
+def token_budget_ranges(lengths: Ids, shared: Ids, budget: int) -> list[tuple[int, int]]:
+    """Ranges [start, stop) of neighbours, each with at most `budget` distinct tokens or of one
+    sequence alone, such that the fewest tokens are in more than one range, and then the fewest
+    ranges.
+
+    A range computes again what its first sequence shares with the one before it, and nothing else,
+    so the cost of a cut depends on its place only: shortest path over the places, O(n) numpy calls.
+    """
+    n = len(lengths)
+    before = np.concatenate(([0], np.cumsum(lengths - shared)))  # new tokens before each place
+    alone = before[:-1] - shared  # tokens of range [i, j) = before[j] - alone[i]
+    cost = np.zeros(n + 1, np.int64)  # of the best cuts of the first j sequences ...
+    start = np.zeros(n + 1, np.int64)  # ... the last of which is here
+    penalty = shared * (n + 1) + 1  # fewest tokens first, then fewest ranges
+    first = 0  # the widest range that ends at j; moves only forward, as ranges only grow
+    for j in range(1, n + 1):
+        while first < j - 1 and before[j] - alone[first] > budget:
+            first += 1
+        candidates = cost[first:j] + penalty[first:j]
+        start[j] = first + int(candidates.argmin())
+        cost[j] = candidates[start[j] - first]
+    ranges, stop = [], n
+    while stop:
+        ranges.append((int(start[stop]), stop))
+        stop = ranges[-1][0]
+    return ranges[::-1]
+
+
+def build_forest(sequences: Sequence[Ids], shared: Ids) -> Forest:
+    """The forest of sequences in depth-first order. `shared[k]`: tokens that sequence k has in
+    common with the one before it and that are to be one path (0: a tree of its own). That of the
+    first sequence does not count."""
+    shared = np.where(np.arange(len(shared)), shared, 0)
+    sizes = [len(sequence) - int(k) for sequence, k in zip(sequences, shared, strict=True)]
+    end = np.full(sum(sizes), sum(sizes), np.int64)
+    paths: list[Ids] = []
+    path, size = np.empty(0, np.int64), 0
+    for new, k in zip(sizes, shared.tolist(), strict=True):
+        end[path[k:]] = size  # what does not go on ends here
+        path = np.concatenate((path[:k], np.arange(size, size + new)))
+        paths.append(path)
+        size += new
+    tails = [sequence[k:] for sequence, k in zip(sequences, shared.tolist(), strict=True)]
+    depth = [np.arange(k, k + new) for k, new in zip(shared.tolist(), sizes, strict=True)]
+    empty = np.empty(0, np.int64)
+    return Forest(np.concatenate([empty, *tails]), np.concatenate([empty, *depth]), end, paths)

@@ -44,10 +44,6 @@ class BadSteps:
     limit: int
     streak: int = 0
 
-    def good(self) -> None:
-        """A step was applied."""
-        self.streak = 0
-
     def bad(self, step: int, number: int, dump: Dump) -> None:
         """Write optimizer step `number` of a training step to a file and say so.
 
