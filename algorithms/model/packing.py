@@ -28,6 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 from agentrl.algorithms.data.batch import TokenRow
 from agentrl.algorithms.model import attention
 from agentrl.algorithms.model.lm_head import action_logprobs
+from agentrl.algorithms.model.load import context_length
 from agentrl.errors import PolicyError
 
 if TYPE_CHECKING:
@@ -62,31 +63,27 @@ def pack_rows(rows: Sequence[TokenRow], packing: Packing, token_budget: int) -> 
         order = sorted(range(len(rows)), key=lambda i: len(sequences[i]))
         shared = np.zeros(len(rows), np.int64)
     lengths = np.array([len(sequences[i]) for i in order], np.int64)
-    sizes = [0, *(len(row.actions) for row in rows)]
-    offsets = np.cumsum(np.array(sizes, np.int64))
-    found = []
+    offsets = np.cumsum(np.array([0, *(len(row.actions) for row in rows)], np.int64))
+    packs = []
     for start, stop in token_budget_ranges(lengths, shared, token_budget):
         chosen = order[start:stop]
         forest = build_forest([sequences[i] for i in chosen], shared[start:stop])
-        found.append(_pack(forest, [rows[i] for i in chosen], offsets[chosen]))
-    return found
-
-
-def _pack(forest: Forest, rows: list[TokenRow], offsets: Ids) -> Pack:
-    states = [path[row.actions.numpy() - 1] for path, row in zip(forest.paths, rows, strict=True)]
-    index = [
-        np.arange(offset, offset + len(row.actions))
-        for offset, row in zip(offsets.tolist(), rows, strict=True)
-    ]
-    return Pack(
-        tokens=torch.from_numpy(forest.tokens),
-        positions=torch.from_numpy(forest.depth),
-        end=torch.from_numpy(forest.end),
-        states=torch.from_numpy(np.concatenate(states)),
-        actions=torch.cat([row.tokens[row.actions] for row in rows]),
-        temperature=torch.cat([row.temperature for row in rows]),
-        index=torch.from_numpy(np.concatenate(index)),
-    )
+        own = [rows[i] for i in chosen]
+        before = [row.actions.numpy() - 1 for row in own]
+        states = [path[places] for path, places in zip(forest.paths, before, strict=True)]
+        index = [np.arange(offsets[i], offsets[i + 1]) for i in chosen]
+        packs.append(
+            Pack(
+                tokens=torch.from_numpy(forest.tokens),
+                positions=torch.from_numpy(forest.depth),
+                end=torch.from_numpy(forest.end),
+                states=torch.from_numpy(np.concatenate(states)),
+                actions=torch.cat([row.tokens[row.actions] for row in own]),
+                temperature=torch.cat([row.temperature for row in own]),
+                index=torch.from_numpy(np.concatenate(index)),
+            )
+        )
+    return packs
 
 
 def hidden_states(model: PreTrainedModel, pack: Pack) -> Tensor:
@@ -94,8 +91,7 @@ def hidden_states(model: PreTrainedModel, pack: Pack) -> Tensor:
     differentiable in its weights. The model's attention is replaced by that of `attention`, which
     without a pack is SDPA; a model of which that is not possible computes every branch alone.
     Raises PolicyError for a row that is longer than the model's context."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    longest = int(pack.positions.max()) + 1
+    limit, longest = context_length(model), int(pack.positions.max()) + 1
     if limit and longest > limit:
         raise PolicyError(
             f"a row of {longest} tokens before its last action is longer than the context of model "
@@ -200,7 +196,7 @@ def supported_packing(model: PreTrainedModel, packing: Packing) -> Packing:
 
 @dataclass(frozen=True, slots=True)
 class Forest:
-    """Nodes in depth-first order, and where the sequences it was grown from run through it."""
+    """Token sequences as trees: nodes in depth-first order, and the path of each sequence."""
 
     tokens: Ids  # [T]
     depth: Ids  # [T], roots: 0
@@ -211,7 +207,7 @@ class Forest:
 def depth_first(sequences: Sequence[Ids]) -> tuple[list[int], Ids]:
     """An order in which sequences with a common prefix are neighbours, and int64 [n]: how many
     tokens each shares with the one before it in that order (the first: 0)."""
-    keys = [sequence.tobytes() for sequence in sequences]  # any order of tokens will do
+    keys = [sequence.tobytes() for sequence in sequences]  # any total order of tokens is right
     order = sorted(range(len(keys)), key=keys.__getitem__)
     shared = np.zeros(len(order), np.int64)
     for k in range(1, len(order)):
@@ -259,16 +255,16 @@ def build_forest(sequences: Sequence[Ids], shared: Ids) -> Forest:
     common with the one before it and that are to be one path (0: a tree of its own). That of the
     first sequence does not count."""
     shared = np.where(np.arange(len(shared)), shared, 0)
-    sizes = [len(sequence) - int(k) for sequence, k in zip(sequences, shared, strict=True)]
-    end = np.full(sum(sizes), sum(sizes), np.int64)
+    size = sum(map(len, sequences)) - int(shared.sum())
+    tokens, depth = np.empty(size, np.int64), np.empty(size, np.int64)
+    end = np.full(size, size, np.int64)
     paths: list[Ids] = []
-    path, size = np.empty(0, np.int64), 0
-    for new, k in zip(sizes, shared.tolist(), strict=True):
-        end[path[k:]] = size  # what does not go on ends here
-        path = np.concatenate((path[:k], np.arange(size, size + new)))
+    path, first = np.empty(0, np.int64), 0
+    for sequence, k in zip(sequences, shared.tolist(), strict=True):
+        stop = first + len(sequence) - k
+        end[path[k:]] = first  # the part of the previous path that is not continued ends here
+        tokens[first:stop], depth[first:stop] = sequence[k:], np.arange(k, len(sequence))
+        path = np.concatenate((path[:k], np.arange(first, stop)))
         paths.append(path)
-        size += new
-    tails = [sequence[k:] for sequence, k in zip(sequences, shared.tolist(), strict=True)]
-    depth = [np.arange(k, k + new) for k, new in zip(shared.tolist(), sizes, strict=True)]
-    empty = np.empty(0, np.int64)
-    return Forest(np.concatenate([empty, *tails]), np.concatenate([empty, *depth]), end, paths)
+        first = stop
+    return Forest(tokens, depth, end, paths)

@@ -31,7 +31,7 @@ from agentrl.config.selfplay import game_score, returns
 from agentrl.errors import ConfigError, TrainingError, nearest
 from agentrl.types import Group, Json, Rollout, RolloutState, Scope
 
-PART = "selfplay"  # its name in the state of the run
+SELFPLAY = "selfplay"  # name of the pool in the state of the run
 FIRST = 1000.0  # rating of the policy that the run began with
 MEMORY = 0.99  # what is left of a result after another game: AlphaStar's payoffs, Nature 575
 

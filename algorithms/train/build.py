@@ -21,9 +21,8 @@ from agentrl.algorithms.presets.zoo.hcapo import HINDSIGHT
 from agentrl.algorithms.sampling import counterfactuals
 from agentrl.algorithms.sampling.collect import resampling_reward
 from agentrl.algorithms.sampling.counterfactuals import RoleRewards, coalition_formula
-from agentrl.algorithms.sampling.curriculum import PART, TaskDifficulty
-from agentrl.algorithms.sampling.selfplay import PART as GAMES
-from agentrl.algorithms.sampling.selfplay import OpponentPool, check_seat_comparison
+from agentrl.algorithms.sampling.selfplay import SELFPLAY, OpponentPool, check_seat_comparison
+from agentrl.algorithms.sampling.task_sampler import DIFFICULTY, TaskDifficulty
 from agentrl.algorithms.train.dump import BadSteps
 from agentrl.algorithms.train.hindsight import HindsightRewards
 from agentrl.algorithms.train.load_policies import LoadedModel
@@ -110,7 +109,7 @@ def make_difficulty(config: RunConfig, policies: PolicySet) -> TaskDifficulty | 
     if config.tasks.order != "difficulty":
         return None
     difficulty = TaskDifficulty()
-    policies.memory.parts[PART] = difficulty.means
+    policies.memory.parts[DIFFICULTY] = difficulty.means
     return difficulty
 
 
@@ -131,7 +130,7 @@ def make_pool(config: RunConfig, policies: PolicySet) -> OpponentPool | None:
         settings, learning_policy(config), config.seed, ahead=config.algorithm.max_staleness
     )
     if settings.opponents != "self":
-        policies.memory.parts[GAMES] = pool
+        policies.memory.parts[SELFPLAY] = pool
     return pool
 
 
