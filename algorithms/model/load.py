@@ -107,11 +107,10 @@ def read_weights(module: Module, file: Path) -> dict[str, Tensor]:
             f"checkpoint {file.parent}: {file.name} is missing or incomplete ({error}); "
             "resume from another checkpoint"
         ) from None
-    if found := shape_mismatch(saved, dict(module.named_parameters())):
-        name, there, here = found
+    if mismatch := shape_mismatch(saved, dict(module.named_parameters())):
         raise PolicyError(
-            f"checkpoint {file.parent}: {file.name} is of another model ({name} is "
-            f"{there} there, {here} here); resume with the model it was made with"
+            f"checkpoint {file.parent}: {file.name} is of another model ({mismatch} here); "
+            "resume with the model it was made with"
         )
     return saved
 
@@ -122,23 +121,20 @@ def read_policy(policy: Module, directory: Path) -> dict[str, Tensor]:
     with no_progress_bars():
         model, _ = load_model(directory, device="cpu")
     saved: dict[str, Tensor] = model.state_dict()
-    if found := shape_mismatch(saved, policy.state_dict()):
-        name, there, here = found
+    if mismatch := shape_mismatch(saved, policy.state_dict()):
         raise PolicyError(
-            f"checkpoint {directory}: it is of another model ({name} is {there} there, "
-            f"{here} in the policy); resume with the model it was made from"
+            f"checkpoint {directory}: it is of another model ({mismatch} in the policy); "
+            "resume with the model it was made from"
         )
     return saved
 
 
-def shape_mismatch(
-    saved: Mapping[str, Tensor], own: Mapping[str, Tensor]
-) -> tuple[str, str, str] | None:
-    """The first name whose tensors differ in shape, and their shapes; "none" where it is not."""
+def shape_mismatch(saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str | None:
+    """The first name whose tensors differ in shape: "NAME is [2, 3] there and [3] (here)"."""
     for name in sorted(saved.keys() | own.keys()):
-        there, here = (str(list(of[name].shape)) if name in of else "none" for of in (saved, own))
+        there, here = (list(of[name].shape) if name in of else None for of in (saved, own))
         if there != here:
-            return name, there, here
+            return f"{name} is {there} there and {here}"
     return None
 
 

@@ -25,7 +25,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from agentrl import digests
-from agentrl.algorithms.model.load import load_model
+from agentrl.algorithms.model.load import load_model, shape_mismatch
 from agentrl.errors import DamagedError, PolicyError, nearest
 from agentrl.files import atomic_directory
 
@@ -55,13 +55,7 @@ class Adapters:
         return list(self._peft.peft_config) if self._peft is not None else []
 
     def add(
-        self,
-        name: str,
-        *,
-        rank: int,
-        alpha: float,
-        targets: Sequence[str] = (),
-        seed: int = 0,
+        self, name: str, *, rank: int, alpha: float, targets: Sequence[str] = (), seed: int = 0
     ) -> None:
         """A new adapter that changes nothing yet: scale * B A with scale = alpha / rank and B = 0.
 
@@ -79,7 +73,8 @@ class Adapters:
             base_model_name_or_path=self.base or None,
         )
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(_seed(seed, name))
+            digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+            torch.manual_seed(int.from_bytes(digest[:7], "big"))
             if self._peft is None:
                 self._peft = peft.get_peft_model(self.model, settings, adapter_name=name)
             else:
@@ -96,12 +91,8 @@ class Adapters:
         digests.check(directory)
         settings = _settings(directory)
         targets = settings.target_modules
-        self.add(
-            name,
-            rank=settings.r,
-            alpha=settings.lora_alpha,
-            targets=() if isinstance(targets, str) else sorted(targets),
-        )
+        targets = () if isinstance(targets, str) else sorted(targets)
+        self.add(name, rank=settings.r, alpha=settings.lora_alpha, targets=targets)
         self.restore(name, self.read(name, directory))
 
     def close(self, name: str) -> None:
@@ -159,7 +150,15 @@ class Adapters:
         Raises PolicyError if they are of another base, rank, scale or target, or incomplete."""
         parameters, own = self.parameters(name), self._peft.peft_config[name]
         settings = _settings(directory)
-        tensors, metadata = _tensors(directory / WEIGHTS)
+        try:
+            with safe_open(directory / WEIGHTS, framework="pt") as file:
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+                metadata = file.metadata() or {}
+        except (OSError, SafetensorError) as error:
+            raise DamagedError(
+                f"adapter {directory}: {WEIGHTS} is missing or incomplete ({error}); "
+                "resume from another checkpoint"
+            ) from None
         # Adapters made elsewhere carry no fingerprint, only the name their base was loaded by.
         theirs = metadata.get("base", settings.base_model_name_or_path)
         if theirs != (self.fingerprint if "base" in metadata else self.base):
@@ -176,13 +175,11 @@ class Adapters:
                     f"set policy.lora.{key} = {there:g}"
                 )
         found = {key.removeprefix(PREFIX).removesuffix(".weight"): t for key, t in tensors.items()}
-        for key in sorted(found.keys() | parameters.keys()):
-            shapes = [list(of[key].shape) if key in of else None for of in (found, parameters)]
-            if shapes[0] != shapes[1]:
-                raise PolicyError(
-                    f"adapter {directory}: {key} is {shapes[0]} there and {shapes[1]} in the "
-                    "policy; set policy.lora.targets and policy.model to what it was made with"
-                )
+        if mismatch := shape_mismatch(found, parameters):
+            raise PolicyError(
+                f"adapter {directory}: {mismatch} in the policy; "
+                "set policy.lora.targets and policy.model to what it was made with"
+            )
         return found
 
     def restore(self, name: str, weights: Mapping[str, Tensor]) -> None:
@@ -284,10 +281,6 @@ def base_of(directory: Path) -> str:
     return str(_settings(directory).base_model_name_or_path)
 
 
-def _seed(seed: int, name: str) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big")
-
-
 def _settings(directory: Path) -> Any:
     try:
         if not (directory / CONFIG).is_file():  # peft would look for the name on the hub
@@ -305,18 +298,6 @@ def _settings(directory: Path) -> Any:
             "bias or modules_to_save)"
         )
     return settings
-
-
-def _tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    try:
-        with safe_open(file, framework="pt") as opened:
-            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-            return tensors, opened.metadata() or {}
-    except (OSError, SafetensorError) as error:
-        raise DamagedError(
-            f"adapter {file.parent}: {file.name} is missing or incomplete ({error}); "
-            "resume from another checkpoint"
-        ) from None
 
 
 def _peft() -> Any:
