@@ -28,8 +28,8 @@ from agentrl.types import POLICY, Group, Purpose, Rollout, RolloutState, Transit
 
 
 def trainable(transition: Transition, policy: str = POLICY) -> bool:
-    """Whether `policy` sampled it and every sampled token is known with its log-prob and has
-    something before it."""
+    """Whether `policy` sampled it and its tokens and log-probs are known, after at least one prompt
+    token."""
     return (
         transition.policy == policy
         and transition.exact
@@ -42,9 +42,8 @@ def trainable(transition: Transition, policy: str = POLICY) -> bool:
 def valid(
     rollout: Rollout, reward_names: Sequence[str] = ("outcome",), policy: str = POLICY
 ) -> bool:
-    """Whether `policy` may learn from a rollout: a training rollout, and no replay without some
-    roles, with a trainable call that ended well, or failed with a reward all the same
-    (`agent.error_reward`)."""
+    """Whether `policy` may learn from a rollout: a training rollout, not a counterfactual one, with
+    a trainable call, that succeeded, or failed with a reward (`agent.error_reward`)."""
     return (
         rollout.purpose is Purpose.TRAIN
         and not rollout.counterfactual
@@ -54,13 +53,13 @@ def valid(
 
 
 def merge(transitions: Sequence[Transition]) -> list[TokenRow]:
-    """Rows of one attempt. `Row.transition` indexes `transitions`; all must be `trainable`.
+    """Rows of one attempt. `TokenRow.transition` indexes `transitions`; all must be `trainable`.
 
     Calls are taken by length of prompt and each continues the longest row that is a prefix of it,
-    which forwards the fewest tokens: the rows a call can continue are prefixes of one another, so
-    taking the longest leaves the others to every call that could have used them. A call without
-    sampled tokens is in no row, nor is one that repeats another's: it was trained there, and what
-    it led to has it in its prompt. Rows come in the order of their first call."""
+    which forwards the fewest tokens: the rows that a call can continue are prefixes of one another,
+    so the others stay free for every call that could have used them. A call without sampled tokens
+    is in no row; nor is one that repeats another rollout's call, which is trained there. Rows come
+    in the order of their first call."""
     branches: list[_Branch] = []
     by_length = sorted(range(len(transitions)), key=lambda i: (len(transitions[i].prompt), i))
     for index in by_length:

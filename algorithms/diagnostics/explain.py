@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.credit.core import GroupRelative, WeightedSum
-from agentrl.algorithms.data import rewards as columns
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import owner
 from agentrl.algorithms.data.merge import build_batch
+from agentrl.algorithms.data.rewards import check_rewards, reward_reference
 from agentrl.algorithms.diagnostics.credit_records import Stored, read, replayed
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.core import Algo
@@ -60,7 +60,7 @@ def explain(
 ) -> Explanation:
     """Explains the step of `algo` on `groups`, for a trained policy. `credits`: what the step
     stored, by transition. Raises TrainingError where the step itself would have."""
-    columns.check_rewards(groups, [name for name in algo.rewards if name not in algo.optional])
+    check_rewards(groups, [name for name in algo.rewards if name not in algo.optional])
     batch = build_batch(groups, reward_names=algo.rewards, min_group=min_group, policy=policy)
     stored = read(algo, batch, credits)
     batch = replayed(algo, batch, stored)
@@ -142,7 +142,7 @@ def report(
     found = next(row for group in groups for row in group.rollouts if row.id == rollout)
     lines = [f"{rollout}, step {batch.step}, {explanation.algo.name}", "rewards"]
     lines += [
-        f"  {columns.reward_reference(row)}{f' of {row.target}' if row.target else ''}"
+        f"  {reward_reference(row)}{f' of {row.target}' if row.target else ''}"
         f" = {row.value:g} ({row.source})"
         for row in found.rewards
     ] or ["  none"]

@@ -29,7 +29,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 NAME = "agentrl"
-UNUSED = torch.ones(1, 1, 1, 1, dtype=torch.bool)  # as mask beside a plan: four axes, none is made
+UNUSED = torch.ones(1, 1, 1, 1, dtype=torch.bool)  # given as mask, so that none is computed
 
 # Neighbouring branches of at most so many tokens together are one product under a mask: it computes
 # pairs that nobody sees, but fewer products start. Also the side of tiles under a sliding window.
@@ -168,8 +168,8 @@ def _compiled_flex() -> Any:
 
 
 def tiles(end: Tensor, depth: Tensor, window: int | None, dtype: torch.dtype) -> list[Tile]:
-    """Every pair of a node and what it sees, once; masks of `dtype`. The blocks come first and hold
-    each query."""
+    """Tiles that hold every pair of a node and one that it sees once; masks of `dtype`. The blocks
+    come first and hold each query."""
 
     def mask(queries: slice, keys: slice) -> Tensor:
         seen = visible(end, depth, queries, keys, window)
@@ -215,7 +215,7 @@ def _blocks(end: Tensor, window: int | None) -> list[tuple[int, int]]:
 
 
 def _open(end: Tensor, start: int, stop: int) -> Iterator[tuple[slice, int]]:
-    """Of the nodes of a block, runs that the same nodes behind it see, and where those end."""
+    """Runs of nodes of a block that the same later nodes see, and where those nodes end."""
     values, counts = torch.unique_consecutive(end[start:stop], return_counts=True)
     for last, size in zip(values.tolist(), counts.tolist(), strict=True):
         if last > stop:

@@ -13,7 +13,7 @@ from agentrl.algorithms.model.load import Tokenizer
 from agentrl.algorithms.model.text import Codec
 from agentrl.types import Json
 
-PROMPTS = 1024  # whole prompts remembered: the rollouts of a group begin with the same request
+PROMPTS = 1024  # cached whole prompts: the rollouts of a group begin with the same request
 
 
 class ErrorDetail(msgspec.Struct):
@@ -141,8 +141,8 @@ def _call(call: Json, where: str) -> dict[str, Any]:
     if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
         raise RequestError(f"{where}.tool_calls has an entry without a function", param="messages")
     function = dict(call["function"])
-    # Templates print objects: a string would come out quoted a second time. Arguments that the
-    # model itself wrote malformed are shown to it as they were.
+    # Templates print objects: a string would be quoted a second time. Malformed arguments, which
+    # the model wrote itself, stay as they are.
     with suppress(msgspec.DecodeError, TypeError):
         function["arguments"] = msgspec.json.decode(function.get("arguments") or "{}")
     return {**call, "function": function}

@@ -72,7 +72,7 @@ def load_model(
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """transformers draws one per file, which would tear up the live view."""
+    """Hide the bars that transformers draws per file, which would disturb the live view."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -83,8 +83,8 @@ def no_progress_bars() -> Iterator[None]:
 
 
 def checkpoint_weights(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights by the names, and in the shapes, that `save_pretrained` gives them in a file: those
-    of `weights`, which is a state of the model. What is shared is there once."""
+    """`weights`, a state of the model, by the names and in the shapes that `save_pretrained` gives
+    them in a file. Shared weights are there once."""
     own = {name: weights[name] for name in weights if name not in model.all_tied_weights_keys}
     written: Mapping[str, Tensor] = revert_weight_conversion(model, own)
     return {name: tensor.detach() for name, tensor in written.items()}
@@ -146,20 +146,20 @@ def copy_weights(module: Module, saved: Mapping[str, Tensor]) -> None:
 
 
 def context_length(model: Model) -> int | None:
-    """Tokens that a model can read, where its configuration says."""
+    """The context length of a model in tokens, if its configuration says."""
     config: Any = model.config
     tokens: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     return tokens
 
 
 def vocabulary_size(model: Model) -> int:
-    """How many token ids a model has an embedding for."""
+    """The number of token ids that a model has an embedding for."""
     network: Any = model
     return int(network.get_input_embeddings().weight.shape[0])
 
 
 def _check_directory(name: str) -> None:
-    """A path that is not there would otherwise be looked up, and reported, as a hub name."""
+    """Refuse a missing path, which transformers would look up, and report, as a hub name."""
     path = Path(name)
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -173,7 +173,7 @@ def _check_directory(name: str) -> None:
 
 
 def _check_weights(name: str, model: Model, missing: set[str], head: bool) -> None:
-    """transformers draws what a checkpoint lacks at random, and goes on."""
+    """Refuse a checkpoint without some weights, which transformers would draw at random."""
     network: Any = model
     spared = set() if head else set(network.get_output_embeddings().parameters())
     lost = sorted(key for key in missing if network.get_parameter_or_buffer(key) not in spared)

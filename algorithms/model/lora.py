@@ -1,10 +1,10 @@
 """Named LoRA adapters on one frozen base model, trained and served from the same process.
 
-Owns the adapters' weights and the choice of what a forward pass applies. peft makes, initialises
-and describes the layers; applying them is done here, because one packed sequence of the policy
-server holds tokens of several adapters, and because peft's own switch walks every layer and turns
-gradients off. Always true: the base is never written; a forward pass outside `using` and `routed`
-is that of the base; one thread at a time is inside either. LoRA: arXiv 2106.09685.
+Owns the adapters' weights and the choice of the adapters that a forward pass applies. peft makes,
+initialises and describes the layers; they are applied here, because one packed sequence of the
+policy server holds tokens of several adapters, and because peft's own switch walks every layer and
+turns gradients off. Always true: the base is never written; a forward pass outside `using` and
+`routed` is that of the base; one thread at a time is inside either. LoRA: arXiv 2106.09685.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from agentrl.files import atomic_directory
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ALL = "all-linear"  # peft's word for every linear layer but the head
 PREFIX = "base_model.model."  # of every name in WEIGHTS
-SAMPLES = 64  # elements of each weight that tell one base from another
+SAMPLES = 64  # elements of each weight in the fingerprint of a base
 
 Selection = Sequence[tuple[str, Tensor | None]]
 """Adapters of one forward pass, each with the tokens it applies to: int64 indices into the
@@ -104,7 +104,7 @@ class Adapters:
         self._unfreeze()
 
     def parameters(self, name: str) -> dict[str, Parameter]:
-        """What one adapter learns, by names that do not contain its own."""
+        """The parameters of one adapter, by names that do not contain its own."""
         self._check_name(name)
         return {
             f"{path}.{side}": getattr(layer, side)[name].weight
@@ -134,7 +134,7 @@ class Adapters:
                 self._selection = before
 
     def save(self, name: str, directory: Path) -> None:
-        """Write one adapter as peft does; which base it is for is in the weights' metadata."""
+        """Write one adapter as peft does; the base's fingerprint is in the weights' metadata."""
         directory.mkdir(parents=True, exist_ok=True)
         tensors = {
             f"{PREFIX}{key}.weight": parameter.detach().cpu().contiguous()
@@ -183,7 +183,7 @@ class Adapters:
         return found
 
     def restore(self, name: str, weights: Mapping[str, Tensor]) -> None:
-        """Take over what `read` returned."""
+        """Copy the weights that `read` returned into the adapter."""
         with torch.no_grad():
             for key, parameter in self.parameters(name).items():
                 parameter.copy_(weights[key])
@@ -240,7 +240,7 @@ class Adapters:
         return {path: module for path, module in named if hasattr(module, "lora_A")}
 
     def _unfreeze(self) -> None:
-        """peft lets the one that it calls active learn, and no other."""
+        """Undo that peft freezes all adapters but the one that it calls active."""
         for name in self.names:
             for parameter in self.parameters(name).values():
                 parameter.requires_grad_(True)
@@ -266,7 +266,7 @@ class Adapters:
 
 
 def fingerprint(model: Module) -> str:
-    """Of a model's weights, the same in float32 and bfloat16: shapes and a sample of each."""
+    """A digest of a model's weights, equal in float32 and bfloat16: shapes and a sample of each."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         flat = parameter.detach().flatten()
@@ -277,7 +277,7 @@ def fingerprint(model: Module) -> str:
 
 
 def base_of(directory: Path) -> str:
-    """Directory or hub name of the model that an adapter says it is for."""
+    """Directory or hub name of the base model that an adapter's configuration names."""
     return str(_settings(directory).base_model_name_or_path)
 
 
