@@ -74,7 +74,7 @@ def branches(config: RunConfig, rollouts: Sequence[Rollout]) -> list[NewRollout]
     policies = trained_policies(config)
     found = choose_forks(settings, [list(forks(rollout, policies)) for rollout in rollouts])
     by_id = {rollout.id: rollout for rollout in rollouts}
-    branches = []
+    branches: list[NewRollout] = []
     for fork in (fork for fork in found for _ in range(settings.width)):
         source = by_id[fork.rollout]
         branch = Branch(rollout=source.id, calls=fork.calls)

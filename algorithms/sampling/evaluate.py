@@ -56,7 +56,7 @@ async def evaluate_heldout(
     for name, temperature in temperatures.items():
         sampling = replace(config.sampling, temperature=temperature)
         asked[name] = evaluation_rollouts(config, step, name, tasks, sampling)
-    metrics = {}
+    metrics: dict[str, float] = {}
     for name, rollouts in (await play(store, asked)).items():
         metrics |= {f"eval/{key}": x for key, x in score_metrics(name, rollouts).items()}
     metrics["time/eval"] = time.monotonic() - started
