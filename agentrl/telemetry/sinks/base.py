@@ -21,7 +21,7 @@ import msgspec
 
 from agentrl.config import RunConfig
 from agentrl.config.keys import flatten
-from agentrl.config.sinks import SINKS
+from agentrl.config.validate import SINKS
 from agentrl.errors import SinkError
 from agentrl.plugins import check_call, check_protocol, load_plugin
 from agentrl.types import Json, StepRow
