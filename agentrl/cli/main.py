@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import click
+import msgspec
 
 from agentrl import __version__
 from agentrl.cli.export import export
@@ -289,28 +290,30 @@ def algorithm() -> None:
     """The learning side; `agentrl train` starts it."""
 
 
-@algorithm.command("start")
-@click.argument("config_file", type=click.Path(path_type=Path))
-def start_algorithm(config_file: Path) -> None:
-    die_with_parent()
-    import msgspec
+def _config(context: click.Context, option: click.Parameter, file: Path) -> RunConfig:
+    return msgspec.json.decode(file.read_bytes(), type=RunConfig)
 
+
+config_file = click.argument("config", type=click.Path(path_type=Path), callback=_config)
+
+
+@algorithm.command("start")
+@config_file
+def start_algorithm(config: RunConfig) -> None:
+    die_with_parent()
     from agentrl.algorithms.train.main import main as run_algorithm
 
-    run_algorithm(msgspec.json.decode(config_file.read_bytes(), type=RunConfig))
+    run_algorithm(config)
 
 
 @algorithm.command("play")
-@click.argument("config_file", type=click.Path(path_type=Path))
+@config_file
 @click.argument("plan_file", type=click.Path(path_type=Path))
-def play_lineups(config_file: Path, plan_file: Path) -> None:
+def play_lineups(config: RunConfig, plan_file: Path) -> None:
     die_with_parent()
-    import msgspec
-
     from agentrl.algorithms.train.play import main as play
     from agentrl.config.evaluation_plan import EvaluationPlan
 
-    config = msgspec.json.decode(config_file.read_bytes(), type=RunConfig)
     play(config, msgspec.json.decode(plan_file.read_bytes(), type=EvaluationPlan))
 
 
@@ -320,14 +323,12 @@ def sink() -> None:
 
 
 @sink.command("start")
-@click.argument("config_file", type=click.Path(path_type=Path))
-def start_sinks(config_file: Path) -> None:
+@config_file
+def start_sinks(config: RunConfig) -> None:
     """Write metrics until standard input ends."""
-    import msgspec
-
     from agentrl.telemetry.sinks.process import main as write_metrics
 
-    write_metrics(msgspec.json.decode(config_file.read_bytes(), type=RunConfig))
+    write_metrics(config)
 
 
 def main() -> None:
