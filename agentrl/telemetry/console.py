@@ -1,4 +1,4 @@
-"""The live view of a run, which reads nothing but the store."""
+"""The live view of a run. It reads nothing but the store."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def show_progress(
                 await _update(store, progress, warnings)
                 live.update(progress.table())
                 await _next_change(store)
-    finally:  # what ended the run may be new
+    finally:  # the last changes may be what ended the run
         await _update(store, progress, warnings)
 
 
@@ -99,19 +99,16 @@ class Progress:
         recent = self.committed[-10:]
         if not recent:
             return None
-        spent = sum(_seconds(row.metrics) for row in recent) / len(recent)
-        return spent * (self.config.steps - len(self.committed))
+        parts = ("time/rollouts", "time/update", "time/eval")
+        spent = sum(row.metrics.get(part, 0.0) for row in recent for part in parts)
+        return spent / len(recent) * (self.config.steps - len(self.committed))
 
     def table(self) -> Table:
         grid = Table.grid(padding=(0, 2))
-        done = len(self.committed)
+        done, left = len(self.committed), self.seconds_left()
         bar = ProgressBar(total=max(1, self.config.steps), completed=done, width=40)
-        left = self.seconds_left()
-        grid.add_row(
-            bar,
-            f"step {done}/{self.config.steps}",
-            f"{left:.0f} s left" if left is not None else "",
-        )
+        remaining = f"{left:.0f} s left" if left is not None else ""
+        grid.add_row(bar, f"step {done}/{self.config.steps}", remaining)
         if not self.ready:
             grid.add_row("preparing the policy and starting the agents ...")
         elif not done:
@@ -119,12 +116,12 @@ class Progress:
             grid.add_row(f"scoring the untrained policy: {finished} rollouts done")
         else:
             last = self.committed[-1].metrics
-            grid.add_row(
-                f"reward {_number(last, 'reward/mean')} ± {_number(last, 'reward/std')}",
-                f"held-out {self._heldout()}",
-                f"{_rate(last, 'rollouts')} rollouts/s",
-                f"{_rate(last, 'tokens/completion')} tokens/s",
-            )
+            scores = [
+                m["eval/score"] for m in (row.metrics for row in self.rows) if "eval/score" in m
+            ]
+            heldout = f"{scores[-1]:.3f} (from {scores[0]:.3f})" if scores else "-"
+            reward, *rates = _reward_and_rates(last)
+            grid.add_row(reward, f"held-out {heldout}", *rates)
             for policy in self.config.policies or [""]:
                 if health := _health(last, policy):
                     grid.add_row(*health)
@@ -133,28 +130,24 @@ class Progress:
         return grid
 
     def line(self, row: StepRow) -> str:
-        metrics = row.metrics
-        score = f"  held-out {metrics['eval/score']:.3f}" if "eval/score" in metrics else ""
-        left = self.seconds_left()
+        """A committed step in one line."""
+        metrics, parts = row.metrics, [f"step {row.step + 1}/{self.config.steps}"]
         if EMPTY in metrics:
             failed, every = metrics.get("rollouts/failed", 0.0), metrics[EMPTY]
-            none = f"nothing to learn from: {failed:.0f} of {every:.0f} rollouts failed"
-            return f"step {row.step + 1}/{self.config.steps}  {none}{score}"
-        return (
-            f"step {row.step + 1}/{self.config.steps}"
-            f"  reward {_number(metrics, 'reward/mean')} ± {_number(metrics, 'reward/std')}"
-            f"  {_rate(metrics, 'rollouts')} rollouts/s"
-            f"  {_rate(metrics, 'tokens/completion')} tokens/s"
-            f"  {left:.0f} s left{score}"
-        )
-
-    def _heldout(self) -> str:
-        scores = [row.metrics["eval/score"] for row in self.rows if "eval/score" in row.metrics]
-        return f"{scores[-1]:.3f} (from {scores[0]:.3f})" if scores else "-"
+            parts.append(f"nothing to learn from: {failed:.0f} of {every:.0f} rollouts failed")
+        else:
+            parts += [*_reward_and_rates(metrics), f"{self.seconds_left():.0f} s left"]
+        if "eval/score" in metrics:
+            parts.append(f"held-out {metrics['eval/score']:.3f}")
+        return "  ".join(parts)
 
 
-def _seconds(metrics: dict[str, float]) -> float:
-    return sum(metrics.get(f"time/{part}", 0.0) for part in ("rollouts", "update", "eval"))
+def _reward_and_rates(metrics: dict[str, float]) -> tuple[str, str, str]:
+    return (
+        f"reward {_number(metrics, 'reward/mean')} ± {_number(metrics, 'reward/std')}",
+        f"{_rate(metrics, 'rollouts')} rollouts/s",
+        f"{_rate(metrics, 'tokens/completion')} tokens/s",
+    )
 
 
 def _number(metrics: dict[str, float], key: str) -> str:
@@ -163,18 +156,12 @@ def _number(metrics: dict[str, float], key: str) -> str:
 
 
 def _health(metrics: dict[str, float], policy: str = "") -> list[str]:
-    """The metrics that show first that training goes wrong, if the step has them; of several
-    policies, those of the named one."""
+    """Those metrics of the step that show first when training goes wrong. policy: which one, of
+    several."""
     prefix = f"{policy}/" if policy else ""
-    found = [
-        f"{word} {_number(metrics, prefix + key)}"
-        for word, key in (
-            ("entropy", "policy/entropy"),
-            ("KL", "old/kl"),
-            ("clipped", "policy/clip_fraction"),
-        )
-        if prefix + key in metrics
-    ]
+    names = {"entropy": "policy/entropy", "KL": "old/kl", "clipped": "policy/clip_fraction"}
+    keys = {word: prefix + key for word, key in names.items() if prefix + key in metrics}
+    found = [f"{word} {_number(metrics, key)}" for word, key in keys.items()]
     return [policy, *found] if policy and found else found
 
 

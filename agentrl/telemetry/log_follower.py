@@ -1,7 +1,7 @@
-"""Prints on the console what the processes of a run log: the front follows their log files.
+"""Prints the log lines of a run's processes on the front's console.
 
-Lines are printed from the level that the user chose. PHASE, between INFO and WARNING, is what a run
-is doing now. A sentence that several processes log is printed once.
+The user chooses the lowest level. PHASE, between INFO and WARNING, says what a run is doing now. A
+sentence that several processes log is printed once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LogFollower:
     level: int
     files: Iterable[Path]
     _read: dict[Path, int] = field(default_factory=dict)  # bytes
-    _printed: set[str] = field(default_factory=set)
+    _printed: set[tuple[str, str]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.files = list(self.files)
@@ -63,15 +63,12 @@ class LogFollower:
 
     def _print(self, file: Path, line: str) -> None:
         found = LINE.fullmatch(line)
-        if found is None or _level_number(found[1]) < self.level:
+        if found is None or logging.getLevelNamesMapping().get(found[1], 0) < self.level:
             return
-        sentence = found[3] if found[1] == "PHASE" else f"{found[1].lower()}: {found[3]}"
-        if found[1] != "PHASE" and sentence in self._printed:
-            return
-        self._printed.add(sentence)
-        where = "" if found[1] == "PHASE" else f" ({file.name})"
-        self.console.print(sentence + where, highlight=False, markup=False, soft_wrap=True)
-
-
-def _level_number(level: str) -> int:
-    return logging.getLevelNamesMapping().get(level, 0)
+        level, sentence = found[1].lower(), found[3]
+        if level != "phase":
+            if (level, sentence) in self._printed:
+                return
+            self._printed.add((level, sentence))
+            sentence = f"{level}: {sentence} ({file.name})"
+        self.console.print(sentence, highlight=False, markup=False, soft_wrap=True)

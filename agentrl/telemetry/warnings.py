@@ -1,4 +1,4 @@
-"""What goes wrong in a run, printed on the console when it first happens."""
+"""Warnings about a run, printed on the console when their cause first shows."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RunWarnings:
     printed: set[Hashable] = field(default_factory=set)
 
     async def print_new(self, store: Store, rows: Sequence[StepRow]) -> None:
-        """Print what is wrong as of these steps and was not printed before."""
+        """Print the warnings of these steps that were not printed before."""
         committed = [row for row in rows if row.committed]
         for policy, sentence in policies_without_calls(self.config, committed).items():
             self._print_once(("policy", policy), sentence)
@@ -64,18 +64,15 @@ class RunWarnings:
         without_ids, _ = untrained_calls(committed)
         if without_ids > 0:
             self._print_once("untrained", UNTRAINED.format(without_ids))
-        await self._print_failures(store)
-        unseen = sum(row.metrics.get("calls/tools_unseen", 0.0) for row in committed)
-        if unseen:
-            self._print_once("tools", UNSEEN_TOOLS.format(unseen))
-
-    async def _print_failures(self, store: Store) -> None:
         failures = await store.failures(self.config.name)
         if self.earlier_failures is None:
             self.earlier_failures = {row.kind: row.attempts for row in failures}
-        for row in failures:
-            if row.attempts > self.earlier_failures.get(row.kind, 0):
-                self._print_once(("failure", row.kind), failure_sentence(self.config, row))
+        for failed in failures:
+            if failed.attempts > self.earlier_failures.get(failed.kind, 0):
+                self._print_once(("failure", failed.kind), failure_sentence(self.config, failed))
+        unseen = sum(row.metrics.get("calls/tools_unseen", 0.0) for row in committed)
+        if unseen:
+            self._print_once("tools", UNSEEN_TOOLS.format(unseen))
 
     def _print_once(self, key: Hashable, sentence: str) -> None:
         if sentence and key not in self.printed:
