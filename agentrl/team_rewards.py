@@ -157,7 +157,7 @@ def sage_challenger(quality: float, format: float, solved: float, *, valid: bool
 
 
 def sage_planner(quality: float, format: float, weights: tuple[float, float] = (0.9, 0.1)) -> float:
-    """Reward of a plan, by the critic and its format. The weights are ours: the paper names none."""
+    """Reward of a plan, by the critic and its format. The paper's weights are not known."""
     return weights[0] * quality + weights[1] * format
 
 
@@ -168,7 +168,7 @@ def sage_solver(
     weights: tuple[float, float, float] = (0.2, 0.7, 0.1),
 ) -> float:
     """Reward of an answer: its plan's quality if that is at least 0.3, so that the plan should be
-    followed, whether it is correct, and its format. The weights are ours: the paper names none."""
+    followed, whether it is correct, and its format. The paper's weights are not known."""
     followed = plan if plan >= 0.3 else 0.0
     return weights[0] * followed + weights[1] * correct + weights[2] * format
 

@@ -126,8 +126,9 @@ def _merged(base: Mapping[str, Any], differs: Mapping[str, Any]) -> dict[str, An
     merged = dict(base)
     for key, value in differs.items():
         inner = merged.get(key)
-        tables = isinstance(inner, Mapping) and isinstance(value, Mapping)
-        merged[key] = _merged(inner, value) if tables else value
+        if isinstance(inner, Mapping) and isinstance(value, Mapping):
+            value = _merged(inner, value)
+        merged[key] = value
     return merged
 
 

@@ -30,7 +30,8 @@ def check(config: RunConfig, source: str) -> None:
     """Raises ConfigError, naming `source` and the key, for a setting that has no effect or cannot
     be."""
     for name, member in config.policies.items():
-        for key, kind in {"lora": LoraConfig, **team.TABLES}.items():
+        tables: dict[str, type[msgspec.Struct]] = {"lora": LoraConfig, **team.TABLES}
+        for key, kind in tables.items():
             prefix = f"policies.{name}.{key}."
             check_keys(kind, getattr(member, key), prefix=prefix, source=source)
     for problem in _problems(config):

@@ -27,7 +27,7 @@ SLACK = 5_000_000  # ns between the clocks of agent and gateway
 def spans_of(trace: Trace) -> list[Span]:
     """The whole attempt: its root first, then the other spans by their start."""
     spans = {span.id: span for span in trace.spans}
-    merged: dict[str | None, str] = {}  # id of a request's span -> that of its llm span
+    merged: dict[str, str] = {}  # id of a request's span -> that of its llm span
     llm_spans: dict[str, Span] = {}
     for transition in trace.transitions:
         span = _llm_span(transition, spans, llm_spans, trace.rollout.rewards)
@@ -42,12 +42,12 @@ def spans_of(trace: Trace) -> list[Span]:
     return [root, *sorted(children, key=lambda span: (span.start, -span.end))]
 
 
-def _parents(
-    spans: Mapping[str, Span], merged: Mapping[str | None, str], root: str
-) -> dict[str, str]:
+def _parents(spans: Mapping[str, Span], merged: Mapping[str, str], root: str) -> dict[str, str]:
     """The parent of each span: the root where its own is missing. A client may send cycles of
     parents; one span of each goes below the root."""
-    parents = {span.id: merged.get(span.parent, span.parent) or root for span in spans.values()}
+    parents = {
+        span.id: merged.get(span.parent or "", span.parent) or root for span in spans.values()
+    }
     parents = {id: parent if parent in spans else root for id, parent in parents.items()}
     below_root = {root}
     for at in list(parents):
