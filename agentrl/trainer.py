@@ -37,9 +37,8 @@ from agentrl.processes import PHASE, USER_ERROR, Child
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.store.urls import split_secret
-from agentrl.telemetry import console as view
-from agentrl.telemetry import report
-from agentrl.telemetry.log_follower import LogFollower
+from agentrl.telemetry.console import LogFollower, show_progress
+from agentrl.telemetry.report import print_report
 from agentrl.telemetry.sinks.base import check_sinks
 from agentrl.telemetry.sinks.process import sinks_process
 from agentrl.threads import run_blocking
@@ -272,7 +271,7 @@ async def supervise(
         working = [_algorithm(algorithm), *(_keep_alive(child, count) for child in workers)]
         working += [_local_runner(config, *local)] if local else []
         quiet = level > PHASE
-        showing = [view.show_progress(store, config, console, quiet=quiet), log_lines.follow()]
+        showing = [show_progress(store, config, console, quiet=quiet), log_lines.follow()]
         showing += [sinks.keep()] if sinks else []
         watchers, followers = ([*map(asyncio.create_task, work)] for work in (working, showing))
         try:
@@ -308,7 +307,7 @@ async def _finish(store: Store, config: RunConfig, seconds: float) -> TrainingRe
         checkpoint=str(config.checkpoint(last)) if last else None,
         store=config.store,
     )
-    await report.print_report(store, config, steps, result.checkpoint, seconds)
+    await print_report(store, config, steps, result.checkpoint, seconds)
     return result
 
 

@@ -19,7 +19,7 @@ from agentrl.cli.store import store as store_group
 from agentrl.config import RunConfig, load, to_toml
 from agentrl.errors import AgentRLError
 from agentrl.processes import ERROR_MARK, LOG_LEVEL, PARENT, USER_ERROR, die_with_parent, seal
-from agentrl.telemetry.log_follower import console_level
+from agentrl.telemetry.console import console_level
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -312,7 +312,7 @@ def start_algorithm(config: RunConfig) -> None:
 def play_lineups(config: RunConfig, plan_file: Path) -> None:
     die_with_parent()
     from agentrl.algorithms.train.play import main as play
-    from agentrl.config.evaluation_plan import EvaluationPlan
+    from agentrl.config.policies import EvaluationPlan
 
     play(config, msgspec.json.decode(plan_file.read_bytes(), type=EvaluationPlan))
 

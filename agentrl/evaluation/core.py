@@ -24,7 +24,7 @@ from rich.console import Console
 from agentrl import trainer
 from agentrl.config import LoraConfig, MetricsConfig, PolicyConfig, RunConfig, SelfplayConfig
 from agentrl.config import policies as team
-from agentrl.config.evaluation_plan import EvaluationPlan, FrozenPolicy
+from agentrl.config.policies import EvaluationPlan, FrozenPolicy
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.failures import commonest_failure
 from agentrl.loading import load_tasks

@@ -18,8 +18,7 @@ from agentrl.algorithms.sampling.task_sampler import evaluation_rollouts
 from agentrl.algorithms.train.load_policies import load_policies
 from agentrl.algorithms.train.serving import PolicyServers
 from agentrl.config import RunConfig
-from agentrl.config.evaluation_plan import EvaluationPlan
-from agentrl.config.policies import trained_policies
+from agentrl.config.policies import EvaluationPlan, trained_policies
 from agentrl.store import open_store
 
 
