@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 import msgspec
+from rich.console import Console, RenderableType
 
 from agentrl import __version__
 from agentrl.cli.export import export
@@ -101,15 +102,14 @@ def train(
 
             click.echo(describe_settings(config), nl=False)
         return
+    from agentrl import trainer
+
     if start:
         from agentrl.cli.restart import go_back
-        from agentrl.trainer import check
 
-        check(config)
+        trainer.check(config)
         go_back(config, start)
-    from agentrl.trainer import run_training
-
-    run_training(config, fresh=fresh, level=level)
+    trainer.run_training(config, fresh=fresh, level=level)
 
 
 @cli.command("eval")
@@ -127,13 +127,12 @@ def evaluate(
     Of a RUN_FILE without a model of its own, score what its [upstreams] answer."""
     from agentrl.evaluation import core as evaluation
 
-    checkpoints = [argument for argument in rest if "=" not in argument]
+    checkpoints = [Path(argument) for argument in rest if "=" not in argument]
     if len(checkpoints) > 1:
-        raise click.UsageError(f"one checkpoint at a time, not {', '.join(checkpoints)}")
-    overrides = [argument for argument in rest if "=" in argument]
-    config = load(run_file, overrides)
+        raise click.UsageError(f"one checkpoint at a time, not {', '.join(map(str, checkpoints))}")
+    config = load(run_file, [argument for argument in rest if "=" in argument])
     level = _console_level(quiet=quiet, verbose=verbose)
-    evaluation.evaluate(config, Path(checkpoints[0]) if checkpoints else None, tasks, level=level)
+    evaluation.evaluate(config, checkpoints[0] if checkpoints else None, tasks, level=level)
 
 
 @cli.command()
@@ -156,17 +155,11 @@ def crossplay(
     """Play checkpoints of RUN_FILE's policy, by default all on disk, against each other.
 
     Prints the return of each against each, with seats swapped, and Elo ratings."""
-    from rich.console import Console
-
     from agentrl.evaluation import crossplay as commands
 
-    found = commands.crossplay(
-        load(run_file, overrides), checkpoints, every=every or 0, games=games, fresh=fresh
-    )
-    if plain:
-        click.echo(commands.as_json(found))
-    else:
-        Console().print(commands.table(found))
+    config = load(run_file, overrides)
+    found = commands.crossplay(config, checkpoints, every=every or 0, games=games, fresh=fresh)
+    _print(commands.as_json(found) if plain else commands.table(found))
 
 
 @cli.command()
@@ -185,15 +178,10 @@ def ablate(
     plain: bool,
 ) -> None:
     """Score RUN_FILE's team with one role played by the first version of its policy."""
-    from rich.console import Console
-
     from agentrl.evaluation import ablation
 
     rows = ablation.ablate(load(run_file, overrides), roles, replacement, fresh=fresh)
-    if plain:
-        click.echo(ablation.as_json(rows))
-    else:
-        Console().print(ablation.table(rows))
+    _print(ablation.as_json(rows) if plain else ablation.table(rows))
 
 
 @cli.command()
@@ -224,15 +212,10 @@ def explain(rollout: str, tokens: bool, store: str | None) -> None:
 @click.option("--store", help="Store URL; default: the one that `agentrl train` makes for RUN.")
 def metrics(run: str, form: str | None, store: str | None) -> None:
     """Print what the steps of RUN measured: the first and last of each, or all."""
-    from rich.console import Console
-
     from agentrl.cli import metrics as commands
 
-    rows = asyncio.run(commands.read(store or _store_of(run), run))
-    if form is None:
-        Console().print(commands.table(rows))
-    else:
-        click.echo((commands.as_csv if form == "csv" else commands.as_json)(rows), nl=False)
+    show = {"csv": commands.as_csv, "json": commands.as_json}.get(form or "", commands.table)
+    _print(show(asyncio.run(commands.read(store or _store_of(run), run))))
 
 
 @cli.group(invoke_without_command=True)
@@ -346,6 +329,14 @@ def main() -> None:
     except (KeyboardInterrupt, click.Abort):
         click.echo("\nStopped. The same command continues after the last committed step.", err=True)
         sys.exit(130)
+
+
+def _print(result: RenderableType) -> None:
+    """A table is fitted to the terminal; text, for programs, is printed as it is."""
+    if isinstance(result, str):
+        click.echo(result, nl=result[-1:] not in ("", "\n"))
+    else:
+        Console().print(result)
 
 
 def _store_of(rollout: str) -> str:

@@ -8,7 +8,6 @@ plan has frozen policies play roles too.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -125,12 +124,10 @@ def view(config: RunConfig, name: str) -> RunConfig:
 
 def initial_version(config: RunConfig, policy: str) -> tuple[str, FrozenPolicy]:
     """A policy as training began with it, and its name."""
-    own = view(config, policy).policy
-    if own.lora.rank or own.lora.adapter:
-        directory = str(config.path(own.lora.adapter)) if own.lora.adapter else ""
-    else:
-        folder = config.path(own.model) if own.model else Path(config.output, "policy")
-        directory = str(folder) if folder.is_dir() else own.model
+    own = view(config, policy)
+    directory, lora = own.model_path(), own.policy.lora
+    if lora.rank or lora.adapter:
+        directory = str(config.path(lora.adapter)) if lora.adapter else ""
     return initial_name(policy), FrozenPolicy(policy=policy, directory=directory, steps=0)
 
 
