@@ -45,10 +45,10 @@ def spans_of(trace: Trace) -> list[Span]:
 def _parents(spans: Mapping[str, Span], merged: Mapping[str, str], root: str) -> dict[str, str]:
     """The parent of each span: the root where its own is missing. A client may send cycles of
     parents; one span of each goes below the root."""
-    parents = {
-        span.id: merged.get(span.parent or "", span.parent) or root for span in spans.values()
-    }
-    parents = {id: parent if parent in spans else root for id, parent in parents.items()}
+    parents: dict[str, str] = {}
+    for span in spans.values():
+        parent = merged.get(span.parent or "") or span.parent
+        parents[span.id] = parent if parent and parent in spans else root
     below_root = {root}
     for at in list(parents):
         passed = set[str]()
