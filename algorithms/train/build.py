@@ -32,8 +32,14 @@ from agentrl.algorithms.train.preprocess import (
 )
 from agentrl.algorithms.train.update import Updater
 from agentrl.config import RunConfig
-from agentrl.config.evaluation_plan import FrozenPolicy, initial_version
-from agentrl.config.policies import INITIAL, policy_of_role, trained_policies, view
+from agentrl.config.policies import (
+    INITIAL,
+    FrozenPolicy,
+    initial_version,
+    policy_of_role,
+    trained_policies,
+    view,
+)
 from agentrl.config.selfplay import learning_policy
 from agentrl.errors import ConfigError
 from agentrl.types import POLICY

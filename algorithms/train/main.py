@@ -30,8 +30,7 @@ from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.algorithms.train.serving import PolicyServers
 from agentrl.algorithms.train.snapshots import SnapshotStore
 from agentrl.config import RunConfig
-from agentrl.config.evaluation_plan import EvaluationPlan
-from agentrl.config.policies import has_no_own_policy, trained_policies
+from agentrl.config.policies import EvaluationPlan, has_no_own_policy, trained_policies
 from agentrl.errors import DamagedError
 from agentrl.loading import load_tasks
 from agentrl.processes import PHASE, log_to_stderr

@@ -19,8 +19,7 @@ from agentrl.algorithms.engines.factory import policy_server
 from agentrl.algorithms.model import lora
 from agentrl.algorithms.train.load_policies import LoadedModel, load_base_model
 from agentrl.config import RunConfig, VllmEngineConfig
-from agentrl.config.evaluation_plan import FrozenPolicy
-from agentrl.config.policies import view
+from agentrl.config.policies import FrozenPolicy, view
 from agentrl.errors import PolicyError
 from agentrl.files import atomic_directory
 from agentrl.store.base import Store

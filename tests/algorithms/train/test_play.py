@@ -11,7 +11,7 @@ import openai
 import agentrl
 from agentrl.algorithms.train.main import play_plan
 from agentrl.config import resolve
-from agentrl.config.evaluation_plan import EvaluationPlan, FrozenPolicy
+from agentrl.config.policies import EvaluationPlan, FrozenPolicy
 from agentrl.evaluation import ablation
 from agentrl.runners.main import RunnerThread
 from agentrl.store import open_store
