@@ -366,6 +366,11 @@ class RunConfig(Section, frozen=True):
         """A file named in the run file, relative to its folder."""
         return Path(self.root, name)
 
+    def model_path(self) -> str:
+        """The policy's model: a directory, which `policy.build` may have made, or a hub name."""
+        own = self.path(self.policy.model) if self.policy.model else Path(self.output, "policy")
+        return str(own) if own.is_dir() else self.policy.model
+
     def checkpoint(self, name: str) -> Path:
         """Where a checkpoint is that the store names, relative to `output`. Earlier versions stored
         where it was written, from where the folder may have been moved or copied."""
