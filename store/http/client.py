@@ -129,20 +129,16 @@ class HttpStore:
 
     async def _call(self, verb: Verb, arguments: Arguments) -> Any:
         arguments = _with_claim_id(verb, arguments)
-        timeout = getattr(arguments, "timeout", None)
-        if not timeout:
-            body = _encoded(verb, arguments)
-            key = uuid.uuid4().hex if verb.once else ""
-            answer = await self._request(verb.name, lambda: body, key)
-        else:
-            end = time.monotonic() + timeout
+        timeout = getattr(arguments, "timeout", None) or 0.0
+        first, end = _encoded(verb, arguments), time.monotonic() + timeout
 
-            def rest() -> bytes:
-                left = max(0.0, end - time.monotonic())
-                return _encoded(verb, replace(arguments, timeout=left))
+        def body() -> bytes:
+            """A repeat waits for what is left of the timeout."""
+            left = max(0.0, end - time.monotonic())
+            return _encoded(verb, replace(arguments, timeout=left)) if timeout else first
 
-            answer = await self._request(verb.name, rest)
-        return self._read(verb.results[MSGPACK], answer)
+        key = uuid.uuid4().hex if verb.once else ""
+        return self._read(verb.results[MSGPACK], await self._request(verb.name, body, key))
 
     async def _request(self, name: str, body: Callable[[], bytes], key: str = "") -> bytes:
         """The body of the answer, after as many tries as it takes."""
