@@ -136,7 +136,7 @@ class ReadPool(Connected, Protocol):
     threads: int  # that may read at once
 
     def read_transaction(self) -> AbstractContextManager[Connection]:
-        """What it reads is the store at one moment."""
+        """All reads in it see the store at one moment."""
         ...
 
 

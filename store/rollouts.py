@@ -56,13 +56,7 @@ def enqueue(tx: Transaction, rollouts: Sequence[types.NewRollout]) -> int:
 
 
 def claim(
-    tx: Transaction,
-    n: int,
-    *,
-    runner: str,
-    lease: float,
-    run: str | None,
-    claim_id: str | None,
+    tx: Transaction, n: int, *, runner: str, lease: float, run: str | None, claim_id: str | None
 ) -> list[types.Attempt] | None:
     """None if there is nothing to claim; for a repeat the attempts still live, perhaps none."""
     if claim_id is not None:

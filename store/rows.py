@@ -6,7 +6,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec.structs import asdict, replace
@@ -15,6 +15,7 @@ from agentrl import types
 from agentrl.errors import Invalid
 
 Columns = dict[str, Any]
+Row = Any  # of a database, by column name
 R = TypeVar("R", bound=types.Record)
 NO_ERROR = {"kind": None, "message": None, "traceback": None}
 COLUMNS = {
@@ -30,21 +31,15 @@ COLUMNS = {
     "started": "started_at",
     "trained": "trained_step",
 }
-"""Of a record's field, the column, where it has another name."""
-
-
-class DatabaseRow(Protocol):
-    """A row of any database, by column name."""
-
-    def __getitem__(self, column: str, /) -> Any: ...
+"""Columns of those fields of records that have another name."""
 
 
 # -- values ----------------------------------------------------------------------------------------
 
 
 def to_json(value: types.Json, what: str) -> str:
-    """JSON text of a user's payload. Raises Invalid, naming `what`, if it is none or has an integer
-    of more than 64 bits, which msgpack, and so whoever reads it over HTTP, does not have."""
+    """JSON text of a user's payload. Raises Invalid, naming `what`, if it is not JSON or has an
+    integer of more than 64 bits, which msgpack, and so a reader over HTTP, cannot represent."""
     try:
         msgspec.msgpack.encode(value)
         return msgspec.json.encode(value).decode()
@@ -61,8 +56,8 @@ def from_json(text: str | None) -> types.Json:
 
 
 def storable_text(text: str) -> str:
-    """Text from the outside world: lone surrogates and zeros, which not every database stores,
-    become `?`."""
+    """Text from agents and their tools: lone surrogates and NUL characters, which not every
+    database stores, become `?`."""
     return text.encode("utf-8", "replace").decode().replace("\0", "?")
 
 
@@ -83,11 +78,11 @@ def from_blob(typecode: str, data: bytes) -> array[Any]:
 
 
 def digest(data: bytes | memoryview) -> bytes:
-    """128 bits: two different byte strings of one attempt never meet."""
+    """128 bits: different byte strings never have the same in practice."""
     return blake2b(data, digest_size=16).digest()
 
 
-def record(kind: type[R], row: DatabaseRow, **converted: Any) -> R:
+def record(kind: type[R], row: Row, **converted: Any) -> R:
     """The record of a row. `converted` gives the fields that are not stored as they are."""
     names = (name for name in kind.__struct_fields__ if name not in converted)
     return kind(**{name: row[COLUMNS.get(name, name)] for name in names}, **converted)
@@ -110,14 +105,14 @@ def new_rollout_columns(rollout: types.NewRollout) -> Columns:
     }
 
 
-def attempt(row: DatabaseRow, id: str, fence: int, lease_until: float) -> types.Attempt:
+def attempt(row: Row, id: str, fence: int, lease_until: float) -> types.Attempt:
     """The lease of a rollout's row."""
     sampling = msgspec.json.decode(row["sampling"], type=types.Sampling)
     rollout = record(types.NewRollout, row, sampling=sampling, **_rollout_fields(row))
     return types.Attempt(id=id, rollout=rollout, fence=fence, lease_until=lease_until)
 
 
-def rollout(row: DatabaseRow, rewards: list[types.Reward]) -> types.Rollout:
+def rollout(row: Row, rewards: list[types.Reward]) -> types.Rollout:
     """Without its transitions."""
     return record(
         types.Rollout,
@@ -131,7 +126,7 @@ def rollout(row: DatabaseRow, rewards: list[types.Reward]) -> types.Rollout:
     )
 
 
-def _rollout_fields(row: DatabaseRow) -> Columns:
+def _rollout_fields(row: Row) -> Columns:
     branch = None
     if row["branch_of"] is not None:
         without = from_json(row["branch_without"]) or []
@@ -144,7 +139,7 @@ def _rollout_fields(row: DatabaseRow) -> Columns:
     }
 
 
-def _failure(row: DatabaseRow) -> types.Failure | None:
+def _failure(row: Row) -> types.Failure | None:
     if row["error_kind"] is None:
         return None
     kind, message = types.ErrorKind(row["error_kind"]), row["error_message"]
@@ -169,7 +164,7 @@ def transition_columns(t: types.Transition) -> Columns:
     }
 
 
-def transitions(rows: Sequence[DatabaseRow]) -> dict[str, list[types.Transition]]:
+def transitions(rows: Sequence[Row]) -> dict[str, list[types.Transition]]:
     """By attempt, in order of index. `rows` holds whole attempts in order of arrival, so that
     every parent comes before its children."""
     tokens: dict[int, bytes] = {}
@@ -205,7 +200,7 @@ def span_columns(span: types.Span, *, late: bool) -> Columns:
     return asdict(clean_span(span)) | {"late": late, "attributes": attributes}
 
 
-def span(row: DatabaseRow) -> types.Span:
+def span(row: Row) -> types.Span:
     return record(types.Span, row, ok=bool(row["ok"]), attributes=from_json(row["attributes"]))
 
 
@@ -214,7 +209,7 @@ def clean_span(span: types.Span) -> types.Span:
 
 
 def clean_outcome(outcome: types.Outcome) -> types.Outcome:
-    """With the text that came from the agent as it can be stored."""
+    """The outcome with storable text in its failure and spans."""
     failure = outcome.failure
     if failure is not None:
         message, traceback = storable_text(failure.message), storable_text(failure.traceback)
@@ -228,7 +223,7 @@ def reward_columns(reward: types.Reward, attempt: str, position: int, **more: An
     return {**asdict(reward), "late": False, "step": None, **columns, **more}
 
 
-def reward(row: DatabaseRow) -> types.Reward:
+def reward(row: Row) -> types.Reward:
     return record(types.Reward, row, scope=types.Scope(row["scope"]))
 
 
@@ -238,11 +233,11 @@ CREDIT = ("advantage", "baseline", "gate", "weight", "psi")
 
 
 def credit_columns(credit: types.Credit) -> Columns:
-    """All but the step and the number of the call."""
+    """All but the step and the call's `transitions.seq`."""
     numbers = {name: to_blob(getattr(credit, name)) for name in CREDIT}
     return {"id": credit.transition, "policy": credit.policy, **numbers}
 
 
-def credit(row: DatabaseRow) -> types.Credit:
+def credit(row: Row) -> types.Credit:
     numbers = {name: from_blob("f", row[name]) for name in CREDIT}
     return types.Credit(transition=row["id"], policy=row["policy"], **numbers)

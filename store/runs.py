@@ -100,12 +100,7 @@ def publish(tx: Transaction, version: types.PolicyVersion, *, epoch: int | None 
 
 
 def log(
-    tx: Transaction,
-    run: str,
-    step: int,
-    metrics: dict[str, float],
-    *,
-    epoch: int | None = None,
+    tx: Transaction, run: str, step: int, metrics: dict[str, float], *, epoch: int | None = None
 ) -> None:
     limits.check_ids("A metric's name", metrics)
     find_run(tx.conn, run, epoch)

@@ -52,8 +52,8 @@ def _newest(conn: Connection) -> int:
 
 class SqlStore:
     """See `agentrl.store.base.Store` for the verbs. `notify` is called with the topics of
-    every commit, `stop_listening` ends the listening to other processes, `shrink` gives free space
-    back."""
+    every commit, `stop_listening` stops the thread that listens to other processes, `shrink` gives
+    free space back to the file system."""
 
     def __init__(
         self,
@@ -215,17 +215,14 @@ class SqlStore:
         await self.extend_leases()
 
     extend_leases = _writing(Transaction.extend_leases)
-    """For after a time in which no runner could reach the store: leases hold for a while, also
+    """After a time in which no runner could reach the store: every lease holds for a while, also
     those that ran out and were given to nobody else. Called before the first claim."""
 
     async def _until(
-        self,
-        topic: int,
-        look: Callable[[Transaction, bool], T | None],
-        timeout: float | None,
+        self, topic: int, look: Callable[[Transaction, bool], T | None], timeout: float | None
     ) -> T:
-        """Looks until there is something: again at every notification of the topic, when the next
-        lease runs out, and a `last` time at the deadline, when `look` must return something."""
+        """Calls `look` until it returns something: at every notification of the topic, when the
+        next lease runs out, and a `last` time at the deadline, when it must return something."""
         left = _countdown(timeout)
         while True:
             last = left() == 0.0

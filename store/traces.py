@@ -169,7 +169,7 @@ def credits(conn: Connection, rollout: str) -> list[types.Credit]:
 
 
 class TreeNode(NamedTuple):
-    """What must be known of an earlier call to find those that continue it."""
+    """What identifies an earlier call whose tokens or messages another one may continue."""
 
     seq: int
     size: int  # bytes
@@ -192,8 +192,8 @@ def prefix_digests(data: bytes, sizes: Iterable[int]) -> dict[int, bytes]:
 def deepest_prefix(data: bytes, nodes: Iterable[TreeNode]) -> TreeNode | None:
     """The first of `nodes` that is a prefix of `data`. They come longest first.
 
-    Nodes are read as far as needed: in a linear conversation one, where branches mix ever more at
-    a time, so that `data` is passed over a few times at most."""
+    Nodes are read in growing batches: one node is enough in a linear conversation; with many
+    branches, `data` is hashed only a few times."""
     waiting, some = iter(nodes), 1
     while batch := list(islice(waiting, some)):
         found = prefix_digests(data, [node.size for node in batch])
@@ -208,7 +208,7 @@ def deepest_prefix(data: bytes, nodes: Iterable[TreeNode]) -> TreeNode | None:
 
 
 def _attempt(tx: Transaction, id: str) -> tuple[str, bool]:
-    """Its run, and whether what it writes now is late."""
+    """The attempt's run, and whether writes to it are late now."""
     row = tx.conn.execute(SQL["attempt"], (id,)).fetchone()
     if row is None:
         raise NotFound(f"There is no attempt {id!r} in this store.")
@@ -233,7 +233,7 @@ def _add_call(conn: Connection, call: PreparedTransition, *, late: bool) -> bool
     if call.tools is not None:  # the same in most calls of a run: stored once, by content
         conn.execute(SQL["add_payload"], (call.columns["tools"], call.tools))
     tokens: dict[str, Any] = {"parent": None, "prompt": call.prompt}
-    parent = _deepest(conn, "shorter", call, call.prompt)  # of equals the latest: likely chosen
+    parent = _deepest(conn, "shorter", call, call.prompt)  # of equal ones, the latest
     if parent is not None:
         tokens = {"parent": parent.seq, "prompt": call.prompt[parent.size :]}
     columns = {**call.columns, **tokens, **_chat_columns(conn, call), "late": late}
@@ -241,7 +241,7 @@ def _add_call(conn: Connection, call: PreparedTransition, *, late: bool) -> bool
 
 
 def _known_late(conn: Connection, call: PreparedTransition) -> bool:
-    """Whether a call that is there already came late."""
+    """Whether a stored call came late. Raises Conflict if it is another attempt's."""
     row = conn.execute(SQL["known"], (call.columns["id"],)).fetchone()
     if row["attempt_id"] != call.attempt:
         raise Conflict(
