@@ -104,9 +104,9 @@ class Store(Protocol):
     async def enqueue(self, rollouts: Sequence[types.NewRollout]) -> int:
         """Add rollouts; ids already present are ignored. Returns how many were new.
 
-        A group has one run and one purpose; its first `enqueue` must bring all of its rollouts,
-        because it settles when they are terminal. Raises NotFound for a run never opened; Conflict
-        for new rollouts of a group that was claimed for training, and for a group of another run or
+        A group has one run and one purpose. It settles once all rollouts enqueued so far are
+        terminal, so enqueue them in one call. Raises NotFound for a run never opened; Conflict for
+        new rollouts of a group that was claimed for training, and for a group of another run or
         purpose; Invalid for a rollout that cannot be run. All rollouts are added, or none."""
         ...
 

@@ -168,13 +168,13 @@ def _state(row: Any) -> types.RunState:
 def _record(commit: types.StepCommit, credits: Sequence[dict[str, Any]]) -> str:
     """A commit as one canonical text, by which a repeat is recognised. Credit and judgements, which
     have tables of their own, are in it as digests; empty lists are left out."""
-    said = {name: value for name, value in msgspec.structs.asdict(commit).items() if value != []}
-    said["groups"] = commit.groups
+    record = {name: value for name, value in msgspec.structs.asdict(commit).items() if value != []}
+    record["groups"] = commit.groups
     if credits:
-        said["credits"] = digest(msgspec.msgpack.encode(credits)).hex()
+        record["credits"] = digest(msgspec.msgpack.encode(credits)).hex()
     if commit.judgements:
-        said["judgements"] = digest(msgspec.msgpack.encode(commit.judgements)).hex()
-    return msgspec.json.encode(said, order="sorted").decode()
+        record["judgements"] = digest(msgspec.msgpack.encode(commit.judgements)).hex()
+    return msgspec.json.encode(record, order="sorted").decode()
 
 
 def _add_credits(conn: Connection, step: PreparedCommit, calls: Mapping[str, Any]) -> None:

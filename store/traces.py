@@ -260,7 +260,7 @@ def _chat_columns(conn: Connection, call: PreparedTransition) -> dict[str, Any]:
             said = digest(call.lines[shared].encode())
             answered = {**parent._asdict(), "attempt": call.attempt, "said": said}
             heard = conn.execute(SQL["heard"], answered).fetchone()["seq"]
-            if heard is not None:
+            if heard is not None:  # the next message is the answer to that call
                 seq, shared = heard, shared + 1
     return {
         "chat_parent": seq,

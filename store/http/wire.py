@@ -119,10 +119,10 @@ def _from_list(type_: Any, value: Any) -> Any:
 def _from_bytes(type_: Any, value: Any) -> Any:
     if not isinstance(value, bytes) or len(value) % 4:
         raise ValueError("expected the bytes of 4-byte numbers, little-endian")
-    made = type_("i" if type_ is Int32 else "f", value)
+    tokens = type_("i" if type_ is Int32 else "f", value)
     if sys.byteorder == "big":
-        made.byteswap()
-    return made
+        tokens.byteswap()
+    return tokens
 
 
 def _to_list(value: Any) -> Any:

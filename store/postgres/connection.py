@@ -101,18 +101,18 @@ class PostgresServer:
     def wait(self) -> None:
         """Returns when the server takes connections; waits for one that is being restarted.
         Raises psycopg.Error if it does not come back."""
-        since, said = time.monotonic(), False
+        since, warned = time.monotonic(), False
         while True:
             try:
                 self.connect().close()
                 return
             except psycopg.OperationalError as error:
-                why = _said(error)
+                why = _server_message(error)
                 if time.monotonic() - since >= _patience(why):
                     raise
-                if not said:
+                if not warned:
                     log.warning("Store %s: %s; waiting for it", self.url, why)
-                said = True
+                warned = True
             time.sleep(PAUSE)
 
     def vacuum(self) -> None:
@@ -125,14 +125,14 @@ class PostgresServer:
 
     def to_store_error(self, error: Exception) -> Exception:
         if isinstance(error, psycopg.DataError | psycopg.IntegrityError | UnicodeError):
-            return Invalid(f"A value cannot be stored: {_said(error)}.")
+            return Invalid(f"A value cannot be stored: {_server_message(error)}.")
         if not isinstance(error, psycopg.Error):
             return error
-        said = _said(error)
+        message = _server_message(error)
         if isinstance(error, psycopg.errors.DiskFull):
-            said = "the server's disk is full; free some space and run the same command again"
-        advice = next((text for pattern, text in ADVICE if re.search(pattern, said)), None)
-        return Unavailable(f"Store {self.url}: {said}{f'; {advice}' if advice else ''}.")
+            message = "the server's disk is full; free some space and run the same command again"
+        advice = next((text for pattern, text in ADVICE if re.search(pattern, message)), None)
+        return Unavailable(f"Store {self.url}: {message}{f'; {advice}' if advice else ''}.")
 
 
 def configure(conn: psycopg.Connection[Any]) -> None:
@@ -153,7 +153,7 @@ def _patience(why: str) -> float:
     return REFUSED if re.search("refused|No such file", why) else 0.0
 
 
-def _said(error: Exception) -> str:
+def _server_message(error: Exception) -> str:
     """The server's own words, without the driver's list of the addresses it tried."""
     primary = error.diag.message_primary if isinstance(error, psycopg.Error) else None
     lines = (primary or str(error) or type(error).__name__).strip().splitlines()
