@@ -366,6 +366,11 @@ class RunConfig(Section, frozen=True):
         """A file named in the run file, relative to its folder."""
         return Path(self.root, name)
 
+    def model_source(self, name: str) -> str:
+        """The directory of a model, relative to the run file's folder, or its hub name."""
+        directory = self.path(name)
+        return str(directory) if directory.is_dir() else name
+
     def checkpoint(self, name: str) -> Path:
         """Where a checkpoint is that the store names, relative to `output`. Earlier versions stored
         where it was written, from where the folder may have been moved or copied."""

@@ -8,10 +8,9 @@ from pathlib import Path
 
 from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
-from agentrl.algorithms.learners import auxiliary
+from agentrl.algorithms.learners import factory
 from agentrl.algorithms.learners.base import Learner
-from agentrl.algorithms.learners.factory import make_learner
-from agentrl.algorithms.learners.implicit_reward import ImplicitTrainer
+from agentrl.algorithms.learners.reward_models import ImplicitTrainer
 from agentrl.algorithms.model.load import context_length
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.objective.kl_control import ReferenceControl, UpdatableReference
@@ -77,13 +76,13 @@ def group_requirements(config: RunConfig, algos: Mapping[str, Algo]) -> tuple[bo
 
 def load_algorithm(config: RunConfig) -> Algo:
     """The algorithm of the run file. Raises ConfigError for settings that do not fit it."""
-    streams = auxiliary.available_streams(config)
+    streams = factory.available_streams(config)
     settings = config.algorithm
     algo = catalogue.make(
         settings.preset, settings.options, streams=streams, root=Path(config.root)
     )
     check_group(settings, algo)
-    auxiliary.refuse_unused_settings(config, algo)
+    factory.refuse_unused_settings(config, algo)
     return counterfactuals.with_optional_reward(settings.counterfactual, algo)
 
 
@@ -141,8 +140,8 @@ def make_updater(
     """The updater of one policy. config: its own view of the run; dumps: the folder for failed
     optimizer steps."""
     loaded = model.model, model.tokenizer, model.source
-    scorers, trainers = auxiliary.make_reward_models(config, *loaded)
-    learner = make_learner(config, algo, *loaded, model.adapters, trainers, name)
+    scorers, trainers = factory.make_reward_models(config, *loaded)
+    learner = factory.make_learner(config, algo, *loaded, model.adapters, trainers, name)
     state, anchor = make_state(config, algo, getattr(learner, "frozen", {}).get("q"))
     return Updater(
         config,
@@ -162,7 +161,7 @@ def make_state(
 ) -> tuple[AlgorithmState, ReferenceControl]:
     """The state that a policy keeps from step to step, and its KL control."""
     memory = AlgorithmState(algo.memories, seed=config.seed)
-    anchor = ReferenceControl(reference, auxiliary.make_controller(config, algo))
+    anchor = ReferenceControl(reference, factory.make_controller(config, algo))
     if anchor.kl is not None:
         memory.parts["kl"] = anchor.kl
     return memory, anchor

@@ -11,7 +11,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from agentrl.algorithms.diagnostics.metrics import Metrics, own_calls
-from agentrl.algorithms.learners.implicit_reward import ImplicitTrainer
+from agentrl.algorithms.learners.reward_models import ImplicitTrainer
 from agentrl.algorithms.model.chat import tool_names
 from agentrl.types import POLICY, Group, Judgement, Rollout, Transition
 
