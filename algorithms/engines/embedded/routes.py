@@ -11,8 +11,12 @@ from aiohttp import web
 
 from agentrl.algorithms.engines.base import VERSION_HEADER
 from agentrl.algorithms.engines.embedded.admission import Admission, PendingRequest
-from agentrl.algorithms.engines.embedded.protocol import ChatRequest, TextRequest
-from agentrl.algorithms.engines.embedded.responses import ResponseFormat, StreamedChoice
+from agentrl.algorithms.engines.embedded.protocol import (
+    ChatRequest,
+    ResponseFormat,
+    StreamedChoice,
+    TextRequest,
+)
 from agentrl.algorithms.model.chat import Chat
 from agentrl.algorithms.model.request_error import RequestError
 from agentrl.algorithms.model.text import Codec
@@ -71,14 +75,14 @@ class Routes:
     async def tokenize(self, request: web.Request) -> web.Response:
         """The prompt of a conversation, as vLLM tells it."""
         prompt = self._prompt(_decode(await read_body(request), _chat_decoder))
-        limit = self._calls.max_context
+        limit = self._calls.engine.max_context
         return _json({"count": len(prompt), "max_model_len": limit, "tokens": prompt})
 
     async def models(self, request: web.Request) -> web.Response:
         card = {
             "object": "model",
             "owned_by": "agentrl",
-            "max_model_len": self._calls.max_context,
+            "max_model_len": self._calls.engine.max_context,
         }
         cards = [{"id": name} | card for name in self._calls.versions]
         return _json({"object": "list", "data": cards})

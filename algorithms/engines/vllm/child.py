@@ -15,8 +15,7 @@ from typing import Any
 
 import msgspec
 
-from agentrl.algorithms.engines.base import VERSION_HEADER
-from agentrl.algorithms.engines.request_hold import RequestHold, parse_versions
+from agentrl.algorithms.engines.base import VERSION_HEADER, RequestHold, parse_versions
 from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN
 from agentrl.processes import die_with_parent
 

@@ -29,16 +29,20 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from agentrl.algorithms.engines.base import VERSION_HEADER, port_taken
-from agentrl.algorithms.engines.loop_thread import LoopThread
-from agentrl.algorithms.engines.request_hold import RequestHold, parse_versions
+from agentrl.algorithms.engines.base import (
+    VERSION_HEADER,
+    LoopThread,
+    RequestHold,
+    parse_versions,
+    port_taken,
+)
 from agentrl.algorithms.engines.vllm.child import (
     KEY_HEADER,
     SERVER_HEADER,
     is_public_path,
     requested_model,
 )
-from agentrl.algorithms.engines.vllm.client import ServerCapabilities, probe
+from agentrl.algorithms.engines.vllm.client import probe
 from agentrl.algorithms.engines.vllm.process import POLL
 from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN, ServedModel
 from agentrl.errors import PolicyError
@@ -73,11 +77,12 @@ class VllmFleet:
         self.urls = [url.rstrip("/").removesuffix("/v1") for url in urls]
         self.key, self.url, self.name = secrets.token_hex(16), "", POLICY
         self.room = sys.maxsize  # vLLM swaps adapters beyond its --max-loras in on request
-        self.found: ServerCapabilities | None = None
+        self.refuses_adapters, self.gpus = "", 0
+        self.backend: str | None = ""
         self._bind, self._adapters = (host, port), adapters
         self._start_timeout, self._timeout = start_timeout, timeout
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self._words = "nothing is known about why"
+        self._reason = "nothing is known about why"
         self._gone = asyncio.Event()  # all of them
         self._home: asyncio.AbstractEventLoop | None = None  # where `start` was called
         # Those below belong to the thread.
@@ -85,46 +90,28 @@ class VllmFleet:
         self._runner: web.AppRunner | None = None
         self._session: aiohttp.ClientSession | None = None
         self._requests = RequestHold()
-        self._busy: dict[
-            str, int
-        ] = {}  # calls in flight on each server; servers not in it are gone
+        self._busy: dict[str, int] = {}  # calls in flight on each server that is not gone
 
     @property
     def servers(self) -> Sequence[str]:
         return tuple(self._busy)
 
-    @property
-    def refuses_adapters(self) -> str:
-        assert self.found is not None, "probe() comes first"
-        if not self._adapters:
-            return "all weights are trained"
-        return (
-            ""
-            if self.found.adapters
-            else ("vLLM was not started with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1")
-        )
-
-    @property
-    def backend(self) -> str | None:
-        assert self.found is not None, "probe() comes first"
-        return self.found.backend
-
-    @property
-    def gpus(self) -> int:
-        """Unknown; assumed to be others than the learner's, except for the backend `ipc`."""
-        return 1 if self.backend == "ipc" else 0
-
     async def probe(self) -> None:
         """Find out what is possible. Raises PolicyError for servers that cannot be published to."""
         async with self._client() as http:
             await asyncio.gather(*(self._healthy(http, url) for url in self.urls))
-            self.found = await probe(http, self.urls)
-        self.name = self.found.name
+            found = await probe(http, self.urls)
+        self.name, self.backend = found.name, found.backend
+        # They compute on other GPUs than the learner, unless they are to map its memory.
+        self.gpus = 1 if found.backend == "ipc" else 0
+        if not self._adapters:
+            self.refuses_adapters = "all weights are trained"
+        elif not found.adapters:
+            needed = "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+            self.refuses_adapters = f"vLLM was not started with {needed}"
 
     async def start(self, serving: ServedModel) -> None:
-        """Returns once one of them answers, at first all of them.
-
-        Raises PolicyError when the port is taken, and when a server stays silent."""
+        """Returns once one of them answers, at first all of them."""
         self._gone.clear()
         self._home = asyncio.get_running_loop()
         async with self._client() as http:
@@ -139,7 +126,7 @@ class VllmFleet:
     async def ended(self) -> str:
         """Returns the reason once no server answers."""
         await self._gone.wait()
-        return self._words
+        return self._reason
 
     async def returned(self) -> AsyncGenerator[str, None]:
         """Servers that answer again while others went on. Checks the health of all meanwhile."""
@@ -147,9 +134,9 @@ class VllmFleet:
             while True:
                 await asyncio.sleep(WATCH)
                 for url in self.urls:
-                    words = await self._health_problem(http, url)
-                    if words is not None:
-                        await self._http.call(self._mark_gone, url, words)
+                    problem = await self._health_problem(http, url)
+                    if problem is not None:
+                        await self._http.call(self._mark_gone, url, problem)
                     elif url not in self._busy and not self._gone.is_set():
                         yield url
 
@@ -163,14 +150,14 @@ class VllmFleet:
             await self._http.stop()
 
     def failure_reason(self) -> str:
-        return self._words
+        return self._reason
 
     async def _healthy(self, http: aiohttp.ClientSession, url: str) -> str:
         deadline = time.monotonic() + self._start_timeout
-        while (words := await self._health_problem(http, url)) is not None:
+        while (problem := await self._health_problem(http, url)) is not None:
             if time.monotonic() > deadline:
                 raise PolicyError(
-                    f"engine.vllm.urls: {url} {words}, for {self._start_timeout:g} s "
+                    f"engine.vllm.urls: {url} {problem}, for {self._start_timeout:g} s "
                     "(engine.vllm.start_timeout); start vLLM there"
                 )
             await asyncio.sleep(POLL)
@@ -206,8 +193,8 @@ class VllmFleet:
     def _mark_ready(self, urls: Sequence[str]) -> None:
         self._busy |= {url: self._busy.get(url, 0) for url in urls}
 
-    def _mark_gone(self, url: str, words: str) -> None:
-        self._words = f"it is gone: {url} {words}"
+    def _mark_gone(self, url: str, problem: str) -> None:
+        self._reason = f"it is gone: {url} {problem}"
         if self._busy.pop(url, None) is None or self._busy:
             return
         self._requests.close()
@@ -257,7 +244,7 @@ class VllmFleet:
         told = await asyncio.gather(*(self._forward_control(request, url, body) for url in urls))
         replies = [reply for reply in told if reply is not None]
         if not replies:
-            return web.Response(status=502, text=self._words)
+            return web.Response(status=502, text=self._reason)
         for status, answer in replies:
             if status != 200:
                 return web.Response(status=status, body=answer)

@@ -74,7 +74,7 @@ class VllmServer:
             self._prepare()
             await self._host.start(self._serving)
             for policy in self._serving.versions:
-                await self._load(policy, self._control)
+                await self._load(policy)
             at_learner = self._at_learner(self.model)
             await check_temperature(
                 self._control, self._learned, self.model, at_learner, self._tolerance
@@ -97,7 +97,6 @@ class VllmServer:
 
     @asynccontextmanager
     async def updating(self) -> AsyncIterator[None]:
-        """Within this context weights may change: calls in flight have ended, new ones wait."""
         async with self._changing:
             await self._retry_after_restart(self._hold)
             self._held = True
@@ -105,16 +104,14 @@ class VllmServer:
                 yield
             finally:
                 self._held = False
-                if (
-                    not self._publish_failed
-                ):  # else the calls that wait would be answered with those weights
+                # After a failure the calls that wait would be answered with those weights.
+                if not self._publish_failed:
                     await self._retry_after_restart(self._open)
 
     async def publish(self, version: int, policy: str | None = None) -> None:
-        """From now on serve the learner's current weights as `version`.
-
-        Raises PolicyError where vLLM's log-probs differ from the learner's afterwards, and for
-        a policy that it does not serve. No call is answered then until a publish succeeds."""
+        """As `PolicyServer.publish`. Raises PolicyError where vLLM's log-probs differ from the
+        learner's afterwards, and for a policy that it does not serve. No call is answered then
+        until a publish succeeds."""
         policy = policy or self.model
         if policy not in self._serving.versions:
             served = ", ".join(map(repr, self._serving.versions))
@@ -129,14 +126,12 @@ class VllmServer:
             # Once they are taken, a server that is started again gets the new weights.
             self._sync.take(policy)
         self._serving.versions[policy] = version
-        await self._retry_after_restart(lambda: self._load(policy, self._control))
+        await self._retry_after_restart(lambda: self._load(policy))
         self._publish_failed = False
         self._restarts = 0
 
     async def add(self, policy: str, version: int) -> None:
-        """Also serve the adapter of this name, which the learner has. Call inside `updating`.
-
-        Raises PolicyError where adapters are not loaded by name, and where there is no room."""
+        """As `PolicyServer.add`. Raises PolicyError also where there is no room for an adapter."""
         carrier, versions = self._adapters(policy), self._serving.versions
         if policy not in versions and len(versions) >= self._host.room:
             raise PolicyError(
@@ -145,17 +140,15 @@ class VllmServer:
             )
         carrier.take(policy)
         versions[policy] = version
-        await self._retry_after_restart(lambda: self._load(policy, self._control))
+        await self._retry_after_restart(lambda: self._load(policy))
 
     async def remove(self, policy: str) -> None:
-        """Stop serving a policy; later requests for it are refused. Call inside `updating`."""
         carrier = self._adapters(policy)
         del self._serving.versions[policy]
         carrier.forget(policy)
         await self._retry_after_restart(lambda: carrier.drop(policy, self._control))
 
     async def wait_for_failure(self) -> PolicyError:
-        """Returns the reason once the server has failed for good."""
         await self._given_up.wait()
         assert self._failed is not None
         return self._failed
@@ -230,15 +223,13 @@ class VllmServer:
         if not all(reset["success"] for reset in resets):
             raise PolicyError("vLLM did not give up its prefix cache after a weight update")
 
-    async def _load(self, policy: str, servers: VllmServers) -> None:
+    async def _load(self, policy: str) -> None:
         """Send the newest weights and compare log-probs with the learner's."""
+        servers, version = self._control, self._serving.versions[policy]
         await self._send(policy, servers)
-        version = self._serving.versions[policy]
-        at_learner = self._at_learner(policy)
+        own = self._at_learner(policy)
         with self._timed("check"):
-            await check_logprobs(
-                servers, self._learned, policy, at_learner, version, self._tolerance
-            )
+            await check_logprobs(servers, self._learned, policy, own, version, self._tolerance)
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:

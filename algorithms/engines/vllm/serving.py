@@ -54,40 +54,18 @@ class VllmHost(Protocol):
     """Where vLLM runs: a child process, or servers that somebody else started. What listens at its
     URL holds requests and takes control requests, as `child.HoldMiddleware` does."""
 
-    key: str
-
-    @property
-    def url(self) -> str: ...
-
-    @property
-    def name(self) -> str:
-        """Model name in requests where all weights are trained; known after `probe`."""
-        ...
+    key: str  # of control requests
+    url: str
+    # Known after `probe`:
+    name: str  # of the model, in requests where all weights are trained
+    refuses_adapters: str  # why adapters cannot be loaded by name; empty: they can be
+    room: int  # adapters that can be served
+    backend: str | None  # of vLLM's weight transfer; empty: none; None: that of `ServedModel`
+    gpus: int  # how many of the GPUs that this process sees, from the first, vLLM computes on
 
     @property
     def servers(self) -> Sequence[str]:
         """URLs of the servers that have the newest weights."""
-        ...
-
-    @property
-    def refuses_adapters(self) -> str:
-        """Why adapters cannot be loaded by name, empty if they can; known after `probe`."""
-        ...
-
-    @property
-    def room(self) -> int:
-        """How many adapters can be served; known after `probe`."""
-        ...
-
-    @property
-    def backend(self) -> str | None:
-        """The engine of vLLM's weight transfer, empty if there is none; None: that of
-        `ServedModel`. Known after `probe`."""
-        ...
-
-    @property
-    def gpus(self) -> int:
-        """How many of the GPUs that this process sees, from the first, vLLM computes on."""
         ...
 
     async def probe(self) -> None:
@@ -96,7 +74,7 @@ class VllmHost(Protocol):
 
     async def start(self, serving: ServedModel) -> None:
         """Returns once vLLM answers; requests are held. Called again after `ended`. Raises
-        PolicyError."""
+        PolicyError when the port is taken, and when vLLM ends or stays silent."""
         ...
 
     async def ended(self) -> object:
