@@ -102,7 +102,7 @@ def vllm_server(
         learned,
         host,
         folder=folder / "served",
-        way=engine.vllm.sync,
+        method=engine.vllm.sync,
         timeout=engine.vllm.timeout,
         tolerance=engine.vllm.tolerance or TOLERANCE[dtype],
     )

@@ -101,27 +101,22 @@ class RewardModel:
     def complete(self, groups: Sequence[Group]) -> list[Group]:
         """The groups with its rewards in their rollouts. Raises TrainingError where a verifier gave
         one of the same name, and for scores that are not finite."""
-        scored = [
-            (rollout, calls)
+        scored = {
+            row.id: calls
             for group in groups
-            for rollout in group.rollouts
-            if (calls := self.scored_calls(rollout))
-        ]
-        calls = [call for _, each in scored for call in each]
+            for row in group.rollouts
+            if (calls := self.scored_calls(row))
+        }
+        calls = [call for each in scored.values() for call in each]
         scores = self.scorer(calls).tolist() if calls else []
         self._check(groups, scores)
         of_call = dict(zip((call.id for call in calls), scores, strict=True))
-        made = {rollout.id: self._rewards(each, of_call) for rollout, each in scored}
-        return [
-            replace(
-                group,
-                rollouts=[
-                    replace(row, rewards=[*row.rewards, *made.get(row.id, [])])
-                    for row in group.rollouts
-                ],
-            )
-            for group in groups
-        ]
+
+        def completed(row: Rollout) -> Rollout:
+            own = self._rewards(scored[row.id], of_call) if row.id in scored else []
+            return replace(row, rewards=[*row.rewards, *own])
+
+        return [replace(group, rollouts=list(map(completed, group.rollouts))) for group in groups]
 
     def scored_calls(self, rollout: Rollout) -> list[Transition]:
         """The calls that a rollout's rewards are computed from."""

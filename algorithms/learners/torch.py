@@ -97,7 +97,6 @@ class TorchLearner(PolicyWeights):
         self.threads = number if isinstance(number, ThreadTuner) else ThreadTuner(number)
 
     def logprobs(self, batch: Batch, of: Scored = "o") -> Tensor:
-        """Log-probs of every action token at its sampling temperature, float32 [N], no graph."""
         self.check_supply(of)
         model = self.frozen[of].model if of in self.frozen else self.model
         base = of == "q" and of not in self.frozen
@@ -106,7 +105,6 @@ class TorchLearner(PolicyWeights):
         )
 
     def values(self, batch: Batch) -> Tensor:
-        """The critic's value of the state before every action token, float64 [N], no graph."""
         critic = self._critic()
 
         def values(pack: Pack) -> Tensor:
@@ -116,8 +114,6 @@ class TorchLearner(PolicyWeights):
         return self._scored(batch, values, torch.float64)
 
     def top(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
-        """Every action token and the k - 1 most probable others in its place, int64 [N, K], and
-        their log-probs, float32 [N, K], at its temperature, no graph."""
         with self.threads.computing(), self._adapted(), torch.no_grad():
             return self._within_memory(lambda: self._top(batch, k))
 
@@ -164,8 +160,6 @@ class TorchLearner(PolicyWeights):
             part.save(directory)
 
     def load(self, directory: Path) -> None:
-        """Restore what `save` wrote. Raises PolicyError, with nothing changed, for a checkpoint of
-        another model or a half-written one."""
         weights = self.read_policy(directory)
         restores = [part.read(directory) for part in self._saved_parts()]
         if self.adapters is None:

@@ -13,7 +13,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from agentrl.algorithms.engines.embedded.kv_cache import TokenUpdate
 from agentrl.algorithms.model.text import Codec, TextStream, text_before_stop
-from agentrl.algorithms.model.tool_parser import Function, ToolCall, ToolParser, parse
+from agentrl.algorithms.model.tool_parser import ToolCall, ToolParser, parse
 from agentrl.types import Json
 
 
@@ -81,13 +81,10 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-class IndexedToolCall(msgspec.Struct, kw_only=True):
+class IndexedToolCall(ToolCall, kw_only=True):
     """A whole tool call inside a stream."""
 
     index: int
-    id: str
-    type: str
-    function: Function
 
 
 class MessageDelta(msgspec.Struct, kw_only=True):
@@ -136,11 +133,8 @@ class ResponseFormat:
     def whole(self, updates: Sequence[TokenUpdate]) -> Response:
         """The answer to a request that does not stream: one finished update per choice."""
         choices = [self._choice(index, update) for index, update in enumerate(updates)]
-        return self.response(
-            choices,
-            usage=self.usage(sum(len(update.tokens) for update in updates)),
-            first=True,
-        )
+        tokens = sum(len(update.tokens) for update in updates)
+        return self.response(choices, usage=self.usage(tokens), first=True)
 
     def response(
         self,
@@ -209,7 +203,7 @@ class StreamedChoice:
         self._first = True
 
     def push(self, update: TokenUpdate) -> CompletionChoice | None:
-        """The chunk that these tokens cause, if there is anything to say."""
+        """The chunk for these tokens; None if it would be empty."""
         text = self._text.push(update.tokens)
         if update.finish:
             text += self._text.finish()
@@ -236,10 +230,8 @@ class StreamedChoice:
         calls = [part for part in found if isinstance(part, ToolCall)]
         if calls:
             delta.tool_calls = [
-                IndexedToolCall(
-                    index=count + offset, id=call.id, type=call.type, function=call.function
-                )
-                for offset, call in enumerate(calls)
+                IndexedToolCall(**msgspec.structs.asdict(call), index=index)
+                for index, call in enumerate(calls, count)
             ]
         if self._first:
             self._first = False

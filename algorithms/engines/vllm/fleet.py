@@ -241,8 +241,8 @@ class VllmFleet:
             return web.Response()
         only, body = request.headers.get(SERVER_HEADER), await read_body(request)
         urls = [only] if only else list(self._busy)
-        told = await asyncio.gather(*(self._forward_control(request, url, body) for url in urls))
-        replies = [reply for reply in told if reply is not None]
+        found = await asyncio.gather(*(self._forward_control(request, url, body) for url in urls))
+        replies = [reply for reply in found if reply is not None]
         if not replies:
             return web.Response(status=502, text=self._reason)
         for status, answer in replies:
@@ -312,7 +312,7 @@ class VllmFleet:
             self._mark_gone(url, f"does not answer ({type(error).__name__}: {error})")
             if answer is None or not answer.prepared:
                 return _retry(f"{type(error).__name__}: {error}")
-            if request.transport is not None:  # an end without the end: it may be asked again
+            if request.transport is not None:  # cut off: the caller may ask again
                 request.transport.abort()
             return answer
 

@@ -158,8 +158,8 @@ class SharedMemorySync(WeightSync):
         weights = self._learned.weights()
         if self._file < 0:
             self._allocate(weights)
-        for told, tensor in zip(self._weights, weights.values(), strict=True):
-            start, size = told["start"], tensor.nbytes
+        for entry, tensor in zip(self._weights, weights.values(), strict=True):
+            start, size = entry["start"], tensor.nbytes
             self._memory[start : start + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
     async def send(self, policy: str, servers: VllmServers) -> None:
@@ -205,33 +205,33 @@ class SyncCapabilities:
     memory: bool = hasattr(os, "memfd_create")  # as Linux has it
 
 
-def choose_sync(asked: str, means: SyncCapabilities) -> tuple[str, str]:
+def choose_sync(asked: str, can: SyncCapabilities) -> tuple[str, str]:
     """The method by which new weights are sent, and why.
 
     asked: `engine.vllm.sync`. Raises PolicyError where that method is impossible."""
-    reasons = _impossible(means)
+    reasons = _impossible(can)
     if asked == "auto":
         passed = list(takewhile(lambda item: item[1], reasons.items()))
-        why = "; ".join(f"not {way}: {reason}" for way, reason in passed)
+        why = "; ".join(f"not {method}: {reason}" for method, reason in passed)
         return list(reasons)[len(passed)], why or "it is the fastest"
     if reasons[asked]:
         raise PolicyError(f"engine.vllm.sync = {asked!r}: {reasons[asked]}; choose another")
     return asked, f"engine.vllm.sync = {asked!r}"
 
 
-def _impossible(means: SyncCapabilities) -> dict[str, str]:
+def _impossible(can: SyncCapabilities) -> dict[str, str]:
     """Why each method is impossible, empty where it is not; the fastest comes first."""
-    gpu = "" if means.gpu else "the learner is not on a GPU (policy.device)"
-    shared = "vLLM is on the learner's GPU" if means.shared else ""
-    alone = "" if means.shared and means.alone else "vLLM is not on the learner's GPU alone"
-    memory = "" if means.memory else "this system has no memfd_create"
+    gpu = "" if can.gpu else "the learner is not on a GPU (policy.device)"
+    shared = "vLLM is on the learner's GPU" if can.shared else ""
+    alone = "" if can.shared and can.alone else "vLLM is not on the learner's GPU alone"
+    memory = "" if can.memory else "this system has no memfd_create"
 
     def unstarted(backend: str) -> str:
         option = f"""--weight-transfer-config '{{"backend": "{backend}"}}'"""
-        return "" if means.backend in (None, backend) else f"vLLM was not started with {option}"
+        return "" if can.backend in (None, backend) else f"vLLM was not started with {option}"
 
     return {
-        "adapter": means.adapters,
+        "adapter": can.adapters,
         "ipc": gpu or alone or unstarted("ipc"),
         "nccl": gpu or shared or unstarted("nccl"),
         "shared_memory": memory or unstarted(MEMORY),
@@ -239,14 +239,14 @@ def _impossible(means: SyncCapabilities) -> dict[str, str]:
     }
 
 
-def make_sync(way: str, learned: TrainedModel, folder: Path, timeout: float) -> WeightSync:
+def make_sync(method: str, learned: TrainedModel, folder: Path, timeout: float) -> WeightSync:
     """timeout: seconds that a broadcast may take."""
-    if way == "adapter":
+    if method == "adapter":
         return AdapterSync(learned, folder)
-    if way == "shared_memory":
+    if method == "shared_memory":
         return SharedMemorySync(learned)
-    if way == "reload":
+    if method == "reload":
         return CheckpointSync(learned, folder)
     from agentrl.algorithms.engines.vllm.weight_transfer import TransferSync  # imports vLLM
 
-    return TransferSync(way, learned, timeout)
+    return TransferSync(method, learned, timeout)

@@ -132,11 +132,11 @@ class TransferClient:
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
         assert isinstance(update_info, dict), "one learner process sends the same to every worker"
-        told = dict(update_info)
-        handles = told.pop("ipc_handles", None)
+        sent = dict(update_info)
+        handles = sent.pop("ipc_handles", None)
         if handles is not None:  # no JSON has them
-            told["ipc_handles_pickled"] = base64.b64encode(pickle.dumps(handles)).decode()
-        self._wait(self._servers.post(UPDATE, {"update_info": told}))
+            sent["ipc_handles_pickled"] = base64.b64encode(pickle.dumps(handles)).decode()
+        self._wait(self._servers.post(UPDATE, {"update_info": sent}))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._wait(self._servers.post(FINISH))

@@ -43,13 +43,8 @@ from agentrl.algorithms.presets.registry import Supply
 from agentrl.errors import PolicyError
 from agentrl.types import POLICY
 
-FILLER = TokenRow(
-    tokens=torch.zeros(2, dtype=torch.int64),
-    actions=torch.empty(0, dtype=torch.int64),
-    logprobs=torch.empty(0),
-    temperature=torch.empty(0),
-    transition=torch.empty(0, dtype=torch.int64),
-)
+NO_INTS, NO_FLOATS = torch.empty(0, dtype=torch.int64), torch.empty(0)
+PADDING = TokenRow(torch.zeros(2, dtype=torch.int64), NO_INTS, NO_FLOATS, NO_FLOATS, NO_INTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +100,6 @@ class VerlLearner(PolicyWeights):
                 raise
 
     def logprobs(self, batch: Batch, of: Scored = "o") -> Tensor:
-        """Log-probs of every action token at its sampling temperature, float32 [N], no graph."""
         self.check_supply(of)
         shards = self._shards(batch)
         answers = self.workers.each("logprobs", shards, [of] * len(shards))
@@ -116,7 +110,6 @@ class VerlLearner(PolicyWeights):
         raise PolicyError("the verl learner gives log-probs of sampled tokens only (supply k)")
 
     def values(self, batch: Batch) -> Tensor:
-        """The critic's value of the state before every action token, float64 [N], no graph."""
         self.check_supply("v")
         shards = self._shards(batch)
         return _in_token_order(batch, shards, self.workers.each("values", shards)).double()
@@ -181,8 +174,6 @@ class VerlLearner(PolicyWeights):
             self._save_weights("q", dict(self.model.named_parameters()), directory / REFERENCE)
 
     def load(self, directory: Path) -> None:
-        """Restore what `save` wrote. Raises PolicyError, with nothing changed, for a checkpoint of
-        another model or a half-written one."""
         state = read_state(directory, self.parameters(), "adamw")
         parts = [("o", self.read_policy(directory), state)]
         if self.critic is not None:
@@ -251,7 +242,7 @@ class VerlLearner(PolicyWeights):
         longest = max((int(row.actions[-1]) + 1 for row in rows), default=2)
         shards = []
         for chosen in deal_rows(rows, self.workers.ranks):
-            mine = [rows[i] if i >= 0 else FILLER for i in chosen]
+            mine = [rows[i] if i >= 0 else PADDING for i in chosen]
             starts = [offsets[i] if i >= 0 else 0 for i in chosen]
             ends = [int(row.actions[-1]) + 1 if len(row.actions) else 2 for row in mine]
             shards.append(

@@ -209,11 +209,11 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
     def _backward(self, engine: Any, shard: Shard, loss: Any) -> BackwardResult:
         engine.optimizer_zero_grad()
         output = engine.forward_backward_batch(self._data(shard, entropy=True), loss)
-        told, names = output["metrics"], output["model_output"].keys()
+        metrics, names = output["metrics"], output["model_output"].keys()
         return BackwardResult(
-            loss=sum(told["loss"]),
+            loss=sum(metrics["loss"]),
             grad_norm=_grad_norm(engine.module),
-            clipped=sum(told.get("clipped", [])),
+            clipped=sum(metrics.get("clipped", [])),
             columns={name: _of_actions(output, shard, name) for name in names},
         )
 
@@ -287,8 +287,8 @@ def critic_loss(
     v = values[chosen].float()
     loss, gradient, clipped = value_loss(terms, v, data["place"].values()[chosen].cpu())
     ranks = torch.distributed.get_world_size(dp_group)
-    told = {"loss": float(loss), "clipped": int(clipped.sum())}
-    return (gradient.to(v) * v).sum() * ranks, told
+    metrics = {"loss": float(loss), "clipped": int(clipped.sum())}
+    return (gradient.to(v) * v).sum() * ranks, metrics
 
 
 def _grad_norm(module: torch.nn.Module) -> float:
