@@ -217,9 +217,9 @@ def make_reward_models(
         limits = [limit for each in (model, against) if (limit := context_length(each)) is not None]
         made.append(RewardModel(name, scorer, scope, sums=True, context=min(limits, default=None)))
         if settings.train and isinstance(config.learner, TorchLearnerConfig):
-            limit, kind = config.algorithm.max_grad_norm, config.learner.optimizer
+            norm, kind = config.algorithm.max_grad_norm, config.learner.optimizer
             trainers.append(
-                ImplicitTrainer(made[-1], scorer, settings.lr, limit, kind, settings.loss)
+                ImplicitTrainer(made[-1], scorer, settings.lr, norm, kind, settings.loss)
             )
     return tuple(made), tuple(trainers)
 

@@ -81,7 +81,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-class IndexedToolCall(ToolCall, kw_only=True):
+class IndexedToolCall(ToolCall, frozen=True, kw_only=True):
     """A whole tool call inside a stream."""
 
     index: int

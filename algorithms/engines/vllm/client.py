@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,10 +11,9 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from agentrl.algorithms.engines.vllm.child import KEY_HEADER, SERVER_HEADER
 from agentrl.algorithms.engines.vllm.process import OLDEST, is_old
-from agentrl.algorithms.engines.vllm.serving import HOLD, MEMORY, VllmHost
-from agentrl.algorithms.engines.vllm.weight_sync import INIT, LOAD, LostError
+from agentrl.algorithms.engines.vllm.serving import HOLD, MEMORY, LostError, VllmHost
+from agentrl.algorithms.engines.vllm.weight_sync import INIT, LOAD
 from agentrl.errors import PolicyError
 from agentrl.types import Json
 
@@ -52,30 +52,24 @@ class VllmClient:
         return (await self.only(url)._request(method, path, body, False))[0]
 
     async def _request(self, method: str, path: str, body: Json, missing: bool) -> list[Any]:
-        headers = {KEY_HEADER: self.host.key}
-        if self.server:
-            headers[SERVER_HEADER] = self.server
-        # A new connection each: updates block this loop for longer than vLLM keeps idle ones.
-        limit = aiohttp.ClientTimeout(total=self.timeout)
-        async with aiohttp.ClientSession(headers=headers, timeout=limit) as session:
-            try:
-                url = self.host.url + path
-                async with session.request(method, url, json=body) as reply:
-                    answer = await reply.read()
-            except TimeoutError:
-                what = "calls in flight did not end" if path == HOLD else "no answer"
-                raise PolicyError(
-                    f"vLLM: {path}: {what} within {self.timeout:g} s (engine.vllm.timeout)"
-                ) from None
-            except aiohttp.ClientError as error:
-                raise LostError(f"{path}: {error}") from None
-        if reply.status != 200 and not (missing and reply.status == 404):
-            words = f"{path}: {reply.status} {answer[:300].decode(errors='replace')}"
-            if reply.status >= 500:  # an error of its own, or its engine is dying
-                raise LostError(words)
-            raise PolicyError(f"vLLM refused {words}; {self.host.failure_reason()}")
-        answers = msgspec.json.decode(answer) if answer[:1] in (b"{", b"[") else None
-        return answers if isinstance(answers, list) else [answers]
+        try:
+            async with asyncio.timeout(self.timeout):
+                replies = await self.host.request(method, path, body, self.server)
+        except TimeoutError:
+            what = "calls in flight did not end" if path == HOLD else "no answer"
+            raise PolicyError(
+                f"vLLM: {path}: {what} within {self.timeout:g} s (engine.vllm.timeout)"
+            ) from None
+        for status, answer in replies:
+            if status != 200 and not (missing and status == 404):
+                words = f"{path}: {status} {answer[:300].decode(errors='replace')}"
+                if status >= 500:  # an error of its own, or its engine is dying
+                    raise LostError(words)
+                raise PolicyError(f"vLLM refused {words}; {self.host.failure_reason()}")
+        return [
+            msgspec.json.decode(answer) if answer[:1] in (b"{", b"[") else None
+            for _, answer in replies
+        ]
 
 
 @dataclass(frozen=True, slots=True)

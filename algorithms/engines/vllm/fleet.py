@@ -1,7 +1,7 @@
 """vLLM servers that somebody else started, behind a load balancer of our own.
 
 Owns the load balancer, an HTTP server in a thread that holds requests and spreads them over the
-servers, and the key of its control requests. Nobody else may call the servers for the same policy,
+servers. Nobody else may call the servers for the same policy,
 and they must be started with
 
     VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs \
@@ -20,7 +20,6 @@ restarted with old ones; while all are gone, calls wait.
 from __future__ import annotations
 
 import asyncio
-import secrets
 import sys
 import time
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
@@ -36,18 +35,13 @@ from agentrl.algorithms.engines.base import (
     parse_versions,
     port_taken,
 )
-from agentrl.algorithms.engines.vllm.child import (
-    KEY_HEADER,
-    SERVER_HEADER,
-    is_public_path,
-    requested_model,
-)
+from agentrl.algorithms.engines.vllm.child import is_public_path, requested_model
 from agentrl.algorithms.engines.vllm.client import probe
 from agentrl.algorithms.engines.vllm.process import POLL
-from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN, ServedModel
+from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN, LostError, ServedModel
 from agentrl.errors import PolicyError
 from agentrl.http_server import listen, read_body
-from agentrl.types import POLICY
+from agentrl.types import POLICY, Json
 
 WATCH = 1.0  # seconds between health checks; starting a server takes longer
 PATIENCE = 10.0  # seconds that a server has to answer a health check
@@ -75,7 +69,7 @@ class VllmFleet:
         start_timeout: seconds that servers have to come up, at first and again. timeout: and to
         take an update, after which one that has not counts as gone."""
         self.urls = [url.rstrip("/").removesuffix("/v1") for url in urls]
-        self.key, self.url, self.name = secrets.token_hex(16), "", POLICY
+        self.url, self.name = "", POLICY
         self.room = sys.maxsize  # vLLM swaps adapters beyond its --max-loras in on request
         self.refuses_adapters, self.gpus = "", 0
         self.backend: str | None = ""
@@ -122,6 +116,11 @@ class VllmFleet:
             else:
                 up = [await _first(self._healthy(http, url) for url in self.urls)]
         await self._http.call(self._mark_ready, up)
+
+    async def request(
+        self, method: str, path: str, body: Json = None, server: str = ""
+    ) -> list[tuple[int, bytes]]:
+        return await self._http.run(self._control(method, path, body, server))
 
     async def ended(self) -> str:
         """Returns the reason once no server answers."""
@@ -208,8 +207,6 @@ class VllmFleet:
             await self._session.close()
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
-        if request.headers.get(KEY_HEADER) == self.key:
-            return await self._handle_control(request)
         if not is_public_path(request.path):
             return web.Response(status=404)
         # Read first: a request that is never sent to its end must not hold up an update.
@@ -227,51 +224,40 @@ class VllmFleet:
                 if url in self._busy:
                     self._busy[url] -= 1
 
-    async def _handle_control(self, request: web.Request) -> web.Response:
-        """Like `HoldMiddleware`. Requests for vLLM go to the named server, or to all servers that
-        are up to date; the answer is the list of theirs. A server that does not answer is removed,
-        which is a failure only where no other server answered."""
-        if request.path == HOLD:
+    async def _control(
+        self, method: str, path: str, body: Json, server: str
+    ) -> list[tuple[int, bytes]]:
+        """A server that does not answer is removed; the others' responses count."""
+        if path == HOLD:
             await self._requests.hold()
-            return web.Response()
-        if request.path == OPEN:
+            return []
+        if path.startswith(f"{OPEN}?"):
             if self._busy:
-                self._requests.versions = parse_versions(request.query_string)
+                self._requests.versions = parse_versions(path.removeprefix(f"{OPEN}?"))
                 self._requests.release()
-            return web.Response()
-        only, body = request.headers.get(SERVER_HEADER), await read_body(request)
-        urls = [only] if only else list(self._busy)
-        found = await asyncio.gather(*(self._forward_control(request, url, body) for url in urls))
+            return []
+        urls = [server] if server else list(self._busy)
+        found = await asyncio.gather(*(self._ask(url, method, path, body) for url in urls))
         replies = [reply for reply in found if reply is not None]
         if not replies:
-            return web.Response(status=502, text=self._reason)
-        for status, answer in replies:
-            if status != 200:
-                return web.Response(status=status, body=answer)
-        answers = [answer if answer[:1] in (b"{", b"[") else b"null" for _, answer in replies]
-        return web.Response(body=b"[" + b",".join(answers) + b"]")
+            raise LostError(f"{path}: {self._reason}")
+        return replies
 
-    async def _forward_control(
-        self, request: web.Request, url: str, body: bytes
-    ) -> tuple[int, bytes] | None:
+    async def _ask(self, url: str, method: str, path: str, body: Json) -> tuple[int, bytes] | None:
         """Status and body of one server's response; None: it is gone."""
         assert self._session is not None
-        kind = {"content-type": "application/json"}
         try:
             async with (
                 asyncio.timeout(self._timeout),
-                self._session.request(
-                    request.method, url + request.path, data=body, headers=kind
-                ) as reply,
+                self._session.request(method, url + path, json=body) as reply,
             ):
                 status, answer = reply.status, await reply.read()
                 if status < 500 or await self._survives(url):
                     return status, answer
-                self._mark_gone(url, f"{request.path}: {status} {answer[:300]!r}")
-                return None
+                self._mark_gone(url, f"{path}: {status} {answer[:300]!r}")
         except TimeoutError:
             late = f"no answer within {self._timeout:g} s (engine.vllm.timeout)"
-            self._mark_gone(url, f"{request.path}: {late}")
+            self._mark_gone(url, f"{path}: {late}")
         except aiohttp.ClientError as error:
             self._mark_gone(url, f"does not answer ({type(error).__name__}: {error})")
         return None

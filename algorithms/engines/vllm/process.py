@@ -19,11 +19,11 @@ import aiohttp
 
 from agentrl.algorithms.engines.base import port_taken
 from agentrl.algorithms.engines.vllm.child import KEY_HEADER, KEY_VARIABLE, HoldMiddleware
-from agentrl.algorithms.engines.vllm.serving import BASE, ServedModel
+from agentrl.algorithms.engines.vllm.serving import BASE, LostError, ServedModel
 from agentrl.config import VllmEngineConfig
 from agentrl.errors import PolicyError
 from agentrl.processes import PARENT
-from agentrl.types import POLICY
+from agentrl.types import POLICY, Json
 
 OLDEST = (0, 30)  # `reload_weights` from a path, `return_token_ids` on every endpoint
 APPENDED = {"--enforce-eager", "--enable-auto-tool-choice", "--disable-uvicorn-access-log"}
@@ -108,6 +108,20 @@ class VllmProcess:
         except BaseException:
             await self.stop()
             raise
+
+    async def request(
+        self, method: str, path: str, body: Json = None, server: str = ""
+    ) -> list[tuple[int, bytes]]:
+        # A new connection each: updates block this loop for longer than vLLM keeps idle ones.
+        limit = aiohttp.ClientTimeout(total=None)
+        try:
+            async with (
+                aiohttp.ClientSession(headers={KEY_HEADER: self.key}, timeout=limit) as session,
+                session.request(method, self.url + path, json=body) as reply,
+            ):
+                return [(reply.status, await reply.read())]
+        except aiohttp.ClientError as error:
+            raise LostError(f"{path}: {error}") from None
 
     async def ended(self) -> int:
         """Exit code, as soon as there is one; negative: the signal that ended it."""

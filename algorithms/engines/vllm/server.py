@@ -20,13 +20,15 @@ from pathlib import Path
 
 from agentrl.algorithms.engines.vllm import weight_sync
 from agentrl.algorithms.engines.vllm.client import VllmClient
-from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN, ServedModel, TrainedModel, VllmHost
-from agentrl.algorithms.engines.vllm.weight_sync import (
-    AdapterSync,
+from agentrl.algorithms.engines.vllm.serving import (
+    HOLD,
+    OPEN,
     LostError,
-    VllmServers,
-    WeightSync,
+    ServedModel,
+    TrainedModel,
+    VllmHost,
 )
+from agentrl.algorithms.engines.vllm.weight_sync import AdapterSync, VllmServers, WeightSync
 from agentrl.errors import PolicyError
 from agentrl.types import POLICY
 

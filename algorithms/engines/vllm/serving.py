@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 
 from torch import Tensor
 
-from agentrl.types import POLICY
+from agentrl.types import POLICY, Json
 
 BASE = "base"  # name in requests of the model that a child's adapters are applied to
 HOLD, OPEN = "/agentrl/hold", "/agentrl/open"
@@ -50,11 +50,14 @@ class ServedModel:
         return urlencode(self.versions | nameless)
 
 
+class LostError(Exception):
+    """A request failed as it does on a server that is dying."""
+
+
 class VllmHost(Protocol):
     """Where vLLM runs: a child process, or servers that somebody else started. What listens at its
-    URL holds requests and takes control requests, as `child.HoldMiddleware` does."""
+    URL holds requests."""
 
-    key: str  # of control requests
     url: str
     # Known after `probe`:
     name: str  # of the model, in requests where all weights are trained
@@ -75,6 +78,14 @@ class VllmHost(Protocol):
     async def start(self, serving: ServedModel) -> None:
         """Returns once vLLM answers; requests are held. Called again after `ended`. Raises
         PolicyError when the port is taken, and when vLLM ends or stays silent."""
+        ...
+
+    async def request(
+        self, method: str, path: str, body: Json = None, server: str = ""
+    ) -> list[tuple[int, bytes]]:
+        """Send a control request to all servers that have the newest weights, or to one server.
+        Returns status and body of each response. HOLD is answered once no call is in flight; from
+        then on new calls wait, until OPEN?VERSIONS. Raises LostError where no server answers."""
         ...
 
     async def ended(self) -> object:

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.engines.vllm.serving import MEMORY, ServedModel, TrainedModel
+from agentrl.algorithms.engines.vllm.serving import MEMORY, LostError, ServedModel, TrainedModel
 from agentrl.errors import PolicyError
 from agentrl.types import Json
 
@@ -35,10 +35,6 @@ ALIGNMENT = 64  # bytes
 INIT, START = "/init_weight_transfer_engine", "/start_weight_update"
 UPDATE, FINISH = "/update_weights", "/finish_weight_update"
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-
-
-class LostError(Exception):
-    """A request failed as it does on a server that is dying."""
 
 
 class VllmServers(Protocol):
