@@ -17,6 +17,7 @@ from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.evaluation.core import SavedCheckpoint, checkpoint_at, checkpoints_of
 from agentrl.store import open_store
+from agentrl.threads import run_blocking
 from agentrl.types import RunState
 
 
@@ -25,7 +26,7 @@ def go_back(config: RunConfig, start: str) -> None:
 
     Raises ConfigError, with nothing changed, for what this run has not been, DamagedError for what
     is not whole."""
-    trainer.run_blocking(_go_back(trainer.hide_secrets(config), start))
+    run_blocking(_go_back(trainer.hide_secrets(config), start))
 
 
 async def _go_back(config: RunConfig, start: str) -> None:

@@ -371,6 +371,11 @@ class RunConfig(Section, frozen=True):
         directory = self.path(name)
         return str(directory) if directory.is_dir() else name
 
+    def model_path(self) -> str:
+        """The policy's model: a directory, which `policy.build` may have made, or a hub name."""
+        own = self.path(self.policy.model) if self.policy.model else Path(self.output, "policy")
+        return str(own) if own.is_dir() else self.policy.model
+
     def checkpoint(self, name: str) -> Path:
         """Where a checkpoint is that the store names, relative to `output`. Earlier versions stored
         where it was written, from where the folder may have been moved or copied."""

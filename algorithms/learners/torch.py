@@ -40,7 +40,7 @@ from agentrl.algorithms.model.packing import (
     Packing,
     check_model,
     hidden_states,
-    packs,
+    pack_rows,
     supported_packing,
 )
 from agentrl.algorithms.objective.values import ValueTerms
@@ -194,7 +194,7 @@ class TorchLearner(PolicyWeights):
 
         def compute() -> Tensor:
             scores_N = torch.empty(batch.n_tokens, dtype=dtype)
-            for pack in packs(batch, self.packing, self.token_budget):
+            for pack in pack_rows(batch.rows, self.packing, self.token_budget):
                 scores_N[pack.index] = score(pack).to("cpu", dtype)
             return scores_N
 
@@ -203,7 +203,7 @@ class TorchLearner(PolicyWeights):
 
     def _top(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
         places, ids, logprobs = [], [], []
-        for pack in packs(batch, self.packing, self.token_budget):
+        for pack in pack_rows(batch.rows, self.packing, self.token_budget):
             p, _, hidden = self._forward(pack, self.model)
             head, actions = self.model.get_output_embeddings(), pack.actions.to(hidden.device)
             top = top_tokens(head, hidden, actions, k, fp32=self.fp32_head)
@@ -227,7 +227,7 @@ class TorchLearner(PolicyWeights):
         symbols = torch.full(batch.symbols.shape, math.nan) if batch.symbols.numel() else None
         report = StepReport(logprobs=logprobs_N, entropy=entropy_N, symbols=symbols)
         value_loss, clipped = 0.0, 0
-        for pack in packs(batch, self.packing, self.token_budget):
+        for pack in pack_rows(batch.rows, self.packing, self.token_budget):
             with memory.recomputing(self.recomputed):
                 p, entropy, hidden = self._forward(pack, self.model, eta is not None)
             current = p.detach().cpu()

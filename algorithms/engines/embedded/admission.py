@@ -19,7 +19,7 @@ import numpy as np
 from agentrl.algorithms.engines.base import RequestHold
 from agentrl.algorithms.engines.embedded.engine import CLOSED, Engine, TokenUpdates
 from agentrl.algorithms.engines.embedded.kv_cache import GenerationRequest, TokenUpdate
-from agentrl.algorithms.model.request_error import RequestError
+from agentrl.algorithms.model.chat import RequestError
 from agentrl.algorithms.model.text import Codec, TextStream
 from agentrl.errors import PolicyError
 from agentrl.types import Sampling

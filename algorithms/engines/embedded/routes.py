@@ -18,8 +18,7 @@ from agentrl.algorithms.engines.embedded.protocol import (
     StreamOptions,
     TextRequest,
 )
-from agentrl.algorithms.model.chat import Chat
-from agentrl.algorithms.model.request_error import RequestError
+from agentrl.algorithms.model.chat import Chat, RequestError
 from agentrl.algorithms.model.text import Codec
 from agentrl.errors import nearest
 from agentrl.http_server import read_body

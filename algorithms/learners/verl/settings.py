@@ -89,8 +89,7 @@ def placement(config: RunConfig) -> VerlConfig:
 
 def describe_settings(config: RunConfig) -> str:
     """`settings` as comments under a run file, for `--dry-run`."""
-    named = config.policy.model
-    model = config.model_source(named) if named else str(Path(config.output, "policy"))
+    model = config.model_path() or str(Path(config.output, "policy"))
     lines = ["", "# What verl is configured with:"]
     for key, value in flatten(settings(config, model)).items():
         lines.append(f"# {key} = {msgspec.json.encode(value).decode()}")
