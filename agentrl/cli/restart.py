@@ -24,8 +24,8 @@ from agentrl.types import RunState
 def go_back(config: RunConfig, start: str) -> None:
     """Make the run's next step the one after `start`, a number of steps or a checkpoint's path.
 
-    Changes nothing and raises ConfigError for a checkpoint that is not of this run, DamagedError for
-    one that is not whole."""
+    Raises ConfigError for a checkpoint that is not of this run and DamagedError for a damaged one,
+    with nothing changed."""
     run_blocking(_go_back(trainer.hide_secrets(config), start))
 
 

@@ -101,7 +101,7 @@ class PolicyConfig(Section, frozen=True):
 
 
 class MemberConfig(Section, frozen=True):
-    """One of several policies: its roles, its weights, and where it differs from the run's tables."""
+    """One of several policies: its roles, its weights, and what differs from the run's tables."""
 
     roles: list[str] = []
     model: str = ""  # weights of its own; default: an adapter on those of policy.model
@@ -124,8 +124,8 @@ class TeamConfig(Section, frozen=True):
 
 
 class BranchingConfig(Section, frozen=True):
-    """More rollouts for a group, queued when its own have ended: each repeats the first calls of one
-    of these and is sampled from there.
+    """More rollouts for a group, queued when its own have ended. Each repeats the first calls of an
+    earlier one and is sampled from there.
 
     mc: from the state before each call of every rollout. tree: from the calls of the group where
     the policy is least certain."""

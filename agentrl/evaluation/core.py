@@ -89,8 +89,8 @@ async def _score(config: RunConfig, level: int) -> trainer.TrainingResult:
 
 
 def check_any_succeeded(rows: Sequence[Rollout], name: str, option: str = "") -> None:
-    """Raises AgentRLError with the commonest cause where every rollout failed. option: to repeat the
-    command with."""
+    """Raises AgentRLError with the commonest cause where every rollout failed. option: what to add
+    to the command."""
     failures = [row.failure for row in rows if row.failure]
     if failures and len(failures) == len(rows):
         cause = commonest_failure(failures, len(rows))
