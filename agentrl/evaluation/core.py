@@ -173,7 +173,13 @@ def plan_run(
     """The settings of the evaluation run."""
     settings = [getattr(config, key) for key in GAMES]
     directories = [str(checkpoint.path), *(one.directory for one in plan.players.values())]
-    weights = [(directory, _written(Path(directory))) for directory in directories if directory]
+    # With the newest modification time in ns, because another run may write other weights under the
+    # same name. 0: a hub name.
+    weights = [
+        (name, max((file.stat().st_mtime_ns for file in Path(name).rglob("*")), default=0))
+        for name in directories
+        if name
+    ]
     about = msgspec.json.encode([plan, weights, settings])
     name = f"{config.name}-{kind}-{sha256(about).hexdigest()[:8]}"
     return msgspec.structs.replace(
@@ -183,12 +189,6 @@ def plan_run(
             config.tasks, heldout=config.tasks.heldout or config.tasks.train
         ),
     )
-
-
-def _written(directory: Path) -> int:
-    """The newest modification time in a directory, in ns, because another run may write other
-    weights under the same name. 0 for a hub name."""
-    return max((file.stat().st_mtime_ns for file in directory.rglob("*")), default=0)
 
 
 def evaluation_run(config: RunConfig, name: str, checkpoint: Path | None) -> RunConfig:
