@@ -11,6 +11,7 @@ from typing import Any, Literal
 from agentrl.config.base import (
     EXTERNAL,
     Count,
+    KindSection,
     Natural,
     NonNegative,
     Port,
@@ -34,7 +35,7 @@ class VerlConfig(Section, frozen=True):
     timeout: Seconds = 1800.0  # of one call: an update, or loading the model
 
 
-class LearnerConfig(Section, frozen=True, tag_field="kind"):
+class LearnerConfig(KindSection, frozen=True, tag_field="kind"):
     """Settings of every learner."""
 
     token_budget: Count = 4096  # tokens forwarded at once; gradients of all are summed
@@ -42,10 +43,6 @@ class LearnerConfig(Section, frozen=True, tag_field="kind"):
     # Common prefixes of branches are computed once (trie) or again for each (rows). auto: trie, but
     # rows with verl
     packing: Literal["auto", "rows", "trie"] = "auto"
-
-    @property
-    def kind(self) -> str:
-        return kind_of(self)
 
     @property
     def packed(self) -> Literal["rows", "trie"]:
@@ -103,7 +100,7 @@ class VllmConfig(Section, frozen=True):
                 )
 
 
-class EngineConfig(Section, frozen=True, tag_field="kind"):
+class EngineConfig(KindSection, frozen=True, tag_field="kind"):
     """Settings of every policy server."""
 
     host: str = "127.0.0.1"  # where it listens, and where runners call it
@@ -112,10 +109,6 @@ class EngineConfig(Section, frozen=True, tag_field="kind"):
     max_batch: Count = 64  # calls decoded together
     max_context: Count = 2048  # tokens of prompt and completion
     threads: Count = 1
-
-    @property
-    def kind(self) -> str:
-        return kind_of(self)
 
     def __post_init__(self) -> None:
         if self.host in ("0.0.0.0", "::") and not self.advertise:

@@ -14,6 +14,7 @@ import msgspec
 
 from agentrl.config.base import (
     Count,
+    KindSection,
     Name,
     Natural,
     NonNegative,
@@ -224,15 +225,11 @@ class TeacherConfig(Section, frozen=True):
     model: str = ""  # a checkpoint directory or hub name with the policy's vocabulary
 
 
-class RewardModelConfig(Section, frozen=True, tag_field="kind", tag="scalar"):
+class RewardModelConfig(KindSection, frozen=True, tag_field="kind", tag="scalar"):
     """A model whose scores are rewards, under its name: a decoder with a head of one label."""
 
     model: str  # a checkpoint directory or hub name with the policy's vocabulary
     scope: Literal["rollout", "transition"] = "rollout"  # a reward of the rollout, or of each call
-
-    @property
-    def kind(self) -> str:
-        return kind_of(self)
 
 
 class ImplicitRewardModelConfig(RewardModelConfig, frozen=True, tag="implicit"):
