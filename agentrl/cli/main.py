@@ -294,10 +294,11 @@ def start_algorithm(config: RunConfig) -> None:
 @click.argument("plan_file", type=click.Path(path_type=Path))
 def play_lineups(config: RunConfig, plan_file: Path) -> None:
     die_with_parent()
-    from agentrl.algorithms.train.play import main as play
+    from agentrl.algorithms.train.main import play_plan
     from agentrl.config.policies import EvaluationPlan
 
-    play(config, msgspec.json.decode(plan_file.read_bytes(), type=EvaluationPlan))
+    plan = msgspec.json.decode(plan_file.read_bytes(), type=EvaluationPlan)
+    asyncio.run(play_plan(config, plan))
 
 
 @cli.group(hidden=True)
