@@ -270,8 +270,7 @@ async def supervise(
         count = partial(_ended_rollouts, store, config.name)
         working = [_algorithm(algorithm), *(_keep_alive(child, count) for child in workers)]
         working += [_local_runner(config, *local)] if local else []
-        quiet = level > PHASE
-        showing = [show_progress(store, config, console, quiet=quiet), log_lines.follow()]
+        showing = [show_progress(store, config, console, quiet=level > PHASE), log_lines.follow()]
         showing += [sinks.keep()] if sinks else []
         watchers, followers = ([*map(asyncio.create_task, work)] for work in (working, showing))
         try:
