@@ -18,7 +18,7 @@ from agentrl.algorithms.engines.vllm import process as vllm_process
 from agentrl.algorithms.engines.vllm.child import ADAPTERS, KEY_VARIABLE, HoldMiddleware
 from agentrl.algorithms.engines.vllm.process import VllmProcess, check_installed
 from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN, ServedModel
-from agentrl.config import VllmConfig, VllmEngineConfig
+from agentrl.config.infrastructure import VllmConfig, VllmEngineConfig
 from agentrl.errors import PolicyError
 
 # Answers /health on the port that follows --port, and starts a process that ignores SIGTERM.
