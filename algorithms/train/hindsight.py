@@ -22,7 +22,7 @@ from agentrl.algorithms.model.chat import Chat
 from agentrl.algorithms.model.load import Tokenizer
 from agentrl.algorithms.model.request_error import RequestError
 from agentrl.algorithms.model.text import Codec
-from agentrl.algorithms.presets.zoo.hcapo import HINDSIGHT
+from agentrl.algorithms.presets.zoo.turns import HINDSIGHT
 from agentrl.types import POLICY, Group, Reward, Rollout, Transition, int32
 
 SCOPE, NAME = columns.split_reference(HINDSIGHT)
