@@ -11,7 +11,6 @@ from agentrl.algorithms.presets.zoo import (  # noqa: F401
     gates,
     grpo,
     ppo,
-    prime,
     reinforce,
     teams,
     trees,

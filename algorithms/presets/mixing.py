@@ -1,4 +1,5 @@
-"""Named reward streams: process and outcome rewards, compared one by one, mixed in one place.
+"""Process and outcome rewards, compared one by one, mixed in one place: named reward streams, and
+PRIME, iStar, ArCHer and MT-GRPO.
 
 Streams are mixed as advantages unless another way is chosen: each is compared and scaled on its
 own, so none drowns another (iStar, arXiv 2509.19199). As returns: each is discounted and centred on
@@ -8,7 +9,7 @@ reward. What is missing in a stream adds nothing; a token that all streams miss 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
 from typing import Annotated, ClassVar, Literal
@@ -21,9 +22,9 @@ from agentrl.algorithms.credit import core, turns
 from agentrl.algorithms.credit.core import Column, Credit, GroupRelative, WeightedSum, column
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level, Unit, known_mean, lift, next_same, reduce_by
-from agentrl.algorithms.objective.core import Algo
+from agentrl.algorithms.objective.core import ROW_SUMS, TOKENS, Algo
 from agentrl.algorithms.presets import registry
-from agentrl.algorithms.presets.registry import Cap, Discount, Share, modifier, preset
+from agentrl.algorithms.presets.registry import PPO_CLIP, Cap, Discount, Share, modifier, preset
 from agentrl.errors import ConfigError
 from agentrl.types import Scope
 
@@ -85,6 +86,22 @@ def GatedByOutcome(batch: Batch, credit: Credit, outcome: Credit, how: Agreement
     if how != "agree":
         agrees |= (a <= 0) if how == "positive" else (a >= 0)
     return torch.where(result.isnan() | a.isnan(), torch.nan, torch.where(agrees, a, 0.0))
+
+
+@column()
+def OutcomePlusCalls(batch: Batch, reward: str | Column, calls: str, weight: float = 1.0) -> Tensor:
+    """[U] the reward of a rollout plus `weight` times what its calls received."""
+    x = turns.call_rewards(batch, calls).nan_to_num(nan=0.0)
+    total = reduce_by(x, batch.transition_rollout, len(batch.rollouts))
+    return core.rewards(batch, reward) + weight * total
+
+
+@column()
+def CallsOrOutcome(batch: Batch, credit: Credit, outcome: Credit, reward: str) -> Tensor:
+    """[N] a credit for rollouts of which a call received the reward, `outcome` for the others."""
+    known = ~turns.call_rewards(batch, reward).isnan()
+    has = reduce_by(known, batch.transition_rollout, len(batch.rollouts)) > 0
+    return torch.where(has[batch.token_rollout], credit(batch), outcome(batch))
 
 
 class RewardStream(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -191,33 +208,33 @@ def _optional(streams: Mapping[str, RewardStream]) -> tuple[str, ...]:
 
 
 def _check(streams: Mapping[str, RewardStream], option: str, way: Way, host: bool = False) -> None:
+    """Raises ConfigError for settings that have no effect."""
     for name, stream in streams.items():
-        for field, why in _faults(stream, streams, way, host):
-            raise ConfigError(f"algorithm.options.{option}.{name}{field}: {why}")
+        key = f"algorithm.options.{option}.{name}"
+        idle = [] if way == "advantages" else ["norm", "clip", "gate"]
+        if way == "rewards":
+            idle += ["base", "by"] + ([] if stream.potential else ["gamma"])
+        for field in idle:
+            if getattr(stream, field) != getattr(RewardStream(), field):
+                raise ConfigError(
+                    f"{key}.{field}: streams mixed as {way} have none of their own; leave it out, "
+                    "or mix them as advantages"
+                )
+        of_calls = stream.potential or "prime" in (stream.base, stream.norm)
+        if of_calls and stream.scope is not Scope.TRANSITION:
+            raise ConfigError(
+                f"{key}: potentials and base or norm 'prime' are about rewards of calls; give it "
+                "scope = 'transition'"
+            )
+        gate = streams.get(stream.outcome, RewardStream() if host else None)
+        if stream.gate != "none" and (gate is None or gate.gate != "none"):
+            raise ConfigError(
+                f"{key}.outcome = {stream.outcome!r}: there is no stream of that name without a "
+                "gate of its own"
+            )
 
 
-def _faults(
-    stream: RewardStream, streams: Mapping[str, RewardStream], way: Way, host: bool
-) -> Iterator[tuple[str, str]]:
-    """(field, what is wrong with it) of settings that have no effect."""
-    idle = [] if way == "advantages" else ["norm", "clip", "gate"]
-    if way == "rewards":
-        idle += ["base", "by"] + ([] if stream.potential else ["gamma"])
-    for field in idle:
-        if getattr(stream, field) != getattr(RewardStream(), field):
-            why = f"streams mixed as {way} have none of their own"
-            yield f".{field}", f"{why}; leave it out, or mix them as advantages"
-    of_calls = stream.potential or "prime" in (stream.base, stream.norm)
-    if of_calls and stream.scope is not Scope.TRANSITION:
-        why = "potentials and base or norm 'prime' are about rewards of calls"
-        yield "", f"{why}; give it scope = 'transition'"
-    gate = streams.get(stream.outcome, RewardStream() if host else None)
-    if stream.gate != "none" and (gate is None or gate.gate != "none"):
-        why = "there is no stream of that name without a gate of its own"
-        yield f".outcome = {stream.outcome!r}", why
-
-
-@preset("streams", clip=registry.PPO_CLIP, kl=True)
+@preset("streams", clip=PPO_CLIP, kl=True)
 def streams(
     *,
     streams: Streams,
@@ -247,3 +264,41 @@ def with_credit(algo: Algo, *, credit: registry.CreditFunction, credit_reward: s
     and returns one advantage per token, NaN where it is missing. credit_reward: the reward that the
     batch carries for it; default: the host's. As in arXiv 2402.03300 advantages are of tokens."""
     return replace(algo, credit=credit, rewards=(credit_reward or registry.outcome_of(algo),))
+
+
+@preset("archer")
+def archer(*, advantage: str = "transition:advantage") -> Algo:
+    """REINFORCE with the advantage of each call that an utterance critic gave, as a reward. arXiv
+    2402.19446."""
+    return Algo(GroupRelative(advantage, base="none"), agg=ROW_SUMS)
+
+
+@preset("prime", clip=PPO_CLIP)
+def prime(
+    reward: str, *, process: str = "process", weight: Share = 1.0, scaled: bool = False
+) -> Algo:
+    """Outcome and returns of a reward of calls, each against the other rollouts, whitened; `scaled`
+    divides the process rewards by their largest return. arXiv 2502.01456."""
+    stream = RewardStream(scope=Scope.TRANSITION, base="prime", norm="prime" if scaled else "none")
+    steps = stream_advantage(process, {process: stream})
+    mixed = core.weighted_sum((GroupRelative(reward, base="loo"), 1.0), (steps, weight))
+    return Algo(core.Whiten(mixed), agg=TOKENS)
+
+
+@preset("istar", clip=PPO_CLIP)
+def istar(reward: str, *, process: str = "transition:process", weight: Share = 1.0) -> Algo:
+    """Outcome over rollouts plus a reward of calls over all calls of the task, each scaled. arXiv
+    2509.19199."""
+    steps = GroupRelative(process, norm="std")
+    return Algo(core.weighted_sum((GroupRelative(reward, norm="std"), 1.0), (steps, weight)))
+
+
+@preset("mt-grpo", clip=PPO_CLIP)
+def mt_grpo(reward: str, *, turn_reward: str = "transition:turn", weight: Share = 1.0) -> Algo:
+    """Outcome compared over rollouts plus a reward of calls compared within the same turn; where no
+    call has one, as without a tool call, the sum of both compared over rollouts. arXiv
+    2505.11821."""
+    same_turn = GroupRelative(turn_reward, by=("group", "turn"), norm="std")
+    both = core.weighted_sum((GroupRelative(reward, norm="std"), 1.0), (same_turn, weight))
+    combined = GroupRelative(OutcomePlusCalls(reward, turn_reward, weight), norm="std")
+    return Algo(CallsOrOutcome(both, combined, turn_reward))

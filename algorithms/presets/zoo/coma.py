@@ -266,7 +266,7 @@ def coma(
     *,
     roles: Names,
     actions: Names,
-    critic: Literal["central", "vdn", "qmix"] = "central",
+    critic: Kind = "central",
     width: Count = 64,
     gamma: Discount = 0.99,
     lam: Discount = 0.8,
