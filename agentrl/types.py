@@ -18,7 +18,7 @@ Task = Mapping[str, Json]
 """JSON object. `input` goes to the agent, the whole object to the verifier; `id` is optional."""
 POLICY = "policy"  # name of the trained policy of a run that has only one
 EMPTY = "rollouts/empty"  # metric of a step without a usable rollout: how many it had
-ENDED = "run/ended"  # metric of a run's last step: 1 once nothing more will be asked of runners
+ENDED = "run/ended"  # metric of a run's last step: 1 once no rollout will be queued any more
 
 
 if TYPE_CHECKING:
@@ -112,8 +112,8 @@ class Branch(Record, frozen=True):
     """A rollout that repeats the first `calls` model calls of another, which has ended, and goes
     its own way from there. `calls` counts transitions in order of their index.
 
-    `without`: roles of which no call is repeated, because others have their seats. It shows what
-    the other rollout would have come to without them, and is never trained on."""
+    `without`: roles of which no call is repeated, because other policies play them here. Such a
+    rollout shows how the other one would have ended without them, and is never trained on."""
 
     rollout: str
     calls: int
@@ -208,7 +208,7 @@ class Failure(Record, frozen=True):
 
 
 class FailureCount(Record, frozen=True):
-    """What attempts of a run failed of: how many of one kind, and the last of them."""
+    """The failed attempts of a run that are of one kind: their number, and the last of them."""
 
     kind: ErrorKind
     attempts: int
@@ -252,14 +252,12 @@ class Rollout(Record, frozen=True):
 
     def reward(self, name: str = "outcome") -> float:
         """Rollout-scope reward of that name; NaN when missing."""
-        for row in self.rewards:
-            if row.scope is Scope.ROLLOUT and row.name == name:
-                return row.value
-        return float("nan")
+        rows = (row for row in self.rewards if row.scope is Scope.ROLLOUT and row.name == name)
+        return next((row.value for row in rows), float("nan"))
 
     @property
     def counterfactual(self) -> bool:
-        """Whether it shows what another would have come to without some roles."""
+        """Whether it replays another rollout without some roles."""
         return self.branch is not None and bool(self.branch.without)
 
 
@@ -282,14 +280,9 @@ class PolicyVersion(Record, frozen=True):
     model: str  # the name the server answers to
 
 
-class Checkpoint(Record, frozen=True):
-    step: int
-    path: str
-
-
 class Credit(Record, frozen=True):
-    """What a training step made of one call: a number for each of its completion tokens, or a
-    single one where all are equal. NaN = missing."""
+    """The credit of one call in a training step: arrays of one number for each completion token, or
+    a single one where all are equal. NaN = missing."""
 
     transition: str
     policy: str
@@ -336,7 +329,7 @@ class RunState(Record, frozen=True):
 
     @property
     def identity(self) -> str:
-        """Of all runs that ever had the name, this one."""
+        """Tells this run from earlier ones of the same name."""
         return f"{self.run}@{self.created}"
 
 

@@ -14,25 +14,20 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from agentrl.otlp import DESCRIPTION
 from agentrl.types import Json, Reward, Scope, Span, Trace, Transition
 
 PROVIDER = "agentrl"  # of the answers, as the agent sees it
-HTTP_ATTRIBUTES = (
-    "url.full",
-    "http.url",
-    "http.method",
-    "http.request.method",
-)  # marks of HTTP clients
+HTTP_ATTRIBUTES = {"url.full", "http.url", "http.method", "http.request.method"}  # of a client
 SLACK = 5_000_000  # ns between the clocks of agent and gateway
 
 
 def spans_of(trace: Trace) -> list[Span]:
-    """The whole attempt: its root first, then parents before children in order of their start."""
+    """The whole attempt: its root first, then the other spans by their start."""
     spans = {span.id: span for span in trace.spans}
-    merged: dict[str, str] = {}  # id of a merged span -> that of its llm span
+    merged: dict[str, str] = {}  # id of a request's span -> that of its llm span
     llm_spans: dict[str, Span] = {}
     for transition in trace.transitions:
         span = _llm_span(transition, spans, llm_spans, trace.rollout.rewards)
@@ -42,30 +37,29 @@ def spans_of(trace: Trace) -> list[Span]:
     root = _root_span(trace, [*trace.spans, *llm_spans.values()])
     kept = {id: span for id, span in spans.items() if id not in merged} | llm_spans
     kept.pop(root.id, None)
-    children = _without_cycles(
-        [_with_parent(span, kept, merged, root.id) for span in kept.values()], root.id
-    )
+    parents = _parents(kept, merged, root.id)
+    children = [replace(span, parent=parents[span.id]) for span in kept.values()]
     return [root, *sorted(children, key=lambda span: (span.start, -span.end))]
 
 
-def _with_parent(span: Span, kept: Mapping[str, Span], merged: dict[str, str], root: str) -> Span:
-    parent = merged.get(span.parent or "", span.parent)
-    return replace(span, parent=parent if parent in kept and parent != span.id else root)
-
-
-def _without_cycles(spans: list[Span], root: str) -> list[Span]:
-    """Break cycles of parents, which a client may send: one span of each goes below the root."""
-    parents, sound = {span.id: span.parent for span in spans}, {root}
-    for span in spans:
-        at, passed = span.id, set[str]()
-        while at not in sound:
+def _parents(spans: Mapping[str, Span], merged: Mapping[str, str], root: str) -> dict[str, str]:
+    """The parent of each span: the root where its own is missing. A client may send cycles of
+    parents; one span of each goes below the root."""
+    parents: dict[str, str] = {}
+    for span in spans.values():
+        parent = merged.get(span.parent or "") or span.parent
+        parents[span.id] = parent if parent and parent in spans else root
+    below_root = {root}
+    for at in list(parents):
+        passed = set[str]()
+        while at not in below_root:
             if at in passed:
                 parents[at] = root
                 break
             passed.add(at)
-            at = parents[at] or root
-        sound |= passed
-    return [replace(span, parent=parents[span.id]) for span in spans]
+            at = parents[at]
+        below_root |= passed
+    return parents
 
 
 def _llm_span(
@@ -82,12 +76,11 @@ def _llm_span(
     known = _recorded_llm_span(request, spans, llm_spans, start, end)
     if known is not None:
         return replace(known, kind="llm", attributes=known.attributes | about)
+    id, parent = _id(transition.id), transition.span
     if request is not None and _is_request(request):
         id, parent = request.id, request.parent
     elif request is None and transition.span:  # its client sent its spans elsewhere
         id, parent = transition.span, None
-    else:
-        id, parent = _id(transition.id), transition.span
     return Span(
         id=_id(transition.id) if id in llm_spans else id,  # one request may ask for several samples
         attempt=transition.attempt,
@@ -107,8 +100,8 @@ def _recorded_llm_span(
     start: int,
     end: int,
 ) -> Span | None:
-    """The llm span that a framework recorded of the call: an ancestor of the request, or a sibling,
-    as OpenInference records for LangChain, and then the shortest that covers the call."""
+    """The llm span that a framework recorded of the call: an ancestor of the request or, as
+    OpenInference records for LangChain, its shortest sibling that covers the call."""
     if request is None:
         return None
     ancestor: Span | None = request
@@ -118,41 +111,31 @@ def _recorded_llm_span(
         ancestor = spans.get(ancestor.parent or "")
     if ancestor is not None and ancestor.kind == "llm":
         return None if ancestor.id in llm_spans else ancestor
-    siblings = [
-        span
-        for span in spans.values()
-        if span.kind == "llm"
-        and span.parent == request.parent
-        and span.id not in llm_spans
-        and span.start - SLACK <= start
-        and end <= span.end + SLACK
-    ]
-    return min(siblings, key=lambda span: span.end - span.start, default=None)
+    free = (span for id, span in spans.items() if span.kind == "llm" and id not in llm_spans)
+    siblings = (span for span in free if span.parent == request.parent)
+    covering = (s for s in siblings if s.start - SLACK <= start and end <= s.end + SLACK)
+    return min(covering, key=lambda span: span.end - span.start, default=None)
 
 
 def _is_request(span: Span) -> bool:
-    return span.kind in ("internal", "llm") and any(
-        key in span.attributes for key in HTTP_ATTRIBUTES
-    )
+    return span.kind in ("internal", "llm") and not HTTP_ATTRIBUTES.isdisjoint(span.attributes)
 
 
 def _root_span(trace: Trace, spans: list[Span]) -> Span:
-    """The span of the attempt; made up where the agent ran in another process."""
+    """The span of the attempt, with the times of its `spans` where the agent ran in another process
+    and recorded none."""
     rollout = trace.rollout
-    own = [span for span in trace.spans if span.parent is None and span.name == "attempt"]
-    root = (
-        own[0]
-        if own
-        else Span(
-            id=_id(trace.attempt),
-            attempt=trace.attempt,
-            parent=None,
-            name="attempt",
-            kind="agent",
-            start=min((span.start for span in spans), default=0),
-            end=max((span.end for span in spans), default=0),
-        )
+    made = Span(
+        id=_id(trace.attempt),
+        attempt=trace.attempt,
+        parent=None,
+        name="attempt",
+        kind="agent",
+        start=min((span.start for span in spans), default=0),
+        end=max((span.end for span in spans), default=0),
     )
+    own = (span for span in trace.spans if span.parent is None and span.name == "attempt")
+    root = next(own, made)
     about: dict[str, Json] = {
         "gen_ai.operation.name": "invoke_agent",
         "gen_ai.provider.name": PROVIDER,
@@ -170,11 +153,7 @@ def _root_span(trace: Trace, spans: list[Span]) -> Span:
         **_rewards(rollout.rewards, Scope.ROLLOUT, None),
     }
     for role in sorted({row.target or "" for row in rollout.rewards if row.scope is Scope.ROLE}):
-        attributes = _rewards(rollout.rewards, Scope.ROLE, role)
-        about |= {
-            key.replace("agentrl.reward", f"agentrl.reward.{role}"): attributes[key]
-            for key in attributes
-        }
+        about |= _rewards(rollout.rewards, Scope.ROLE, role, f"agentrl.reward.{role}")
     if rollout.failure is not None:
         about |= {"error.type": rollout.failure.kind.value, DESCRIPTION: rollout.failure.message}
     return replace(
@@ -188,13 +167,7 @@ def _root_span(trace: Trace, spans: list[Span]) -> Span:
 def call_attributes(transition: Transition) -> dict[str, Json]:
     """The attributes of one model call, by all conventions."""
     sampling, answer = transition.sampling, transition.answer or {}
-    limits = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k or None,
-        "max_tokens": sampling.max_tokens,
-        "seed": sampling.seed,
-    }
+    limits = asdict(sampling) | {"top_k": sampling.top_k or None}
     given = {name: value for name, value in limits.items() if value is not None}
     read, written = len(transition.prompt), len(transition.completion)
     output = _message(answer) | {"finish_reason": transition.finish}
@@ -243,7 +216,9 @@ def _message(message: Mapping[str, Json]) -> dict[str, Json]:
             {"type": "tool_call_response", "id": message.get("tool_call_id"), "response": content}
         )
     elif isinstance(content, list):
-        parts += [_part(part) for part in content]
+        for part in content:
+            text = isinstance(part, Mapping) and part.get("type") == "text"
+            parts.append({"type": "text", "content": part.get("text")} if text else part)
     elif content:
         parts.append({"type": "text", "content": content})
     for call in message.get("tool_calls") or ():
@@ -252,12 +227,6 @@ def _message(message: Mapping[str, Json]) -> dict[str, Json]:
         named = {"id": call.get("id"), "name": function.get("name"), "arguments": arguments}
         parts.append({"type": "tool_call"} | named)
     return {"role": role, "parts": parts}
-
-
-def _part(part: Json) -> Json:
-    if isinstance(part, Mapping) and part.get("type") == "text":
-        return {"type": "text", "content": part.get("text")}
-    return part
 
 
 def _openinference(prefix: str, message: Mapping[str, Json]) -> dict[str, Json]:
@@ -275,12 +244,14 @@ def _openinference(prefix: str, message: Mapping[str, Json]) -> dict[str, Json]:
     return {key: value for key, value in attributes.items() if value is not None}
 
 
-def _rewards(rewards: Iterable[Reward], scope: Scope, target: str | None) -> dict[str, Json]:
-    """`agentrl.reward.NAME`; a list where there are several of one name."""
+def _rewards(
+    rewards: Iterable[Reward], scope: Scope, target: str | None, prefix: str = "agentrl.reward"
+) -> dict[str, Json]:
+    """A reward's value by `prefix.NAME`; a list where there are several of one name."""
     attributes: dict[str, list[float]] = {}
     for row in rewards:
         if row.scope is scope and row.target == target:
-            attributes.setdefault(f"agentrl.reward.{row.name}", []).append(row.value)
+            attributes.setdefault(f"{prefix}.{row.name}", []).append(row.value)
     return {key: values[0] if len(values) == 1 else values for key, values in attributes.items()}
 
 

@@ -37,7 +37,7 @@ from agentrl.algorithms.model.packing import (
     Packing,
     check_model,
     hidden_states,
-    packs,
+    pack_rows,
     supported_packing,
 )
 from agentrl.algorithms.objective.values import ValueTerms
@@ -231,13 +231,13 @@ class TorchLearner:
 
     def _logprobs(self, batch: Batch, model: PreTrainedModel) -> Tensor:
         logprobs_N = torch.empty(batch.n_tokens)
-        for pack in packs(batch, self.packing, self.token_budget):
+        for pack in pack_rows(batch.rows, self.packing, self.token_budget):
             logprobs_N[pack.index] = self._forward(pack, model)[0].float().cpu()
         return logprobs_N
 
     def _top(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
         places, ids, logprobs = [], [], []
-        for pack in packs(batch, self.packing, self.token_budget):
+        for pack in pack_rows(batch.rows, self.packing, self.token_budget):
             p, _, hidden = self._forward(pack, self.model)
             head, actions = self.model.get_output_embeddings(), pack.actions.to(hidden.device)
             top = top_tokens(head, hidden, actions, k, fp32=self.fp32_head)
@@ -255,7 +255,7 @@ class TorchLearner:
 
     def _values(self, batch: Batch, critic: ValueModel) -> Tensor:
         values_N = torch.empty(batch.n_tokens, dtype=torch.float64)
-        for pack in packs(batch, self.packing, self.token_budget):
+        for pack in pack_rows(batch.rows, self.packing, self.token_budget):
             hidden = hidden_states(self.model, pack) if critic.decoder is None else None
             values_N[pack.index] = critic.values(pack, hidden).double().cpu()
         return values_N
@@ -267,7 +267,7 @@ class TorchLearner:
         sums = _Sums(*torch.full((2, batch.n_tokens), math.nan))
         if batch.symbols.numel():
             sums.symbols = torch.full(batch.symbols.shape, math.nan)
-        for pack in packs(batch, self.packing, self.token_budget):
+        for pack in pack_rows(batch.rows, self.packing, self.token_budget):
             with memory.recomputing(self.recomputed):
                 p, entropy, hidden = self._forward(pack, self.model, eta is not None)
             current = p.detach().cpu()

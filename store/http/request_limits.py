@@ -81,6 +81,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._guard, self.address = guard, ""
         self._whole, self._in_head = True, False  # of the request that is being read
         self._head = self._body = self._framing = 0  # its bytes; framing: all that is no body
+        self._bodies = 0  # bytes of all bodies here: one read may end one and begin another
         self._oversized = False
         self._deadline: asyncio.TimerHandle | None = None
 
@@ -96,12 +97,12 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        before = self._body
+        before = self._bodies
         super().data_received(data)
         if self._whole:
             self._framing = 0
         else:
-            self._framing += len(data) - max(0, self._body - before)
+            self._framing += len(data) - (self._bodies - before)
             if self._framing > HEAD + self._body // 8 and not self.transport.is_closing():
                 self._oversized = True
                 self.send_400_response("")
@@ -125,6 +126,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._body += len(body)
+        self._bodies += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:

@@ -19,9 +19,9 @@ import numpy as np
 from agentrl.algorithms.engines.embedded.engine import CLOSED, Engine, TokenUpdates
 from agentrl.algorithms.engines.embedded.scheduler import GenerationRequest, TokenUpdate
 from agentrl.algorithms.engines.request_hold import RequestHold
+from agentrl.algorithms.model.chat import RequestError
 from agentrl.algorithms.model.load import Model
 from agentrl.algorithms.model.lora import Adapters
-from agentrl.algorithms.model.request_error import RequestError
 from agentrl.algorithms.model.text import Codec, TextStream
 from agentrl.errors import PolicyError
 from agentrl.types import Sampling

@@ -13,8 +13,7 @@ from agentrl.algorithms.engines.base import VERSION_HEADER
 from agentrl.algorithms.engines.embedded.admission import Admission, PendingRequest
 from agentrl.algorithms.engines.embedded.protocol import ChatRequest, TextRequest
 from agentrl.algorithms.engines.embedded.responses import ResponseFormat, StreamedChoice
-from agentrl.algorithms.model.chat import Chat
-from agentrl.algorithms.model.request_error import RequestError
+from agentrl.algorithms.model.chat import Chat, RequestError
 from agentrl.algorithms.model.text import Codec
 from agentrl.errors import nearest
 from agentrl.http_server import read_body

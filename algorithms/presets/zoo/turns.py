@@ -20,7 +20,7 @@ from agentrl.algorithms.presets.mixing import GatedByOutcome
 from agentrl.algorithms.presets.registry import PPO_CLIP, Discount, Scale, Share, modifier, preset
 from agentrl.config import Natural
 
-HINDSIGHT = "transition:hindsight"  # a reward that the learner gives, see `train/hindsight.py`
+HINDSIGHT = "transition:hindsight"  # a reward that the learner gives, see `train/preprocess.py`
 
 
 @column()

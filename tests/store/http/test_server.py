@@ -241,6 +241,25 @@ def test_a_body_has_a_limit_whether_or_not_it_says_its_size(admin):
     assert refused(answer) == (413, "too_large")
 
 
+def test_the_rest_of_a_refused_body_and_the_next_request_may_come_at_once(admin):
+    host, port = admin.base_url.host, admin.base_url.port
+    key = admin.headers.get("authorization", "")
+    head = (
+        "POST /v1/cursor HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Authorization: {key}\r\nContent-Length: {{}}\r\n\r\n"
+    )
+    refused_size, rest = 2**20 + 1, 200 * 1024
+    with socket.create_connection((host, port), timeout=20) as client:
+        client.sendall(head.format(refused_size).encode() + b" " * (refused_size - rest))
+        assert b" 413 " in client.recv(4096)
+        client.sendall(b" " * rest + head.format(3 * rest).encode() + b" " * 10)
+        client.sendall(b" " * (3 * rest - 10))
+        answer = b""
+        while b"\r\n\r\n" not in answer and (part := client.recv(4096)):
+            answer += part
+    assert b" 400 " in answer.splitlines()[0], answer  # blanks are no JSON, but a whole request
+
+
 # -- batches, repeats and waits --------------------------------------------------------------------
 
 
