@@ -169,7 +169,7 @@ class CounterfactualConfig(Section, frozen=True):
 
 
 class AlgorithmConfig(Section, frozen=True):
-    """What is learned from a batch. `options` are the preset's own arguments."""
+    """How a policy learns from a batch. `options` are arguments of the preset."""
 
     preset: str = "grpo"
     options: dict[str, Any] = {}

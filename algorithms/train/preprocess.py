@@ -20,7 +20,7 @@ from agentrl.algorithms.learners.reward_models import ImplicitTrainer
 from agentrl.algorithms.model.chat import Chat, RequestError, tool_names
 from agentrl.algorithms.model.load import Tokenizer
 from agentrl.algorithms.model.text import Codec
-from agentrl.algorithms.presets.zoo.hcapo import HINDSIGHT
+from agentrl.algorithms.presets.zoo.turns import HINDSIGHT
 from agentrl.types import (
     POLICY,
     Group,
