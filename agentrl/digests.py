@@ -1,7 +1,7 @@
-"""Digests of every file of a directory, by which damage is seen before anything is loaded.
+"""Digests of every file of a directory, which show damage before anything is loaded.
 
-They are in a file of the form that `sha256sum` writes and checks (`sha256sum -c SHA256SUMS`), so
-whoever copies a checkpoint can check it without this package.
+They are in a file as `sha256sum` writes it, so a copy of a checkpoint can be checked without this
+package: `sha256sum -c SHA256SUMS`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,28 +21,24 @@ THREADS = min(8, os.cpu_count() or 1)  # hashing lets other threads run
 
 
 def write(directory: Path) -> None:
-    """Of all that is there, last of all that is written."""
+    """Write the digests of all files of a directory. Call it when these are complete."""
     files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != FILE)
     lines = [
         f"{digest}  {file.relative_to(directory).as_posix()}\n"
-        for file, digest in zip(files, _digests(files), strict=True)
+        for file, digest in _digests(files).items()
     ]
     (directory / FILE).write_text("".join(lines), encoding="utf-8")
 
 
 def check(directory: Path) -> None:
-    """Raises DamagedError if a file of a directory, or of a part of one, is not as it was written.
+    """Raises DamagedError if a file of a directory, or of its parts, is not as it was written.
     Directories of other programs and of earlier versions have no digests, and pass."""
     whole = next((one for one in (directory, directory.parent) if (one / FILE).is_file()), None)
     if whole is None:
         return
     known = {file: digest for file, digest in _read(whole) if file.is_relative_to(directory)}
     missing = [file for file in known if not file.is_file()]
-    damaged = missing or [
-        file
-        for file, found in zip(known, _digests(list(known)), strict=True)
-        if found != known[file]
-    ]
+    damaged = missing or [file for file, found in _digests(known).items() if found != known[file]]
     if damaged:
         names = ", ".join(str(file.relative_to(whole)) for file in damaged)
         raise DamagedError(
@@ -62,9 +58,9 @@ def _read(whole: Path) -> Iterator[tuple[Path, str]]:
         yield whole / found[2], found[1]
 
 
-def _digests(files: list[Path]) -> list[str]:
+def _digests(files: Iterable[Path]) -> dict[Path, str]:
     with ThreadPoolExecutor(THREADS) as threads:
-        return list(threads.map(_digest, files))
+        return dict(zip(files, threads.map(_digest, files), strict=True))
 
 
 def _digest(path: Path) -> str:

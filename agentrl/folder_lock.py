@@ -1,7 +1,7 @@
-"""Who works in the output folder of a run: a file that every process of the run's side holds open.
+"""The lock of a run's output folder.
 
-Always true: who trains or attends a run holds the file's lock, shared, for as long as it lives,
-whatever kills it; only who has it alone deletes what is in the folder.
+The front and the algorithm process of a run hold it shared for as long as they live. Only a process
+that holds it exclusively deletes what is in the folder.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ class FolderLock:
     descriptor: int
 
     def present(self) -> bool:
-        """Whether the file is still the one at its path. While it is open, no other has its
-        number."""
+        """Whether the open file is still the one at its path: no other has its inode number."""
         try:
             return os.path.samestat(self.path.stat(), os.fstat(self.descriptor))
         except OSError:
@@ -42,12 +41,12 @@ class FolderLock:
 
 @contextmanager
 def shared(output: Path) -> Iterator[FolderLock]:
-    """Work in a folder, beside others of the same run. Waits for who is clearing it.
+    """Work in a folder, beside other processes of the run. Waits for one that is clearing it.
 
-    Whatever ends the work, if the folder is gone by then, that is what is raised."""
+    Where the work fails and the folder is gone, raises TrainingError that says so."""
     output.mkdir(parents=True, exist_ok=True)
     with _locked(output, fcntl.LOCK_SH) as lock:
-        os.pwrite(lock.descriptor, f"{os.getpid()}\n".encode(), 0)  # for `alone` to name
+        os.pwrite(lock.descriptor, f"{os.getpid()}\n".encode(), 0)  # for messages of `exclusive`
         try:
             yield lock
         except (OSError, AgentRLError):
@@ -57,7 +56,7 @@ def shared(output: Path) -> Iterator[FolderLock]:
 
 @contextmanager
 def exclusive(output: Path) -> Iterator[None]:
-    """Raises ConfigError while anybody else works in the folder."""
+    """Raises ConfigError while another process works in the folder."""
     try:
         with _locked(output, fcntl.LOCK_EX | fcntl.LOCK_NB):
             yield
@@ -76,7 +75,7 @@ def _locked(output: Path, kind: int) -> Iterator[FolderLock]:
         lock = FolderLock(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         try:
             fcntl.flock(lock.descriptor, kind)
-            if lock.present():  # else the folder went as it was waited for
+            if lock.present():  # else the folder was deleted while this waited for it
                 yield lock
                 return
         finally:

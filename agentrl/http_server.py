@@ -1,7 +1,7 @@
-"""aiohttp servers: how they listen, and how long they wait for a request that is sent by halves.
+"""aiohttp servers with time limits for requests that arrive incompletely.
 
-aiohttp bounds the time until the headers of a request are complete (by `keepalive_timeout`, an hour
-by default), but not the time until its body is.
+aiohttp limits the time until the headers of a request are complete (`keepalive_timeout`, an hour by
+default), but not the time until its body is.
 """
 
 from __future__ import annotations

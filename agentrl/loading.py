@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +70,20 @@ def load_tasks(path: str, root: Path, *, key: str) -> list[dict[str, Json]]:
                 f"{key} = {path!r}: getting its tasks raised {type(error).__name__}: {error}"
             ) from error
         where = [f"{path}[{index}]" for index in range(len(items))]
-    return check_tasks(items, where, key=key)
+    return _check_tasks(items, where, key=key)
 
 
-def check_tasks(items: list[Any], where: list[str], *, key: str) -> list[dict[str, Json]]:
+def task_file(tasks: Iterable[dict[str, Json]] | str, file: Path) -> str:
+    """Name of a task file; tasks that are not in one yet are written to `file`."""
+    if isinstance(tasks, str):
+        return tasks
+    items = list(tasks)
+    _check_tasks(items, [f"task {index}" for index in range(len(items))], key=file.stem)
+    file.write_bytes(msgspec.json.Encoder().encode_lines(items))
+    return str(file)
+
+
+def _check_tasks(items: list[Any], where: list[str], *, key: str) -> list[dict[str, Json]]:
     """`items` as tasks, or ConfigError saying which one is not a JSON object with an `input`."""
     if not items:
         raise ConfigError(f"{key}: there are no tasks in it")

@@ -1,8 +1,8 @@
-"""Spans as every OpenTelemetry SDK sends them: OTLP/HTTP requests and answers, as pure functions.
+"""OTLP/HTTP requests and answers, by which OpenTelemetry SDKs send spans, as pure functions.
 
-The trace id of a span is the attempt it belongs to. Attributes are flattened to JSON; those of the
-resource keep their names behind `resource.`, and what a `Span` has no field for becomes an
-attribute of its own: `otel.scope.name`, `otel.status_description` and `exception.*`.
+The trace id of a span is the attempt it belongs to. Attributes become JSON. Those of the resource
+get the prefix `resource.`; values that a `Span` has no field for become the attributes
+`otel.scope.name`, `otel.status_description` and `exception.*`.
 Source: the OTLP specification 1.x (opentelemetry.io/docs/specs/otlp), protobuf and JSON encoding.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,7 +20,7 @@ from agentrl.types import Json, Span
 
 if TYPE_CHECKING:
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-    from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
+    from opentelemetry.proto.common.v1.common_pb2 import AnyValue
     from opentelemetry.proto.trace.v1 import trace_pb2
 
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
@@ -39,14 +39,13 @@ OPERATIONS = {
 DESCRIPTION = "otel.status_description"  # the message of a failed span
 LATEST = 2**63 - 1  # nanoseconds; what a store column can hold
 LARGEST = 2**1023  # of the integers that are sure to have a float
-ID_FIELDS = ("traceId", "spanId", "parentSpanId")
-UNTOLD = ("telemetry.sdk.", "process.", "host.", "os.")  # resource attributes that are not kept
+ID_FIELDS = {"traceId", "spanId", "parentSpanId"}
+NOT_KEPT = ("telemetry.sdk.", "process.", "host.", "os.")  # attributes of the resource
 
 
 def kind_of(attributes: dict[str, Json]) -> str:
-    """The kind of a span: what OpenInference says, else the GenAI operation, else "internal".
-
-    Takes the attribute out of `attributes` where the kind says the same."""
+    """The kind of a span: by its OpenInference attribute, which is then removed from `attributes`,
+    else by its GenAI operation, else "internal"."""
     kind = str(attributes.get(KIND, "")).lower()
     if kind in KINDS:
         del attributes[KIND]
@@ -60,11 +59,12 @@ def decode(body: bytes, content_type: str) -> list[Span]:
 
 
 def decode_some(body: bytes, content_type: str) -> tuple[list[Span], int, str]:
-    """The usable spans of a request in its order, how many are not, and why the last of these.
+    """The usable spans of a request in its order, the number of unusable ones, and why the last of
+    these is not usable.
 
     Unusable is a span with ids that are not 16 and 8 bytes, or with times that are missing or past
     the year 2262. One that ends before it starts, as where a clock was set back, gets no duration.
-    Raises Invalid for another content type and for what is no such request."""
+    Raises Invalid for another content type and for a body that is no such request."""
     form = content_type.partition(";")[0].strip().lower()
     if form == PROTOBUF:
         request = _parse(body)
@@ -74,7 +74,11 @@ def decode_some(body: bytes, content_type: str) -> tuple[list[Span], int, str]:
         raise Invalid(f"spans come as {PROTOBUF} or {JSON}, not as {content_type!r:.80}")
     found, unusable, why = list[Span](), 0, ""
     for resource in request.resource_spans:
-        about = _resource(resource.resource.attributes)
+        about = {
+            f"resource.{pair.key}": _value(pair.value)
+            for pair in resource.resource.attributes
+            if not pair.key.startswith(NOT_KEPT)
+        }
         for scope in resource.scope_spans:
             for span in scope.spans:
                 try:
@@ -136,19 +140,18 @@ def _classes() -> Any:
 
 
 def _parse(body: bytes) -> ExportTraceServiceRequest:
-    request: ExportTraceServiceRequest = _classes().ExportTraceServiceRequest()
     from google.protobuf.message import DecodeError
 
     try:
-        request.ParseFromString(body)
+        request: ExportTraceServiceRequest = _classes().ExportTraceServiceRequest.FromString(body)
     except (DecodeError, UnicodeDecodeError) as error:
         raise Invalid(f"the body is not an OTLP trace request: {error}") from None
     return request
 
 
 def _parse_json(body: bytes) -> ExportTraceServiceRequest:
-    """The JSON encoding is protobuf's own, but for ids in hexadecimal; receivers must ignore
-    unknown fields."""
+    """The JSON encoding is protobuf's own, except that ids are hexadecimal. Unknown fields are
+    ignored, as receivers must."""
     request: ExportTraceServiceRequest = _classes().ExportTraceServiceRequest()
     from google.protobuf import json_format
 
@@ -158,18 +161,11 @@ def _parse_json(body: bytes) -> ExportTraceServiceRequest:
             for scope in resource.get("scopeSpans") or ():
                 for span in scope.get("spans") or ():
                     for row in (span, *(span.get("links") or ())):
-                        for name in ID_FIELDS:
-                            if name in row:
-                                row[name] = base64.b64encode(bytes.fromhex(row[name])).decode()
+                        for name in row.keys() & ID_FIELDS:
+                            row[name] = base64.b64encode(bytes.fromhex(row[name])).decode()
         json_format.ParseDict(data, request, ignore_unknown_fields=True)
-    except (
-        msgspec.DecodeError,
-        json_format.ParseError,
-        ValueError,  # an id that is not hexadecimal
-        TypeError,  # a list where an object should be, and the like
-        AttributeError,
-        RecursionError,
-    ) as error:
+    # ValueError: an id that is not hexadecimal; TypeError and AttributeError: wrong JSON types.
+    except (json_format.ParseError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise Invalid(f"the body is not an OTLP trace request: {error}") from None
     return request
 
@@ -204,14 +200,6 @@ def _span(span: trace_pb2.Span, scope: str, about: dict[str, Json]) -> Span:
         ok=span.status.code != span.status.STATUS_CODE_ERROR,
         attributes=attributes,
     )
-
-
-def _resource(attributes: Sequence[KeyValue]) -> dict[str, Json]:
-    return {
-        f"resource.{pair.key}": _value(pair.value)
-        for pair in attributes
-        if not pair.key.startswith(UNTOLD)
-    }
 
 
 def _value(value: AnyValue) -> Json:

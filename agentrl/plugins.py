@@ -1,16 +1,16 @@
 """Presets, executors, engines, learners, rewards and metrics sinks from outside the library.
 
-Settings such as `runner.executor` name one of three things: one of the library's own ("pool"), one
-that an installed package registers under an entry point of the group `agentrl.executors`, or one in
-a file or module of the user's ("file.py:name", "package.module:name"). What does not fit is refused
-before a run starts, with the place where it was written.
+A setting such as `runner.executor` names one of the library's own ("pool"), one that an installed
+package registers as an entry point of the group `agentrl.executors`, or one in a file or module of
+the user's ("file.py:name", "package.module:name"). A plugin that does not fit is refused before the
+run starts, with the file and line where it is written.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Collection
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,7 +39,11 @@ def load_plugin(kind: Kind, name: str, own: Collection[str], root: Path, *, key:
         raise ConfigError(
             f"{key} = {name!r}; {nearest(name, [*own, *registered])}, or your own as file.py:name"
         )
-    return _import(registered[name], key)
+    point = registered[name]
+    try:
+        return point.load()
+    except Exception as error:  # another package's module is a boundary: anything can happen
+        raise import_error(f"{key} = {name!r}: importing {point.value}", error) from error
 
 
 def check_call(thing: object, *arguments: str, key: str) -> None:
@@ -76,10 +80,3 @@ def where(thing: object) -> str:
         return f"{name} ({inspect.getsourcefile(thing)}:{line})"  # type: ignore[arg-type]
     except (OSError, TypeError):
         return name
-
-
-def _import(point: EntryPoint, key: str) -> Any:
-    try:
-        return point.load()
-    except Exception as error:  # another package's module is a boundary: anything can happen
-        raise import_error(f"{key} = {point.name!r}: importing {point.value}", error) from error

@@ -15,13 +15,13 @@ from pathlib import Path
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4  # linux/prctl.h
 FILES = 65_536  # open files of a server, where the system allows them
 LOG_LEVEL = "AGENTRL_LOG_LEVEL"  # of the log files of a run's processes
-PHASE = 25  # level of what a run is doing now: on the console unless it is to be quiet
+PHASE = 25  # log level of what a run is doing now, which the console shows unless quiet
 logging.addLevelName(PHASE, "PHASE")
 PARENT = "AGENTRL_PARENT"  # pid of the process that must outlive this one
 
 
 def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """Ask the kernel to send `number` when the parent dies, so that nobody is left behind.
+    """Ask the kernel to send `number` to this process when its parent dies.
 
     A no-op unless this process was started by `Child`, and where the kernel is not Linux."""
     parent = os.environ.pop(PARENT, None)
@@ -33,24 +33,23 @@ def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
 
 
 def log_to_stderr() -> None:
-    """What this package says, from the level of `LOG_LEVEL` on; of libraries, which tell much,
-    warnings."""
+    """Log this package from the level in `LOG_LEVEL` on, and libraries from WARNING on."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("agentrl").setLevel(os.environ.get(LOG_LEVEL, "INFO"))
 
 
 def seal() -> None:
-    """Keep other processes of this user, such as agents, out of this one's memory and out of the
-    environment it was started with. What it starts is not sealed.
+    """Keep other processes of this user, such as agents, from reading this process's memory and
+    the environment it was started with. Its children are not sealed.
 
-    A no-op where the kernel is not Linux; root is not kept out."""
+    A no-op where the kernel is not Linux; root can still read."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def allow_files() -> int:
-    """How many files this process may open, connections included: raised to FILES or to what the
-    system allows, as many systems begin at 1024."""
+    """Raise the number of files that this process may open, connections included, to FILES or to
+    the system's limit, and return it. Many systems begin at 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -60,10 +59,10 @@ def allow_files() -> int:
 
 
 def environment() -> dict[str, str]:
-    """What a child is started with. Unless this process was told otherwise, threads of torch that
-    wait for each other soon sleep: by default they spin for long, which on cores that other
-    programs use as well makes a step of small tensors cost ten times the CPU time. And MKL
-    multiplies to the same bits with any number of threads, so that it may be changed."""
+    """The environment of a child. Unless this process has other values, threads of torch that wait
+    for each other soon sleep: the default is to spin for long, which costs ten times the CPU time
+    in steps of small tensors on shared cores. And MKL multiplies to the same bits with any number
+    of threads."""
     threads = {"GOMP_SPINCOUNT": "20000", "MKL_CBWR": "AUTO,STRICT"}
     return threads | os.environ | {PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
 

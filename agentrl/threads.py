@@ -1,7 +1,7 @@
-"""Blocking user code beside the event loop, without the power to hold the process back.
+"""Blocking code beside an event loop, and coroutines in blocking code.
 
-A thread of a pool that never returns shrinks the pool, then blocks the interpreter's exit. Here
-every call has a daemon thread of its own: one that hangs costs its memory and nothing else.
+A thread of a pool that never returns shrinks the pool, then blocks the interpreter's exit. So every
+call of a user's blocking code has a daemon thread of its own, which costs only memory if it hangs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
@@ -51,3 +51,21 @@ def _run(work: Callable[[], Any], future: Future[Any]) -> None:
         future.set_exception(RuntimeError(f"the function raised StopIteration({stop.value!r})"))
     except BaseException as error:  # noqa: BLE001 - handed to whoever awaits
         future.set_exception(error)
+
+
+def run_blocking(work: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine, in a script or in a notebook, whose own event loop is running."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1, thread_name_prefix="agentrl-front") as executor:
+        loop = asyncio.new_event_loop()
+        task = loop.create_task(work)
+        running = executor.submit(loop.run_until_complete, task)
+        running.add_done_callback(lambda _: loop.close())
+        try:
+            return running.result()
+        except KeyboardInterrupt:  # a notebook's "interrupt": end the children, then the cell
+            loop.call_soon_threadsafe(task.cancel)
+            raise

@@ -3,8 +3,8 @@
     front ── starts ──► algorithm process (loop, learner, policy server)
           └─ starts ──► runner processes  (worker, gateway, the agents)
 
-Owns the child processes and nothing else: all state is in the store, so killing the front and
-giving the same command again continues the run.
+It owns nothing but these processes. All state is in the store, so the same command continues a run
+whose front was killed.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -32,17 +31,17 @@ from agentrl.config import policies as team
 from agentrl.config.infrastructure import EXECUTORS
 from agentrl.config.presets import check_presets
 from agentrl.errors import AgentRLError, ConfigError, StoreError, TrainingError
-from agentrl.loading import check_tasks, load_tasks
+from agentrl.loading import load_tasks, task_file
 from agentrl.plugins import load_plugin
 from agentrl.processes import PHASE, USER_ERROR, Child
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.store.urls import split_secret
-from agentrl.telemetry import console as view
-from agentrl.telemetry import report
-from agentrl.telemetry.log_follower import LogFollower
+from agentrl.telemetry.console import LogFollower, show_progress
+from agentrl.telemetry.report import print_report
 from agentrl.telemetry.sinks.base import check_sinks
-from agentrl.telemetry.sinks.process import SinksProcess, sinks_process
+from agentrl.telemetry.sinks.process import sinks_process
+from agentrl.threads import run_blocking
 from agentrl.types import Json
 
 RUN_OUTPUTS = (
@@ -50,16 +49,15 @@ RUN_OUTPUTS = (
     *("policy", "policy.tmp-*", "train.jsonl", "heldout.jsonl"),
     *("metrics", "tensorboard", "wandb", "mlruns", "vllm", "servers", "pool"),
     *("plan.json", "players"),
-)  # by a run, in its output folder
-T = TypeVar("T")
-RESTARTS = 20  # of one runner in a row, with no rollout ended between: it cannot work
+)  # what a run writes into its output folder
+RESTARTS = 20  # deaths of a runner in a row, with no rollout ended between, until it is given up
 STEADY = 300.0  # seconds alive after which a runner's earlier deaths do not count
 PAUSE = 1.0  # seconds before a runner is started again
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingResult:
-    """What a run achieved. Scores are mean held-out rewards; None where not evaluated."""
+    """The result of a run. Scores are mean held-out rewards; None where not evaluated."""
 
     before: float | None
     after: float | None
@@ -71,13 +69,13 @@ class TrainingResult:
 
 
 def run_training(config: RunConfig, *, fresh: bool = False, level: int = PHASE) -> TrainingResult:
-    """Train to the end with runner processes, show it, print the report. level: the lowest, of
-    `logging`, of what is shown while it works."""
+    """Train to the end with runner processes, show the progress and print the report. level: the
+    lowest level of `logging` that is shown."""
     config = hide_secrets(config)
     check(config)
     if fresh:
         clear(config)
-    return run_blocking(front(config, runners=config.runner.processes, level=level))
+    return run_blocking(front(config, level=level))
 
 
 class Trainer:
@@ -107,35 +105,30 @@ class Trainer:
 
     def fit(self, *, fresh: bool = False) -> TrainingResult:
         """Train to the end, or continue where an earlier call of this name was stopped."""
-        config = hide_secrets(self._config())
+        settings = {"policy": {}, "agent": {}, "verifier": {}} | self.settings
+        settings["policy"] = {"model": str(self.policy)} | settings["policy"]
+        for key, value in (("agent", self.agent), ("verifier", self.verifier)):
+            if isinstance(value, str):
+                settings[key] = {"path": value} | settings[key]
+        config = hide_secrets(resolve(settings, source="Trainer"))
         check_presets(config)  # before the tasks, which may take long to make
         if fresh:
             clear(config)
         output = make_folder(Path(config.output))
-        names = {
-            "train": _task_file(self.tasks, output / "train.jsonl"),
-            "heldout": _task_file(self.heldout, output / "heldout.jsonl"),
-        }
-        config = msgspec.structs.replace(
-            config, tasks=msgspec.structs.replace(config.tasks, **names)
+        tasks = msgspec.structs.replace(
+            config.tasks,
+            train=task_file(self.tasks, output / "train.jsonl"),
+            heldout=task_file(self.heldout, output / "heldout.jsonl"),
         )
-        if isinstance(self.agent, str) and isinstance(self.verifier, str):
-            return run_training(config)
+        config = msgspec.structs.replace(config, tasks=tasks)
         check(config)
-        return run_blocking(front(config, runners=0, local=(self.agent, self.verifier)))
-
-    def _config(self) -> RunConfig:
-        data = {"policy": {}, "agent": {}, "verifier": {}} | self.settings
-        data["policy"] = {"model": str(self.policy)} | data["policy"]
-        for key, value in (("agent", self.agent), ("verifier", self.verifier)):
-            if isinstance(value, str):
-                data[key] = {"path": value} | data[key]
-        return resolve(data, source="Trainer")
+        named = isinstance(self.agent, str) and isinstance(self.verifier, str)
+        return run_blocking(front(config, local=None if named else (self.agent, self.verifier)))
 
 
 def check(config: RunConfig) -> None:
-    """Refuse, before anything starts, what can be seen to be wrong from here: the tasks, which may
-    take long to make, last."""
+    """Raises ConfigError for mistakes that the front can find before anything starts. The tasks
+    come last, because they may take long to make."""
     root = Path(config.root)
     check_presets(config)
     if config.steps and not config.tasks.train:
@@ -153,31 +146,29 @@ def check(config: RunConfig) -> None:
             raise ConfigError(f"{key} = {value!r}: there is no file {root / file}")
     if ":" not in config.runner.executor:
         load_plugin("executors", config.runner.executor, EXECUTORS, root, key="runner.executor")
-    own = config.policies and all(member.model for member in config.policies.values())
-    if team.has_no_own_policy(config) and config.steps:
+    upstreams_only = team.has_no_own_policy(config)
+    if upstreams_only and config.steps:
         raise ConfigError(
             "policy.model is missing: there is nothing to train. `agentrl eval` scores what "
             "[upstreams] answer; to train, give a Hugging Face directory or name"
         )
-    if not (config.policy.model or config.policy.build or own or team.has_no_own_policy(config)):
+    own = config.policies and all(member.model for member in config.policies.values())
+    if not (config.policy.model or config.policy.build or own or upstreams_only):
         raise ConfigError("policy.model is missing: a Hugging Face directory or name")
     engine_factory(config)
     learner_factory(config)
     if config.learner.kind == "verl":
         verl_settings.check(config)
     check_sinks(config)
-    for key, value in (
-        ("tasks.train", config.tasks.train),
-        ("tasks.heldout", config.tasks.heldout),
-    ):
-        if value:
-            load_tasks(value, root, key=key)
+    for key in ("train", "heldout"):
+        if value := getattr(config.tasks, key):
+            load_tasks(value, root, key=f"tasks.{key}")
 
 
 def hide_secrets(config: RunConfig) -> RunConfig:
-    """Take password or key out of the store's URL, and the values out of `agent.env`: what is
-    printed, stored, written to files or given as arguments is read by others. Every process finds
-    them in its environment."""
+    """The settings without the password or key of the store's URL and the values of `agent.env`,
+    because others can read what is printed, stored, written to files or given as arguments. Every
+    process of the run finds them in its environment."""
     store, secrets = split_secret(config.store)
     os.environ.update(secrets)
     return agent_env.without_values(msgspec.structs.replace(config, store=store))
@@ -186,8 +177,8 @@ def hide_secrets(config: RunConfig) -> RunConfig:
 def clear(config: RunConfig) -> None:
     """Delete what an earlier run of this name wrote, and nothing else in its folder.
 
-    Raises ConfigError while that run is live. What cannot be seen from here, such as a process of
-    an earlier version, is fenced: at its next commit it learns that it is not the owner."""
+    Raises ConfigError while that run is live. A process that holds no lock, as of an earlier
+    version, is fenced: the store refuses its next commit."""
     output = Path(config.output)
     if not has_own_store(config):
         raise ConfigError(
@@ -197,7 +188,7 @@ def clear(config: RunConfig) -> None:
     if not output.is_dir():
         return
     with folder_lock.exclusive(output):
-        with contextlib.suppress(StoreError):  # there is none, or none that could be trained on
+        with contextlib.suppress(StoreError):  # there is no store, or none of this version
             run_blocking(_fence(config))
         for pattern in RUN_OUTPUTS:
             for path in output.glob(pattern):
@@ -225,18 +216,14 @@ def make_folder(path: Path) -> Path:
 
 
 async def front(
-    config: RunConfig,
-    *,
-    runners: int,
-    local: tuple[Any, Any] | None = None,
-    level: int = PHASE,
+    config: RunConfig, *, local: tuple[Any, Any] | None = None, level: int = PHASE
 ) -> TrainingResult:
-    """Train to the end and report. local: agent and verifier of this process, in place of runner
-    processes. level: as of `run_training`."""
+    """Train to the end and report. local: agent and verifier objects of this process, which then
+    runs them in place of runner processes. level: as of `run_training`."""
     make_folder(Path(config.output))  # before the store, which is most often in it
     async with open_store(config.store) as store:
         await refuse_changes(store, config)
-        seconds = await supervise(store, config, runners=runners, local=local, level=level)
+        seconds = await supervise(store, config, local=local, level=level)
         return await _finish(store, config, seconds)
 
 
@@ -244,19 +231,18 @@ async def supervise(
     store: Store,
     config: RunConfig,
     *,
-    runners: int,
     local: tuple[Any, Any] | None = None,
     play: Path | None = None,
     console: Console | None = None,
     level: int = PHASE,
 ) -> float:
-    """Start the processes of a run, show it, and stop them when the algorithm is done; the seconds
-    it took. play: a plan of games to play instead of training.
+    """Start the processes of a run, show its progress, and stop them when the algorithm is done.
+    Returns the seconds that it took. play: file of an evaluation plan, to play instead of training.
 
-    Raises what ended a process that should have gone on."""
+    Raises AgentRLError when a process ends that should have gone on."""
     config, output = agent_env.without_values(config), Path(config.output)
     logs = make_folder(output / "logs")
-    # Runners read the settings from the store; and an algorithm left over is fenced from here.
+    # Runners read the settings from the store, and an algorithm left over is fenced from here on.
     await store.open_run(config.name, msgspec.to_builtins(config))
     run_file = output / "run.json"
     run_file.touch(mode=0o600)
@@ -265,41 +251,40 @@ async def supervise(
     order = ["start", str(run_file)] if play is None else ["play", str(run_file), str(play)]
     algorithm = Child("algorithm", ["algorithm", *order], logs / "algorithm.log")
     arguments = ["runner", "start", "--store", config.store, "--run", config.name]
+    runners = 0 if local else config.runner.processes
     workers = [Child(f"runner-{i}", arguments, logs / f"runner-{i}.log") for i in range(runners)]
     console = console or Console()
     if not runners and not local:
-        console.print(_to_join(config), soft_wrap=True, highlight=False)
+        console.print(_how_to_join(config), soft_wrap=True, highlight=False)
     sinks = sinks_process(config, run_file, console)
     logged = [algorithm, *workers, *([sinks.child] if sinks else [])]
     log_lines = LogFollower(console, level, [child.log for child in logged])
     started = time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(folder_lock.shared(output))
-        if sinks:  # last: they wait for the last evaluation
-            stack.push_async_callback(_stop_sinks, sinks, log_lines)
+        if sinks:  # last, because they write the last evaluation too
+            stack.callback(log_lines.look)
+            stack.push_async_callback(sinks.stop)
         stack.push_async_callback(algorithm.stop)  # after the runners: they still need a model
         stack.push_async_callback(_stop_runners, workers, config.runner.drain)
-        watchers = [asyncio.create_task(_algorithm(algorithm))]
         count = partial(_ended_rollouts, store, config.name)
-        watchers += [asyncio.create_task(_keep_alive(child, count)) for child in workers]
-        if local:
-            watchers.append(asyncio.create_task(_local_runner(config, *local)))
-        quiet = level > PHASE
-        following = [asyncio.create_task(view.show_progress(store, config, console, quiet=quiet))]
-        following += [asyncio.create_task(log_lines.follow())]
-        following += [asyncio.create_task(sinks.keep())] if sinks else []
+        working = [_algorithm(algorithm), *(_keep_alive(child, count) for child in workers)]
+        working += [_local_runner(config, *local)] if local else []
+        showing = [show_progress(store, config, console, quiet=level > PHASE), log_lines.follow()]
+        showing += [sinks.keep()] if sinks else []
+        watchers, followers = ([*map(asyncio.create_task, work)] for work in (working, showing))
         try:
             done, _ = await asyncio.wait(watchers, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (*watchers, *following):
+            for task in (*watchers, *followers):
                 task.cancel()
-            await asyncio.gather(*watchers, *following, return_exceptions=True)
+            await asyncio.gather(*watchers, *followers, return_exceptions=True)
         for task in done:
             task.result()
     return time.monotonic() - started
 
 
-def _to_join(config: RunConfig) -> str:
+def _how_to_join(config: RunConfig) -> str:
     key = " --key KEY" if config.store.startswith("http") else ""
     return (
         "No runners are started here (runner.processes = 0). On every machine that is to run agents"
@@ -321,7 +306,7 @@ async def _finish(store: Store, config: RunConfig, seconds: float) -> TrainingRe
         checkpoint=str(config.checkpoint(last)) if last else None,
         store=config.store,
     )
-    await report.print_report(store, config, steps, result.checkpoint, seconds)
+    await print_report(store, config, steps, result.checkpoint, seconds)
     return result
 
 
@@ -331,8 +316,9 @@ async def _algorithm(child: Child) -> None:
     if code == USER_ERROR:
         raise AgentRLError(child.last_error() or f"see {child.log}")
     if code:
+        ending = f"signal {-code}" if code < 0 else f"exit code {code}"
         raise TrainingError(
-            f"the algorithm process ended with {_ending(code)}; nothing is lost: the same command"
+            f"the algorithm process ended with {ending}; nothing is lost: the same command"
             f" continues after the last committed step (its output: {child.log})"
         )
 
@@ -347,8 +333,8 @@ async def _ended_rollouts(store: Store, run: str) -> int:
 
 async def _keep_alive(child: Child, count_ended: Callable[[], Awaitable[int]]) -> None:
     """Start a runner again whenever it dies: its rollouts come back when their leases expire.
-    count_ended: rollouts of the run that have ended. While there are more of them, deaths are those
-    of an agent that kills its runner with some tasks, and the run gets on."""
+    count_ended: the number of rollouts of the run that have ended. While it grows, the run goes on,
+    whatever kills runners, as an agent may with some tasks."""
     deaths, ended = 0, await count_ended()
     while deaths < RESTARTS:
         await child.start()
@@ -366,17 +352,12 @@ async def _keep_alive(child: Child, count_ended: Callable[[], Awaitable[int]]) -
 
 
 async def _stop_runners(children: list[Child], drain: float) -> None:
-    """All at once; each has its `drain` seconds, and a few to give back what is left."""
+    """Stop all at once. Each has `drain` seconds to finish, and ten to give back the rest."""
     await asyncio.gather(*(child.stop(drain + 10.0) for child in children))
 
 
-async def _stop_sinks(sinks: SinksProcess, log_lines: LogFollower) -> None:
-    await sinks.stop()
-    log_lines.look()
-
-
 async def _local_runner(config: RunConfig, agent: Any, verifier: Any) -> None:
-    """A runner in this process, for agents that are objects of it; ends only by failing."""
+    """A runner in this process, for an agent that is an object of it. Returns only by an error."""
     from agentrl.runners.main import RunnerThread
 
     root = Path(config.root)
@@ -389,63 +370,26 @@ async def _local_runner(config: RunConfig, agent: Any, verifier: Any) -> None:
 
 
 async def refuse_changes(store: Store, config: RunConfig) -> None:
-    """A run is one experiment: continuing it with other settings would be neither of the two."""
+    """Raises ConfigError where a run that has begun would go on with settings that change what it
+    learns, or with fewer steps than it has."""
     state = await store.run(config.name)
     if state is None or not await store.rollouts(config.name, limit=1):
-        return  # nothing has come of it yet
+        return
     if config.steps < state.step:
         raise ConfigError(
             f"steps = {config.steps}: run {config.name!r} has {state.step} steps already; give at"
             " least as many, choose another name, or give --fresh"
         )
+    started = f"run {config.name!r} in {config.output} was started"
     try:
-        before = from_store(state.config)
+        changed = differences(from_store(state.config), config)
     except ConfigError as error:
         raise ConfigError(
-            f"run {config.name!r} in {config.output} was started by another version of agentrl"
-            f" ({error}); choose another name, or give --fresh"
+            f"{started} by another version of agentrl ({error}); choose another name, or give"
+            " --fresh"
         ) from None
-    changed = differences(before, config)
     if changed:
         raise ConfigError(
-            f"run {config.name!r} in {config.output} was started with other settings"
-            f" ({'; '.join(changed)}); restore them, choose another name, or give --fresh"
+            f"{started} with other settings ({'; '.join(changed)}); restore them, choose another"
+            " name, or give --fresh"
         )
-
-
-def _task_file(tasks: Iterable[dict[str, Json]] | str, file: Path) -> str:
-    """Name of a task file for the other processes, written from the list if it is one."""
-    if isinstance(tasks, str):
-        return tasks
-    items = list(tasks)
-    check_tasks(items, [f"task {index}" for index in range(len(items))], key=file.stem)
-    file.write_bytes(b"".join(msgspec.json.encode(item) + b"\n" for item in items))
-    return str(file)
-
-
-def _ending(code: int) -> str:
-    return f"signal {-code}" if code < 0 else f"exit code {code}"
-
-
-def run_blocking(work: Coroutine[Any, Any, T]) -> T:
-    """Run to the end from a script, or from a notebook whose own event loop is running."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-    with ThreadPoolExecutor(1, thread_name_prefix="agentrl-front") as executor:
-        loop = asyncio.new_event_loop()
-        task = loop.create_task(work)
-        running = executor.submit(_run, loop, task)
-        try:
-            return running.result()
-        except KeyboardInterrupt:  # a notebook's "interrupt": end the children, then the cell
-            loop.call_soon_threadsafe(task.cancel)
-            raise
-
-
-def _run(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -> T:
-    try:
-        return loop.run_until_complete(task)
-    finally:
-        loop.close()

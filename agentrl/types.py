@@ -18,21 +18,21 @@ Task = Mapping[str, Json]
 """JSON object. `input` goes to the agent, the whole object to the verifier; `id` is optional."""
 POLICY = "policy"  # name of the trained policy of a run that has only one
 EMPTY = "rollouts/empty"  # metric of a step without a usable rollout: how many it had
-ENDED = "run/ended"  # metric of a run's last step: 1 once nothing more will be asked of runners
+ENDED = "run/ended"  # metric of a run's last step: 1 once no rollout will be queued any more
 
 
 if TYPE_CHECKING:
     Int32 = array[int]
     Float32 = array[float]
-else:  # what a codec must tell apart, and `array[int]` means nothing at run time before Python 3.12
+else:  # codecs must tell them apart, and before Python 3.12 `array[int]` fails at run time
 
     class Int32(array):
-        """Token ids, as a codec made them."""
+        """Token ids."""
 
         __slots__ = ()
 
     class Float32(array):
-        """Log-probs, as a codec made them."""
+        """Log-probs."""
 
         __slots__ = ()
 
@@ -99,7 +99,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Sampling(Record, frozen=True):
-    """Sampling parameters. In a rollout: what the gateway adds where the agent is silent."""
+    """Sampling parameters. In a rollout: defaults for those that the agent does not set."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -112,8 +112,8 @@ class Branch(Record, frozen=True):
     """A rollout that repeats the first `calls` model calls of another, which has ended, and goes
     its own way from there. `calls` counts transitions in order of their index.
 
-    `without`: roles of which no call is repeated, because others have their seats. It shows what
-    the other rollout would have come to without them, and is never trained on."""
+    `without`: roles of which no call is repeated, because other policies play them here. Such a
+    rollout shows how the other one would have ended without them, and is never trained on."""
 
     rollout: str
     calls: int
@@ -135,7 +135,7 @@ class NewRollout(Record, frozen=True):
     timeout: float = 60.0  # seconds for one attempt
     priority: int = 0  # larger is claimed first
     branch: Branch | None = None
-    seats: dict[str, str] = {}  # role -> policy that plays it here, whatever the run file says
+    seats: dict[str, str] = {}  # role -> policy that plays it here, before that of the run file
 
 
 class Attempt(Record, frozen=True):
@@ -174,7 +174,7 @@ class Transition(Record, frozen=True):
     span: str | None = None  # parent span id of the request, 16 hex digits
     started: float = 0.0  # unix seconds
     seconds: float = 0.0
-    repeats: str | None = None  # the call of another rollout that it is a replay of
+    repeats: str | None = None  # the call of another rollout that it replays
 
 
 class Reward(Record, frozen=True):
@@ -208,7 +208,7 @@ class Failure(Record, frozen=True):
 
 
 class FailureCount(Record, frozen=True):
-    """What attempts of a run failed of: how many of one kind, and the last of them."""
+    """The failed attempts of a run that are of one kind: their number, and the last of them."""
 
     kind: ErrorKind
     attempts: int
@@ -229,7 +229,7 @@ class Outcome(Record, frozen=True):
 
 
 class Rollout(Record, frozen=True):
-    """A rollout as the store knows it now; `attempt` is the one that counts (the last)."""
+    """A rollout as it is in the store now; `attempt` is the last one, which counts."""
 
     id: str
     run: str
@@ -248,18 +248,16 @@ class Rollout(Record, frozen=True):
     seconds: float = 0.0  # of the last attempt
     trained: int | None = None  # the step that trained its group
     branch: Branch | None = None
-    seats: dict[str, str] = {}  # role -> policy that played it here, whatever the run file says
+    seats: dict[str, str] = {}  # role -> policy that played it here, before that of the run file
 
     def reward(self, name: str = "outcome") -> float:
         """Rollout-scope reward of that name; NaN when missing."""
-        for row in self.rewards:
-            if row.scope is Scope.ROLLOUT and row.name == name:
-                return row.value
-        return float("nan")
+        rows = (row for row in self.rewards if row.scope is Scope.ROLLOUT and row.name == name)
+        return next((row.value for row in rows), float("nan"))
 
     @property
     def counterfactual(self) -> bool:
-        """Whether it shows what another would have come to without some roles."""
+        """Whether it replays another rollout without some roles."""
         return self.branch is not None and bool(self.branch.without)
 
 
@@ -273,7 +271,7 @@ class Group(Record, frozen=True):
 
 
 class PolicyVersion(Record, frozen=True):
-    """Where a policy is served right now. The gateway reads this to route a call."""
+    """The server of a policy at present. The gateway reads this to route a call."""
 
     run: str
     policy: str
@@ -282,35 +280,28 @@ class PolicyVersion(Record, frozen=True):
     model: str  # the name the server answers to
 
 
-class Checkpoint(Record, frozen=True):
-    step: int
-    path: str
-
-
 class Credit(Record, frozen=True):
-    """What a training step made of one call: a number for each of its completion tokens, or a
-    single one where all are equal. NaN = missing."""
+    """The credit of one call in a training step: arrays of one number for each completion token, or
+    a single one where all are equal. NaN = missing."""
 
     transition: str
     policy: str
     advantage: Float32  # NaN: not in the loss
-    # What the reward was compared with, or lowered by: of every record of the algorithm that does,
-    # one after the other.
-    baseline: Float32
+    baseline: Float32  # the algorithm's baselines and reward penalties, one after the other
     gate: Float32  # product of the gates' factors
     weight: Float32  # share of the loss
     psi: Float32  # coefficient of the log-prob's gradient
 
 
 class Judgement(Record, frozen=True):
-    """A reward that a training step gave one of its rollouts, or a call or role of it."""
+    """A reward that a training step gave to one of its rollouts, or to a call or role of one."""
 
     rollout: str
     reward: Reward
 
 
 class StepCommit(Record, frozen=True):
-    """Everything one training step makes true, in one transaction."""
+    """All results of one training step, stored in one transaction."""
 
     run: str
     epoch: int
@@ -325,7 +316,7 @@ class StepCommit(Record, frozen=True):
 
 
 class RunState(Record, frozen=True):
-    """What a (re)started algorithm needs to continue exactly where the last commit left off."""
+    """The state from which a restarted algorithm continues exactly after its last commit."""
 
     run: str
     epoch: int  # grows with every open_run; older epochs are fenced
@@ -336,7 +327,7 @@ class RunState(Record, frozen=True):
 
     @property
     def identity(self) -> str:
-        """Of all runs that ever had the name, this one."""
+        """Tells this run from earlier ones of the same name."""
         return f"{self.run}@{self.created}"
 
 
@@ -368,7 +359,7 @@ class Counts(Record, frozen=True):
 
 
 class Trace(Record, frozen=True):
-    """All that one attempt left behind."""
+    """All that is stored of one attempt."""
 
     rollout: Rollout
     attempt: str
@@ -377,7 +368,7 @@ class Trace(Record, frozen=True):
 
 
 class Stats(Record, frozen=True):
-    """What a store holds. `bytes` is its size on disk, `free` the part a vacuum would give back."""
+    """The size of a store: `bytes` on disk, of which a vacuum would give back `free`."""
 
     rows: dict[str, int]  # by table
     bytes: int
@@ -386,7 +377,7 @@ class Stats(Record, frozen=True):
 
 
 class Pruned(Record, frozen=True):
-    """What a prune removed, or would remove."""
+    """Numbers of rows that a prune removed, or would remove."""
 
     rollouts: int = 0
     attempts: int = 0

@@ -22,7 +22,7 @@ DOCUMENTS = subprocess.run(
 ).stdout.split()
 IN_A_FOLDER = 20  # modules
 
-LONG_MODULES = {"agentrl/trainer.py"}
+LONG_MODULES: set[str] = set()
 
 
 def name(file: Path) -> str:

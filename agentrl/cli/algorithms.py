@@ -1,4 +1,4 @@
-"""The commands about algorithms: what there is, what one is, and what it made of a rollout."""
+"""Commands about algorithms: their list, one of them, and the credit that it gave a rollout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from agentrl.algorithms.diagnostics.explain import Explanation, brief, explain, report
+from agentrl.algorithms.diagnostics.explain import brief, explain, report
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.presets import catalogue as presets
 from agentrl.algorithms.presets.registry import EMPTY, Supply, options_of
@@ -18,55 +18,45 @@ from agentrl.config import policies as team
 from agentrl.errors import StoreError
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.types import Credit, Group, Purpose, Rollout
+from agentrl.types import Group, Purpose, Rollout
 
 ALL_STREAMS: tuple[Supply, ...] = ("o", "b", "q", "t", "v", "k", "e")
 
 
 def catalogue() -> list[str]:
-    """One line per preset and modifier, then the questions that a record answers."""
-    lines = ["presets"]
-    lines += [_line(name, function) for name, function in sorted(presets.presets.items())]
+    """One line per preset and modifier: its name, first sentence, and the fields that it sets."""
+    lines = ["presets", *(_line(name, made) for name, made in sorted(presets.presets.items()))]
     lines.append("modifiers, of any preset")
-    lines += [_line(f"+{name}", function) for name, function in sorted(presets.modifiers.items())]
-    return lines
+    return lines + [_line(f"+{name}", made) for name, made in sorted(presets.modifiers.items())]
 
 
 def record(name: str) -> list[str]:
-    """The answers of one algorithm, and its options with their defaults."""
-    options = options_of(name)
-    needed = {key: _example(key) for key, default in options.items() if default is EMPTY}
-    algo = presets.make(name, needed, streams=ALL_STREAMS)
-    lines = [
-        name,
-        *(f"  {key:<12} {answer}" for key, answer in record_fields(algo).items()),
-        "options",
-    ]
-    for key, default in options.items():
-        lines.append(f"  {key} = {'(required)' if key in needed else _plain(default)}")
+    """The answers of one algorithm to each question, and its options with their defaults."""
+    algo = _built(name)
+    supply = sorted(algo.needs) + (["v"] if algo.critic else []) + (["k"] if algo.symbols else [])
+    answers = {
+        "credit": brief(algo.credit),
+        "gates": ", ".join(map(brief, algo.gates)),
+        "penalties": ", ".join(map(brief, algo.penalties)),
+        "entropy": str(algo.entropy or ""),
+        "average": brief(algo.agg),
+        "filter": brief(algo.keep) if algo.keep else "",
+        "rewards": ", ".join(algo.rewards),
+        "streams": ", ".join(supply),
+        "remembers": ", ".join(memory.name for memory in algo.memories),
+        "resamples": f"groups of equal {algo.resample!r}" if algo.resample else "",
+    }
+    lines = [name, *(f"  {key:<12} {answer or 'none'}" for key, answer in answers.items())]
+    lines.append("options")
+    for key, default in options_of(name).items():
+        json = isinstance(default, str | bool)
+        text = msgspec.json.encode(default).decode() if json else repr(default)
+        lines.append(f"  {key} = {'(required)' if default is EMPTY else text}")
     return lines
 
 
-def record_fields(algo: Algo) -> dict[str, str]:
-    """What an algorithm says to each question."""
-    remembered = ", ".join(memory.name for memory in algo.memories)
-    supply = sorted(algo.needs) + (["v"] if algo.critic else []) + (["k"] if algo.symbols else [])
-    return {
-        "credit": brief(algo.credit),
-        "gates": ", ".join(map(brief, algo.gates)) or "none",
-        "penalties": ", ".join(map(brief, algo.penalties)) or "none",
-        "entropy": str(algo.entropy) if algo.entropy else "none",
-        "average": brief(algo.agg),
-        "filter": brief(algo.keep) if algo.keep else "none",
-        "rewards": ", ".join(algo.rewards) or "none",
-        "streams": ", ".join(supply) or "none",
-        "remembers": remembered or "none",
-        "resamples": f"groups of equal {algo.resample!r}" if algo.resample else "none",
-    }
-
-
 async def explain_rollout(store_url: str, rollout: str, *, tokens: bool) -> list[str]:
-    """How the tokens of a rollout got their numbers, from what the store holds of its step.
+    """How the tokens of a rollout got their credit, from the data of its step in the store.
 
     Raises StoreError for an unknown rollout."""
     async with open_store(store_url, create=False) as store:
@@ -84,7 +74,14 @@ async def explain_rollout(store_url: str, rollout: str, *, tokens: bool) -> list
     step = trace.rollout.trained
     lines = []
     for policy in team.trained_policies(config):
-        explanation = _of_policy(team.view(config, policy), policy, groups, credits)
+        settings = team.view(config, policy).algorithm
+        algo = presets.make(
+            settings.preset, settings.options, streams=ALL_STREAMS, root=Path(config.root)
+        )
+        own = {row.transition: row for row in credits if row.policy == policy}
+        explanation = explain(
+            algo, groups, min_group=settings.min_group, credits=own, policy=policy
+        )
         if config.policies:
             lines.append(f"policy {policy}")
             if step is not None and not team.learns_in_step(config, policy, step):
@@ -102,27 +99,11 @@ async def explain_rollout(store_url: str, rollout: str, *, tokens: bool) -> list
     return lines
 
 
-def _of_policy(
-    config: RunConfig, policy: str, groups: list[Group], credits: list[Credit]
-) -> Explanation:
-    """What one policy made of the groups of a step, by its own view of the run."""
-    settings = config.algorithm
-    algo = presets.make(
-        settings.preset, settings.options, streams=ALL_STREAMS, root=Path(config.root)
-    )
-    own = {row.transition: row for row in credits if row.policy == policy}
-    return explain(algo, groups, min_group=settings.min_group, credits=own, policy=policy)
-
-
 def _spelling(config: RunConfig, policy: str) -> Callable[[int], str] | None:
-    """The text of a token id, by the tokenizer that the policy was trained with; None where it is
-    not on this machine."""
+    """The text of a token id by the policy's tokenizer; None where that is not on this machine."""
     from transformers import AutoTokenizer
 
-    own = team.view(config, policy)
-    built = Path(config.output, "policy")
-    source = own.path(own.policy.model) if own.policy.model else built
-    name = str(source) if source.is_dir() else own.policy.model
+    name = team.view(config, policy).model_path()
     if not name:
         return None
     try:
@@ -133,8 +114,8 @@ def _spelling(config: RunConfig, policy: str) -> Callable[[int], str] | None:
 
 
 async def _groups(store: Store, rollout: Rollout) -> list[Group]:
-    """The groups that were trained together with a rollout's or, of one that is not trained, asked
-    for."""
+    """The groups that were trained in the same step as a rollout's or, if it is not trained, queued
+    in the same step."""
     asked = rollout.step if rollout.trained is None else None
     rows = await store.rollouts(
         rollout.run, purpose=Purpose.TRAIN, step=asked, trained=rollout.trained
@@ -151,35 +132,31 @@ async def _groups(store: Store, rollout: Rollout) -> list[Group]:
     ]
 
 
+def _built(name: str) -> Algo:
+    """A preset with example values of its required options."""
+    options = options_of(name).items()
+    needed = {key: _example(key) for key, default in options if default is EMPTY}
+    return presets.make(name, needed, streams=ALL_STREAMS)
+
+
 def _line(name: str, function: object) -> str:
-    """Name, first sentence, and the fields of the record that it answers."""
-    text = " ".join((inspect.getdoc(function) or "").split())
-    fields = _fields(name)
-    return f"  {name:<21} {text}{f'  [{fields}]' if fields else ''}"
-
-
-def _fields(name: str) -> str:
-    """What a preset sets besides credit, or a modifier changes of its host."""
-    host = "reinforce" + name if name.startswith("+") else name
-    needed = {key: _example(key) for key, default in options_of(host).items() if default is EMPTY}
-    algo = presets.make(host, needed, streams=ALL_STREAMS)
-    base = presets.make("reinforce", {}) if name.startswith("+") else Algo(algo.credit)
-    names = {"credit": "credit", "gates": "gates", "penalties": "penalties", "agg": "average",
+    """A preset with the fields that it sets besides credit; a modifier with those it changes."""
+    modifier = name.startswith("+")
+    algo = _built("reinforce" + name if modifier else name)
+    base = presets.make("reinforce", {}) if modifier else Algo(algo.credit)
+    words = {"credit": "credit", "gates": "gates", "penalties": "penalties", "agg": "average",
              "keep": "filter"}  # fmt: skip
-    changed = [word for key, word in names.items() if getattr(algo, key) != getattr(base, key)]
-    return ", ".join(changed if name.startswith("+") else ["credit", *changed])
+    fields = [word for key, word in words.items() if getattr(algo, key) != getattr(base, key)]
+    shown = ", ".join(fields if modifier else ["credit", *fields])
+    text = " ".join((inspect.getdoc(function) or "").split())
+    return f"  {name:<21} {text}{f'  [{shown}]' if shown else ''}"
 
 
 def _example(option: str) -> object:
-    lists = {"only_roles": ["agent"], "roles": ["agent"], "actions": ["yes", "no"]}
-    lists |= {"equal_units": ["role"]}
-    if option == "credit":
-        return "agentrl.algorithms.credit.core:response_lengths"
-    return lists.get(option, {"process": {"scope": "transition"}})
-
-
-def _plain(value: object) -> str:
-    return msgspec.json.encode(value).decode() if isinstance(value, str | bool) else repr(value)
+    examples: dict[str, object] = {"actions": ["yes", "no"], "equal_units": ["role"]}
+    examples |= {"only_roles": ["agent"], "roles": ["agent"]}
+    examples["credit"] = "agentrl.algorithms.credit.core:response_lengths"
+    return examples.get(option, {"process": {"scope": "transition"}})
 
 
 def echo(lines: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""`agentrl export`: what the store holds and what a run has made, for other people's tools."""
+"""`agentrl export`: traces and models of a run, for other people's tools."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 ROUTE = "/v1/traces"
 BATCH = 500  # spans in a request, unless one attempt has more
 TRIES = 6
-BACKOFF = 0.5  # seconds before the first repetition; doubles
-TRANSIENT = frozenset({429, 502, 503, 504})  # those that the OTLP specification repeats
+BACKOFF = 0.5  # seconds before the second try; doubles
+TRANSIENT = frozenset({429, 502, 503, 504})  # statuses that the OTLP specification tries again
 TIMEOUT = 30.0  # seconds of one request
 
 
@@ -44,8 +44,11 @@ def otlp(
     """Send the attempts of a run as traces to Phoenix, Langfuse, Jaeger or any OTLP receiver.
 
     Of each rollout its last attempt is sent; sending it again changes nothing, as ids stay."""
-    sent = asyncio.run(send(store, run, rollouts, url, _headers(headers)))
-    click.echo(f"sent {sent[0]} attempts as {sent[1]} spans")
+    pairs = {name: value for name, _, value in (header.partition("=") for header in headers)}
+    if wrong := [header for header in headers if header.find("=") < 1]:
+        raise ConfigError(f"--header {wrong[0]!r}: write it as KEY=VALUE")
+    attempts, spans = asyncio.run(send(store, run, rollouts, url, pairs))
+    click.echo(f"sent {attempts} attempts as {spans} spans")
 
 
 @export.command()
@@ -98,16 +101,8 @@ def _of_policy(checkpoint: Path, policy: str | None) -> Path:
     return checkpoint / policy
 
 
-def _found(store_url: str, checkpoint: str, output: str) -> Path:
-    """Where a checkpoint is: beside the store's file, wherever that was moved, or in the folder
-    that the run was started with."""
-    scheme, _, file = store_url.partition(":///")
-    beside = [Path(file.partition("?")[0]).parent] if scheme == "sqlite" else []
-    places = [place / "checkpoints" / Path(checkpoint).name for place in (*beside, Path(output))]
-    return next((place for place in places if place.is_dir()), Path(output, checkpoint))
-
-
 async def _last_checkpoint(store_url: str, run: str) -> Path:
+    """Beside the store's file, wherever that was moved, or in the folder that the run began in."""
     from agentrl.store import open_store
 
     async with open_store(store_url, create=False) as store:
@@ -116,7 +111,12 @@ async def _last_checkpoint(store_url: str, run: str) -> Path:
             raise NotFound(
                 f"run {run!r} has no checkpoint in {store.url}, which has runs {await store.runs()}"
             )
-        return _found(store.url, state.checkpoint, state.config["output"])
+        url = store.url
+    scheme, _, file = url.partition(":///")
+    output, name = Path(state.config["output"]), Path(state.checkpoint).name
+    places = [Path(file.partition("?")[0]).parent] if scheme == "sqlite" else []
+    found = (place / "checkpoints" / name for place in (*places, output))
+    return next((place for place in found if place.is_dir()), output / state.checkpoint)
 
 
 async def send(
@@ -166,53 +166,43 @@ async def _post(client: httpx.AsyncClient, url: str, body: bytes) -> None:
     from agentrl.otlp import PROTOBUF
 
     headers = {"content-type": PROTOBUF, "content-encoding": "gzip"}
-    said, pause = "", 0.0
+    failure, pause = "", 0.0
     for attempt in range(TRIES):
         await asyncio.sleep(pause)
         pause = BACKOFF * 2**attempt * random.uniform(0.5, 1.0)
         try:
             answer = await client.post(url, content=compress(body), headers=headers)
         except httpx.TransportError as error:
-            said = f"{type(error).__name__}: {error}"
+            failure = f"{type(error).__name__}: {error}"
             continue
         if answer.status_code not in TRANSIENT:
             return _accept(answer)
-        said = f"status {answer.status_code}"
+        failure = f"status {answer.status_code}"
         wait = answer.headers.get("retry-after", "")
         pause = float(wait) if wait.isdigit() else pause
-    raise Unavailable(f"nothing takes traces at {url} ({said}); start the receiver, and try again")
+    raise Unavailable(
+        f"nothing takes traces at {url} ({failure}); start the receiver, and try again"
+    )
 
 
 def _accept(answer: httpx.Response) -> None:
     from google.protobuf.message import DecodeError
     from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 
-    if answer.status_code in (401, 403):
-        raise AgentRLError(
-            f"{answer.url} refuses the traces with status {answer.status_code}; give its key with"
-            " --header 'Authorization=...'"
-        )
     if not answer.is_success:
+        key = "give its key with --header 'Authorization=...'"
+        hint = key if answer.status_code in (401, 403) else f"{answer.text:.200}"
         raise AgentRLError(
-            f"{answer.url} refuses the traces with status {answer.status_code}: {answer.text:.200}"
+            f"{answer.url} refuses the traces with status {answer.status_code}: {hint}"
         )
     if answer.headers.get("content-type", "").startswith("application/x-protobuf"):
         try:
-            said = trace_service_pb2.ExportTraceServiceResponse.FromString(answer.content)
+            response = trace_service_pb2.ExportTraceServiceResponse.FromString(answer.content)
         except DecodeError:
             raise AgentRLError(
                 f"{answer.url} answered what is no OTLP; is it the URL of an OTLP/HTTP receiver?"
             ) from None
-        if said.partial_success.rejected_spans:
-            count, reason = said.partial_success.rejected_spans, said.partial_success.error_message
-            raise AgentRLError(
-                f"{answer.url} rejected {count} spans: {reason or 'no reason given'}"
-            )
-
-
-def _headers(given: Sequence[str]) -> dict[str, str]:
-    pairs = [header.partition("=") for header in given]
-    for name, equals, _ in pairs:
-        if not equals or not name:
-            raise ConfigError(f"--header {name!r}: write it as KEY=VALUE")
-    return {name: value for name, _, value in pairs}
+        partial = response.partial_success
+        if partial.rejected_spans:
+            reason = partial.error_message or "no reason given"
+            raise AgentRLError(f"{answer.url} rejected {partial.rejected_spans} spans: {reason}")

@@ -9,6 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import click
+import msgspec
+from rich.console import Console, RenderableType
 
 from agentrl import __version__
 from agentrl.cli.export import export
@@ -18,7 +20,7 @@ from agentrl.cli.store import store as store_group
 from agentrl.config import RunConfig, load, to_toml
 from agentrl.errors import AgentRLError
 from agentrl.processes import ERROR_MARK, LOG_LEVEL, PARENT, USER_ERROR, die_with_parent, seal
-from agentrl.telemetry.log_follower import console_level
+from agentrl.telemetry.console import console_level
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -100,15 +102,14 @@ def train(
 
             click.echo(describe_settings(config), nl=False)
         return
+    from agentrl import trainer
+
     if start:
         from agentrl.cli.restart import go_back
-        from agentrl.trainer import check
 
-        check(config)
+        trainer.check(config)
         go_back(config, start)
-    from agentrl.trainer import run_training
-
-    run_training(config, fresh=fresh, level=level)
+    trainer.run_training(config, fresh=fresh, level=level)
 
 
 @cli.command("eval")
@@ -126,13 +127,12 @@ def evaluate(
     Of a RUN_FILE without a model of its own, score what its [upstreams] answer."""
     from agentrl.evaluation import core as evaluation
 
-    checkpoints = [argument for argument in rest if "=" not in argument]
+    checkpoints = [Path(argument) for argument in rest if "=" not in argument]
     if len(checkpoints) > 1:
-        raise click.UsageError(f"one checkpoint at a time, not {', '.join(checkpoints)}")
-    overrides = [argument for argument in rest if "=" in argument]
-    config = load(run_file, overrides)
+        raise click.UsageError(f"one checkpoint at a time, not {', '.join(map(str, checkpoints))}")
+    config = load(run_file, [argument for argument in rest if "=" in argument])
     level = _console_level(quiet=quiet, verbose=verbose)
-    evaluation.evaluate(config, Path(checkpoints[0]) if checkpoints else None, tasks, level=level)
+    evaluation.evaluate(config, checkpoints[0] if checkpoints else None, tasks, level=level)
 
 
 @cli.command()
@@ -155,17 +155,11 @@ def crossplay(
     """Play checkpoints of RUN_FILE's policy, by default all on disk, against each other.
 
     Prints the return of each against each, with seats swapped, and Elo ratings."""
-    from rich.console import Console
-
     from agentrl.evaluation import crossplay as commands
 
-    found = commands.crossplay(
-        load(run_file, overrides), checkpoints, every=every or 0, games=games, fresh=fresh
-    )
-    if plain:
-        click.echo(commands.as_json(found))
-    else:
-        Console().print(commands.table(found))
+    config = load(run_file, overrides)
+    found = commands.crossplay(config, checkpoints, every=every or 0, games=games, fresh=fresh)
+    _print(commands.as_json(found) if plain else commands.table(found))
 
 
 @cli.command()
@@ -184,15 +178,10 @@ def ablate(
     plain: bool,
 ) -> None:
     """Score RUN_FILE's team with one role played by the first version of its policy."""
-    from rich.console import Console
-
     from agentrl.evaluation import ablation
 
     rows = ablation.ablate(load(run_file, overrides), roles, replacement, fresh=fresh)
-    if plain:
-        click.echo(ablation.as_json(rows))
-    else:
-        Console().print(ablation.table(rows))
+    _print(ablation.as_json(rows) if plain else ablation.table(rows))
 
 
 @cli.command()
@@ -223,15 +212,10 @@ def explain(rollout: str, tokens: bool, store: str | None) -> None:
 @click.option("--store", help="Store URL; default: the one that `agentrl train` makes for RUN.")
 def metrics(run: str, form: str | None, store: str | None) -> None:
     """Print what the steps of RUN measured: the first and last of each, or all."""
-    from rich.console import Console
-
     from agentrl.cli import metrics as commands
 
-    rows = asyncio.run(commands.read(store or _store_of(run), run))
-    if form is None:
-        Console().print(commands.table(rows))
-    else:
-        click.echo((commands.as_csv if form == "csv" else commands.as_json)(rows), nl=False)
+    show = {"csv": commands.as_csv, "json": commands.as_json}.get(form or "", commands.table)
+    _print(show(asyncio.run(commands.read(store or _store_of(run), run))))
 
 
 @cli.group(invoke_without_command=True)
@@ -289,29 +273,32 @@ def algorithm() -> None:
     """The learning side; `agentrl train` starts it."""
 
 
-@algorithm.command("start")
-@click.argument("config_file", type=click.Path(path_type=Path))
-def start_algorithm(config_file: Path) -> None:
-    die_with_parent()
-    import msgspec
+def _config(context: click.Context, option: click.Parameter, file: Path) -> RunConfig:
+    return msgspec.json.decode(file.read_bytes(), type=RunConfig)
 
+
+config_file = click.argument("config", type=click.Path(path_type=Path), callback=_config)
+
+
+@algorithm.command("start")
+@config_file
+def start_algorithm(config: RunConfig) -> None:
+    die_with_parent()
     from agentrl.algorithms.train.main import main as run_algorithm
 
-    run_algorithm(msgspec.json.decode(config_file.read_bytes(), type=RunConfig))
+    run_algorithm(config)
 
 
 @algorithm.command("play")
-@click.argument("config_file", type=click.Path(path_type=Path))
+@config_file
 @click.argument("plan_file", type=click.Path(path_type=Path))
-def play_lineups(config_file: Path, plan_file: Path) -> None:
+def play_lineups(config: RunConfig, plan_file: Path) -> None:
     die_with_parent()
-    import msgspec
+    from agentrl.algorithms.train.main import play_plan
+    from agentrl.config.policies import EvaluationPlan
 
-    from agentrl.algorithms.train.play import main as play
-    from agentrl.config.evaluation_plan import EvaluationPlan
-
-    config = msgspec.json.decode(config_file.read_bytes(), type=RunConfig)
-    play(config, msgspec.json.decode(plan_file.read_bytes(), type=EvaluationPlan))
+    plan = msgspec.json.decode(plan_file.read_bytes(), type=EvaluationPlan)
+    asyncio.run(play_plan(config, plan))
 
 
 @cli.group(hidden=True)
@@ -320,14 +307,12 @@ def sink() -> None:
 
 
 @sink.command("start")
-@click.argument("config_file", type=click.Path(path_type=Path))
-def start_sinks(config_file: Path) -> None:
+@config_file
+def start_sinks(config: RunConfig) -> None:
     """Write metrics until standard input ends."""
-    import msgspec
-
     from agentrl.telemetry.sinks.process import main as write_metrics
 
-    write_metrics(msgspec.json.decode(config_file.read_bytes(), type=RunConfig))
+    write_metrics(config)
 
 
 def main() -> None:
@@ -345,6 +330,14 @@ def main() -> None:
     except (KeyboardInterrupt, click.Abort):
         click.echo("\nStopped. The same command continues after the last committed step.", err=True)
         sys.exit(130)
+
+
+def _print(result: RenderableType) -> None:
+    """A table is fitted to the terminal; text, for programs, is printed as it is."""
+    if isinstance(result, str):
+        click.echo(result, nl=result[-1:] not in ("", "\n"))
+    else:
+        Console().print(result)
 
 
 def _store_of(rollout: str) -> str:

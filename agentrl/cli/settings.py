@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
 
-from agentrl.config.json_schema import run_file_schema
+from agentrl.config import RunConfig, infrastructure, schema
+from agentrl.config.base import EXTERNAL
 from agentrl.errors import ConfigError
 
 STARTER = Path(__file__).with_name("starter")
 FILES = ("run.toml", "agent.py", "tasks.jsonl", "verifier.py", "policy.py")
+COMMENTED = re.compile(r"^    (\w+): .*?  # (.+)$", re.MULTILINE)
 
 
 @click.group()
@@ -21,7 +26,7 @@ def config() -> None:
 
 
 @config.command("schema")
-def schema() -> None:
+def print_schema() -> None:
     """Print the JSON Schema of the run file, by which editors check and complete it."""
     click.echo(msgspec.json.format(msgspec.json.encode(run_file_schema())).decode())
 
@@ -42,3 +47,38 @@ def init(folder: Path) -> None:
     except OSError as error:
         raise ConfigError(f"cannot write into {folder} ({error.strerror})") from None
     click.echo(f"Wrote {', '.join(FILES)}. Next: agentrl train {folder / 'run.toml'}")
+
+
+def run_file_schema() -> dict[str, Any]:
+    """A table with several kinds may leave out its tag, for the default kind, or have the tag of a
+    kind from outside the library."""
+    made, config = msgspec.json.schema(RunConfig), RunConfig()
+    tables = (config.engine, config.learner, config.runner, config.selfplay)
+    defaults = {*map(type, tables), schema.RewardModelConfig}
+    for name, table in made["$defs"].items():
+        section = vars(schema).get(name) or vars(infrastructure)[name]
+        _describe(section, table["properties"])
+        field = section.__struct_config__.tag_field
+        if section.__struct_config__.tag == EXTERNAL:
+            table["properties"] |= {field: {"type": "string"}}
+            del table["properties"]["factory"]
+            table["required"].remove("factory")
+        elif section in defaults:
+            table["required"].remove(field)
+        if table.get("required") == []:
+            del table["required"]
+    for table in made["$defs"].values():
+        inner = [one.get("additionalProperties") for one in table["properties"].values()]
+        for one in [*table["properties"].values(), *(one for one in inner if one)]:
+            if isinstance(one, dict):
+                one.pop("discriminator", None)  # OpenAPI's, which does not know external kinds
+    return made
+
+
+def _describe(section: type[msgspec.Struct], properties: dict[str, Any]) -> None:
+    """Add the comments beside the fields of a class and its bases."""
+    for base in section.__mro__:
+        if base.__module__.startswith("agentrl."):
+            for name, comment in COMMENTED.findall(inspect.getsource(base)):
+                if name in properties:
+                    properties[name].setdefault("description", comment)

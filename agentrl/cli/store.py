@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import click
 import msgspec
+from rich.filesize import decimal
 
 from agentrl.errors import ConfigError, NotFound, StoreError
 from agentrl.store import Store, open_store
@@ -89,8 +90,8 @@ def stats(url: str | None, as_json: bool) -> None:
     for table, n in found.rows.items():
         click.echo(f"{table:<12} {n:>12,}")
     click.echo(
-        f"{_size(found.bytes)} at {url}, of which a vacuum would give back "
-        f"{_size(found.free)}; cursor {found.cursor}"
+        f"{decimal(found.bytes)} at {url}, of which a vacuum would give back "
+        f"{decimal(found.free)}; cursor {found.cursor}"
     )
 
 
@@ -105,7 +106,7 @@ def vacuum(url: str | None) -> None:
         return before.bytes, (await store.stats()).bytes
 
     before, after = asyncio.run(_with(url or only_store(), tidy))
-    click.echo(f"{_size(before)} before, {_size(after)} now")
+    click.echo(f"{decimal(before)} before, {decimal(after)} now")
 
 
 @store.command()
@@ -135,7 +136,7 @@ def prune(
 
     pruned = asyncio.run(_with(url or only_store(), tidy))
     counts = msgspec.structs.asdict(pruned)
-    size = _size(counts.pop("bytes"))
+    size = decimal(counts.pop("bytes"))
     what = ", ".join(f"{n:,} {table}" for table, n in counts.items())
     click.echo(f"{'Would remove' if dry_run else 'Removed'} {what}: {size}")
 
@@ -153,17 +154,6 @@ def only_store() -> str:
     return f"sqlite:///{found[0]}"
 
 
-# -- parts -----------------------------------------------------------------------------------------
-
-
 async def _with(url: str, use: Callable[[Store], Awaitable[T]]) -> T:
     async with open_store(url, create=False) as opened:
         return await use(opened)
-
-
-def _size(n: float) -> str:
-    for unit in ("bytes", "kB", "MB"):
-        if n < 1000:
-            return f"{n:.4g} {unit}"
-        n /= 1000
-    return f"{n:,.4g} GB"

@@ -4,103 +4,35 @@
 file; other packages import from here.
 """
 
-from agentrl.config.base import Count, Natural, Positive, Section
-from agentrl.config.infrastructure import (
-    ContainerConfig,
-    ContainerRunnerConfig,
-    EmbeddedEngineConfig,
-    EngineConfig,
-    ExternalEngineConfig,
-    ExternalLearnerConfig,
-    ExternalRunnerConfig,
-    KubernetesConfig,
-    KubernetesRunnerConfig,
-    LearnerConfig,
-    PoolConfig,
-    PoolRunnerConfig,
-    RunnerConfig,
-    TorchLearnerConfig,
-    VerlConfig,
-    VerlLearnerConfig,
-    VllmConfig,
-    VllmEngineConfig,
-)
-from agentrl.config.load import differences, from_store, load, resolve, to_toml
-from agentrl.config.schema import (
-    AgentConfig,
-    AlgorithmConfig,
-    BranchingConfig,
-    CounterfactualConfig,
-    CriticConfig,
-    EvalConfig,
-    ImplicitRewardModelConfig,
-    LoraConfig,
-    MemberConfig,
-    MetricsConfig,
-    PfspOpponents,
-    PolicyConfig,
-    ReferenceConfig,
-    RetriesConfig,
-    RewardModelConfig,
-    RunConfig,
-    SelfplayConfig,
-    SnapshotOpponents,
-    TasksConfig,
-    TeacherConfig,
-    TeamConfig,
-    UpstreamConfig,
-    VerifierConfig,
-)
-
-__all__ = [
-    "AgentConfig",
-    "AlgorithmConfig",
-    "BranchingConfig",
-    "ContainerConfig",
-    "ContainerRunnerConfig",
-    "Count",
-    "CounterfactualConfig",
-    "CriticConfig",
-    "EmbeddedEngineConfig",
-    "EngineConfig",
-    "EvalConfig",
-    "ExternalEngineConfig",
-    "ExternalLearnerConfig",
-    "ExternalRunnerConfig",
-    "ImplicitRewardModelConfig",
-    "KubernetesConfig",
-    "KubernetesRunnerConfig",
-    "LearnerConfig",
-    "LoraConfig",
-    "MemberConfig",
-    "MetricsConfig",
-    "Natural",
-    "PfspOpponents",
-    "PolicyConfig",
-    "PoolConfig",
-    "PoolRunnerConfig",
-    "Positive",
-    "ReferenceConfig",
-    "RetriesConfig",
-    "RewardModelConfig",
-    "RunConfig",
-    "RunnerConfig",
-    "Section",
-    "SelfplayConfig",
-    "SnapshotOpponents",
-    "TasksConfig",
-    "TeacherConfig",
-    "TeamConfig",
-    "TorchLearnerConfig",
-    "UpstreamConfig",
-    "VerifierConfig",
-    "VerlConfig",
-    "VerlLearnerConfig",
-    "VllmConfig",
-    "VllmEngineConfig",
-    "differences",
-    "from_store",
-    "load",
-    "resolve",
-    "to_toml",
-]
+from agentrl.config.base import Count as Count
+from agentrl.config.base import Natural as Natural
+from agentrl.config.base import Positive as Positive
+from agentrl.config.base import Section as Section
+from agentrl.config.infrastructure import ContainerRunnerConfig as ContainerRunnerConfig
+from agentrl.config.infrastructure import KubernetesRunnerConfig as KubernetesRunnerConfig
+from agentrl.config.infrastructure import PoolConfig as PoolConfig
+from agentrl.config.infrastructure import PoolRunnerConfig as PoolRunnerConfig
+from agentrl.config.infrastructure import RunnerConfig as RunnerConfig
+from agentrl.config.infrastructure import TorchLearnerConfig as TorchLearnerConfig
+from agentrl.config.infrastructure import VerlConfig as VerlConfig
+from agentrl.config.infrastructure import VerlLearnerConfig as VerlLearnerConfig
+from agentrl.config.infrastructure import VllmEngineConfig as VllmEngineConfig
+from agentrl.config.load import differences as differences
+from agentrl.config.load import from_store as from_store
+from agentrl.config.load import load as load
+from agentrl.config.load import resolve as resolve
+from agentrl.config.load import to_toml as to_toml
+from agentrl.config.schema import AgentConfig as AgentConfig
+from agentrl.config.schema import AlgorithmConfig as AlgorithmConfig
+from agentrl.config.schema import BranchingConfig as BranchingConfig
+from agentrl.config.schema import CounterfactualConfig as CounterfactualConfig
+from agentrl.config.schema import ImplicitRewardModelConfig as ImplicitRewardModelConfig
+from agentrl.config.schema import LoraConfig as LoraConfig
+from agentrl.config.schema import MetricsConfig as MetricsConfig
+from agentrl.config.schema import PfspOpponents as PfspOpponents
+from agentrl.config.schema import PolicyConfig as PolicyConfig
+from agentrl.config.schema import RetriesConfig as RetriesConfig
+from agentrl.config.schema import RunConfig as RunConfig
+from agentrl.config.schema import SelfplayConfig as SelfplayConfig
+from agentrl.config.schema import SnapshotOpponents as SnapshotOpponents
+from agentrl.config.schema import UpstreamConfig as UpstreamConfig

@@ -1,7 +1,7 @@
-"""Values of `agent.env`: kept out of the store and of files, where only their names are.
+"""Values of `agent.env`: the store and files of a run hold only their names.
 
-Always true: settings that were hidden can be hidden again. The values travel in the environment,
-from the front to the runners that it starts; a runner elsewhere has them in its own.
+The values are passed on in the environment, from the front to the runners that it starts; a runner
+elsewhere has them in its own. Settings without values stay the same when hidden again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ VARIABLE = "AGENTRL_AGENT_ENV"  # JSON object of the values
 
 
 def without_values(config: RunConfig) -> RunConfig:
-    """The settings with empty values, which this process and what it starts can look up."""
+    """The settings with empty values, which this process and its children can look up."""
     known = _known()
     values = {name: value for name, value in config.agent.env.items() if value or name not in known}
     if values:

@@ -1,9 +1,9 @@
-"""Keys of the run file: which of them a table has, and how messages name them."""
+"""Keys of the run file: which of them a table has, and errors that name them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.metadata import entry_points
 from types import UnionType
 from typing import Any, get_args
@@ -33,10 +33,10 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def check_keys(
     section: Struct, data: Mapping[str, Any], *, source: str, prefix: str = "", stored: bool = False
 ) -> dict[str, Any]:
-    """The table as its type reads it: with the kind of every table that has several, and without
-    settings of other kinds that are at their defaults and so change nothing.
+    """The table in the form that its type reads: every table of several kinds names its kind, and
+    settings of other kinds are left out if they are at their defaults.
 
-    stored: also without those that are not, which earlier versions kept. Raises ConfigError for a
+    stored: leave all of them out, because earlier versions stored them. Raises ConfigError for a
     key that a table, or one inside it, does not have."""
     return _Reader(source, stored).table((section,), data, prefix)
 
@@ -51,68 +51,62 @@ class _Reader:
 
     def table(self, kinds: Structs, data: Mapping[str, Any], path: str) -> dict[str, Any]:
         """kinds: the type of the table, or one for each of its kinds, the default first."""
-        section, found = self._choose(kinds, dict(data), path)
+        section, table = self._choose(kinds, dict(data), path)
         types = field_types(section)
-        for key, value in list(found.items()):
+        for key, value in list(table.items()):
             if key in types:
-                found[key] = self._value(types[key], value, f"{path}{key}.")
+                table[key] = self._value(types[key], value, f"{path}{key}.")
             elif key != section.__struct_config__.tag_field:
-                self._check_other(kinds, section, found, key, path)
-                del found[key]
-        return found
+                self._check_other(kinds, section, table, key, path)
+                del table[key]
+        return table
 
     def _value(self, kind: Any, value: Any, path: str) -> Any:
         if not isinstance(value, dict):
             return value
         if structs := _structs(kind):
             return self.table(structs, value, path)
-        structs = _structs(get_args(kind)[-1]) if get_args(kind) else ()
-        if not structs:
-            return value
-        return {
-            name: self.table(structs, inner, f"{path}{name}.") if isinstance(inner, dict) else inner
-            for name, inner in value.items()
-        }
+        if get_args(kind) and (structs := _structs(get_args(kind)[-1])):  # tables by name
+            return {
+                name: self._value(get_args(kind)[-1], inner, f"{path}{name}.")
+                for name, inner in value.items()
+            }
+        return value
 
     def _choose(
         self, kinds: Structs, data: dict[str, Any], path: str
     ) -> tuple[Struct, dict[str, Any]]:
-        """The type of a table of several kinds. What only it has and needs may be left out."""
+        """The type of a table of several kinds. The table of a kind's own settings may be left
+        out."""
         field = kinds[0].__struct_config__.tag_field
         if field is None:
             return kinds[0], data
         by_tag = {str(kind.__struct_config__.tag): kind for kind in kinds}
         tag = str(data.setdefault(field, next(iter(by_tag))))
         if tag not in by_tag:
-            own = sorted(by_tag.keys() - {EXTERNAL})
-            registered: list[str] = []
-            if EXTERNAL in by_tag:
-                registered = list(entry_points(group=f"agentrl.{GROUPS[path[:-1]]}").names)
-            if EXTERNAL not in by_tag or not (":" in tag or tag in registered):
-                raise ConfigError(
-                    f"{self.source}: {path}{field} = {tag!r}; {nearest(tag, own + registered)}"
-                )
+            group = f"agentrl.{GROUPS[path[:-1]]}" if EXTERNAL in by_tag else ""
+            registered = entry_points(group=group).names if group else set[str]()
+            if not group or not (":" in tag or tag in registered):
+                names = sorted(by_tag.keys() - {EXTERNAL}) + list(registered)
+                raise ConfigError(f"{self.source}: {path}{field} = {tag!r}; {nearest(tag, names)}")
             data |= {field: EXTERNAL, "factory": tag}
         section = by_tag[data[field]]
-        for name, kind in field_types(section).items():
-            if name == tag and _structs(kind):
-                data.setdefault(name, {})
+        if _structs(field_types(section).get(tag)):
+            data.setdefault(tag, {})
         return section, data
 
     def _check_other(
         self, kinds: Structs, section: Struct, data: dict[str, Any], key: str, path: str
     ) -> None:
-        """Raises ConfigError for a key that a table does not have, unless it is of another of its
-        kinds and changes nothing."""
+        """Raises ConfigError for a key that a table does not have, unless it belongs to another of
+        its kinds and is at its default."""
         others = [kind for kind in kinds if key in field_types(kind)]
         if not others:
             where = f" in [{path.rstrip('.')}]" if path else ""
-            known = field_types(section)
-            raise ConfigError(
-                f"{self.source}: unknown key {path + key!r}{where}; {nearest(key, known)}"
-            )
+            hint = nearest(key, field_types(section))
+            raise ConfigError(f"{self.source}: unknown key {path + key!r}{where}; {hint}")
+        default = flatten({key: _default_of(others[0], key)})
         given = flatten({key: data[key]})
-        default = flatten({key: default_of(others[0], key)})
         changed = [name for name, value in given.items() if value != default.get(name)]
         if changed and not self.stored:
             field = str(section.__struct_config__.tag_field)
@@ -124,7 +118,7 @@ class _Reader:
             )
 
 
-def default_of(section: Struct, name: str) -> Any:
+def _default_of(section: Struct, name: str) -> Any:
     """The default of a field, as JSON has it; NODEFAULT where it must be set."""
     field = next(field for field in msgspec.structs.fields(section) if field.name == name)
     if field.default_factory is not msgspec.NODEFAULT:
@@ -133,26 +127,20 @@ def default_of(section: Struct, name: str) -> Any:
 
 
 def format_validation_error(message: str) -> str:
-    """A message of msgspec's with the key as it is in the run file, and the words it may be."""
+    """A message of msgspec with the key as it is in the run file, and with the allowed words."""
     missing = re.fullmatch(r"Object missing required field `(\w+)`(?: - at `\$\.(.*)`)?", message)
     if missing is not None:
         return f"{missing[2]}.{missing[1]} is missing"
     wrong = re.fullmatch(r"Invalid enum value '(.*)' - at `\$\.(.*)`", message, re.DOTALL)
     if wrong is None:
         return message.replace("`$.", "`").replace("`$`", "the top level")
-    words = (word for kind in _kinds_at(wrong[2]) for word in get_args(kind))
-    return f"{wrong[2]} = {wrong[1]!r}; {nearest(wrong[1], map(str, words))}"
-
-
-def _kinds_at(path: str) -> Iterator[Any]:
-    """The types of a key, as messages of msgspec's name it."""
-    kinds: list[Any] = [RunConfig]
-    for name, inner in re.findall(r"(\w+)(\[\.\.\.\])?", path):
+    kinds: list[Any] = [RunConfig]  # types of the key, found along its path
+    for name, inner in re.findall(r"(\w+)(\[\.\.\.\])?", wrong[2]):
         tables = [field_types(struct) for kind in kinds for struct in _structs(kind)]
         kinds = [table[name] for table in tables if name in table]
-        if inner:
-            kinds = [get_args(kind)[-1] for kind in kinds]
-    yield from kinds
+        kinds = [get_args(kind)[-1] for kind in kinds] if inner else kinds
+    words = (str(word) for kind in kinds for word in get_args(kind))
+    return f"{wrong[2]} = {wrong[1]!r}; {nearest(wrong[1], words)}"
 
 
 def _structs(kind: Any) -> Structs:

@@ -1,8 +1,4 @@
-"""The run file: TOML into typed settings. An unknown key is an error with its path.
-
-The settings themselves are in `schema` and `infrastructure`, checks of what they mean together in
-`validate`.
-"""
+"""The run file: TOML into typed settings. An unknown key is an error with its path."""
 
 from __future__ import annotations
 
@@ -56,8 +52,8 @@ def resolve(data: Mapping[str, Any], *, source: str) -> RunConfig:
 
 
 def from_store(data: Mapping[str, Any]) -> RunConfig:
-    """The settings of a run as its store has them, also if an earlier version wrote them. Raises
-    ConfigError where this one does not know what they say."""
+    """The settings of a run in its store, also if an earlier version wrote them. Raises ConfigError
+    where this version cannot read them."""
     try:
         return msgspec.convert(check_keys(RunConfig, data, source="store", stored=True), RunConfig)
     except msgspec.ValidationError as error:
@@ -90,13 +86,11 @@ def differences(old: RunConfig, new: RunConfig) -> list[str]:
     """Settings that would change what a run learns, as "key: old -> new"."""
     ignored = {"root", "output", "store", "steps", "keep_checkpoints", "eval", "runner", "engine"}
     ignored |= {"metrics", "max_empty_steps"}
-    # Either learner goes on from the other's checkpoint, on any number of GPUs.
+    # Each learner can continue from the other's checkpoint, on any number of GPUs.
     placement = ("learner.kind", "learner.packing", "learner.verl.")
     base = flatten({"learner": msgspec.to_builtins(TorchLearnerConfig())})
     before, after = (
-        base
-        | _moved(flatten(msgspec.to_builtins(config)), Path(config.output))
-        | {"policies": list(config.policies)}  # their order
+        base | _by_relative_path(config) | {"policies": list(config.policies)}  # their order
         for config in (old, new)
     )
     return [
@@ -108,14 +102,13 @@ def differences(old: RunConfig, new: RunConfig) -> list[str]:
     ]
 
 
-def _moved(values: Mapping[str, Any], output: Path) -> dict[str, Any]:
-    """The values, with what is in the output folder by its path from there."""
-    return {
-        key: str(Path(value).relative_to(output))
-        if isinstance(value, str) and Path(value).is_relative_to(output)
-        else value
-        for key, value in values.items()
-    }
+def _by_relative_path(config: RunConfig) -> dict[str, Any]:
+    """The settings with dotted keys, and with paths in the output folder relative to that."""
+    values = flatten(msgspec.to_builtins(config))
+    for key, value in values.items():
+        if isinstance(value, str) and Path(value).is_relative_to(config.output):
+            values[key] = str(Path(value).relative_to(config.output))
+    return values
 
 
 def _apply(data: dict[str, Any], override: str) -> None:

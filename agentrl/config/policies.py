@@ -1,7 +1,8 @@
-"""Several policies in one run: who plays which role, what each is trained with, and when it learns.
+"""Several policies in one run: who plays which role, with which settings each learns, and when.
 
-All of it is a function of the run file (and of the step), so nothing of it is saved. A run without
-`[policies]` is one of a single policy, which plays every role and learns in every step.
+All of it is a function of the run file and the step, so none of it is saved. A run without
+`[policies]` has a single policy, which plays every role and learns in every step. An evaluation
+plan has frozen policies play roles too.
 """
 
 from __future__ import annotations
@@ -15,25 +16,43 @@ from agentrl.config.schema import (
     AlgorithmConfig,
     CriticConfig,
     LoraConfig,
-    MemberConfig,
-    PolicyConfig,
     ReferenceConfig,
     RunConfig,
     TeacherConfig,
 )
-from agentrl.types import POLICY
+from agentrl.types import POLICY, Json
 
-INITIAL = "first"  # who stands in for a role: its own policy as training began with it
+INITIAL = "first"  # in `stand_ins`: the role's own policy as training began with it
 TABLES: dict[str, type[msgspec.Struct]] = {
     "algorithm": AlgorithmConfig,
     "critic": CriticConfig,
     "reference": ReferenceConfig,
     "teacher": TeacherConfig,
 }
-"""The tables of a run file of which a policy may have its own values."""
+"""The tables of which a policy may have its own values."""
 SHARED = frozenset({"groups", "group_size", "max_staleness", "dynamic_sampling", "max_rounds"})
 SHARED |= {"branching", "counterfactual", "store_credit"}
 """Settings of `[algorithm]` that are the run's, because all policies learn from the same groups."""
+Seats = dict[str, str]  # role -> player of a plan, or policy of the run
+
+
+class FrozenPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A version of a policy that plays and does not learn."""
+
+    policy: str
+    directory: str  # of a model or an adapter, or a hub name; empty: the untrained adapter
+    steps: int  # of training: its version
+
+
+class EvaluationPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Lineups of roles that all play the same tasks, each once, so that two of them differ only in
+    who plays."""
+
+    players: dict[str, FrozenPolicy]
+    lineups: dict[str, Seats]  # by name, without a slash
+    tasks: list[dict[str, Json]]
+    temperature: float
+    steps: int  # of training of the run's own policies
 
 
 def trained_policies(config: RunConfig) -> list[str]:
@@ -56,12 +75,13 @@ def has_no_own_policy(config: RunConfig) -> bool:
 
 def policy_by_role(config: RunConfig) -> dict[str, str]:
     """Role -> the policy or upstream that plays it, from both sides: `[roles]` and `[policies]`."""
-    made = {role: name for name, member in config.policies.items() for role in member.roles}
-    return made | config.roles
+    own = {role: name for name, member in config.policies.items() for role in member.roles}
+    return own | config.roles
 
 
 def stand_ins(config: RunConfig) -> dict[str, str]:
-    """Role -> who plays it where the team is measured without it, by the name it is served by."""
+    """Role -> the policy or upstream that plays it in counterfactual rollouts, by the name under
+    which that is served."""
     return {
         role: initial_name(policy_of_role(config, role)) if player == INITIAL else player
         for role, player in config.algorithm.counterfactual.stand_ins.items()
@@ -69,7 +89,7 @@ def stand_ins(config: RunConfig) -> dict[str, str]:
 
 
 def policy_of_role(config: RunConfig, role: str) -> str:
-    """Who plays a role, named in the run file or not."""
+    """The policy or upstream that plays a role, which the run file need not name."""
     return policy_by_role(config).get(role, POLICY)
 
 
@@ -82,19 +102,33 @@ def view(config: RunConfig, name: str) -> RunConfig:
     """The run as one of its policies sees it: with its own model, algorithm, critic, reference and
     teacher, and with as many steps as it learns in.
 
-    Raises msgspec.ValidationError, with the key as it is there, for a value that cannot be."""
+    Raises msgspec.ValidationError, with the key in this view, for a value that cannot be."""
     if not config.policies:
         return config
-    member = config.policies[name]
-    own = {key: _own(config, name, key) for key in TABLES}
-    return msgspec.structs.replace(
-        config,
-        policy=_policy(config.policy, member),
-        steps=steps_learned(config, name, config.steps),
-        policies={},
-        roles={},
-        **own,
-    )
+    member, replace = config.policies[name], msgspec.structs.replace
+    own: dict[str, Any] = {}
+    for key, kind in TABLES.items():
+        base, differs = msgspec.to_builtins(getattr(config, key)), getattr(member, key)
+        if differs.get("preset", base.get("preset")) != base.get("preset"):
+            base["options"] = {}  # of another preset
+        own[key] = _typed(_merged(base, differs), kind, key)
+    # The files of a frozen adapter say what it is.
+    inherited = {} if member.frozen else msgspec.to_builtins(config.policy.lora)
+    lora = _typed(_merged(inherited, member.lora), LoraConfig, "policy.lora")
+    policy = replace(config.policy, lora=lora)
+    if member.model:
+        policy = replace(policy, model=member.model, build="")
+    steps = steps_learned(config, name, config.steps)
+    return replace(config, policy=policy, steps=steps, policies={}, roles={}, **own)
+
+
+def initial_version(config: RunConfig, policy: str) -> tuple[str, FrozenPolicy]:
+    """A policy as training began with it, and its name."""
+    own = view(config, policy)
+    directory, lora = own.model_path(), own.policy.lora
+    if lora.rank or lora.adapter:
+        directory = str(config.path(lora.adapter)) if lora.adapter else ""
+    return initial_name(policy), FrozenPolicy(policy=policy, directory=directory, steps=0)
 
 
 def learns_in_step(config: RunConfig, name: str, step: int) -> bool:
@@ -117,35 +151,15 @@ def steps_learned(config: RunConfig, name: str, step: int) -> int:
     return since if place == last else min(since, every)
 
 
-def _policy(base: PolicyConfig, member: MemberConfig) -> PolicyConfig:
-    # An adapter that is frozen says itself what it is.
-    inherited = {} if member.frozen else msgspec.to_builtins(base.lora)
-    lora = merge_tables(inherited, member.lora)
-    replace = msgspec.structs.replace
-    policy = replace(base, lora=_typed(lora, LoraConfig, "policy.lora"))
-    return replace(policy, model=member.model, build="") if member.model else policy
-
-
-def _own(config: RunConfig, name: str, key: str) -> Any:
-    """A table with what differs for a policy. Options belong to a preset: those of another one are
-    not inherited."""
-    base = msgspec.to_builtins(getattr(config, key))
-    differs: Mapping[str, Any] = getattr(config.policies[name], key)
-    if differs.get("preset", base.get("preset")) != base.get("preset"):
-        base["options"] = {}
-    return _typed(merge_tables(base, differs), TABLES[key], key)
-
-
-def merge_tables(base: Mapping[str, Any], differs: Mapping[str, Any]) -> dict[str, Any]:
+def _merged(base: Mapping[str, Any], differs: Mapping[str, Any]) -> dict[str, Any]:
     """`base` with the values of `differs`, table by table."""
-    made = dict(base)
+    merged = dict(base)
     for key, value in differs.items():
-        inner = made.get(key)
+        inner = merged.get(key)
         if isinstance(inner, Mapping) and isinstance(value, Mapping):
-            made[key] = merge_tables(inner, value)
-        else:
-            made[key] = value
-    return made
+            value = _merged(inner, value)
+        merged[key] = value
+    return merged
 
 
 def _typed(data: Mapping[str, Any], kind: type[msgspec.Struct], where: str) -> Any:

@@ -1,19 +1,17 @@
-"""Self-play as the run file asks for it: whose games they are, what does not go together, and who
-has won.
+"""Self-play settings: which policy plays, what does not go together, and who has won a game.
 
-What is played is decided in `agentrl.algorithms.sampling.selfplay`.
+The games of a step are chosen in `agentrl.algorithms.sampling.selfplay`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import ceil, isfinite
 from statistics import fmean
 
 from agentrl.config import policies as team
 from agentrl.config.infrastructure import VllmConfig, VllmEngineConfig
 from agentrl.config.schema import RunConfig, SnapshotOpponents
-from agentrl.errors import ConfigError
 from agentrl.types import POLICY, Rollout, RolloutState, Scope
 
 
@@ -22,73 +20,72 @@ def learning_policy(config: RunConfig) -> str:
     return config.selfplay.policy or team.trained_policies(config)[0]
 
 
-def check(config: RunConfig, source: str) -> None:
-    """Raises ConfigError for settings that make no game together."""
+def problems(config: RunConfig) -> Iterator[str]:
+    """A sentence for each setting that makes no game together with others."""
     settings = config.selfplay
     if not settings.seats:
         return
     trained = team.trained_policies(config)
     if settings.policy and settings.policy not in trained:
-        raise ConfigError(
-            f"{source}: selfplay.policy = {settings.policy!r} is none of those that learn: "
+        yield (
+            f"selfplay.policy = {settings.policy!r} is none of those that learn: "
             f"{', '.join(trained)}"
         )
     if len(trained) > 1 and not settings.policy:
-        raise ConfigError(
-            f"{source}: selfplay.policy is not set, and {', '.join(trained)} learn; name the one "
-            "that plays"
+        yield (
+            f"selfplay.policy is not set, and {', '.join(trained)} learn; name the one that plays"
         )
-    claims = team.policy_by_role(config)
+    own, player = learning_policy(config), team.policy_by_role(config)
     for role in settings.seats:
-        if claims.get(role, learning_policy(config)) != learning_policy(config):
-            raise ConfigError(
-                f"{source}: selfplay.seats names {role!r}, which {claims[role]!r} plays by [roles] "
-                "or [policies]; leave it out there"
+        if player.get(role, own) != own:
+            yield (
+                f"selfplay.seats names {role!r}, which {player[role]!r} plays by [roles] or "
+                "[policies]; leave it out there"
             )
-    size, seats = config.algorithm.group_size, len(settings.seats)
     if not isinstance(settings, SnapshotOpponents):
         return
+    size, seats = config.algorithm.group_size, len(settings.seats)
     if size % seats:
-        raise ConfigError(
-            f"{source}: algorithm.group_size = {size} is no multiple of the {seats} "
-            "selfplay.seats, which the policy plays equally often in every group"
+        yield (
+            f"algorithm.group_size = {size} is no multiple of the {seats} selfplay.seats, which "
+            "the policy plays equally often in every group"
         )
     if isinstance(config.engine, VllmEngineConfig):
-        _check_room(config, settings, config.engine.vllm, source)
+        yield from _vllm_problems(config, settings, config.engine.vllm)
 
 
-def _check_room(
-    config: RunConfig, settings: SnapshotOpponents, vllm: VllmConfig, source: str
-) -> None:
-    """That vLLM has room for the policy and its snapshots."""
+def _vllm_problems(
+    config: RunConfig, settings: SnapshotOpponents, vllm: VllmConfig
+) -> Iterator[str]:
+    """vLLM serves the policy and its snapshots as adapters, up to a number of them."""
     views = {name: team.view(config, name).policy for name in config.policies or [POLICY]}
     own = views[learning_policy(config)]
     if not own.lora.rank:
-        raise ConfigError(
-            f"{source}: selfplay.opponents = {settings.opponents!r}: engine.kind = 'vllm' "
-            "serves snapshots that are adapters; set policy.lora.rank, or engine.kind = 'embedded'"
+        yield (
+            f"selfplay.opponents = {settings.opponents!r}: engine.kind = 'vllm' serves snapshots "
+            "that are adapters; set policy.lora.rank, or engine.kind = 'embedded'"
         )
     shared = sum(
         bool(one.lora.rank or one.lora.adapter) and one.model == own.model for one in views.values()
     )
     retired = ceil(config.algorithm.max_staleness / settings.every)
-    needed, room = shared + settings.pool + retired, vllm.max_adapters
-    if not vllm.urls and needed > room:
-        raise ConfigError(
-            f"{source}: engine.vllm.max_adapters = {room}: selfplay.pool = {settings.pool} "
-            f"asks for {needed} at once; raise the one to that, or lower the other"
+    needed = shared + settings.pool + retired
+    if not vllm.urls and needed > vllm.max_adapters:
+        yield (
+            f"engine.vllm.max_adapters = {vllm.max_adapters}: selfplay.pool = {settings.pool} asks "
+            f"for {needed} at once; raise the one to that, or lower the other"
         )
 
 
 def returns(rollout: Rollout, roles: Sequence[str]) -> dict[str, float] | None:
-    """What each role got out of a game; None: it failed, or the return of one is not known."""
+    """The return of each role; None if the game failed or a return is missing."""
     found = {
         row.target: row.value
         for row in rollout.rewards
         if row.scope is Scope.ROLE and row.name == "outcome" and row.target and isfinite(row.value)
     }
-    known = rollout.state is RolloutState.SUCCEEDED and found.keys() >= set(roles)
-    return found if known else None
+    complete = rollout.state is RolloutState.SUCCEEDED and found.keys() >= set(roles)
+    return found if complete else None
 
 
 def game_score(got: Mapping[str, float], role: str, roles: Sequence[str]) -> float:

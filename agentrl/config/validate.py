@@ -1,9 +1,15 @@
-"""What the settings of a run file mean together: combinations that no run can be made with."""
+"""Checks of settings together: combinations of a run file that no run can be made with.
+
+Every check yields sentences that name the key and say what to do.
+"""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from typing import Any
 
 import msgspec
@@ -12,32 +18,45 @@ from agentrl.config import policies as team
 from agentrl.config import selfplay
 from agentrl.config.keys import check_keys, flatten, format_validation_error
 from agentrl.config.schema import AlgorithmConfig, LoraConfig, MemberConfig, RunConfig, TeamConfig
-from agentrl.config.sinks import SINKS, known_sinks, missing
 from agentrl.errors import ConfigError, nearest
 from agentrl.types import POLICY
 
+SINKS = ("mlflow", "tensorboard", "trackio", "wandb")
+"""Each is the name of a sink, of its module in `agentrl.telemetry.sinks`, of the package that it
+needs and of the extra that installs that."""
+
 
 def check(config: RunConfig, source: str) -> None:
-    """Raises ConfigError, naming `source` and the key, for what could have no effect or cannot
+    """Raises ConfigError, naming `source` and the key, for a setting that has no effect or cannot
     be."""
-    _check_numbers(msgspec.structs.replace(config, policies={}), source)
     for name, member in config.policies.items():
-        _check_member(name, member, source)
-    _check_roles(config, source)
-    _check_lora(config.policy.lora, source)
-    _check_schedule(config.algorithm, source)
-    _check_policies(config, source)
-    _check_stand_ins(config, source)
-    selfplay.check(config, source)
-    _check_sinks(config.metrics.sinks, source)
+        tables: dict[str, type[msgspec.Struct]] = {"lora": LoraConfig, **team.TABLES}
+        for key, kind in tables.items():
+            prefix = f"policies.{name}.{key}."
+            check_keys(kind, getattr(member, key), prefix=prefix, source=source)
+    for problem in _problems(config):
+        raise ConfigError(f"{source}: {problem}")
 
 
-def _check_numbers(config: RunConfig, source: str) -> None:
-    """Numbers that their types let pass and that no run can be made with."""
+def _problems(config: RunConfig) -> Iterator[str]:
+    yield from _numbers(msgspec.structs.replace(config, policies={}))
+    for name, member in config.policies.items():
+        yield from _member(name, member)
+    yield from _roles(config)
+    yield from _lora(config.policy.lora)
+    yield from _schedule(config.algorithm)
+    yield from _policies(config)
+    yield from _stand_ins(config)
+    yield from selfplay.problems(config)
+    yield from _sinks(config.metrics.sinks)
+
+
+def _numbers(config: RunConfig) -> Iterator[str]:
+    """Numbers that their types allow and that no run can be made with."""
     for key, value in flatten(msgspec.to_builtins(config)).items():
         free = key == "critic.clip" or ".options." in key
         if isinstance(value, float) and not math.isfinite(value) and not free:
-            raise ConfigError(f"{source}: {key} = {value}; it must be finite")
+            yield f"{key} = {value}; it must be finite"
     sampling, algorithm = config.sampling, config.algorithm
     for name, wrong, allowed in (
         ("temperature", sampling.temperature < 0, "0 (greedy) or above"),
@@ -46,180 +65,166 @@ def _check_numbers(config: RunConfig, source: str) -> None:
         ("max_tokens", sampling.max_tokens is not None and sampling.max_tokens < 1, "1 or above"),
     ):
         if wrong:
-            found = getattr(sampling, name)
-            raise ConfigError(f"{source}: sampling.{name} = {found}; it must be {allowed}")
+            yield f"sampling.{name} = {getattr(sampling, name)}; it must be {allowed}"
     if algorithm.branching.kind == "none" and algorithm.min_group > algorithm.group_size:
-        raise ConfigError(
-            f"{source}: algorithm.min_group = {algorithm.min_group} drops every group of "
+        yield (
+            f"algorithm.min_group = {algorithm.min_group} drops every group of "
             f"algorithm.group_size = {algorithm.group_size}; lower the one or raise the other"
         )
 
 
-def _check_roles(config: RunConfig, source: str) -> None:
-    """That every role has one player, and every player a name of its own."""
+def _roles(config: RunConfig) -> Iterator[str]:
+    """Every role is played by one policy or upstream, and all of these have different names."""
     policies = set(config.policies) or {POLICY}
     known = policies.union(config.upstreams)
     for role, target in config.roles.items():
         if target not in known:
-            raise ConfigError(f"{source}: roles.{role} = {target!r}; {nearest(target, known)}")
+            yield f"roles.{role} = {target!r}; {nearest(target, known)}"
     for name in sorted(policies.intersection(config.upstreams)):
-        raise ConfigError(f"{source}: [upstreams.{name}]: that is the name of a policy")
+        yield f"[upstreams.{name}]: that is the name of a policy"
     claimed = dict.fromkeys(config.roles, "[roles]")
     for name, member in config.policies.items():
         for role in member.roles:
             if role in claimed:
-                raise ConfigError(
-                    f"{source}: policies.{name}.roles names {role!r}, which {claimed[role]} has "
-                    "already; a role is played by one policy"
+                yield (
+                    f"policies.{name}.roles names {role!r}, which {claimed[role]} has already; "
+                    "a role is played by one policy"
                 )
             claimed[role] = f"policies.{name}.roles"
-    for name in config.policies:
-        if name not in {POLICY, *team.policy_by_role(config).values()}:
-            raise ConfigError(
-                f"{source}: policies.{name}.roles is empty: no call would be its; name the roles "
-                "that it plays"
-            )
+    for name in sorted(set(config.policies) - {POLICY, *team.policy_by_role(config).values()}):
+        yield f"policies.{name}.roles is empty: no call would be its; name the roles that it plays"
 
 
-def _check_policies(config: RunConfig, source: str) -> None:
-    """What the tables of several policies mean together, and each as if it were alone."""
+def _member(name: str, member: MemberConfig) -> Iterator[str]:
+    where = f"policies.{name}"
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
+        yield (
+            f"[{where}]: a policy's name is letters, digits, - and _, because adapters, folders "
+            "and metrics are named by it"
+        )
+    for key in sorted(team.SHARED.intersection(member.algorithm)):
+        yield (
+            f"{where}.algorithm.{key}: all policies learn from the same groups; set algorithm.{key}"
+        )
+    if not member.frozen:
+        return
+    for key in team.TABLES:
+        if getattr(member, key):
+            yield f"{where}.{key}: it is frozen, so it learns nothing"
+    if not (member.model or member.lora.get("adapter")):
+        yield f"{where}: it is frozen and has no weights; give model or lora.adapter"
+    for key in sorted(set(member.lora) - {"adapter"}):
+        yield f"{where}.lora.{key}: the files of a frozen adapter say this; remove it"
+
+
+def _policies(config: RunConfig) -> Iterator[str]:
+    """Settings of several policies together, and those of each as if it were alone."""
     if not config.policies and config.team != TeamConfig():
-        raise ConfigError(f"{source}: [team] is about several policies, and there is one")
+        yield "[team] is about several policies, and there is one"
     if not config.policies:
         return
     names = team.trained_policies(config)
     if not names:
-        raise ConfigError(f"{source}: [policies]: all of them are frozen; one must learn")
+        yield "[policies]: all of them are frozen; one must learn"
     if config.learner.kind == "verl":
-        raise ConfigError(
-            f"{source}: learner.kind = 'verl' trains one policy, and [policies] has "
+        yield (
+            "learner.kind = 'verl' trains one policy, and [policies] has "
             f"{', '.join(config.policies)}; use learner.kind = 'torch'"
         )
     if config.reward_models:
-        raise ConfigError(
-            f"{source}: [reward_models] score the calls of one policy, and [policies] has several; "
-            "let the verifier return the reward"
+        yield (
+            "[reward_models] score the calls of one policy, and [policies] has several; let the "
+            "verifier return the reward"
         )
     if config.team.schedule == "together" and config.team.every != 1:
-        raise ConfigError(f"{source}: team.every means nothing for team.schedule = 'together'")
+        yield "team.every means nothing for team.schedule = 'together'"
     for name in names:
-        _check_view(config, name, source)
+        for problem in _view(config, name):
+            yield f"policies.{name}{problem}"
 
 
-def _check_stand_ins(config: RunConfig, source: str) -> None:
-    """That replays replace roles of policies that learn, by somebody there is."""
-    given = config.algorithm.counterfactual.stand_ins
-    ahead = config.algorithm.max_staleness
+def _view(config: RunConfig, name: str) -> Iterator[str]:
+    """What is wrong with the run as one of its policies sees it."""
+    try:
+        view = team.view(config, name)
+    except msgspec.ValidationError as error:
+        yield f": {format_validation_error(str(error))}"
+        return
+    for check in (_numbers(view), _lora(view.policy.lora), _schedule(view.algorithm)):
+        yield from (f": {problem}" for problem in check)
+    if not view.policy.lora.rank and not config.policies[name].model:
+        yield ": give it lora.rank, for an adapter on policy.model, or a model of its own"
+    if config.steps and not view.steps:
+        yield (
+            f" never learns: its turn would come after the last of steps = {config.steps}; lower "
+            "team.every or raise steps"
+        )
+
+
+def _stand_ins(config: RunConfig) -> Iterator[str]:
+    """Replays replace roles of policies that learn, by a policy or upstream that exists."""
+    given, ahead = config.algorithm.counterfactual.stand_ins, config.algorithm.max_staleness
     if given and (config.algorithm.branching.kind != "none" or config.selfplay.seats):
         other = "selfplay" if config.selfplay.seats else "algorithm.branching"
-        raise ConfigError(
-            f"{source}: algorithm.counterfactual plays rollouts again that [{other}] asks for "
-            "otherwise; leave one of them out"
+        yield (
+            f"algorithm.counterfactual plays rollouts again that [{other}] asks for otherwise; "
+            "leave one of them out"
         )
     if given and ahead:
-        raise ConfigError(
-            f"{source}: algorithm.max_staleness = {ahead} lets a step take rollouts that are not "
-            "played again yet, which algorithm.counterfactual learns nothing from; leave one of "
-            "them out"
+        yield (
+            f"algorithm.max_staleness = {ahead} lets a step take rollouts that are not played "
+            "again yet, which algorithm.counterfactual learns nothing from; leave one of them out"
         )
-    trained = team.trained_policies(config)
-    players = {*(config.policies or (POLICY,)), *config.upstreams, team.INITIAL}
+    trained, others = team.trained_policies(config), {*config.policies, *config.upstreams}
+    known = others | {team.INITIAL} | (set() if config.policies else {POLICY})
     for role, player in given.items():
-        where = f"{source}: algorithm.counterfactual.stand_ins.{role}"
+        where = f"algorithm.counterfactual.stand_ins.{role}"
         if team.policy_of_role(config, role) not in trained:
-            known = {role for role, name in team.policy_by_role(config).items() if name in trained}
-            raise ConfigError(f"{where}: no policy that learns plays it; {nearest(role, known)}")
-        if player not in players:
-            raise ConfigError(f"{where} = {player!r}; {nearest(player, players)}")
-        if player == team.INITIAL and player in {*config.policies, *config.upstreams}:
-            raise ConfigError(
+            learning = {r for r, name in team.policy_by_role(config).items() if name in trained}
+            yield f"{where}: no policy that learns plays it; {nearest(role, learning)}"
+        if player not in known:
+            yield f"{where} = {player!r}; {nearest(player, known)}"
+        if player == team.INITIAL and player in others:
+            yield (
                 f"{where} = {player!r} is the role's own policy as training began with it, and "
                 "there is another player of this name; rename that one"
             )
 
 
-def _check_member(name: str, member: MemberConfig, source: str) -> None:
-    where = f"policies.{name}"
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
-        raise ConfigError(
-            f"{source}: [{where}]: a policy's name is letters, digits, - and _, because adapters, "
-            "folders and metrics are named by it"
-        )
-    tables: dict[str, type[msgspec.Struct]] = {"lora": LoraConfig, **team.TABLES}
-    for key, kind in tables.items():
-        differs: dict[str, Any] = getattr(member, key)
-        check_keys(kind, differs, prefix=f"{where}.{key}.", source=source)
-        if differs and member.frozen and key != "lora":
-            raise ConfigError(f"{source}: {where}.{key}: it is frozen, so it learns nothing")
-    for key in sorted(team.SHARED.intersection(member.algorithm)):
-        raise ConfigError(
-            f"{source}: {where}.algorithm.{key}: all policies learn from the same groups; set "
-            f"algorithm.{key}"
-        )
-    if not member.frozen:
-        return
-    if not (member.model or member.lora.get("adapter")):
-        raise ConfigError(
-            f"{source}: {where}: it is frozen and has no weights; give model or lora.adapter"
-        )
-    for key in sorted(set(member.lora) - {"adapter"}):
-        raise ConfigError(f"{source}: {where}.lora.{key}: a frozen adapter says itself what it is")
-
-
-def _check_view(config: RunConfig, name: str, source: str) -> None:
-    own = f"{source}: policies.{name}"
-    try:
-        view = team.view(config, name)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{own}: {format_validation_error(str(error))}") from None
-    _check_numbers(view, own)
-    _check_lora(view.policy.lora, own)
-    _check_schedule(view.algorithm, own)
-    if not view.policy.lora.rank and not config.policies[name].model:
-        raise ConfigError(
-            f"{own}: give it lora.rank, for an adapter on policy.model, or a model of its own"
-        )
-    if config.steps and not view.steps:
-        raise ConfigError(
-            f"{own} never learns: its turn would come after the last of steps = {config.steps}; "
-            "lower team.every or raise steps"
-        )
-
-
-def _check_lora(settings: LoraConfig, source: str) -> None:
+def _lora(settings: LoraConfig) -> Iterator[str]:
     for key, default in msgspec.structs.asdict(LoraConfig()).items():
         if not settings.rank and getattr(settings, key) != default:
-            raise ConfigError(
-                f"{source}: policy.lora.{key} has no effect while policy.lora.rank is 0; set both"
-            )
+            yield f"policy.lora.{key} has no effect while policy.lora.rank is 0; set both"
 
 
-def _check_schedule(algorithm: AlgorithmConfig, source: str) -> None:
+def _schedule(algorithm: AlgorithmConfig) -> Iterator[str]:
     if algorithm.min_lr and algorithm.schedule == "constant":
-        raise ConfigError(
-            f"{source}: algorithm.min_lr: a constant algorithm.schedule does not fall to it; "
-            "choose linear or cosine"
+        yield (
+            "algorithm.min_lr: a constant algorithm.schedule does not fall to it; choose linear "
+            "or cosine"
         )
     if algorithm.min_lr > algorithm.lr:
-        raise ConfigError(f"{source}: algorithm.min_lr: it is above algorithm.lr = {algorithm.lr}")
+        yield f"algorithm.min_lr: it is above algorithm.lr = {algorithm.lr}"
     if algorithm.target_kl is not None and algorithm.minibatches * algorithm.epochs == 1:
-        raise ConfigError(
-            f"{source}: algorithm.target_kl: a batch is one optimizer step, so there is none to "
-            "leave out; raise algorithm.minibatches or algorithm.epochs, or remove it"
+        yield (
+            "algorithm.target_kl: a batch is one optimizer step, so there is none to leave out; "
+            "raise algorithm.minibatches or algorithm.epochs, or remove it"
         )
 
 
-def _check_sinks(names: list[str], source: str) -> None:
-    known = known_sinks()
+def _sinks(names: list[str]) -> Iterator[str]:
+    known = [*SINKS, *entry_points(group="agentrl.sinks").names]
     for name in names:
         if ":" not in name and name not in known:
-            raise ConfigError(
-                f"{source}: metrics.sinks: {name!r}; {nearest(name, known)}, or your own as"
-                " file.py:name"
-            )
+            yield f"metrics.sinks: {name!r}; {nearest(name, known)}, or your own as file.py:name"
         if names.count(name) > 1:
-            raise ConfigError(f"{source}: metrics.sinks names {name!r} twice")
-    for name in missing(name for name in names if name in SINKS):
-        raise ConfigError(
-            f"{source}: metrics.sinks: {name!r} is not installed: pip install 'agentrl[{name}]'"
-        )
+            yield f"metrics.sinks names {name!r} twice"
+    for name in names:
+        if name in SINKS and not is_installed(name):
+            yield f"metrics.sinks: {name!r} is not installed: pip install 'agentrl[{name}]'"
+
+
+def is_installed(package: str) -> bool:
+    """A folder of that name in the working directory, which has no file of its own, is none."""
+    spec: Any = find_spec(package)
+    return spec is not None and spec.origin is not None

@@ -13,28 +13,27 @@ from pathlib import Path
 
 from rich.table import Table
 
-from agentrl import trainer
 from agentrl.config import RunConfig
 from agentrl.config import policies as team
-from agentrl.config.evaluation_plan import EvaluationPlan, Seats, initial_version
+from agentrl.config.policies import EvaluationPlan, Seats, initial_version
 from agentrl.errors import ConfigError, nearest
 from agentrl.evaluation import core as evaluation
-from agentrl.types import Rollout
+from agentrl.types import POLICY, Rollout
 
 TEAM = "team"  # the lineup in which nobody is replaced
 
 
 @dataclass(frozen=True, slots=True)
 class AblationRow:
-    """The team without what one role has learned. Scores are mean outcomes."""
+    """The score of the team with and without what one role has learned: mean outcomes."""
 
     role: str
     player: str  # that plays it instead
     team: float
     without: float
-    loss: float  # mean of team minus without, over the tasks that have both
-    error: float  # its standard error
-    pairs: int
+    loss: float  # mean of team minus without, over the tasks with both outcomes
+    error: float  # standard error of the loss
+    pairs: int  # tasks with both outcomes
 
 
 def ablate(
@@ -44,17 +43,18 @@ def ablate(
     last checkpoint scores with and without it. fresh: play again what has been played.
 
     Raises ConfigError for a role that nobody plays, and a checkpoint without its policy."""
-    known = evaluation.trained_roles(config)
+    known = trained_roles(config)
     for role in roles:
         if config.policies and role not in known:
             raise ConfigError(f"--role {role}: no trained policy plays it; {nearest(role, known)}")
-    wanted = {role: known.get(role, _only(config)) for role in roles or known}
+    only = team.trained_policies(config)[0]  # plays the roles that the run file does not name
+    wanted = {role: known.get(role, only) for role in roles or known}
     if not wanted:
         raise ConfigError(
             "the run file names no role that the policy plays: name one with --role, such as the "
             "agent's --role agent"
         )
-    last = evaluation.checkpoint_at(trainer.run_blocking(evaluation.last_checkpoint(config)))
+    last = evaluation.checkpoint_at(evaluation.last_checkpoint(config))
     other = evaluation.checkpoint_at(replacement) if replacement else None
     found = {
         role: evaluation.frozen_policy(config, other, policy)
@@ -79,10 +79,19 @@ def ablate(
     ]
 
 
+def trained_roles(config: RunConfig) -> dict[str, str]:
+    """Role -> the trained policy that plays it."""
+    trained = team.trained_policies(config)
+    roles = team.policy_by_role(config)
+    return {role: name for role, name in roles.items() if name in trained} or (
+        {} if config.policies else dict.fromkeys(config.selfplay.seats, POLICY)
+    )
+
+
 def ablation_row(
     role: str, player: str, whole: Sequence[Rollout], without: Sequence[Rollout]
 ) -> AblationRow:
-    """`whole` and `without` are of the same tasks, in the same order."""
+    """The rollouts of `whole` and `without` are of the same tasks, in the same order."""
     scores, rest = evaluation.outcomes(whole), evaluation.outcomes(without)
     gaps = [a - b for a, b in zip(scores, rest, strict=True)]
     loss, error = evaluation.mean_and_error(gaps)
@@ -103,11 +112,4 @@ def table(rows: Sequence[AblationRow]) -> Table:
 
 
 def as_json(rows: Sequence[AblationRow]) -> str:
-    return evaluation.as_json(
-        [{name: getattr(one, name) for name in AblationRow.__slots__} for one in rows]
-    )
-
-
-def _only(config: RunConfig) -> str:
-    """The policy that plays a role which the run file does not name."""
-    return team.trained_policies(config)[0]
+    return evaluation.as_json(rows)

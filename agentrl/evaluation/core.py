@@ -1,8 +1,9 @@
 """Evaluation of a trained run: its held-out score, or the games of an evaluation plan.
 
-Every evaluation is a run of no steps in its own folder, next to that of the run it evaluates. The
-name of a plan's run is a hash of everything that decides a game, so the same command finds the
-games that have ended and plays the rest after `kill -9`; other weights or settings are another run.
+Every evaluation is a run of no steps in a folder next to that of the run it evaluates. The name of
+a plan's run has a hash of everything that decides its games. So the same command finds the games
+that have ended, also after `kill -9`, and plays the rest; other weights or settings are another
+run.
 """
 
 from __future__ import annotations
@@ -24,18 +25,19 @@ from rich.console import Console
 from agentrl import trainer
 from agentrl.config import LoraConfig, MetricsConfig, PolicyConfig, RunConfig, SelfplayConfig
 from agentrl.config import policies as team
-from agentrl.config.evaluation_plan import EvaluationPlan, FrozenPolicy
+from agentrl.config.policies import EvaluationPlan, FrozenPolicy
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.failures import commonest_failure
 from agentrl.loading import load_tasks
 from agentrl.processes import PHASE
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.types import POLICY, Json, Purpose, Rollout, RolloutState
+from agentrl.threads import run_blocking
+from agentrl.types import Json, Purpose, Rollout, RolloutState, RunState
 
 STEPS = re.compile(r"(\d+)(?:\.\d+)?$")  # a checkpoint's name: its steps, and its writer's epoch
 GAMES = ("agent", "verifier", "sampling", "policy", "policies", "upstreams", "roles", "seed")
-"""The settings of the run file that decide how games go."""
+"""The settings that decide how games go."""
 Played = dict[str, list[Rollout]]  # by lineup, in the order of the tasks
 
 
@@ -46,24 +48,12 @@ class SavedCheckpoint:
     path: Path
     steps: int
 
-    def of(self, config: RunConfig, policy: str) -> Path:
-        """The directory of a policy in it. Raises ConfigError if there is none."""
-        directory = self.path / policy if config.policies else self.path
-        files = ("config.json", "adapter_config.json")
-        if not any((directory / file).is_file() for file in files):
-            raise ConfigError(
-                f"{self.path}: the policy {policy!r} is not in it; give a checkpoint of a run with "
-                f"{'these policies' if config.policies else 'one policy'}"
-            )
-        return directory
-
 
 def evaluate(
     config: RunConfig, checkpoint: Path | None, tasks: str | None, *, level: int = PHASE
 ) -> trainer.TrainingResult:
-    """Score a checkpoint, by default the run's last, or what `[upstreams]` answer where the run has
-    no model of its own: a run of no steps in a folder of its own, and in the store that the run
-    file names, if it names one."""
+    """Score a checkpoint, by default the run's last, or the answers of `[upstreams]` where the run
+    has no model of its own. The evaluation is in the store that the run file names, if any."""
     if team.has_no_own_policy(config):
         if checkpoint:
             raise ConfigError(
@@ -71,7 +61,7 @@ def evaluate(
                 "it out, or set policy.model"
             )
     else:
-        checkpoint = checkpoint or trainer.run_blocking(last_checkpoint(config))
+        checkpoint = checkpoint or last_checkpoint(config)
         if not checkpoint.is_dir():
             raise ConfigError(f"{checkpoint}: no such checkpoint directory")
     replace = msgspec.structs.replace
@@ -88,19 +78,19 @@ def evaluate(
     trainer.check(config)
     if checkpoint:
         Console().print(scored_line(checkpoint), highlight=False, markup=False, soft_wrap=True)
-    return trainer.run_blocking(_score(config, level))
+    return run_blocking(_score(config, level))
 
 
 async def _score(config: RunConfig, level: int) -> trainer.TrainingResult:
-    result = await trainer.front(config, runners=config.runner.processes, level=level)
+    result = await trainer.front(config, level=level)
     async with open_store(config.store) as store:
         check_any_succeeded(await store.rollouts(config.name, purpose=Purpose.EVAL), config.name)
     return result
 
 
 def check_any_succeeded(rows: Sequence[Rollout], name: str, option: str = "") -> None:
-    """Raises AgentRLError, with the commonest cause, where every rollout failed, so that there is
-    no score. option: what to repeat the command with."""
+    """Raises AgentRLError with the commonest cause where every rollout failed. option: what to add
+    to the command."""
     failures = [row.failure for row in rows if row.failure]
     if failures and len(failures) == len(rows):
         cause = commonest_failure(failures, len(rows))
@@ -117,7 +107,7 @@ def scored_line(checkpoint: Path) -> str:
 
 
 def checkpoint_at(path: Path) -> SavedCheckpoint:
-    """Raises ConfigError for what is no checkpoint of a run."""
+    """Raises ConfigError if it is no checkpoint of a run."""
     named = STEPS.match(path.name)
     if not path.is_dir():
         raise ConfigError(f"{path}: no such checkpoint directory")
@@ -127,20 +117,26 @@ def checkpoint_at(path: Path) -> SavedCheckpoint:
 
 
 def checkpoints_of(config: RunConfig) -> list[SavedCheckpoint]:
-    """Those of a run that are on disk, oldest first."""
+    """The checkpoints of a run on disk, oldest first."""
     folder = Path(config.output, "checkpoints")
     found = [path for path in folder.glob("*") if STEPS.match(path.name) and path.is_dir()]
-    return sorted(map(checkpoint_at, found), key=lambda made: (made.steps, made.path.name))
+    return sorted(map(checkpoint_at, found), key=lambda one: (one.steps, one.path.name))
 
 
 def frozen_policy(
     config: RunConfig, checkpoint: SavedCheckpoint, policy: str
 ) -> tuple[str, FrozenPolicy]:
-    """A policy of a checkpoint, and its name, which says the run if that is another."""
+    """A policy of a checkpoint, and its name, with that of its run if this is another. Raises
+    ConfigError if the checkpoint has no such policy."""
+    directory = checkpoint.path / policy if config.policies else checkpoint.path
+    if not any((directory / f).is_file() for f in ("config.json", "adapter_config.json")):
+        raise ConfigError(
+            f"{checkpoint.path}: the policy {policy!r} is not in it; give a checkpoint of a run "
+            f"with {'these policies' if config.policies else 'one policy'}"
+        )
     output = checkpoint.path.parent.parent
     who = policy if output == Path(config.output).resolve() else f"{output.name}-{policy}"
     name = f"{who}@{checkpoint.path.name}".replace(".", "-")  # adapters have no dots in their names
-    directory = checkpoint.of(config, policy)
     return name, FrozenPolicy(policy=policy, directory=str(directory), steps=checkpoint.steps)
 
 
@@ -149,8 +145,8 @@ def tasks_of(config: RunConfig, limit: int = 0) -> list[dict[str, Json]]:
     key = "heldout" if config.tasks.heldout else "train"
     if not getattr(config.tasks, key):
         raise ConfigError("tasks.heldout is missing: there is nothing to play")
-    found = load_tasks(getattr(config.tasks, key), Path(config.root), key=f"tasks.{key}")
-    return found[: limit or None]
+    tasks = load_tasks(getattr(config.tasks, key), Path(config.root), key=f"tasks.{key}")
+    return tasks[: limit or None]
 
 
 def run_plan(
@@ -161,14 +157,14 @@ def run_plan(
     *,
     fresh: bool = False,
 ) -> Played:
-    """The games of a plan, by lineup. `config`: the trained run; `checkpoint`: where its own
-    policies are taken from; `fresh`: play again what has been played. Raises AgentRLError where
-    nothing can be learned from them."""
+    """The games of a plan, by lineup. config: the trained run; checkpoint: of its policies that
+    are not players of the plan; fresh: play again what has been played. Raises AgentRLError where
+    every game failed or a role made no call."""
     own = plan_run(config, checkpoint, plan, kind)
     trainer.check(own)
     if fresh:
         trainer.clear(own)
-    return trainer.run_blocking(_played(own, plan))
+    return run_blocking(_played(own, plan))
 
 
 def plan_run(
@@ -177,7 +173,13 @@ def plan_run(
     """The settings of the evaluation run."""
     settings = [getattr(config, key) for key in GAMES]
     directories = [str(checkpoint.path), *(one.directory for one in plan.players.values())]
-    weights = [(directory, _written(Path(directory))) for directory in directories if directory]
+    # With the newest modification time in ns, because another run may write other weights under the
+    # same name. 0: a hub name.
+    weights = [
+        (name, max((file.stat().st_mtime_ns for file in Path(name).rglob("*")), default=0))
+        for name in directories
+        if name
+    ]
     about = msgspec.json.encode([plan, weights, settings])
     name = f"{config.name}-{kind}-{sha256(about).hexdigest()[:8]}"
     return msgspec.structs.replace(
@@ -189,28 +191,16 @@ def plan_run(
     )
 
 
-def _written(directory: Path) -> int:
-    """The newest modification time in a directory, in ns, as another run may write other weights
-    under the same name. 0 for a model of the hub."""
-    return max((file.stat().st_mtime_ns for file in directory.rglob("*")), default=0)
-
-
 def evaluation_run(config: RunConfig, name: str, checkpoint: Path | None) -> RunConfig:
     """A run of no steps, of that name and in a folder beside, with a checkpoint's policies."""
     own = policies_at(config, checkpoint) if checkpoint else {}
     output = Path(config.output).with_name(name)
-    return msgspec.structs.replace(
-        config,
-        name=name,
-        output=str(output),
-        store=f"sqlite:///{output / 'store.db'}",
-        steps=0,
-        **own,
-    )
+    own |= {"output": str(output), "store": f"sqlite:///{output / 'store.db'}"}
+    return msgspec.structs.replace(config, name=name, steps=0, **own)
 
 
 def policies_at(config: RunConfig, checkpoint: Path) -> dict[str, Any]:
-    """Settings that load the policies of a checkpoint; frozen ones stay what they are."""
+    """Settings that load the policies of a checkpoint; those of frozen policies do not change."""
     if not config.policies:
         return {"policy": _policy_at(config.policy, checkpoint)}
     members = dict(config.policies)
@@ -226,7 +216,7 @@ def policies_at(config: RunConfig, checkpoint: Path) -> dict[str, Any]:
 
 
 def _policy_at(policy: PolicyConfig, checkpoint: Path) -> PolicyConfig:
-    """Settings that load a checkpoint: a model, or an adapter, which says on what."""
+    """Settings that load a checkpoint: a model, or an adapter and the model that it names."""
     replace, file = msgspec.structs.replace, checkpoint / "adapter_config.json"
     if not file.is_file():
         return replace(policy, model=str(checkpoint), build="")
@@ -241,17 +231,18 @@ def _policy_at(policy: PolicyConfig, checkpoint: Path) -> PolicyConfig:
     return replace(policy, model=adapter["base_model_name_or_path"], build="", lora=lora)
 
 
-def _is_missing(store: str) -> bool:
-    return store.startswith("sqlite:///") and not Path(store.removeprefix("sqlite:///")).is_file()
-
-
-async def last_checkpoint(config: RunConfig) -> Path:
-    """Of a run's store. Raises ConfigError if it has none."""
+def last_checkpoint(config: RunConfig) -> Path:
+    """The last checkpoint by a run's store. Raises ConfigError if it has none."""
     untrained = f"run {config.name!r} has not been trained yet; train it first: agentrl train"
-    if _is_missing(config.store):
+    file = Path(config.store.removeprefix("sqlite:///"))
+    if config.store.startswith("sqlite:///") and not file.is_file():
         raise ConfigError(f"{untrained} (there is no {config.store})")
-    async with open_store(config.store, create=False) as store:
-        state = await store.run(config.name)
+
+    async def read() -> RunState | None:
+        async with open_store(config.store, create=False) as store:
+            return await store.run(config.name)
+
+    state = run_blocking(read())
     if state is None:
         raise ConfigError(untrained)
     if state.checkpoint is None:
@@ -267,8 +258,7 @@ async def _played(config: RunConfig, plan: EvaluationPlan) -> Played:
             file = output / "plan.json"
             file.write_bytes(msgspec.json.encode(plan))
             console = Console(stderr=True)  # stdout is for the result
-            runners = config.runner.processes
-            await trainer.supervise(store, config, runners=runners, play=file, console=console)
+            await trainer.supervise(store, config, play=file, console=console)
             found = await _ended(store, config, plan)
         if found is None:
             raise AgentRLError(f"{output}: games are missing; give the same command again")
@@ -293,8 +283,7 @@ async def _ended(store: Store, config: RunConfig, plan: EvaluationPlan) -> Playe
 async def _check_heard(
     store: Store, lineup: str, rows: Sequence[Rollout], seats: Mapping[str, str]
 ) -> None:
-    """Raises ConfigError for a role that made no call in any game: it is misspelled, and the
-    results would mean nothing."""
+    """Raises ConfigError for a role that made no call in any game, which must be misspelled."""
     silent = set(seats)
     for row in rows:
         if not silent:
@@ -323,23 +312,6 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     return mean, error
 
 
-def as_json(value: Json) -> str:
+def as_json(value: object) -> str:
     """JSON for programs, with null for unknown numbers."""
-    return json.dumps(_known(value), indent=2)
-
-
-def _known(value: Json) -> Json:
-    if isinstance(value, Mapping):
-        return {key: _known(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_known(item) for item in value]
-    return None if isinstance(value, float) and not isfinite(value) else value
-
-
-def trained_roles(config: RunConfig) -> dict[str, str]:
-    """Role -> the trained policy that plays it."""
-    trained = team.trained_policies(config)
-    roles = team.policy_by_role(config)
-    return {role: name for role, name in roles.items() if name in trained} or (
-        {} if config.policies else dict.fromkeys(config.selfplay.seats, POLICY)
-    )
+    return msgspec.json.format(msgspec.json.encode(value)).decode()

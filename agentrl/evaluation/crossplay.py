@@ -1,14 +1,15 @@
 """`agentrl crossplay`: checkpoints of a policy against each other, in every seat.
 
-Of two players one has a seat and the other all the rest; for each seat this is one lineup, so both
-play every seat equally often, on the same tasks. In a game of two seats the lineups of a pair are
-those of the pair the other way round, and are played once.
+A pair of players has one lineup for each seat, in which the first has that seat and the second all
+others. So both play every seat equally often, on the same tasks. In a game of two seats the pair
+(b, a) has the same lineups as (a, b), and they are played once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import cycle, islice, permutations
 from math import ceil, isfinite
 from pathlib import Path
 
@@ -16,21 +17,21 @@ from rich.table import Table
 
 from agentrl.algorithms.sampling.ratings import fit_ratings
 from agentrl.config import RunConfig, selfplay
-from agentrl.config.evaluation_plan import EvaluationPlan, FrozenPolicy, Seats
+from agentrl.config.policies import EvaluationPlan, Seats
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.evaluation import core as evaluation
 from agentrl.evaluation.core import Played, SavedCheckpoint
-from agentrl.types import Json, Rollout
+from agentrl.types import Rollout
 
 
 @dataclass(frozen=True, slots=True)
 class Matchup:
-    """The returns of the row's player in games against the column's, over all seats."""
+    """The result of the row's player against the column's, over all seats."""
 
     games: int  # with a known return
-    missing: int
+    missing: int  # games without
     mean: float  # return
-    error: float  # its standard error
+    error: float  # standard error of the mean
     score: float  # 1 for each game won, 1/2 for each drawn
 
 
@@ -51,11 +52,11 @@ def crossplay(
     games: int = 20,
     fresh: bool = False,
 ) -> PayoffMatrix:
-    """Play the checkpoints at `paths`, or every `every` steps those of the run (0: all on disk),
-    against each other.
+    """Play checkpoints against each other: those at `paths` or, of the run, those of every `every`
+    steps (0: all on disk).
 
-    games: of each player against each other; fresh: play again what has been played. Raises
-    ConfigError for what cannot be played."""
+    games: of each pair; fresh: play again what has been played. Raises ConfigError where there is
+    nothing to compare."""
     roles = config.selfplay.seats
     if not roles:
         raise ConfigError(
@@ -64,21 +65,21 @@ def crossplay(
         )
     chosen = chosen_checkpoints(config, paths, every)
     policy = selfplay.learning_policy(config)
-    found = [evaluation.frozen_policy(config, checkpoint, policy) for checkpoint in chosen]
-    players = dict(found)
-    if len(players) < len(found):
+    players = dict(evaluation.frozen_policy(config, checkpoint, policy) for checkpoint in chosen)
+    if len(players) < len(chosen):
         raise ConfigError("two of the checkpoints have one name: give each only once")
-    lineups = schedule(list(players), roles)
-    last = _own_checkpoint(config, chosen)
+    # Of the policies that are not compared: the run's last one or, if none is on disk, of those
+    # named.
+    last = (evaluation.checkpoints_of(config) or chosen)[-1]
     plan = EvaluationPlan(
         players=players,
-        lineups=lineups,
-        tasks=_dealt(config, ceil(games / len(roles))),
+        lineups=schedule(list(players), roles),
+        tasks=list(islice(cycle(evaluation.tasks_of(config)), ceil(games / len(roles)))),
         temperature=config.sampling.temperature,
         steps=last.steps,
     )
     played = evaluation.run_plan(config, last, plan, "crossplay", fresh=fresh)
-    return matrix(players, roles, lineups, played)
+    return matrix(list(players), roles, played)
 
 
 def chosen_checkpoints(
@@ -102,39 +103,24 @@ def chosen_checkpoints(
 
 def schedule(players: Sequence[str], roles: Sequence[str]) -> dict[str, Seats]:
     """The lineups of all pairs, by name; each once."""
-    found: dict[str, Seats] = {}
-    for row, column in _pairs(players):
-        for role in roles:
-            seats = seats_of(row, column, role, roles)
-            found[lineup_name(seats)] = seats
-    return found
+    pairs = permutations(players, 2)
+    return dict(lineup(row, column, role, roles) for row, column in pairs for role in roles)
 
 
-def seats_of(player: str, other: str, role: str, roles: Sequence[str]) -> Seats:
-    """One player in a seat, the other in the rest."""
-    return {each: player if each == role else other for each in roles}
+def lineup(player: str, other: str, role: str, roles: Sequence[str]) -> tuple[str, Seats]:
+    """One player in a seat, the other in the rest; its name first."""
+    seats = {each: player if each == role else other for each in roles}
+    return ",".join(f"{role}={player}" for role, player in seats.items()), seats
 
 
-def lineup_name(seats: Mapping[str, str]) -> str:
-    return ",".join(f"{role}={player}" for role, player in seats.items())
-
-
-def matrix(
-    players: Mapping[str, FrozenPolicy],
-    roles: Sequence[str],
-    lineups: Mapping[str, Seats],
-    played: Played,
-) -> PayoffMatrix:
+def matrix(players: list[str], roles: Sequence[str], played: Played) -> PayoffMatrix:
     """Raises AgentRLError where no game has a return for every seat."""
-    names = list(players)
-    meetings: list[list[Matchup | None]] = [[None] * len(names) for _ in names]
-    for row, column in _pairs(names):
-        games = [
-            (role, rollout)
-            for role in roles
-            for rollout in played[lineup_name(seats_of(row, column, role, roles))]
-        ]
-        meetings[names.index(row)][names.index(column)] = matchup(games, roles)
+    meetings: list[list[Matchup | None]] = [[None] * len(players) for _ in players]
+    for row, column in permutations(range(len(players)), 2):
+        pair = players[row], players[column]
+        names = {role: lineup(*pair, role, roles)[0] for role in roles}
+        games = [(role, rollout) for role, name in names.items() for rollout in played[name]]
+        meetings[row][column] = matchup(games, roles)
     if not any(cell and cell.games for row in meetings for cell in row):
         raise AgentRLError(
             f"no game gave a return to every seat ({', '.join(roles)}): the verifier gives one to "
@@ -142,7 +128,7 @@ def matrix(
         )
     scores = [[cell.score if cell else 0.0 for cell in row] for row in meetings]
     counts = [[float(cell.games) if cell else 0.0 for cell in row] for row in meetings]
-    return PayoffMatrix(names, meetings, fit_ratings(scores, counts))
+    return PayoffMatrix(players, meetings, fit_ratings(scores, counts))
 
 
 def matchup(games: Sequence[tuple[str, Rollout]], roles: Sequence[str]) -> Matchup:
@@ -168,18 +154,14 @@ def table(found: PayoffMatrix) -> Table:
 
 
 def as_json(found: PayoffMatrix) -> str:
-    cells: Json = [
-        {"row": row, "column": column, **_fields(cell)}
+    cells = [
+        {"row": row, "column": column, **asdict(cell)}
         for row, cells in zip(found.players, found.meetings, strict=True)
         for column, cell in zip(found.players, cells, strict=True)
         if cell is not None
     ]
     elo = dict(zip(found.players, found.ratings, strict=True))
     return evaluation.as_json({"players": found.players, "elo": elo, "meetings": cells})
-
-
-def _fields(cell: Matchup) -> dict[str, Json]:
-    return {name: getattr(cell, name) for name in Matchup.__slots__}
 
 
 def _cell(cell: Matchup | None) -> str:
@@ -189,18 +171,3 @@ def _cell(cell: Matchup | None) -> str:
         return "no game"
     error = f" ± {cell.error:.3f}" if isfinite(cell.error) else ""
     return f"{cell.mean:+.3f}{error} ({cell.games})"
-
-
-def _pairs(players: Sequence[str]) -> Iterator[tuple[str, str]]:
-    return ((row, column) for row in players for column in players if row != column)
-
-
-def _dealt(config: RunConfig, games: int) -> list[dict[str, Json]]:
-    tasks = evaluation.tasks_of(config)
-    return [tasks[number % len(tasks)] for number in range(games)]
-
-
-def _own_checkpoint(config: RunConfig, chosen: Sequence[SavedCheckpoint]) -> SavedCheckpoint:
-    """The checkpoint of the policies that are not compared: the run's last one or, if none is on
-    disk, the last that was named."""
-    return (evaluation.checkpoints_of(config) or list(chosen))[-1]

@@ -1,10 +1,10 @@
 """A stored attempt as an OpenTelemetry trace that Phoenix, Langfuse and Jaeger understand.
 
-The attempt is the root; below it are its recorded spans and one llm span for each transition, with
+The attempt is the root. Below it are its recorded spans and one llm span for each transition, with
 attributes of OpenTelemetry's semantic conventions for generative AI (`gen_ai.*`), of OpenInference,
-which Phoenix reads, and of `agentrl.*`. Where a span of the same model call was recorded, of a
-framework's call or of the HTTP request, the two are merged. The same attempt always gives the same
-ids, so sending it twice changes nothing.
+which Phoenix reads, and of agentrl (`agentrl.*`). If the agent's side recorded a span of the same
+model call, by a framework or of the HTTP request, the two are merged. The same attempt always gives
+the same ids, so sending it twice changes nothing.
 """
 
 from __future__ import annotations
@@ -14,103 +14,82 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from agentrl.otlp import DESCRIPTION
 from agentrl.types import Json, Reward, Scope, Span, Trace, Transition
 
 PROVIDER = "agentrl"  # of the answers, as the agent sees it
-HTTP_ATTRIBUTES = (
-    "url.full",
-    "http.url",
-    "http.method",
-    "http.request.method",
-)  # marks of HTTP clients
+HTTP_ATTRIBUTES = {"url.full", "http.url", "http.method", "http.request.method"}  # of a client
 SLACK = 5_000_000  # ns between the clocks of agent and gateway
+Spans = Mapping[str, Span]  # by id
 
 
 def spans_of(trace: Trace) -> list[Span]:
-    """The whole attempt: its root first, then parents before children in order of their start."""
+    """The whole attempt: its root first, then the other spans by their start."""
     spans = {span.id: span for span in trace.spans}
-    merged: dict[str, str] = {}  # id of a merged span -> that of its llm span
+    merged: dict[str, str] = {}  # id of a request's span -> that of its llm span
     llm_spans: dict[str, Span] = {}
     for transition in trace.transitions:
-        span = _llm_span(transition, spans, llm_spans, trace.rollout.rewards)
+        about = call_attributes(transition)
+        about |= _rewards(trace.rollout.rewards, Scope.TRANSITION, transition.id)
+        span = _llm_span(transition, spans, llm_spans, about)
         llm_spans[span.id] = span
         if transition.span in spans and _is_request(spans[transition.span]):
             merged[transition.span] = span.id
     root = _root_span(trace, [*trace.spans, *llm_spans.values()])
     kept = {id: span for id, span in spans.items() if id not in merged} | llm_spans
     kept.pop(root.id, None)
-    children = _without_cycles(
-        [_with_parent(span, kept, merged, root.id) for span in kept.values()], root.id
-    )
+    parents = _parents(kept, merged, root.id)
+    children = [replace(span, parent=parents[span.id]) for span in kept.values()]
     return [root, *sorted(children, key=lambda span: (span.start, -span.end))]
 
 
-def _with_parent(span: Span, kept: Mapping[str, Span], merged: dict[str, str], root: str) -> Span:
-    parent = merged.get(span.parent or "", span.parent)
-    return replace(span, parent=parent if parent in kept and parent != span.id else root)
-
-
-def _without_cycles(spans: list[Span], root: str) -> list[Span]:
-    """Break cycles of parents, which a client may send: one span of each goes below the root."""
-    parents, sound = {span.id: span.parent for span in spans}, {root}
-    for span in spans:
-        at, passed = span.id, set[str]()
-        while at not in sound:
+def _parents(spans: Spans, merged: Mapping[str, str], root: str) -> dict[str, str]:
+    """The parent of each span: the root where its own is missing. A client may send cycles of
+    parents; one span of each goes below the root."""
+    parents: dict[str, str] = {}
+    for span in spans.values():
+        parent = merged.get(span.parent or "") or span.parent
+        parents[span.id] = parent if parent and parent in spans else root
+    below_root = {root}
+    for at in list(parents):
+        passed = set[str]()
+        while at not in below_root:
             if at in passed:
                 parents[at] = root
                 break
             passed.add(at)
-            at = parents[at] or root
-        sound |= passed
-    return [replace(span, parent=parents[span.id]) for span in spans]
+            at = parents[at]
+        below_root |= passed
+    return parents
 
 
-def _llm_span(
-    transition: Transition,
-    spans: Mapping[str, Span],
-    llm_spans: Mapping[str, Span],
-    rewards: Iterable[Reward],
-) -> Span:
-    """The span of a model call, which replaces the recorded one."""
-    start = int(transition.started * 1e9)
-    end = start + int(transition.seconds * 1e9)
-    about = call_attributes(transition) | _rewards(rewards, Scope.TRANSITION, transition.id)
-    request = spans.get(transition.span or "")
-    known = _recorded_llm_span(request, spans, llm_spans, start, end)
-    if known is not None:
-        return replace(known, kind="llm", attributes=known.attributes | about)
+def _llm_span(call: Transition, spans: Spans, llm_spans: Spans, about: dict[str, Json]) -> Span:
+    """The span of a model call: the one that a framework recorded, or else a new one."""
+    request, id, parent = spans.get(call.span or ""), _id(call.id), call.span
     if request is not None and _is_request(request):
         id, parent = request.id, request.parent
-    elif request is None and transition.span:  # its client sent its spans elsewhere
-        id, parent = transition.span, None
-    else:
-        id, parent = _id(transition.id), transition.span
-    return Span(
-        id=_id(transition.id) if id in llm_spans else id,  # one request may ask for several samples
-        attempt=transition.attempt,
+    elif request is None and call.span:  # its client sent its spans elsewhere
+        id, parent = call.span, None
+    start = int(call.started * 1e9)
+    made = Span(
+        id=_id(call.id) if id in llm_spans else id,  # one request may ask for several samples
+        attempt=call.attempt,
         parent=parent,
-        name=f"chat {transition.policy}",
+        name=f"chat {call.policy}",
         kind="llm",
         start=start,
-        end=end,
+        end=start + int(call.seconds * 1e9),
         attributes=about,
     )
+    recorded = _recorded_llm_span(request, made, spans, llm_spans) if request else None
+    return replace(recorded, attributes=recorded.attributes | about) if recorded else made
 
 
-def _recorded_llm_span(
-    request: Span | None,
-    spans: Mapping[str, Span],
-    llm_spans: Mapping[str, Span],
-    start: int,
-    end: int,
-) -> Span | None:
-    """The llm span that a framework recorded of the call: an ancestor of the request, or a sibling,
-    as OpenInference records for LangChain, and then the shortest that covers the call."""
-    if request is None:
-        return None
+def _recorded_llm_span(request: Span, call: Span, spans: Spans, llm_spans: Spans) -> Span | None:
+    """The llm span that a framework recorded of the call: an ancestor of the request or, as
+    OpenInference records for LangChain, its shortest sibling that covers the call."""
     ancestor: Span | None = request
     passed = set[str]()
     while ancestor is not None and ancestor.kind == "internal" and ancestor.id not in passed:
@@ -118,41 +97,34 @@ def _recorded_llm_span(
         ancestor = spans.get(ancestor.parent or "")
     if ancestor is not None and ancestor.kind == "llm":
         return None if ancestor.id in llm_spans else ancestor
-    siblings = [
+    covering = (
         span
-        for span in spans.values()
-        if span.kind == "llm"
-        and span.parent == request.parent
-        and span.id not in llm_spans
-        and span.start - SLACK <= start
-        and end <= span.end + SLACK
-    ]
-    return min(siblings, key=lambda span: span.end - span.start, default=None)
+        for id, span in spans.items()
+        if (span.kind, span.parent) == ("llm", request.parent) and id not in llm_spans
+        if span.start - SLACK <= call.start and call.end <= span.end + SLACK
+    )
+    return min(covering, key=lambda span: span.end - span.start, default=None)
 
 
 def _is_request(span: Span) -> bool:
-    return span.kind in ("internal", "llm") and any(
-        key in span.attributes for key in HTTP_ATTRIBUTES
-    )
+    return span.kind in ("internal", "llm") and not HTTP_ATTRIBUTES.isdisjoint(span.attributes)
 
 
 def _root_span(trace: Trace, spans: list[Span]) -> Span:
-    """The span of the attempt; made up where the agent ran in another process."""
+    """The span of the attempt, with the times of its `spans` where the agent ran in another process
+    and recorded none."""
     rollout = trace.rollout
-    own = [span for span in trace.spans if span.parent is None and span.name == "attempt"]
-    root = (
-        own[0]
-        if own
-        else Span(
-            id=_id(trace.attempt),
-            attempt=trace.attempt,
-            parent=None,
-            name="attempt",
-            kind="agent",
-            start=min((span.start for span in spans), default=0),
-            end=max((span.end for span in spans), default=0),
-        )
+    made = Span(
+        id=_id(trace.attempt),
+        attempt=trace.attempt,
+        parent=None,
+        name="attempt",
+        kind="agent",
+        start=min((span.start for span in spans), default=0),
+        end=max((span.end for span in spans), default=0),
     )
+    own = (span for span in trace.spans if span.parent is None and span.name == "attempt")
+    root = next(own, made)
     about: dict[str, Json] = {
         "gen_ai.operation.name": "invoke_agent",
         "gen_ai.provider.name": PROVIDER,
@@ -170,11 +142,7 @@ def _root_span(trace: Trace, spans: list[Span]) -> Span:
         **_rewards(rollout.rewards, Scope.ROLLOUT, None),
     }
     for role in sorted({row.target or "" for row in rollout.rewards if row.scope is Scope.ROLE}):
-        attributes = _rewards(rollout.rewards, Scope.ROLE, role)
-        about |= {
-            key.replace("agentrl.reward", f"agentrl.reward.{role}"): attributes[key]
-            for key in attributes
-        }
+        about |= _rewards(rollout.rewards, Scope.ROLE, role, f"agentrl.reward.{role}")
     if rollout.failure is not None:
         about |= {"error.type": rollout.failure.kind.value, DESCRIPTION: rollout.failure.message}
     return replace(
@@ -188,13 +156,7 @@ def _root_span(trace: Trace, spans: list[Span]) -> Span:
 def call_attributes(transition: Transition) -> dict[str, Json]:
     """The attributes of one model call, by all conventions."""
     sampling, answer = transition.sampling, transition.answer or {}
-    limits = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k or None,
-        "max_tokens": sampling.max_tokens,
-        "seed": sampling.seed,
-    }
+    limits = asdict(sampling) | {"top_k": sampling.top_k or None}
     given = {name: value for name, value in limits.items() if value is not None}
     read, written = len(transition.prompt), len(transition.completion)
     output = _message(answer) | {"finish_reason": transition.finish}
@@ -243,7 +205,9 @@ def _message(message: Mapping[str, Json]) -> dict[str, Json]:
             {"type": "tool_call_response", "id": message.get("tool_call_id"), "response": content}
         )
     elif isinstance(content, list):
-        parts += [_part(part) for part in content]
+        for part in content:
+            text = isinstance(part, Mapping) and part.get("type") == "text"
+            parts.append({"type": "text", "content": part.get("text")} if text else part)
     elif content:
         parts.append({"type": "text", "content": content})
     for call in message.get("tool_calls") or ():
@@ -252,12 +216,6 @@ def _message(message: Mapping[str, Json]) -> dict[str, Json]:
         named = {"id": call.get("id"), "name": function.get("name"), "arguments": arguments}
         parts.append({"type": "tool_call"} | named)
     return {"role": role, "parts": parts}
-
-
-def _part(part: Json) -> Json:
-    if isinstance(part, Mapping) and part.get("type") == "text":
-        return {"type": "text", "content": part.get("text")}
-    return part
 
 
 def _openinference(prefix: str, message: Mapping[str, Json]) -> dict[str, Json]:
@@ -275,12 +233,14 @@ def _openinference(prefix: str, message: Mapping[str, Json]) -> dict[str, Json]:
     return {key: value for key, value in attributes.items() if value is not None}
 
 
-def _rewards(rewards: Iterable[Reward], scope: Scope, target: str | None) -> dict[str, Json]:
-    """`agentrl.reward.NAME`; a list where there are several of one name."""
+def _rewards(
+    rewards: Iterable[Reward], scope: Scope, target: str | None, prefix: str = "agentrl.reward"
+) -> dict[str, Json]:
+    """A reward's value by `prefix.NAME`; a list where there are several of one name."""
     attributes: dict[str, list[float]] = {}
     for row in rewards:
         if row.scope is scope and row.target == target:
-            attributes.setdefault(f"agentrl.reward.{row.name}", []).append(row.value)
+            attributes.setdefault(f"{prefix}.{row.name}", []).append(row.value)
     return {key: values[0] if len(values) == 1 else values for key, values in attributes.items()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -37,7 +38,7 @@ async def print_report(
         if trace:
             console.print(f"[bold]{title}[/]")
             console.print(render_trace(trace))
-    rows = [_split(steps, seconds), await _failures(store, config), _refused(steps)]
+    rows = [_times(steps, seconds), await _failures(store, config), _refused(steps)]
     for row in (*rows, *policies_without_calls(config, steps).values()):
         if row:
             console.print(row, highlight=False, markup=False)
@@ -62,9 +63,8 @@ def save_curve(config: RunConfig, steps: list[StepRow]) -> Path | None:
     means = [row.metrics["reward/mean"] for row in committed]
     spread = [row.metrics.get("reward/std", 0.0) for row in committed]
     x = [row.step for row in committed]
-    low, high = zip(
-        *((m - s / 2, m + s / 2) for m, s in zip(means, spread, strict=True)), strict=True
-    )
+    low = [mean - std / 2 for mean, std in zip(means, spread, strict=True)]
+    high = [mean + std / 2 for mean, std in zip(means, spread, strict=True)]
     axes.fill_between(x, low, high, alpha=0.15, linewidth=0)
     axes.plot(x, means, label="training reward (mean ± half a standard deviation)")
     for role, points in reward_curves(committed).items():
@@ -98,20 +98,24 @@ def score_table(steps: list[StepRow]) -> Table:
     shown = {"before": steps[0].metrics, "after": steps[-1].metrics}
     if len(steps) == 1:
         shown = {"mean": steps[0].metrics}
-    table = Table(title="held-out tasks", title_justify="left")
-    for column in ("", *shown):
-        table.add_column(column, justify="right" if column else "left")
+    table = _table("held-out tasks", *shown)
+    every = sorted({name for metrics in shown.values() for name in metrics})
     for key in ("eval/score", "eval/sampled"):
-        if any(key in metrics for metrics in shown.values()):
-            values = [_score(metrics.get(key)) for metrics in shown.values()]
-            table.add_row(key.removeprefix("eval/"), *values)
-        every = {name for metrics in shown.values() for name in metrics}
-        for name in sorted(name for name in every if name.startswith(f"{key}/")):
-            values = [_score(metrics.get(name)) for metrics in shown.values()]
-            table.add_row(f"  {name.removeprefix(f'{key}/')}", *values)
+        for name in every:
+            if name == key or name.startswith(f"{key}/"):
+                title = key.removeprefix("eval/") if name == key else f"  {name[len(key) + 1 :]}"
+                table.add_row(title, *(_score(metrics.get(name)) for metrics in shown.values()))
         missing = [metrics.get(f"{key}_missing", 0.0) for metrics in shown.values()]
         if any(missing):
             table.add_row("  without a score", *(f"{value:.0f}" for value in missing))
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    """A table whose first column, without a name, is left-aligned."""
+    table = Table("", title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="right")
     return table
 
 
@@ -125,20 +129,18 @@ async def _examples(store: Store, config: RunConfig) -> dict[str, Rollout]:
     """The latest evaluated rollout that succeeded and the latest that did not, by title."""
     found: dict[str, Rollout] = {}
     rollouts = await store.rollouts(config.name, purpose=Purpose.EVAL)
-    for rollout in sorted(rollouts, key=lambda item: item.step, reverse=True):
-        found.setdefault("A success" if rollout.reward() > 0 else "A failure", rollout)
-    return {
-        f"{title}, after {row.step} steps": row
-        for title, row in sorted(found.items(), reverse=True)
-    }
+    for row in sorted(rollouts, key=lambda row: row.step, reverse=True):
+        found.setdefault("A success" if row.reward() > 0 else "A failure", row)
+    titles = sorted(found, reverse=True)
+    return {f"{title}, after {found[title].step} steps": found[title] for title in titles}
 
 
 async def _failures(store: Store, config: RunConfig) -> str:
     failed = [row.failure for row in await store.rollouts(config.name) if row.failure]
     if not failed:
         return ""
-    kinds = sorted({failure.kind for failure in failed})
-    counts = ", ".join(f"{sum(f.kind == kind for f in failed)} {kind}" for kind in kinds)
+    kinds = Counter(failure.kind for failure in failed)
+    counts = ", ".join(f"{kinds[kind]} {kind}" for kind in sorted(kinds))
     return f"{len(failed)} rollouts failed ({counts}); the last one: {failed[-1].message}"
 
 
@@ -159,7 +161,7 @@ def _refused(steps: list[StepRow]) -> str:
 
 def policies_without_calls(config: RunConfig, steps: list[StepRow]) -> dict[str, str]:
     """The policies that had a turn to learn and no call to learn from, each with a sentence for the
-    user, whose agent may use other names for its roles."""
+    user: the agent may use other names for its roles."""
     found = {}
     for name in team.trained_policies(config) if config.policies else []:
         calls = [row.metrics[f"{name}/calls"] for row in steps if f"{name}/calls" in row.metrics]
@@ -173,13 +175,12 @@ def policies_without_calls(config: RunConfig, steps: list[StepRow]) -> dict[str,
     return found
 
 
-def _split(steps: list[StepRow], seconds: float) -> str:
-    total = {
-        part: sum(row.metrics.get(f"time/{part}", 0.0) for row in steps)
+def _times(steps: list[StepRow], seconds: float) -> str:
+    parts = [
+        f"{part} {sum(row.metrics.get(f'time/{part}', 0.0) for row in steps):.0f}"
         for part in ("build", "rollouts", "update", "eval")
-    }
-    parts = ", ".join(f"{part} {value:.0f}" for part, value in total.items())
-    return f"{seconds:.0f} s in all: {parts}"
+    ]
+    return f"{seconds:.0f} s in all: {', '.join(parts)}"
 
 
 def win_rate_table(steps: Sequence[StepRow]) -> Table | None:
@@ -190,9 +191,8 @@ def win_rate_table(steps: Sequence[StepRow]) -> Table | None:
     pool = {_taken(key): last[key] for key in sorted(last) if key.startswith(ELO)}
     if not pool:
         return None
-    table = Table(title="win rate of the row against the column", title_justify="left")
-    for column in ("", *(f"@{taken}" for taken in pool), "Elo"):
-        table.add_column(column, justify="right" if column else "left")
+    columns = (f"@{taken}" for taken in pool)
+    table = _table("win rate of the row against the column", *columns, "Elo")
     for taken, rating in pool.items():
         table.add_row(f"@{taken}", *_rates(known.get(taken, {}), pool), f"{rating:.0f}")
     table.add_row("in the end", *_rates(last, pool), f"{last['selfplay/elo']:.0f}")

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from agentrl.errors import StoreError
 from agentrl.store import open_store
-from agentrl.types import POLICY, Rollout, Trace, Transition
+from agentrl.types import POLICY, Trace, Transition
 
 STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
@@ -28,8 +28,8 @@ async def show_rollout(store_url: str, rollout: str, console: Console | None = N
 
 
 def render_trace(trace: Trace) -> RenderableType:
-    """The roles' policies and the rollout it branched from, if any; then every message once, each
-    model call with its tokens, version and role."""
+    """The policies of roles that were set for this rollout, the rollout that it repeats, and then
+    every message once. Model calls show role, policy, version and numbers of tokens."""
     parts: list[RenderableType] = []
     shown: list[dict[str, Any]] = []
     if trace.rollout.seats:
@@ -48,19 +48,20 @@ def render_trace(trace: Trace) -> RenderableType:
         parts.append(Text(f"{failure.kind}: {failure.message}", style="bold red"))
         if failure.traceback:
             parts.append(Text(failure.traceback.rstrip(), style="red dim"))
-    return Panel(Group(*parts), title=Text(_title(trace.rollout)), title_align="left")
-
-
-def _title(rollout: Rollout) -> str:
+    rollout = trace.rollout
     rewards = ", ".join(f"{row.name} {row.value:g}" for row in rollout.rewards) or "no reward"
     tries = f", attempt {rollout.attempts}" if rollout.attempts > 1 else ""
-    return f"{rollout.id}: {rollout.state}, {rewards}, {rollout.seconds:.2f} s{tries}"
+    title = f"{rollout.id}: {rollout.state}, {rewards}, {rollout.seconds:.2f} s{tries}"
+    return Panel(Group(*parts), title=Text(title), title_align="left")
 
 
 def _message(message: dict[str, Any], note: str = "") -> Text:
     role = str(message.get("role", "?"))
     text = Text(f"{role:<10}", style=f"bold {STYLES.get(role, '')}")
-    text.append(_content(message.get("content")), style=STYLES.get(role, ""))
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        content = msgspec.json.encode(content).decode()
+    text.append(content, style=STYLES.get(role, ""))
     for call in message.get("tool_calls") or []:
         function = call.get("function", {})
         text.append(f"{function.get('name')}({function.get('arguments')}) ", style="magenta")
@@ -69,21 +70,10 @@ def _message(message: dict[str, Any], note: str = "") -> Text:
 
 
 def _answer(transition: Transition) -> Text:
+    by = "" if transition.policy == POLICY else f" by {transition.policy}"
     version = "" if transition.version is None else f" v{transition.version}"
     note = (
-        f"   [{_player(transition)}{version}, {len(transition.prompt)} +"
+        f"   [{transition.role}{by}{version}, {len(transition.prompt)} +"
         f" {len(transition.completion)} tokens, {transition.finish}]"
     )
     return _message({"role": "assistant"} | (transition.answer or {}), note)
-
-
-def _player(transition: Transition) -> str:
-    """The role, and the policy where it is not the only one."""
-    alone = transition.policy == POLICY
-    return transition.role if alone else f"{transition.role} by {transition.policy}"
-
-
-def _content(content: object) -> str:
-    if content is None:
-        return ""
-    return content if isinstance(content, str) else msgspec.json.encode(content).decode()

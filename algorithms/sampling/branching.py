@@ -22,12 +22,12 @@ from msgspec.structs import replace
 
 from agentrl.algorithms.data.merge import trainable, valid
 from agentrl.algorithms.sampling.counterfactuals import counterfactual_rollouts
-from agentrl.algorithms.sampling.task_sampler import branch_rollout
+from agentrl.algorithms.sampling.task_sampler import joining_rollout
 from agentrl.config import BranchingConfig, RunConfig
-from agentrl.config import policies as team
+from agentrl.config.policies import trained_policies
 from agentrl.errors import Conflict
 from agentrl.store.base import Store
-from agentrl.types import POLICY, Group, NewRollout, Rollout
+from agentrl.types import POLICY, Branch, Group, NewRollout, Rollout
 
 log = logging.getLogger(__name__)
 
@@ -71,11 +71,15 @@ async def _grow(store: Store, config: RunConfig, group: str) -> None:
 def branches(config: RunConfig, rollouts: Sequence[Rollout]) -> list[NewRollout]:
     """The branches of one group, whose rollouts (without branches) are given."""
     settings = config.algorithm.branching
-    policies = team.trained_policies(config)
+    policies = trained_policies(config)
     found = choose_forks(settings, [list(forks(rollout, policies)) for rollout in rollouts])
     by_id = {rollout.id: rollout for rollout in rollouts}
-    again = [fork for fork in found for _ in range(settings.width)]
-    return [branch_rollout(config, by_id[f.rollout], f.calls, n) for n, f in enumerate(again)]
+    branches: list[NewRollout] = []
+    for fork in (fork for fork in found for _ in range(settings.width)):
+        source = by_id[fork.rollout]
+        branch = Branch(rollout=source.id, calls=fork.calls)
+        branches.append(joining_rollout(config, source, branch, source.seats, len(branches)))
+    return branches
 
 
 def forks(rollout: Rollout, policies: Collection[str] = (POLICY,)) -> Iterator[Fork]:

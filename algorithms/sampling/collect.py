@@ -8,25 +8,27 @@ claimed again. So a step trains the same groups however often it was started, un
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isnan
+from math import isfinite, isnan
 from statistics import fmean
 
 from agentrl.algorithms.credit.core import SPREAD
 from agentrl.algorithms.data.merge import valid
 from agentrl.algorithms.data.rewards import reward_reference
 from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.sampling import group_checks
 from agentrl.algorithms.sampling.branching import request_branches
-from agentrl.algorithms.sampling.group_checks import Vocabulary
 from agentrl.algorithms.sampling.task_sampler import TaskSampler
 from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.errors import ConfigError
 from agentrl.store.base import Store
-from agentrl.types import Group
+from agentrl.store.limits import LARGEST_REWARD, ROUNDING
+from agentrl.types import Group, Transition
 
+log = logging.getLogger(__name__)
 ROUNDS = 10  # of replacements; verl's max_num_gen_batches
+Vocabulary = Mapping[str, int]  # vocabulary size by policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class Collector:
         With `resample`, groups without a signal are discarded and others requested, up to
         `algorithm.max_rounds` times; then the step trains the groups that there are."""
         claimed, asked = await self.claim_rounds(step)
-        claimed, unreadable = group_checks.split_unreadable(claimed, self.vocabulary)
+        claimed, unreadable = split_unreadable(claimed, self.vocabulary)
         if self.tasks.difficulty is not None:
             self.tasks.difficulty.record_outcomes(claimed)
         played = self.tasks.pool.record_games(claimed) if self.tasks.pool is not None else {}
@@ -106,7 +108,7 @@ class Collector:
         values = known_values(group, self.resample) if self.resample else []
         if len(values) < max(2, self.config.algorithm.min_group):
             return False
-        if group_checks.unreadable_reason(group, self.vocabulary):
+        if unreadable_reason(group, self.vocabulary):
             return False
         return max(values) - min(values) > SPREAD * max(map(abs, values))
 
@@ -152,3 +154,42 @@ def resampling_metrics(
     rewards = [value for row in played if not isnan(value := row.reward())]
     mean = {"reward/sampled_mean": fmean(rewards)} if rewards else {}
     return mean | {"groups/resampled": float(asked), "groups/discarded": float(len(discarded))}
+
+
+def split_unreadable(
+    groups: Sequence[Group], vocabulary: Vocabulary
+) -> tuple[list[Group], list[Group]]:
+    """The valid groups, and the invalid ones, whose defect is logged. One invalid row would make
+    every attempt at its step fail, so its group is discarded. No store can know of token ids that
+    are outside the vocabulary; older stores did not refuse such rewards and log-probs."""
+    why = {group.id: unreadable_reason(group, vocabulary) for group in groups}
+    for id, reason in why.items():
+        if reason:
+            log.warning("group %s is discarded: %s", id, reason)
+    good = [group for group in groups if why[group.id] is None]
+    return good, [group for group in groups if why[group.id] is not None]
+
+
+def unreadable_reason(group: Group, vocabulary: Vocabulary) -> str | None:
+    """The first defect of a group; None if there is none."""
+    for rollout in group.rollouts:
+        for reward in rollout.rewards:
+            if not abs(reward.value) <= LARGEST_REWARD:  # NaN neither
+                return f"reward {reward.name!r} of rollout {rollout.id} is {reward.value:g}"
+        for call in rollout.transitions:
+            if defect := call.exact and _call_defect(call, vocabulary.get(call.policy)):
+                return f"call {call.id} of rollout {rollout.id} has {defect}"
+    return None
+
+
+def _call_defect(call: Transition, size: int | None) -> str | None:
+    for tokens in (call.prompt, call.completion):
+        if tokens and size is not None and not 0 <= min(tokens) <= max(tokens) < size:
+            worst = max(tokens) if max(tokens) >= size else min(tokens)
+            return (
+                f"the token id {worst}, and policy {call.policy!r} has those below {size}: whoever "
+                "answered it has another tokenizer"
+            )
+    if not (isfinite(sum(call.logprobs)) and max(call.logprobs, default=0.0) <= ROUNDING):
+        return "log-probs above 0, or none that is a number"
+    return None

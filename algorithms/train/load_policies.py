@@ -13,7 +13,7 @@ from agentrl import digests
 from agentrl.algorithms.model.load import Tokenizer, load_model, vocabulary_size
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.config import LoraConfig, PolicyConfig, RunConfig
-from agentrl.config import policies as team
+from agentrl.config.policies import frozen_policies, trained_policies, view
 from agentrl.errors import ConfigError, PolicyError
 from agentrl.files import atomic_directory
 from agentrl.loading import load_attribute
@@ -39,8 +39,8 @@ def load_policies(config: RunConfig) -> list[LoadedModel]:
 
     Raises PolicyError for what cannot be loaded, or is an adapter of another model."""
     bases: dict[tuple[str, str], LoadedModel] = {}
-    for name in (*team.trained_policies(config), *team.frozen_policies(config)):
-        own = team.view(config, name)
+    for name in (*trained_policies(config), *frozen_policies(config)):
+        own = view(config, name)
         source, built = policy_directory(own)
         adapted = bool(own.policy.lora.rank or own.policy.lora.adapter)
         key = (source, "" if adapted else name)

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from agentrl.algorithms.sampling import task_sampler
 from agentrl.config import RunConfig, resolve
-from agentrl.config.evaluation_plan import EvaluationPlan, FrozenPolicy, initial_version
+from agentrl.config.policies import EvaluationPlan, FrozenPolicy, initial_version
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.evaluation import ablation, crossplay
 from agentrl.evaluation import core as evaluation
@@ -74,12 +74,12 @@ def test_everybody_plays_everybody_in_every_seat_once() -> None:
 
 
 def test_the_matrix_is_of_both_seats() -> None:
-    lineups = crossplay.schedule("ab", ROLES)
     played = {
         "first=a,second=b": [game(2.0, -2.0), game(0.0, 0.0)],
         "first=b,second=a": [game(1.0, -1.0), game(-1.0, 1.0)],
     }
-    found = crossplay.matrix(PLAYERS, ROLES, lineups, played)
+    assert crossplay.schedule("ab", ROLES).keys() == played.keys()
+    found = crossplay.matrix(list(PLAYERS), ROLES, played)
     (_, there), (back, _) = found.meetings
     assert (there.games, there.mean, there.score) == (4, 0.5, 2.5)
     assert (back.games, back.mean, back.score) == (4, -0.5, 1.5)
@@ -108,7 +108,7 @@ def test_games_of_which_nothing_is_known_are_refused() -> None:
     lineups = crossplay.schedule("ab", ROLES)
     played = {name: [game(outcome=1.0)] for name in lineups}
     with pytest.raises(AgentRLError, match="no game gave a return to every seat"):
-        crossplay.matrix(PLAYERS, ROLES, lineups, played)
+        crossplay.matrix(list(PLAYERS), ROLES, played)
 
 
 def test_what_cannot_meet_is_refused(tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ def test_roles_that_cannot_be_replaced_are_refused(tmp_path: Path) -> None:
     members = {name: {"roles": [name], "lora": {"rank": 2}} for name in ("solver", "planner")}
     members["judge"] = {"roles": ["judge"], "frozen": True, "model": "m"}
     config = run_of(tmp_path, policies=members)
-    assert evaluation.trained_roles(config) == {"solver": "solver", "planner": "planner"}
+    assert ablation.trained_roles(config) == {"solver": "solver", "planner": "planner"}
     with pytest.raises(ConfigError, match="--role judge: no trained policy plays it"):
         ablation.ablate(config, ["judge"], None)
     with pytest.raises(ConfigError, match="name one with --role"):

@@ -46,7 +46,7 @@ def team(**changes: Any) -> dict[str, Any]:
         (team(algorithm={"min_lr": 1.0}), r"policies.solver: algorithm.min_lr: a constant"),
         (team(algorithm={"groups": 2}), r"algorithm.groups: all policies learn from the same gro"),
         (team(frozen=True), r"policies.solver: it is frozen and has no weights; give model or"),
-        (team(frozen=True, model="m"), r"policies.solver.lora.rank: a frozen adapter says itself"),
+        (team(frozen=True, model="m"), r"policies.solver.lora.rank: the files of a frozen adapter"),
         (
             team(frozen=True, model="m", lora={}, critic={"model": "copy"}),
             r"policies.solver.critic: it is frozen, so it learns nothing",

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from agentrl.config import MetricsConfig, RunConfig, resolve, sinks
+from agentrl.config import MetricsConfig, RunConfig, resolve, validate
 from agentrl.errors import ConfigError, SinkError
 from agentrl.processes import Child
 from agentrl.store import open_store
@@ -484,7 +484,7 @@ def test_sinks_are_checked_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve({"metrics": {"sinks": ["wandbb"]}}, source="run.toml")
     with pytest.raises(ConfigError, match="'wandb' twice"):
         resolve({"metrics": {"sinks": ["wandb", "wandb"]}}, source="run.toml")
-    monkeypatch.setattr(sinks, "find_spec", lambda name: None)
+    monkeypatch.setattr(validate, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"'trackio' is not installed.*agentrl\[trackio\]"):
         resolve({"metrics": {"sinks": ["trackio"]}}, source="run.toml")
 
@@ -494,7 +494,7 @@ def test_a_folder_that_a_backend_made_is_not_its_package(
 ) -> None:
     (tmp_path / "wandb_like").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    assert sinks.missing(["wandb_like", "json"]) == ["wandb_like"]
+    assert [validate.is_installed(name) for name in ("wandb_like", "json")] == [False, True]
 
 
 # -- the front's side ------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""What a metrics sink is, and the position up to which it has been given a run's steps.
+"""The protocol of a metrics sink, and the position up to which a sink has a run's steps.
 
-A sink's position is a small file in the run's output folder, written after the backend took a step.
-A sink that is killed between the two is given that step again; the module of each backend says what
+The position is a small file in the run's output folder, written after the backend took a step. A
+sink that is killed between the two gets that step again; the module of each backend says what
 becomes of it there.
 """
 
@@ -11,23 +11,23 @@ import inspect
 import math
 import re
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 from urllib.parse import quote
 
 import msgspec
 
 from agentrl.config import RunConfig
 from agentrl.config.keys import flatten
-from agentrl.config.sinks import SINKS
+from agentrl.config.validate import SINKS
 from agentrl.errors import SinkError
 from agentrl.plugins import check_call, check_protocol, load_plugin
 from agentrl.types import Json, StepRow
 
 SETTINGS = ("seed", "steps", "policy", "sampling", "algorithm", "learner", "eval")
-"""What backends are given of the run file. Not the agent's side: its variables may hold keys."""
+"""The settings that backends get. Not those of the agent, whose variables may hold keys."""
 KEY = "metrics.sinks"
 
 
@@ -43,7 +43,7 @@ class Sink(Protocol):
 
 class SinkPosition(msgspec.Struct, frozen=True, kw_only=True):
     """The steps before `next` are written. `names` are the metrics of step `next` that are written
-    already: of an evaluation after the last step, which a longer run completes."""
+    too: those of the evaluation after the last step. A longer run completes this step."""
 
     id: str  # of the run in the backend
     next: int = 0
@@ -57,18 +57,14 @@ class SinkPosition(msgspec.Struct, frozen=True, kw_only=True):
         return SinkPosition(id=self.id, next=row.step, names=(*known, *sorted(row.metrics)))
 
     def unwritten(self, rows: Sequence[StepRow], steps: int) -> Iterator[StepRow]:
-        """What of `rows` is to be written, in a run of `steps` steps. A step that is not committed
+        """The parts of `rows` to write, in a run of `steps` steps. A step that is not committed
         may still change, except the one after the last, which holds evaluations only."""
         for row in rows:
             if row.step < self.next or not (row.committed or row.step == steps):
                 continue
             known = self.names if row.step == self.next else ()
-            metrics = {
-                name: value
-                for name, value in row.metrics.items()
-                if name not in known and math.isfinite(value)
-            }
-            if metrics:
+            finite = {name: value for name, value in row.metrics.items() if math.isfinite(value)}
+            if metrics := {name: finite[name] for name in finite if name not in known}:
                 yield msgspec.structs.replace(row, metrics=metrics)
 
 
@@ -99,19 +95,17 @@ def save_position(file: Path, position: SinkPosition) -> None:
     partial.replace(file)
 
 
-def sink_factory(name: str, root: Path) -> Callable[..., Any]:
-    """What opens the sink of that name: one of the library's, a package's or the user's own.
+def sink_factory(name: str, root: Path) -> Any:
+    """The function or class that opens a sink: the library's, a package's or the user's own.
 
-    Raises ConfigError when there is none, or it does not take (config, position)."""
-    factory = load_plugin("sinks", name, SINKS, root, key=KEY)
+    Raises ConfigError when there is none of that name, or it does not take (config, position)."""
+    factory: Any = load_plugin("sinks", name, SINKS, root, key=KEY)
     if factory is None:
-        return cast(
-            "Callable[..., Any]", import_module(f"agentrl.telemetry.sinks.{name}").open_sink
-        )
+        factory = import_module(f"agentrl.telemetry.sinks.{name}").open_sink
     check_call(factory, "config", "position", key=KEY)
     if inspect.isclass(factory):
         check_protocol(factory, Sink, by=factory, key=KEY)
-    return cast("Callable[..., Any]", factory)
+    return factory
 
 
 def check_sinks(config: RunConfig) -> None:
@@ -122,15 +116,15 @@ def check_sinks(config: RunConfig) -> None:
 
 
 def open_sink(name: str, config: RunConfig, position: SinkPosition) -> Sink:
-    """The backend of that name, opened where `position` says that it was left."""
+    """The backend of that name, opened to continue at `position`."""
     factory = sink_factory(name, Path(config.root))
-    sink = factory(config, position)
+    sink: Sink = factory(config, position)
     check_protocol(sink, Sink, by=factory, key=KEY)
-    return cast("Sink", sink)
+    return sink
 
 
 def public_settings(config: RunConfig) -> dict[str, Json]:
-    """The settings that backends are given, with dotted keys."""
+    """The settings for backends, with dotted keys."""
     flat = flatten(msgspec.to_builtins(config))
     return {key: value for key, value in flat.items() if key.split(".")[0] in SETTINGS}
 

@@ -2,9 +2,9 @@
 
     front ── starts, starts again, ends ──► sinks process ── one thread for each sink ──► backend
 
-Each thread follows the store by itself, so a backend that fails or hangs delays no other sink, and
-is the only owner of its sink's position: after a failure it continues where the sink stopped. The
-process works until its standard input ends, and then for a bounded time.
+Each thread follows the store by itself, so a backend that fails or hangs delays no other sink. It
+alone writes its sink's position, and continues there after a failure. The process works until its
+standard input ends, and then for a bounded time.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from agentrl.telemetry.sinks.base import Sink, load_position, position_file, sav
 
 log = logging.getLogger(__name__)
 POLL = 1.0  # seconds between two looks at the store
-PAUSE, LONGEST = 10.0, 600.0  # seconds before what failed is tried again; doubles
+PAUSE, LONGEST = 10.0, 600.0  # seconds before another try after a failure; doubles
 DRAIN = 30.0  # seconds that sinks have for what is left when a run ends
-SLACK = 5.0  # seconds after which the process ends by itself, where no front ends it
+SLACK = 5.0  # seconds after that until the process ends itself
 
 
 def main(config: RunConfig) -> None:
@@ -103,7 +103,7 @@ class SinkThread(threading.Thread):
 async def write_steps(
     store: Store, config: RunConfig, name: str, run_ended: threading.Event
 ) -> None:
-    """Write steps to the sink as they are committed; once the run has ended, the rest, and return.
+    """Write steps to the sink as they are committed and, once the run has ended, the rest.
 
     Raises SinkError when the backend fails."""
     file = position_file(config, name)
@@ -146,7 +146,7 @@ def _sentence(sink: str, problem: str) -> str:
 
 
 def _locked(file: Path) -> IO[str]:
-    """The file, locked until it is closed: the process of an earlier front may still be writing."""
+    """The file, locked until it is closed: an earlier front's process may still be writing."""
     file.parent.mkdir(parents=True, exist_ok=True)
     lock = file.open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -155,7 +155,7 @@ def _locked(file: Path) -> IO[str]:
 
 @dataclass(slots=True)
 class SinksProcess:
-    """The process as the front of a run keeps it: started again when a backend ends it."""
+    """The front's handle on the process, which it starts again when a backend ends it."""
 
     child: Child
     console: Console

@@ -89,11 +89,7 @@ def placement(config: RunConfig) -> VerlConfig:
 
 def describe_settings(config: RunConfig) -> str:
     """`settings` as comments under a run file, for `--dry-run`."""
-    directory = config.path(config.policy.model)
-    if not config.policy.model:
-        model = str(Path(config.output, "policy"))
-    else:
-        model = str(directory) if directory.is_dir() else config.policy.model
+    model = config.model_path() or str(Path(config.output, "policy"))
     lines = ["", "# What verl is configured with:"]
     for key, value in flatten(settings(config, model)).items():
         lines.append(f"# {key} = {msgspec.json.encode(value).decode()}")
@@ -148,9 +144,7 @@ def _critic(config: RunConfig, decoder: dict[str, Any], optimizer: dict[str, Any
     asked = config.critic
     if not asked.model:
         return {}
-    directory = config.path(asked.model)
-    named = str(directory) if directory.is_dir() else asked.model
-    path = decoder["path"] if asked.model == "copy" else named
+    path = decoder["path"] if asked.model == "copy" else config.model_source(asked.model)
     own = {"weight_decay": asked.weight_decay, "lr": asked.lr or MODEL_LR}
     return {"model": decoder | {"path": path}, "optimizer": optimizer | own}
 

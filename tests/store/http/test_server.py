@@ -21,7 +21,7 @@ from schemathesis.specs.openapi import checks
 
 from agentrl.store import base
 from agentrl.store.http import request_limits, serve
-from agentrl.store.http.wire import MSGPACK, SCOPES, VERBS, KeyScope
+from agentrl.store.http.wire import MSGPACK, VERBS, KeyScope
 from agentrl.store.writer import KEPT
 
 ROLLOUT = {"id": "g/0", "run": "run", "group": "g", "index": 0, "task": {}}
@@ -59,7 +59,7 @@ def test_without_a_known_key_nothing_is_answered(admin, key):
 def test_a_runner_may_only_do_what_runners_do(runner):
     allowed = {"claim", "heartbeat", "finish", "add_transitions", "add_spans"}
     allowed |= {"run", "trace", "policies", "cursor", "wait"}
-    for name in SCOPES:
+    for name in VERBS:
         status = runner.post(f"/v1/{name}", json={"unknown": 1}).status_code
         assert status == (422 if name in allowed else 403), name
     calls = [{"verb": "runs", "arguments": {}}, {"verb": "cursor", "arguments": {}}]
@@ -85,7 +85,7 @@ def test_without_keys_only_who_calls_it_this_machine_is_answered(serving, tmp_pa
 def test_the_protocol_says_what_a_runner_may_read():
     (sentence,) = re.findall(r"need: (.*?);", base.__doc__, re.DOTALL)
     does = {"claim", "heartbeat", "finish", "add_transitions", "add_spans"}
-    reads = {name for name, scope in SCOPES.items() if scope is KeyScope.RUNNER} - does
+    reads = {name for name, verb in VERBS.items() if verb.scope is KeyScope.RUNNER} - does
     assert set(re.findall(r"`(\w+)`", sentence)) == reads
 
 
@@ -239,6 +239,25 @@ def test_a_body_has_a_limit_whether_or_not_it_says_its_size(admin):
     bomb = {"content-encoding": "gzip", "content-type": "application/x-protobuf"}
     answer = admin.post("/v1/traces", content=gzip.compress(large), headers=bomb)
     assert refused(answer) == (413, "too_large")
+
+
+def test_the_rest_of_a_refused_body_and_the_next_request_may_come_at_once(admin):
+    host, port = admin.base_url.host, admin.base_url.port
+    key = admin.headers.get("authorization", "")
+    head = (
+        "POST /v1/cursor HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Authorization: {key}\r\nContent-Length: {{}}\r\n\r\n"
+    )
+    refused_size, rest = 2**20 + 1, 200 * 1024
+    with socket.create_connection((host, port), timeout=20) as client:
+        client.sendall(head.format(refused_size).encode() + b" " * (refused_size - rest))
+        assert b" 413 " in client.recv(4096)
+        client.sendall(b" " * rest + head.format(3 * rest).encode() + b" " * 10)
+        client.sendall(b" " * (3 * rest - 10))
+        answer = b""
+        while b"\r\n\r\n" not in answer and (part := client.recv(4096)):
+            answer += part
+    assert b" 400 " in answer.splitlines()[0], answer  # blanks are no JSON, but a whole request
 
 
 # -- batches, repeats and waits --------------------------------------------------------------------
