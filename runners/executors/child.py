@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -29,6 +29,7 @@ from agentrl.runners.tracing import core as tracing
 from agentrl.threads import DaemonThreads
 from agentrl.types import ErrorKind, Json
 
+T = TypeVar("T")
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -67,13 +68,13 @@ def pack(message: msgspec.Struct) -> bytes:
     return HEADER.pack(len(body)) + body
 
 
-async def read(stream: asyncio.StreamReader, most: int = 2**32) -> bytes:
-    """The next message. Raises IncompleteReadError after the last one, ConnectionError when it has
-    more than `most` bytes."""
+async def read(stream: asyncio.StreamReader, kind: type[T], most: int = 2**32) -> T:
+    """The next message, of the given kind. Raises IncompleteReadError after the last one,
+    ConnectionError when it has more than `most` bytes."""
     (size,) = HEADER.unpack(await stream.readexactly(HEADER.size))
     if size > most:
         raise ConnectionError(f"a message of {size} bytes")
-    return await stream.readexactly(size)
+    return msgspec.json.decode(await stream.readexactly(size), type=kind)
 
 
 def main(settings: WorkerSettings, fd: int) -> int:
@@ -130,7 +131,7 @@ async def _serve(channel: socket.socket, build: Callable[[], Agent]) -> int:
     running = set()
     while True:
         try:
-            request = msgspec.json.decode(await read(reader), type=RunRequest)
+            request = await read(reader, RunRequest)
         except asyncio.IncompleteReadError:
             return 0
         task = asyncio.create_task(_run(agent, request, writer))
