@@ -80,7 +80,7 @@ async def read(stream: asyncio.StreamReader, kind: type[T], most: int = 2**32) -
 def main(settings: WorkerSettings, fd: int) -> int:
     """`fd` is the template's control socket, or the process's own channel."""
     if settings.start == "spawn":
-        return serve(fd, lambda: as_agent(_load(settings)))
+        return asyncio.run(serve(fd, lambda: as_agent(_load(settings))))
     problem, loaded = None, None
     try:
         loaded = _load(settings)
@@ -101,7 +101,7 @@ def main(settings: WorkerSettings, fd: int) -> int:
 
     gc.collect()
     gc.freeze()  # what is loaded by now stays shared between the processes
-    run_template(socket.socket(fileno=fd), lambda channel: serve(channel, build))
+    run_template(socket.socket(fileno=fd), lambda channel: asyncio.run(serve(channel, build)))
     return 0
 
 
@@ -113,14 +113,10 @@ def _load(settings: WorkerSettings) -> object:
     return loaded
 
 
-def serve(fd: int, build: Callable[[], Agent]) -> int:
+async def serve(fd: int, build: Callable[[], Agent]) -> int:
     """Run agents until the runner closes the channel; the exit status."""
-    return asyncio.run(_serve(socket.socket(fileno=fd), build))
-
-
-async def _serve(channel: socket.socket, build: Callable[[], Agent]) -> int:
     asyncio.get_running_loop().set_default_executor(DaemonThreads())
-    reader, writer = await asyncio.open_unix_connection(sock=channel)
+    reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=fd))
     try:
         agent = build()
     except AgentRLError as error:
