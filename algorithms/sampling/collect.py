@@ -68,9 +68,8 @@ class Collector:
             return Collected(claimed, unreadable, played)
         kept = [group for group in claimed if self.is_informative(group)]
         idle = [group for group in claimed if not self.is_informative(group)]
-        return Collected(
-            kept, idle + unreadable, resampling_metrics(claimed, idle, replaced) | played
-        )
+        metrics = resampling_metrics(claimed, idle, replaced) | played
+        return Collected(kept, idle + unreadable, metrics)
 
     async def claim_rounds(self, step: int) -> tuple[list[Group], int]:
         """All claimed groups, and the number of requested replacements."""

@@ -179,7 +179,7 @@ class Retokenizer(_PromptCompleter):
         # A call that repeats another one is not trained, so it needs no log-probs.
         ready = {id: call for id, call in found.items() if call.repeats is not None}
         for index, id in enumerate(batch.transitions):
-            if id in found and id not in ready:
+            if id not in ready:
                 own = logprobs[batch.token_transition == index]
                 ready[id] = replace(found[id], logprobs=float32(own.tolist()))
         return map_calls(groups, lambda call: ready.get(call.id, call))
