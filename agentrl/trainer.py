@@ -127,7 +127,7 @@ class Trainer:
 
 
 def check(config: RunConfig) -> None:
-    """Raises ConfigError for what the front can see to be wrong before anything starts. The tasks
+    """Raises ConfigError for mistakes that the front can find before anything starts. The tasks
     come last, because they may take long to make."""
     root = Path(config.root)
     check_presets(config)
@@ -270,8 +270,7 @@ async def supervise(
         count = partial(_ended_rollouts, store, config.name)
         working = [_algorithm(algorithm), *(_keep_alive(child, count) for child in workers)]
         working += [_local_runner(config, *local)] if local else []
-        quiet = level > PHASE
-        showing = [show_progress(store, config, console, quiet=quiet), log_lines.follow()]
+        showing = [show_progress(store, config, console, quiet=level > PHASE), log_lines.follow()]
         showing += [sinks.keep()] if sinks else []
         watchers, followers = ([*map(asyncio.create_task, work)] for work in (working, showing))
         try:

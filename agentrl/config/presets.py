@@ -1,6 +1,6 @@
-"""The names and options of the library's presets, which the front checks without loading torch.
+"""Names and options of the library's presets, which the front checks without loading torch.
 
-The algorithm process checks them again, with the values of options. `presets.json` is written by
+The algorithm process also checks the values of options. `presets.json` is written by
 `python -m tests.algorithms.presets.test_names`, and a test compares it with the presets.
 """
 

@@ -8,7 +8,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,7 +51,7 @@ TAKEN_BACK = (
 async def show_progress(
     store: Store, config: RunConfig, console: Console | None = None, *, quiet: bool = False
 ) -> None:
-    """Show the run until cancelled, redrawn on a terminal, else in lines; quiet: warnings only."""
+    """Show the run until cancelled: redrawn on a terminal, else in lines; quiet: warnings only."""
     console = console or Console()
     progress, warnings = Progress(config), RunWarnings(config, console)
     if not quiet:
@@ -198,8 +198,8 @@ def _rate(metrics: dict[str, float], key: str) -> str:
 
 @dataclass(slots=True)
 class RunWarnings:
-    """Prints each warning of a run once. Failures of an earlier start are not repeated unless the
-    same kind fails again."""
+    """Prints each warning of a run once. Failures before this start of the run are printed only if
+    one of the same kind follows."""
 
     config: RunConfig
     console: Console
@@ -297,12 +297,11 @@ class LogFollower:
 
     console: Console
     level: int
-    files: Iterable[Path]
+    files: Sequence[Path]
     _read: dict[Path, int] = field(default_factory=dict)  # bytes
     _printed: set[tuple[str, str]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.files = list(self.files)
         self._read = {file: file.stat().st_size for file in self.files if file.is_file()}
 
     async def follow(self) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from agentrl.errors import TrainingError, nearest
-from agentrl.types import POLICY, Group, Reward, Rollout, RolloutState, Scope, Transition
+from agentrl.types import POLICY, Group, Json, Reward, Rollout, RolloutState, Scope, Transition
 
 
 def split_reference(reference: str) -> tuple[Scope, str]:
@@ -117,13 +117,19 @@ def _rows(rollout: Rollout, name: str) -> dict[str, float]:
     return rows
 
 
-def last_observation(call: Transition) -> Hashable:
-    """The state of a call: the messages after the newest answer, or the whole prompt if the
-    messages are not known. Ids of tool calls are left out: they differ between equal states."""
+def new_messages(call: Transition) -> list[dict[str, Json]]:
+    """The messages after the agent's newest answer: what it saw last."""
     newest = len(call.messages)
     while newest and call.messages[newest - 1].get("role") != "assistant":
         newest -= 1
-    seen = [(m.get("role"), m.get("content")) for m in call.messages[newest:]]
+    return call.messages[newest:]
+
+
+def last_observation(call: Transition) -> Hashable:
+    """A call's state: the messages after the agent's newest answer, or the whole prompt where the
+    messages are not known. Ids of tool calls are left out, because they differ between equal
+    states."""
+    seen = [(m.get("role"), m.get("content")) for m in new_messages(call)]
     return msgspec.json.encode(seen) if seen else call.prompt.tobytes()
 
 

@@ -16,11 +16,11 @@ from agentrl.algorithms.data.merge import build_batch, trainable
 from agentrl.algorithms.data.rewards import split_reference
 from agentrl.algorithms.diagnostics.metrics import Metrics, own_calls
 from agentrl.algorithms.learners.base import Learner
-from agentrl.algorithms.learners.implicit_reward import ImplicitTrainer
+from agentrl.algorithms.learners.reward_models import ImplicitTrainer
 from agentrl.algorithms.model.chat import Chat, RequestError, tool_names
 from agentrl.algorithms.model.load import Tokenizer
 from agentrl.algorithms.model.text import Codec
-from agentrl.algorithms.presets.zoo.hcapo import HINDSIGHT
+from agentrl.algorithms.presets.zoo.turns import HINDSIGHT
 from agentrl.types import (
     POLICY,
     Group,

@@ -23,9 +23,8 @@ from agentrl.algorithms.sampling.collect import Collector
 from agentrl.algorithms.sampling.task_sampler import TaskSampler
 from agentrl.config import RunConfig, RunnerConfig, resolve
 from agentrl.runners.execution import AttemptRunner
-from agentrl.runners.executors.agents import as_agent
-from agentrl.runners.executors.environment import environment
-from agentrl.runners.executors.inprocess import InProcessExecutor
+from agentrl.runners.executors.contract import environment
+from agentrl.runners.executors.inprocess import InProcessExecutor, as_agent
 from agentrl.runners.gateway.server import Gateway
 from agentrl.runners.scoring.verifiers import Verifier
 from agentrl.runners.worker import Worker
