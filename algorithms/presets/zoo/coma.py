@@ -243,7 +243,9 @@ class Counterfactual(RememberedColumn):
     ) -> tuple[Tensor, TeamCritic]:
         assert isinstance(part, TeamCritic)
         self.stage.check(rollouts)
-        known = [row for row in rollouts if not isnan(row.reward(self.reward)) and self._acts(row)]
+        known = [
+            row for row in rollouts if not isnan(row.reward(self.reward)) and self.stage.moves(row)
+        ]
         if not known:
             return torch.full((len(batch.transitions),), torch.nan, dtype=torch.float64), part
         episodes = [self.stage.episode(row, row.reward(self.reward)) for row in known]
@@ -255,9 +257,6 @@ class Counterfactual(RememberedColumn):
         }
         column = [of_call.get(call, nan) for call in batch.transitions]
         return torch.tensor(column, dtype=torch.float64), part.learned(episodes)
-
-    def _acts(self, rollout: Rollout) -> bool:
-        return any(call.role in self.stage.roles for call in rollout.transitions)
 
 
 @preset("coma", clip=PPO_CLIP)
