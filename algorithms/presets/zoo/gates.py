@@ -63,8 +63,8 @@ class ClipLog:
 
 @dataclass(frozen=True, slots=True)
 class OffPolicyMask:
-    """0 where A < 0 and -lr > delta, else 1: no lesson from failures that the policy has moved away
-    from. Pool as a row mean of p against b. DeepSeek-V3.2, arXiv 2512.02556."""
+    """0 where A < 0 and -lr > delta, else 1: failures that the policy has moved away from are not
+    learned. Pool as a row mean of p against b. DeepSeek-V3.2, arXiv 2512.02556."""
 
     delta: float = 0.1
     is_mask: ClassVar[bool] = True
