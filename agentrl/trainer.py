@@ -127,7 +127,7 @@ class Trainer:
 
 
 def check(config: RunConfig) -> None:
-    """Raises ConfigError for what the front can see to be wrong before anything starts. The tasks
+    """Raises ConfigError for mistakes that the front can find before anything starts. The tasks
     come last, because they may take long to make."""
     root = Path(config.root)
     check_presets(config)

@@ -107,7 +107,7 @@ def scored_line(checkpoint: Path) -> str:
 
 
 def checkpoint_at(path: Path) -> SavedCheckpoint:
-    """Raises ConfigError for what is no checkpoint of a run."""
+    """Raises ConfigError if it is no checkpoint of a run."""
     named = STEPS.match(path.name)
     if not path.is_dir():
         raise ConfigError(f"{path}: no such checkpoint directory")
@@ -200,7 +200,7 @@ def evaluation_run(config: RunConfig, name: str, checkpoint: Path | None) -> Run
 
 
 def policies_at(config: RunConfig, checkpoint: Path) -> dict[str, Any]:
-    """Settings that load the policies of a checkpoint; frozen ones stay what they are."""
+    """Settings that load the policies of a checkpoint; those of frozen policies do not change."""
     if not config.policies:
         return {"policy": _policy_at(config.policy, checkpoint)}
     members = dict(config.policies)
