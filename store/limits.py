@@ -1,4 +1,4 @@
-"""Checks of every store before it writes: what is refused could not be stored, read again or
+"""Checks that every store makes before it writes: of values that could not be stored, read again or
 trained on. Each function raises Invalid with a sentence that says what to send instead."""
 
 from __future__ import annotations
