@@ -26,7 +26,7 @@ from rich.console import Console
 from agentrl import folder_lock
 from agentrl.algorithms.learners.verl import settings as verl_settings
 from agentrl.algorithms.plugins import engine_factory, learner_factory
-from agentrl.config import RunConfig, agent_env, differences, from_store, resolve
+from agentrl.config import RunConfig, agent_env, differences, from_store, resolve, store_in
 from agentrl.config import policies as team
 from agentrl.config.infrastructure import EXECUTORS
 from agentrl.config.presets import check_presets
@@ -202,7 +202,7 @@ async def _fence(config: RunConfig) -> None:
 
 def has_own_store(config: RunConfig) -> bool:
     """Whether the store is the one in the output folder, which no other run has."""
-    return config.store == f"sqlite:///{Path(config.output) / 'store.db'}"
+    return config.store == store_in(Path(config.output))
 
 
 def make_folder(path: Path) -> Path:
