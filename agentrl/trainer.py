@@ -237,9 +237,8 @@ async def supervise(
     level: int = PHASE,
 ) -> float:
     """Start the processes of a run, show its progress, and stop them when the algorithm is done.
-    Returns the seconds that it took. play: file of an evaluation plan, to play instead of training.
-
-    Raises AgentRLError when a process ends that should have gone on."""
+    Returns the seconds that it took; raises AgentRLError when another process ends. play: file of
+    an evaluation plan, to play instead of training."""
     config, output = agent_env.without_values(config), Path(config.output)
     logs = make_folder(output / "logs")
     # Runners read the settings from the store, and an algorithm left over is fenced from here on.
@@ -272,7 +271,8 @@ async def supervise(
         working += [_local_runner(config, *local)] if local else []
         showing = [show_progress(store, config, console, quiet=level > PHASE), log_lines.follow()]
         showing += [sinks.keep()] if sinks else []
-        watchers, followers = ([*map(asyncio.create_task, work)] for work in (working, showing))
+        watchers = [asyncio.create_task(work) for work in working]
+        followers = [asyncio.create_task(work) for work in showing]
         try:
             done, _ = await asyncio.wait(watchers, return_when=asyncio.FIRST_COMPLETED)
         finally:
