@@ -1,4 +1,4 @@
-"""What every store refuses before anything is written: what could not be stored, read again or
+"""Checks of every store before it writes: what is refused could not be stored, read again or
 trained on. Each function raises Invalid with a sentence that says what to send instead."""
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from agentrl.errors import Invalid
 from agentrl.store.rows import CREDIT, to_blob
 from agentrl.types import NewRollout, Outcome, Reward, Sampling, Scope, Span, StepCommit, Transition
 
-LATEST_TIME = 2**33  # seconds: what OpenTelemetry can say in nanoseconds
-LONGEST_LEASE = 3600.0  # seconds: how long a dead runner may keep a rollout at most
-LONGEST_ID = 512  # bytes of an id: several fit into a row of an index, which in PostgreSQL has 2704
-LARGEST_REWARD = 1e15  # of a reward: the sum of many squares still fits into a float32
+LATEST_TIME = 2**33  # seconds: in nanoseconds it fits into OpenTelemetry's 64 bits
+LONGEST_LEASE = 3600.0  # seconds: the longest that a dead runner may keep a rollout
+LONGEST_ID = 512  # bytes: several ids fit into an index row, which has 2704 bytes in PostgreSQL
+LARGEST_REWARD = 1e15  # the sum of many squares still fits into a float32
 ROUNDING = 0.01  # by which a sampler's log-prob of a certain token may exceed 0
 
 
@@ -33,7 +33,7 @@ def check_lease(lease: float) -> None:
 
 
 def check_id(what: str, id: str) -> None:
-    """`what` begins the sentence."""
+    """`what` is the start of the error's sentence."""
     if len(id) * 4 > LONGEST_ID and len(id.encode("utf-8", "surrogatepass")) > LONGEST_ID:
         raise Invalid(
             f"{what} is longer than {LONGEST_ID} bytes ({id[:40]}...): choose a shorter one."
@@ -81,7 +81,6 @@ def _check_sampling(where: str, sampling: Sampling) -> None:
 
 
 def check_transition(transition: Transition) -> None:
-    """Refuses what could not be trained on, before anything is written."""
     t, where = transition, f"Transition {transition.id}"
     check_id("The id of a transition", t.id)
     for name, values, code in (
@@ -114,7 +113,6 @@ def check_transition(transition: Transition) -> None:
 
 
 def check_outcome(outcome: Outcome) -> None:
-    """Refuses an outcome of which a part could not be written."""
     if outcome.retry and outcome.failure is None:
         raise Invalid(f"Attempt {outcome.attempt} succeeded: only a failure can be retried.")
     for reward in outcome.rewards:
@@ -143,7 +141,6 @@ def _check_reward(reward: Reward, owner: str) -> None:
 
 
 def check_commit(commit: StepCommit) -> None:
-    """Refuses credit and rewards that could not be read again."""
     check_ids("A metric's name", commit.metrics)
     for judgement in commit.judgements:
         _check_reward(judgement.reward, f"rollout {judgement.rollout}")

@@ -361,6 +361,11 @@ class RunConfig(Section, frozen=True):
         """A file named in the run file, relative to its folder."""
         return Path(self.root, name)
 
+    def model_source(self, name: str) -> str:
+        """The directory of a model, relative to the run file's folder, or its hub name."""
+        directory = self.path(name)
+        return str(directory) if directory.is_dir() else name
+
     def model_path(self) -> str:
         """The policy's model: a directory, which `policy.build` may have made, or a hub name."""
         own = self.path(self.policy.model) if self.policy.model else Path(self.output, "policy")

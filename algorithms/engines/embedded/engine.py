@@ -21,15 +21,20 @@ from torch import Tensor
 
 from agentrl.algorithms.engines.embedded import attention
 from agentrl.algorithms.engines.embedded.attention import PrefillChunk, StepPlan
-from agentrl.algorithms.engines.embedded.kv_cache import KVPool
+from agentrl.algorithms.engines.embedded.kv_cache import (
+    GenerationRequest,
+    KVPool,
+    RowTable,
+    TokenUpdate,
+)
 from agentrl.algorithms.engines.embedded.sampler import Ints, sample, uniforms
-from agentrl.algorithms.engines.embedded.scheduler import GenerationRequest, RowTable, TokenUpdate
 from agentrl.algorithms.model.attention import UNUSED
 from agentrl.algorithms.model.load import Model
 from agentrl.algorithms.model.lora import Adapters
 
 PREFILL = 512  # most prompt tokens per step, so that running requests are not stalled
 WORTH_WAITING = 16  # prefix tokens that a running request is about to compute, to be copied then
+CLOSED = "the policy server is shutting down"
 
 TokenUpdates = list[tuple[GenerationRequest, TokenUpdate]]
 
@@ -53,8 +58,8 @@ class Engine:
         number, the adapter of each policy; None: the model without adapters."""
         attention.install(model)
         config: Any = model.config
-        self.model, self.deliver, self.threads = model, deliver, threads
-        self.adapters = adapters
+        self.model, self.deliver, self.threads, self.adapters = model, deliver, threads, adapters
+        self.max_context = max_context
         self.policies = dict(enumerate(policies))  # by number; it may change while nothing runs
         self.device = next(model.parameters()).device
         self.rows = RowTable(max_batch, idle=2 * max_batch, context=max_context)
@@ -240,11 +245,6 @@ class Engine:
         if updates:
             self.deliver(updates)
 
-    def _reset(self) -> None:
-        """Clear the cache: a key that is not finite spoils attention even where it is masked."""
-        self.rows.forget()
-        self.pool.wipe()
-
     def _cancel(self, call: GenerationRequest) -> None:
         if call in self.waiting:
             self.waiting.remove(call)
@@ -263,9 +263,8 @@ class Engine:
         self.waiting.clear()
         while self.rows.n:
             self.rows.remove(self.rows.n - 1, self.pool, keep=False)
-        self._reset()
+        # A key that is not finite spoils attention even where it is masked.
+        self.rows.forget()
+        self.pool.wipe()
         if calls:
             self.deliver([(call, TokenUpdate([], [], "error", sentence)) for call in calls])
-
-
-CLOSED = "the policy server is shutting down"

@@ -78,10 +78,10 @@ class MemoryEngine(WeightTransferEngine[SharedMemory, WeightLayout]):  # type: i
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def _read(self, layout: WeightLayout) -> Iterator[tuple[str, Tensor]]:
-        for told in layout.weights:
-            dtype, shape = getattr(torch, told["dtype"]), torch.Size(told["shape"])
-            end = told["start"] + shape.numel() * dtype.itemsize
-            yield told["name"], self._memory[told["start"] : end].view(dtype).view(shape)
+        for entry in layout.weights:
+            dtype, shape = getattr(torch, entry["dtype"]), torch.Size(entry["shape"])
+            end = entry["start"] + shape.numel() * dtype.itemsize
+            yield entry["name"], self._memory[entry["start"] : end].view(dtype).view(shape)
 
 
 def _unpacked(layer: Any, remove_weight: bool) -> None:

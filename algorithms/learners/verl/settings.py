@@ -144,9 +144,7 @@ def _critic(config: RunConfig, decoder: dict[str, Any], optimizer: dict[str, Any
     asked = config.critic
     if not asked.model:
         return {}
-    directory = config.path(asked.model)
-    named = str(directory) if directory.is_dir() else asked.model
-    path = decoder["path"] if asked.model == "copy" else named
+    path = decoder["path"] if asked.model == "copy" else config.model_source(asked.model)
     own = {"weight_decay": asked.weight_decay, "lr": asked.lr or MODEL_LR}
     return {"model": decoder | {"path": path}, "optimizer": optimizer | own}
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -209,11 +209,11 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
     def _backward(self, engine: Any, shard: Shard, loss: Any) -> BackwardResult:
         engine.optimizer_zero_grad()
         output = engine.forward_backward_batch(self._data(shard, entropy=True), loss)
-        told, names = output["metrics"], output["model_output"].keys()
+        metrics, names = output["metrics"], output["model_output"].keys()
         return BackwardResult(
-            loss=sum(told["loss"]),
+            loss=sum(metrics["loss"]),
             grad_norm=_grad_norm(engine.module),
-            clipped=sum(told.get("clipped", [])),
+            clipped=sum(metrics.get("clipped", [])),
             columns={name: _of_actions(output, shard, name) for name in names},
         )
 
@@ -279,7 +279,7 @@ def policy_loss(
 def critic_loss(
     model_output: dict[str, Tensor], data: TensorDict, dp_group: Any = None, *, terms: ValueTerms
 ) -> tuple[Tensor, dict[str, float]]:
-    """What pulls the values as `targets.value_loss` does, times the ranks; and that loss."""
+    """What pulls the values as `values.value_loss` does, times the ranks; and that loss."""
     values = model_output["values"].values()  # at each position that of the state behind it
     chosen = data["loss_mask"].values().bool()
     if not chosen.any():
@@ -287,8 +287,8 @@ def critic_loss(
     v = values[chosen].float()
     loss, gradient, clipped = value_loss(terms, v, data["place"].values()[chosen].cpu())
     ranks = torch.distributed.get_world_size(dp_group)
-    told = {"loss": float(loss), "clipped": int(clipped.sum())}
-    return (gradient.to(v) * v).sum() * ranks, told
+    metrics = {"loss": float(loss), "clipped": int(clipped.sum())}
+    return (gradient.to(v) * v).sum() * ranks, metrics
 
 
 def _grad_norm(module: torch.nn.Module) -> float:
@@ -317,12 +317,6 @@ def _without_dropout(module: torch.nn.Module) -> None:
     for each in module.modules():
         if isinstance(each, torch.nn.Dropout):
             each.p = 0.0
-        for name in _rates(each):
-            setattr(each, name, 0.0)
-
-
-def _rates(module: torch.nn.Module) -> Iterator[str]:
-    """Attributes that say a rate of dropout, as attention layers of transformers have them."""
-    for name, value in vars(module).items():
-        if name.endswith("dropout") and isinstance(value, float):
-            yield name
+        for name, value in list(vars(each).items()):  # as attention layers of transformers have it
+            if name.endswith("dropout") and isinstance(value, float):
+                setattr(each, name, 0.0)
