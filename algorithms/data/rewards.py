@@ -5,7 +5,6 @@ A reward is referred to as `name` (of the rollout), `role:name` or `transition:n
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Hashable, Iterable, Sequence
 from math import isnan, nan
 
@@ -132,19 +131,6 @@ def last_observation(call: Transition) -> Hashable:
     states."""
     seen = [(m.get("role"), m.get("content")) for m in new_messages(call)]
     return msgspec.json.encode(seen) if seen else call.prompt.tobytes()
-
-
-def prompt_digest(call: Transition) -> Hashable:
-    """A digest of a call's prompt tokens: its place in a tree of rollouts."""
-    return hashlib.blake2b(call.prompt.tobytes(), digest_size=16).digest()
-
-
-def call_digest(call: Transition) -> Hashable:
-    """A digest of a call's tokens, equal for calls that branches of a tree of rollouts share."""
-    digest = hashlib.blake2b(call.prompt.tobytes(), digest_size=16)
-    digest.update(b"%d" % len(call.prompt))
-    digest.update(call.completion.tobytes())
-    return digest.digest()
 
 
 def dense_ids(values: Iterable[Hashable]) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a run is put together from: the algorithm, updater and state of every policy that learns."""
+"""Builds the parts of a run: the algorithm, updater and state of every policy that learns."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def group_requirements(config: RunConfig, algos: Mapping[str, Algo]) -> tuple[bo
     rollout is greedy, and the reward that must differ within a group, if there is one.
 
     Raises ConfigError if they disagree, and for counterfactual rollouts that none of them reads."""
-    asked = {
+    required = {
         name: (algo.greedy, resampling_reward(view(config, name).algorithm, algo))
         for name, algo in algos.items()
     }
-    (first, wanted), *others = asked.items()
+    (first, wanted), *others = required.items()
     for name, other in others:
         if other != wanted:
             raise ConfigError(
@@ -111,7 +111,7 @@ def make_policies(
 
 
 def make_difficulty(config: RunConfig, policies: PolicySet) -> TaskDifficulty | None:
-    """How often each task was solved, where tasks are drawn by that; it is saved with the run."""
+    """The tasks' difficulty, if tasks are drawn by it; it is saved with the run."""
     if config.tasks.order != "difficulty":
         return None
     difficulty = TaskDifficulty()
