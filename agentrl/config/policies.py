@@ -89,7 +89,7 @@ def stand_ins(config: RunConfig) -> dict[str, str]:
 
 
 def policy_of_role(config: RunConfig, role: str) -> str:
-    """Who plays a role, named in the run file or not."""
+    """The policy or upstream that plays a role, which the run file need not name."""
     return policy_by_role(config).get(role, POLICY)
 
 

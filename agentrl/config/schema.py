@@ -169,7 +169,7 @@ class CounterfactualConfig(Section, frozen=True):
 
 
 class AlgorithmConfig(Section, frozen=True):
-    """What is learned from a batch. `options` are the preset's own arguments."""
+    """How a policy learns from a batch. `options` are arguments of the preset."""
 
     preset: str = "grpo"
     options: dict[str, Any] = {}
@@ -360,6 +360,11 @@ class RunConfig(Section, frozen=True):
     def path(self, name: str) -> Path:
         """A file named in the run file, relative to its folder."""
         return Path(self.root, name)
+
+    def model_source(self, name: str) -> str:
+        """The directory of a model, relative to the run file's folder, or its hub name."""
+        directory = self.path(name)
+        return str(directory) if directory.is_dir() else name
 
     def model_path(self) -> str:
         """The policy's model: a directory, which `policy.build` may have made, or a hub name."""

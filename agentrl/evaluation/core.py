@@ -25,6 +25,7 @@ from rich.console import Console
 from agentrl import trainer
 from agentrl.config import LoraConfig, MetricsConfig, PolicyConfig, RunConfig, SelfplayConfig
 from agentrl.config import policies as team
+from agentrl.config.load import store_in
 from agentrl.config.policies import EvaluationPlan, FrozenPolicy
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.failures import commonest_failure
@@ -107,7 +108,7 @@ def scored_line(checkpoint: Path) -> str:
 
 
 def checkpoint_at(path: Path) -> SavedCheckpoint:
-    """Raises ConfigError for what is no checkpoint of a run."""
+    """Raises ConfigError if it is no checkpoint of a run."""
     named = STEPS.match(path.name)
     if not path.is_dir():
         raise ConfigError(f"{path}: no such checkpoint directory")
@@ -195,12 +196,12 @@ def evaluation_run(config: RunConfig, name: str, checkpoint: Path | None) -> Run
     """A run of no steps, of that name and in a folder beside, with a checkpoint's policies."""
     own = policies_at(config, checkpoint) if checkpoint else {}
     output = Path(config.output).with_name(name)
-    own |= {"output": str(output), "store": f"sqlite:///{output / 'store.db'}"}
-    return msgspec.structs.replace(config, name=name, steps=0, **own)
+    own |= {"name": name, "output": str(output), "store": store_in(output), "steps": 0}
+    return msgspec.structs.replace(config, **own)
 
 
 def policies_at(config: RunConfig, checkpoint: Path) -> dict[str, Any]:
-    """Settings that load the policies of a checkpoint; frozen ones stay what they are."""
+    """Settings that load the policies of a checkpoint; those of frozen policies do not change."""
     if not config.policies:
         return {"policy": _policy_at(config.policy, checkpoint)}
     members = dict(config.policies)

@@ -11,17 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 
 import torch
 from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch, TokenRow
 from agentrl.algorithms.data.rewards import (
-    call_digest,
     dense_ids,
     has_reward,
     last_observation,
-    prompt_digest,
     reward_column,
 )
 from agentrl.types import POLICY, Group, Purpose, Rollout, RolloutState, Transition
@@ -85,15 +84,13 @@ def build_batch(
     policy: str = POLICY,
     state: Callable[[Transition], Hashable] = last_observation,
 ) -> Batch:
-    """The batch of one training step of `policy`, with everything in it that it may learn from.
+    """The batch of one training step of `policy`, with everything that it may learn from.
 
-    reward_names: references of the rewards it carries; none: no reward is asked for. state: what
-    makes two calls of a group start from the same state.
-
-    Failed rollouts without a reward, inexact calls and those of other policies are left out; a
-    rollout whose reward is missing stays, with NaN, and one without sampled tokens stays, without
-    rows, because its reward counts. A group with fewer than `min_group` scored rollouts is left out
-    as a whole."""
+    reward_names: references of its rewards; none: rollouts need no reward. state: what makes two
+    calls of a group start from the same state. Failed rollouts without a reward, inexact calls and
+    those of other policies are left out; a rollout whose reward is missing stays, with NaN, and one
+    without sampled tokens stays, without rows, because its reward counts. A group with fewer than
+    `min_group` scored rollouts is left out as a whole."""
     step, names, rollouts, rollout_group = 0, list[str](), list[Rollout](), list[int]()
     for group in groups:
         step = group.step
@@ -105,12 +102,9 @@ def build_batch(
             names.append(group.id)
     own = [[call for call in row.transitions if trainable(call, policy)] for row in rollouts]
     calls = [call for some in own for call in some]
-    rows, row_rollout, first = list[TokenRow](), list[int](), 0
-    for number, some in enumerate(own):
-        merged = merge(some)
-        rows += [replace(row, transition=row.transition + first) for row in merged]
-        row_rollout += [number] * len(merged)
-        first += len(some)
+    rows, row_rollout = _merge_each(own)
+    prompts = [blake2b(call.prompt).digest() for call in calls]
+    completions = [blake2b(call.completion).digest() for call in calls]
     roles = sorted({call.role for call in calls})
     warm = [any(call.sampling.temperature > 0 for call in some) for some in own]
     return Batch(
@@ -131,12 +125,23 @@ def build_batch(
         transitions=[call.id for call in calls],
         step=step,
         transition_state=dense_ids(map(state, calls)),
-        transition_prompt=dense_ids(map(prompt_digest, calls)),
-        transition_node=dense_ids(map(call_digest, calls)),
+        transition_prompt=dense_ids(prompts),
+        transition_node=dense_ids(zip(prompts, completions, strict=True)),
         transition_repeats=torch.tensor([call.repeats is not None for call in calls]).bool(),
         transition_truncated=torch.tensor([call.finish == "length" for call in calls]).bool(),
         rollout_greedy=~torch.tensor(warm).bool(),
     )
+
+
+def _merge_each(attempts: Sequence[Sequence[Transition]]) -> tuple[list[TokenRow], list[int]]:
+    """The rows of several attempts, whose calls are numbered through, and the attempt of each."""
+    rows, numbers, first = list[TokenRow](), list[int](), 0
+    for number, calls in enumerate(attempts):
+        merged = merge(calls)
+        rows += [replace(row, transition=row.transition + first) for row in merged]
+        numbers += [number] * len(merged)
+        first += len(calls)
+    return rows, numbers
 
 
 @dataclass(slots=True)

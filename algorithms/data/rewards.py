@@ -5,7 +5,6 @@ A reward is referred to as `name` (of the rollout), `role:name` or `transition:n
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Hashable, Iterable, Sequence
 from math import isnan, nan
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from agentrl.errors import TrainingError, nearest
-from agentrl.types import POLICY, Group, Reward, Rollout, RolloutState, Scope, Transition
+from agentrl.types import POLICY, Group, Json, Reward, Rollout, RolloutState, Scope, Transition
 
 
 def split_reference(reference: str) -> tuple[Scope, str]:
@@ -118,27 +117,20 @@ def _rows(rollout: Rollout, name: str) -> dict[str, float]:
     return rows
 
 
-def last_observation(call: Transition) -> Hashable:
-    """The state of a call: the messages after the newest answer, or the whole prompt if the
-    messages are not known. Ids of tool calls are left out: they differ between equal states."""
+def new_messages(call: Transition) -> list[dict[str, Json]]:
+    """The messages after the agent's newest answer: what it saw last."""
     newest = len(call.messages)
     while newest and call.messages[newest - 1].get("role") != "assistant":
         newest -= 1
-    seen = [(m.get("role"), m.get("content")) for m in call.messages[newest:]]
+    return call.messages[newest:]
+
+
+def last_observation(call: Transition) -> Hashable:
+    """A call's state: the messages after the agent's newest answer, or the whole prompt where the
+    messages are not known. Ids of tool calls are left out, because they differ between equal
+    states."""
+    seen = [(m.get("role"), m.get("content")) for m in new_messages(call)]
     return msgspec.json.encode(seen) if seen else call.prompt.tobytes()
-
-
-def prompt_digest(call: Transition) -> Hashable:
-    """A digest of a call's prompt tokens: its place in a tree of rollouts."""
-    return hashlib.blake2b(call.prompt.tobytes(), digest_size=16).digest()
-
-
-def call_digest(call: Transition) -> Hashable:
-    """A digest of a call's tokens, equal for calls that branches of a tree of rollouts share."""
-    digest = hashlib.blake2b(call.prompt.tobytes(), digest_size=16)
-    digest.update(b"%d" % len(call.prompt))
-    digest.update(call.completion.tobytes())
-    return digest.digest()
 
 
 def dense_ids(values: Iterable[Hashable]) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level, next_same, reduce_by, scan
-from agentrl.errors import PolicyError, nearest
+from agentrl.errors import PolicyError, TrainingError, nearest
 from agentrl.types import Group, Json, Rollout
 
 log = logging.getLogger(__name__)
@@ -150,8 +150,13 @@ class RememberedColumn:
         raise NotImplementedError
 
     def __call__(self, batch: Batch) -> Tensor:
-        """What `recall` put into the batch."""
-        raise NotImplementedError
+        """What `recall` put into the batch. Raises TrainingError where it was not called."""
+        if self.name not in batch.memory:
+            raise TrainingError(
+                f"step {batch.step}: {self.name} remembers earlier steps, and this batch carries "
+                "nothing of it; put what `AlgorithmState.recall` says into its memory"
+            )
+        return batch.memory[self.name]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import isfinite
+from math import isfinite, isnan
 from statistics import fmean, pstdev
 
 import torch
@@ -24,7 +24,6 @@ from agentrl.algorithms.data.rewards import reward_reference
 from agentrl.algorithms.learners.base import StepReport
 from agentrl.algorithms.objective.core import Algo, Terms, eta, gate_factors, kl_value, streams_at
 from agentrl.algorithms.objective.ratios import ratio
-from agentrl.algorithms.sampling import branching, counterfactuals
 from agentrl.types import POLICY, Group, Rollout, RolloutState, Scope, Transition
 
 Metrics = dict[str, float]
@@ -62,8 +61,7 @@ def group_metrics(groups: Sequence[Group]) -> Metrics:
         "groups": len(groups),
         **rewards(played),
         **by_role(played),
-        **branching.branch_metrics(groups),
-        **counterfactuals.counterfactual_metrics(groups),
+        **replay_metrics(groups),
     }
 
 
@@ -150,6 +148,27 @@ def comparisons(batch: Batch) -> Metrics:
         metrics[f"reward/{name}/frac_zero_std"] = _mean(alike & (known > 1))
         if x.numel():
             metrics[f"reward/{name}/frac_missing"] = _mean(x.isnan())
+    return metrics
+
+
+def replay_metrics(groups: Sequence[Group]) -> Metrics:
+    """branches, branches/diverged: rollouts that branch off another, and those of them that did not
+    repeat all calls before the fork, because the agent asked something else. replays,
+    replays/missing: counterfactual rollouts, and those without an outcome. calls/repeated: calls
+    answered from the record. Empty without branches and counterfactual rollouts."""
+    rows = [row for group in groups for row in group.rollouts if row.branch is not None]
+    repeated = [sum(call.repeats is not None for call in row.transitions) for row in rows]
+    replays = [row for row in rows if row.counterfactual]
+    metrics: Metrics = {"calls/repeated": sum(repeated)} if rows else {}
+    if replays:
+        missing = sum(isnan(row.reward()) for row in replays)
+        metrics |= {"replays": len(replays), "replays/missing": missing}
+    if len(replays) < len(rows):
+        diverged = sum(
+            not row.counterfactual and row.branch is not None and count < row.branch.calls
+            for row, count in zip(rows, repeated, strict=True)
+        )
+        metrics |= {"branches": len(rows) - len(replays), "branches/diverged": diverged}
     return metrics
 
 

@@ -159,7 +159,7 @@ class Adapters:
                 f"adapter {directory}: {WEIGHTS} is missing or incomplete ({error}); "
                 "resume from another checkpoint"
             ) from None
-        # Adapters made elsewhere carry no fingerprint, only the name their base was loaded by.
+        # Adapters of other tools have no fingerprint, only the name of their base.
         theirs = metadata.get("base", settings.base_model_name_or_path)
         if theirs != (self.fingerprint if "base" in metadata else self.base):
             raise PolicyError(
@@ -316,7 +316,7 @@ def export_merged(adapter: Path, directory: Path, *, base: str = "") -> None:
     base: model to use in place of the one the adapter names. Raises PolicyError, with nothing
     written, if they do not belong together or `directory` exists."""
     if directory.exists():
-        raise PolicyError(f"{directory}: it is there already; give a directory to be made")
+        raise PolicyError(f"{directory} exists already; give the name of a new directory")
     settings = _settings(adapter)
     model, tokenizer = load_model(base or settings.base_model_name_or_path, device="cpu")
     adapters = Adapters(model)

@@ -89,7 +89,7 @@ def pack_rows(rows: Sequence[TokenRow], packing: Packing, token_budget: int) -> 
 def hidden_states(model: PreTrainedModel, pack: Pack) -> Tensor:
     """[n, H]: the last hidden state before each action, on the device of the model and
     differentiable in its weights. The model's attention is replaced by that of `attention`, which
-    without a pack is SDPA; a model of which that is not possible computes every branch alone.
+    without a pack is SDPA; a model that does not support this computes every branch alone.
     Raises PolicyError for a row that is longer than the model's context."""
     limit, longest = context_length(model), int(pack.positions.max()) + 1
     if limit and longest > limit:
@@ -224,12 +224,10 @@ def common_prefix(a: Ids, b: Ids) -> int:
 
 def token_budget_ranges(lengths: Ids, shared: Ids, budget: int) -> list[tuple[int, int]]:
     """Ranges [start, stop) of neighbours, each with at most `budget` distinct tokens or of one
-    sequence alone, such that the fewest tokens are in more than one range, and then the fewest
-    ranges.
+    sequence alone, with the fewest tokens in more than one range, and then the fewest ranges.
 
-    A range computes again what its first sequence shares with the one before it, and nothing else,
-    so the cost of a cut depends on its place only: shortest path over the places, O(n) numpy calls.
-    """
+    A range computes again only the tokens that its first sequence shares with the one before it, so
+    the cost of a cut depends on its place only: shortest path over places, O(n) numpy calls."""
     n = len(lengths)
     before = np.concatenate(([0], np.cumsum(lengths - shared)))  # new tokens before each place
     alone = before[:-1] - shared  # tokens of range [i, j) = before[j] - alone[i]

@@ -1,8 +1,8 @@
 """Which groups a step trains: requested, claimed, and replaced if they carry no signal.
 
-Always true: requests are a function of seed, step and round, so a restarted process asks for the
+Always true: requests are a function of seed, step and round, so a restarted process requests the
 same rollouts, and the store ignores those it has. Groups that were claimed and not committed are
-claimed again. So a step trains the same groups however often it was started, unless
+claimed again. So a step trains the same groups however often it is started, unless
 `algorithm.max_staleness` lets it take groups of later steps that ended first.
 """
 
@@ -42,9 +42,8 @@ class Collected:
 
 @dataclass(frozen=True, slots=True)
 class Collector:
-    """Requests groups and claims them. resample: the reward that must differ within a group for it
-    to be trained; None: all groups are. vocabulary: sizes by policy; groups with other token ids
-    are discarded."""
+    """Requests groups and claims them. resample: the reward that must differ within a trained
+    group; None: all groups are trained. vocabulary: groups with other token ids are discarded."""
 
     config: RunConfig
     store: Store
@@ -57,8 +56,8 @@ class Collector:
         """The groups of a step, `algorithm.groups` of them.
 
         With `resample`, groups without a signal are discarded and others requested, up to
-        `algorithm.max_rounds` times; then the step trains the groups that there are."""
-        claimed, asked = await self.claim_rounds(step)
+        `algorithm.max_rounds` times; after that the step trains fewer groups."""
+        claimed, replaced = await self.claim_rounds(step)
         claimed, unreadable = split_unreadable(claimed, self.vocabulary)
         if self.tasks.difficulty is not None:
             self.tasks.difficulty.record_outcomes(claimed)
@@ -69,30 +68,31 @@ class Collector:
             return Collected(claimed, unreadable, played)
         kept = [group for group in claimed if self.is_informative(group)]
         idle = [group for group in claimed if not self.is_informative(group)]
-        return Collected(kept, idle + unreadable, resampling_metrics(claimed, idle, asked) | played)
+        metrics = resampling_metrics(claimed, idle, replaced) | played
+        return Collected(kept, idle + unreadable, metrics)
 
     async def claim_rounds(self, step: int) -> tuple[list[Group], int]:
-        """All claimed groups, and the number of replacements that were requested."""
-        size, asked = self.config.algorithm.groups, 0
+        """All claimed groups, and the number of requested replacements."""
+        size, replaced = self.config.algorithm.groups, 0
         await self.ask(step)
         claimed = await self.claim(size)
         if self.resample is None:
-            return claimed, asked
+            return claimed, replaced
         for number in range(self.config.algorithm.max_rounds or ROUNDS):
             lacking = size - sum(map(self.is_informative, claimed))
             broken = not any(known_values(group, self.resample) for group in claimed)
             if not lacking or broken:  # more rollouts would fail too
                 break
-            asked += lacking
+            replaced += lacking
             others = self.tasks.replacements(step, number, lacking)
             await self.store.enqueue(others)
             await request_branches(self.store, self.config, others)
             claimed = await self.claim(len(claimed) + lacking)
-        return claimed, asked
+        return claimed, replaced
 
     async def ask(self, step: int) -> None:
-        """Request this step's groups, and those of later steps that may be sampled ahead. Branches
-        join this step's groups before they are claimed."""
+        """Request the groups of this step and of the steps that may be prefetched. Branches join
+        this step's groups before they are claimed."""
         last = min(step + self.config.algorithm.max_staleness, self.config.steps - 1)
         for ahead in range(step, last + 1):
             await self.store.enqueue(self.tasks.rollouts(ahead))
@@ -145,15 +145,15 @@ def known_values(group: Group, reward: str) -> list[float]:
 
 
 def resampling_metrics(
-    claimed: Sequence[Group], discarded: Sequence[Group], asked: int
+    claimed: Sequence[Group], discarded: Sequence[Group], replaced: int
 ) -> dict[str, float]:
-    """groups/resampled: asked for in the place of others. reward/sampled_mean: of all rollouts that
-    were sampled and are no replays, where reward/mean is that of the trained groups."""
+    """groups/resampled: replacements requested. reward/sampled_mean: over all sampled rollouts,
+    except counterfactual ones, whereas reward/mean is over those of the trained groups."""
     every = (rollout for group in claimed for rollout in group.rollouts)
     played = [rollout for rollout in every if not rollout.counterfactual]
     rewards = [value for row in played if not isnan(value := row.reward())]
     mean = {"reward/sampled_mean": fmean(rewards)} if rewards else {}
-    return mean | {"groups/resampled": float(asked), "groups/discarded": float(len(discarded))}
+    return mean | {"groups/resampled": float(replaced), "groups/discarded": float(len(discarded))}
 
 
 def split_unreadable(

@@ -2,13 +2,13 @@
 
 A counterfactual rollout repeats a rollout with stand-ins in some of the roles. The other roles'
 calls are replayed while their prompts are the same, and sampled by the current policy after that
-(see `runners.replay`). Their outcomes are the values of coalitions, from which the formulas of
-`team_rewards` compute rewards of roles; the verifier needs no change.
+(see `runners.gateway.replay`). Their outcomes are the values of coalitions, from which the formulas
+of `team_rewards` compute rewards of roles; the verifier needs no change.
 
 Always true: they join the group of their rollout before it is claimed, requests are deterministic,
-as with branches, and no policy trains on them. The members of a team are the roles that made a
-call. The outcome without a role does not depend on what the role sampled, so the difference reward
-has the same policy gradient as the outcome. Shapley values do not."""
+as for branches, and no policy trains on them. The members of a team are the roles that made a call.
+The outcome without a role does not depend on the role's samples, so the difference reward has the
+same policy gradient as the outcome. Shapley values do not."""
 
 from __future__ import annotations
 
@@ -209,16 +209,3 @@ def check_counterfactuals(
             f"algorithm.dynamic_sampling goes by {name!r}, which rollouts do not have when they "
             "end; set it to false, or leave algorithm.counterfactual out"
         )
-
-
-def counterfactual_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Metrics: the number of counterfactual rollouts, of those without an outcome, and of the calls
-    that they repeated. Empty if there are none."""
-    found = [row for group in groups for row in group.rollouts if row.counterfactual]
-    if not found:
-        return {}
-    return {
-        "replays": len(found),
-        "replays/missing": sum(isnan(row.reward()) for row in found),
-        "calls/repeated": sum(c.repeats is not None for row in found for c in row.transitions),
-    }

@@ -1,4 +1,4 @@
-"""What a run is put together from: the algorithm, updater and state of every policy that learns."""
+"""Builds the parts of a run: the algorithm, updater and state of every policy that learns."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from pathlib import Path
 
 from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
-from agentrl.algorithms.learners import auxiliary
-from agentrl.algorithms.learners.factory import make_learner
+from agentrl.algorithms.learners import factory
 from agentrl.algorithms.model.load import context_length
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.objective.kl_control import ReferenceControl, UpdatableReference
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.presets.registry import check_group
-from agentrl.algorithms.presets.zoo.hcapo import HINDSIGHT
+from agentrl.algorithms.presets.zoo.turns import HINDSIGHT
 from agentrl.algorithms.sampling import counterfactuals
 from agentrl.algorithms.sampling.collect import resampling_reward
 from agentrl.algorithms.sampling.counterfactuals import RoleRewards, coalition_formula
@@ -64,11 +63,11 @@ def group_requirements(config: RunConfig, algos: Mapping[str, Algo]) -> tuple[bo
     rollout is greedy, and the reward that must differ within a group, if there is one.
 
     Raises ConfigError if they disagree, and for counterfactual rollouts that none of them reads."""
-    asked = {
+    required = {
         name: (algo.greedy, resampling_reward(view(config, name).algorithm, algo))
         for name, algo in algos.items()
     }
-    (first, wanted), *others = asked.items()
+    (first, wanted), *others = required.items()
     for name, other in others:
         if other != wanted:
             raise ConfigError(
@@ -83,13 +82,13 @@ def group_requirements(config: RunConfig, algos: Mapping[str, Algo]) -> tuple[bo
 
 def load_algorithm(config: RunConfig) -> Algo:
     """The algorithm of the run file. Raises ConfigError for settings that do not fit it."""
-    streams = auxiliary.available_streams(config)
+    streams = factory.available_streams(config)
     settings = config.algorithm
     algo = catalogue.make(
         settings.preset, settings.options, streams=streams, root=Path(config.root)
     )
     check_group(settings, algo)
-    auxiliary.refuse_unused_settings(config, algo)
+    factory.refuse_unused_settings(config, algo)
     return counterfactuals.with_optional_reward(settings.counterfactual, algo)
 
 
@@ -112,7 +111,7 @@ def make_policies(
 
 
 def make_difficulty(config: RunConfig, policies: PolicySet) -> TaskDifficulty | None:
-    """How often each task was solved, where tasks are drawn by that; it is saved with the run."""
+    """The tasks' difficulty, if tasks are drawn by it; it is saved with the run."""
     if config.tasks.order != "difficulty":
         return None
     difficulty = TaskDifficulty()
@@ -148,8 +147,8 @@ def make_updater(
     optimizer steps."""
     settings, tokenizer = config.algorithm, model.tokenizer
     loaded = model.model, tokenizer, model.source
-    scorers, trainers = auxiliary.make_reward_models(config, *loaded)
-    learner = make_learner(config, algo, *loaded, model.adapters, trainers, name)
+    scorers, trainers = factory.make_reward_models(config, *loaded)
+    learner = factory.make_learner(config, algo, *loaded, model.adapters, trainers, name)
     state, anchor = make_state(config, algo, getattr(learner, "frozen", {}).get("q"))
     context = context_length(model.model)
     completers: list[Completer] = []
@@ -180,7 +179,7 @@ def make_state(
 ) -> tuple[AlgorithmState, ReferenceControl]:
     """The state that a policy keeps from step to step, and its KL control."""
     memory = AlgorithmState(algo.memories, seed=config.seed)
-    anchor = ReferenceControl(reference, auxiliary.make_controller(config, algo))
+    anchor = ReferenceControl(reference, factory.make_controller(config, algo))
     if anchor.kl is not None:
         memory.parts["kl"] = anchor.kl
     return memory, anchor

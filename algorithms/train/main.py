@@ -1,7 +1,7 @@
 """The algorithm process: it opens the run, builds what trains and serves, and starts the loop.
 
-`loop.py` is the training loop itself, `build.py` what it is put together from. An evaluation plan
-is played by such a process too, with frozen policies.
+`loop.py` is the training loop itself, `build.py` builds its parts. An evaluation plan is played by
+such a process too, with frozen policies.
 """
 
 from __future__ import annotations

@@ -16,11 +16,11 @@ from agentrl.algorithms.data.merge import build_batch, trainable
 from agentrl.algorithms.data.rewards import split_reference
 from agentrl.algorithms.diagnostics.metrics import Metrics, own_calls
 from agentrl.algorithms.learners.base import Learner
-from agentrl.algorithms.learners.implicit_reward import ImplicitTrainer
+from agentrl.algorithms.learners.reward_models import ImplicitTrainer
 from agentrl.algorithms.model.chat import Chat, RequestError, tool_names
 from agentrl.algorithms.model.load import Tokenizer
 from agentrl.algorithms.model.text import Codec
-from agentrl.algorithms.presets.zoo.hcapo import HINDSIGHT
+from agentrl.algorithms.presets.zoo.turns import HINDSIGHT
 from agentrl.types import (
     POLICY,
     Group,
@@ -159,7 +159,7 @@ class Retokenizer(_PromptCompleter):
     def complete(self, groups: list[Group]) -> list[Group]:
         """`groups`, with ids and the learner's log-probs for every inexact call that the template
         can render, fits the context and is of a rollout to learn from. The others stay inexact."""
-        made = {
+        found = {
             call.id: call
             for group in groups
             for rollout in group.rollouts
@@ -167,21 +167,21 @@ class Retokenizer(_PromptCompleter):
             if not old.exact and old.policy == self.policy
             if (call := self._tokenized(old)) is not None
         }
-        if not made:
+        if not found:
             return groups
         # Only these calls: others may be longer than the model can read.
         batch = build_batch(
-            map_calls(groups, lambda call: made.get(call.id)),
+            map_calls(groups, lambda call: found.get(call.id)),
             reward_names=self.reward_names,
             policy=self.policy,
         )
         logprobs = self.learner.logprobs(batch).cpu()
         # A call that repeats another one is not trained, so it needs no log-probs.
-        ready = {id: call for id, call in made.items() if call.repeats is not None}
+        ready = {id: call for id, call in found.items() if call.repeats is not None}
         for index, id in enumerate(batch.transitions):
-            if id in made and id not in ready:
+            if id not in ready:
                 own = logprobs[batch.token_transition == index]
-                ready[id] = replace(made[id], logprobs=float32(own.tolist()))
+                ready[id] = replace(found[id], logprobs=float32(own.tolist()))
         return map_calls(groups, lambda call: ready.get(call.id, call))
 
     def _tokenized(self, call: Transition) -> Transition | None:

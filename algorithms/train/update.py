@@ -24,8 +24,8 @@ from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.diagnostics import metrics
 from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
 from agentrl.algorithms.diagnostics.metrics import Metrics
-from agentrl.algorithms.learners.auxiliary import score_batch
 from agentrl.algorithms.learners.base import Learner, Psi
+from agentrl.algorithms.learners.factory import score_batch
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective import values as critic_targets
 from agentrl.algorithms.objective.core import Algo, Terms
