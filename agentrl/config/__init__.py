@@ -33,6 +33,7 @@ from agentrl.config.schema import MetricsConfig as MetricsConfig
 from agentrl.config.schema import PfspOpponents as PfspOpponents
 from agentrl.config.schema import PolicyConfig as PolicyConfig
 from agentrl.config.schema import RetriesConfig as RetriesConfig
+from agentrl.config.schema import RoleRule as RoleRule
 from agentrl.config.schema import RunConfig as RunConfig
 from agentrl.config.schema import SelfplayConfig as SelfplayConfig
 from agentrl.config.schema import SnapshotOpponents as SnapshotOpponents

@@ -50,10 +50,16 @@ class RetriesConfig(Section, frozen=True):
 
 
 class AgentConfig(Section, frozen=True):
-    """The unmodified agent and how it is run: a Python object by `path`, or a `command`."""
+    """The unmodified agent and how it is run: a Python object by `path`, a `command`, or a coding
+    `harness` with a preset."""
 
     path: str = ""  # "file.py:name" or "package.module:name"
     command: str | list[str] = []  # in any language; a string is split as a shell would
+    # codex, claude, qwen, gemini, opencode, pi, mini, aider, or your own as "file.toml" or
+    # "file.py:name"; `command` is then where its program is, if not in PATH.
+    harness: str = ""
+    args: list[str] = []  # more arguments of the harness
+    context: Count = 32768  # tokens that the harness believes the model to read
     folder: str = ""  # where the command works; default: the run file's folder, or the image's
     env: dict[str, str] = {}  # the agent's own variables; only their names are stored
     # Patterns of variables of the runner that the agent sees too. A command or a pool sees PATH and
@@ -262,6 +268,24 @@ class UpstreamConfig(Section, frozen=True):
             raise ValueError("model and key_env are of a base_url, and text is the answer itself")
 
 
+class RoleRule(Section, frozen=True):
+    """A call that has all these properties has this role. In a pattern * stands for any text."""
+
+    role: Annotated[str, msgspec.Meta(min_length=1)]
+    header: dict[str, str] = {}  # name of a header -> pattern of its value
+    field: dict[str, str] = {}  # dotted key in the body -> pattern of its value, or of that as JSON
+    model: str = ""  # pattern of the model that it asks for
+    system: str = ""  # pattern of the beginning of the system text
+    prompt: str = ""  # pattern of the beginning of the last text, which is the user's
+    tools: bool | None = None  # whether it offers tools
+    schema: bool | None = None  # whether its answer must follow a JSON schema
+
+    def __post_init__(self) -> None:
+        given = msgspec.structs.asdict(self)
+        if all(value in ({}, "", None) for key, value in given.items() if key != "role"):
+            raise ValueError(f"the rule of {self.role!r} says nothing of the calls it is for")
+
+
 class EvalConfig(Section, frozen=True):
     """Held-out evaluations before and after training, and every so many steps between."""
 
@@ -356,6 +380,9 @@ class RunConfig(Section, frozen=True):
     metrics: MetricsConfig = MetricsConfig()
     upstreams: dict[Name, UpstreamConfig] = {}  # by name, which is a model name for the agent too
     roles: dict[str, str] = {}  # role -> the upstream or policy that answers it
+    # [[roles.match]] in the run file: roles of calls that say none themselves. The first that holds
+    # counts; those of the harness come after.
+    role_rules: list[RoleRule] = []
 
     def path(self, name: str) -> Path:
         """A file named in the run file, relative to its folder."""

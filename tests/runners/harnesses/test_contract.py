@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from agentrl.runners.gateway.attribution import ActiveAttempt
+from agentrl.runners.harnesses.preset import load_preset
 from tests.runners.conftest import Bench, ids
-from tests.runners.harnesses.fillers import PHRASES, SYLLABLES
+from tests.runners.harnesses.fillers import PHRASES, SYLLABLES, is_json
 from tests.runners.harnesses.stored import HARNESSES, StoredRequest, stored
 
 SAID = "It is é done."
@@ -37,12 +39,6 @@ EVERY = [
 ]
 
 
-@pytest.fixture
-async def active(bench: Bench) -> ActiveAttempt:
-    bench.model.answer = lambda body: {"role": "assistant", "content": SAID}
-    return bench.gateway.register(await bench.attempt(), sealed=True)
-
-
 async def send(bench: Bench, active: ActiveAttempt, request: StoredRequest) -> httpx.Response:
     url = bench.gateway.base_url.removesuffix("/v1") + request.path
     headers = {k: v.replace("KEY", active.key) for k, v in request.headers.items()}
@@ -52,8 +48,11 @@ async def send(bench: Bench, active: ActiveAttempt, request: StoredRequest) -> h
 
 @pytest.mark.parametrize(("harness", "request_"), EVERY)
 async def test_a_call_is_answered_and_recorded_exactly(
-    bench: Bench, active: ActiveAttempt, harness: str, request_: StoredRequest
+    bench: Bench, tmp_path: Path, harness: str, request_: StoredRequest
 ) -> None:
+    bench.model.answer = lambda body: {"role": "assistant", "content": SAID}
+    bench.gateway.attempts.rules = load_preset(harness, tmp_path).match
+    active = bench.gateway.register(await bench.attempt(), sealed=True)
     answer = await send(bench, active, request_)
     assert answer.status_code == 200, answer.text
     streams = request_.body.get("stream") or "streamGenerateContent" in request_.path
@@ -62,6 +61,8 @@ async def test_a_call_is_answered_and_recorded_exactly(
     trace = await bench.store.trace(active.attempt.rollout.id)
     (call,) = trace.transitions
     assert call.exact
+    assert call.role == request_.role
+    assert call.policy == ("policy@side" if call.role == "side" else "policy")
     assert list(call.prompt) == ids(json.dumps(bench.model.requests[-1]["messages"]))
     assert list(call.completion) == ids(SAID)
     assert list(call.logprobs) == [-0.5] * len(ids(SAID))
@@ -80,6 +81,8 @@ def texts(value: Any, key: str = "") -> Iterator[str]:
     """Those of more than two words, but for arguments of tool calls, which our script wrote."""
     inner = value.items() if isinstance(value, dict) else ((key, item) for item in value)
     for name, item in inner:
+        if isinstance(item, str) and name not in OURS and is_json(item):
+            item = json.loads(item)
         if isinstance(item, dict | list):
             yield from texts(item, name)
         elif isinstance(item, str) and len(item.split()) > 2 and name not in OURS:
