@@ -26,7 +26,7 @@ from rich.console import Console
 from agentrl import folder_lock
 from agentrl.algorithms.learners.verl import settings as verl_settings
 from agentrl.algorithms.plugins import engine_factory, learner_factory
-from agentrl.config import RunConfig, agent_env, differences, from_store, resolve
+from agentrl.config import RunConfig, agent_env, differences, from_store, resolve, store_in
 from agentrl.config import policies as team
 from agentrl.config.infrastructure import EXECUTORS
 from agentrl.config.presets import check_presets
@@ -202,7 +202,7 @@ async def _fence(config: RunConfig) -> None:
 
 def has_own_store(config: RunConfig) -> bool:
     """Whether the store is the one in the output folder, which no other run has."""
-    return config.store == f"sqlite:///{Path(config.output) / 'store.db'}"
+    return config.store == store_in(Path(config.output))
 
 
 def make_folder(path: Path) -> Path:
@@ -237,9 +237,8 @@ async def supervise(
     level: int = PHASE,
 ) -> float:
     """Start the processes of a run, show its progress, and stop them when the algorithm is done.
-    Returns the seconds that it took. play: file of an evaluation plan, to play instead of training.
-
-    Raises AgentRLError when a process ends that should have gone on."""
+    Returns the seconds that it took; raises AgentRLError when another process ends. play: file of
+    an evaluation plan, to play instead of training."""
     config, output = agent_env.without_values(config), Path(config.output)
     logs = make_folder(output / "logs")
     # Runners read the settings from the store, and an algorithm left over is fenced from here on.
@@ -272,7 +271,8 @@ async def supervise(
         working += [_local_runner(config, *local)] if local else []
         showing = [show_progress(store, config, console, quiet=level > PHASE), log_lines.follow()]
         showing += [sinks.keep()] if sinks else []
-        watchers, followers = ([*map(asyncio.create_task, work)] for work in (working, showing))
+        watchers = [asyncio.create_task(work) for work in working]
+        followers = [asyncio.create_task(work) for work in showing]
         try:
             done, _ = await asyncio.wait(watchers, return_when=asyncio.FIRST_COMPLETED)
         finally:

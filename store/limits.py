@@ -1,4 +1,4 @@
-"""Checks of every store before it writes: what is refused could not be stored, read again or
+"""Checks that every store makes before it writes: of values that could not be stored, read again or
 trained on. Each function raises Invalid with a sentence that says what to send instead."""
 
 from __future__ import annotations
@@ -52,27 +52,26 @@ def check_spans(spans: Sequence[Span]) -> None:
 def check_rollout(rollout: NewRollout) -> None:
     for what, id in (("id", rollout.id), ("run", rollout.run), ("group", rollout.group)):
         check_id(f"The {what} of a rollout", id)
+    where, branch = f"Rollout {rollout.id}", rollout.branch
     if rollout.max_attempts < 1 or not 0 < rollout.timeout < math.inf:
         raise Invalid(
-            f"Rollout {rollout.id}: max_attempts must be at least 1 and timeout a positive "
-            "number of seconds."
+            f"{where}: max_attempts must be at least 1 and timeout a positive number of seconds."
         )
-    if rollout.branch is not None and rollout.branch.calls < 1:
+    if branch is not None and branch.calls < 1:
         raise Invalid(
-            f"Rollout {rollout.id}: a branch repeats at least one call; leave `branch` out for a "
-            "rollout that starts afresh."
+            f"{where}: a branch repeats at least one call; leave `branch` out for a rollout that "
+            "starts afresh."
         )
-    if rollout.branch is not None and not rollout.seats.keys() >= set(rollout.branch.without):
+    if branch is not None and not rollout.seats.keys() >= set(branch.without):
         raise Invalid(
-            f"Rollout {rollout.id}: a branch is without {', '.join(rollout.branch.without)}, and "
-            "not all of them have a seat; say in `seats` who plays them instead."
+            f"{where}: a branch is without {', '.join(branch.without)}, and not all of them have a "
+            "seat; say in `seats` who plays them instead."
         )
     if not all(role and policy for role, policy in rollout.seats.items()):
         raise Invalid(
-            f"Rollout {rollout.id}: a seat is a role and the policy that plays it, and both have "
-            "names."
+            f"{where}: a seat is a role and the policy that plays it, and both have names."
         )
-    _check_sampling(f"Rollout {rollout.id}", rollout.sampling)
+    _check_sampling(where, rollout.sampling)
 
 
 def _check_sampling(where: str, sampling: Sampling) -> None:

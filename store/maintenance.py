@@ -31,7 +31,7 @@ ROWS = 1000  # transitions and spans that one transaction removes, if no rollout
 PAGE = 256  # rollouts looked at with one read
 EVENTS = 10_000  # cursor numbers that one transaction passes over
 AT_REST = ("trained", "discarded", "settled")  # groups of which no rollout is queued or running
-Limits = dict[str, Any]  # `run`, `keep` so many committed steps, ended `before`, unix seconds
+Limits = dict[str, Any]  # `run`, `keep`: committed steps, `before`: unix seconds of the end
 
 
 def limits(now: float, run: str | None, keep_last: int | None, older_than: float | None) -> Limits:

@@ -281,7 +281,7 @@ def _finish(tx: Transaction, outcome: types.Outcome) -> bool:
     _end_attempt(tx, row, state, outcome.failure, mark)
     lost = outcome.failure is not None and outcome.failure.kind is types.ErrorKind.LOST_RUNNER
     if outcome.retry and lost:
-        # Given back by a runner that was told to stop: no fault of the rollout, so not a try.
+        # Given back by a runner that stops, which is not the fault of the rollout.
         _requeue(tx, row, "requeue_free", together=row["together"])
     elif outcome.retry and row["attempts"] < row["max_attempts"]:
         _requeue(tx, row)

@@ -78,7 +78,7 @@ def from_blob(typecode: str, data: bytes) -> array[Any]:
 
 
 def digest(data: bytes | memoryview) -> bytes:
-    """128 bits: different byte strings never have the same in practice."""
+    """128 bits, so that no two different byte strings have the same one in practice."""
     return blake2b(data, digest_size=16).digest()
 
 

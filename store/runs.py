@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -35,25 +34,26 @@ def open_run(tx: Transaction, run: str, config: dict[str, types.Json]) -> types.
     return _state(row)
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedCommit:
-    """A commit with what can be computed before the transaction, during which other writers
-    wait."""
-
-    commit: types.StepCommit
-    record: str
-    credits: list[dict[str, Any]]
-
-
-def prepare(commit: types.StepCommit) -> PreparedCommit:
-    """Raises Invalid for credit and rewards that could not be read again."""
+def prepare(commit: types.StepCommit) -> tuple[list[rows.Columns], str]:
+    """What can be computed before the transaction, during which other writers wait: the columns of
+    the credit, and the commit as one canonical text, by which a repeat is recognised. Credit and
+    judgements, which have tables of their own, are in it as digests; empty lists are left out.
+    Raises Invalid for credit and rewards that could not be read again."""
     limits.check_commit(commit)
     credits = [rows.credit_columns(credit) for credit in commit.credits]
-    return PreparedCommit(commit, _record(commit, credits), credits)
+    record = {name: value for name, value in msgspec.structs.asdict(commit).items() if value != []}
+    record["groups"] = commit.groups
+    if credits:
+        record["credits"] = digest(msgspec.msgpack.encode(credits)).hex()
+    if commit.judgements:
+        record["judgements"] = digest(msgspec.msgpack.encode(commit.judgements)).hex()
+    return credits, msgspec.json.encode(record, order="sorted").decode()
 
 
-def commit_step(tx: Transaction, step: PreparedCommit) -> None:
-    commit, record = step.commit, step.record
+def commit_step(
+    tx: Transaction, commit: types.StepCommit, credits: Sequence[rows.Columns], record: str
+) -> None:
+    """`credits` and `record` are those of `prepare`."""
     row = find_run(tx.conn, commit.run, commit.epoch)
     done = tx.conn.execute(SQL["step"], (commit.run, commit.step)).fetchone()
     if done is not None and done["record"] == record:
@@ -67,10 +67,10 @@ def commit_step(tx: Transaction, step: PreparedCommit) -> None:
         _mark_group(tx, group, commit, "trained")
     for group in commit.discarded:
         _mark_group(tx, group, commit, "discarded")
-    if step.credits or commit.judgements:
+    if credits or commit.judgements:
         groups = {"run": commit.run, "groups": rows.to_json(commit.groups, "Groups")}
         calls = {row["id"]: row for row in tx.conn.execute(SQL["calls"], groups)}
-        _add_credits(tx.conn, step, calls)
+        _add_credits(tx.conn, commit, credits, calls)
         _add_judgements(tx.conn, commit, calls, groups)
     columns = {"run": commit.run, "step": commit.step, "now": tx.now, "record": record}
     tx.conn.execute(SQL["commit_step"], columns)
@@ -165,28 +165,19 @@ def _state(row: Any) -> types.RunState:
     return rows.record(types.RunState, row, run=row["id"], config=rows.from_json(row["config"]))
 
 
-def _record(commit: types.StepCommit, credits: Sequence[dict[str, Any]]) -> str:
-    """A commit as one canonical text, by which a repeat is recognised. Credit and judgements, which
-    have tables of their own, are in it as digests; empty lists are left out."""
-    record = {name: value for name, value in msgspec.structs.asdict(commit).items() if value != []}
-    record["groups"] = commit.groups
-    if credits:
-        record["credits"] = digest(msgspec.msgpack.encode(credits)).hex()
-    if commit.judgements:
-        record["judgements"] = digest(msgspec.msgpack.encode(commit.judgements)).hex()
-    return msgspec.json.encode(record, order="sorted").decode()
-
-
-def _add_credits(conn: Connection, step: PreparedCommit, calls: Mapping[str, Any]) -> None:
-    commit = step.commit
-    if lost := next((row["id"] for row in step.credits if row["id"] not in calls), None):
+def _add_credits(
+    conn: Connection,
+    commit: types.StepCommit,
+    credits: Sequence[rows.Columns],
+    calls: Mapping[str, Any],
+) -> None:
+    if lost := next((row["id"] for row in credits if row["id"] not in calls), None):
         raise NotFound(
             f"Step {commit.step} of run {commit.run!r} has credit for transition {lost!r}, which "
             "is no call of its groups."
         )
-    columns = (
-        {**row, "transition": calls[row["id"]]["seq"], "step": commit.step} for row in step.credits
-    )
+    step, seq = commit.step, {id: call["seq"] for id, call in calls.items()}
+    columns = ({**row, "transition": seq[row["id"]], "step": step} for row in credits)
     conn.executemany(SQL["add_credit"], columns)
 
 

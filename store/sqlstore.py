@@ -94,7 +94,9 @@ class SqlStore:
         return await self._writer.post(answer_once(open_run, types.RunState))
 
     async def commit_step(self, commit: types.StepCommit) -> None:
-        await self._writer.post(partial(training.commit_step, step=training.prepare(commit)))
+        credits, record = training.prepare(commit)
+        step = partial(training.commit_step, commit=commit, credits=credits, record=record)
+        await self._writer.post(step)
 
     rewind = _writing(maintenance.rewind)
 

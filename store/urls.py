@@ -1,4 +1,4 @@
-"""Store URLs: what they may be, and how their secrets stay out of what is shown or passed on."""
+"""Store URLs: their schemes, and how to show or pass them on without their secrets."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ BEGINNING = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)(://|:/{0,2}|//)")
 
 
 def scheme_of(url: str) -> str | None:
-    """The scheme of a store's URL; none: it is the path of a file.
+    """The scheme of a store's URL; None for the path of a file.
 
-    Raises Invalid for one that no store has, and for what is a misspelled URL rather than a path,
-    such as `postgres//host/db`."""
+    Raises Invalid for an unknown scheme, and for a misspelled URL, which is no path either, such as
+    `postgres//host/db`."""
     begins = BEGINNING.match(url)
     if begins is None:
         return None

@@ -17,7 +17,7 @@ from agentrl.cli.export import export
 from agentrl.cli.settings import config as config_group
 from agentrl.cli.settings import init
 from agentrl.cli.store import store as store_group
-from agentrl.config import RunConfig, load, to_toml
+from agentrl.config import RunConfig, load, store_in, to_toml
 from agentrl.errors import AgentRLError
 from agentrl.processes import ERROR_MARK, LOG_LEVEL, PARENT, USER_ERROR, die_with_parent, seal
 from agentrl.telemetry.console import console_level
@@ -341,4 +341,4 @@ def _print(result: RenderableType) -> None:
 
 
 def _store_of(rollout: str) -> str:
-    return f"sqlite:///{Path('runs', rollout.split('/')[0], 'store.db').resolve()}"
+    return store_in(Path("runs", rollout.split("/")[0]).resolve())

@@ -21,6 +21,7 @@ from agentrl.config.load import differences as differences
 from agentrl.config.load import from_store as from_store
 from agentrl.config.load import load as load
 from agentrl.config.load import resolve as resolve
+from agentrl.config.load import store_in as store_in
 from agentrl.config.load import to_toml as to_toml
 from agentrl.config.schema import AgentConfig as AgentConfig
 from agentrl.config.schema import AlgorithmConfig as AlgorithmConfig

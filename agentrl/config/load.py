@@ -47,8 +47,13 @@ def resolve(data: Mapping[str, Any], *, source: str) -> RunConfig:
         config,
         root=str(Path(config.root).resolve()),
         output=str(output),
-        store=config.store or f"sqlite:///{output / 'store.db'}",
+        store=config.store or store_in(output),
     )
+
+
+def store_in(output: Path) -> str:
+    """URL of the store in a run's output folder, where it is by default."""
+    return f"sqlite:///{output / 'store.db'}"
 
 
 def from_store(data: Mapping[str, Any]) -> RunConfig:

@@ -25,6 +25,7 @@ from rich.console import Console
 from agentrl import trainer
 from agentrl.config import LoraConfig, MetricsConfig, PolicyConfig, RunConfig, SelfplayConfig
 from agentrl.config import policies as team
+from agentrl.config.load import store_in
 from agentrl.config.policies import EvaluationPlan, FrozenPolicy
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.failures import commonest_failure
@@ -195,8 +196,8 @@ def evaluation_run(config: RunConfig, name: str, checkpoint: Path | None) -> Run
     """A run of no steps, of that name and in a folder beside, with a checkpoint's policies."""
     own = policies_at(config, checkpoint) if checkpoint else {}
     output = Path(config.output).with_name(name)
-    own |= {"output": str(output), "store": f"sqlite:///{output / 'store.db'}"}
-    return msgspec.structs.replace(config, name=name, steps=0, **own)
+    own |= {"name": name, "output": str(output), "store": store_in(output), "steps": 0}
+    return msgspec.structs.replace(config, **own)
 
 
 def policies_at(config: RunConfig, checkpoint: Path) -> dict[str, Any]:

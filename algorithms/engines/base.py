@@ -110,7 +110,7 @@ class RequestHold:
             self.finish()
 
     def version_of(self, model: str) -> int | None:
-        """The version that answers calls to a model of this name, if one of ours does."""
+        """The version that answers calls to a model of this name; None: no policy has it."""
         return self.versions.get(model, self.versions.get(""))
 
 

@@ -153,8 +153,4 @@ def critic_metrics(terms: ValueTerms, loss: float, clipped: int, norm: float) ->
     """critic/loss, before its coefficient; critic/clip_fraction, of the tokens that the critic
     learns from; critic/grad_norm, of what is the critic's alone."""
     live = max(1, int((terms.weight > 0).sum()))
-    return {
-        "critic/loss": loss,
-        "critic/clip_fraction": clipped / live,
-        "critic/grad_norm": norm,
-    }
+    return {"critic/loss": loss, "critic/clip_fraction": clipped / live, "critic/grad_norm": norm}

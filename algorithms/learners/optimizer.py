@@ -34,7 +34,7 @@ _EIGHT_BIT = {"adamw8bit": "AdamW8bit", "paged_adamw8bit": "PagedAdamW8bit"}
 
 
 class Optimizer:
-    """Raises PolicyError for a kind that this machine cannot run."""
+    """The optimizer of named parameters. Raises PolicyError for a kind that cannot run here."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ def read_state(
 
 
 def _check(directory: Path, saved: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-    """Moments are there for every parameter, or for none: before the first step."""
+    """Raises PolicyError unless every parameter has moments, or, before the first step, none."""
     moments = {key.rpartition("/")[0] for key in saved if not key.endswith(f"/{MASTER}")}
     masters = {key.rpartition("/")[0] for key in saved if key.endswith(f"/{MASTER}")}
     expected = [(moments, set(parameters) if moments else set())]

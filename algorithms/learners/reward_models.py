@@ -51,7 +51,7 @@ class ScalarScorer:
 
     def __call__(self, calls: Sequence[Transition]) -> Tensor:
         scores = torch.empty(len(calls), dtype=torch.float64)
-        # A token behind the last one asks for the state after it; what it is does not matter.
+        # A dummy action behind the last token asks for the state after it.
         rows = [_row([*call.prompt, *call.completion, 0], 1) for call in calls]
         with torch.no_grad():
             for pack in pack_rows(rows, self.packing, self.token_budget):
@@ -95,7 +95,7 @@ class RewardModel:
     name: str
     scorer: Scorer
     scope: Scope = Scope.ROLLOUT
-    sums: bool = False  # whether that of a rollout is the sum over its calls, or that of the last
+    sums: bool = False  # a rollout is scored by the sum over its calls; false: by its last call
     context: int | None = None  # tokens that the scorer can read
 
     def complete(self, groups: Sequence[Group]) -> list[Group]:

@@ -22,13 +22,7 @@ from transformers import PreTrainedModel
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.learners import memory
 from agentrl.algorithms.learners.auxiliary import Reference, ValueModel
-from agentrl.algorithms.learners.base import (
-    PolicyWeights,
-    Psi,
-    Scored,
-    StepReport,
-    critic_metrics,
-)
+from agentrl.algorithms.learners.base import PolicyWeights, Psi, Scored, StepReport, critic_metrics
 from agentrl.algorithms.learners.optimizer import Optimizer, OptimizerKind
 from agentrl.algorithms.learners.reward_models import ImplicitTrainer
 from agentrl.algorithms.model.cpu_threads import ThreadTuner
@@ -114,8 +108,20 @@ class TorchLearner(PolicyWeights):
         return self._scored(batch, values, torch.float64)
 
     def top(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
+        def compute() -> tuple[Tensor, Tensor]:
+            places, ids, logprobs = [], [], []
+            for pack in pack_rows(batch.rows, self.packing, self.token_budget):
+                p, _, hidden = self._forward(pack, self.model)
+                head, actions = self.model.get_output_embeddings(), pack.actions.to(hidden.device)
+                top = top_tokens(head, hidden, actions, k, fp32=self.fp32_head)
+                places.append(pack.index)
+                ids.append(top.cpu())
+                logprobs.append(self._others(pack, hidden, p, top).float())
+            order = torch.cat(places).argsort()
+            return torch.cat(ids)[order], torch.cat(logprobs)[order]
+
         with self.threads.computing(), self._adapted(), torch.no_grad():
-            return self._within_memory(lambda: self._top(batch, k))
+            return self._within_memory(compute)
 
     def step(
         self,
@@ -200,18 +206,6 @@ class TorchLearner(PolicyWeights):
 
         with self.threads.computing(), self._adapted(base=base), torch.no_grad():
             return self._within_memory(compute)
-
-    def _top(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
-        places, ids, logprobs = [], [], []
-        for pack in pack_rows(batch.rows, self.packing, self.token_budget):
-            p, _, hidden = self._forward(pack, self.model)
-            head, actions = self.model.get_output_embeddings(), pack.actions.to(hidden.device)
-            top = top_tokens(head, hidden, actions, k, fp32=self.fp32_head)
-            places.append(pack.index)
-            ids.append(top.cpu())
-            logprobs.append(self._others(pack, hidden, p, top).float())
-        order = torch.cat(places).argsort()
-        return torch.cat(ids)[order], torch.cat(logprobs)[order]
 
     def _others(self, pack: Pack, hidden: Tensor, logprobs: Tensor, ids: Tensor) -> Tensor:
         """Log-probs [n, K] of these tokens, the first of which are the actions, off the graph."""

@@ -28,18 +28,18 @@ WORD = re.compile(r"\w+")
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """T joint steps of n agents, and what was seen after the last.
+    """T joint steps of n agents, and the observation after the last.
 
-    Of an episode that terminated, what was seen after the last step is never read and may be left
-    out; one that was cut off needs it."""
+    That observation is never read of an episode that terminated, and may be left out; one that was
+    cut off needs it."""
 
     observations: Tensor  # float32 [T + 1, n, o]
     states: Tensor  # float32 [T + 1, s]
     actions: Tensor  # int64 [T, n]
     rewards: Tensor  # float32 [T], the team's
     terminated: bool = True  # False: cut off
-    available: Tensor | None = None  # bool [T + 1, n, a]; none: every action always is
-    acting: Tensor | None = None  # bool [T + 1, n]: who decides in a step; none: all do
+    available: Tensor | None = None  # bool [T + 1, n, a]; None: every action always is
+    acting: Tensor | None = None  # bool [T + 1, n]: who acts in a step; None: all do
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def _check(number: int, episode: Episode, actions: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class JointActionSpace:
-    """Who acts, and what they can do. width: of an observation."""
+    """The roles that act, and the answers that count as actions. width: of an observation."""
 
     roles: tuple[str, ...]
     actions: tuple[str, ...]
@@ -120,8 +120,8 @@ class JointActionSpace:
         return len(self.actions) + 1
 
     def action(self, call: Transition) -> int:
-        """Which of the declared texts the answer is, apart from case and spaces around it; the last
-        number: none of them."""
+        """The index of the answer among the declared texts, ignoring case and surrounding spaces;
+        the last index: none of them."""
         said = (call.answer or {}).get("content")
         text = said.strip().casefold() if isinstance(said, str) else ""
         known = [action.strip().casefold() for action in self.actions]
@@ -148,8 +148,8 @@ class JointActionSpace:
         return found
 
     def episode(self, rollout: Rollout, reward: float) -> Episode:
-        """With the team's reward at the end. It has terminated: the reward is for how it ended,
-        whatever ended it. The state is what all agents saw."""
+        """The rollout with the team's reward at its end. It always counts as terminated, because
+        the reward is for how it ended. The state is the observations of all agents."""
         moves = self.moves(rollout)
         steps, n = 1 + max((step for step, _ in moves.values()), default=-1), len(self.roles)
         observations = torch.zeros(steps, n, self.width)

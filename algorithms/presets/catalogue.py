@@ -4,7 +4,7 @@
 with the keyword options of all of them. Importing this module registers the library's own.
 """
 
-from agentrl.algorithms.presets import corrections, mixing  # noqa: F401
+from agentrl.algorithms.presets import mixing  # noqa: F401
 from agentrl.algorithms.presets.registry import make, modifiers, presets
 from agentrl.algorithms.presets.zoo import (  # noqa: F401
     coma,

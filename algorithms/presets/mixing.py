@@ -56,8 +56,8 @@ def ScaledByLargestReturn(batch: Batch, reward: str | Column) -> Tensor:
 
 @column("transition")
 def CentredOnOthers(batch: Batch, reward: str | Column) -> Tensor:
-    """[S] rewards minus the mean over the other rollouts of the group of theirs per call; 0 where
-    there is no other. PRIME, arXiv 2502.01456."""
+    """[S] rewards minus the mean reward per call of the group's other rollouts; 0 where there is no
+    other. PRIME, arXiv 2502.01456."""
     x, rollout, group = (
         turns.call_rewards(batch, reward),
         batch.transition_rollout,
@@ -79,8 +79,8 @@ def ClampedAdvantage(batch: Batch, credit: Credit, limit: float) -> Tensor:
 def GatedByOutcome(batch: Batch, credit: Credit, outcome: Credit, how: Agreement) -> Tensor:
     """[N] a credit where the outcome agrees, else 0; missing where the outcome is.
 
-    agree: both have the same sign. positive: what is good counts only where the outcome is good,
-    negative: what is bad only where it is bad."""
+    how: "agree": both must have the same sign; "positive": an advantage above 0 counts only where
+    the outcome's is above 0; "negative": one below 0 only where the outcome's is below 0."""
     a, result = credit(batch), outcome(batch)
     agrees = a * result > 0
     if how != "agree":
@@ -111,16 +111,15 @@ class RewardStream(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     weight: Share = 1.0
     gamma: Discount = 1.0  # per call
     potential: bool = False  # the rewards of calls are potentials of the states before them
-    by: tuple[Unit, ...] = ("group",)  # whom to compare with
-    # prime: what the other rollouts of the group got per call, taken off before the return.
+    by: tuple[Unit, ...] = ("group",)  # the comparison group
+    # prime: the mean reward per call of the group's other rollouts, subtracted before the return.
     base: Literal["none", "mean", "loo", "prime"] = "mean"
     norm: Literal["none", "std", "mean", "prime"] = "none"  # prime: the largest |return|
     clip: Cap = inf  # largest |advantage|
-    # agree: only where the advantage of `outcome` has the same sign; positive (negative): what is
-    # good (bad) only where that of `outcome` is, too.
+    # See `GatedByOutcome`: the advantage counts only where that of the stream `outcome` agrees.
     gate: Literal["none"] | Agreement = "none"
-    outcome: str = "outcome"  # the stream that gates
-    required: bool = True  # a step in which nobody has it stops the run
+    outcome: str = "outcome"
+    required: bool = True  # a step in which no rollout has it stops the run
 
 
 Streams = Annotated[dict[str, RewardStream], msgspec.Meta(min_length=1)]

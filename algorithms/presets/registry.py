@@ -19,6 +19,7 @@ import msgspec
 from agentrl.algorithms.credit.core import Credit, rewards_read
 from agentrl.algorithms.objective.core import STREAMS, Algo, Gate, KLPenalty, Stream
 from agentrl.algorithms.objective.ratios import Clip
+from agentrl.config.presets import split_preset
 from agentrl.config.schema import AlgorithmConfig
 from agentrl.errors import ConfigError, nearest
 from agentrl.loading import import_error, load_attribute
@@ -209,19 +210,8 @@ def _options(part: Preset) -> dict[str, tuple[Any, Any]]:
 
 
 def _functions(name: str, root: Path) -> list[Preset]:
-    """The functions that "grpo+tis" names; a preset's own name may contain "+"."""
-    if ":" in name:  # file.py:name, of which the name has no "+"
-        source, _, rest = name.rpartition(":")
-        host = f"{source}:{rest.split('+')[0]}"
-    else:
-        own = [host for host in presets if f"{name}+".startswith(f"{host}+")]
-        host = max(own, key=len, default=name.split("+")[0])
-    added = name.removeprefix(host).split("+")[1:]
-    for word in added:
-        if word not in modifiers:
-            raise ConfigError(
-                f"algorithm.preset: no modifier +{word} for {host!r}; {nearest(word, modifiers)}"
-            )
+    """The functions that "grpo+tis" names."""
+    host, added = split_preset(name, presets, modifiers)
     return [_preset(host, root), *(modifiers[word] for word in added), with_entropy]
 
 

@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -29,6 +29,7 @@ from agentrl.runners.tracing import core as tracing
 from agentrl.threads import DaemonThreads
 from agentrl.types import ErrorKind, Json
 
+T = TypeVar("T")
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -67,19 +68,19 @@ def pack(message: msgspec.Struct) -> bytes:
     return HEADER.pack(len(body)) + body
 
 
-async def read(stream: asyncio.StreamReader, most: int = 2**32) -> bytes:
-    """The next message. Raises IncompleteReadError after the last one, ConnectionError when it has
-    more than `most` bytes."""
+async def read(stream: asyncio.StreamReader, kind: type[T], most: int = 2**32) -> T:
+    """The next message, of the given kind. Raises IncompleteReadError after the last one,
+    ConnectionError when it has more than `most` bytes."""
     (size,) = HEADER.unpack(await stream.readexactly(HEADER.size))
     if size > most:
         raise ConnectionError(f"a message of {size} bytes")
-    return await stream.readexactly(size)
+    return msgspec.json.decode(await stream.readexactly(size), type=kind)
 
 
 def main(settings: WorkerSettings, fd: int) -> int:
     """`fd` is the template's control socket, or the process's own channel."""
     if settings.start == "spawn":
-        return serve(fd, lambda: as_agent(_load(settings)))
+        return asyncio.run(serve(fd, lambda: as_agent(_load(settings))))
     problem, loaded = None, None
     try:
         loaded = _load(settings)
@@ -100,7 +101,7 @@ def main(settings: WorkerSettings, fd: int) -> int:
 
     gc.collect()
     gc.freeze()  # what is loaded by now stays shared between the processes
-    run_template(socket.socket(fileno=fd), lambda channel: serve(channel, build))
+    run_template(socket.socket(fileno=fd), lambda channel: asyncio.run(serve(channel, build)))
     return 0
 
 
@@ -112,14 +113,10 @@ def _load(settings: WorkerSettings) -> object:
     return loaded
 
 
-def serve(fd: int, build: Callable[[], Agent]) -> int:
+async def serve(fd: int, build: Callable[[], Agent]) -> int:
     """Run agents until the runner closes the channel; the exit status."""
-    return asyncio.run(_serve(socket.socket(fileno=fd), build))
-
-
-async def _serve(channel: socket.socket, build: Callable[[], Agent]) -> int:
     asyncio.get_running_loop().set_default_executor(DaemonThreads())
-    reader, writer = await asyncio.open_unix_connection(sock=channel)
+    reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=fd))
     try:
         agent = build()
     except AgentRLError as error:
@@ -130,7 +127,7 @@ async def _serve(channel: socket.socket, build: Callable[[], Agent]) -> int:
     running = set()
     while True:
         try:
-            request = msgspec.json.decode(await read(reader), type=RunRequest)
+            request = await read(reader, RunRequest)
         except asyncio.IncompleteReadError:
             return 0
         task = asyncio.create_task(_run(agent, request, writer))

@@ -10,26 +10,23 @@ from contextlib import suppress
 from pathlib import Path
 
 import msgspec
-from msgspec.structs import replace
 
 from agentrl.config import AgentConfig, RunnerConfig
 from agentrl.errors import ConfigError
-from agentrl.runners.executors import ExecutionResult, contract, input_of, out_of_time
+from agentrl.runners.executors import contract, input_of, out_of_time
+from agentrl.runners.executors.contract import FailedAttemptError, SandboxExecutor
 from agentrl.runners.executors.launcher import OutputPipe, ProcessLauncher, SupervisorLost
 from agentrl.runners.executors.supervisor import ProcessSpec
 from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.runners.scoring.results import LONGEST_TRACEBACK
-from agentrl.types import ErrorKind, Failure, Json
+from agentrl.types import ErrorKind, Json
 
 MB = 2**20
 
 
-class CommandExecutor:
+class CommandExecutor(SandboxExecutor):
     """Starts `agent.command` for each attempt. `runner.memory_mb` limits the data of each of its
     processes (RLIMIT_DATA); a limit for all of them together needs a container."""
-
-    sealed = True
-    limit: int | None = None
 
     def __init__(
         self, agent: AgentConfig, runner: RunnerConfig, *, root: Path, gateway: str
@@ -54,15 +51,11 @@ class CommandExecutor:
     async def close(self) -> None:
         await self._launcher.close()
 
-    async def run(self, active: ActiveAttempt) -> ExecutionResult:
-        async def work(span: str) -> tuple[Json, Failure | None]:
-            task = msgspec.json.encode(input_of(active))
-            with contract.task_folder(task) as folder:
-                spec = self._spec(active, span, task, folder)
-                ended = await self._run_process(active, spec, folder)
-                return (None, ended) if isinstance(ended, Failure) else self._read(folder, *ended)
-
-        return await contract.run_elsewhere(active, work)
+    async def _execute(self, active: ActiveAttempt, span: str) -> Json:
+        task = msgspec.json.encode(input_of(active))
+        with contract.task_folder(task) as folder:
+            spec = self._spec(active, span, task, folder)
+            return self._read(folder, *await self._run_process(active, spec, folder))
 
     def _spec(self, active: ActiveAttempt, span: str, task: bytes, folder: Path) -> ProcessSpec:
         env = contract.passed_environment(self.agent.pass_env) | self.agent.env
@@ -76,10 +69,12 @@ class CommandExecutor:
 
     async def _run_process(
         self, active: ActiveAttempt, spec: ProcessSpec, folder: Path
-    ) -> tuple[int, str, str] | Failure:
-        """Exit status, stdout and the end of stderr, or why the process had to be killed. Nothing
-        that it started is left, also when this is cancelled. When the runner is killed, `folder`,
-        which holds the task, is deleted with the process."""
+    ) -> tuple[int, str, str]:
+        """Exit status, stdout and the end of stderr. Nothing that the process started is left, also
+        when this is cancelled. When the runner is killed, `folder`, which holds the task, is
+        deleted with the process.
+
+        Raises FailedAttemptError when the process had to be killed."""
         spec["remove"] = str(folder)
         stdout = OutputPipe(contract.LARGEST_RESULT)
         stderr = OutputPipe(LONGEST_TRACEBACK, tail=True)
@@ -91,35 +86,32 @@ class CommandExecutor:
                 async with asyncio.timeout(active.left):
                     status = await process.wait()
             except (TimeoutError, asyncio.CancelledError):
-                failure = out_of_time(active)
+                late = out_of_time(active)
                 process.kill()
                 with suppress(SupervisorLost):
                     await process.wait()
                 raise
         except SupervisorLost as lost:
-            return Failure(kind=ErrorKind.LOST_RUNNER, message=str(lost))
+            raise FailedAttemptError(ErrorKind.LOST_RUNNER, str(lost)) from None
         except TimeoutError:
-            return replace(failure, traceback=await stderr.text())
+            raise FailedAttemptError(late.kind, late.message, await stderr.text()) from None
         if stdout.cut:
-            return contract.too_large("stdout")
+            raise contract.too_large("stdout")
         return status, await stdout.text(), await stderr.text()
 
-    def _read(
-        self, folder: Path, status: int, stdout: str, stderr: str
-    ) -> tuple[Json, Failure | None]:
-        """The result of a process that ended by itself, or its failure."""
-        if failure := contract.exit_failure(status, stderr):
-            return None, failure
+    def _read(self, folder: Path, status: int, stdout: str, stderr: str) -> Json:
+        """The result of a process that ended by itself. Raises FailedAttemptError."""
+        contract.check_exit(status, stderr)
         file = folder / contract.RESULT
         try:
             size = file.stat().st_size
             if size > contract.LARGEST_RESULT:
-                return None, contract.too_large("its result file")
+                raise contract.too_large("its result file")
             if size:
                 stdout = file.read_text(errors="replace")
         except FileNotFoundError:
             pass  # the answer is on stdout
         except OSError as error:  # the agent made something else of its file, or of the folder
             message = f"the agent's result file cannot be read: {error.strerror}"
-            return None, Failure(kind=ErrorKind.AGENT, message=message)
-        return contract.parse_result(stdout), None
+            raise FailedAttemptError(ErrorKind.AGENT, message) from None
+        return contract.parse_result(stdout)

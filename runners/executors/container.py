@@ -13,16 +13,15 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from msgspec.structs import replace
-
 from agentrl.config import AgentConfig, ContainerRunnerConfig
 from agentrl.errors import ConfigError
 from agentrl.runners.executors import contract
 from agentrl.runners.executors.command import CommandExecutor
+from agentrl.runners.executors.contract import FailedAttemptError
 from agentrl.runners.executors.launcher import ProcessLauncher
 from agentrl.runners.executors.supervisor import ProcessSpec
 from agentrl.runners.gateway.attribution import ActiveAttempt
-from agentrl.types import ErrorKind, Failure, Json
+from agentrl.types import ErrorKind, Json
 
 HOST = "host.docker.internal"  # what a container calls the machine it is on
 NOT_STARTED = 125  # exit status of `docker run` when docker itself fails
@@ -95,19 +94,15 @@ class ContainerExecutor(CommandExecutor):
         env = inside | contract.passed_environment(CLI_VARIABLES)
         return ProcessSpec(argv=argv, env=env, after=[self.config.cli, "rm", "--force", name])
 
-    def _read(
-        self, folder: Path, status: int, stdout: str, stderr: str
-    ) -> tuple[Json, Failure | None]:
-        failure = contract.exit_failure(status, stderr)
-        if failure is None:
-            return contract.parse_result(stdout), None
+    def _read(self, folder: Path, status: int, stdout: str, stderr: str) -> Json:
         if status == NOT_STARTED:
             message = f"{self.config.cli} could not run the container: {stderr.strip()}"
-            return None, Failure(kind=ErrorKind.LOST_RUNNER, message=message)
+            raise FailedAttemptError(ErrorKind.LOST_RUNNER, message)
         if status == KILLED and self.runner.memory_mb:
             message = f"the agent was killed, probably for using {self.runner.memory_mb} MB"
-            failure = replace(failure, message=message)
-        return None, failure
+            raise FailedAttemptError(ErrorKind.AGENT, message, stderr)
+        contract.check_exit(status, stderr)
+        return contract.parse_result(stdout)
 
 
 def _with_line_breaks(variables: Mapping[str, str]) -> dict[str, str]:

@@ -17,7 +17,7 @@ import secrets
 import signal
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -159,24 +159,43 @@ def task_folder(task: bytes) -> Iterator[Path]:
         yield Path(name)
 
 
-async def run_elsewhere(
-    active: ActiveAttempt, work: Callable[[str], Awaitable[tuple[Json, Failure | None]]]
-) -> ExecutionResult:
-    """Run an agent outside of this process. `work(span)` gives its result or failure; `span` is
-    the id of the span that stands for the whole attempt."""
-    span, start = secrets.token_hex(8), time.time_ns()
-    result, failure = await work(span)
-    root = Span(
-        id=span,
-        attempt=active.id,
-        parent=None,
-        name="attempt",
-        kind="agent",
-        start=start,
-        end=time.time_ns(),
-        ok=failure is None,
-    )
-    return ExecutionResult(result=result, failure=failure, spans=[root])
+class FailedAttemptError(Exception):
+    """Ends an attempt of a `SandboxExecutor` with a failure."""
+
+    def __init__(self, kind: ErrorKind, message: str, traceback: str = "") -> None:
+        super().__init__(message)
+        self.failure = Failure(kind=kind, message=message, traceback=traceback)
+
+
+class SandboxExecutor:
+    """Runs agents outside of this process, each with its attempt's own key."""
+
+    sealed = True
+    limit: int | None = None
+
+    async def run(self, active: ActiveAttempt) -> ExecutionResult:
+        span, start, result, failure = secrets.token_hex(8), time.time_ns(), None, None
+        try:
+            result = await self._execute(active, span)
+        except FailedAttemptError as error:
+            failure = error.failure
+        root = Span(
+            id=span,
+            attempt=active.id,
+            parent=None,
+            name="attempt",
+            kind="agent",
+            start=start,
+            end=time.time_ns(),
+            ok=failure is None,
+        )
+        return ExecutionResult(result=result, failure=failure, spans=[root])
+
+    async def _execute(self, active: ActiveAttempt, span: str) -> Json:
+        """The agent's result; `span` is the id of the span that stands for the whole attempt.
+
+        Raises FailedAttemptError."""
+        raise NotImplementedError
 
 
 def parse_result(text: str) -> Json:
@@ -187,13 +206,12 @@ def parse_result(text: str) -> Json:
         return text.strip()
 
 
-def exit_failure(status: int, stderr: str) -> Failure | None:
-    """Why the process failed, if it did: how it ended, and the last line that it wrote."""
-    if status == 0:
-        return None
-    how, last = describe_exit(status), stderr.strip().rpartition("\n")[2].strip()
-    message = f"the agent {how}: {last}" if last else f"the agent {how}"
-    return Failure(kind=ErrorKind.AGENT, message=message, traceback=stderr[-LONGEST_TRACEBACK:])
+def check_exit(status: int, stderr: str) -> None:
+    """Raises FailedAttemptError for a process that failed: how it ended, and its last line."""
+    if status:
+        how, last = describe_exit(status), stderr.strip().rpartition("\n")[2].strip()
+        message = f"the agent {how}: {last}" if last else f"the agent {how}"
+        raise FailedAttemptError(ErrorKind.AGENT, message, stderr[-LONGEST_TRACEBACK:])
 
 
 def describe_exit(status: int) -> str:
@@ -203,6 +221,6 @@ def describe_exit(status: int) -> str:
     return f"was killed by {signal.Signals(-status).name if known else f'signal {-status}'}"
 
 
-def too_large(where: str) -> Failure:
+def too_large(where: str) -> FailedAttemptError:
     message = f"the agent wrote more than {LARGEST_RESULT} bytes to {where}"
-    return Failure(kind=ErrorKind.AGENT, message=message)
+    return FailedAttemptError(ErrorKind.AGENT, message)

@@ -178,7 +178,7 @@ async def in_trace(attempt: str, work: Awaitable[tuple[Any, Failure | None]]) ->
     with tracing.install().attempt(attempt) as log:
         result, failure = await work
     if json_size(result) > contract.LARGEST_RESULT:
-        result, failure = None, contract.too_large("its result")
+        result, failure = None, contract.too_large("its result").failure
     return ExecutionResult(
         result=result,
         failure=failure,

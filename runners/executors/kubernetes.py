@@ -24,13 +24,13 @@ from typing import Any, cast
 
 import aiohttp
 import msgspec
-from msgspec.structs import replace
 
 from agentrl.config import AgentConfig, KubernetesRunnerConfig
 from agentrl.errors import ConfigError
-from agentrl.runners.executors import ExecutionResult, contract, input_of, out_of_time
+from agentrl.runners.executors import contract, input_of, out_of_time
+from agentrl.runners.executors.contract import FailedAttemptError, SandboxExecutor
 from agentrl.runners.gateway.attribution import ActiveAttempt
-from agentrl.types import ErrorKind, Failure, Json
+from agentrl.types import ErrorKind, Json
 
 try:
     import kubernetes_asyncio as kubernetes
@@ -51,11 +51,8 @@ DELETE: dict[str, Any] = {"propagation_policy": "Background", "grace_period_seco
 UNREACHABLE = (ApiException, aiohttp.ClientError, TimeoutError, OSError)
 
 
-class KubernetesExecutor:
+class KubernetesExecutor(SandboxExecutor):
     """Runs `agent.command`, or else the image's own, in `runner.kubernetes.image`."""
-
-    sealed = True
-    limit: int | None = None
 
     def __init__(
         self,
@@ -112,22 +109,19 @@ class KubernetesExecutor:
                 await self._watching
             await self._client.close()
 
-    async def run(self, active: ActiveAttempt) -> ExecutionResult:
-        async def work(span: str) -> tuple[Json, Failure | None]:
-            try:
-                async with asyncio.timeout(active.left + ANSWER):
-                    return await self._run_job(active, span)
-            except UNREACHABLE as error:
-                message = f"Kubernetes: {_reason(error)}"
-                return None, Failure(kind=ErrorKind.LOST_RUNNER, message=message)
+    async def _execute(self, active: ActiveAttempt, span: str) -> Json:
+        try:
+            async with asyncio.timeout(active.left + ANSWER):
+                return await self._run_job(active, span)
+        except UNREACHABLE as error:
+            message = f"Kubernetes: {_reason(error)}"
+            raise FailedAttemptError(ErrorKind.LOST_RUNNER, message) from None
 
-        return await contract.run_elsewhere(active, work)
-
-    async def _run_job(self, active: ActiveAttempt, span: str) -> tuple[Json, Failure | None]:
+    async def _run_job(self, active: ActiveAttempt, span: str) -> Json:
         task = msgspec.json.encode(input_of(active))
         if len(task) > contract.LARGEST_VARIABLE:
             message = f"the task's input has {len(task)} bytes, more than a Job can be given"
-            return None, Failure(kind=ErrorKind.AGENT, message=message)
+            raise FailedAttemptError(ErrorKind.AGENT, message)
         job = self.manifest(active, span, task)
         name = job["metadata"]["name"]
         ended = self._ended[name] = asyncio.get_running_loop().create_future()
@@ -138,7 +132,7 @@ class KubernetesExecutor:
             await self._jobs.create_namespaced_job(self.config.namespace, cast("Any", job))
             await asyncio.wait({ended}, timeout=active.left)
             if not ended.done():
-                return None, await self._timed_out(active, name)
+                raise await self._timed_out(active, name)
             delete = False
             return await self._read(name)
         finally:
@@ -207,33 +201,32 @@ class KubernetesExecutor:
         if deleted:
             ended.set_result(False)
 
-    async def _read(self, job: str) -> tuple[Json, Failure | None]:
-        """Result or failure of a Job that ended, from its pod."""
+    async def _read(self, job: str) -> Json:
+        """The result of a Job that ended, from its pod."""
         pod = await self._pod(job)
         ended = _state(pod, "terminated")
         if pod is None or ended is None:
             message = f"Job {job} ended without a pod that ran: somebody deleted it"
-            return None, Failure(kind=ErrorKind.LOST_RUNNER, message=message)
+            raise FailedAttemptError(ErrorKind.LOST_RUNNER, message)
         written = ended.get("message") or ""
         if ended.get("reason") == "OOMKilled":
             message = f"the agent was killed for using more than {self.runner.memory_mb} MB"
-            return None, Failure(kind=ErrorKind.AGENT, message=message, traceback=written)
-        if failure := contract.exit_failure(ended["exitCode"], written):
-            return None, failure
+            raise FailedAttemptError(ErrorKind.AGENT, message, written)
+        contract.check_exit(ended["exitCode"], written)
         result = written or await self._log(pod)
         if len(result) > contract.LARGEST_RESULT:
-            return None, contract.too_large("its log")
-        return contract.parse_result(result), None
+            raise contract.too_large("its log")
+        return contract.parse_result(result)
 
-    async def _timed_out(self, active: ActiveAttempt, job: str) -> Failure:
+    async def _timed_out(self, active: ActiveAttempt, job: str) -> FailedAttemptError:
         """Whether the agent ran too long, or its pod never started."""
-        failure, pod = out_of_time(active), await self._pod(job)
+        late, pod = out_of_time(active), await self._pod(job)
         waiting = _state(pod, "waiting")
         if pod is not None and waiting is None:
-            return failure
+            return FailedAttemptError(late.kind, late.message)
         why = f": {waiting.get('reason')}: {waiting.get('message', '')}" if waiting else ""
         message = f"the pod of Job {job} did not start in time{why}"
-        return replace(failure, kind=ErrorKind.LOST_RUNNER, message=message)
+        return FailedAttemptError(ErrorKind.LOST_RUNNER, message)
 
     async def _pod(self, job: str) -> dict[str, Any] | None:
         found = await self._pods.list_namespaced_pod(

@@ -26,40 +26,32 @@ class SupervisorLost(AgentRLError):
     """The supervisor of a process ended without saying how its process did."""
 
 
-class SupervisedProcess(asyncio.Protocol):
+class SupervisedProcess:
     """A running process that has a supervisor."""
 
-    def __init__(self) -> None:
-        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._received = b""
-        self._transport: asyncio.Transport | None = None
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writer, self._status = writer, asyncio.create_task(self._read(reader))
 
     async def wait(self) -> int:
         """Exit status; negative: the signal that ended it. Returns when nothing is left of it.
 
         Raises SupervisorLost when somebody killed the supervisor."""
-        return await asyncio.shield(self._ended)
+        status = await asyncio.shield(self._status)
+        if not status.endswith(b"\n"):
+            raise SupervisorLost("the supervisor of the process was killed")
+        return int(status)
 
     def kill(self) -> None:
         """Kill it and all it started; `wait` returns when that is done."""
-        if self._transport is not None and self._transport.can_write_eof():
-            self._transport.write_eof()
+        self._writer.write_eof()
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        self._received += data
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._ended.done():
-            return
-        if self._received.endswith(b"\n"):
-            self._ended.set_result(int(self._received))
-        else:
-            self._ended.set_exception(SupervisorLost("the supervisor of the process was killed"))
-            self._ended.exception()  # nobody may be waiting
+    async def _read(self, reader: asyncio.StreamReader) -> bytes:
+        try:
+            return await reader.read()
+        except ConnectionError:
+            return b""
+        finally:
+            self._writer.close()
 
 
 class ProcessLauncher:
@@ -97,7 +89,6 @@ class ProcessLauncher:
 
         Raises SupervisorLost when the template has died, and its replacement too."""
         ours, theirs = socket.socketpair()
-        ours.setblocking(False)
         try:
             self._send([theirs.fileno(), *fds])
         except OSError as error:
@@ -107,12 +98,10 @@ class ProcessLauncher:
             theirs.close()
             for fd in set(fds):
                 os.close(fd)
-        transport, process = await asyncio.get_running_loop().create_unix_connection(
-            SupervisedProcess, sock=ours
-        )
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
         body = msgspec.json.encode(spec)
-        transport.write(HEADER.pack(len(body)) + body)
-        return process
+        writer.write(HEADER.pack(len(body)) + body)
+        return SupervisedProcess(reader, writer)
 
     def _send(self, fds: Sequence[int]) -> None:
         assert self._control is not None

@@ -22,15 +22,7 @@ import msgspec
 
 from agentrl.config import AgentConfig, PoolRunnerConfig
 from agentrl.errors import AgentError
-from agentrl.runners.executors import ExecutionResult, contract, input_of, out_of_time
-from agentrl.runners.executors.child import (
-    RunRequest,
-    RunResponse,
-    StartupReport,
-    WorkerSettings,
-    pack,
-    read,
-)
+from agentrl.runners.executors import ExecutionResult, child, contract, input_of, out_of_time
 from agentrl.runners.executors.launcher import (
     SUPERVISOR,
     LogPipe,
@@ -69,20 +61,20 @@ class WarmProcess:
     async def wait_until_loaded(self) -> str | None:
         """Returns when the agent is loaded, or the problem that keeps the process from working."""
         try:
-            return msgspec.json.decode(await read(self._reader), type=StartupReport).problem
+            return (await child.read(self._reader, child.StartupReport)).problem
         except (asyncio.IncompleteReadError, ConnectionError):
             return DIED_LOADING
 
     def submit(self, active: ActiveAttempt) -> asyncio.Future[ExecutionResult]:
         future = self.requests[active.id] = asyncio.get_running_loop().create_future()
-        self._writer.write(pack(RunRequest(active.id, input_of(active))))
+        self._writer.write(child.pack(child.RunRequest(active.id, input_of(active))))
         return future
 
     async def read_responses(self) -> None:
         """Give each response to whoever waits for it, until the process ends."""
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
-                done = msgspec.json.decode(await read(self._reader, LARGEST), type=RunResponse)
+                done = await child.read(self._reader, child.RunResponse, LARGEST)
                 self.served, self.resident = self.served + 1, done.resident
                 self._printed.reset()
                 if (future := self.requests.get(done.attempt)) and not future.done():
@@ -123,7 +115,7 @@ class PoolExecutor:
         self.config, self.memory = runner.pool, runner.memory_mb * MB
         self.processes = self.config.processes or min(os.cpu_count() or 1, runner.concurrency)
         self.limit: int | None = self.processes * self.config.rollouts
-        settings = WorkerSettings(path, str(root), self.config.start, runner.framework_spans)
+        settings = child.WorkerSettings(path, str(root), self.config.start, runner.framework_spans)
         self._program = (*CHILD, msgspec.json.encode(settings).decode())
         self._forks = self.config.start == "fork"
         patterns = (*contract.PYTHON, *contract.MODEL, *agent.pass_env)

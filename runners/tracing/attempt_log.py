@@ -67,7 +67,7 @@ class AttemptLog:
     calls: list[HttpCall] = field(default_factory=list)
     steps: dict[str, FrameworkStep] = field(default_factory=dict)
     running: set[str] = field(default_factory=set)  # of the steps
-    needs_no_call: bool = False  # the agent rightly has no answer of a model
+    needs_no_call: bool = False  # the agent succeeded without a model call, as it should
 
     def enter(
         self,

@@ -59,7 +59,7 @@ Arguments = msgspec.Struct
 def connect(url: str) -> Store:
     """The store at `http(s)://[KEY@]host[:port][?patience=SECONDS]`. Without a key in the URL, that
     of the variable AGENTRL_STORE_KEY is sent, if there is one. Sends nothing yet."""
-    return cast(Store, HttpStore(url))  # its verbs are made from the table below
+    return cast(Store, HttpStore(url))  # its verbs are made from wire.VERBS
 
 
 def call(name: str, *args: Any, **kwargs: Any) -> tuple[Verb, Arguments]:
@@ -91,7 +91,7 @@ class HttpStore:
                 await pool.aclose()
             elif loop.is_running():
                 closing = asyncio.run_coroutine_threadsafe(_close(pool), loop)
-                with contextlib.suppress(TimeoutError):  # whoever holds up that loop keeps it open
+                with contextlib.suppress(TimeoutError):  # a blocked loop keeps its pool
                     await asyncio.wait_for(asyncio.wrap_future(closing), CONNECT)
 
     async def __aenter__(self) -> Self:

@@ -13,7 +13,7 @@ from agentrl.errors import StoreError
 from agentrl.store import database
 from agentrl.store.postgres.connection import PostgresServer
 
-LOCK = 1634888754  # of the database: who holds it changes the schema
+LOCK = 1634888754  # the advisory lock of whoever changes the schema
 SCRIPTS = database.migrations("postgres/migrations")
 
 

@@ -20,7 +20,7 @@ from psycopg_pool import ConnectionPool
 
 from agentrl.store.postgres.connection import PAUSE, PostgresConnection, PostgresServer, configure
 
-PATIENCE = 60.0  # seconds in which a server must be back before callers hear of it
+PATIENCE = 60.0  # seconds to wait for a server that is away before callers get an error
 CHANNEL = "agentrl"
 BEGIN = b"begin; select extract(epoch from clock_timestamp())::float8 as now"
 AGAIN = (

@@ -27,6 +27,8 @@ PAUSE = 0.001  # seconds between two tries for the write lock
 CHANGES = 1000  # rows written from one checkpoint, which costs two disk syncs, to the next
 CHECKPOINT = 16_000  # pages of write-ahead log before the writer itself copies them back
 ADVICE = {
+    "MOVED": "the file was deleted, moved or replaced while it was in use; start again where it is "
+    "now",
     "SQLITE_NOTADB": "it is not an SQLite database; choose another path",
     "SQLITE_CORRUPT": "the file is damaged; restore a copy or choose another path",
     "SQLITE_CANTOPEN": "it cannot be opened; check that the folder exists and is writable",
@@ -101,6 +103,8 @@ class Location:
 
 class StoreFileMoved(sqlite3.OperationalError):
     """The file is not at its path any more: nobody would find what is written."""
+
+    sqlite_errorname = "MOVED"
 
 
 class StoreFile:
@@ -264,11 +268,6 @@ def to_store_error(path: Path, error: Exception) -> Exception:
         return error
     name = getattr(error, "sqlite_errorname", "") or ""
     what = next((text for code, text in ADVICE.items() if name.startswith(code)), str(error))
-    if isinstance(error, StoreFileMoved):
-        what = (
-            "the file was deleted, moved or replaced while it was in use; start again where it is "
-            "now"
-        )
     return Unavailable(f"Store {path}: {what}.")
 
 

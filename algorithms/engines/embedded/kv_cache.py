@@ -83,7 +83,10 @@ class KVPool(Cache):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         """Write the step's [1, key heads, N, dim]; returns the layer with all its rows."""
         if not self.tensors:
-            self._allocate(key_states, value_states)
+            self.tensors = [
+                new.new_zeros(self.depth, self.rows, new.shape[1], self.capacity, new.shape[-1])
+                for new in (key_states, value_states)
+            ]
         if self._slots is None:
             heads, (rows, positions) = key_states.shape[1], self._target
             bases = rows[:, None] * heads + torch.arange(heads, device=rows.device)
@@ -99,15 +102,9 @@ class KVPool(Cache):  # type: ignore[misc]
             tensor[:, target, :, :length] = tensor[:, source, :, :length]
 
     def wipe(self) -> None:
-        """Forget everything that was ever written, infinities included."""
+        """Set everything to 0, also what is not finite."""
         for tensor in self.tensors:
             tensor.zero_()
-
-    def _allocate(self, keys: Tensor, values: Tensor) -> None:
-        self.tensors = [
-            new.new_zeros(self.depth, self.rows, new.shape[1], self.capacity, new.shape[-1])
-            for new in (keys, values)
-        ]
 
 
 class RowTable:
@@ -129,8 +126,8 @@ class RowTable:
         self.used = np.zeros(size, np.int64)  # clock of the last use of an idle row
         self.clock = 0
         self.prompt = np.zeros(limit, np.int64)  # tokens of the prompt
-        self.end = np.zeros(limit, np.int64)  # `known` at which the completion is cut
-        self.watched = np.zeros(limit, np.bool_)  # each token is looked at: streamed, or `stop`
+        self.end = np.zeros(limit, np.int64)  # value of `known` at which the completion ends
+        self.watched = np.zeros(limit, np.bool_)  # each token is looked at, for a stream or `stop`
         self.seed = np.zeros(limit, np.uint64)
         self.temperature = np.zeros(limit)
         self.top_p = np.zeros(limit)
@@ -203,7 +200,7 @@ class RowTable:
         self.length[last] = self.known[last] = 0
 
     def forget(self, policy: int | None = None) -> None:
-        """Drop what idle rows hold, of one policy or all: it was computed with other weights."""
+        """Empty the idle rows of one policy, or all: they were computed with old weights."""
         gone = np.arange(len(self.policy)) >= self.limit
         if policy is not None:
             gone &= self.policy == policy

@@ -82,7 +82,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 
 
 class IndexedToolCall(ToolCall, frozen=True, kw_only=True):
-    """A whole tool call inside a stream."""
+    """A tool call in a stream; it is sent as a whole."""
 
     index: int
 

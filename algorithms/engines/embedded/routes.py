@@ -155,11 +155,7 @@ class Routes:
         )
 
     async def _stream(
-        self,
-        request: web.Request,
-        pending: PendingRequest,
-        form: ResponseFormat,
-        usage: bool,
+        self, request: web.Request, pending: PendingRequest, form: ResponseFormat, usage: bool
     ) -> web.StreamResponse:
         headers = {
             "content-type": "text/event-stream; charset=utf-8",
@@ -181,7 +177,7 @@ class Routes:
             if usage:
                 total = form.response([], usage=form.usage(tokens), first=False, chunk=True)
                 await response.write(_event(total))
-        except RequestError as refusal:  # the status line is long gone: tell it in the stream
+        except RequestError as refusal:  # the status is sent already: tell it in the stream
             await response.write(_event(refusal.body))
         await response.write(b"data: [DONE]\n\n")
         return response

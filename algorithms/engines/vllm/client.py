@@ -92,9 +92,7 @@ async def probe(http: aiohttp.ClientSession, urls: Sequence[str]) -> ServerCapab
         )
     backends = {each.backend for each in found}
     return ServerCapabilities(
-        names[0],
-        all(each.adapters for each in found),
-        backends.pop() if len(backends) == 1 else "",
+        names[0], all(each.adapters for each in found), backends.pop() if len(backends) == 1 else ""
     )
 
 

@@ -45,7 +45,7 @@ from agentrl.types import POLICY, Json
 
 WATCH = 1.0  # seconds between health checks; starting a server takes longer
 PATIENCE = 10.0  # seconds that a server has to answer a health check
-DYING = 5.0  # seconds after a failed request in which a dying server fails its health check
+DYING = 5.0  # seconds within which a server that dies of a request fails its health check
 IDLE = 2.0  # seconds that a connection is kept; vLLM closes it after 5, which looks like its death
 LARGEST = 2**30  # bytes of a request
 HOP = {"connection", "content-length", "host", "keep-alive", "transfer-encoding"}
@@ -77,7 +77,7 @@ class VllmFleet:
         self._start_timeout, self._timeout = start_timeout, timeout
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._reason = "nothing is known about why"
-        self._gone = asyncio.Event()  # all of them
+        self._gone = asyncio.Event()  # set while no server answers
         self._home: asyncio.AbstractEventLoop | None = None  # where `start` was called
         # Those below belong to the thread.
         self._http = LoopThread("vllm-gate")
@@ -305,7 +305,7 @@ class VllmFleet:
 
 async def _first(healthy: Iterable[Coroutine[Any, Any, str]]) -> str:
     """The first server that is healthy; raises what the last check raises if none is."""
-    left = {asyncio.ensure_future(each) for each in healthy}
+    checks = left = {asyncio.ensure_future(each) for each in healthy}
     try:
         while True:
             done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
@@ -315,7 +315,7 @@ async def _first(healthy: Iterable[Coroutine[Any, Any, str]]) -> str:
     finally:
         for each in left:
             each.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        await asyncio.gather(*checks, return_exceptions=True)
 
 
 def _retry(why: str) -> web.Response:

@@ -32,9 +32,9 @@ OURS |= {"--max-cpu-loras", "--weight-transfer-config"}
 WORKER_EXTENSION = "agentrl.algorithms.engines.vllm.worker_extension.Extension"
 PARALLEL = {"--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"}
 PARALLEL |= {"--data-parallel-size", "-dp"}
-POLL = 0.2  # seconds between looks at a child that is starting
+POLL = 0.2  # seconds between health checks of a child that is starting
 ERROR = re.compile(r"(\w+\.)*\w*(Error|Exception)\b.*:")
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of --max-lora-rank
 NOISE = re.compile(r"^\(\w+ pid=\d+\) |^(ERROR|INFO|WARNING) [\d-]+ [\d:]+ \[[^]]*\] ")
 
 

@@ -57,7 +57,7 @@ class VllmServer:
         tolerance: of the log-probs that are compared after each publish."""
         self.model = POLICY
         self.base_url = ""
-        self.seconds: dict[str, float] = {}  # of the newest publish, by its parts
+        self.seconds: dict[str, float] = {}  # that each part of the newest publish took
         self._learned, self._host, self._method = learned, host, method
         self._folder, self._timeout, self._tolerance = folder, timeout, tolerance
         self._serving = ServedModel(folder / "weights", folder / "tokenizer")
@@ -171,7 +171,7 @@ class VllmServer:
         return VllmClient(self._host, self._timeout)
 
     def _at_learner(self, policy: str) -> str:
-        """The learner's name of a policy; servers that run already use a name of their own."""
+        """The learner's name of a policy, for servers that run already may have another."""
         if self._serving.adapters:
             return policy
         return next(iter(self._learned.adapters), POLICY)

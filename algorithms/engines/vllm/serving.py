@@ -21,16 +21,16 @@ MEMORY = "agentrl"  # vLLM's name of the weight-transfer engine in `worker_exten
 class TrainedModel:
     """The model that is trained, as a whole or by its adapters."""
 
-    save: Callable[[Path], None]  # all of them, adapter merged, as a Hugging Face checkpoint
+    save: Callable[[Path], None]  # all weights, adapter merged, as a Hugging Face checkpoint
     weights: Callable[[], Mapping[str, Tensor]]  # the same in memory, by that checkpoint's names
     save_tokenizer: Callable[[Path], None]
     score: Callable[[str, Sequence[int]], list[float]]
     """Policy, token ids -> the learner's log-prob of each but the first, at temperature 1."""
     probe: Sequence[int]  # token ids whose log-probs are compared after each publish
-    gpu: int = -1  # the weights are on, as this process counts them; -1: on none
+    gpu: int = -1  # where the weights are, as this process counts GPUs; -1: on none
     adapters: Sequence[str] = ()  # their names; none: all weights are trained
-    save_base: Callable[[Path], None] | None = None  # what the adapters are applied to
-    save_adapter: Callable[[str, Path], None] | None = None  # as peft does
+    save_base: Callable[[Path], None] | None = None  # the model without its adapters
+    save_adapter: Callable[[str, Path], None] | None = None  # by name, in peft's format
     rank: int = 0  # of the largest adapter
 
 
@@ -38,7 +38,7 @@ class TrainedModel:
 class ServedModel:
     """What a server is started with, and the current version of each policy."""
 
-    weights: Path  # that it comes up with; newer ones are sent
+    weights: Path  # the checkpoint it starts with; newer weights are sent
     tokenizer: Path
     versions: dict[str, int] = field(default_factory=lambda: {POLICY: 0})
     adapters: bool = False  # those versions are of adapters

@@ -194,7 +194,7 @@ class SyncCapabilities:
     """What learner and servers support."""
 
     adapters: str = "all weights are trained"  # why they cannot be loaded by name; empty: they can
-    backend: str | None = ""  # of vLLM's engines, as the servers were started; None: as we choose
+    backend: str | None = ""  # the engine that servers were started with; None: any can be chosen
     gpu: bool = False  # the learner's weights are on one
     shared: bool = False  # and vLLM computes on that one
     alone: bool = False  # and on no other

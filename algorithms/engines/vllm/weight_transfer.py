@@ -42,7 +42,7 @@ from agentrl.errors import PolicyError
 
 
 class TransferSync(WeightSync):
-    """By one of vLLM's trainer engines, `ipc` or `nccl`."""
+    """Sends weights by one of vLLM's trainer engines, `ipc` or `nccl`."""
 
     def __init__(self, backend: str, learned: TrainedModel, timeout: float) -> None:
         """timeout: seconds that a transfer may take, the rendezvous included."""
@@ -134,7 +134,7 @@ class TransferClient:
         assert isinstance(update_info, dict), "one learner process sends the same to every worker"
         sent = dict(update_info)
         handles = sent.pop("ipc_handles", None)
-        if handles is not None:  # no JSON has them
+        if handles is not None:  # JSON cannot carry them
             sent["ipc_handles_pickled"] = base64.b64encode(pickle.dumps(handles)).decode()
         self._wait(self._servers.post(UPDATE, {"update_info": sent}))
 

@@ -26,13 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from agentrl.algorithms.data.batch import Batch, TokenRow
 from agentrl.algorithms.learners.auxiliary import CRITIC, REFERENCE
-from agentrl.algorithms.learners.base import (
-    PolicyWeights,
-    Psi,
-    Scored,
-    StepReport,
-    critic_metrics,
-)
+from agentrl.algorithms.learners.base import PolicyWeights, Psi, Scored, StepReport, critic_metrics
 from agentrl.algorithms.learners.optimizer import FILE, MASTER, NARROW, read_state
 from agentrl.algorithms.learners.verl.group import VerlWorkers
 from agentrl.algorithms.learners.verl.settings import VerlSettings, check_installed
@@ -222,8 +216,8 @@ class VerlLearner(PolicyWeights):
         }
         found = {**weights, **masters}
         if of in "oq" and self.adapters is None:
-            # Tied weights are one parameter under two names, of which masters and the files of a
-            # reference have the first alone.
+            # Tied weights are one parameter under two names; masters, and the file of a reference,
+            # hold it under the first.
             first = {p.data_ptr(): name for name, p in self.model.named_parameters()}
             own = {n: first.get(p.data_ptr(), n) for n, p in self.model.state_dict().items()}
             found = {name: found[source] for name, source in own.items() if source in found}
@@ -304,7 +298,7 @@ def _metrics(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _in_token_order(batch: Batch, shards: Sequence[Any], parts: Sequence[Tensor]) -> Tensor:
-    """Values of the ranks' actions, float32 [N] in token order."""
+    """What the ranks returned for their actions, float32 [N] in token order."""
     whole = torch.empty(batch.n_tokens)
     for shard, part in zip(shards, parts, strict=True):
         whole[torch.cat(shard.index)] = part

@@ -17,7 +17,7 @@ from agentrl.config.keys import flatten
 from agentrl.config.schema import MODEL_LR
 from agentrl.errors import ConfigError
 
-VERL = ((0, 9), (0, 11))  # releases it is made for: from, and below
+VERL = ((0, 9), (0, 11))  # supported releases: from, and below
 REACHED_WITHIN = 10.0  # seconds
 
 VerlSettings = dict[str, dict[str, Any]]
@@ -36,7 +36,7 @@ def settings(config: RunConfig, model: str) -> VerlSettings:
     packed = asked.attention == "flash_attention_2"
     decoder = {
         "path": model,
-        "use_remove_padding": packed,  # it needs attention that knows where a row ends
+        "use_remove_padding": packed,  # only flash attention knows where a packed row ends
         "enable_gradient_checkpointing": config.learner.gradient_checkpointing,
         "override_config": {"attn_implementation": asked.attention},
     }
@@ -105,7 +105,7 @@ def check(config: RunConfig) -> None:
 
 
 def check_installed() -> None:
-    """Raises ConfigError where verl is missing or of a release that is not known."""
+    """Raises ConfigError where verl is missing or is a release that is not supported."""
     missing = [name for name in ("verl", "ray", "tensordict") if find_spec(name) is None]
     if missing:
         raise ConfigError(

@@ -60,8 +60,8 @@ class CriticTraining:
 
 
 class AgentNetwork(nn.Module):
-    """A number for every action of every agent [..., n, a], from features [..., n, f] and who the
-    agent is."""
+    """A number for every action of every agent [..., n, a], from features [..., n, f] and the
+    agent's index."""
 
     def __init__(self, agents: int, features: int, actions: int, hidden: int) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class CentralCritic(nn.Module):
 
 
 class MixedCritic(nn.Module):
-    """The mixed utilities, with each agent's own replaced by that of each of its actions."""
+    """The mixed utilities, each agent's replaced by the utility of each of its actions in turn."""
 
     def __init__(
         self, kind: Literal["vdn", "qmix"], shape: TeamShape, training: CriticTraining
@@ -142,8 +142,8 @@ class TeamCritic:
         )
 
     def advantages(self, episodes: Sequence[Episode]) -> Tensor:
-        """[B, T, n]: Q of what was done minus its mean over what the agent's policy does there, the
-        others' actions as they were; NaN where an agent did not act."""
+        """[B, T, n]: Q of the joint action minus its mean over the agent's own actions under its
+        policy, the others' fixed; NaN where an agent did not act."""
         data = pad_episodes(episodes, self.shape.actions)
         with torch.no_grad():
             q = self.online["critic"](data)
@@ -218,9 +218,9 @@ def counterfactual_advantage(q: Tensor, policy: Tensor, actions: Tensor) -> Tens
 
 @dataclass(frozen=True, slots=True)
 class Counterfactual(RememberedColumn):
-    """[S] the advantage of a call's action among those that its role could have taken, the others'
-    as they were: COMA, arXiv 1705.08926. Missing for calls of other roles, and where the rollout's
-    reward is missing. Raises TrainingError for a role that made no call.
+    """[S] the advantage of a call's action over the other actions of its role, those of the other
+    roles fixed: COMA, arXiv 1705.08926. Missing for calls of roles outside the team, and where the
+    rollout's reward is missing. Raises TrainingError for a role that made no call.
 
     Whole rollouts are read, so roles that other policies play are part of the team."""
 
@@ -243,7 +243,9 @@ class Counterfactual(RememberedColumn):
     ) -> tuple[Tensor, TeamCritic]:
         assert isinstance(part, TeamCritic)
         self.stage.check(rollouts)
-        known = [row for row in rollouts if not isnan(row.reward(self.reward)) and self._acts(row)]
+        known = [
+            row for row in rollouts if not isnan(row.reward(self.reward)) and self.stage.moves(row)
+        ]
         if not known:
             return torch.full((len(batch.transitions),), torch.nan, dtype=torch.float64), part
         episodes = [self.stage.episode(row, row.reward(self.reward)) for row in known]
@@ -255,9 +257,6 @@ class Counterfactual(RememberedColumn):
         }
         column = [of_call.get(call, nan) for call in batch.transitions]
         return torch.tensor(column, dtype=torch.float64), part.learned(episodes)
-
-    def _acts(self, rollout: Rollout) -> bool:
-        return any(call.role in self.stage.roles for call in rollout.transitions)
 
 
 @preset("coma", clip=PPO_CLIP)
@@ -274,10 +273,10 @@ def coma(
     updates: Count = 8,
     std: bool = False,
 ) -> Algo:
-    """Calls against what else their role could have answered, the others as they were, by a critic
-    of the team: a central one of its joint actions, or the roles' utilities as VDN (1706.05296) or
-    QMIX (1803.11485) make them the team's value. `actions`: the answers that are told apart, any
-    other being one more. Roles that other policies play are of the team. arXiv 1705.08926."""
+    """Calls against the other answers of their role, the other roles' answers fixed, by a critic of
+    the team: a central one of joint actions, or the roles' utilities mixed by VDN (1706.05296) or
+    QMIX (1803.11485). `actions`: the answers that are told apart; any other answer is one more
+    action. Roles that other policies play belong to the team. arXiv 1705.08926."""
     stage = JointActionSpace(tuple(roles), tuple(actions), width)
     value = Counterfactual(critic, stage, CriticTraining(gamma, lam, critic_lr, updates), reward)
     credit = GroupRelative(value, by=("role",), base="none", norm="std" if std else "none")

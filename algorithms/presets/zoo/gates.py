@@ -1,11 +1,13 @@
 """Other gates than PPO's clip: truncated, smooth, one ratio per row, or on probabilities (DPPO); a
-squared penalty on the log-ratio (Kimi, DRO, distillation)."""
+squared penalty on the log-ratio (Kimi, DRO, distillation); and modifiers that correct for the
+difference between sampler and trainer by detached weights and masks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -13,8 +15,8 @@ from torch import Tensor
 from agentrl.algorithms.credit.core import GroupRelative, ZeroAdvantage
 from agentrl.algorithms.objective import ratios
 from agentrl.algorithms.objective.core import ROW_SUMS, TOKENS, Algo, Average, Gate, KLPenalty
-from agentrl.algorithms.objective.ratios import Ratio, ratio
-from agentrl.algorithms.presets.registry import Cap, Num, preset
+from agentrl.algorithms.objective.ratios import InRange, Ratio, RatioInRange, Truncate, ratio
+from agentrl.algorithms.presets.registry import Cap, Num, modifier, preset
 from agentrl.config import Count, Positive
 
 SEQUENCE_CLIP = (3e-4, 4e-4)  # of a ratio that is the mean of a row's
@@ -59,10 +61,22 @@ class ClipLog:
         return torch.where(advantage >= 0, lr.clamp(max=self.hi), lr.clamp(min=-self.lo))
 
 
+@dataclass(frozen=True, slots=True)
+class OffPolicyMask:
+    """0 where A < 0 and -lr > delta, else 1: failures that the policy has moved away from are not
+    learned. Pool as a row mean of p against b. DeepSeek-V3.2, arXiv 2512.02556."""
+
+    delta: float = 0.1
+    is_mask: ClassVar[bool] = True
+
+    def __call__(self, lr: Tensor, advantage: Tensor, streams: Mapping[str, Tensor]) -> Tensor:
+        return (~((advantage < 0) & (-lr > self.delta))).double()
+
+
 @preset("cispo")
 def cispo(reward: str, *, low: Num = 0.0, cap: Cap = 5.0) -> Algo:
     """GRPO with ratios truncated instead of dropped; bounds are absolute. arXiv 2506.13585."""
-    gate = Gate(ratios.Truncate(low, cap))
+    gate = Gate(Truncate(low, cap))
     return Algo(GroupRelative(reward, norm="std"), (gate,), agg=TOKENS)
 
 
@@ -223,3 +237,51 @@ def distill(*, beta: Positive = 1.0) -> Algo:
     arXiv 2306.13649."""
     penalties = (KLPenalty("k2", beta, "t"),)
     return Algo(ZeroAdvantage(), penalties=penalties, agg=TOKENS, rewards=())
+
+
+def _with(algo: Algo, *gates: Gate) -> Algo:
+    return replace(algo, gates=algo.gates + gates)
+
+
+@modifier("tis")
+def tis(algo: Algo, *, tis_cap: Cap = 2.0) -> Algo:
+    """Truncated weight per token for sampler against trainer. fengyao.notion.site/off-policy-rl."""
+    return _with(algo, Gate(Truncate(0.0, tis_cap), "o", "b"))
+
+
+@modifier("seq-tis")
+def seq_tis(algo: Algo, *, seq_tis_cap: Cap = 2.0) -> Algo:
+    """Truncated product of a row's weights. verl `rollout_corr_helper`."""
+    return _with(algo, Gate(Truncate(0.0, seq_tis_cap), "o", "b", "row", "sum"))
+
+
+@modifier("icepop")
+def icepop(algo: Algo, *, icepop_low: Num = 0.5, icepop_high: Cap = 5.0) -> Algo:
+    """Tokens whose weight for sampler against trainer is out of range are dropped. arXiv
+    2510.18855."""
+    return _with(algo, Gate(RatioInRange(icepop_low, icepop_high), "o", "b"))
+
+
+@modifier("mis")
+def mis(algo: Algo, *, mis_cap: Cap = 3.0) -> Algo:
+    """Rows whose product of weights is above the cap are dropped. TRL `sequence_mask`."""
+    return _with(algo, Gate(RatioInRange(0.0, mis_cap), "o", "b", "row", "sum"))
+
+
+@modifier("seq-mask-tis", prefix="seq_mask_")
+def seq_mask_tis(algo: Algo, *, low: Num = 0.99, high: Cap = 1.01, cap: Cap = 2.0) -> Algo:
+    """TIS within rows whose geometric mean weight is near 1. OpenRLHF `seq-mask-tis`."""
+    mask = Gate(InRange(low, high), "o", "b", "row")
+    return _with(algo, Gate(Truncate(0.0, cap), "o", "b"), mask)
+
+
+@modifier("decoupled")
+def decoupled(algo: Algo) -> Algo:
+    """The uncapped weight of old policy against sampler. arXiv 2110.00641, 2505.24298."""
+    return _with(algo, Gate(Ratio(), "o", "b"))
+
+
+@modifier("opsm")
+def opsm(algo: Algo, *, opsm_delta: Num = 0.1) -> Algo:
+    """Failed rows that the policy has moved away from are dropped. arXiv 2512.02556."""
+    return _with(algo, Gate(OffPolicyMask(opsm_delta), "p", "b", "row"))

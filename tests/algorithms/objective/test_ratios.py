@@ -19,9 +19,9 @@ from agentrl.algorithms.objective.ratios import (
     Truncate,
     TrustRegion,
 )
-from agentrl.algorithms.presets.corrections import OffPolicyMask
 from agentrl.algorithms.presets.zoo.gates import (
     DivergenceGate,
+    OffPolicyMask,
     SoftGate,
     TopKDivergenceGate,
     VespoWeight,
