@@ -53,7 +53,7 @@ class CommandExecutor(SandboxExecutor):
 
     async def _execute(self, active: ActiveAttempt, span: str) -> Json:
         task = msgspec.json.encode(input_of(active))
-        with contract.task_folder(task) as folder:
+        with contract.task_folder(task, active.place) as folder:
             spec = self._spec(active, span, task, folder)
             return self._read(folder, *await self._run_process(active, spec, folder))
 
@@ -62,7 +62,11 @@ class CommandExecutor(SandboxExecutor):
         env |= contract.attempt_environment(active, self.gateway, span, task)
         env["AGENTRL_TASK_FILE"] = str(folder / contract.TASK)
         env["AGENTRL_RESULT_FILE"] = str(folder / contract.RESULT)
-        spec = ProcessSpec(argv=self.argv, env=env, folder=str(self.folder))
+        argv, folder = self.argv, self.folder
+        if (place := active.place) is not None:
+            env |= {**place.env, "AGENTRL_ROOT": str(self.folder)} | self.agent.env
+            argv, folder = [*place.prefix, *argv], place.folder
+        spec = ProcessSpec(argv=argv, env=env, folder=str(folder))
         if self.runner.memory_mb:
             spec["memory"] = self.runner.memory_mb * MB
         return spec
