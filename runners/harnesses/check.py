@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import tempfile
 import time
@@ -22,9 +23,10 @@ from agentrl.runners.harnesses.scripted import BUG, PROMPT, ScriptedModel
 from agentrl.runners.scoring.verifiers import Verifier
 from agentrl.runners.worker import Worker
 from agentrl.store import open_store
-from agentrl.types import NewRollout, PolicyVersion, Transition
+from agentrl.types import Json, NewRollout, PolicyVersion, Trace, Transition
 
 RUN = "check"
+MARK = re.compile(r"ticket-\d+")
 
 
 class CheckedCall(msgspec.Struct, kw_only=True):
@@ -52,6 +54,7 @@ class Report(msgspec.Struct, kw_only=True):
     served: int  # completions
     recorded: int
     exact: int
+    attributed: int  # recorded calls in whose prompt is the mark of their own rollout, and no other
     roles: dict[str, int]  # calls of each
     reached: list[str]  # addresses outside of this machine that it asked for
     failures: list[str]
@@ -68,6 +71,8 @@ class Report(msgspec.Struct, kw_only=True):
         for call in self.refused[:3]:
             yield f"{call.path} was refused: {call.error}"
         yield from self.failures[:3]
+        if self.attributed < self.recorded:
+            yield f"{self.attributed} of {self.recorded} calls are in the trace of their rollout"
         if self.exact < self.served:
             yield f"{self.exact} of {self.served} calls were recorded exactly"
         if self.reached:
@@ -119,9 +124,7 @@ async def check(
         execution = AttemptRunner(store, gateway, executor, Verifier(lambda result: 1.0))
         runner = RunnerConfig(concurrency=concurrency)
         tasks = [
-            NewRollout(
-                id=f"{n}", run=RUN, group="g", index=n, task={"input": PROMPT}, timeout=timeout
-            )
+            NewRollout(id=f"{n}", run=RUN, group="g", index=n, task=_task(n), timeout=timeout)
             for n in range(rollouts)
         ]
         begun = time.time()
@@ -143,6 +146,7 @@ async def check(
             version=version,
             tested=preset.was_tested(version),
             rollouts=rollouts,
+            attributed=sum(map(_attributed, filter(None, traces))),
             fixed=fixed * sum(row.failure is None for row in ended),
             seconds=round(seconds, 2),
             served=len(model.served),
@@ -153,6 +157,16 @@ async def check(
             failures=[row.failure.message for row in ended if row.failure],
             calls=list(_checked(log.seen, calls, begun)),
         )
+
+
+def _task(number: int) -> dict[str, Json]:
+    return {"input": f"{PROMPT} (ticket-{number:03d})"}
+
+
+def _attributed(trace: Trace) -> int:
+    own = f"ticket-{int(trace.rollout.id):03d}"
+    marks = (set(MARK.findall(msgspec.json.encode(c.messages).decode())) for c in trace.transitions)
+    return sum(found == {own} for found in marks)
 
 
 def _make_repository(folder: Path) -> None:
