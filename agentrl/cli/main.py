@@ -12,6 +12,7 @@ import click
 import msgspec
 
 from agentrl import __version__
+from agentrl.cli.bench import bench
 from agentrl.cli.export import export
 from agentrl.cli.settings import config as config_group
 from agentrl.cli.settings import init
@@ -28,7 +29,7 @@ def cli() -> None:
     """Reinforcement learning for the agents people already have."""
 
 
-for command in (config_group, export, init, store_group):
+for command in (bench, config_group, export, init, store_group):
     cli.add_command(command)
 
 
