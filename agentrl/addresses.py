@@ -6,7 +6,7 @@ from ipaddress import ip_address
 
 
 def is_loopback(host: str) -> bool:
-    """Whether who listens at `host`, a name or an address, is reached from this machine only."""
+    """Whether a server at `host`, a name or an address, is reached from this machine only."""
     try:
         return ip_address(host).is_loopback
     except ValueError:

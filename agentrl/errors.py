@@ -19,7 +19,7 @@ class StoreError(AgentRLError):
 
 
 class Invalid(StoreError):
-    """What was sent can never be stored: a wrong type, a value out of range, a bad combination."""
+    """The data can never be stored: a wrong type, a value out of range, a bad combination."""
 
 
 class NotFound(StoreError):
@@ -27,7 +27,7 @@ class NotFound(StoreError):
 
 
 class Conflict(StoreError):
-    """The request was well-formed, but the present state of the store forbids it."""
+    """The request is well-formed, but the present state of the store forbids it."""
 
 
 class Fenced(Conflict):
@@ -55,7 +55,7 @@ class DamagedError(PolicyError):
 
 
 class SinkError(AgentRLError):
-    """A metrics sink cannot be reached or refuses what it is given."""
+    """A metrics sink cannot be reached or refuses metrics."""
 
 
 class TrainingError(AgentRLError):

@@ -1,4 +1,4 @@
-"""Directories that are whole or absent, whatever is killed when."""
+"""Directories that are complete or absent, even if a process is killed while it writes them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def partial_name(path: Path) -> Path:
 
 
 def delete_directory(path: Path) -> None:
-    """Never leaves half a checkpoint under its name."""
+    """Delete a directory so that no part of it is ever left under its name."""
     doomed = path.rename(partial_name(path))
     shutil.rmtree(doomed, ignore_errors=True)
 

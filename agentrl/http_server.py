@@ -1,7 +1,7 @@
-"""aiohttp servers: how they listen, and how long they wait for a request that is sent by halves.
+"""aiohttp servers with time limits for requests that arrive incompletely.
 
-aiohttp bounds the time until the headers of a request are complete (by `keepalive_timeout`, an hour
-by default), but not the time until its body is.
+aiohttp limits the time until the headers of a request are complete (`keepalive_timeout`, an hour by
+default), but not the time until its body is.
 """
 
 from __future__ import annotations
@@ -14,23 +14,29 @@ REQUEST_TIMEOUT = 120.0  # seconds in which headers, and then the body, must arr
 
 
 async def listen(
-    app: web.Application, host: str, port: int, *, timeout: float = REQUEST_TIMEOUT
+    app: web.Application,
+    host: str,
+    port: int,
+    *,
+    timeout: float = REQUEST_TIMEOUT,
+    shutdown: float = 1.0,
 ) -> tuple[web.AppRunner, str]:
     """Serve an application; returns its runner, to be cleaned up, and http://host:port.
 
-    Connections without a complete request are closed after `timeout` seconds. Raises OSError when
+    Connections without a complete request are closed after `timeout` seconds, and requests that
+    are answered when the server ends have `shutdown` seconds. Raises OSError when
     the port is taken."""
     runner = web.AppRunner(
         app,
         handler_cancellation=True,
         access_log=None,
-        shutdown_timeout=1.0,
+        shutdown_timeout=shutdown,
         keepalive_timeout=timeout,
         lingering_time=min(timeout, 10.0),
     )
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port, backlog=1024).start()
+        await web.TCPSite(runner, host, port, backlog=4096).start()
     except OSError:
         await runner.cleanup()
         raise

@@ -59,54 +59,50 @@ def load_tasks(path: str, root: Path, *, key: str) -> list[dict[str, Json]]:
 
     Raises ConfigError with file and line for anything that is not an object with an `input`."""
     if path.endswith(".jsonl"):
-        items, where = _read_jsonl(root / path, key)
-    else:
-        found = load_attribute(path, root, key=key)
-        try:
-            found = found() if callable(found) else found
-            items = list(found)
-        except Exception as error:
-            raise ConfigError(
-                f"{key} = {path!r}: getting its tasks raised {type(error).__name__}: {error}"
-            ) from error
-        where = [f"{path}[{index}]" for index in range(len(items))]
-    return _check_tasks(items, where, key=key)
+        return _checked(_read_jsonl(root / path, key), key)
+    found = load_attribute(path, root, key=key)
+    try:
+        items = list(found() if callable(found) else found)
+    except Exception as error:
+        raise ConfigError(
+            f"{key} = {path!r}: getting its tasks raised {type(error).__name__}: {error}"
+        ) from error
+    return _checked({f"{path}[{index}]": item for index, item in enumerate(items)}, key)
 
 
 def task_file(tasks: Iterable[dict[str, Json]] | str, file: Path) -> str:
     """Name of a task file; tasks that are not in one yet are written to `file`."""
     if isinstance(tasks, str):
         return tasks
-    items = list(tasks)
-    _check_tasks(items, [f"task {index}" for index in range(len(items))], key=file.stem)
+    items = _checked({f"task {index}": item for index, item in enumerate(tasks)}, file.stem)
     file.write_bytes(msgspec.json.Encoder().encode_lines(items))
     return str(file)
 
 
-def _check_tasks(items: list[Any], where: list[str], *, key: str) -> list[dict[str, Json]]:
-    """`items` as tasks, or ConfigError saying which one is not a JSON object with an `input`."""
+def _checked(items: dict[str, Any], key: str) -> list[dict[str, Json]]:
+    """Tasks, given by where they come from. Raises ConfigError for one that is not a JSON object
+    with an `input`."""
     if not items:
         raise ConfigError(f"{key}: there are no tasks in it")
-    for item, place in zip(items, where, strict=True):
+    for place, item in items.items():
         if not isinstance(item, dict):
             raise ConfigError(f"{key}: {place} is not a JSON object but {type(item).__name__}")
         if "input" not in item:
             raise ConfigError(f"{key}: {place} has no 'input', the part that the agent is given")
-    return items
+    return list(items.values())
 
 
-def _read_jsonl(file: Path, key: str) -> tuple[list[Any], list[str]]:
+def _read_jsonl(file: Path, key: str) -> dict[str, Any]:
     try:
         # Not `splitlines`: JSON strings may hold U+2028 and other ends of lines as they are.
         lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{key} = {str(file)!r}: cannot read the task file: {error}") from None
-    items, where = [], []
+    items: dict[str, Any] = {}
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
-                items.append(msgspec.json.decode(line))
+                items[f"{file}:{number}"] = msgspec.json.decode(line)
             except msgspec.DecodeError as error:
                 raise ConfigError(f"{key}: {file}:{number} is not JSON: {error}") from None
-            where.append(f"{file}:{number}")
-    return items, where
+    return items

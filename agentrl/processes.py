@@ -15,7 +15,7 @@ from pathlib import Path
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4  # linux/prctl.h
 FILES = 65_536  # open files of a server, where the system allows them
 LOG_LEVEL = "AGENTRL_LOG_LEVEL"  # of the log files of a run's processes
-PHASE = 25  # level of what a run is doing now: on the console unless it is to be quiet
+PHASE = 25  # log level of what a run is doing now, which the console shows unless quiet
 logging.addLevelName(PHASE, "PHASE")
 PARENT = "AGENTRL_PARENT"  # pid of the process that must outlive this one
 

@@ -26,7 +26,7 @@ from rich.console import Console
 from agentrl import folder_lock
 from agentrl.algorithms.learners.verl import settings as verl_settings
 from agentrl.algorithms.plugins import engine_factory, learner_factory
-from agentrl.config import RunConfig, agent_env, differences, from_store, resolve
+from agentrl.config import RunConfig, agent_env, differences, from_store, resolve, store_in
 from agentrl.config import policies as team
 from agentrl.config.infrastructure import EXECUTORS
 from agentrl.config.presets import check_presets
@@ -37,9 +37,8 @@ from agentrl.processes import PHASE, USER_ERROR, Child
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.store.urls import split_secret
-from agentrl.telemetry import console as view
-from agentrl.telemetry import report
-from agentrl.telemetry.log_follower import LogFollower
+from agentrl.telemetry.console import LogFollower, show_progress
+from agentrl.telemetry.report import print_report
 from agentrl.telemetry.sinks.base import check_sinks
 from agentrl.telemetry.sinks.process import sinks_process
 from agentrl.threads import run_blocking
@@ -128,7 +127,7 @@ class Trainer:
 
 
 def check(config: RunConfig) -> None:
-    """Raises ConfigError for what the front can see to be wrong before anything starts. The tasks
+    """Raises ConfigError for mistakes that the front can find before anything starts. The tasks
     come last, because they may take long to make."""
     root = Path(config.root)
     check_presets(config)
@@ -203,7 +202,7 @@ async def _fence(config: RunConfig) -> None:
 
 def has_own_store(config: RunConfig) -> bool:
     """Whether the store is the one in the output folder, which no other run has."""
-    return config.store == f"sqlite:///{Path(config.output) / 'store.db'}"
+    return config.store == store_in(Path(config.output))
 
 
 def make_folder(path: Path) -> Path:
@@ -238,9 +237,8 @@ async def supervise(
     level: int = PHASE,
 ) -> float:
     """Start the processes of a run, show its progress, and stop them when the algorithm is done.
-    Returns the seconds that it took. play: file of an evaluation plan, to play instead of training.
-
-    Raises AgentRLError when a process ends that should have gone on."""
+    Returns the seconds that it took; raises AgentRLError when another process ends. play: file of
+    an evaluation plan, to play instead of training."""
     config, output = agent_env.without_values(config), Path(config.output)
     logs = make_folder(output / "logs")
     # Runners read the settings from the store, and an algorithm left over is fenced from here on.
@@ -271,10 +269,10 @@ async def supervise(
         count = partial(_ended_rollouts, store, config.name)
         working = [_algorithm(algorithm), *(_keep_alive(child, count) for child in workers)]
         working += [_local_runner(config, *local)] if local else []
-        quiet = level > PHASE
-        showing = [view.show_progress(store, config, console, quiet=quiet), log_lines.follow()]
+        showing = [show_progress(store, config, console, quiet=level > PHASE), log_lines.follow()]
         showing += [sinks.keep()] if sinks else []
-        watchers, followers = ([*map(asyncio.create_task, work)] for work in (working, showing))
+        watchers = [asyncio.create_task(work) for work in working]
+        followers = [asyncio.create_task(work) for work in showing]
         try:
             done, _ = await asyncio.wait(watchers, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -308,7 +306,7 @@ async def _finish(store: Store, config: RunConfig, seconds: float) -> TrainingRe
         checkpoint=str(config.checkpoint(last)) if last else None,
         store=config.store,
     )
-    await report.print_report(store, config, steps, result.checkpoint, seconds)
+    await print_report(store, config, steps, result.checkpoint, seconds)
     return result
 
 

@@ -16,6 +16,7 @@ import msgspec
 Json = Any  # the payload of a user: whatever JSON can say
 Task = Mapping[str, Json]
 """JSON object. `input` goes to the agent, the whole object to the verifier; `id` is optional."""
+SIDE = "side"  # role of calls beside the agent's own work, such as titles: no policy learns them
 POLICY = "policy"  # name of the trained policy of a run that has only one
 EMPTY = "rollouts/empty"  # metric of a step without a usable rollout: how many it had
 ENDED = "run/ended"  # metric of a run's last step: 1 once no rollout will be queued any more
@@ -24,15 +25,15 @@ ENDED = "run/ended"  # metric of a run's last step: 1 once no rollout will be qu
 if TYPE_CHECKING:
     Int32 = array[int]
     Float32 = array[float]
-else:  # what a codec must tell apart, and `array[int]` means nothing at run time before Python 3.12
+else:  # codecs must tell them apart, and before Python 3.12 `array[int]` fails at run time
 
     class Int32(array):
-        """Token ids, as a codec made them."""
+        """Token ids."""
 
         __slots__ = ()
 
     class Float32(array):
-        """Log-probs, as a codec made them."""
+        """Log-probs."""
 
         __slots__ = ()
 
@@ -99,7 +100,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Sampling(Record, frozen=True):
-    """Sampling parameters. In a rollout: what the gateway adds where the agent is silent."""
+    """Sampling parameters. In a rollout: defaults for those that the agent does not set."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -135,7 +136,7 @@ class NewRollout(Record, frozen=True):
     timeout: float = 60.0  # seconds for one attempt
     priority: int = 0  # larger is claimed first
     branch: Branch | None = None
-    seats: dict[str, str] = {}  # role -> policy that plays it here, whatever the run file says
+    seats: dict[str, str] = {}  # role -> policy that plays it here, before that of the run file
 
 
 class Attempt(Record, frozen=True):
@@ -174,7 +175,7 @@ class Transition(Record, frozen=True):
     span: str | None = None  # parent span id of the request, 16 hex digits
     started: float = 0.0  # unix seconds
     seconds: float = 0.0
-    repeats: str | None = None  # the call of another rollout that it is a replay of
+    repeats: str | None = None  # the call of another rollout that it replays
 
 
 class Reward(Record, frozen=True):
@@ -229,7 +230,7 @@ class Outcome(Record, frozen=True):
 
 
 class Rollout(Record, frozen=True):
-    """A rollout as the store knows it now; `attempt` is the one that counts (the last)."""
+    """A rollout as it is in the store now; `attempt` is the last one, which counts."""
 
     id: str
     run: str
@@ -248,7 +249,7 @@ class Rollout(Record, frozen=True):
     seconds: float = 0.0  # of the last attempt
     trained: int | None = None  # the step that trained its group
     branch: Branch | None = None
-    seats: dict[str, str] = {}  # role -> policy that played it here, whatever the run file says
+    seats: dict[str, str] = {}  # role -> policy that played it here, before that of the run file
 
     def reward(self, name: str = "outcome") -> float:
         """Rollout-scope reward of that name; NaN when missing."""
@@ -271,7 +272,7 @@ class Group(Record, frozen=True):
 
 
 class PolicyVersion(Record, frozen=True):
-    """Where a policy is served right now. The gateway reads this to route a call."""
+    """The server of a policy at present. The gateway reads this to route a call."""
 
     run: str
     policy: str
@@ -287,23 +288,21 @@ class Credit(Record, frozen=True):
     transition: str
     policy: str
     advantage: Float32  # NaN: not in the loss
-    # What the reward was compared with, or lowered by: of every record of the algorithm that does,
-    # one after the other.
-    baseline: Float32
+    baseline: Float32  # the algorithm's baselines and reward penalties, one after the other
     gate: Float32  # product of the gates' factors
     weight: Float32  # share of the loss
     psi: Float32  # coefficient of the log-prob's gradient
 
 
 class Judgement(Record, frozen=True):
-    """A reward that a training step gave one of its rollouts, or a call or role of it."""
+    """A reward that a training step gave to one of its rollouts, or to a call or role of one."""
 
     rollout: str
     reward: Reward
 
 
 class StepCommit(Record, frozen=True):
-    """Everything one training step makes true, in one transaction."""
+    """All results of one training step, stored in one transaction."""
 
     run: str
     epoch: int
@@ -318,7 +317,7 @@ class StepCommit(Record, frozen=True):
 
 
 class RunState(Record, frozen=True):
-    """What a (re)started algorithm needs to continue exactly where the last commit left off."""
+    """The state from which a restarted algorithm continues exactly after its last commit."""
 
     run: str
     epoch: int  # grows with every open_run; older epochs are fenced
@@ -361,7 +360,7 @@ class Counts(Record, frozen=True):
 
 
 class Trace(Record, frozen=True):
-    """All that one attempt left behind."""
+    """All that is stored of one attempt."""
 
     rollout: Rollout
     attempt: str
@@ -370,7 +369,7 @@ class Trace(Record, frozen=True):
 
 
 class Stats(Record, frozen=True):
-    """What a store holds. `bytes` is its size on disk, `free` the part a vacuum would give back."""
+    """The size of a store: `bytes` on disk, of which a vacuum would give back `free`."""
 
     rows: dict[str, int]  # by table
     bytes: int
@@ -379,7 +378,7 @@ class Stats(Record, frozen=True):
 
 
 class Pruned(Record, frozen=True):
-    """What a prune removed, or would remove."""
+    """Numbers of rows that a prune removed, or would remove."""
 
     rollouts: int = 0
     attempts: int = 0

@@ -1,9 +1,9 @@
 """One attempt from claim to outcome: the executor runs the agent, then its result is scored here,
 out of the agent's reach.
 
-A failed attempt has a kind and no reward. A failure of the model server is never the agent's, even
-when the agent swallowed the error: a call that failed and was not repeated with success fails the
-attempt, whatever its result.
+A failed attempt has a kind and no reward. A failure of the model server is never counted as the
+agent's, even when the agent ignored the error: a model call that failed and was not repeated with
+success fails the attempt, whatever its result.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.runners.gateway.replay import recording
 from agentrl.runners.gateway.server import Gateway
 from agentrl.runners.scoring.results import as_json, failure_of
-from agentrl.runners.scoring.rewards import needs_trace, resolve_targets
+from agentrl.runners.scoring.rewards import resolve_targets
 from agentrl.runners.scoring.verifiers import Verifier, VerifierError
 from agentrl.runners.tracing import core as tracing
 from agentrl.store.base import Store
-from agentrl.types import Attempt, ErrorKind, Failure, Outcome, Reward, Span, Trace
+from agentrl.types import Attempt, ErrorKind, Failure, Outcome, Reward, Scope, Trace
 
 log = logging.getLogger("agentrl.runner")
 
@@ -72,26 +72,20 @@ class AttemptRunner:
 
     async def _score(self, active: ActiveAttempt, ran: ExecutionResult) -> Outcome:
         rollout = active.attempt.rollout
-        whole = await self.store.trace(rollout.id) if self.verifier.wants_trace else None
-        whole = whole and replace(whole, spans=[*whole.spans, *ran.spans])
+        trace = await self.store.trace(rollout.id) if self.verifier.wants_trace else None
+        trace = trace and replace(trace, spans=[*trace.spans, *ran.spans])
         active.extend(rollout.timeout)
         try:
-            rewards = [*ran.rewards, *await self._verify(active.attempt, ran.result, whole)]
+            rewards = [*ran.rewards, *await self._verify(active.attempt, ran.result, trace)]
         except Exception as error:  # noqa: BLE001 - the user's verifier is a boundary
             return self._failed(active, ran, failure_of(ErrorKind.VERIFIER, error))
-        if whole is None and needs_trace(rewards):
-            whole = await self.store.trace(rollout.id)
+        if trace is None and any(row.scope is not Scope.ROLLOUT for row in rewards):
+            trace = await self.store.trace(rollout.id)
         try:
-            rewards = resolve_targets(rewards, whole, ran.spans)
+            rewards = resolve_targets(rewards, trace, ran.spans)
         except VerifierError as error:
             return self._failed(active, ran, failure_of(ErrorKind.VERIFIER, error))
-        return Outcome(
-            attempt=active.id,
-            fence=active.attempt.fence,
-            result=as_json(ran.result),
-            rewards=rewards,
-            spans=ran.spans,
-        )
+        return _outcome(active, ran, rewards=rewards)
 
     async def _verify(self, attempt: Attempt, result: Any, trace: Trace | None) -> list[Reward]:
         """Run the verifier in a trace of its own, in which its model clients reach the run's frozen
@@ -108,48 +102,34 @@ class AttemptRunner:
             raise VerifierError(message) from None
 
     def _failed(self, active: ActiveAttempt, ran: ExecutionResult, failure: Failure) -> Outcome:
-        """A failed attempt. It has no reward, except `agent.error_reward` for the agent's own."""
-        rewards, retry = [], self._may_retry(failure.kind, active.attempt)
+        """A failed attempt. It has no reward, except `agent.error_reward` if the agent failed."""
+        attempt, limit = active.attempt, getattr(self.retries, failure.kind.value)
+        left = attempt.fence < attempt.rollout.max_attempts
+        retry, rewards = left and (limit is None or attempt.fence <= limit), []
         if failure.kind is ErrorKind.AGENT and self.error_reward is not None and not retry:
             rewards = [Reward(value=self.error_reward, source="runner")]
-        return Outcome(
-            attempt=active.id,
-            fence=active.attempt.fence,
-            result=as_json(ran.result),
-            rewards=rewards,
-            spans=ran.spans,
-            failure=failure,
-            retry=retry,
-        )
-
-    def _may_retry(self, kind: ErrorKind, attempt: Attempt) -> bool:
-        """Whether a failure of this kind is worth another attempt, and one is left."""
-        limit = getattr(self.retries, kind.value)
-        return attempt.fence < attempt.rollout.max_attempts and (
-            limit is None or attempt.fence <= limit
-        )
+        return _outcome(active, ran, rewards=rewards, failure=failure, retry=retry)
 
     def _no_call(self, active: ActiveAttempt, ran: ExecutionResult) -> Failure:
         """The failure of an attempt in which no model of the run was called: there is nothing to
         learn from."""
         gateway = self.gateway.base_url
-        said = "; set agent.calls_optional = true if that is how it should be"
+        hint = "; set agent.calls_optional = true if that is how it should be"
         if active.calls:
             why = f": the last one was refused, {active.refused}" if active.refused else ""
             message = f"none of the agent's {active.calls} model calls has an answer to record{why}"
-            return Failure(kind=ErrorKind.NO_CALL, message=message + said)
-        called = {
-            str(span.attributes["url.full"]) for span in ran.spans if _other_server(span, gateway)
-        }
+            return Failure(kind=ErrorKind.NO_CALL, message=message + hint)
+        urls = {str(span.attributes.get("url.full", gateway)) for span in ran.spans}
+        called = {url for url in urls if not url.startswith(gateway)}
         instead = f", but called {', '.join(sorted(called)[:3])}" if called else ""
         message = (
             f"the agent made no model call through the gateway at {gateway}{instead}; let its"
             " client take its address from OPENAI_BASE_URL, and make it in the agent's own module"
             " or in a function that builds the agent"
         )
-        return Failure(kind=ErrorKind.NO_CALL, message=message + said)
+        return Failure(kind=ErrorKind.NO_CALL, message=message + hint)
 
 
-def _other_server(span: Span, gateway: str) -> bool:
-    url = span.attributes.get("url.full")
-    return url is not None and not str(url).startswith(gateway)
+def _outcome(active: ActiveAttempt, ran: ExecutionResult, **ended: Any) -> Outcome:
+    fence, result = active.attempt.fence, as_json(ran.result)
+    return Outcome(attempt=active.id, fence=fence, result=result, spans=ran.spans, **ended)

@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -21,10 +21,10 @@ from agentrl.config.policies import has_no_own_policy, policy_by_role
 from agentrl.errors import StoreError
 from agentrl.processes import PHASE, log_to_stderr
 from agentrl.runners.execution import AttemptRunner
-from agentrl.runners.executors import Executor
-from agentrl.runners.executors.environment import environment
+from agentrl.runners.executors.contract import environment
 from agentrl.runners.executors.factory import make_executor
 from agentrl.runners.gateway.server import Gateway
+from agentrl.runners.harnesses.preset import role_rules
 from agentrl.runners.scoring import verifiers
 from agentrl.runners.tracing import core as tracing
 from agentrl.runners.worker import Worker
@@ -48,7 +48,7 @@ def main(
     """Run rollouts of `run` until SIGTERM or SIGINT, which leaves those in progress
     `runner.drain` seconds, or `until_ended`; the exit code.
 
-    Raises AgentRLError for what the user can mend: an agent or verifier that cannot be loaded, a
+    Raises AgentRLError for what the user can correct: an agent or verifier that cannot be loaded, a
     port that is taken, a store that cannot be opened."""
     log_to_stderr()
 
@@ -56,16 +56,9 @@ def main(
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        await start_runner(
-            store_url,
-            run,
-            root=root,
-            name=name,
-            stop=stop,
-            until_ended=until_ended,
-            ready=_tune_gc,
-            on_blocked=_end_process,
-        )
+        options: dict[str, Any] = {"root": root, "name": name, "until_ended": until_ended}
+        options |= {"ready": _tune_gc, "on_blocked": _end_process}
+        await start_runner(store_url, run, stop=stop, **options)
 
     asyncio.run(until_signal())
     return 0
@@ -84,87 +77,87 @@ async def start_runner(
     ready: Callable[[], None] | None = None,
     on_blocked: Callable[[str], None] | None = None,
 ) -> None:
-    """Run rollouts of `run` until `stop` is set, or also `until_ended`: the run's algorithm said
-    that it is done; `ready` is called when all is loaded.
+    """Run rollouts of `run` until `stop` is set, or with `until_ended` also until the run's
+    algorithm has finished; `ready` is called when all is loaded.
 
     Waits for the run to exist. `agent` and `verifier` default to those of the run's settings,
     whose paths are relative to `root`, by default the run's own. Raises as `main` does."""
-    async with open_store(store_url) as store, contextlib.AsyncExitStack() as stack:
+    async with open_store(store_url) as store:
         config = await _config(store, run, stop)
         if config is None:
             return
-        if until_ended:
-            stack.enter_context(_cancelled_after(_stop_at_end(store, run, config.steps, stop)))
-        folder, name = root or Path(config.root), name or _name()
-        gateway = Gateway(
-            store,
-            run,
-            host=config.runner.host,
-            port=config.runner.port,
-            upstreams=config.upstreams,
-            roles=policy_by_role(config),
-            policies=config.policies,
-            remote=has_no_own_policy(config),
-        )
-        await asyncio.to_thread(gateway.start)
+        watch = _stop_at_end(store, run, config.steps, stop) if until_ended else None
+        ending = asyncio.create_task(watch) if watch else None
+        root, name = root or Path(config.root), name or f"{socket.gethostname()}-{os.getpid()}"
+        verifier = config.verifier.path if verifier is None else verifier
+        started = _attempt_runner(store, run, config, root, name, agent, verifier)
         try:
-            with environment(gateway.base_url, config.agent.pass_env):
-                executor = make_executor(
-                    config, root=folder, gateway=gateway.base_url, runner=name, agent=agent
-                )
-                scored = AttemptRunner(
+            async with started as execution:
+                if ready is not None:
+                    ready()
+                worker = Worker(run, execution, config.runner, name=name, on_blocked=on_blocked)
+                await worker.run(stop)
+        finally:
+            if ending is not None:
+                ending.cancel()
+
+
+@contextlib.asynccontextmanager
+async def _attempt_runner(
+    store: Store,
+    run: str,
+    config: RunConfig,
+    root: Path,
+    name: str,
+    agent: object,
+    verifier: Callable[..., Any] | str,
+) -> AsyncIterator[AttemptRunner]:
+    """Gateway, agent and verifier of a run, started."""
+    gateway = Gateway(
+        store,
+        run,
+        host=config.runner.host,
+        port=config.runner.port,
+        upstreams=config.upstreams,
+        roles=policy_by_role(config),
+        policies=config.policies,
+        remote=has_no_own_policy(config),
+        rules=role_rules(config, root),
+    )
+    await asyncio.to_thread(gateway.start)
+    try:
+        with environment(gateway.base_url, config.agent.pass_env):
+            url, settings = gateway.base_url, config.agent
+            executor = make_executor(config, root=root, gateway=url, runner=name, agent=agent)
+            scores = verifiers.load(verifier, config.verifier.rewards, root)
+            asyncio.get_running_loop().set_default_executor(DaemonThreads())
+            if config.runner.framework_spans:
+                tracing.instrument_frameworks()
+            try:
+                await executor.start()
+                yield AttemptRunner(
                     store,
                     gateway,
                     executor,
-                    verifiers.load(
-                        config.verifier.path if verifier is None else verifier,
-                        config.verifier.rewards,
-                        folder,
-                    ),
-                    config.agent.error_reward,
-                    config.agent.retries,
-                    config.agent.calls_optional,
+                    scores,
+                    settings.error_reward,
+                    settings.retries,
+                    settings.calls_optional,
                 )
-                asyncio.get_running_loop().set_default_executor(DaemonThreads())
-                if config.runner.framework_spans:
-                    tracing.instrument_frameworks()
-                async with _started(executor):
-                    if ready is not None:
-                        ready()
-                    worker = Worker(run, scored, config.runner, name=name, on_blocked=on_blocked)
-                    await worker.run(stop)
-        finally:
-            await asyncio.to_thread(gateway.close)
-
-
-@contextlib.contextmanager
-def _cancelled_after(work: Coroutine[Any, Any, None]) -> Iterator[None]:
-    task = asyncio.create_task(work)
-    try:
-        yield
+            finally:
+                await executor.close()
     finally:
-        task.cancel()
+        await asyncio.to_thread(gateway.close)
 
 
 async def _stop_at_end(store: Store, run: str, steps: int, stop: asyncio.Event) -> None:
     while not stop.is_set():
-        try:
+        with contextlib.suppress(StoreError):  # the worker meets it too, and decides what to do
             rows = await store.steps(run, after=steps - 1)
             if any(ENDED in row.metrics for row in rows):
                 log.log(PHASE, f"run {run} has ended after {steps} steps, and with it this runner")
                 stop.set()
-        except StoreError:  # the worker says so, and decides what becomes of it
-            pass
         await store.wait(2**62, timeout=END_CHECK_INTERVAL)
-
-
-@contextlib.asynccontextmanager
-async def _started(executor: Executor) -> AsyncIterator[None]:
-    try:
-        await executor.start()
-        yield
-    finally:
-        await executor.close()
 
 
 class RunnerThread:
@@ -184,18 +177,11 @@ class RunnerThread:
         root: Path | None = None,
     ) -> None:
         self.done: Future[None] = Future()  # raises what ended the runner
-        self.done.set_running_or_notify_cancel()  # whoever waits for it cannot cancel it
+        self.done.set_running_or_notify_cancel()  # so that a caller that waits cannot cancel it
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
-        self._runner = partial(
-            start_runner,
-            store_url,
-            run,
-            root=root,
-            stop=self._stop,
-            agent=agent,
-            verifier=verifier,
-        )
+        options: dict[str, Any] = {"root": root, "agent": agent, "verifier": verifier}
+        self._runner = partial(start_runner, store_url, run, stop=self._stop, **options)
         self._thread = threading.Thread(target=self._work, name="agentrl-runner", daemon=True)
 
     def start(self) -> None:
@@ -203,7 +189,7 @@ class RunnerThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """Give back what is unfinished and end the thread; what ended it early is in `done`."""
+        """Give back what is unfinished and end the thread; an early error is in `done`."""
         with contextlib.suppress(RuntimeError):  # its loop has ended already
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
@@ -212,7 +198,7 @@ class RunnerThread:
         try:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._runner())
-        except BaseException as error:  # noqa: BLE001 - handed to whoever asks `done`
+        except BaseException as error:  # noqa: BLE001 - raised by `done`
             self.done.set_exception(error)
         else:
             self.done.set_result(None)
@@ -238,14 +224,10 @@ def _tune_gc() -> None:
 
 
 def _end_process(rollout: str) -> None:
-    """Whoever started this process starts it again; the rollouts come back by their leases."""
-    logging.getLogger("agentrl.runner").error(
+    """The parent starts this process again, and the rollouts come back when their leases expire."""
+    log.error(
         "the agent blocks its event loop since before rollout %s ran out of time; ending this"
         " process: make the agent await instead, or a plain function, which gets a thread",
         rollout,
     )
     os._exit(1)
-
-
-def _name() -> str:
-    return f"{socket.gethostname()}-{os.getpid()}"

@@ -28,7 +28,7 @@ GRACE = 5.0  # seconds past its deadline after which the lease of a hung attempt
 
 
 class Worker:
-    """Runs attempts of one run in this process."""
+    """Runs attempts of one run, in this process."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Worker:
         limit = execution.executor.limit
         self._slots = config.concurrency if limit is None else min(limit, config.concurrency)
         self._running: dict[str, tuple[asyncio.Task[None], ActiveAttempt]] = {}
-        self._being_stored: dict[str, asyncio.Task[None]] = {}  # their outcomes are being stored
+        self._being_stored: dict[str, asyncio.Task[None]] = {}  # ended, outcome not yet durable
         self._outcomes: list[Outcome] = []
         self._finishing = asyncio.Lock()
         self._failed: BaseException | None = None
@@ -56,8 +56,8 @@ class Worker:
         self._changed = asyncio.Event()  # a slot is free, or it is time to stop
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Work until `stop` is set, let what is running finish for `drain` seconds, then give back
-        what is unfinished.
+        """Work until `stop` is set, wait `drain` seconds for the attempts that run, then return the
+        unfinished ones to the queue.
 
         Raises StoreError when the store cannot be used any more."""
         stopping = asyncio.create_task(stop.wait())
@@ -68,7 +68,9 @@ class Worker:
         try:
             while not stop.is_set() and self._failed is None:
                 await self._claim_and_start(stop)
-            await self._drain()
+            running = [task for task, _ in self._running.values()]
+            if running and self._failed is None:
+                await asyncio.wait(running, timeout=self.config.drain)
         finally:
             self._stopped = True
             stopping.cancel()
@@ -86,29 +88,23 @@ class Worker:
             await self._changed.wait()
             return
         if not self._gateway.router.ready:
-            # The algorithm is starting: an attempt's time would run while nobody can answer it.
+            # The algorithm is starting: attempts would run out of time with no server to answer.
             cursor = await self._store.cursor()
             if not await self._store.policies(self.run_name):
                 await self._store.wait(cursor, timeout=CLAIM_TIMEOUT)
                 return
+        name, lease, run = self.name, self.config.lease, self.run_name
         attempts = await self._store.claim(
-            free,
-            runner=self.name,
-            lease=self.config.lease,
-            run=self.run_name,
-            timeout=CLAIM_TIMEOUT,
+            free, runner=name, lease=lease, run=run, timeout=CLAIM_TIMEOUT
         )
         if stop.is_set():
             await self._give_back(attempts)
             return
         for attempt in attempts:
-            self._start(attempt)
-
-    def _start(self, attempt: Attempt) -> None:
-        active = self._gateway.register(attempt, sealed=self._execution.executor.sealed)
-        task = asyncio.create_task(self._attempt(active), name=f"attempt-{active.id}")
-        self._running[active.id] = task, active
-        task.add_done_callback(self._note_failure)
+            active = self._gateway.register(attempt, sealed=self._execution.executor.sealed)
+            task = asyncio.create_task(self._attempt(active), name=f"attempt-{active.id}")
+            self._running[active.id] = task, active
+            task.add_done_callback(self._note_failure)
 
     async def _attempt(self, active: ActiveAttempt) -> None:
         try:
@@ -126,7 +122,7 @@ class Worker:
         """Store an outcome, together with those of other attempts that end meanwhile."""
         self._outcomes.append(outcome)
         async with self._finishing:
-            if self._outcomes:  # else they went with those of another attempt
+            if self._outcomes:  # else another attempt has stored them with its own
                 outcomes, self._outcomes = self._outcomes, []
                 await self._finish(outcomes)
 
@@ -136,7 +132,13 @@ class Worker:
             await self._store.finish(outcomes)
         except Invalid as error:
             if len(outcomes) == 1:
-                await self._store.finish([_without_content(outcomes[0], error)])
+                refused = outcomes[0]
+                log.warning(
+                    "the outcome of attempt %s cannot be stored: %s", refused.attempt, error
+                )
+                failure = refused.failure or Failure(kind=ErrorKind.AGENT, message=str(error))
+                empty = replace(refused, result=None, rewards=[], spans=[], failure=failure)
+                await self._store.finish([empty])
                 return
             for outcome in outcomes:
                 await self._finish([outcome])
@@ -151,11 +153,6 @@ class Worker:
         if failed is not None:
             self._failed = self._failed or failed
             self._changed.set()
-
-    async def _drain(self) -> None:
-        running = [task for task, _ in self._running.values()]
-        if running and self._failed is None:
-            await asyncio.wait(running, timeout=self.config.drain)
 
     async def _abandon(self) -> None:
         """Stop the attempts that still run, then return them to the queue: the next attempt must
@@ -209,10 +206,3 @@ class Worker:
                 task, _ = self._running[attempt]
                 log.warning("attempt %s lost its lease and is stopped", attempt)
                 task.cancel()
-
-
-def _without_content(outcome: Outcome, refused: Invalid) -> Outcome:
-    """An outcome that the store refused, without what it can refuse."""
-    log.warning("the outcome of attempt %s cannot be stored: %s", outcome.attempt, refused)
-    failure = outcome.failure or Failure(kind=ErrorKind.AGENT, message=str(refused))
-    return replace(outcome, result=None, rewards=[], spans=[], failure=failure)

@@ -3,7 +3,7 @@
 The verbs see a `Connection`; the writer drives one `Session`; `ReaderThreads` use a `ReadPool`.
 SQL is in `sql/*.sql`, one file per noun; each statement follows a line `-- name: <name>`. It is
 written once, in the SQL that SQLite and PostgreSQL share, with parameters `:name` or `?`. Where
-they differ, or PostgreSQL needs a lock, `sql/postgres/<noun>.sql` overrides it by name.
+they differ, or PostgreSQL needs a lock, `sql/postgres/<noun>.sql` has a statement of the same name.
 """
 
 from __future__ import annotations
@@ -57,8 +57,23 @@ def _read(file: str) -> dict[str, str]:
     return {name: sql.strip() for name, sql in zip(parts[::2], parts[1::2], strict=True)}
 
 
+def migrations(folder: str) -> dict[str, Path]:
+    """The scripts of `sql/<folder>` by name, in the order in which they are applied."""
+    return {path.stem: path for path in sorted((SQL_FOLDER / folder).glob("*.sql"))}
+
+
+def missing_migrations(scripts: Mapping[str, Path], applied: set[str], store: str) -> list[str]:
+    """Names of the scripts that a store lacks. Raises StoreError if it has unknown ones."""
+    if unknown := sorted(applied - scripts.keys()):
+        raise StoreError(
+            f"Store {store} was written by a newer agentrl (schema {unknown[-1]}): upgrade agentrl "
+            "or choose another store."
+        )
+    return [name for name in scripts if name not in applied]
+
+
 class Cursor(Protocol):
-    """Rows are read by column name or number."""
+    """Rows are read by column name."""
 
     @property
     def rowcount(self) -> int: ...
@@ -74,32 +89,13 @@ class Connection(Protocol):
     def executemany(self, sql: str, rows: Iterable[Parameters], /) -> object: ...
 
 
-class Session(Protocol):
-    """The writing connection of a process, and its transactions. Used by one thread."""
+class Connected(Protocol):
+    """What the writing connection and the reading connections of a process have in common."""
 
     errors: tuple[type[Exception], ...]  # what the database raises
 
-    @property
-    def conn(self) -> Connection: ...
-
-    def begin(self) -> float:
-        """The time, unix seconds, by the one clock that all processes of the store share."""
-        ...
-
-    def commit(self, topics: int) -> None:
-        """Returns when the transaction is durable. Other processes hear of the topics."""
-        ...
-
-    def rollback(self) -> None:
-        """Undoes the open transaction, if there is one."""
-        ...
-
-    def can_continue(self, error: Exception) -> bool:
-        """Whether the transaction goes on after the savepoint before the error is restored."""
-        ...
-
     def can_retry(self, error: Exception, since: float) -> bool:
-        """Whether the same transaction may succeed now, after waiting for what it takes. It was
+        """Whether the same transaction may succeed now, after a wait if one is needed. It was
         first tried at `since`, of the monotonic clock."""
         ...
 
@@ -110,24 +106,38 @@ class Session(Protocol):
     def close(self) -> None: ...
 
 
-class ReadPool(Protocol):
+class Session(Connected, Protocol):
+    """The writing connection of a process, and its transactions. Used by one thread."""
+
+    @property
+    def conn(self) -> Connection: ...
+
+    def begin(self) -> float:
+        """Returns the time, unix seconds, of the clock that all processes of the store share."""
+        ...
+
+    def commit(self, topics: int) -> None:
+        """Returns when the transaction is durable. Other processes are notified of the topics."""
+        ...
+
+    def rollback(self) -> None:
+        """Undoes the open transaction, if there is one."""
+        ...
+
+    def can_continue(self, error: Exception) -> bool:
+        """Whether the transaction can go on once it is rolled back to the last savepoint."""
+        ...
+
+
+class ReadPool(Connected, Protocol):
     """Reading connections, for any number of threads."""
 
     name: str
     threads: int  # that may read at once
-    errors: tuple[type[Exception], ...]
 
     def read_transaction(self) -> AbstractContextManager[Connection]:
-        """What it reads is the store at one moment."""
+        """All reads in it see the store at one moment."""
         ...
-
-    def can_retry(self, error: Exception, since: float) -> bool:
-        """As that of `Session`, for reading anew."""
-        ...
-
-    def to_store_error(self, error: Exception) -> Exception: ...
-
-    def close(self) -> None: ...
 
 
 class ReaderThreads:

@@ -1,8 +1,8 @@
-"""The change feed inside one process: who waits for what, and waking them from any thread.
+"""The change feed inside one process: tasks wait for a topic, any thread wakes them.
 
 Owns: one counter per topic, and the futures of the tasks that wait. Always true: a notification
-between `ticket` and `changed` is not lost. Any thread may notify: the writer after its commit, and
-the listener for the commits of other processes.
+between `ticket` and `changed` is not lost. The writer notifies after its commit, the listener after
+the commits of other processes.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from typing import TypeVar
-
-T = TypeVar("T")
+from collections.abc import Iterable
+from typing import Any
 
 QUEUE = 1  # a rollout became claimable
 GROUPS = 2  # a group settled, or was released
@@ -56,25 +54,28 @@ class Feed:
                     self._rings[topic] += 1
                     woken += self._waiting[topic]
                     self._waiting[topic].clear()
-        by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = defaultdict(list)
-        for future in woken:
-            by_loop[future.get_loop()].append(future)
-        for loop, futures in by_loop.items():
-            call_soon(loop, _wake, futures)
+        resolve((future, None) for future in woken)
 
 
-def call_soon(
-    loop: asyncio.AbstractEventLoop, callback: Callable[[T], object], argument: T
-) -> None:
-    """Thread-safe, and silent when the loop has been closed: nobody waits there any more."""
-    try:
-        loop.call_soon_threadsafe(callback, argument)
-    except RuntimeError:
-        if not loop.is_closed():
-            raise
+def resolve(answers: Iterable[tuple[asyncio.Future[Any], Any]]) -> None:
+    """Ends futures from any thread, each with its result or with the exception that its waiter
+    gets. One wake-up for each event loop, however many of its futures."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[Any]] = defaultdict(list)
+    for future, answer in answers:
+        by_loop[future.get_loop()].append((future, answer))
+    for loop, mine in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_resolve, mine)
+        except RuntimeError:  # where the loop has been closed nobody waits any more
+            if not loop.is_closed():
+                raise
 
 
-def _wake(futures: Iterable[asyncio.Future[None]]) -> None:
-    for future in futures:
-        if not future.done():
-            future.set_result(None)
+def _resolve(answers: Iterable[tuple[asyncio.Future[Any], Any]]) -> None:
+    for future, answer in answers:
+        if future.done():  # its waiter was cancelled
+            continue
+        if isinstance(answer, Exception):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)

@@ -1,4 +1,4 @@
-"""What every store refuses before anything is written: what could not be stored, read again or
+"""Checks that every store makes before it writes: of values that could not be stored, read again or
 trained on. Each function raises Invalid with a sentence that says what to send instead."""
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from agentrl.errors import Invalid
 from agentrl.store.rows import CREDIT, to_blob
 from agentrl.types import NewRollout, Outcome, Reward, Sampling, Scope, Span, StepCommit, Transition
 
-LATEST_TIME = 2**33  # seconds: what OpenTelemetry can say in nanoseconds
-LONGEST_LEASE = 3600.0  # seconds: how long a dead runner may keep a rollout at most
-LONGEST_ID = 512  # bytes of an id: several fit into a row of an index, which in PostgreSQL has 2704
-LARGEST_REWARD = 1e15  # of a reward: the sum of many squares still fits into a float32
+LATEST_TIME = 2**33  # seconds: in nanoseconds it fits into OpenTelemetry's 64 bits
+LONGEST_LEASE = 3600.0  # seconds: the longest that a dead runner may keep a rollout
+LONGEST_ID = 512  # bytes: several ids fit into an index row, which has 2704 bytes in PostgreSQL
+LARGEST_REWARD = 1e15  # the sum of many squares still fits into a float32
 ROUNDING = 0.01  # by which a sampler's log-prob of a certain token may exceed 0
 
 
@@ -33,7 +33,7 @@ def check_lease(lease: float) -> None:
 
 
 def check_id(what: str, id: str) -> None:
-    """`what` begins the sentence."""
+    """`what` is the start of the error's sentence."""
     if len(id) * 4 > LONGEST_ID and len(id.encode("utf-8", "surrogatepass")) > LONGEST_ID:
         raise Invalid(
             f"{what} is longer than {LONGEST_ID} bytes ({id[:40]}...): choose a shorter one."
@@ -52,27 +52,26 @@ def check_spans(spans: Sequence[Span]) -> None:
 def check_rollout(rollout: NewRollout) -> None:
     for what, id in (("id", rollout.id), ("run", rollout.run), ("group", rollout.group)):
         check_id(f"The {what} of a rollout", id)
+    where, branch = f"Rollout {rollout.id}", rollout.branch
     if rollout.max_attempts < 1 or not 0 < rollout.timeout < math.inf:
         raise Invalid(
-            f"Rollout {rollout.id}: max_attempts must be at least 1 and timeout a positive "
-            "number of seconds."
+            f"{where}: max_attempts must be at least 1 and timeout a positive number of seconds."
         )
-    if rollout.branch is not None and rollout.branch.calls < 1:
+    if branch is not None and branch.calls < 1:
         raise Invalid(
-            f"Rollout {rollout.id}: a branch repeats at least one call; leave `branch` out for a "
-            "rollout that starts afresh."
+            f"{where}: a branch repeats at least one call; leave `branch` out for a rollout that "
+            "starts afresh."
         )
-    if rollout.branch is not None and not rollout.seats.keys() >= set(rollout.branch.without):
+    if branch is not None and not rollout.seats.keys() >= set(branch.without):
         raise Invalid(
-            f"Rollout {rollout.id}: a branch is without {', '.join(rollout.branch.without)}, and "
-            "not all of them have a seat; say in `seats` who plays them instead."
+            f"{where}: a branch is without {', '.join(branch.without)}, and not all of them have a "
+            "seat; say in `seats` who plays them instead."
         )
     if not all(role and policy for role, policy in rollout.seats.items()):
         raise Invalid(
-            f"Rollout {rollout.id}: a seat is a role and the policy that plays it, and both have "
-            "names."
+            f"{where}: a seat is a role and the policy that plays it, and both have names."
         )
-    _check_sampling(f"Rollout {rollout.id}", rollout.sampling)
+    _check_sampling(where, rollout.sampling)
 
 
 def _check_sampling(where: str, sampling: Sampling) -> None:
@@ -81,7 +80,6 @@ def _check_sampling(where: str, sampling: Sampling) -> None:
 
 
 def check_transition(transition: Transition) -> None:
-    """Refuses what could not be trained on, before anything is written."""
     t, where = transition, f"Transition {transition.id}"
     check_id("The id of a transition", t.id)
     for name, values, code in (
@@ -114,7 +112,6 @@ def check_transition(transition: Transition) -> None:
 
 
 def check_outcome(outcome: Outcome) -> None:
-    """Refuses an outcome of which a part could not be written."""
     if outcome.retry and outcome.failure is None:
         raise Invalid(f"Attempt {outcome.attempt} succeeded: only a failure can be retried.")
     for reward in outcome.rewards:
@@ -143,7 +140,6 @@ def _check_reward(reward: Reward, owner: str) -> None:
 
 
 def check_commit(commit: StepCommit) -> None:
-    """Refuses credit and rewards that could not be read again."""
     check_ids("A metric's name", commit.metrics)
     for judgement in commit.judgements:
         _check_reward(judgement.reward, f"rollout {judgement.rollout}")

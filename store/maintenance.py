@@ -1,59 +1,42 @@
-"""Maintenance: the size of a store, and the removal of rows that no step will read again.
+"""Maintenance: the size of a store, removing what no step will read again, taking steps back.
 
-Always true: a rollout goes whole, with everything its attempts left, in one transaction, so that
-no reader sees half of one; a transaction removes about `ROWS` rows, so that other writers wait for
-milliseconds; the counters, steps and metrics of a run stay what they were. A prune that is killed
-has pruned less; the next one goes on.
+Always true: a rollout is removed whole, with everything its attempts left, in one transaction, so
+that no reader sees half of one; a transaction of a prune removes about `ROWS` rows, so that other
+writers wait for milliseconds, and keeps the counters, steps and metrics of the run. A prune that is
+killed has pruned less; the next one goes on. A rewind is one transaction: the groups of its steps
+are settled again; their credit, judgements and metrics are removed; what runners recorded stays.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
-from agentrl.errors import Invalid
-from agentrl.store import rows, runs
-from agentrl.store.database import Connection, load_sql
-from agentrl.store.writer import Transaction, WriteVerb
-from agentrl.types import Pruned, Stats
+import msgspec
+
+from agentrl.errors import Conflict, Invalid
+from agentrl.store import rollouts, rows, runs
+from agentrl.store.database import Connection, ReaderThreads, load_sql
+from agentrl.store.feed import GROUPS
+from agentrl.store.writer import Transaction, Writer
+from agentrl.types import Pruned, RolloutState, Stats
 
 SQL = load_sql("maintenance")
 FEED = load_sql("feed")
+REWIND = load_sql("rewind")
 ROWS = 1000  # transitions and spans that one transaction removes, if no rollout alone has more
 PAGE = 256  # rollouts looked at with one read
 EVENTS = 10_000  # cursor numbers that one transaction passes over
-AT_REST = ("trained", "discarded", "settled")  # groups that nobody trains any more
-T = TypeVar("T")
+AT_REST = ("trained", "discarded", "settled")  # groups of which no rollout is queued or running
+Limits = dict[str, Any]  # `run`, `keep`: committed steps, `before`: unix seconds of the end
 
 
-class ExecuteRead(Protocol):
-    def __call__(self, query: Callable[[Connection], T], /) -> Awaitable[T]: ...
-
-
-class ExecuteWrite(Protocol):
-    def __call__(self, verb: WriteVerb[T], /) -> Awaitable[T]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class PruneLimits:
-    """What may go. `keep` committed steps stay, and all that ended after `before`, unix seconds."""
-
-    run: str | None
-    keep: int
-    before: float
-
-    @property
-    def columns(self) -> dict[str, Any]:
-        return {"run": self.run, "keep": self.keep, "before": self.before}
-
-
-def limits(
-    now: float, run: str | None, keep_last: int | None, older_than: float | None
-) -> PruneLimits:
-    """Raises Invalid for limits that would remove everything or make no sense."""
+def limits(now: float, run: str | None, keep_last: int | None, older_than: float | None) -> Limits:
+    """What may be removed. Raises Invalid for limits that would remove everything or make no
+    sense."""
     if keep_last is None and older_than is None:
         raise Invalid(
             "Say what to keep: the steps of keep_last, the seconds of older_than or both."
@@ -62,8 +45,8 @@ def limits(
         raise Invalid(f"keep_last is a number of steps, not {keep_last}.")
     if older_than is not None and not 0 <= older_than < math.inf:
         raise Invalid(f"older_than is a number of seconds, not {older_than}.")
-    before = now if older_than is None else now - older_than
-    return PruneLimits(run, keep_last or 0, math.inf if older_than is None else before)
+    before = math.inf if older_than is None else now - older_than
+    return {"run": run, "keep": keep_last or 0, "before": before}
 
 
 def stats(conn: Connection) -> Stats:
@@ -72,40 +55,39 @@ def stats(conn: Connection) -> Stats:
         rows={row["name"]: row["n"] for row in conn.execute(SQL["rows"])},
         bytes=size["bytes"],
         free=size["free"],
-        cursor=conn.execute(FEED["cursor"]).fetchone()[0],
+        cursor=conn.execute(FEED["cursor"]).fetchone()["newest"],
     )
 
 
-async def prune(
-    read: ExecuteRead, write: ExecuteWrite, limits: PruneLimits, *, dry_run: bool
-) -> Pruned:
-    """`read` and `write` each run a function in a transaction of its own."""
+async def prune(readers: ReaderThreads, writer: Writer, limits: Limits, *, dry_run: bool) -> Pruned:
+    """Many transactions: see the head of this module."""
     total, after = Pruned(), -1
-    await read(partial(_check_run, limits=limits))
-    while page := await read(partial(_page, limits=limits, after=after)):
+    if limits["run"] is not None:
+        await readers.read(partial(runs.find_run, run=limits["run"]))
+    while page := await readers.read(partial(_page, limits=limits, after=after)):
         after = page[-1][0]
-        found = await read(partial(_evidence, rollouts=[id for _, id in page]))
+        found = await readers.read(partial(_evidence, rollouts=[id for _, id in page]))
         if dry_run:
-            total = _sum([total, _pruned(found)])
+            total = _sum(total, _pruned(found))
         else:
             for part in _parts(found):
-                total = _sum([total, await write(partial(remove, rollouts=part))])
-    for run in await read(partial(_runs, limits=limits)):
-        events = await _prune_events(read, write, limits, run, dry_run=dry_run)
-        total = _sum([total, Pruned(events=events)])
+                total = _sum(total, await writer.post(partial(remove, rollouts=part)))
+    for run in await readers.read(partial(_runs, limits=limits)):
+        upto, first, events = await readers.read(partial(_old_events, limits=limits, run=run))
+        if events and not dry_run:
+            events = 0
+            for start in range(first, upto, EVENTS):
+                window = {"run": run, "first": start, "upto": min(start + EVENTS, upto)}
+                events += await writer.post(partial(_remove_events, window=window))
+        total = _sum(total, Pruned(events=events))
     return total
 
 
 # -- rollouts --------------------------------------------------------------------------------------
 
 
-def _check_run(conn: Connection, limits: PruneLimits) -> None:
-    if limits.run is not None:
-        runs.find_run(conn, limits.run)
-
-
-def _page(conn: Connection, limits: PruneLimits, after: int) -> list[tuple[int, str]]:
-    columns = {**limits.columns, "after": after, "n": PAGE}
+def _page(conn: Connection, limits: Limits, after: int) -> list[tuple[int, str]]:
+    columns = {**limits, "after": after, "n": PAGE}
     return [(row["seq"], row["id"]) for row in conn.execute(SQL["prunable"], columns)]
 
 
@@ -128,7 +110,7 @@ def _parts(found: Sequence[Any]) -> Iterator[list[str]]:
 
 
 def remove(tx: Transaction, rollouts: Sequence[str]) -> Pruned:
-    """Those of the rollouts whose group is still at rest: an evaluation may have grown since."""
+    """Removes those whose group is still at rest: an evaluation may have grown since."""
     tx.conn.execute(SQL["lock_payloads"])
     tx.conn.execute(SQL["lock_groups"], _ids(rollouts))
     found = [row for row in _evidence(tx.conn, rollouts) if row["state"] in AT_REST]
@@ -138,7 +120,7 @@ def remove(tx: Transaction, rollouts: Sequence[str]) -> Pruned:
         tx.conn.execute(SQL[f"delete_{table}"], columns)
     for digest in hashes:
         tx.conn.execute(SQL["delete_payload"], {"hash": digest})
-    # The group of a training rollout stays: it says that it was trained, whoever asks for it again.
+    # The group of a training rollout stays: it keeps the group from being enqueued again.
     for run, group in sorted(
         {(r["run_id"], r["group_id"]) for r in found if r["purpose"] == "eval"}
     ):
@@ -153,9 +135,9 @@ def _pruned(found: Sequence[Any]) -> Pruned:
     return Pruned(rollouts=len(found), **{name: sum(row[name] for row in found) for name in names})
 
 
-def _sum(parts: Sequence[Pruned]) -> Pruned:
+def _sum(one: Pruned, other: Pruned) -> Pruned:
     names = Pruned.__struct_fields__
-    return Pruned(**{name: sum(getattr(part, name) for part in parts) for name in names})
+    return Pruned(**{name: getattr(one, name) + getattr(other, name) for name in names})
 
 
 def _ids(rollouts: Sequence[str]) -> dict[str, str]:
@@ -165,27 +147,14 @@ def _ids(rollouts: Sequence[str]) -> dict[str, str]:
 # -- events ----------------------------------------------------------------------------------------
 
 
-def _runs(conn: Connection, limits: PruneLimits) -> list[str]:
-    return [row["id"] for row in conn.execute(SQL["runs"], {"run": limits.run})]
+def _runs(conn: Connection, limits: Limits) -> list[str]:
+    return [row["id"] for row in conn.execute(SQL["runs"], {"run": limits["run"]})]
 
 
-async def _prune_events(
-    read: ExecuteRead, write: ExecuteWrite, limits: PruneLimits, run: str, *, dry_run: bool
-) -> int:
-    """How many. The event before which all goes stays, so that the newest cursor never shrinks."""
-    upto, first, n = await read(partial(_old_events, limits=limits, run=run))
-    if dry_run or not n:
-        return n
-    removed = 0
-    for start in range(first, upto, EVENTS):
-        window = {"run": run, "first": start, "upto": min(start + EVENTS, upto)}
-        removed += await write(partial(_remove_events, window=window))
-    return removed
-
-
-def _old_events(conn: Connection, limits: PruneLimits, run: str) -> tuple[int, int, int]:
-    """Cursor before which events may go, the first of them, and their number."""
-    upto = conn.execute(SQL["old_events"], {**limits.columns, "run": run}).fetchone()["upto"]
+def _old_events(conn: Connection, limits: Limits, run: str) -> tuple[int, int, int]:
+    """Cursor before which events may be removed, the first of them, and their number. The event at
+    that cursor stays, so that the newest cursor never shrinks."""
+    upto = conn.execute(SQL["old_events"], {**limits, "run": run}).fetchone()["upto"]
     if upto is None:
         return 0, 0, 0
     row = conn.execute(SQL["count_events"], {"run": run, "upto": upto}).fetchone()
@@ -194,3 +163,57 @@ def _old_events(conn: Connection, limits: PruneLimits, run: str) -> tuple[int, i
 
 def _remove_events(tx: Transaction, window: dict[str, Any]) -> int:
     return tx.conn.execute(SQL["delete_events"], window).rowcount
+
+
+# -- committed steps -------------------------------------------------------------------------------
+
+
+def rewind(tx: Transaction, run: str, epoch: int, step: int, checkpoint: str | None) -> None:
+    row = runs.find_run(tx.conn, run, epoch)
+    if step < 0:
+        raise Invalid(f"step is a number of committed steps, not {step}.")
+    if step > row["step"]:
+        raise Conflict(
+            f"Run {run!r} has {row['step']} committed steps: it cannot go back to {step}."
+        )
+    columns = {"run": run, "step": step}
+    if step < row["step"]:
+        _forget_steps(tx, columns)
+        _release_groups(tx, columns)
+        _forget_evaluations(tx, columns)
+    tx.conn.execute(REWIND["rewind_run"], {**columns, "checkpoint": checkpoint})
+    tx.add_event(run, "run", run, GROUPS)
+
+
+def _forget_steps(tx: Transaction, columns: dict[str, Any]) -> None:
+    """The evaluation of the weights that the run returns to stays."""
+    found = tx.conn.execute(runs.SQL["step"], (columns["run"], columns["step"])).fetchone()
+    measured = msgspec.json.decode(found["record"])["metrics"]
+    keys = [(columns["run"], columns["step"], name) for name in measured]
+    tx.conn.executemany(REWIND["delete_metric"], keys)
+    for statement in ("delete_metrics", "delete_steps", "reopen_step"):
+        tx.conn.execute(REWIND[statement], columns)
+
+
+def _release_groups(tx: Transaction, columns: dict[str, Any]) -> None:
+    """They can be claimed again. A pruned group, which has nothing left to train, is deleted: it
+    can be enqueued again."""
+    run, change = columns["run"], Counter[str]()
+    tx.conn.execute(REWIND["delete_credits"], columns)
+    tx.conn.execute(REWIND["delete_given"], columns)
+    tx.conn.execute(runs.SQL["release_groups"], (run,))  # those of later steps come after them
+    for row in tx.conn.execute(REWIND["taken"], columns).fetchall():
+        tx.conn.execute(REWIND["settle_group" if row["kept"] else "delete_group"], (row["id"],))
+        change[f"groups_{row['state']}"] -= 1
+        change["groups_settled"] += bool(row["kept"])
+        tx.add_event(run, "group", row["id"], GROUPS)
+    tx.add_counts(run, **change)
+
+
+def _forget_evaluations(tx: Transaction, columns: dict[str, Any]) -> None:
+    """Those of weights that the run will not have any more. Running ones are cancelled."""
+    found = tx.conn.execute(REWIND["evaluations"], columns).fetchall()
+    rollouts.cancel(tx, [row["id"] for row in found])
+    tx.settle_groups()
+    ended = [row["id"] for row in found if row["state"] != RolloutState.RUNNING]
+    remove(tx, ended)

@@ -1,12 +1,13 @@
 """The queue: rollouts, their attempts and leases, their groups. Verbs, called by the writer.
 
 Always true: an attempt is live while its state is running and its lease has not run out; a rollout
-has at most one such attempt, its last; `groups.pending` is the number of its rollouts that are
-not terminal. Where a rollout has a number in `together`, its runner holds no more than so many.
+has at most one live attempt, its last; `groups.pending` is the number of the group's rollouts that
+are not terminal; a runner with a rollout that has a number in `together` holds at most so many.
 
-An agent that ends its process takes its neighbours with it, and nobody saw which it was. So when a
-runner falls silent, all that it held are suspects: that was no try of theirs, and they are claimed
-in smaller company, until the one that does it is alone. What falls silent alone has had a try.
+An agent that ends its process ends the other rollouts in it too, and nobody knows which one did it.
+So when a runner falls silent, all rollouts that it held are suspects: this does not count as a try,
+and they are claimed by fewer at a time, until the culprit is alone in its runner. Only a rollout
+that was alone has used up a try.
 """
 
 from __future__ import annotations
@@ -19,31 +20,21 @@ from typing import Any
 
 import msgspec
 
+from agentrl import types
 from agentrl.errors import Conflict, Invalid, NotFound
-from agentrl.store import rows, runs, traces
+from agentrl.store import limits, rows, runs, traces
 from agentrl.store.database import Connection, load_sql
 from agentrl.store.feed import QUEUE
 from agentrl.store.rows import digest
 from agentrl.store.writer import Transaction
-from agentrl.types import (
-    Attempt,
-    AttemptState,
-    ErrorKind,
-    Failure,
-    FailureCount,
-    NewRollout,
-    Outcome,
-    Purpose,
-    RolloutState,
-)
 
 SQL = load_sql("rollouts")
-SUSPECT_SHARE = 4  # suspects share a runner with a quarter of those they were lost with
-SLACK = 5.0  # seconds by which transactions that wait for each other may differ in what time it is
-CANCELLED = Failure(kind=ErrorKind.CANCELLED, message="The rollout was cancelled.")
+SUSPECT_SHARE = 4  # a runner may hold a quarter of as many rollouts as a suspect was lost with
+SLACK = 5.0  # seconds: transactions that wait for each other may differ by this in their time
+CANCELLED = types.Failure(kind=types.ErrorKind.CANCELLED, message="The rollout was cancelled.")
 
 
-def enqueue(tx: Transaction, rollouts: Sequence[NewRollout]) -> int:
+def enqueue(tx: Transaction, rollouts: Sequence[types.NewRollout]) -> int:
     added: Counter[str] = Counter()
     groups = {rollout.group: rollout for rollout in rollouts}
     for member in groups.values():
@@ -65,30 +56,25 @@ def enqueue(tx: Transaction, rollouts: Sequence[NewRollout]) -> int:
 
 
 def claim(
-    tx: Transaction,
-    n: int,
-    *,
-    runner: str,
-    lease: float,
-    run: str | None,
-    claim_id: str | None,
-) -> list[Attempt] | None:
-    """None if there is nothing to claim; of a repeat those that are still live, perhaps none."""
+    tx: Transaction, n: int, *, runner: str, lease: float, run: str | None, claim_id: str | None
+) -> list[types.Attempt] | None:
+    """None if there is nothing to claim; for a repeat the attempts still live, perhaps none."""
     if claim_id is not None:
         tx.conn.execute(SQL["lock_claim"], {"claim_id": claim_id})
         if repeat := tx.conn.execute(SQL["claimed"], (claim_id,)).fetchall():
             return [
                 rows.attempt(row, row["claimed_id"], row["fence"], row["lease_until"])
                 for row in repeat
-                if row["claimed_state"] == AttemptState.RUNNING and row["lease_until"] > tx.now
+                if row["claimed_state"] == types.AttemptState.RUNNING
+                and row["lease_until"] > tx.now
             ]
     query = SQL["queued"] if run is None else SQL["queued_of_run"]
     held, most = _load_and_limit(tx.conn, runner)
-    claimed: list[Attempt] = []
+    claimed: list[types.Attempt] = []
     for row in tx.conn.execute(query, {"n": n, "run": run}).fetchall():
         most = min(most, row["together"] or most)
         if held + len(claimed) >= most:
-            break  # those that come later in the queue wait too, else it would never be its turn
+            break  # later ones wait too, otherwise this one might wait for ever
         columns = {
             "attempt": uuid.uuid4().hex,
             "rollout": row["id"],
@@ -109,8 +95,9 @@ def claim(
     return claimed or None
 
 
-def heartbeat(tx: Transaction, attempts: Sequence[str], lease: float) -> list[str]:
-    """Leases are no news: nothing is added to the feed."""
+def heartbeat(tx: Transaction, attempts: Sequence[str], *, lease: float) -> list[str]:
+    """Adds nothing to the feed: nobody waits for a lease to be extended."""
+    limits.check_lease(lease)
     columns = {
         "attempts": rows.to_json(attempts, "Attempts"),
         "lease": lease,
@@ -118,11 +105,11 @@ def heartbeat(tx: Transaction, attempts: Sequence[str], lease: float) -> list[st
         "now": tx.now,
     }
     tx.conn.execute(SQL["heartbeat"], columns)
-    live = set(rows.from_json(tx.conn.execute(SQL["live"], columns).fetchone()[0]))
+    live = set(rows.from_json(tx.conn.execute(SQL["live"], columns).fetchone()["ids"]))
     return [attempt for attempt in attempts if attempt in live]
 
 
-def finish(tx: Transaction, outcomes: Sequence[Outcome]) -> list[bool]:
+def finish(tx: Transaction, outcomes: Sequence[types.Outcome]) -> list[bool]:
     return [_finish(tx, outcome) for outcome in outcomes]
 
 
@@ -132,18 +119,18 @@ def cancel(tx: Transaction, rollouts: Sequence[str]) -> int:
         row = tx.conn.execute(SQL["cancellable"], (rollout,)).fetchone()
         if row is None:
             continue
-        was = RolloutState(row["state"])
-        if was is RolloutState.RUNNING:
-            _end_attempt(tx, row, AttemptState.CANCELLED, CANCELLED)
-        _end_rollout(tx, row, RolloutState.CANCELLED, CANCELLED, was=was)
+        was = types.RolloutState(row["state"])
+        if was is types.RolloutState.RUNNING:
+            _end_attempt(tx, row, types.AttemptState.CANCELLED, CANCELLED)
+        _end_rollout(tx, row, types.RolloutState.CANCELLED, CANCELLED, was=was)
         cancelled += 1
     return cancelled
 
 
 def expire_leases(tx: Transaction) -> bool:
-    """Gives the rollouts of runners that fell silent to others, or gives up on them; whether there
-    were any. A lease that ends later than it could, had it been asked for now, was given before the
-    clock was set back, and is shortened to that."""
+    """Queues the rollouts of runners that fell silent again, or fails them; whether there were any.
+    If the clock was set back, leases that were given before are shortened to their full length
+    from now."""
     leases = tx.conn.execute(SQL["leases"]).fetchone()
     if leases["ends"] is None:
         return False
@@ -173,11 +160,11 @@ def claims(conn: Connection, attempts: Sequence[str]) -> dict[str, tuple[str, st
     return {row["id"]: (row["run_id"], row["claim_id"]) for row in found}
 
 
-def failures(conn: Connection, run: str) -> list[FailureCount]:
-    found: dict[str, FailureCount] = {}
+def failures(conn: Connection, run: str) -> list[types.FailureCount]:
+    found: dict[str, types.FailureCount] = {}
     for row in conn.execute(SQL["failures"], {"run": run}):
-        last = FailureCount(
-            kind=ErrorKind(row["kind"]),
+        last = types.FailureCount(
+            kind=types.ErrorKind(row["kind"]),
             attempts=row["attempts"],
             rollout=row["rollout_id"],
             message=row["error_message"],
@@ -197,8 +184,8 @@ def settled(conn: Connection, group: str) -> bool:
 
 
 def _load_and_limit(conn: Connection, runner: str) -> tuple[int, float]:
-    """How many rollouts a runner holds, and how many it may hold because of these; not counted
-    while there is no suspect anywhere."""
+    """How many rollouts a runner holds, and how many it may hold because of suspects among them;
+    not counted while there is no suspect anywhere."""
     if conn.execute(SQL["any_suspect"]).fetchone() is None:
         return 0, math.inf
     row = conn.execute(SQL["held"], (runner,)).fetchone()
@@ -206,7 +193,8 @@ def _load_and_limit(conn: Connection, runner: str) -> tuple[int, float]:
 
 
 def _count_suspects(conn: Connection, runner: str) -> int:
-    """How many rollouts a silent runner held: those whose leases run out later are told."""
+    """How many rollouts a silent runner held. Its attempts whose leases run out later get this
+    number too."""
     held: int = conn.execute(SQL["held"], (runner,)).fetchone()["held"]
     if held > 1:
         conn.execute(SQL["suspect"], {"runner": runner, "together": held})
@@ -214,7 +202,7 @@ def _count_suspects(conn: Connection, runner: str) -> int:
 
 
 def _expire_attempt(tx: Transaction, row: Any, together: int) -> None:
-    """Ends an attempt whose runner fell silent with so many rollouts in it."""
+    """Ends an attempt whose runner fell silent while it held `together` rollouts."""
     tried = f"The runner of attempt {row['attempts']} of {row['max_attempts']}"
     most = max(1, min(together, row["together"] or together) // SUSPECT_SHARE)
     if together > 1:
@@ -228,21 +216,21 @@ def _expire_attempt(tx: Transaction, row: Any, together: int) -> None:
             "agent ends or blocks the process, or takes more memory than there is. Mend it, or set "
             'runner.executor = "pool", which keeps that from the runner.'
         )
-    lost = Failure(kind=ErrorKind.LOST_RUNNER, message=message)
-    _end_attempt(tx, row, AttemptState.EXPIRED, lost)
+    lost = types.Failure(kind=types.ErrorKind.LOST_RUNNER, message=message)
+    _end_attempt(tx, row, types.AttemptState.EXPIRED, lost)
     if together > 1:
         _requeue(tx, row, "requeue_free", together=most)
     elif row["attempts"] < row["max_attempts"]:
         _requeue(tx, row, "requeue", together=most)
     else:
-        _end_rollout(tx, row, RolloutState.FAILED, lost)
+        _end_rollout(tx, row, types.RolloutState.FAILED, lost)
 
 
-def _open_group(tx: Transaction, member: NewRollout) -> None:
+def _open_group(tx: Transaction, member: types.NewRollout) -> None:
     runs.find_run(tx.conn, member.run)
     columns = {"group": member.group, "run": member.run, "step": member.step}
     new = tx.conn.execute(SQL["open_group"], {**columns, "purpose": member.purpose.value}).rowcount
-    if new and member.purpose is Purpose.TRAIN:
+    if new and member.purpose is types.Purpose.TRAIN:
         tx.add_counts(member.run, groups_open=1)
     row = tx.conn.execute(SQL["group"], (member.group,)).fetchone()
     if (row["run_id"], row["purpose"]) != (member.run, member.purpose.value):
@@ -252,7 +240,7 @@ def _open_group(tx: Transaction, member: NewRollout) -> None:
         )
 
 
-def _check_known(conn: Connection, rollout: NewRollout) -> None:
+def _check_known(conn: Connection, rollout: types.NewRollout) -> None:
     group = conn.execute(SQL["group_of"], (rollout.id,)).fetchone()["group_id"]
     if group != rollout.group:
         raise Conflict(
@@ -261,9 +249,9 @@ def _check_known(conn: Connection, rollout: NewRollout) -> None:
         )
 
 
-def _grow_group(tx: Transaction, member: NewRollout, new: int) -> None:
+def _grow_group(tx: Transaction, member: types.NewRollout, new: int) -> None:
     state = tx.conn.execute(SQL["group"], (member.group,)).fetchone()["state"]
-    if state == "settled" and member.purpose is Purpose.TRAIN:
+    if state == "settled" and member.purpose is types.Purpose.TRAIN:
         tx.add_counts(member.run, groups_open=1, groups_settled=-1)
     if state in ("claimed", "trained", "discarded"):
         raise Conflict(f"Group {member.group!r} is {state} already: use a new group.")
@@ -271,7 +259,7 @@ def _grow_group(tx: Transaction, member: NewRollout, new: int) -> None:
     tx.add_event(member.run, "group", member.group, QUEUE)
 
 
-def _finish(tx: Transaction, outcome: Outcome) -> bool:
+def _finish(tx: Transaction, outcome: types.Outcome) -> bool:
     row = tx.conn.execute(SQL["attempt"], (outcome.attempt,)).fetchone()
     if row is None:
         raise NotFound(f"There is no attempt {outcome.attempt!r} in this store.")
@@ -280,7 +268,7 @@ def _finish(tx: Transaction, outcome: Outcome) -> bool:
     if row["outcome"] == mark:
         return True
     live = (
-        row["state"] == AttemptState.RUNNING
+        row["state"] == types.AttemptState.RUNNING
         and row["lease_until"] > tx.now
         and row["fence"] == outcome.fence
     )
@@ -289,16 +277,16 @@ def _finish(tx: Transaction, outcome: Outcome) -> bool:
         tx.add_event(row["run_id"], "attempt", outcome.attempt)
         return False
     failed = outcome.failure is not None
-    state = AttemptState.FAILED if failed else AttemptState.SUCCEEDED
+    state = types.AttemptState.FAILED if failed else types.AttemptState.SUCCEEDED
     _end_attempt(tx, row, state, outcome.failure, mark)
-    lost = outcome.failure is not None and outcome.failure.kind is ErrorKind.LOST_RUNNER
+    lost = outcome.failure is not None and outcome.failure.kind is types.ErrorKind.LOST_RUNNER
     if outcome.retry and lost:
-        # Given back by a runner that was told to stop: no fault of the rollout, so not a try.
+        # Given back by a runner that stops, which is not the fault of the rollout.
         _requeue(tx, row, "requeue_free", together=row["together"])
     elif outcome.retry and row["attempts"] < row["max_attempts"]:
         _requeue(tx, row)
     else:
-        final = RolloutState.FAILED if failed else RolloutState.SUCCEEDED
+        final = types.RolloutState.FAILED if failed else types.RolloutState.SUCCEEDED
         _end_rollout(tx, row, final, outcome.failure, result)
     return True
 
@@ -314,8 +302,8 @@ def _requeue(
 def _end_attempt(
     tx: Transaction,
     row: Any,
-    state: AttemptState,
-    failure: Failure | None,
+    state: types.AttemptState,
+    failure: types.Failure | None,
     outcome: bytes | None = None,
 ) -> None:
     columns = {"attempt": row["attempt"], "state": state.value, "now": tx.now, "outcome": outcome}
@@ -325,11 +313,11 @@ def _end_attempt(
 def _end_rollout(
     tx: Transaction,
     row: Any,
-    state: RolloutState,
-    failure: Failure | None,
+    state: types.RolloutState,
+    failure: types.Failure | None,
     result: str | None = None,
     *,
-    was: RolloutState = RolloutState.RUNNING,
+    was: types.RolloutState = types.RolloutState.RUNNING,
 ) -> None:
     columns = {
         "id": row["id"],
@@ -338,7 +326,7 @@ def _end_rollout(
         "seconds": max(0.0, tx.now - (row["started_at"] or tx.now)),  # clocks are set back
     }
     tx.conn.execute(SQL["end_rollout"], {**columns, **rows.failure_columns(failure)})
-    # Its runner may hold more without a suspect.
+    # If it was a suspect, its runner may hold more now.
     tx.add_event(row["run_id"], "rollout", row["id"], QUEUE if row["together"] else 0)
     tx.add_counts(row["run_id"], **{was.value: -1, state.value: 1})
-    tx.add_ended(row["run_id"], row["group_id"])
+    tx.ended[row["run_id"], row["group_id"]] += 1

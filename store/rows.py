@@ -6,45 +6,40 @@ import sys
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import msgspec
+from msgspec.structs import asdict, replace
 
+from agentrl import types
 from agentrl.errors import Invalid
-from agentrl.types import (
-    Attempt,
-    Branch,
-    Credit,
-    ErrorKind,
-    Failure,
-    Json,
-    NewRollout,
-    Outcome,
-    Purpose,
-    Reward,
-    Rollout,
-    RolloutState,
-    Sampling,
-    Scope,
-    Span,
-    Transition,
-)
 
+Columns = dict[str, Any]
+Row = Any  # of a database, by column name
+R = TypeVar("R", bound=types.Record)
 NO_ERROR = {"kind": None, "message": None, "traceback": None}
-
-
-class DatabaseRow(Protocol):
-    """A row of any database, by column name."""
-
-    def __getitem__(self, column: str, /) -> Any: ...
+COLUMNS = {
+    "attempt": "attempt_id",
+    "created": "created_at",
+    "end": "ended_at",
+    "group": "group_id",
+    "index": "position",
+    "parent": "parent_id",
+    "run": "run_id",
+    "span": "span_id",
+    "start": "started_at",
+    "started": "started_at",
+    "trained": "trained_step",
+}
+"""Columns of those fields of records that have another name."""
 
 
 # -- values ----------------------------------------------------------------------------------------
 
 
-def to_json(value: Json, what: str) -> str:
-    """JSON text of a user's payload. Raises Invalid, naming `what`, if it is none or has an integer
-    of more than 64 bits, which msgpack, and so whoever reads it over HTTP, does not have."""
+def to_json(value: types.Json, what: str) -> str:
+    """JSON text of a user's payload. Raises Invalid, naming `what`, if it is not JSON or has an
+    integer of more than 64 bits, which msgpack, and so a reader over HTTP, cannot represent."""
     try:
         msgspec.msgpack.encode(value)
         return msgspec.json.encode(value).decode()
@@ -56,13 +51,13 @@ def to_json(value: Json, what: str) -> str:
         raise Invalid(f"{what} cannot be written as JSON: {error}.") from error
 
 
-def from_json(text: str | None) -> Json:
+def from_json(text: str | None) -> types.Json:
     return None if text is None else msgspec.json.decode(text)
 
 
 def storable_text(text: str) -> str:
-    """Text from the outside world: lone surrogates and zeros, which not every database stores,
-    become `?`."""
+    """Text from agents and their tools: lone surrogates and NUL characters, which not every
+    database stores, become `?`."""
     return text.encode("utf-8", "replace").decode().replace("\0", "?")
 
 
@@ -83,248 +78,153 @@ def from_blob(typecode: str, data: bytes) -> array[Any]:
 
 
 def digest(data: bytes | memoryview) -> bytes:
-    """128 bits: two different byte strings of one attempt never meet."""
+    """128 bits, so that no two different byte strings have the same one in practice."""
     return blake2b(data, digest_size=16).digest()
+
+
+def record(kind: type[R], row: Row, **converted: Any) -> R:
+    """The record of a row. `converted` gives the fields that are not stored as they are."""
+    names = (name for name in kind.__struct_fields__ if name not in converted)
+    return kind(**{name: row[COLUMNS.get(name, name)] for name in names}, **converted)
 
 
 # -- queue -----------------------------------------------------------------------------------------
 
 
-def new_rollout_columns(rollout: NewRollout) -> dict[str, Any]:
-    return {
-        "id": rollout.id,
-        "run": rollout.run,
-        "group": rollout.group,
-        "index": rollout.index,
+def new_rollout_columns(rollout: types.NewRollout) -> Columns:
+    branch = rollout.branch
+    without = branch.without if branch is not None else []
+    return asdict(rollout) | {
         "purpose": rollout.purpose.value,
-        "step": rollout.step,
-        "priority": rollout.priority,
-        "max_attempts": rollout.max_attempts,
-        "timeout": rollout.timeout,
         "sampling": to_json(rollout.sampling, "sampling"),
         "task": to_json(rollout.task, f"The task of rollout {rollout.id}"),
-        "branch_of": None if rollout.branch is None else rollout.branch.rollout,
-        "branch_calls": None if rollout.branch is None else rollout.branch.calls,
-        "branch_without": _without(rollout),
+        "branch_of": None if branch is None else branch.rollout,
+        "branch_calls": None if branch is None else branch.calls,
+        "branch_without": to_json(without, "branch.without") if without else None,
         "seats": to_json(rollout.seats, "seats") if rollout.seats else None,
     }
 
 
-def attempt(row: DatabaseRow, id: str, fence: int, lease_until: float) -> Attempt:
+def attempt(row: Row, id: str, fence: int, lease_until: float) -> types.Attempt:
     """The lease of a rollout's row."""
-    rollout = NewRollout(
-        id=row["id"],
-        run=row["run_id"],
-        group=row["group_id"],
-        index=row["position"],
-        task=from_json(row["task"]),
-        purpose=Purpose(row["purpose"]),
-        sampling=msgspec.json.decode(row["sampling"], type=Sampling),
-        step=row["step"],
-        max_attempts=row["max_attempts"],
-        timeout=row["timeout"],
-        priority=row["priority"],
-        branch=_branch(row),
-        seats=from_json(row["seats"]) or {},
-    )
-    return Attempt(id=id, rollout=rollout, fence=fence, lease_until=lease_until)
+    sampling = msgspec.json.decode(row["sampling"], type=types.Sampling)
+    rollout = record(types.NewRollout, row, sampling=sampling, **_rollout_fields(row))
+    return types.Attempt(id=id, rollout=rollout, fence=fence, lease_until=lease_until)
 
 
-def rollout(row: DatabaseRow, rewards: list[Reward], transitions: list[Transition]) -> Rollout:
-    return Rollout(
-        id=row["id"],
-        run=row["run_id"],
-        group=row["group_id"],
-        index=row["position"],
-        task=from_json(row["task"]),
-        purpose=Purpose(row["purpose"]),
-        state=RolloutState(row["state"]),
-        step=row["step"],
-        attempts=row["attempts"],
-        attempt=row["attempt_id"],
+def rollout(row: Row, rewards: list[types.Reward]) -> types.Rollout:
+    """Without its transitions."""
+    return record(
+        types.Rollout,
+        row,
+        state=types.RolloutState(row["state"]),
         result=from_json(row["result"]),
-        failure=failure(row),
+        failure=_failure(row),
         rewards=rewards,
-        transitions=transitions,
-        seconds=row["seconds"],
-        trained=row["trained_step"],
-        branch=_branch(row),
-        seats=from_json(row["seats"]) or {},
+        transitions=[],
+        **_rollout_fields(row),
     )
 
 
-def _without(rollout: NewRollout) -> str | None:
-    if rollout.branch is None or not rollout.branch.without:
-        return None
-    return to_json(rollout.branch.without, "branch.without")
+def _rollout_fields(row: Row) -> Columns:
+    branch = None
+    if row["branch_of"] is not None:
+        without = from_json(row["branch_without"]) or []
+        branch = types.Branch(rollout=row["branch_of"], calls=row["branch_calls"], without=without)
+    return {
+        "task": from_json(row["task"]),
+        "purpose": types.Purpose(row["purpose"]),
+        "branch": branch,
+        "seats": from_json(row["seats"]) or {},
+    }
 
 
-def _branch(row: DatabaseRow) -> Branch | None:
-    if row["branch_of"] is None:
-        return None
-    without = from_json(row["branch_without"]) or []
-    return Branch(rollout=row["branch_of"], calls=row["branch_calls"], without=without)
-
-
-def failure(row: DatabaseRow) -> Failure | None:
+def _failure(row: Row) -> types.Failure | None:
     if row["error_kind"] is None:
         return None
-    return Failure(
-        kind=ErrorKind(row["error_kind"]),
-        message=row["error_message"],
-        traceback=row["error_traceback"],
-    )
+    kind, message = types.ErrorKind(row["error_kind"]), row["error_message"]
+    return types.Failure(kind=kind, message=message, traceback=row["error_traceback"])
 
 
-def failure_columns(failure: Failure | None) -> dict[str, str | None]:
-    if failure is None:
-        return dict(NO_ERROR)
-    return {
-        "kind": failure.kind.value,
-        "message": failure.message,
-        "traceback": failure.traceback,
-    }
+def failure_columns(failure: types.Failure | None) -> Columns:
+    return NO_ERROR if failure is None else {**asdict(failure), "kind": failure.kind.value}
 
 
 # -- traces --------------------------------------------------------------------------------------
 
 
-def transition_columns(t: Transition) -> dict[str, Any]:
+def transition_columns(t: types.Transition) -> Columns:
     """Everything but prompt, messages, tools and position in the tree."""
-    return {
-        "id": t.id,
-        "attempt": t.attempt,
-        "index": t.index,
-        "role": t.role,
-        "policy": t.policy,
-        "version": t.version,
-        "finish": t.finish,
-        "exact": t.exact,
-        "span": t.span,
-        "started": t.started,
-        "seconds": t.seconds,
-        "repeats": t.repeats,
+    answer = None if t.answer is None else to_json(t.answer, f"The answer of transition {t.id}")
+    return asdict(t) | {
         "sampling": to_json(t.sampling, "sampling"),
         "completion": to_blob(t.completion),
         "logprobs": to_blob(t.logprobs),
-        "answer": None
-        if t.answer is None
-        else to_json(t.answer, f"The answer of transition {t.id}"),
+        "answer": answer,
     }
 
 
-def transitions(rows: Sequence[DatabaseRow]) -> dict[str, list[Transition]]:
+def transitions(rows: Sequence[Row]) -> dict[str, list[types.Transition]]:
     """By attempt, in order of index. `rows` holds whole attempts in order of arrival, so that
     every parent comes before its children."""
     tokens: dict[int, bytes] = {}
-    chats: dict[int, list[dict[str, Json]]] = {}
-    found: dict[str, list[Transition]] = {}
+    chats: dict[int, list[dict[str, types.Json]]] = {}
+    found: dict[str, list[types.Transition]] = {}
     for row in rows:
         prompt = tokens.get(row["parent"], b"") + row["prompt"]
         tokens[row["seq"]] = prompt + row["completion"]
-        messages = chats.get(row["chat_parent"], [])[: row["chat_shared"]] + from_json(
-            row["messages"]
-        )
-        answer = from_json(row["answer"])
+        shared, answer = chats.get(row["chat_parent"], []), from_json(row["answer"])
+        messages = shared[: row["chat_shared"]] + from_json(row["messages"])
         chats[row["seq"]] = messages if answer is None else [*messages, answer]
         if not row["late"]:
-            made = _transition(row, prompt, messages, answer)
-            found.setdefault(row["attempt_id"], []).append(made)
+            call = record(
+                types.Transition,
+                row,
+                prompt=from_blob("i", prompt),
+                completion=from_blob("i", row["completion"]),
+                logprobs=from_blob("f", row["logprobs"]),
+                sampling=msgspec.json.decode(row["sampling"], type=types.Sampling),
+                exact=bool(row["exact"]),
+                messages=messages,
+                tools=from_json(row["tools_body"]) or [],
+                answer=answer,
+            )
+            found.setdefault(row["attempt_id"], []).append(call)
     for calls in found.values():
         calls.sort(key=lambda call: call.index)
     return found
 
 
-def _transition(
-    row: DatabaseRow, prompt: bytes, messages: list[dict[str, Json]], answer: dict[str, Json] | None
-) -> Transition:
-    return Transition(
-        id=row["id"],
-        attempt=row["attempt_id"],
-        index=row["position"],
-        prompt=from_blob("i", prompt),
-        completion=from_blob("i", row["completion"]),
-        logprobs=from_blob("f", row["logprobs"]),
-        role=row["role"],
-        policy=row["policy"],
-        version=row["version"],
-        sampling=msgspec.json.decode(row["sampling"], type=Sampling),
-        finish=row["finish"],
-        exact=bool(row["exact"]),
-        messages=messages,
-        tools=from_json(row["tools_body"]) or [],
-        answer=answer,
-        span=row["span_id"],
-        started=row["started_at"],
-        seconds=row["seconds"],
-        repeats=row["repeats"],
-    )
+def span_columns(span: types.Span, *, late: bool) -> Columns:
+    attributes = to_json(span.attributes, f"The attributes of span {span.name!r}")
+    return asdict(clean_span(span)) | {"late": late, "attributes": attributes}
 
 
-def span_columns(span: Span, *, late: bool) -> dict[str, Any]:
-    return {
-        "attempt": span.attempt,
-        "id": span.id,
-        "parent": span.parent,
-        "name": storable_text(span.name),
-        "kind": span.kind,
-        "start": span.start,
-        "end": span.end,
-        "ok": span.ok,
-        "late": late,
-        "attributes": to_json(span.attributes, f"The attributes of span {span.name!r}"),
-    }
+def span(row: Row) -> types.Span:
+    return record(types.Span, row, ok=bool(row["ok"]), attributes=from_json(row["attributes"]))
 
 
-def span(row: DatabaseRow) -> Span:
-    return Span(
-        id=row["id"],
-        attempt=row["attempt_id"],
-        parent=row["parent_id"],
-        name=row["name"],
-        kind=row["kind"],
-        start=row["started_at"],
-        end=row["ended_at"],
-        ok=bool(row["ok"]),
-        attributes=from_json(row["attributes"]),
-    )
+def clean_span(span: types.Span) -> types.Span:
+    return replace(span, name=storable_text(span.name))
 
 
-def clean_outcome(outcome: Outcome) -> Outcome:
-    """With the text that came from the agent as it can be stored."""
-    failure, replace = outcome.failure, msgspec.structs.replace
+def clean_outcome(outcome: types.Outcome) -> types.Outcome:
+    """The outcome with storable text in its failure and spans."""
+    failure = outcome.failure
     if failure is not None:
         message, traceback = storable_text(failure.message), storable_text(failure.traceback)
         failure = replace(failure, message=message, traceback=traceback)
-    spans = [replace(span, name=storable_text(span.name)) for span in outcome.spans]
-    return replace(outcome, failure=failure, spans=spans)
+    return replace(outcome, failure=failure, spans=[clean_span(span) for span in outcome.spans])
 
 
-def reward_columns(
-    attempt: str, position: int, reward: Reward, *, late: bool = False, step: int | None = None
-) -> dict[str, Any]:
-    """step: the training step that gave it; none: it came with the attempt."""
-    return {
-        "attempt": attempt,
-        "late": late,
-        "position": position,
-        "scope": reward.scope.value,
-        "target": reward.target,
-        "name": reward.name,
-        "value": reward.value,
-        "source": reward.source,
-        "step": step,
-    }
+def reward_columns(reward: types.Reward, attempt: str, position: int, **more: Any) -> Columns:
+    """`more`: whether it came `late`, and the training `step` that gave it, if one did."""
+    columns = {"scope": reward.scope.value, "attempt": attempt, "position": position}
+    return {**asdict(reward), "late": False, "step": None, **columns, **more}
 
 
-def reward(row: DatabaseRow) -> Reward:
-    return Reward(
-        value=row["value"],
-        name=row["name"],
-        scope=Scope(row["scope"]),
-        target=row["target"],
-        source=row["source"],
-    )
+def reward(row: Row) -> types.Reward:
+    return record(types.Reward, row, scope=types.Scope(row["scope"]))
 
 
 # -- credit ----------------------------------------------------------------------------------------
@@ -332,12 +232,12 @@ def reward(row: DatabaseRow) -> Reward:
 CREDIT = ("advantage", "baseline", "gate", "weight", "psi")
 
 
-def credit_columns(credit: Credit) -> dict[str, Any]:
-    """All but the step and the number of the call."""
+def credit_columns(credit: types.Credit) -> Columns:
+    """All but the step and the call's `transitions.seq`."""
     numbers = {name: to_blob(getattr(credit, name)) for name in CREDIT}
     return {"id": credit.transition, "policy": credit.policy, **numbers}
 
 
-def credit(row: DatabaseRow) -> Credit:
+def credit(row: Row) -> types.Credit:
     numbers = {name: from_blob("f", row[name]) for name in CREDIT}
-    return Credit(transition=row["id"], policy=row["policy"], **numbers)
+    return types.Credit(transition=row["id"], policy=row["policy"], **numbers)

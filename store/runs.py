@@ -1,72 +1,60 @@
 """Runs: owners, training steps, served policy versions. Verbs, called by the writer.
 
 Always true: `runs.step` is the number of committed steps; a group is trained by one step; a
-claimed group belongs to the present epoch; the counters of a run are what counting would give
-had nothing been pruned.
+claimed group belongs to the present epoch; the counters of a run are those of all its rows, pruned
+ones included.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
 
+from agentrl import types
 from agentrl.errors import Conflict, Fenced, NotFound
 from agentrl.store import limits, rows
 from agentrl.store.database import Connection, load_sql
 from agentrl.store.feed import GROUPS
 from agentrl.store.rows import digest
 from agentrl.store.writer import Transaction
-from agentrl.types import (
-    Counts,
-    Json,
-    PolicyVersion,
-    Reward,
-    RunState,
-    Scope,
-    StepCommit,
-    StepRow,
-)
 
 SQL = load_sql("runs")
 
 
-def open_run(tx: Transaction, run: str, config: dict[str, Json]) -> RunState:
-    columns = {
-        "run": run,
-        "now": tx.now,
-        "config": rows.to_json(config, "The run's configuration"),
-    }
+def open_run(tx: Transaction, run: str, config: dict[str, types.Json]) -> types.RunState:
+    text = rows.to_json(config, "The run's configuration")
+    columns = {"run": run, "now": tx.now, "config": text}
     row = tx.conn.execute(SQL["open_run"], columns).fetchone()
     tx.conn.execute(SQL["release_groups"], (run,))
     tx.conn.execute(SQL["forget_policies"], (run,))  # they were served by the fenced owner
-    tx.add_event(run, "run", run, GROUPS)  # the fenced owner, if it waits for groups, must learn it
+    tx.add_event(run, "run", run, GROUPS)  # wakes a fenced owner that waits for groups
     return _state(row)
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedCommit:
-    """A commit with all that does not depend on what the store holds, computed before the
-    transaction: while it runs, other writers wait."""
-
-    commit: StepCommit
-    record: str
-    credits: list[dict[str, Any]]
-
-
-def prepare(commit: StepCommit) -> PreparedCommit:
-    """Raises Invalid for credit and rewards that could not be read again."""
+def prepare(commit: types.StepCommit) -> tuple[list[rows.Columns], str]:
+    """What can be computed before the transaction, during which other writers wait: the columns of
+    the credit, and the commit as one canonical text, by which a repeat is recognised. Credit and
+    judgements, which have tables of their own, are in it as digests; empty lists are left out.
+    Raises Invalid for credit and rewards that could not be read again."""
     limits.check_commit(commit)
     credits = [rows.credit_columns(credit) for credit in commit.credits]
-    return PreparedCommit(commit, _record(commit, credits), credits)
+    record = {name: value for name, value in msgspec.structs.asdict(commit).items() if value != []}
+    record["groups"] = commit.groups
+    if credits:
+        record["credits"] = digest(msgspec.msgpack.encode(credits)).hex()
+    if commit.judgements:
+        record["judgements"] = digest(msgspec.msgpack.encode(commit.judgements)).hex()
+    return credits, msgspec.json.encode(record, order="sorted").decode()
 
 
-def commit_step(tx: Transaction, step: PreparedCommit) -> None:
-    commit, record = step.commit, step.record
-    row = find_owned_run(tx.conn, commit.run, commit.epoch)
+def commit_step(
+    tx: Transaction, commit: types.StepCommit, credits: Sequence[rows.Columns], record: str
+) -> None:
+    """`credits` and `record` are those of `prepare`."""
+    row = find_run(tx.conn, commit.run, commit.epoch)
     done = tx.conn.execute(SQL["step"], (commit.run, commit.step)).fetchone()
     if done is not None and done["record"] == record:
         return
@@ -79,22 +67,21 @@ def commit_step(tx: Transaction, step: PreparedCommit) -> None:
         _mark_group(tx, group, commit, "trained")
     for group in commit.discarded:
         _mark_group(tx, group, commit, "discarded")
-    if step.credits or commit.judgements:
+    if credits or commit.judgements:
         groups = {"run": commit.run, "groups": rows.to_json(commit.groups, "Groups")}
         calls = {row["id"]: row for row in tx.conn.execute(SQL["calls"], groups)}
-        _add_credits(tx.conn, step, calls)
+        _add_credits(tx.conn, commit, credits, calls)
         _add_judgements(tx.conn, commit, calls, groups)
     columns = {"run": commit.run, "step": commit.step, "now": tx.now, "record": record}
     tx.conn.execute(SQL["commit_step"], columns)
-    advance = {"run": commit.run, "checkpoint": commit.checkpoint}
-    tx.conn.execute(SQL["advance_run"], advance)
+    tx.conn.execute(SQL["advance_run"], {"run": commit.run, "checkpoint": commit.checkpoint})
     _set_metrics(tx.conn, commit.run, commit.step, commit.metrics)
     tx.add_event(commit.run, "step", str(commit.step))
 
 
 def claim_groups(tx: Transaction, run: str, epoch: int, n: int, *, last: bool) -> list[str] | None:
     """Ids, or none where fewer than `n` are settled and it is not the `last` look."""
-    find_owned_run(tx.conn, run, epoch)
+    find_run(tx.conn, run, epoch)
     held = [row["id"] for row in tx.conn.execute(SQL["claimed_groups"], (run, n))]
     more = tx.conn.execute(SQL["settled_groups"], (run, n - len(held))).fetchall()
     if len(held) + len(more) < n and not last:
@@ -105,40 +92,31 @@ def claim_groups(tx: Transaction, run: str, epoch: int, n: int, *, last: bool) -
     return sorted([*held, *(row["id"] for row in more)])
 
 
-def publish(tx: Transaction, version: PolicyVersion, *, epoch: int | None) -> None:
-    _check_epoch(tx.conn, version.run, epoch)
+def publish(tx: Transaction, version: types.PolicyVersion, *, epoch: int | None = None) -> None:
+    limits.check_id("The name of a policy", version.policy)
+    find_run(tx.conn, version.run, epoch)
     tx.conn.execute(SQL["publish"], msgspec.structs.asdict(version))
     tx.add_event(version.run, "policy", version.policy)
 
 
 def log(
-    tx: Transaction, run: str, step: int, metrics: dict[str, float], *, epoch: int | None
+    tx: Transaction, run: str, step: int, metrics: dict[str, float], *, epoch: int | None = None
 ) -> None:
-    _check_epoch(tx.conn, run, epoch)
+    limits.check_ids("A metric's name", metrics)
+    find_run(tx.conn, run, epoch)
     tx.conn.execute(SQL["log_step"], {"run": run, "step": step, "now": tx.now})
     _set_metrics(tx.conn, run, step, metrics)
     tx.add_event(run, "step", str(step))
 
 
-def find_run(conn: Connection, run: str, *, statement: str = "run") -> Any:
-    """The run's row. Raises StoreError if there is no such run."""
-    row = conn.execute(SQL[statement], (run,)).fetchone()
+def find_run(conn: Connection, run: str, epoch: int | None = None) -> Any:
+    """The run's row, locked where an epoch is given. Raises NotFound for an unknown run, Fenced if
+    `epoch` is not the present one."""
+    statement = SQL["run"] if epoch is None else SQL["lock_run"]
+    row = conn.execute(statement, (run,)).fetchone()
     if row is None:
         raise NotFound(f"There is no run {run!r} in this store: open it first.")
-    return row
-
-
-def _check_epoch(conn: Connection, run: str, epoch: int | None) -> None:
-    if epoch is None:
-        find_run(conn, run)
-    else:
-        find_owned_run(conn, run, epoch)
-
-
-def find_owned_run(conn: Connection, run: str, epoch: int) -> Any:
-    """The run's row. Raises Fenced if `epoch` is not the present one."""
-    row = find_run(conn, run, statement="lock_run")
-    if row["epoch"] != epoch:
+    if epoch not in (None, row["epoch"]):
         raise Fenced(
             f"Run {run!r} was taken over by another process (epoch {row['epoch']}, this is "
             f"{epoch}): stop this one."
@@ -149,7 +127,7 @@ def find_owned_run(conn: Connection, run: str, epoch: int) -> Any:
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def state(conn: Connection, run: str) -> RunState | None:
+def state(conn: Connection, run: str) -> types.RunState | None:
     row = conn.execute(SQL["run"], (run,)).fetchone()
     return None if row is None else _state(row)
 
@@ -158,88 +136,56 @@ def names(conn: Connection) -> list[str]:
     return [row["id"] for row in conn.execute(SQL["runs"])]
 
 
-def steps(conn: Connection, run: str, after: int) -> list[StepRow]:
+def steps(conn: Connection, run: str, *, after: int = -1) -> list[types.StepRow]:
     metrics: dict[int, dict[str, float]] = {}
     for row in conn.execute(SQL["metrics"], (run, after)):
         value = math.nan if row["value"] is None else row["value"]
         metrics.setdefault(row["step"], {})[row["name"]] = value
-    return [
-        StepRow(
-            run=run,
-            step=row["step"],
-            metrics=metrics.get(row["step"], {}),
-            committed=bool(row["committed"]),
-            at=row["at"],
-        )
-        for row in conn.execute(SQL["steps"], (run, after))
-    ]
+    found = []
+    for row in conn.execute(SQL["steps"], (run, after)):
+        named, committed = metrics.get(row["step"], {}), bool(row["committed"])
+        found.append(rows.record(types.StepRow, row, run=run, metrics=named, committed=committed))
+    return found
 
 
-def policies(conn: Connection, run: str) -> dict[str, PolicyVersion]:
-    return {
-        row["policy"]: PolicyVersion(
-            run=run,
-            policy=row["policy"],
-            version=row["version"],
-            base_url=row["base_url"],
-            model=row["model"],
-        )
-        for row in conn.execute(SQL["policies"], (run,))
-    }
+def policies(conn: Connection, run: str) -> dict[str, types.PolicyVersion]:
+    found = conn.execute(SQL["policies"], (run,))
+    return {row["policy"]: rows.record(types.PolicyVersion, row) for row in found}
 
 
-def counts(conn: Connection, run: str) -> Counts:
+def counts(conn: Connection, run: str) -> types.Counts:
     row = conn.execute(SQL["run"], (run,)).fetchone()
-    if row is None:
-        return Counts()
-    return Counts(**{name: row[name] for name in Counts.__struct_fields__})
+    return types.Counts() if row is None else rows.record(types.Counts, row)
 
 
 # -- parts -----------------------------------------------------------------------------------------
 
 
-def _state(row: Any) -> RunState:
-    return RunState(
-        run=row["id"],
-        epoch=row["epoch"],
-        step=row["step"],
-        checkpoint=row["checkpoint"],
-        config=rows.from_json(row["config"]),
-        created=row["created_at"],
-    )
+def _state(row: Any) -> types.RunState:
+    return rows.record(types.RunState, row, run=row["id"], config=rows.from_json(row["config"]))
 
 
-def _record(commit: StepCommit, credits: Sequence[dict[str, Any]]) -> str:
-    """All of a commit in one canonical text, by which a repeat is recognised: credit and
-    judgements, which have tables of their own, by their digests. What there is none of is left
-    out."""
-    said = {name: value for name, value in msgspec.structs.asdict(commit).items() if value != []}
-    said["groups"] = commit.groups
-    if credits:
-        said["credits"] = digest(msgspec.msgpack.encode(credits)).hex()
-    if commit.judgements:
-        said["judgements"] = digest(msgspec.msgpack.encode(commit.judgements)).hex()
-    return msgspec.json.encode(said, order="sorted").decode()
-
-
-def _add_credits(conn: Connection, step: PreparedCommit, calls: Mapping[str, Any]) -> None:
-    commit = step.commit
-    if lost := next((row["id"] for row in step.credits if row["id"] not in calls), None):
+def _add_credits(
+    conn: Connection,
+    commit: types.StepCommit,
+    credits: Sequence[rows.Columns],
+    calls: Mapping[str, Any],
+) -> None:
+    if lost := next((row["id"] for row in credits if row["id"] not in calls), None):
         raise NotFound(
             f"Step {commit.step} of run {commit.run!r} has credit for transition {lost!r}, which "
             "is no call of its groups."
         )
-    columns = (
-        {**row, "transition": calls[row["id"]]["seq"], "step": commit.step} for row in step.credits
-    )
+    step, seq = commit.step, {id: call["seq"] for id, call in calls.items()}
+    columns = ({**row, "transition": seq[row["id"]], "step": step} for row in credits)
     conn.executemany(SQL["add_credit"], columns)
 
 
 def _add_judgements(
-    conn: Connection, commit: StepCommit, calls: Mapping[str, Any], groups: Mapping[str, str]
+    conn: Connection, commit: types.StepCommit, calls: Mapping[str, Any], groups: Mapping[str, str]
 ) -> None:
-    """After the rewards that the attempt of each rollout brought with it."""
-    given: dict[str, list[Reward]] = {}
+    """Adds them after the rewards that the rollout's attempt has."""
+    given: dict[str, list[types.Reward]] = {}
     for judgement in commit.judgements:
         given.setdefault(judgement.rollout, []).append(judgement.reward)
     members = {row["id"]: row for row in conn.execute(SQL["members"], groups)}
@@ -248,19 +194,19 @@ def _add_judgements(
         where = f"Step {commit.step} of run {commit.run!r} has a reward for"
         if rollout not in members:
             raise NotFound(f"{where} {rollout!r}, which none of its groups has.")
-        about = (r.target for r in rewards if r.scope is Scope.TRANSITION)
+        about = (r.target for r in rewards if r.scope is types.Scope.TRANSITION)
         if lost := next((call for call in about if owners.get(str(call)) != rollout), None):
             raise NotFound(f"{where} transition {lost!r}, which is no call of {rollout!r}.")
         attempt, first = members[rollout]["attempt_id"], members[rollout]["rewards"]
         columns = (
-            rows.reward_columns(attempt, first + i, reward, step=commit.step)
+            rows.reward_columns(reward, attempt, first + i, step=commit.step)
             for i, reward in enumerate(rewards)
         )
         conn.executemany(SQL["add_judgement"], columns)
 
 
 def _mark_group(
-    tx: Transaction, group: str, commit: StepCommit, state: Literal["trained", "discarded"]
+    tx: Transaction, group: str, commit: types.StepCommit, state: Literal["trained", "discarded"]
 ) -> None:
     row = tx.conn.execute(SQL["group"], (group,)).fetchone()
     if row is None or row["run_id"] != commit.run:

@@ -12,33 +12,22 @@ from hashlib import blake2b
 from itertools import islice
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
+from agentrl import types
 from agentrl.errors import Conflict, Invalid, NotFound
 from agentrl.store import limits, rows
 from agentrl.store.database import Connection, load_sql
 from agentrl.store.rows import digest
 from agentrl.store.writer import Transaction
-from agentrl.types import (
-    AttemptState,
-    Credit,
-    Group,
-    Outcome,
-    Purpose,
-    Reward,
-    Rollout,
-    RolloutState,
-    Scope,
-    Span,
-    Trace,
-    Transition,
-)
 
 SQL = load_sql("traces")
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedTransition:
-    """A transition with everything about it that does not depend on earlier ones, computed before
-    the transaction: while it runs, other writers wait."""
+    """A transition with what can be computed before the transaction, during which other writers
+    wait."""
 
     columns: dict[str, Any]
     prompt: bytes
@@ -51,7 +40,7 @@ class PreparedTransition:
         return str(self.columns["attempt"])
 
 
-def prepare(transition: Transition) -> PreparedTransition:
+def prepare(transition: types.Transition) -> PreparedTransition:
     """Raises Invalid for what could not be stored or trained on."""
     limits.check_transition(transition)
     columns, prompt = rows.transition_columns(transition), rows.to_blob(transition.prompt)
@@ -92,49 +81,58 @@ def add_transitions(tx: Transaction, calls: Sequence[PreparedTransition]) -> lis
     return kept
 
 
-def add_spans(tx: Transaction, spans: Sequence[Span]) -> None:
+def add_spans(tx: Transaction, spans: Sequence[types.Span]) -> None:
     attempts = sorted({span.attempt for span in spans})
     found = {attempt: _attempt(tx, attempt) for attempt in attempts}
     for attempt, (run, _) in found.items():
         tx.add_event(run, "attempt", attempt)
-    _add_spans(tx, (rows.span_columns(span, late=found[span.attempt][1]) for span in spans))
+    columns = [rows.span_columns(span, late=found[span.attempt][1]) for span in spans]
+    tx.conn.executemany(SQL["add_span"], columns)
 
 
-def add_outcome(tx: Transaction, outcome: Outcome, *, late: bool) -> None:
+def add_outcome(tx: Transaction, outcome: types.Outcome, *, late: bool) -> None:
     """Rewards and spans that end an attempt. Raises Invalid for a reward of a call that the attempt
-    did not make; of one that is over such a reward is kept, for inspection."""
+    did not make, unless it is `late`: then it is kept for inspection."""
     if not late:
         _check_targets(tx.conn, outcome)
-    _add_spans(tx, (rows.span_columns(span, late=late) for span in outcome.spans))
-    tx.conn.executemany(
-        SQL["add_reward"],
-        [
-            rows.reward_columns(outcome.attempt, i, reward, late=late)
-            for i, reward in enumerate(outcome.rewards)
-        ],
-    )
+    spans = [rows.span_columns(span, late=late) for span in outcome.spans]
+    tx.conn.executemany(SQL["add_span"], spans)
+    rewards = [
+        rows.reward_columns(reward, outcome.attempt, i, late=late)
+        for i, reward in enumerate(outcome.rewards)
+    ]
+    tx.conn.executemany(SQL["add_reward"], rewards)
 
 
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def groups(conn: Connection, run: str, ids: Sequence[str]) -> list[Group]:
+def groups(conn: Connection, run: str, ids: Sequence[str]) -> list[types.Group]:
     """Groups with everything that training needs."""
-    return [_group(conn, run, id) for id in ids]
+    found = []
+    for id in ids:
+        members = rollouts(conn, run, group=id)
+        calls = _transitions(conn, [member.attempt for member in members if member.attempt])
+        complete = [
+            replace(member, transitions=calls.get(member.attempt or "", [])) for member in members
+        ]
+        found.append(types.Group(id=id, run=run, step=members[0].step, rollouts=complete))
+    return found
 
 
 def rollouts(
     conn: Connection,
     run: str,
     *,
-    purpose: Purpose | None = None,
+    purpose: types.Purpose | None = None,
     step: int | None = None,
     group: str | None = None,
-    state: RolloutState | None = None,
+    state: types.RolloutState | None = None,
     trained: int | None = None,
     limit: int | None = None,
-    transitions: bool = False,
-) -> list[Rollout]:
+) -> list[types.Rollout]:
+    if limit is not None and limit < 0:
+        raise Invalid(f"limit is a number of rollouts, not {limit}.")
     filters = {
         "run": run,
         "purpose": None if purpose is None else purpose.value,
@@ -146,29 +144,24 @@ def rollouts(
     }
     query = SQL["rollouts"] if group is None else SQL["rollouts_of_group"]
     found = conn.execute(query, filters).fetchall()
-    attempts = [row["attempt_id"] for row in found if row["attempt_id"] is not None]
-    rewards = _rewards(conn, attempts)
-    calls = _transitions(conn, attempts) if transitions else {}
-    return [
-        rows.rollout(row, rewards.get(row["attempt_id"], []), calls.get(row["attempt_id"], []))
-        for row in found
-    ]
+    rewards = _rewards(conn, [row["attempt_id"] for row in found if row["attempt_id"] is not None])
+    return [rows.rollout(row, rewards.get(row["attempt_id"], [])) for row in found]
 
 
-def trace(conn: Connection, rollout: str) -> Trace | None:
+def trace(conn: Connection, rollout: str) -> types.Trace | None:
     row = conn.execute(SQL["rollout"], (rollout,)).fetchone()
     if row is None or row["attempt_id"] is None:
         return None
     attempt = row["attempt_id"]
-    return Trace(
-        rollout=rows.rollout(row, _rewards(conn, [attempt]).get(attempt, []), []),
+    return types.Trace(
+        rollout=rows.rollout(row, _rewards(conn, [attempt]).get(attempt, [])),
         attempt=attempt,
         transitions=_transitions(conn, [attempt]).get(attempt, []),
         spans=[rows.span(span) for span in conn.execute(SQL["spans"], (attempt,))],
     )
 
 
-def credits(conn: Connection, rollout: str) -> list[Credit]:
+def credits(conn: Connection, rollout: str) -> list[types.Credit]:
     return [rows.credit(row) for row in conn.execute(SQL["credits"], (rollout,))]
 
 
@@ -176,7 +169,7 @@ def credits(conn: Connection, rollout: str) -> list[Credit]:
 
 
 class TreeNode(NamedTuple):
-    """What must be known of an earlier call to find those that continue it."""
+    """What identifies an earlier call whose tokens or messages another one may continue."""
 
     seq: int
     size: int  # bytes
@@ -199,8 +192,8 @@ def prefix_digests(data: bytes, sizes: Iterable[int]) -> dict[int, bytes]:
 def deepest_prefix(data: bytes, nodes: Iterable[TreeNode]) -> TreeNode | None:
     """The first of `nodes` that is a prefix of `data`. They come longest first.
 
-    Nodes are read as far as needed: in a linear conversation one, where branches mix ever more at
-    a time, so that `data` is passed over a few times at most."""
+    Nodes are read in growing batches: one node is enough in a linear conversation; with many
+    branches, `data` is hashed only a few times."""
     waiting, some = iter(nodes), 1
     while batch := list(islice(waiting, some)):
         found = prefix_digests(data, [node.size for node in batch])
@@ -215,16 +208,18 @@ def deepest_prefix(data: bytes, nodes: Iterable[TreeNode]) -> TreeNode | None:
 
 
 def _attempt(tx: Transaction, id: str) -> tuple[str, bool]:
-    """Its run, and whether what it writes now is late."""
+    """The attempt's run, and whether writes to it are late now."""
     row = tx.conn.execute(SQL["attempt"], (id,)).fetchone()
     if row is None:
         raise NotFound(f"There is no attempt {id!r} in this store.")
-    live = row["state"] == AttemptState.RUNNING and row["lease_until"] > tx.now
+    live = row["state"] == types.AttemptState.RUNNING and row["lease_until"] > tx.now
     return row["run_id"], not live
 
 
-def _check_targets(conn: Connection, outcome: Outcome) -> None:
-    for id in {reward.target for reward in outcome.rewards if reward.scope is Scope.TRANSITION}:
+def _check_targets(conn: Connection, outcome: types.Outcome) -> None:
+    for id in {
+        reward.target for reward in outcome.rewards if reward.scope is types.Scope.TRANSITION
+    }:
         row = conn.execute(SQL["known"], (id,)).fetchone()
         if row is None or row["attempt_id"] != outcome.attempt:
             raise Invalid(
@@ -234,16 +229,19 @@ def _check_targets(conn: Connection, outcome: Outcome) -> None:
 
 
 def _add_call(conn: Connection, call: PreparedTransition, *, late: bool) -> bool:
-    """False if it was there already."""
+    """Stores a call below its deepest prefix; False if it was there already."""
     if call.tools is not None:  # the same in most calls of a run: stored once, by content
         conn.execute(SQL["add_payload"], (call.columns["tools"], call.tools))
-    columns = {**call.columns, **_token_columns(conn, call), **_chat_columns(conn, call)}
-    columns["late"] = late
+    tokens: dict[str, Any] = {"parent": None, "prompt": call.prompt}
+    parent = _deepest(conn, "shorter", call, call.prompt)  # of equal ones, the latest
+    if parent is not None:
+        tokens = {"parent": parent.seq, "prompt": call.prompt[parent.size :]}
+    columns = {**call.columns, **tokens, **_chat_columns(conn, call), "late": late}
     return conn.execute(SQL["add_transition"], columns).rowcount == 1
 
 
 def _known_late(conn: Connection, call: PreparedTransition) -> bool:
-    """Whether a call that is there already came late."""
+    """Whether a stored call came late. Raises Conflict if it is another attempt's."""
     row = conn.execute(SQL["known"], (call.columns["id"],)).fetchone()
     if row["attempt_id"] != call.attempt:
         raise Conflict(
@@ -251,13 +249,6 @@ def _known_late(conn: Connection, call: PreparedTransition) -> bool:
             f"{call.attempt}: give each call an id of its own."
         )
     return bool(row["late"])
-
-
-def _token_columns(conn: Connection, call: PreparedTransition) -> dict[str, Any]:
-    parent = _deepest(conn, "shorter", call, call.prompt)  # of equals the latest: likely chosen
-    if parent is None:
-        return {"parent": None, "prompt": call.prompt}
-    return {"parent": parent.seq, "prompt": call.prompt[parent.size :]}
 
 
 def _chat_columns(conn: Connection, call: PreparedTransition) -> dict[str, Any]:
@@ -269,7 +260,7 @@ def _chat_columns(conn: Connection, call: PreparedTransition) -> dict[str, Any]:
             said = digest(call.lines[shared].encode())
             answered = {**parent._asdict(), "attempt": call.attempt, "said": said}
             heard = conn.execute(SQL["heard"], answered).fetchone()["seq"]
-            if heard is not None:
+            if heard is not None:  # the next message is the answer to that call
                 seq, shared = heard, shared + 1
     return {
         "chat_parent": seq,
@@ -285,22 +276,13 @@ def _deepest(
     return deepest_prefix(data, (TreeNode(row["seq"], row["size"], row["digest"]) for row in found))
 
 
-def _add_spans(tx: Transaction, columns: Iterable[dict[str, Any]]) -> None:
-    tx.conn.executemany(SQL["add_span"], columns)
-
-
-def _group(conn: Connection, run: str, id: str) -> Group:
-    members = rollouts(conn, run, group=id, transitions=True)
-    return Group(id=id, run=run, step=members[0].step, rollouts=members)
-
-
-def _rewards(conn: Connection, attempts: Sequence[str]) -> dict[str, list[Reward]]:
-    found: dict[str, list[Reward]] = {}
+def _rewards(conn: Connection, attempts: Sequence[str]) -> dict[str, list[types.Reward]]:
+    found: dict[str, list[types.Reward]] = {}
     for row in conn.execute(SQL["rewards"], (rows.to_json(attempts, "attempts"),)):
         found.setdefault(row["attempt_id"], []).append(rows.reward(row))
     return found
 
 
-def _transitions(conn: Connection, attempts: Sequence[str]) -> dict[str, list[Transition]]:
+def _transitions(conn: Connection, attempts: Sequence[str]) -> dict[str, list[types.Transition]]:
     query = conn.execute(SQL["transitions"], (rows.to_json(attempts, "attempts"),))
     return rows.transitions(query.fetchall())

@@ -1,4 +1,4 @@
-"""Store URLs: what they may be, and how their secrets stay out of what is shown or passed on."""
+"""Store URLs: their schemes, and how to show or pass them on without their secrets."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ BEGINNING = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)(://|:/{0,2}|//)")
 
 
 def scheme_of(url: str) -> str | None:
-    """The scheme of a store's URL; none: it is the path of a file.
+    """The scheme of a store's URL; None for the path of a file.
 
-    Raises Invalid for one that no store has, and for what is a misspelled URL rather than a path,
-    such as `postgres//host/db`."""
+    Raises Invalid for an unknown scheme, and for a misspelled URL, which is no path either, such as
+    `postgres//host/db`."""
     begins = BEGINNING.match(url)
     if begins is None:
         return None
@@ -61,25 +61,18 @@ def split_password(url: str) -> tuple[str, str | None]:
     return public, password
 
 
-def split_key(url: str) -> tuple[str, str | None]:
-    """The URL of a store over HTTP without its key, and the key if it had one."""
+def split_secret(url: str) -> tuple[str, dict[str, str]]:
+    """A store's URL without its password or key, and the environment variable that has it."""
+    scheme, _, _ = url.partition("://")
+    if scheme in ("postgresql", "postgres"):
+        public, password = split_password(url)
+        return public, {} if password is None else {"PGPASSWORD": password}
+    if scheme not in ("http", "https"):
+        return url, {}
     parts = urlsplit(url)
     user, _, host = parts.netloc.rpartition("@")
     options = parse_qsl(parts.query, keep_blank_values=True)
     key = unquote(user) or dict(options).get("key")
     query = urlencode([(name, value) for name, value in options if name != "key"])
-    return urlunsplit((parts.scheme, host, parts.path, query, parts.fragment)), key or None
-
-
-def split_secret(url: str) -> tuple[str, dict[str, str]]:
-    """A store's URL without its secret, and the variable in which every process finds that."""
-    scheme, _, _ = url.partition("://")
-    if scheme in ("postgresql", "postgres"):
-        public, secret = split_password(url)
-        variable = "PGPASSWORD"
-    elif scheme in ("http", "https"):
-        public, secret = split_key(url)
-        variable = "AGENTRL_STORE_KEY"
-    else:
-        return url, {}
-    return public, {} if secret is None else {variable: secret}
+    public = urlunsplit((parts.scheme, host, parts.path, query, parts.fragment))
+    return public, {"AGENTRL_STORE_KEY": key} if key else {}

@@ -1,13 +1,14 @@
 """The one writer of an open store: a thread that commits verbs in groups.
 
 Owns: the store's only writing session in this process, and the queue of posted verbs. Always true:
-whatever waits is executed in one transaction; a refused verb leaves nothing behind and harms no
-other (the group is undone and run again, each verb in a savepoint of its own); a verb's future
-resolves after the commit, on the loop that posted it. A verb may therefore run several times: it
-has no effect outside the transaction. Nobody else in the process writes. Every posted verb is
-answered: what nobody foresaw ends the writer, and is the answer to all that wait or come later.
-After a time in which nobody could write (a vacuum, a failover) leases hold for a while, whatever
-they say.
+  * All verbs that wait are executed in one transaction; a verb's future resolves after the commit,
+    on the loop that posted it.
+  * A refused verb leaves nothing behind and does not affect the others: the transaction is rolled
+    back and run again, each verb in a savepoint. A verb may therefore run several times, and must
+    have no effect outside the transaction.
+  * Every posted verb is answered. An unforeseen error ends the writer, and is the answer to all
+    verbs that wait or come later.
+  * After a time in which nobody could write (a vacuum, a failover) every lease is extended.
 """
 
 from __future__ import annotations
@@ -26,15 +27,17 @@ import msgspec
 
 from agentrl.errors import Conflict, StoreError, Unavailable
 from agentrl.store.database import Connection, Session, load_sql
-from agentrl.store.feed import ANY, GROUPS, call_soon
+from agentrl.store.feed import ANY, GROUPS, resolve
 from agentrl.types import Counts, Purpose
 
 SQL = load_sql("feed")
 REQUESTS = load_sql("requests")
 EXTEND_LEASES = load_sql("rollouts")["resume"]
 KEPT = 86_400.0  # seconds
-STALL = 5.0  # seconds: a heartbeat that waits longer for its transaction may come too late
-GRACE = 10.0  # seconds that every lease holds after a stall: heartbeats are waiting by then
+STALL = 5.0  # seconds: a heartbeat that waits longer for its transaction may be too late
+GRACE = (
+    10.0  # seconds that every lease holds after a stall, until the waiting heartbeats are executed
+)
 GROUP = 256  # verbs in one transaction: bounds how long other processes wait for the lock
 COUNTERS = dict.fromkeys(Counts.__struct_fields__, 0)
 T = TypeVar("T")
@@ -42,19 +45,19 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Transaction:
-    """What the verbs of a group see: the connection, the time, and where they say what they
-    changed. What they say is written once and last: then the rows that all writers share are
-    locked for the shortest time, in one order."""
+    """What the verbs of a group see: the connection, the time, and a record of their changes. The
+    record is written once and last: so the rows that all writers share are locked for the shortest
+    time, in one order."""
 
     conn: Connection
     now: float  # unix seconds
     topics: int = 0
     events: list[tuple[str, str, str]] = field(default_factory=list)
     counts: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    ended: Counter[tuple[str, str]] = field(default_factory=Counter)
+    ended: Counter[tuple[str, str]] = field(default_factory=Counter)  # rollouts by run and group
 
     def add_event(self, run: str, kind: str, id: str, topics: int = 0) -> None:
-        """Adds to the change feed; `topics` are those that must be looked at now."""
+        """Adds to the change feed; those who wait for one of the `topics` are woken."""
         self.events.append((run, kind, id))
         self.topics |= ANY | topics
 
@@ -64,17 +67,13 @@ class Transaction:
         for name, more in change.items():
             counts[name] += more
 
-    def add_ended(self, run: str, group: str) -> None:
-        """One more rollout of the group is terminal."""
-        self.ended[run, group] += 1
-
     def extend_leases(self) -> None:
-        """Every lease holds for a while: nobody could extend it. Those that ran out, and were given
-        to nobody else, hold again."""
+        """Every lease holds for `GRACE` seconds: nobody could extend it. This revives those that
+        ran out and were given to nobody else."""
         self.conn.execute(EXTEND_LEASES, {"until": self.now + GRACE, "grace": GRACE})
 
     def add(self, other: Transaction) -> None:
-        """Everything that another verb changed."""
+        """Adds the changes of another verb."""
         self.topics |= other.topics
         self.events += other.events
         self.ended += other.ended
@@ -82,7 +81,7 @@ class Transaction:
             self.add_counts(run, **change)
 
     def settle_groups(self) -> None:
-        """Writes what ended: runs first, then groups, each in order of name."""
+        """Writes counters and ended rollouts: runs first, then groups, each in order of name."""
         self._write_counts()
         for (run, group), n in sorted(self.ended.items()):
             row = self.conn.execute(SQL["shrink_group"], {"n": n, "group": group}).fetchone()
@@ -94,7 +93,7 @@ class Transaction:
         self._write_counts()
 
     def write(self) -> None:
-        """Everything, the feed last."""
+        """Writes all changes, the feed last."""
         self.settle_groups()
         if self.events:
             self.conn.execute(SQL["add_events"], (msgspec.json.encode(self.events).decode(),))
@@ -111,34 +110,18 @@ WriteVerb = Callable[[Transaction], T]
 @dataclass(slots=True, eq=False)
 class _Job:
     verb: WriteVerb[Any]
-    loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Any]
     result: Any = None
     error: Exception | None = None
-
-    def resolve(self) -> None:
-        if self.future.done():  # its caller was cancelled
-            return
-        if self.error is None:
-            self.future.set_result(self.result)
-        else:
-            self.future.set_exception(self.error)
 
 
 class Writer:
     """Group commit. `notify(topics)` is called after every commit that changed something."""
 
-    def __init__(
-        self,
-        name: str,
-        session: Session,
-        notify: Callable[[int], None],
-    ) -> None:
-        self._name = name
-        self._session = session
-        self._notify = notify
+    def __init__(self, name: str, session: Session, notify: Callable[[int], None]) -> None:
+        self._name, self._session, self._notify = name, session, notify
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._lock = threading.Lock()  # a verb is put while the writer is there to answer it
+        self._lock = threading.Lock()  # a verb is only put while the writer can answer it
         self._closed = False
         self._failure: Exception | None = None  # what ended the writer
         self._stalled = False  # the transaction before
@@ -147,14 +130,13 @@ class Writer:
 
     def post(self, verb: WriteVerb[T]) -> asyncio.Future[T]:
         """From any running loop. The future resolves after the commit."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         with self._lock:
             if self._closed:
                 raise StoreError(f"Store {self._name} is closed.")
             if self._failure is not None:
                 raise self._ended(self._failure)
-            self._jobs.put(_Job(verb, loop, future))
+            self._jobs.put(_Job(verb, future))
         return future
 
     def close(self) -> None:
@@ -172,15 +154,15 @@ class Writer:
             while open_:
                 jobs, open_ = self._waiting()
                 topics = self._commit(jobs) if jobs else 0
-                _resolve_all(jobs)
-                jobs = []  # answered, whatever becomes of the notification
+                _answer(jobs)
+                jobs = []  # they are answered, even if the notification fails
                 if topics:
                     self._notify(topics)
-        except Exception as error:  # noqa: BLE001 - callers would wait for ever
+        except Exception as error:  # noqa: BLE001 - otherwise callers would wait for ever
             self._fail(jobs, error)
 
     def _waiting(self) -> tuple[list[_Job], bool]:
-        """A group of verbs, and whether more may come."""
+        """The next group of verbs, and whether more may come."""
         batch = [self._jobs.get()]
         while len(batch) < GROUP and batch[-1] is not None:
             try:
@@ -190,16 +172,16 @@ class Writer:
         return [job for job in batch if job is not None], batch[-1] is not None
 
     def _fail(self, jobs: list[_Job], error: Exception) -> None:
-        """Answers these verbs and all others that wait; nothing comes after them."""
+        """Answers these verbs and all others that wait; later ones are refused."""
         with self._lock:
             self._failure = error
             while not self._jobs.empty():
                 if (job := self._jobs.get()) is not None:
                     jobs.append(job)
-        self._session.close()  # gives up the transaction, which would block other processes
+        self._session.close()  # ends the transaction, which would block other processes
         for job in jobs:
             job.error = self._ended(error)
-        _resolve_all(jobs)
+        _answer(jobs)
 
     def _ended(self, error: Exception) -> Unavailable:
         ended = Unavailable(
@@ -216,7 +198,7 @@ class Writer:
             try:
                 try:
                     return self._transact(jobs, self._run, since)
-                except Exception:  # noqa: BLE001 - met again below, alone, and delivered
+                except Exception:  # noqa: BLE001 - raised again below, for its verb alone
                     self._session.rollback()
                     return self._transact(jobs, self._run_alone, since)
             except self._session.errors as error:
@@ -246,7 +228,7 @@ class Writer:
         job.result = job.verb(tx)
 
     def _run_alone(self, job: _Job, group: Transaction) -> None:
-        """All of the verb or nothing, whatever becomes of the others."""
+        """All of the verb or nothing, whether the others succeed or not."""
         tx = Transaction(group.conn, group.now)
         tx.conn.execute("savepoint verb")
         try:
@@ -260,18 +242,8 @@ class Writer:
         tx.conn.execute("release verb")
 
 
-def _resolve_all(jobs: list[_Job]) -> None:
-    """One wake-up per loop, however many of its verbs were committed."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[_Job]] = defaultdict(list)
-    for job in jobs:
-        by_loop[job.loop].append(job)
-    for loop, mine in by_loop.items():
-        call_soon(loop, _resolve, mine)
-
-
-def _resolve(jobs: list[_Job]) -> None:
-    for job in jobs:
-        job.resolve()
+def _answer(jobs: list[_Job]) -> None:
+    resolve((job.future, job.error or job.result) for job in jobs)
 
 
 # -- repeated calls ------------------------------------------------------------
@@ -279,7 +251,8 @@ def _resolve(jobs: list[_Job]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class IdempotentCall:
-    """`id` is the caller's; `digest` that of the arguments, by which a reused id is found out."""
+    """`id` is the caller's; `digest` is of the arguments: another one means that the id was used
+    for another call."""
 
     id: str
     digest: str
@@ -289,15 +262,15 @@ CURRENT: ContextVar[IdempotentCall | None] = ContextVar("request", default=None)
 
 
 def start_call(request: IdempotentCall, call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """Executes a verb of a store as that request."""
+    """Executes a verb of a store as this request."""
     context = copy_context()
     context.run(CURRENT.set, request)
     return asyncio.get_running_loop().create_task(call, context=context)
 
 
 def answer_once(verb: WriteVerb[T], reply: type[T]) -> WriteVerb[T]:
-    """The verb as the present request, if there is one, executes it. Raises Conflict for a request
-    whose id was used with other arguments."""
+    """The verb, executed once for the present request, if there is one: a repeat gets the stored
+    answer. Raises Conflict for a request whose id was used with other arguments."""
     request = CURRENT.get()
     if request is None:
         return verb

@@ -103,10 +103,7 @@ def _spelling(config: RunConfig, policy: str) -> Callable[[int], str] | None:
     """The text of a token id by the policy's tokenizer; None where that is not on this machine."""
     from transformers import AutoTokenizer
 
-    own = team.view(config, policy)
-    built = Path(config.output, "policy")
-    source = own.path(own.policy.model) if own.policy.model else built
-    name = str(source) if source.is_dir() else own.policy.model
+    name = team.view(config, policy).model_path()
     if not name:
         return None
     try:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 import msgspec
+from rich.console import Console, RenderableType
 
 from agentrl import __version__
 from agentrl.cli.bench import bench
@@ -17,10 +18,10 @@ from agentrl.cli.export import export
 from agentrl.cli.settings import config as config_group
 from agentrl.cli.settings import init
 from agentrl.cli.store import store as store_group
-from agentrl.config import RunConfig, load, to_toml
+from agentrl.config import RunConfig, load, store_in, to_toml
 from agentrl.errors import AgentRLError
 from agentrl.processes import ERROR_MARK, LOG_LEVEL, PARENT, USER_ERROR, die_with_parent, seal
-from agentrl.telemetry.log_follower import console_level
+from agentrl.telemetry.console import console_level
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -102,15 +103,14 @@ def train(
 
             click.echo(describe_settings(config), nl=False)
         return
+    from agentrl import trainer
+
     if start:
         from agentrl.cli.restart import go_back
-        from agentrl.trainer import check
 
-        check(config)
+        trainer.check(config)
         go_back(config, start)
-    from agentrl.trainer import run_training
-
-    run_training(config, fresh=fresh, level=level)
+    trainer.run_training(config, fresh=fresh, level=level)
 
 
 @cli.command("eval")
@@ -128,13 +128,12 @@ def evaluate(
     Of a RUN_FILE without a model of its own, score what its [upstreams] answer."""
     from agentrl.evaluation import core as evaluation
 
-    checkpoints = [argument for argument in rest if "=" not in argument]
+    checkpoints = [Path(argument) for argument in rest if "=" not in argument]
     if len(checkpoints) > 1:
-        raise click.UsageError(f"one checkpoint at a time, not {', '.join(checkpoints)}")
-    overrides = [argument for argument in rest if "=" in argument]
-    config = load(run_file, overrides)
+        raise click.UsageError(f"one checkpoint at a time, not {', '.join(map(str, checkpoints))}")
+    config = load(run_file, [argument for argument in rest if "=" in argument])
     level = _console_level(quiet=quiet, verbose=verbose)
-    evaluation.evaluate(config, Path(checkpoints[0]) if checkpoints else None, tasks, level=level)
+    evaluation.evaluate(config, checkpoints[0] if checkpoints else None, tasks, level=level)
 
 
 @cli.command()
@@ -157,17 +156,11 @@ def crossplay(
     """Play checkpoints of RUN_FILE's policy, by default all on disk, against each other.
 
     Prints the return of each against each, with seats swapped, and Elo ratings."""
-    from rich.console import Console
-
     from agentrl.evaluation import crossplay as commands
 
-    found = commands.crossplay(
-        load(run_file, overrides), checkpoints, every=every or 0, games=games, fresh=fresh
-    )
-    if plain:
-        click.echo(commands.as_json(found))
-    else:
-        Console().print(commands.table(found))
+    config = load(run_file, overrides)
+    found = commands.crossplay(config, checkpoints, every=every or 0, games=games, fresh=fresh)
+    _print(commands.as_json(found) if plain else commands.table(found))
 
 
 @cli.command()
@@ -186,15 +179,10 @@ def ablate(
     plain: bool,
 ) -> None:
     """Score RUN_FILE's team with one role played by the first version of its policy."""
-    from rich.console import Console
-
     from agentrl.evaluation import ablation
 
     rows = ablation.ablate(load(run_file, overrides), roles, replacement, fresh=fresh)
-    if plain:
-        click.echo(ablation.as_json(rows))
-    else:
-        Console().print(ablation.table(rows))
+    _print(ablation.as_json(rows) if plain else ablation.table(rows))
 
 
 @cli.command()
@@ -225,15 +213,10 @@ def explain(rollout: str, tokens: bool, store: str | None) -> None:
 @click.option("--store", help="Store URL; default: the one that `agentrl train` makes for RUN.")
 def metrics(run: str, form: str | None, store: str | None) -> None:
     """Print what the steps of RUN measured: the first and last of each, or all."""
-    from rich.console import Console
-
     from agentrl.cli import metrics as commands
 
-    rows = asyncio.run(commands.read(store or _store_of(run), run))
-    if form is None:
-        Console().print(commands.table(rows))
-    else:
-        click.echo((commands.as_csv if form == "csv" else commands.as_json)(rows), nl=False)
+    show = {"csv": commands.as_csv, "json": commands.as_json}.get(form or "", commands.table)
+    _print(show(asyncio.run(commands.read(store or _store_of(run), run))))
 
 
 @cli.group(invoke_without_command=True)
@@ -312,10 +295,11 @@ def start_algorithm(config: RunConfig) -> None:
 @click.argument("plan_file", type=click.Path(path_type=Path))
 def play_lineups(config: RunConfig, plan_file: Path) -> None:
     die_with_parent()
-    from agentrl.algorithms.train.play import main as play
-    from agentrl.config.evaluation_plan import EvaluationPlan
+    from agentrl.algorithms.train.main import play_plan
+    from agentrl.config.policies import EvaluationPlan
 
-    play(config, msgspec.json.decode(plan_file.read_bytes(), type=EvaluationPlan))
+    plan = msgspec.json.decode(plan_file.read_bytes(), type=EvaluationPlan)
+    asyncio.run(play_plan(config, plan))
 
 
 @cli.group(hidden=True)
@@ -349,5 +333,13 @@ def main() -> None:
         sys.exit(130)
 
 
+def _print(result: RenderableType) -> None:
+    """A table is fitted to the terminal; text, for programs, is printed as it is."""
+    if isinstance(result, str):
+        click.echo(result, nl=result[-1:] not in ("", "\n"))
+    else:
+        Console().print(result)
+
+
 def _store_of(rollout: str) -> str:
-    return f"sqlite:///{Path('runs', rollout.split('/')[0], 'store.db').resolve()}"
+    return store_in(Path("runs", rollout.split("/")[0]).resolve())

@@ -29,7 +29,7 @@ def names(rows: list[StepRow]) -> list[str]:
 
 
 def table(rows: list[StepRow]) -> RenderableType:
-    """Every metric with its first and last value, and the steps these are of."""
+    """Every metric with its first and last value, and the steps of these."""
     found = Table("metric", title=f"{sum(row.committed for row in rows)} steps")
     found.title_justify = "left"
     for column in ("first", "step", "last", "step"):

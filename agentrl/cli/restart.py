@@ -1,12 +1,11 @@
-"""`agentrl train --from`: a run goes on from an earlier checkpoint of its own.
+"""`agentrl train --from`: continue a run from one of its earlier checkpoints.
 
-The steps after it are taken back in the store, so their groups are trained again.
+The store takes back the steps after it, so their groups are trained again.
 """
 
 from __future__ import annotations
 
 import json
-import secrets
 import shutil
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from agentrl import digests, trainer
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.evaluation.core import SavedCheckpoint, checkpoint_at, checkpoints_of
+from agentrl.files import atomic_directory
 from agentrl.store import open_store
 from agentrl.threads import run_blocking
 from agentrl.types import RunState
@@ -24,8 +24,8 @@ from agentrl.types import RunState
 def go_back(config: RunConfig, start: str) -> None:
     """Make the run's next step the one after `start`, a number of steps or a checkpoint's path.
 
-    Raises ConfigError, with nothing changed, for what this run has not been, DamagedError for what
-    is not whole."""
+    Raises ConfigError for a checkpoint that is not of this run and DamagedError for a damaged one,
+    with nothing changed."""
     run_blocking(_go_back(trainer.hide_secrets(config), start))
 
 
@@ -69,12 +69,11 @@ def _chosen(config: RunConfig, state: RunState, start: str) -> SavedCheckpoint:
 
 
 def _kept(config: RunConfig, found: SavedCheckpoint, epoch: int) -> str:
-    """Its name in the run's folder, relative to that; copied to there from elsewhere."""
+    """Its name relative to the run's folder, into which a checkpoint from elsewhere is copied."""
     folder = Path(config.output, "checkpoints")
     if found.path.parent == folder.resolve():
         return f"checkpoints/{found.path.name}"
     name = f"{found.steps:06d}.{epoch}"
-    partial = folder / f"{name}.tmp-{secrets.token_hex(4)}"
-    shutil.copytree(found.path, partial)
-    partial.rename(folder / name)
+    with atomic_directory(folder / name) as partial:
+        shutil.copytree(found.path, partial, dirs_exist_ok=True)
     return f"checkpoints/{name}"

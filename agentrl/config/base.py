@@ -1,4 +1,4 @@
-"""What the tables of the run file are made of: their base, and the numbers in them."""
+"""Base classes and number types of the tables of the run file."""
 
 from __future__ import annotations
 
@@ -15,13 +15,21 @@ Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
+EXTERNAL = "external"  # tag of kinds from outside the library; their `factory` is the given name
+
+
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all tables of the run file."""
-
-
-EXTERNAL = "external"  # tag of kinds from outside the library; their `factory` is the given name
 
 
 def kind_of(section: Section) -> str:
     """How the run file names the kind of a table that has several."""
     return getattr(section, "factory", "") or str(section.__struct_config__.tag)
+
+
+class KindSection(Section, frozen=True):
+    """Base of tables of several kinds, which the key `kind` names."""
+
+    @property
+    def kind(self) -> str:
+        return kind_of(self)

@@ -1,7 +1,7 @@
-"""The infrastructure settings: what trains, what answers the policy's calls, what runs the agents.
+"""The infrastructure settings: learner (trains), engine (serves the policy), runner (runs agents).
 
-A table with several kinds has one class per kind, which its tag names (`kind` or `executor`). So a
-kind has the settings that it reads and no others; what all kinds read is in their base.
+A table of several kinds has one class per kind, named by its tag (`kind` or `executor`), with only
+the settings that this kind reads. Their base has those that all read.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any, Literal
 from agentrl.config.base import (
     EXTERNAL,
     Count,
+    KindSection,
     Natural,
     NonNegative,
     Port,
@@ -30,21 +31,18 @@ class VerlConfig(Section, frozen=True):
     nodes: Count = 1
     gpus_per_node: Count = 1  # one worker on each
     attention: Literal["flash_attention_2", "sdpa"] = "flash_attention_2"  # sdpa: rows are padded
-    offload: bool = False  # weights and moments to the host between calls
+    offload: bool = False  # weights and optimizer state to the host between calls
     timeout: Seconds = 1800.0  # of one call: an update, or loading the model
 
 
-class LearnerConfig(Section, frozen=True, tag_field="kind"):
-    """What every learner reads."""
+class LearnerConfig(KindSection, frozen=True, tag_field="kind"):
+    """Settings of every learner."""
 
     token_budget: Count = 4096  # tokens forwarded at once; gradients of all are summed
     gradient_checkpointing: bool = False  # recompute activations: less memory, more time
-    # What branches have in common: again, or once. auto: trie; with verl rows, as it has no other
+    # Common prefixes of branches are computed once (trie) or again for each (rows). auto: trie, but
+    # rows with verl
     packing: Literal["auto", "rows", "trie"] = "auto"
-
-    @property
-    def kind(self) -> str:
-        return kind_of(self)
 
     @property
     def packed(self) -> Literal["rows", "trie"]:
@@ -57,7 +55,7 @@ class TorchLearnerConfig(LearnerConfig, frozen=True, tag="torch"):
 
     fp32_head: bool = False  # logits of a bfloat16 policy in float32
     optimizer: Literal["adamw", "adamw8bit", "paged_adamw8bit"] = "adamw"
-    threads: Natural = 0  # 0: all cores; of a small model one, where that is measured to be faster
+    threads: Natural = 0  # 0: all cores, or one where a measurement finds that faster
 
 
 class VerlLearnerConfig(LearnerConfig, frozen=True, tag="verl"):
@@ -70,7 +68,7 @@ class ExternalLearnerConfig(LearnerConfig, frozen=True, kw_only=True, tag=EXTERN
     """A learner of the user's."""
 
     factory: str  # "file.py:name", "package.module:name" or the name of an entry point
-    options: dict[str, Any] = {}  # free keys, which the factory is given
+    options: dict[str, Any] = {}  # any keys, for the factory
 
 
 Learner = TorchLearnerConfig | VerlLearnerConfig | ExternalLearnerConfig
@@ -83,10 +81,10 @@ class VllmConfig(Section, frozen=True):
     key_env: str = ""  # environment variable with the API key of those servers, if they have one
     start_timeout: Seconds = 300.0  # until it must answer
     timeout: Seconds = 60.0  # for calls in flight to end before an update, and for the update
-    # How new weights get there; auto: the fastest way that there is.
+    # How new weights are transferred; auto: the fastest way that works here.
     sync: Literal["auto", "adapter", "ipc", "nccl", "shared_memory", "reload"] = "auto"
     max_adapters: Count = 8  # that a child serves at once, frozen ones too
-    tolerance: NonNegative = 0.0  # of log-probs after an update; 0: 1e-3, in bfloat16 0.1
+    tolerance: NonNegative = 0.0  # of log-probs after an update; 0: 1e-3, or 0.1 in bfloat16
     tool_parser: str = "hermes"
     arguments: list[str] = []  # more arguments of `vllm serve`
 
@@ -102,8 +100,8 @@ class VllmConfig(Section, frozen=True):
                 )
 
 
-class EngineConfig(Section, frozen=True, tag_field="kind"):
-    """What every policy server reads."""
+class EngineConfig(KindSection, frozen=True, tag_field="kind"):
+    """Settings of every policy server."""
 
     host: str = "127.0.0.1"  # where it listens, and where runners call it
     port: Port = 0  # 0: any free one
@@ -111,10 +109,6 @@ class EngineConfig(Section, frozen=True, tag_field="kind"):
     max_batch: Count = 64  # calls decoded together
     max_context: Count = 2048  # tokens of prompt and completion
     threads: Count = 1
-
-    @property
-    def kind(self) -> str:
-        return kind_of(self)
 
     def __post_init__(self) -> None:
         if self.host in ("0.0.0.0", "::") and not self.advertise:
@@ -138,7 +132,7 @@ class ExternalEngineConfig(EngineConfig, frozen=True, kw_only=True, tag=EXTERNAL
     """A policy server of the user's."""
 
     factory: str  # "file.py:name", "package.module:name" or the name of an entry point
-    options: dict[str, Any] = {}  # free keys, which the factory is given
+    options: dict[str, Any] = {}  # any keys, for the factory
 
 
 Engine = EmbeddedEngineConfig | VllmEngineConfig | ExternalEngineConfig
@@ -150,8 +144,8 @@ class PoolConfig(Section, frozen=True):
     processes: Natural = 0  # 0: one for each core
     rollouts: Count = 1  # at a time in one process
     recycle_after: Count = 1000  # rollouts of a process until it is replaced
-    recycle_mb: Natural = 0  # resident size after a rollout that ends a process; 0: any
-    start: Literal["fork", "spawn"] = "fork"  # fork: import once and for all; spawn: in each
+    recycle_mb: Natural = 0  # resident size after a rollout at which a process ends; 0: any
+    start: Literal["fork", "spawn"] = "fork"  # fork: import the agent once; spawn: in each process
 
 
 class ContainerConfig(Section, frozen=True):
@@ -169,7 +163,7 @@ class KubernetesConfig(Section, frozen=True):
     image: str = ""
     namespace: str = "default"
     context: str = ""  # of the kubeconfig; default: its current one, or that of the own pod
-    template: str = ""  # YAML or JSON file of a Job that is completed, relative to the run file
+    template: str = ""  # YAML or JSON file of a Job to add to, relative to the run file
     ttl: Natural = 300  # seconds a finished Job is kept
 
 
@@ -177,12 +171,12 @@ EXECUTORS = ("auto", "async", "threads", "pool", "command", "container", "kubern
 
 
 class RunnerConfig(Section, frozen=True, tag_field="executor", tag="auto"):
-    """What runners read with every executor. auto: command if the agent is one, else async."""
+    """Settings of runners with every executor. auto: command if the agent is one, else async."""
 
     processes: Natural = 1  # 0: runners are started elsewhere
     concurrency: Count = 64  # rollouts at a time in one process
-    lease: Seconds = 15.0  # without a heartbeat until a rollout is given to another runner
-    drain: NonNegative = 5.0  # seconds a runner told to stop lets its rollouts finish
+    lease: Seconds = 15.0  # without a heartbeat, until a rollout is given to another runner
+    drain: NonNegative = 5.0  # seconds that rollouts have to finish when their runner is stopped
     memory_mb: Natural = 0  # of one process (pool, command) or of all of a rollout; 0: no limit
     host: str = "127.0.0.1"  # where the gateway listens
     port: Port = 0  # of the gateway; 0: any free one
@@ -228,7 +222,7 @@ class ExternalRunnerConfig(RunnerConfig, frozen=True, kw_only=True, tag=EXTERNAL
     """An executor of the user's."""
 
     factory: str  # "file.py:name", "package.module:name" or the name of an entry point
-    options: dict[str, Any] = {}  # free keys, which the factory is given
+    options: dict[str, Any] = {}  # any keys, for the factory
 
 
 Runner = (

@@ -1,7 +1,8 @@
 """Several policies in one run: who plays which role, with which settings each learns, and when.
 
 All of it is a function of the run file and the step, so none of it is saved. A run without
-`[policies]` has a single policy, which plays every role and learns in every step.
+`[policies]` has a single policy, which plays every role and learns in every step. An evaluation
+plan has frozen policies play roles too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from agentrl.config.schema import (
     RunConfig,
     TeacherConfig,
 )
-from agentrl.types import POLICY
+from agentrl.types import POLICY, Json
 
 INITIAL = "first"  # in `stand_ins`: the role's own policy as training began with it
 TABLES: dict[str, type[msgspec.Struct]] = {
@@ -32,6 +33,26 @@ TABLES: dict[str, type[msgspec.Struct]] = {
 SHARED = frozenset({"groups", "group_size", "max_staleness", "dynamic_sampling", "max_rounds"})
 SHARED |= {"branching", "counterfactual", "store_credit"}
 """Settings of `[algorithm]` that are the run's, because all policies learn from the same groups."""
+Seats = dict[str, str]  # role -> player of a plan, or policy of the run
+
+
+class FrozenPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A version of a policy that plays and does not learn."""
+
+    policy: str
+    directory: str  # of a model or an adapter, or a hub name; empty: the untrained adapter
+    steps: int  # of training: its version
+
+
+class EvaluationPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Lineups of roles that all play the same tasks, each once, so that two of them differ only in
+    who plays."""
+
+    players: dict[str, FrozenPolicy]
+    lineups: dict[str, Seats]  # by name, without a slash
+    tasks: list[dict[str, Json]]
+    temperature: float
+    steps: int  # of training of the run's own policies
 
 
 def trained_policies(config: RunConfig) -> list[str]:
@@ -68,7 +89,7 @@ def stand_ins(config: RunConfig) -> dict[str, str]:
 
 
 def policy_of_role(config: RunConfig, role: str) -> str:
-    """Who plays a role, named in the run file or not."""
+    """The policy or upstream that plays a role, which the run file need not name."""
     return policy_by_role(config).get(role, POLICY)
 
 
@@ -99,6 +120,15 @@ def view(config: RunConfig, name: str) -> RunConfig:
         policy = replace(policy, model=member.model, build="")
     steps = steps_learned(config, name, config.steps)
     return replace(config, policy=policy, steps=steps, policies={}, roles={}, **own)
+
+
+def initial_version(config: RunConfig, policy: str) -> tuple[str, FrozenPolicy]:
+    """A policy as training began with it, and its name."""
+    own = view(config, policy)
+    directory, lora = own.model_path(), own.policy.lora
+    if lora.rank or lora.adapter:
+        directory = str(config.path(lora.adapter)) if lora.adapter else ""
+    return initial_name(policy), FrozenPolicy(policy=policy, directory=directory, steps=0)
 
 
 def learns_in_step(config: RunConfig, name: str, step: int) -> bool:

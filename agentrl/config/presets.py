@@ -1,11 +1,12 @@
-"""The names and options of the library's presets, which the front checks without loading torch.
+"""Names and options of the library's presets, which the front checks without loading torch.
 
-The algorithm process checks them again, with the values of options. `presets.json` is written by
+The algorithm process also checks the values of options. `presets.json` is written by
 `python -m tests.algorithms.presets.test_names`, and a test compares it with the presets.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -44,23 +45,30 @@ def check_presets(config: RunConfig) -> None:
 
 def _check(algorithm: AlgorithmConfig) -> None:
     name, known = algorithm.preset, preset_names()
-    outside = entry_points(group="agentrl.presets").names
-    if ":" in name or name.split("+")[0] in outside:
+    if ":" in name or name.split("+")[0] in entry_points(group="agentrl.presets").names:
         return
-    hosts = [host for host in known.presets if f"{name}+".startswith(f"{host}+")]
-    if not hosts:
-        first = name.split("+")[0]
-        raise ConfigError(f"algorithm.preset: no preset {first!r}; {nearest(first, known.presets)}")
-    host = max(hosts, key=len)  # a preset's own name may contain "+"
-    options = list(known.presets[host])
-    for word in name.removeprefix(host).split("+")[1:]:
-        if word not in known.modifiers:
-            raise ConfigError(
-                f"algorithm.preset: no modifier +{word} for {host!r};"
-                f" {nearest(word, known.modifiers)}"
-            )
-        options += known.modifiers[word]
+    host, modifiers = split_preset(name, known.presets, known.modifiers)
+    if host not in known.presets:
+        raise ConfigError(f"algorithm.preset: no preset {host!r}; {nearest(host, known.presets)}")
+    options = [*known.presets[host], *(o for word in modifiers for o in known.modifiers[word])]
     for option in algorithm.options:
         if option not in options:
             hint = nearest(option, options)
             raise ConfigError(f"algorithm.options.{option}: no option of {name!r}; {hint}")
+
+
+def split_preset(
+    name: str, presets: Iterable[str], modifiers: Collection[str]
+) -> tuple[str, list[str]]:
+    """The preset and the modifiers of "grpo+tis" or "mine.py:lenient+tis"; a preset's own name may
+    contain "+". Raises ConfigError for an unknown modifier."""
+    source, colon, rest = name.rpartition(":")
+    own = [host for host in presets if f"{name}+".startswith(f"{host}+")]
+    host = max(own, key=len, default=source + colon + rest.split("+")[0])
+    added = name.removeprefix(host).split("+")[1:]
+    for word in added:
+        if word not in modifiers:
+            raise ConfigError(
+                f"algorithm.preset: no modifier +{word} for {host!r}; {nearest(word, modifiers)}"
+            )
+    return host, added

@@ -1,8 +1,8 @@
 """The tables of the run file: every setting with its type, its default and what it means.
 
-Numbers that cannot be are refused by their types, tables that contradict themselves by
-`__post_init__`; what settings of several tables mean together is checked in `validate`. Settings
-that change nothing of what a run learns are in `infrastructure`.
+Types refuse impossible numbers, `__post_init__` refuses contradictions within a table, and
+`validate` checks settings of several tables together. Settings that do not change what a run learns
+are in `infrastructure`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import msgspec
 
 from agentrl.config.base import (
     Count,
+    KindSection,
     Name,
     Natural,
     NonNegative,
@@ -33,45 +34,51 @@ from agentrl.config.infrastructure import (
 from agentrl.team_rewards import EXACT
 from agentrl.types import Sampling
 
-MODEL_LR = 1e-5  # of a critic that is a model of its own, where the run file says none
+MODEL_LR = 1e-5  # default learning rate of a critic that is a model of its own
 
 
 class RetriesConfig(Section, frozen=True):
-    """After which failures a rollout is tried again: when fewer than so many attempts came before,
-    and never beyond `max_attempts`. None: as often as that allows."""
+    """How often a rollout is tried again after a failure of each kind. None: as often as
+    `max_attempts` allows, which is the limit in any case."""
 
     agent_error: Natural | None = 0
     timeout: Natural | None = 0
     model_error: Natural | None = None
     verifier_error: Natural | None = 0
     no_model_call: Natural | None = 0
-    lost_runner: Natural = 2  # by the sandbox; a runner that dies is bounded by `max_attempts`
+    lost_runner: Natural = 2  # lost by the sandbox; dead runners only count for `max_attempts`
 
 
 class AgentConfig(Section, frozen=True):
-    """The unmodified agent and how it is run: a Python object by `path`, or a `command`."""
+    """The unmodified agent and how it is run: a Python object by `path`, a `command`, or a coding
+    `harness` with a preset."""
 
     path: str = ""  # "file.py:name" or "package.module:name"
     command: str | list[str] = []  # in any language; a string is split as a shell would
+    # codex, claude, qwen, gemini, opencode, pi, mini, aider, or your own as "file.toml" or
+    # "file.py:name"; `command` is then where its program is, if not in PATH.
+    harness: str = ""
+    args: list[str] = []  # more arguments of the harness
+    context: Count = 32768  # tokens that the harness believes the model to read
     folder: str = ""  # where the command works; default: the run file's folder, or the image's
     env: dict[str, str] = {}  # the agent's own variables; only their names are stored
-    # Patterns of the runner's variables it sees: a command or a pool beside PATH and the like, and
-    # one in the runner's process beside all but the keys of models.
+    # Patterns of variables of the runner that the agent sees too. A command or a pool sees PATH and
+    # the like without them, an agent in the runner's process all but the keys of models.
     pass_env: list[str] = []
     timeout: Seconds = 60.0  # for one attempt
     max_attempts: Count = 3  # tries at one rollout when the infrastructure fails
     retries: RetriesConfig = RetriesConfig()
-    calls_optional: bool = False  # a rollout without a model call is none that failed
+    calls_optional: bool = False  # a rollout without a model call has not failed
     error_reward: float | None = None  # outcome when the agent itself raises; none: missing
 
 
 class TasksConfig(Section, frozen=True):
-    """Each a "file.jsonl", or a "file.py:name" that is an iterable of tasks or returns one."""
+    """Each is a "file.jsonl", or a "file.py:name": an iterable of tasks, or a function for one."""
 
     train: str = ""
     heldout: str = ""
-    # Of training: every task once an epoch, or drawn by how often it was solved, most often those
-    # that are solved half of the time. Outcomes are taken to be from 0 to 1.
+    # Of training: each task once an epoch, or drawn by its success rate, most often tasks that are
+    # solved half of the time. Outcomes must be from 0 to 1 for this.
     order: Literal["shuffle", "difficulty"] = "shuffle"
 
 
@@ -81,8 +88,8 @@ class VerifierConfig(Section, frozen=True):
 
 
 class LoraConfig(Section, frozen=True):
-    """A low-rank adapter is trained, the model stays as it is. The default scale is that of
-    thinkingmachines.ai/blog/lora, which leaves the best learning rate independent of the rank."""
+    """Train a low-rank adapter instead of the model. The default scale is that of
+    thinkingmachines.ai/blog/lora, with which the best learning rate does not depend on the rank."""
 
     rank: Natural = 0  # 0: no adapter, all weights are trained
     alpha: Positive = 32.0  # what the adapter adds is scaled by alpha / rank
@@ -101,8 +108,7 @@ class PolicyConfig(Section, frozen=True):
 
 
 class MemberConfig(Section, frozen=True):
-    """One of several policies: the roles it plays, its weights, and what of how it learns differs
-    from the tables of the run."""
+    """One of several policies: its roles, its weights, and what differs from the run's tables."""
 
     roles: list[str] = []
     model: str = ""  # weights of its own; default: an adapter on those of policy.model
@@ -117,23 +123,23 @@ class MemberConfig(Section, frozen=True):
 class TeamConfig(Section, frozen=True):
     """Which of several policies learn in a step.
 
-    together: all of them. alternating: one after the other, in the order of the run file and again
-    from the first. sequence: the same once; the last one learns to the end."""
+    together: all of them. alternating: in turn, in the order of the run file. sequence: the same,
+    but each has only one turn, and the last one's lasts to the end."""
 
     schedule: Literal["together", "alternating", "sequence"] = "together"
     every: Count = 1  # steps of a policy before the next one's turn
 
 
 class BranchingConfig(Section, frozen=True):
-    """Rollouts that repeat the first calls of those of a group and are sampled from there, asked
-    for when these have ended.
+    """More rollouts for a group, queued when its own have ended. Each repeats the first calls of an
+    earlier one and is sampled from there.
 
     mc: from the state before each call of every rollout. tree: from the calls of the group where
     the policy is least certain."""
 
     kind: Literal["none", "mc", "tree"] = "none"
-    width: Count = 1  # branches from each of them
-    calls: Natural = 0  # at most so many, the least certain: of each rollout (mc), of the group
+    width: Count = 1  # branches from each call
+    calls: Natural = 0  # the most calls, least certain first: of a rollout (mc; 0: all), of a group
 
     def __post_init__(self) -> None:
         if self.kind == "none" and (self.width, self.calls) != (1, 0):
@@ -143,17 +149,17 @@ class BranchingConfig(Section, frozen=True):
 
 
 class CounterfactualConfig(Section, frozen=True):
-    """Rollouts played again with others in some roles, asked for when the rollouts have ended: what
-    the team comes to without what a role does. See `algorithms.coalitions`."""
+    """Replays of rollouts with other policies in some roles, queued when the rollouts have ended.
+    They measure the contribution of a role: see `algorithms.multiagent.counterfactuals`."""
 
     # Role -> who plays it instead: a policy or an upstream, or "first": the role's own policy as
-    # training began with it. These are the roles whose part is measured.
+    # training began with it. The contributions of these roles are measured.
     stand_ins: dict[str, str] = {}
-    # The reward of roles that it comes to: the team less the team without the role, or what the
-    # role adds to all coalitions of the others.
+    # The reward of a role: the team's value less that of the team without the role, or the mean of
+    # what the role adds to coalitions of the others.
     value: Literal["difference", "shapley"] = "difference"
-    orders: Natural = 0  # of joining that are drawn, for Shapley values of more than 4 roles
-    width: Count = 1  # replays of each coalition, of which the mean counts
+    orders: Natural = 0  # orders of joining to draw, for Shapley values of more than 4 roles
+    width: Count = 1  # replays of each coalition, whose mean is its value
 
     def __post_init__(self) -> None:
         if not self.stand_ins and (self.value, self.orders, self.width) != ("difference", 0, 1):
@@ -169,7 +175,7 @@ class CounterfactualConfig(Section, frozen=True):
 
 
 class AlgorithmConfig(Section, frozen=True):
-    """What is learned from a batch. `options` are the preset's own arguments."""
+    """How a policy learns from a batch. `options` are arguments of the preset."""
 
     preset: str = "grpo"
     options: dict[str, Any] = {}
@@ -177,9 +183,9 @@ class AlgorithmConfig(Section, frozen=True):
     group_size: Count = 8
     min_group: Count = 2  # valid rollouts below which a group is dropped
     inexact: Literal["refuse", "retokenize"] = "refuse"  # calls whose token ids are unknown
-    max_staleness: Natural = 0  # steps that may be asked for ahead of the update
-    dynamic_sampling: bool | None = None  # replace groups that teach nothing; none: as the preset
-    max_rounds: Count | None = None  # in which they are; then the step does with fewer. Default 10
+    max_staleness: Natural = 0  # steps whose rollouts may be queued ahead of the update
+    dynamic_sampling: bool | None = None  # replace groups of equal reward; none: as the preset does
+    max_rounds: Count | None = None  # of replacing; then the step has fewer groups. Default 10
     store_credit: bool = True  # advantages, baselines and gates with each step, for `explain`
     minibatches: Count = 1  # optimizer steps a batch is split into
     epochs: Count = 1  # passes over a batch
@@ -187,7 +193,7 @@ class AlgorithmConfig(Section, frozen=True):
     warmup: Natural = 0  # steps of linear learning-rate warm-up
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # after it
     min_lr: NonNegative = 0.0  # at the end of a linear or cosine schedule
-    target_kl: Positive | None = None  # nats by which a batch moves the policy; then no more steps
+    target_kl: Positive | None = None  # nats: a batch that moved the policy further is left early
     max_bad_steps: Count = 3  # optimizer steps in a row that are not finite, until the run ends
     weight_decay: NonNegative = 0.0
     max_grad_norm: Positive = 1.0
@@ -196,53 +202,48 @@ class AlgorithmConfig(Section, frozen=True):
 
 
 class CriticConfig(Section, frozen=True):
-    """What gives the values that a preset such as ppo reads."""
+    """The value model of presets such as ppo."""
 
     # "shared": a head on the policy's hidden states; "copy": a model of its own that begins as the
     # policy did; or a checkpoint directory or hub name of one with its vocabulary. Empty: none.
     model: str = ""
-    # Constant; of a shared critic that of its head, which begins at 0. None: 0.05 over its width
-    # for a head, so that a value moves as fast in any model, and 1e-5 for a model of its own.
+    # Constant learning rate, of a shared critic that of its head, which begins at 0. None: for a
+    # head 0.05 / hidden size, so that values move as fast in any model; for a model 1e-5.
     lr: Positive | None = None
-    coefficient: Positive = 0.5  # of the value loss beside the policy's, for a shared one
+    coefficient: Positive = 0.5  # of the value loss in the policy's loss, for a shared critic
     clip: Positive = 0.2  # how far a value may move in one step, value clipping; inf: any
     weight_decay: NonNegative = 0.0
 
 
 class ReferenceConfig(Section, frozen=True):
-    """What a penalty on leaving the reference is about."""
+    """The reference policy of KL penalties."""
 
-    # A checkpoint directory or hub name; empty: what the policy begins as, or for an adapter the
-    # model without it.
+    # A checkpoint directory or hub name; empty: the initial policy or, for an adapter, its model.
     model: str = ""
-    every: Natural = 0  # steps after which the policy as it is becomes the reference; 0: never
+    every: Natural = 0  # steps after which the current policy becomes the reference; 0: never
     target: NonNegative = 0.0  # nats per token: adapts the penalty to keep their KL there; 0: fixed
     horizon: Count = 10_000  # rollouts over which it adapts
 
 
 class TeacherConfig(Section, frozen=True):
-    """Whom the preset distill imitates."""
+    """The model that the preset distill imitates."""
 
     model: str = ""  # a checkpoint directory or hub name with the policy's vocabulary
 
 
-class RewardModelConfig(Section, frozen=True, tag_field="kind", tag="scalar"):
+class RewardModelConfig(KindSection, frozen=True, tag_field="kind", tag="scalar"):
     """A model whose scores are rewards, under its name: a decoder with a head of one label."""
 
     model: str  # a checkpoint directory or hub name with the policy's vocabulary
     scope: Literal["rollout", "transition"] = "rollout"  # a reward of the rollout, or of each call
-
-    @property
-    def kind(self) -> str:
-        return kind_of(self)
 
 
 class ImplicitRewardModelConfig(RewardModelConfig, frozen=True, tag="implicit"):
     """A decoder, of which beta * (log probability - that of the reference) is the reward."""
 
     beta: Positive = 0.05
-    reference: str = ""  # a checkpoint directory or hub name; empty: what the policy begins as
-    train: bool = False  # it learns from every step, once it has scored it
+    reference: str = ""  # a checkpoint directory or hub name; empty: the initial policy
+    train: bool = False  # learn from every step, after scoring it
     # from outcomes from 0 to 1 (PRIME), or from pairs of rollouts of a group (iStar)
     loss: Literal["outcome", "pairs"] = "outcome"
     lr: Positive = 1e-6  # constant, where it learns
@@ -252,8 +253,8 @@ RewardModel = RewardModelConfig | ImplicitRewardModelConfig
 
 
 class UpstreamConfig(Section, frozen=True):
-    """An endpoint that answers calls and is not trained: a judge, an opponent, a tool's model, or
-    in its place one `text` that is the answer to every call."""
+    """An endpoint that answers calls and is not trained, such as a judge, an opponent or a tool's
+    model; or one `text` that is the answer to every call."""
 
     base_url: Annotated[str, msgspec.Meta(pattern=r"^(https?://.*)?$")] = ""  # ends in /v1
     model: str = ""  # the name it answers to; empty: the one the agent asks for
@@ -265,6 +266,24 @@ class UpstreamConfig(Section, frozen=True):
             raise ValueError("give either its base_url or the text that is its answer")
         if self.text is not None and (self.model or self.key_env):
             raise ValueError("model and key_env are of a base_url, and text is the answer itself")
+
+
+class RoleRule(Section, frozen=True):
+    """A call that has all these properties has this role. In a pattern * stands for any text."""
+
+    role: Annotated[str, msgspec.Meta(min_length=1)]
+    header: dict[str, str] = {}  # name of a header -> pattern of its value
+    field: dict[str, str] = {}  # dotted key in the body -> pattern of its value, or of that as JSON
+    model: str = ""  # pattern of the model that it asks for
+    system: str = ""  # pattern of the beginning of the system text
+    prompt: str = ""  # pattern of the beginning of the last text, which is the user's
+    tools: bool | None = None  # whether it offers tools
+    schema: bool | None = None  # whether its answer must follow a JSON schema
+
+    def __post_init__(self) -> None:
+        given = msgspec.structs.asdict(self)
+        if all(value in ({}, "", None) for key, value in given.items() if key != "role"):
+            raise ValueError(f"the rule of {self.role!r} says nothing of the calls it is for")
 
 
 class EvalConfig(Section, frozen=True):
@@ -301,7 +320,7 @@ class SnapshotOpponents(SelfplayConfig, frozen=True, kw_only=True):
     self_share: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.5  # of groups, against itself
     every: Count = 10  # steps from one snapshot to the next
     pool: Count = 8  # snapshots that are kept
-    k: Positive = 16.0  # points of Elo that a game is about
+    k: Positive = 16.0  # Elo points at stake in a game
 
 
 class LatestOpponents(SnapshotOpponents, frozen=True, tag="latest"):
@@ -313,7 +332,7 @@ class UniformOpponents(SnapshotOpponents, frozen=True, tag="uniform"):
 
 
 class PfspOpponents(SnapshotOpponents, frozen=True, tag="pfsp"):
-    """Snapshots play by how often the policy beats them (prioritised fictitious self-play)."""
+    """Snapshots are drawn by the policy's win rate (prioritised fictitious self-play)."""
 
     pfsp: Literal["hard", "variance"] = "hard"  # most often the hardest, or those of equal strength
 
@@ -325,8 +344,8 @@ class MetricsConfig(Section, frozen=True):
     """Where metrics go besides the store. Each sink is an extra: `pip install 'agentrl[wandb]'`."""
 
     sinks: list[str] = []  # tensorboard, wandb, mlflow, trackio, or your own as "file.py:name"
-    options: dict[str, Any] = {}  # free keys, which sinks of your own are given
-    project: Annotated[str, msgspec.Meta(min_length=1)] = "agentrl"  # there; MLflow's experiment
+    options: dict[str, Any] = {}  # any keys, for sinks of your own
+    project: Annotated[str, msgspec.Meta(min_length=1)] = "agentrl"  # of a sink; MLflow: experiment
 
 
 class RunConfig(Section, frozen=True):
@@ -361,13 +380,26 @@ class RunConfig(Section, frozen=True):
     metrics: MetricsConfig = MetricsConfig()
     upstreams: dict[Name, UpstreamConfig] = {}  # by name, which is a model name for the agent too
     roles: dict[str, str] = {}  # role -> the upstream or policy that answers it
+    # [[roles.match]] in the run file: roles of calls that say none themselves. The first that holds
+    # counts; those of the harness come after.
+    role_rules: list[RoleRule] = []
 
     def path(self, name: str) -> Path:
         """A file named in the run file, relative to its folder."""
         return Path(self.root, name)
 
+    def model_source(self, name: str) -> str:
+        """The directory of a model, relative to the run file's folder, or its hub name."""
+        directory = self.path(name)
+        return str(directory) if directory.is_dir() else name
+
+    def model_path(self) -> str:
+        """The policy's model: a directory, which `policy.build` may have made, or a hub name."""
+        own = self.path(self.policy.model) if self.policy.model else Path(self.output, "policy")
+        return str(own) if own.is_dir() else self.policy.model
+
     def checkpoint(self, name: str) -> Path:
-        """Where a checkpoint is that the store names, relative to `output`. Earlier versions stored
-        where it was written, from where the folder may have been moved or copied."""
+        """The directory of a checkpoint by its name in the store, relative to `output`. Earlier
+        versions stored absolute paths, and the folder may have been moved or copied since."""
         own = Path(self.output, "checkpoints", Path(name).name)
         return own if own.is_dir() else Path(self.output, name)

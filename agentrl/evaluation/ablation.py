@@ -15,7 +15,7 @@ from rich.table import Table
 
 from agentrl.config import RunConfig
 from agentrl.config import policies as team
-from agentrl.config.evaluation_plan import EvaluationPlan, Seats, initial_version
+from agentrl.config.policies import EvaluationPlan, Seats, initial_version
 from agentrl.errors import ConfigError, nearest
 from agentrl.evaluation import core as evaluation
 from agentrl.types import POLICY, Rollout

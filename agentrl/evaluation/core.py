@@ -1,8 +1,9 @@
 """Evaluation of a trained run: its held-out score, or the games of an evaluation plan.
 
-Every evaluation is a run of no steps in its own folder, next to that of the run it evaluates. The
-name of a plan's run is a hash of everything that decides a game, so the same command finds the
-games that have ended and plays the rest after `kill -9`; other weights or settings are another run.
+Every evaluation is a run of no steps in a folder next to that of the run it evaluates. The name of
+a plan's run has a hash of everything that decides its games. So the same command finds the games
+that have ended, also after `kill -9`, and plays the rest; other weights or settings are another
+run.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from rich.console import Console
 from agentrl import trainer
 from agentrl.config import LoraConfig, MetricsConfig, PolicyConfig, RunConfig, SelfplayConfig
 from agentrl.config import policies as team
-from agentrl.config.evaluation_plan import EvaluationPlan, FrozenPolicy
+from agentrl.config.load import store_in
+from agentrl.config.policies import EvaluationPlan, FrozenPolicy
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.failures import commonest_failure
 from agentrl.loading import load_tasks
@@ -51,9 +53,8 @@ class SavedCheckpoint:
 def evaluate(
     config: RunConfig, checkpoint: Path | None, tasks: str | None, *, level: int = PHASE
 ) -> trainer.TrainingResult:
-    """Score a checkpoint, by default the run's last, or what `[upstreams]` answer where the run has
-    no model of its own: a run of no steps in a folder of its own, and in the store that the run
-    file names, if it names one."""
+    """Score a checkpoint, by default the run's last, or the answers of `[upstreams]` where the run
+    has no model of its own. The evaluation is in the store that the run file names, if any."""
     if team.has_no_own_policy(config):
         if checkpoint:
             raise ConfigError(
@@ -89,8 +90,8 @@ async def _score(config: RunConfig, level: int) -> trainer.TrainingResult:
 
 
 def check_any_succeeded(rows: Sequence[Rollout], name: str, option: str = "") -> None:
-    """Raises AgentRLError, with the commonest cause, where every rollout failed, so that there is
-    no score. option: what to repeat the command with."""
+    """Raises AgentRLError with the commonest cause where every rollout failed. option: what to add
+    to the command."""
     failures = [row.failure for row in rows if row.failure]
     if failures and len(failures) == len(rows):
         cause = commonest_failure(failures, len(rows))
@@ -107,7 +108,7 @@ def scored_line(checkpoint: Path) -> str:
 
 
 def checkpoint_at(path: Path) -> SavedCheckpoint:
-    """Raises ConfigError for what is no checkpoint of a run."""
+    """Raises ConfigError if it is no checkpoint of a run."""
     named = STEPS.match(path.name)
     if not path.is_dir():
         raise ConfigError(f"{path}: no such checkpoint directory")
@@ -117,10 +118,10 @@ def checkpoint_at(path: Path) -> SavedCheckpoint:
 
 
 def checkpoints_of(config: RunConfig) -> list[SavedCheckpoint]:
-    """Those of a run that are on disk, oldest first."""
+    """The checkpoints of a run on disk, oldest first."""
     folder = Path(config.output, "checkpoints")
     found = [path for path in folder.glob("*") if STEPS.match(path.name) and path.is_dir()]
-    return sorted(map(checkpoint_at, found), key=lambda made: (made.steps, made.path.name))
+    return sorted(map(checkpoint_at, found), key=lambda one: (one.steps, one.path.name))
 
 
 def frozen_policy(
@@ -173,7 +174,13 @@ def plan_run(
     """The settings of the evaluation run."""
     settings = [getattr(config, key) for key in GAMES]
     directories = [str(checkpoint.path), *(one.directory for one in plan.players.values())]
-    weights = [(directory, _written(Path(directory))) for directory in directories if directory]
+    # With the newest modification time in ns, because another run may write other weights under the
+    # same name. 0: a hub name.
+    weights = [
+        (name, max((file.stat().st_mtime_ns for file in Path(name).rglob("*")), default=0))
+        for name in directories
+        if name
+    ]
     about = msgspec.json.encode([plan, weights, settings])
     name = f"{config.name}-{kind}-{sha256(about).hexdigest()[:8]}"
     return msgspec.structs.replace(
@@ -185,28 +192,16 @@ def plan_run(
     )
 
 
-def _written(directory: Path) -> int:
-    """The newest modification time in a directory, in ns, as another run may write other weights
-    under the same name. 0 for a model of the hub."""
-    return max((file.stat().st_mtime_ns for file in directory.rglob("*")), default=0)
-
-
 def evaluation_run(config: RunConfig, name: str, checkpoint: Path | None) -> RunConfig:
     """A run of no steps, of that name and in a folder beside, with a checkpoint's policies."""
     own = policies_at(config, checkpoint) if checkpoint else {}
     output = Path(config.output).with_name(name)
-    return msgspec.structs.replace(
-        config,
-        name=name,
-        output=str(output),
-        store=f"sqlite:///{output / 'store.db'}",
-        steps=0,
-        **own,
-    )
+    own |= {"name": name, "output": str(output), "store": store_in(output), "steps": 0}
+    return msgspec.structs.replace(config, **own)
 
 
 def policies_at(config: RunConfig, checkpoint: Path) -> dict[str, Any]:
-    """Settings that load the policies of a checkpoint; frozen ones stay what they are."""
+    """Settings that load the policies of a checkpoint; those of frozen policies do not change."""
     if not config.policies:
         return {"policy": _policy_at(config.policy, checkpoint)}
     members = dict(config.policies)
@@ -222,7 +217,7 @@ def policies_at(config: RunConfig, checkpoint: Path) -> dict[str, Any]:
 
 
 def _policy_at(policy: PolicyConfig, checkpoint: Path) -> PolicyConfig:
-    """Settings that load a checkpoint: a model, or an adapter, which says on what."""
+    """Settings that load a checkpoint: a model, or an adapter and the model that it names."""
     replace, file = msgspec.structs.replace, checkpoint / "adapter_config.json"
     if not file.is_file():
         return replace(policy, model=str(checkpoint), build="")
@@ -289,8 +284,7 @@ async def _ended(store: Store, config: RunConfig, plan: EvaluationPlan) -> Playe
 async def _check_heard(
     store: Store, lineup: str, rows: Sequence[Rollout], seats: Mapping[str, str]
 ) -> None:
-    """Raises ConfigError for a role that made no call in any game: it is misspelled, and the
-    results would mean nothing."""
+    """Raises ConfigError for a role that made no call in any game, which must be misspelled."""
     silent = set(seats)
     for row in rows:
         if not silent:

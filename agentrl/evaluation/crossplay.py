@@ -17,7 +17,7 @@ from rich.table import Table
 
 from agentrl.algorithms.sampling.ratings import fit_ratings
 from agentrl.config import RunConfig, selfplay
-from agentrl.config.evaluation_plan import EvaluationPlan, Seats
+from agentrl.config.policies import EvaluationPlan, Seats
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.evaluation import core as evaluation
 from agentrl.evaluation.core import Played, SavedCheckpoint

@@ -1,1 +1,1 @@
-"""What a person or another tool sees of a run: console, report, OpenTelemetry, metrics sinks."""
+"""Views of a run, for people and other tools: console, report, OpenTelemetry, metrics sinks."""

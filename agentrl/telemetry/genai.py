@@ -1,10 +1,10 @@
 """A stored attempt as an OpenTelemetry trace that Phoenix, Langfuse and Jaeger understand.
 
-The attempt is the root; below it are its recorded spans and one llm span for each transition, with
+The attempt is the root. Below it are its recorded spans and one llm span for each transition, with
 attributes of OpenTelemetry's semantic conventions for generative AI (`gen_ai.*`), of OpenInference,
-which Phoenix reads, and of `agentrl.*`. Where a span of the same model call was recorded, of a
-framework's call or of the HTTP request, the two are merged. The same attempt always gives the same
-ids, so sending it twice changes nothing.
+which Phoenix reads, and of agentrl (`agentrl.*`). If the agent's side recorded a span of the same
+model call, by a framework or of the HTTP request, the two are merged. The same attempt always gives
+the same ids, so sending it twice changes nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from agentrl.types import Json, Reward, Scope, Span, Trace, Transition
 PROVIDER = "agentrl"  # of the answers, as the agent sees it
 HTTP_ATTRIBUTES = {"url.full", "http.url", "http.method", "http.request.method"}  # of a client
 SLACK = 5_000_000  # ns between the clocks of agent and gateway
+Spans = Mapping[str, Span]  # by id
 
 
 def spans_of(trace: Trace) -> list[Span]:
@@ -30,7 +31,9 @@ def spans_of(trace: Trace) -> list[Span]:
     merged: dict[str, str] = {}  # id of a request's span -> that of its llm span
     llm_spans: dict[str, Span] = {}
     for transition in trace.transitions:
-        span = _llm_span(transition, spans, llm_spans, trace.rollout.rewards)
+        about = call_attributes(transition)
+        about |= _rewards(trace.rollout.rewards, Scope.TRANSITION, transition.id)
+        span = _llm_span(transition, spans, llm_spans, about)
         llm_spans[span.id] = span
         if transition.span in spans and _is_request(spans[transition.span]):
             merged[transition.span] = span.id
@@ -42,13 +45,13 @@ def spans_of(trace: Trace) -> list[Span]:
     return [root, *sorted(children, key=lambda span: (span.start, -span.end))]
 
 
-def _parents(spans: Mapping[str, Span], merged: Mapping[str, str], root: str) -> dict[str, str]:
+def _parents(spans: Spans, merged: Mapping[str, str], root: str) -> dict[str, str]:
     """The parent of each span: the root where its own is missing. A client may send cycles of
     parents; one span of each goes below the root."""
-    parents = {
-        span.id: merged.get(span.parent or "", span.parent) or root for span in spans.values()
-    }
-    parents = {id: parent if parent in spans else root for id, parent in parents.items()}
+    parents: dict[str, str] = {}
+    for span in spans.values():
+        parent = merged.get(span.parent or "") or span.parent
+        parents[span.id] = parent if parent and parent in spans else root
     below_root = {root}
     for at in list(parents):
         passed = set[str]()
@@ -62,48 +65,31 @@ def _parents(spans: Mapping[str, Span], merged: Mapping[str, str], root: str) ->
     return parents
 
 
-def _llm_span(
-    transition: Transition,
-    spans: Mapping[str, Span],
-    llm_spans: Mapping[str, Span],
-    rewards: Iterable[Reward],
-) -> Span:
-    """The span of a model call, which replaces the recorded one."""
-    start = int(transition.started * 1e9)
-    end = start + int(transition.seconds * 1e9)
-    about = call_attributes(transition) | _rewards(rewards, Scope.TRANSITION, transition.id)
-    request = spans.get(transition.span or "")
-    known = _recorded_llm_span(request, spans, llm_spans, start, end)
-    if known is not None:
-        return replace(known, kind="llm", attributes=known.attributes | about)
-    id, parent = _id(transition.id), transition.span
+def _llm_span(call: Transition, spans: Spans, llm_spans: Spans, about: dict[str, Json]) -> Span:
+    """The span of a model call: the one that a framework recorded, or else a new one."""
+    request, id, parent = spans.get(call.span or ""), _id(call.id), call.span
     if request is not None and _is_request(request):
         id, parent = request.id, request.parent
-    elif request is None and transition.span:  # its client sent its spans elsewhere
-        id, parent = transition.span, None
-    return Span(
-        id=_id(transition.id) if id in llm_spans else id,  # one request may ask for several samples
-        attempt=transition.attempt,
+    elif request is None and call.span:  # its client sent its spans elsewhere
+        id, parent = call.span, None
+    start = int(call.started * 1e9)
+    made = Span(
+        id=_id(call.id) if id in llm_spans else id,  # one request may ask for several samples
+        attempt=call.attempt,
         parent=parent,
-        name=f"chat {transition.policy}",
+        name=f"chat {call.policy}",
         kind="llm",
         start=start,
-        end=end,
+        end=start + int(call.seconds * 1e9),
         attributes=about,
     )
+    recorded = _recorded_llm_span(request, made, spans, llm_spans) if request else None
+    return replace(recorded, attributes=recorded.attributes | about) if recorded else made
 
 
-def _recorded_llm_span(
-    request: Span | None,
-    spans: Mapping[str, Span],
-    llm_spans: Mapping[str, Span],
-    start: int,
-    end: int,
-) -> Span | None:
+def _recorded_llm_span(request: Span, call: Span, spans: Spans, llm_spans: Spans) -> Span | None:
     """The llm span that a framework recorded of the call: an ancestor of the request or, as
     OpenInference records for LangChain, its shortest sibling that covers the call."""
-    if request is None:
-        return None
     ancestor: Span | None = request
     passed = set[str]()
     while ancestor is not None and ancestor.kind == "internal" and ancestor.id not in passed:
@@ -111,9 +97,12 @@ def _recorded_llm_span(
         ancestor = spans.get(ancestor.parent or "")
     if ancestor is not None and ancestor.kind == "llm":
         return None if ancestor.id in llm_spans else ancestor
-    free = (span for id, span in spans.items() if span.kind == "llm" and id not in llm_spans)
-    siblings = (span for span in free if span.parent == request.parent)
-    covering = (s for s in siblings if s.start - SLACK <= start and end <= s.end + SLACK)
+    covering = (
+        span
+        for id, span in spans.items()
+        if (span.kind, span.parent) == ("llm", request.parent) and id not in llm_spans
+        if span.start - SLACK <= call.start and call.end <= span.end + SLACK
+    )
     return min(covering, key=lambda span: span.end - span.start, default=None)
 
 

@@ -1,7 +1,7 @@
 """Baselines and values that come from earlier steps.
 
-What is remembered is in `state`; a record here says under which name and of what, and as a column
-reads it from the batch.
+The numbers that are remembered are in `data/state.py`; a record here says under which names, and as
+a column reads them from the batch.
 """
 
 from __future__ import annotations
@@ -30,29 +30,24 @@ class RunningMean(RememberedColumn):
         raise NotImplementedError
 
     def observed(self, batch: Batch) -> Tensor:
-        """What is to be remembered of each unit, float64, NaN = missing."""
+        """The number of each unit that its mean learns, float64, NaN = missing."""
         raise NotImplementedError
 
     def recall(
         self, part: StatePart, batch: Batch, rollouts: Sequence[Rollout]
     ) -> tuple[Tensor, StatePart]:
-        names, x = self.names(batch, rollouts), self.observed(batch)
-        if isinstance(part, EmaMeans):
-            column, means = part.read(names, x)
-            return column, replace(part, values=means)
-        assert isinstance(part, CountedMeans)
-        column, counted = part.read(names, x)
-        return column, CountedMeans(counted)
+        assert isinstance(part, EmaMeans | CountedMeans)
+        column, means = part.read(self.names(batch, rollouts), self.observed(batch))
+        return column, replace(part, values=means)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
 class Ema(RunningMean):
-    """The running mean of the rewards that came before, as a baseline for the next: by role where
-    the reward is one of roles, and by a field of the task. Rewards of one step come one after the
-    other, in the order of their rollouts. RAE of SPIRAL, arXiv 2506.24119.
+    """The running mean of earlier rewards, as a baseline for the next: one for each role where the
+    reward is one of roles, and for each value of a field of the task. Rewards of one step come one
+    after the other, in the order of their rollouts. RAE of SPIRAL, arXiv 2506.24119.
 
-    at: as in `GroupRelative`. key: the field of the task; each of its values has a baseline of
-    its own."""
+    at: as in `GroupRelative`. key: the field of the task."""
 
     reward: str | Column = "outcome"
     decay: float = 0.95
@@ -69,30 +64,15 @@ class Ema(RunningMean):
     def names(self, batch: Batch, rollouts: Sequence[Rollout]) -> list[str]:
         kinds = [_field(rollout, self.key) if self.key else "" for rollout in rollouts]
         owners = rollout_of(batch, self.level).tolist()
+        roles = [""] * len(owners)
         if self.level == "role":
             roles = batch.roles * len(rollouts)
         elif self.level == "transition":
             roles = [batch.roles[role] for role in batch.transition_role.tolist()]
-        else:
-            roles = [""] * len(owners)
-        pairs = zip(owners, roles, strict=True)
-        return [f"{kinds[owner]}/{role}" for owner, role in pairs]
+        return [f"{kinds[owner]}/{role}" for owner, role in zip(owners, roles, strict=True)]
 
     def observed(self, batch: Batch) -> Tensor:
         return lift(batch, rewards(batch, self.reward), level_of(self.reward), self.level)
-
-    def __call__(self, batch: Batch) -> Tensor:
-        return remembered_column(batch, self.name)
-
-
-def remembered_column(batch: Batch, name: str) -> Tensor:
-    """What the state says of the batch. Raises TrainingError where it was not asked."""
-    if name not in batch.memory:
-        raise TrainingError(
-            f"step {batch.step}: {name} remembers earlier steps, and this batch carries nothing "
-            "of it; put what `State.recall` says into its memory"
-        )
-    return batch.memory[name]
 
 
 def _field(rollout: Rollout, key: str) -> str:

@@ -1,15 +1,16 @@
 """Credit: what every action token is worth, from rewards to advantages.
 
-Credit is a function of the batch that returns A float64 [N]. NaN in it means *missing*: a rollout
-without a reward is in no statistic and not in the loss. 0 means *no lesson*: a rollout that nothing
-can be compared with, or that did as well as the others; it counts in the denominators of the loss.
+A credit is a function from a batch to advantages A, float64 [N]. NaN means *missing*: a rollout
+without a reward is in no statistic and not in the loss. 0 means *nothing to learn*: the rollout has
+none to be compared with, or did as well as the others; it counts in the denominators of the loss.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, fields, is_dataclass, make_dataclass, replace
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, cast
 
 import torch
 from torch import Tensor
@@ -25,12 +26,43 @@ Column = Callable[[Batch], Tensor]
 """Batch -> one number per unit of a level."""
 Base = Literal["none", "mean", "loo"]
 Norm = Literal["none", "std", "mean"]
+Options = ParamSpec("Options")
 
 SPREAD = 1e-6  # differences below this share of the largest reward are rounding, not information
 
 
+def column(
+    level: Level = "rollout", **constants: object
+) -> Callable[[Callable[Concatenate[Batch, Options], Tensor]], Callable[Options, Column]]:
+    """Turns a function of a batch and options into a frozen dataclass of the options. With
+    `def Returns(batch, reward, gamma)`, `Returns("outcome", 0.9)` is a function of the batch alone,
+    which can be compared, printed and searched by `parts_of`.
+
+    level: of the numbers that it gives. constants: further class attributes."""
+
+    def build(function: Callable[Concatenate[Batch, Options], Tensor]) -> Callable[Options, Column]:
+        run = cast(Callable[..., Tensor], function)
+        options = list(inspect.signature(function).parameters.values())[1:]
+        defaults = {x.name: x.default for x in options if x.default is not x.empty}
+
+        def call(self: object, batch: Batch) -> Tensor:
+            return run(batch, *(getattr(self, option.name) for option in options))
+
+        record: Any = make_dataclass(
+            function.__name__,
+            [(option.name, option.annotation) for option in options],
+            namespace={"__call__": call, "level": level, **constants, **defaults},
+            frozen=True,
+            slots=True,
+        )
+        record.__doc__, record.__module__ = function.__doc__, function.__module__
+        return cast(Callable[Options, Column], record)
+
+    return build
+
+
 class Standardised(NamedTuple):
-    """Advantages with what they were computed from, float64 [U] each; scale 0: divided by none."""
+    """Advantages, baselines and scales, float64 [U] each; scale 0: not divided."""
 
     advantage: Tensor
     baseline: Tensor
@@ -48,7 +80,6 @@ def standardise(
     bw: Tensor | None = None,
     ddof: int = 1,
     eps: float = 1e-6,
-    tol: float = SPREAD,
 ) -> Standardised:
     """(x - baseline) / scale within units of equal id.
 
@@ -64,39 +95,33 @@ def standardise(
     stays in the result and does not enter the scale.
 
     The result is exactly 0, never rounding noise over eps, for a unit without others to compare
-    with, for one within tol of its baseline (relative to the largest |x| of its id) and where the
-    mean or deviation that it is divided by is not positive."""
+    with, for one within SPREAD of its baseline (relative to the largest |x| of its id) and where
+    the mean or deviation that it is divided by is not positive."""
     known = ~(x - base if isinstance(base, Tensor) else x).isnan()
     x = torch.where(known, x.double(), 0.0)
     weight = known.double() if w is None else known * w.double()
     baseline = _baseline(x, by, base, weight if bw is None else known * bw.double())
     centred = x - baseline
     live = known & centred.isfinite()
-    live &= centred.abs() > tol * reduce_by(x.abs(), by, how="amax")[by]
+    live &= centred.abs() > SPREAD * reduce_by(x.abs(), by, how="amax")[by]
     if not isinstance(base, Tensor) and base != "none":
         live &= reduce_by(weight > 0, by)[by] > 1
     centred = torch.where(live, centred, 0.0)
     if norm == "none":
         return Standardised(centred, baseline, torch.zeros_like(centred))
-    scale = _scale(x, centred, weight, by if norm_by is None else norm_by, norm, ddof, eps, tol)
-    return Standardised(torch.where(scale > 0, centred / scale, 0.0), baseline, scale)
-
-
-def _scale(
-    x: Tensor, centred: Tensor, weight: Tensor, by: Tensor, norm: Norm,
-    ddof: int, eps: float, tol: float,
-) -> Tensor:  # fmt: skip
+    by = by if norm_by is None else norm_by
     total = reduce_by(weight, by)
     if norm == "mean":
-        return torch.where(
-            reduce_by(weight * x, by) > 0, reduce_by(weight * x.abs(), by) / total, 0.0
-        )[by]
-    largest = reduce_by(x.abs(), by, how="amax")
-    # In shares of the largest, whose squares neither overflow nor vanish.
-    share = torch.where(centred == 0, 0.0, centred / largest[by])
-    mean = reduce_by(weight * share, by) / total
-    deviation = (reduce_by(weight * (share - mean[by]) ** 2, by) / (total - ddof)).sqrt()
-    return torch.where(deviation > tol, largest * deviation + eps, 0.0)[by]
+        positive = reduce_by(weight * x, by) > 0
+        scale = torch.where(positive, reduce_by(weight * x.abs(), by) / total, 0.0)[by]
+    else:
+        largest = reduce_by(x.abs(), by, how="amax")
+        # In shares of the largest, whose squares neither overflow nor vanish.
+        share = torch.where(centred == 0, 0.0, centred / largest[by])
+        mean = reduce_by(weight * share, by) / total
+        deviation = (reduce_by(weight * (share - mean[by]) ** 2, by) / (total - ddof)).sqrt()
+        scale = torch.where(deviation > SPREAD, largest * deviation + eps, 0.0)[by]
+    return Standardised(torch.where(scale > 0, centred / scale, 0.0), baseline, scale)
 
 
 def _baseline(x: Tensor, by: Tensor, base: Base | Tensor, weight: Tensor) -> Tensor:
@@ -112,7 +137,7 @@ def _baseline(x: Tensor, by: Tensor, base: Base | Tensor, weight: Tensor) -> Ten
 
 def gae(r: Tensor, v: Tensor, following: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Generalised advantages and returns, float64 [U] each, along links (-1 ends a chain, after
-    which nothing is worth anything). arXiv 1506.02438."""
+    which the value is 0). arXiv 1506.02438."""
     after = torch.where(following >= 0, v.double()[following], 0.0)
     advantage = scan(r + gamma * after - v, gamma * lam, following)
     return advantage, advantage + v
@@ -142,7 +167,7 @@ class GroupRelative:
         return self.at or level_of(self.reward)
 
     def standard(self, batch: Batch) -> tuple[Tensor, Standardised]:
-        """Rewards and what they come to, at the level."""
+        """The rewards at the level of comparison, NaN = missing, and what comes of them."""
         at = self.level
         x = lift(batch, rewards(batch, self.reward), level_of(self.reward), at)
         return x, standardise(
@@ -166,21 +191,19 @@ class GroupRelative:
         return self.of_units(batch)[owner(batch, self.level)]
 
 
-@dataclass(frozen=True, slots=True)
-class RewardToGo:
+@column()
+def RewardToGo(
+    batch: Batch,
+    reward: str | Column = "outcome",
+    gamma: float = 1.0,
+    token_cost: Column | None = None,
+) -> Tensor:
     """Discounted reward-to-go per token, the rollout's reward falling on its last action token.
 
     gamma counts action tokens only: a tool result in between costs nothing. token_cost: taken off
     every token's reward [N]."""
-
-    reward: str | Column = "outcome"
-    gamma: float = 1.0
-    token_cost: Column | None = None
-
-    def __call__(self, batch: Batch) -> Tensor:
-        following = next_action(batch)
-        r = terminal_rewards(batch, self.reward, following, self.token_cost)
-        return scan(r, self.gamma, following)
+    following = next_action(batch)
+    return scan(terminal_rewards(batch, reward, following, token_cost), gamma, following)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,18 +221,14 @@ class Gae:
     token_cost: Column | None = None
 
     def __call__(self, batch: Batch) -> Tensor:
-        return self._solved(batch)[0]
-
-    def returns(self, batch: Batch) -> Tensor:
-        """What `value` should have said, float64 [N], NaN = missing."""
-        return self._solved(batch)[1]
-
-    def _solved(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        following = next_action(batch)
-        v = self.value(batch).double()
+        following, v = next_action(batch), self.value(batch).double()
         r = terminal_rewards(batch, self.reward, following, self.token_cost)
         cut = was_truncated(batch)[batch.token_rollout] & (following < 0) & r.isnan()
-        return gae(torch.where(cut, v, r), v, following, self.gamma, self.lam)
+        return gae(torch.where(cut, v, r), v, following, self.gamma, self.lam)[0]
+
+    def returns(self, batch: Batch) -> Tensor:
+        """The targets of `value`, float64 [N], NaN = missing."""
+        return self(batch) + self.value(batch).double()
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +253,7 @@ class CriticValues:
 @dataclass(frozen=True, slots=True)
 class Whiten:
     """Mean 0 and standard deviation 1 over all tokens of the batch, or of each of its units.
-    REINFORCE++, 2501.03262."""
+    REINFORCE++, arXiv 2501.03262."""
 
     credit: Credit
     by: tuple[Unit, ...] = ("all",)
@@ -249,7 +268,7 @@ class Whiten:
 @dataclass(frozen=True, slots=True)
 class WeightedSum:
     """Weighted sum of credits (or of columns of one level); a weight may be a column. What is
-    missing in one term counts as 0 there; what every term misses is missing."""
+    missing in one term counts as 0 there; what is missing in all of them is missing."""
 
     terms: tuple[tuple[Credit, float | Column], ...]
 
@@ -264,23 +283,20 @@ def weighted_sum(*terms: tuple[Credit, float | Column]) -> WeightedSum:
     return WeightedSum(terms)
 
 
-@dataclass(frozen=True, slots=True)
-class ZeroAdvantage:
+@column()
+def ZeroAdvantage(batch: Batch) -> Tensor:
     """No credit: the algorithm learns from its penalties alone."""
-
-    def __call__(self, batch: Batch) -> Tensor:
-        return torch.zeros(batch.n_tokens, dtype=torch.float64)
+    return torch.zeros(batch.n_tokens, dtype=torch.float64)
 
 
 def parts_of(part: object) -> Iterator[object]:
     """A credit and every record inside it, outermost first."""
-    if isinstance(part, tuple):
-        for item in part:
-            yield from parts_of(item)
-    elif is_dataclass(part) and not isinstance(part, type):
+    inside = part if isinstance(part, tuple) else ()
+    if is_dataclass(part) and not isinstance(part, type):
         yield part
-        for field in fields(part):
-            yield from parts_of(getattr(part, field.name))
+        inside = tuple(getattr(part, item.name) for item in fields(part))
+    for item in inside:
+        yield from parts_of(item)
 
 
 def rewards_read(*parts: object) -> tuple[str, ...]:
@@ -295,7 +311,7 @@ def map_parts(part: Any, change: Callable[[Any], Any]) -> Any:
         return tuple(map_parts(item, change) for item in part)
     if not is_dataclass(part) or isinstance(part, type):
         return part
-    inner = {field.name: map_parts(getattr(part, field.name), change) for field in fields(part)}
+    inner = {item.name: map_parts(getattr(part, item.name), change) for item in fields(part)}
     return change(replace(part, **inner))
 
 
@@ -334,13 +350,7 @@ def terminal_rewards(
 
 def next_action(batch: Batch) -> Tensor:
     """int64 [N]: the next action token of the same rollout in order of its calls, -1 at its end."""
-    # Calls are numbered rollout by rollout, so their order is that of both.
-    order = batch.token_transition.argsort(stable=True)
-    following = torch.full_like(order, -1)
-    rollout = batch.token_rollout[order]
-    same = rollout[1:] == rollout[:-1]
-    following[order[:-1][same]] = order[1:][same]
-    return following
+    return next_same(batch.token_rollout, batch.token_transition)
 
 
 def was_truncated(batch: Batch) -> Tensor:
@@ -366,14 +376,10 @@ def has_variance(batch: Batch, reward: str | Column = "outcome") -> Tensor:
     return (high - low > SPREAD * largest)[group]
 
 
-@dataclass(frozen=True, slots=True)
-class AllFilters:
+@column()
+def AllFilters(batch: Batch, keep: tuple[Column, ...]) -> Tensor:
     """bool [N]: tokens that all filters keep."""
-
-    keep: tuple[Column, ...]
-
-    def __call__(self, batch: Batch) -> Tensor:
-        return torch.stack([keep(batch) for keep in self.keep]).all(0)
+    return torch.stack([one(batch) for one in keep]).all(0)
 
 
 @dataclass(frozen=True, slots=True)

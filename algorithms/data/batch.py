@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
+
+_unknown = partial(torch.empty, 0, dtype=torch.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +29,13 @@ class TokenRow:
     transition: Tensor  # int64 [A], index into Batch.transitions
 
 
-def _unknown() -> Tensor:
-    return torch.empty(0, dtype=torch.int64)
-
-
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Rows and the level tables of one optimizer batch.
 
     N action tokens, S transitions, R rows, U rollouts, K roles, M groups. Token columns are the
     rows' action tokens concatenated in row order. The transitions of a rollout are neighbours, in
-    the order they were made. A column that is not known is empty; to compare by it is an error.
+    the order they were made. A column that is not known is empty; comparing by it is an error.
     """
 
     rows: list[TokenRow]
@@ -47,7 +46,7 @@ class Batch:
     transition_role: Tensor  # int64 [S], index into `roles`
     row_rollout: Tensor  # int64 [R]
     rollout_group: Tensor  # int64 [U]
-    # Reference (see `columns`) -> float64 at the level of its scope: rollouts [U], roles of
+    # Reference (see `rewards`) -> float64 at the level of its scope: rollouts [U], roles of
     # rollouts [U * K], or transitions [S]; NaN = missing.
     rewards: dict[str, Tensor]
     roles: list[str]
@@ -65,9 +64,9 @@ class Batch:
     rollout_greedy: Tensor = field(default_factory=_unknown)  # bool [U], all at temperature 0
     values: Tensor = field(default_factory=_unknown)  # float64 [N], a critic's, before each token
     reference: Tensor = field(default_factory=_unknown)  # float64 [N], log-probs of that model
-    # int64 [N, K], tokens whose log-probs psi is to be given, the sampled one first: see `Psi`.
+    # int64 [N, K], tokens whose log-probs psi reads, the sampled one first: see `Psi`.
     symbols: Tensor = field(default_factory=_unknown)
-    # What the state of the run says of each unit, by name of the memory: see `state`.
+    # Remembered values of each unit, by name of the `RememberedColumn`: see `state`.
     memory: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property

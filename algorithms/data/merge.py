@@ -11,25 +11,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 
 import torch
 from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch, TokenRow
 from agentrl.algorithms.data.rewards import (
-    call_digest,
     dense_ids,
     has_reward,
     last_observation,
-    prompt_digest,
     reward_column,
 )
 from agentrl.types import POLICY, Group, Purpose, Rollout, RolloutState, Transition
 
 
 def trainable(transition: Transition, policy: str = POLICY) -> bool:
-    """Whether `policy` sampled it and every sampled token is known with its log-prob and has
-    something before it."""
+    """Whether `policy` sampled it and its tokens and log-probs are known, after at least one prompt
+    token."""
     return (
         transition.policy == policy
         and transition.exact
@@ -42,9 +41,8 @@ def trainable(transition: Transition, policy: str = POLICY) -> bool:
 def valid(
     rollout: Rollout, reward_names: Sequence[str] = ("outcome",), policy: str = POLICY
 ) -> bool:
-    """Whether `policy` may learn from a rollout: a training rollout, and no replay without some
-    roles, with a trainable call that ended well, or failed with a reward all the same
-    (`agent.error_reward`)."""
+    """Whether `policy` may learn from a rollout: a training rollout, not a counterfactual one, with
+    a trainable call, that succeeded, or failed with a reward (`agent.error_reward`)."""
     return (
         rollout.purpose is Purpose.TRAIN
         and not rollout.counterfactual
@@ -54,13 +52,13 @@ def valid(
 
 
 def merge(transitions: Sequence[Transition]) -> list[TokenRow]:
-    """Rows of one attempt. `Row.transition` indexes `transitions`; all must be `trainable`.
+    """Rows of one attempt. `TokenRow.transition` indexes `transitions`; all must be `trainable`.
 
     Calls are taken by length of prompt and each continues the longest row that is a prefix of it,
-    which forwards the fewest tokens: the rows a call can continue are prefixes of one another, so
-    taking the longest leaves the others to every call that could have used them. A call without
-    sampled tokens is in no row, nor is one that repeats another's: it was trained there, and what
-    it led to has it in its prompt. Rows come in the order of their first call."""
+    which forwards the fewest tokens: the rows that a call can continue are prefixes of one another,
+    so the others stay free for every call that could have used them. A call without sampled tokens
+    is in no row; nor is one that repeats another rollout's call, which is trained there. Rows come
+    in the order of their first call."""
     branches: list[_Branch] = []
     by_length = sorted(range(len(transitions)), key=lambda i: (len(transitions[i].prompt), i))
     for index in by_length:
@@ -86,27 +84,64 @@ def build_batch(
     policy: str = POLICY,
     state: Callable[[Transition], Hashable] = last_observation,
 ) -> Batch:
-    """The batch of one training step of `policy`, with everything in it that it may learn from.
+    """The batch of one training step of `policy`, with everything that it may learn from.
 
-    reward_names: references of the rewards it carries; none: no reward is asked for. state: what
-    makes two calls of a group start from the same state.
-
-    Failed rollouts without a reward, inexact calls and those of other policies are left out; a
-    rollout whose reward is missing stays, with NaN, and one without sampled tokens stays, without
-    rows, because its reward counts. A group with fewer than `min_group` scored rollouts is left out
-    as a whole."""
-    tables = _Tables(policy)
-    step = 0
+    reward_names: references of its rewards; none: rollouts need no reward. state: what makes two
+    calls of a group start from the same state. Failed rollouts without a reward, inexact calls and
+    those of other policies are left out; a rollout whose reward is missing stays, with NaN, and one
+    without sampled tokens stays, without rows, because its reward counts. A group with fewer than
+    `min_group` scored rollouts is left out as a whole."""
+    step, names, rollouts, rollout_group = 0, list[str](), list[Rollout](), list[int]()
     for group in groups:
         step = group.step
-        rollouts = [rollout for rollout in group.rollouts if valid(rollout, reward_names, policy)]
-        known = sum(not reward_names or has_reward(rollout, reward_names) for rollout in rollouts)
-        if not rollouts or known < min_group:
-            continue
-        for rollout in rollouts:
-            tables.add(rollout, group=len(tables.groups))
-        tables.groups.append(group.id)
-    return tables.batch(reward_names, step, state)
+        found = [rollout for rollout in group.rollouts if valid(rollout, reward_names, policy)]
+        known = sum(not reward_names or has_reward(rollout, reward_names) for rollout in found)
+        if found and known >= min_group:
+            rollouts += found
+            rollout_group += [len(names)] * len(found)
+            names.append(group.id)
+    own = [[call for call in row.transitions if trainable(call, policy)] for row in rollouts]
+    calls = [call for some in own for call in some]
+    rows, row_rollout = _merge_each(own)
+    prompts = [blake2b(call.prompt).digest() for call in calls]
+    completions = [blake2b(call.completion).digest() for call in calls]
+    roles = sorted({call.role for call in calls})
+    warm = [any(call.sampling.temperature > 0 for call in some) for some in own]
+    return Batch(
+        rows=rows,
+        token_row=_ids(range(len(rows))).repeat_interleave(_ids(len(r.actions) for r in rows)),
+        token_transition=_cat([row.transition for row in rows], torch.int64),
+        behaviour=_cat([row.logprobs for row in rows], torch.float32),
+        transition_rollout=_ids(number for number, some in enumerate(own) for _ in some),
+        transition_role=_ids(roles.index(call.role) for call in calls),
+        row_rollout=_ids(row_rollout),
+        rollout_group=_ids(rollout_group),
+        rewards={
+            name: reward_column(name, rollouts, calls, roles, policy) for name in reward_names
+        },
+        roles=roles,
+        groups=names,
+        rollouts=[rollout.id for rollout in rollouts],
+        transitions=[call.id for call in calls],
+        step=step,
+        transition_state=dense_ids(map(state, calls)),
+        transition_prompt=dense_ids(prompts),
+        transition_node=dense_ids(zip(prompts, completions, strict=True)),
+        transition_repeats=torch.tensor([call.repeats is not None for call in calls]).bool(),
+        transition_truncated=torch.tensor([call.finish == "length" for call in calls]).bool(),
+        rollout_greedy=~torch.tensor(warm).bool(),
+    )
+
+
+def _merge_each(attempts: Sequence[Sequence[Transition]]) -> tuple[list[TokenRow], list[int]]:
+    """The rows of several attempts, whose calls are numbered through, and the attempt of each."""
+    rows, numbers, first = list[TokenRow](), list[int](), 0
+    for number, calls in enumerate(attempts):
+        merged = merge(calls)
+        rows += [replace(row, transition=row.transition + first) for row in merged]
+        numbers += [number] * len(merged)
+        first += len(calls)
+    return rows, numbers
 
 
 @dataclass(slots=True)
@@ -118,84 +153,16 @@ class _Branch:
 def _row(branch: _Branch, transitions: Sequence[Transition]) -> TokenRow:
     calls = [transitions[index] for index in branch.calls]
     sizes = torch.tensor([len(call.completion) for call in calls])
+    spans = [(len(call.prompt), len(call.prompt) + len(call.completion)) for call in calls]
+    # Log-probs of greedy calls are those of the model itself (see engines.base).
+    temperatures = [call.sampling.temperature or 1.0 for call in calls]
     return TokenRow(
         tokens=torch.frombuffer(bytearray(branch.tokens), dtype=torch.int32).long(),
-        actions=torch.cat([_positions(call) for call in calls]),
+        actions=torch.cat([torch.arange(*span) for span in spans]),
         logprobs=torch.cat([torch.frombuffer(c.logprobs, dtype=torch.float32) for c in calls]),
-        temperature=torch.tensor([_temperature(call) for call in calls]).repeat_interleave(sizes),
+        temperature=torch.tensor(temperatures).repeat_interleave(sizes),
         transition=torch.tensor(branch.calls).repeat_interleave(sizes),
     )
-
-
-def _positions(call: Transition) -> Tensor:
-    return torch.arange(len(call.prompt), len(call.prompt) + len(call.completion))
-
-
-def _temperature(call: Transition) -> float:
-    # Log-probs of greedy calls are those of the model itself (see engines.base).
-    return call.sampling.temperature or 1.0
-
-
-@dataclass(slots=True)
-class _Tables:
-    """The columns of a batch while rollouts are added."""
-
-    policy: str
-    rows: list[TokenRow] = field(default_factory=list)
-    row_rollout: list[int] = field(default_factory=list)
-    transitions: list[Transition] = field(default_factory=list)
-    transition_rollout: list[int] = field(default_factory=list)
-    rollouts: list[Rollout] = field(default_factory=list)
-    rollout_group: list[int] = field(default_factory=list)
-    groups: list[str] = field(default_factory=list)
-
-    def add(self, rollout: Rollout, *, group: int) -> None:
-        calls = [call for call in rollout.transitions if trainable(call, self.policy)]
-        first = len(self.transitions)
-        rows = [replace(row, transition=row.transition + first) for row in merge(calls)]
-        self.rows += rows
-        self.row_rollout += [len(self.rollouts)] * len(rows)
-        self.transitions += calls
-        self.transition_rollout += [len(self.rollouts)] * len(calls)
-        self.rollouts.append(rollout)
-        self.rollout_group.append(group)
-
-    def batch(
-        self, reward_names: Sequence[str], step: int, state: Callable[[Transition], Hashable]
-    ) -> Batch:
-        calls = self.transitions
-        roles = sorted({call.role for call in calls})
-        sizes = [row.actions.numel() for row in self.rows]
-        return Batch(
-            rows=self.rows,
-            token_row=_ids(range(len(sizes))).repeat_interleave(_ids(sizes)),
-            token_transition=_cat([row.transition for row in self.rows], torch.int64),
-            behaviour=_cat([row.logprobs for row in self.rows], torch.float32),
-            transition_rollout=_ids(self.transition_rollout),
-            transition_role=_ids(roles.index(call.role) for call in calls),
-            row_rollout=_ids(self.row_rollout),
-            rollout_group=_ids(self.rollout_group),
-            rewards={
-                name: reward_column(name, self.rollouts, calls, roles, self.policy)
-                for name in reward_names
-            },
-            roles=roles,
-            groups=self.groups,
-            rollouts=[rollout.id for rollout in self.rollouts],
-            transitions=[call.id for call in calls],
-            step=step,
-            transition_state=dense_ids(map(state, calls)),
-            transition_prompt=dense_ids(map(prompt_digest, calls)),
-            transition_node=dense_ids(map(call_digest, calls)),
-            transition_repeats=torch.tensor([call.repeats is not None for call in calls]).bool(),
-            transition_truncated=torch.tensor([call.finish == "length" for call in calls]).bool(),
-            rollout_greedy=self._greedy(),
-        )
-
-    def _greedy(self) -> Tensor:
-        warm = [call.sampling.temperature > 0 for call in self.transitions]
-        rollouts = {r for r, hot in zip(self.transition_rollout, warm, strict=True) if hot}
-        return torch.tensor([r not in rollouts for r in range(len(self.rollouts))]).bool()
 
 
 def _ids(values: Iterable[int]) -> Tensor:

@@ -5,7 +5,6 @@ A reward is referred to as `name` (of the rollout), `role:name` or `transition:n
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Hashable, Iterable, Sequence
 from math import isnan, nan
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from agentrl.errors import TrainingError, nearest
-from agentrl.types import POLICY, Group, Reward, Rollout, RolloutState, Scope, Transition
+from agentrl.types import POLICY, Group, Json, Reward, Rollout, RolloutState, Scope, Transition
 
 
 def split_reference(reference: str) -> tuple[Scope, str]:
@@ -45,8 +44,8 @@ def reward_column(
     policy: str = POLICY,
 ) -> Tensor:
     """float64: a rollout's reward [U], a role's [U * K] (all roles of a rollout in a row) or a
-    call's [S]. Of two rows about the same thing the first counts. What a role got is missing where
-    another one than `policy` played it: an opponent's returns are nothing to compare with."""
+    call's [S]. Of two rows about the same target the first counts. A role's reward is missing if
+    another policy played it: an opponent's returns are nothing to compare with."""
     rows = [_rows(rollout, name) for rollout in rollouts]
     scope, _ = split_reference(name)
     values: Iterable[float]
@@ -73,8 +72,8 @@ def roles_of_others(rollout: Rollout, policy: str) -> set[str]:
 
 
 def check_rewards(groups: Sequence[Group], references: Iterable[str]) -> None:
-    """Raises TrainingError for a reward that succeeded rollouts have no row of at all, and for rows
-    about a role or call that is none of theirs. One that only some miss is fine: it is missing."""
+    """Raises TrainingError for a reward that no rollout has although some succeeded, and for rows
+    about an unknown role or call. A reward that only some rollouts have is no error."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     done = sum(rollout.state is RolloutState.SUCCEEDED for rollout in rollouts)
     where = f"of the {len(rollouts)} rollouts of step {groups[0].step}" if groups else ""
@@ -97,13 +96,12 @@ def _check_targets(rollouts: Sequence[Rollout], name: str, where: str) -> None:
     roles.update(seat for rollout in rollouts for seat in rollout.seats)
     lost: list[str] = []
     for rollout in rollouts:
-        ids = {call.id for call in rollout.transitions}
-        lost += [
-            t for t in _rows(rollout, name) if t not in (roles if scope is Scope.ROLE else ids)
-        ]
+        calls = {call.id for call in rollout.transitions}
+        known = roles if scope is Scope.ROLE else calls
+        lost += [target for target in _rows(rollout, name) if target not in known]
     if lost:
-        what, valid = ("role", roles) if scope is Scope.ROLE else ("call", set[str]())
-        hint = f"; {nearest(lost[0], valid)}" if valid else ""
+        what = "role" if scope is Scope.ROLE else "call"
+        hint = f"; {nearest(lost[0], roles)}" if what == "role" and roles else ""
         raise TrainingError(
             f"{len(lost)} rewards {name!r} {where} are about a {what} that no transition carries, "
             f"such as {lost[0]!r}{hint}"
@@ -119,28 +117,20 @@ def _rows(rollout: Rollout, name: str) -> dict[str, float]:
     return rows
 
 
-def last_observation(call: Transition) -> Hashable:
-    """What the agent saw last, which is a call's state: the messages after its newest answer, or
-    the whole prompt where the messages are not known. Ids of tool calls are left out, because they
-    differ between equal states."""
+def new_messages(call: Transition) -> list[dict[str, Json]]:
+    """The messages after the agent's newest answer: what it saw last."""
     newest = len(call.messages)
     while newest and call.messages[newest - 1].get("role") != "assistant":
         newest -= 1
-    seen = [(m.get("role"), m.get("content")) for m in call.messages[newest:]]
+    return call.messages[newest:]
+
+
+def last_observation(call: Transition) -> Hashable:
+    """A call's state: the messages after the agent's newest answer, or the whole prompt where the
+    messages are not known. Ids of tool calls are left out, because they differ between equal
+    states."""
+    seen = [(m.get("role"), m.get("content")) for m in new_messages(call)]
     return msgspec.json.encode(seen) if seen else call.prompt.tobytes()
-
-
-def prompt_digest(call: Transition) -> Hashable:
-    """The tokens that a call was sampled after: the place in a tree of rollouts where it was."""
-    return hashlib.blake2b(call.prompt.tobytes(), digest_size=16).digest()
-
-
-def call_digest(call: Transition) -> Hashable:
-    """A call by its tokens: the same for the calls that branches of one tree of rollouts share."""
-    digest = hashlib.blake2b(call.prompt.tobytes(), digest_size=16)
-    digest.update(b"%d" % len(call.prompt))
-    digest.update(call.completion.tobytes())
-    return digest.digest()
 
 
 def dense_ids(values: Iterable[Hashable]) -> Tensor:

@@ -1,9 +1,9 @@
 """What a run remembers from step to step besides its weights: baselines, value tables, difficulty.
 
-Owns: one `StatePart` per name, which is what `state.json` of a checkpoint holds. Always true: a
-part changes once per trained step, after credit was computed from its earlier value, so a step that
-is replayed from the checkpoint before it gives the same psi, bit for bit. Credit itself stays pure:
-it reads the columns that `recall` puts into the batch.
+Owns one `StatePart` per name; `state.json` of a checkpoint holds them. Always true: a part changes
+once per trained step, after credit was computed from its earlier value, so a step that is repeated
+from the checkpoint before it gives the same psi, bit for bit. Credit itself stays pure: it reads
+the columns that `recall` puts into the batch.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level, next_same, reduce_by, scan
-from agentrl.errors import PolicyError, nearest
+from agentrl.errors import PolicyError, TrainingError, nearest
 from agentrl.types import Group, Json, Rollout
 
 log = logging.getLogger(__name__)
-# Names of parts are spelt out of class names; checkpoints written before these classes were renamed
-# have the old ones.
+# Names of parts contain class names; checkpoints of earlier versions contain the old ones.
 RENAMED = {
     "BiLevel": "BiLevelGae",
     "Centred": "DiscountedAdvantages",
@@ -53,13 +52,12 @@ RENAMED = {
 
 
 class StatePart(Protocol):
-    """One thing that is remembered. JSON holds it exactly: floats are written so that they are read
-    again bit for bit."""
+    """One thing that is remembered. JSON holds it exactly: floats are read again bit for bit."""
 
     def dump(self) -> Json: ...
 
     def restore(self, data: Json) -> None:
-        """Take over what `dump` wrote. Raises msgspec.ValidationError for what it cannot have."""
+        """Restore what `dump` wrote. Raises msgspec.ValidationError for anything else."""
         ...
 
 
@@ -73,8 +71,7 @@ class EmaMeans:
     def read(self, names: Sequence[str], x: Tensor) -> tuple[Tensor, dict[str, float]]:
         """The mean of its name before each x [U], float64 [U], and the means after all of them. An
         x that is missing (NaN) changes nothing."""
-        index = {name: number for number, name in enumerate(dict.fromkeys(names))}
-        ids = torch.tensor([index[name] for name in names], dtype=torch.int64)
+        _, ids = _numbered(names)
         start = torch.tensor([self.values.get(name, 0.0) for name in names], dtype=torch.float64)
         known = (~x.isnan()).nonzero().squeeze(1)
         previous = next_same(ids[known], torch.arange(known.numel() - 1, -1, -1))
@@ -94,15 +91,14 @@ class EmaMeans:
 
 @dataclass(slots=True)
 class CountedMeans:
-    """The mean of all that was ever seen of a name, with its count."""
+    """The mean of all values of a name, with their count."""
 
     values: dict[str, tuple[float, int]] = field(default_factory=dict)
 
     def read(self, names: Sequence[str], x: Tensor) -> tuple[Tensor, dict[str, tuple[float, int]]]:
         """The mean of each name [U], 0 if it was never seen, and the means with x [U] as well. An x
         that is missing (NaN) changes nothing."""
-        index = {name: number for number, name in enumerate(dict.fromkeys(names))}
-        ids = torch.tensor([index[name] for name in names], dtype=torch.int64)
+        index, ids = _numbered(names)
         count = reduce_by(~x.isnan(), ids, len(index)).tolist()
         total = reduce_by(x.nan_to_num(nan=0.0), ids, len(index)).tolist()
         after = dict(self.values)
@@ -121,40 +117,51 @@ class CountedMeans:
         self.values = msgspec.convert(data, dict[str, tuple[float, int]])
 
 
+def _numbered(names: Sequence[str]) -> tuple[dict[str, int], Tensor]:
+    """A number for each different name, and the numbers int64 [U] of `names`."""
+    index = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return index, torch.tensor([index[name] for name in names], dtype=torch.int64)
+
+
 class RememberedColumn:
-    """A record of a credit whose numbers come from earlier steps: see `memory`."""
+    """A part of a credit whose values come from earlier steps."""
 
     __slots__ = ()
 
     @property
     def name(self) -> str:
-        """Of its part: two records that are equal remember the same."""
+        """Of its state part: equal columns share one."""
         return repr(self)
 
     @property
     def level(self) -> Level:
-        """Of its numbers."""
+        """Of its values."""
         raise NotImplementedError
 
     def part(self, seed: int) -> StatePart:
-        """What it remembers, as it is before the first step. seed: of what begins at random."""
+        """Its state before the first step. seed: of random initial values."""
         raise NotImplementedError
 
     def recall(
         self, part: StatePart, batch: Batch, rollouts: Sequence[Rollout]
     ) -> tuple[Tensor, StatePart]:
-        """What the part says of each unit, float64, and the part as it will be once the batch is
-        trained; it stays as it is itself. `rollouts` are those of the batch."""
+        """The value of each unit, float64, and the state after the batch is trained; `part` itself
+        does not change. `rollouts` are those of the batch."""
         raise NotImplementedError
 
     def __call__(self, batch: Batch) -> Tensor:
-        """What `recall` put into the batch."""
-        raise NotImplementedError
+        """What `recall` put into the batch. Raises TrainingError where it was not called."""
+        if self.name not in batch.memory:
+            raise TrainingError(
+                f"step {batch.step}: {self.name} remembers earlier steps, and this batch carries "
+                "nothing of it; put what `AlgorithmState.recall` says into its memory"
+            )
+        return batch.memory[self.name]
 
 
 @dataclass(frozen=True, slots=True)
 class Recalled:
-    """What the state says of a batch, and what it will be once the batch is trained."""
+    """The remembered columns of a batch, and the state after the batch is trained."""
 
     columns: dict[str, Tensor]  # by name of the memory: `Batch.memory`
     after: dict[str, StatePart]  # by the same names
@@ -162,8 +169,8 @@ class Recalled:
 
 @dataclass(slots=True)
 class AlgorithmState:
-    """Everything a run remembers. `memories` are those of its algorithm; other parts, such as a
-    controller of the KL penalty, are added under names of their own. seed: the run's."""
+    """Everything a run remembers. `memories` are those of its algorithm; other parts, such as the
+    KL controller, are added under names of their own. seed: the run's."""
 
     memories: tuple[RememberedColumn, ...] = ()
     parts: dict[str, StatePart] = field(default_factory=dict)
@@ -174,28 +181,23 @@ class AlgorithmState:
             self.parts.setdefault(memory.name, memory.part(self.seed))
 
     def recall(self, batch: Batch, groups: Sequence[Group]) -> Recalled:
-        """Pure: nothing is remembered before `adopt`."""
+        """What to put into the batch. Pure: `adopt` changes the state."""
         found = {rollout.id: rollout for group in groups for rollout in group.rollouts}
         rollouts = [found[name] for name in batch.rollouts]
-        recall = Recalled({}, {})
-        for memory in self.memories:
-            part = self.parts[memory.name]
-            column, after = memory.recall(part, batch, rollouts)
-            recall.columns[memory.name], recall.after[memory.name] = column, after
-        return recall
+        read = {m.name: m.recall(self.parts[m.name], batch, rollouts) for m in self.memories}
+        columns = {name: column for name, (column, _) in read.items()}
+        return Recalled(columns, {name: after for name, (_, after) in read.items()})
 
     def adopt(self, recall: Recalled) -> None:
-        """Remember what was recalled: once, when the batch is trained."""
+        """Change the state, once the batch is trained."""
         self.parts |= recall.after
 
     def dump(self) -> dict[str, Json]:
         return {name: part.dump() for name, part in self.parts.items()}
 
     def restore(self, data: Mapping[str, Json]) -> None:
-        """Take over the state of a checkpoint. A part that it does not have, because it is older
-        than the part, begins anew, with a warning.
-
-        Raises PolicyError for one that this run has no place for: it is of another algorithm."""
+        """Restore the state of a checkpoint. A part that an older checkpoint does not have begins
+        anew, with a warning. Raises PolicyError for a part of another algorithm."""
         data = {_current_name(name): saved for name, saved in data.items()}
         for name in data:
             if name not in self.parts:
@@ -217,7 +219,7 @@ class AlgorithmState:
 
 
 def _current_name(name: str) -> str:
-    """A part's name with the class names of today, of which the log says what has changed."""
+    """A part's name with the class names of today; a change is logged."""
     current = re.sub(r"\b([A-Z]\w*)(?=\()", lambda found: RENAMED.get(found[1], found[1]), name)
     if current != name:
         log.warning("The checkpoint's %s is now called %s.", name, current)

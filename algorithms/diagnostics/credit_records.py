@@ -1,7 +1,7 @@
 """The credit of each call in a step, in the form in which the store keeps it.
 
-Gates are those of the first optimizer step of a token; in later ones the policy has moved away from
-the sampler on purpose. Numbers are float32, and one number if all tokens of a call have the same.
+Gates are those of a token's first optimizer step; in later ones the policy has moved away from the
+sampler on purpose. Values are float32; equal values of all tokens of a call are one value.
 """
 
 from __future__ import annotations
@@ -29,21 +29,20 @@ class CreditRecorder:
     """Records the credit of one step, by call."""
 
     policy: str = POLICY
-    compared: dict[str, array[float]] = field(default_factory=dict)
+    baselines: dict[str, array[float]] = field(default_factory=dict)
     credits: dict[str, Credit] = field(default_factory=dict)
 
     def open(self, algo: Algo, batch: Batch) -> None:
         """Begin a step. batch: the whole of it, on which baselines are computed."""
-        self.compared = dict(
-            zip(call_ids(batch), call_values(batch, baselines(algo, batch)), strict=True)
-        )
+        values = call_values(batch, baselines(algo, batch))
+        self.baselines = dict(zip(call_ids(batch), values, strict=True))
         self.credits = {}
 
     def record(self, algo: Algo, part: Batch, terms: Terms, logprobs: Tensor) -> None:
         """One optimizer step, on the whole or a part. logprobs: of the policy before it, [N] or of
         the symbols [N, K]."""
-        made = call_ids(part)
-        if all(call in self.credits for call in made):
+        calls = call_ids(part)
+        if all(call in self.credits for call in calls):
             return  # in an epoch after the first
         index = torch.arange(part.n_tokens)
         columns = (
@@ -52,14 +51,14 @@ class CreditRecorder:
             terms.weight,
             objective.psi(algo, terms, logprobs.double(), index),
         )
-        numbers = zip(made, *(call_values(part, [x]) for x in columns), strict=True)
+        numbers = zip(calls, *(call_values(part, [x]) for x in columns), strict=True)
         for call, advantage, gate, weight, psi in numbers:
             if call not in self.credits:
                 self.credits[call] = Credit(
                     transition=call,
                     policy=self.policy,
                     advantage=advantage,
-                    baseline=self.compared[call],
+                    baseline=self.baselines[call],
                     gate=gate,
                     weight=weight,
                     psi=psi,
@@ -84,9 +83,8 @@ def has_baseline(part: object) -> bool:
 
 
 def baselines(algo: Algo, batch: Batch) -> list[Tensor]:
-    """What rewards are compared with, float64 [N] each: of every comparison of the credit, of every
-    value that is remembered, of the critic, and the price of leaving the reference, in the order in
-    which the record names them."""
+    """What rewards are compared with, float64 [N] each, in the order of the credit's parts: the
+    baseline of every group comparison, remembered values, the critic's, and KL penalties."""
     found = []
     for part in parts_of(algo.credit):
         if isinstance(part, GroupRelative) and has_baseline(part):
@@ -99,8 +97,8 @@ def baselines(algo: Algo, batch: Batch) -> list[Tensor]:
 
 
 def call_values(batch: Batch, columns: Sequence[Tensor]) -> Iterator[array[float]]:
-    """The numbers of each call in token order, float32: of one column after the other, each in full
-    or, where it is the same for all tokens of the call in every column, once."""
+    """The values of each call in token order, float32: of one column after the other, each in full
+    or, if every column is constant over the tokens of the call, once."""
     _, call, sizes = torch.unique_consecutive(
         batch.token_transition, return_inverse=True, return_counts=True
     )
@@ -113,10 +111,10 @@ def call_values(batch: Batch, columns: Sequence[Tensor]) -> Iterator[array[float
     stops = torch.where(changes == 0, ends - sizes + 1, ends)
     whole = [array("f", x.numpy().tobytes()) for x in flat]  # slices of it are cheap
     for first, stop in zip((ends - sizes).tolist(), stops.tolist(), strict=True):
-        made = array("f")
-        for numbers in whole:
-            made += numbers[first:stop]
-        yield made
+        values = array("f")
+        for column in whole:
+            values += column[first:stop]
+        yield values
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +127,8 @@ class Stored:
 
 
 def read(algo: Algo, batch: Batch, credits: Mapping[str, Credit]) -> Stored:
-    """Credit by transition, put back at the tokens of a batch. `compared` is empty where what was
-    stored is not of as many comparisons as the algorithm makes."""
+    """Stored credit, by transition, at the tokens of a batch. `compared` is NaN if the number of
+    stored baselines is not that of the algorithm."""
     kinds = sum(map(has_baseline, parts_of(algo.credit)))
     n = batch.n_tokens
     known = torch.zeros(n, dtype=torch.bool)
@@ -153,7 +151,7 @@ def read(algo: Algo, batch: Batch, credits: Mapping[str, Credit]) -> Stored:
 
 def replayed(algo: Algo, batch: Batch, stored: Stored) -> Batch:
     """The batch with `memory`, `values` and `reference` as they were, at the units that have
-    tokens; NaN elsewhere. Of a step that stored nothing, the reference is the sampler."""
+    tokens; NaN elsewhere. If the step stored nothing, the reference is the sampler."""
     memory: dict[str, Tensor] = {}
     values, reference = batch.values, batch.behaviour.double()
     parts = filter(has_baseline, parts_of(algo.credit))

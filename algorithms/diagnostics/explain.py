@@ -1,10 +1,10 @@
-"""How a trained token's number came about: reward rows -> stream -> baseline -> advantage -> psi.
+"""How a token got its number: reward rows -> stream -> baseline -> advantage -> psi.
 
 The step stored the credit of each call, with the gates that applied. The chain that led to it is
 computed from the groups of the step and from stored values that cannot be recomputed: baselines of
-earlier steps, values of a critic, penalties for leaving a reference. If the chain and the stored
-credit disagree, the report says so. Without stored credit, gates and penalties are shown for the
-start of the first optimizer step, where the policy is still the sampler.
+earlier steps, values of a critic, KL penalties. If the chain and the stored credit disagree, the
+report says so. Without stored credit, gates and penalties are shown for the start of the first
+optimizer step, where the policy is still the sampler.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.credit.core import GroupRelative, WeightedSum
-from agentrl.algorithms.data import rewards as columns
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import owner
 from agentrl.algorithms.data.merge import build_batch
+from agentrl.algorithms.data.rewards import check_rewards, reward_reference
 from agentrl.algorithms.diagnostics.credit_records import Stored, read, replayed
 from agentrl.algorithms.objective import core as objective
 from agentrl.algorithms.objective.core import Algo
@@ -31,7 +31,7 @@ from agentrl.types import POLICY, Credit, Group
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One record of a credit and what it came to, float64 [N] per column; NaN = missing."""
+    """One part of a credit and its values, float64 [N] per column; NaN = missing."""
 
     depth: int
     text: str
@@ -40,13 +40,12 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Everything about the tokens of a batch."""
+    """The credit of a batch's tokens, step by step."""
 
     algo: Algo
     batch: Batch
-    chain: list[Link]  # innermost record first
-    kept: Tensor  # bool [N]: in the loss
-    weight: Tensor  # float64 [N], u
+    chain: list[Link]  # innermost part first
+    weight: Tensor  # float64 [N], u; 0: not in the loss
     psi: Tensor  # float64 [N], at the sampler's log-probs
     stored: Stored
 
@@ -59,11 +58,9 @@ def explain(
     credits: Mapping[str, Credit] = MappingProxyType({}),
     policy: str = POLICY,
 ) -> Explanation:
-    """Explains the step of `algo` on `groups`, for a trained policy. `credits`: what the store has
-    of the step, by transition.
-
-    Raises TrainingError where the step itself would have."""
-    columns.check_rewards(groups, [name for name in algo.rewards if name not in algo.optional])
+    """Explains the step of `algo` on `groups`, for a trained policy. `credits`: what the step
+    stored, by transition. Raises TrainingError where the step itself would have."""
+    check_rewards(groups, [name for name in algo.rewards if name not in algo.optional])
     batch = build_batch(groups, reward_names=algo.rewards, min_group=min_group, policy=policy)
     stored = read(algo, batch, credits)
     batch = replayed(algo, batch, stored)
@@ -74,7 +71,6 @@ def explain(
         algo=algo,
         batch=batch,
         chain=list(links(algo.credit, batch)),
-        kept=terms.weight > 0,
         weight=terms.weight,
         psi=objective.psi(algo, terms, same, index),
         stored=stored,
@@ -82,22 +78,14 @@ def explain(
 
 
 def links(credit: object, batch: Batch, depth: int = 0, text: str = "") -> Iterator[Link]:
-    """The records of a credit with their numbers, each after those it is made of."""
+    """The parts of a credit with their values, each after those it is computed from."""
     label = text + brief(credit)
     if isinstance(credit, GroupRelative):
         x, standard = credit.standard(batch)
         at = owner(batch, credit.level)
         scale = torch.where(standard.scale > 0, standard.scale, torch.nan)
-        yield Link(
-            depth,
-            label,
-            {
-                "value": x[at],
-                "baseline": standard.baseline[at],
-                "scale": scale[at],
-                "advantage": credit(batch),
-            },
-        )
+        values = {"value": x[at], "baseline": standard.baseline[at], "scale": scale[at]}
+        yield Link(depth, label, values | {"advantage": credit(batch)})
         return
     if isinstance(credit, WeightedSum):
         for term, weight in credit.terms:
@@ -106,31 +94,31 @@ def links(credit: object, batch: Batch, depth: int = 0, text: str = "") -> Itera
         label = text + "sum"
     else:
         inside = {"credit": "", "outcome": "gate: ", "others": "others: "}
-        for name, said in inside.items():
+        for name, prefix in inside.items():
             inner = getattr(credit, name, None)
             if callable(inner):
-                yield from links(inner, batch, depth + 1, said)
+                yield from links(inner, batch, depth + 1, prefix)
         label = text + brief(credit, leave_out=tuple(inside))
     if callable(credit):
         yield Link(depth, label, {"advantage": credit(batch)})
 
 
 def brief(record: object, leave_out: tuple[str, ...] = ()) -> str:
-    """A record with what differs from its defaults: GroupRelative('outcome', norm='std'); a
-    record of numbers alone with all that are finite: Clip(0.2, hi=0.28)."""
+    """A record with the fields that differ from their defaults: GroupRelative('outcome',
+    norm='std'); a record of numbers alone with all that are finite: Clip(0.2, hi=0.28)."""
     if isinstance(record, tuple):
         return f"({', '.join(map(brief, record))}{',' if len(record) == 1 else ''})"
     if not is_dataclass(record) or isinstance(record, type):
         return getattr(record, "__name__", repr(record))
-    said = []
+    shown = []
     numeric = all(isinstance(getattr(record, field.name), float) for field in fields(record))
     for number, field in enumerate(fields(record)):
         value = getattr(record, field.name)
         usual = value == (inf if numeric else field.default)
         if field.name in leave_out or (number and usual):
             continue
-        said.append(f"{field.name}={brief(value)}" if number else brief(value))
-    return f"{type(record).__name__}({', '.join(said)})"
+        shown.append(f"{field.name}={brief(value)}" if number else brief(value))
+    return f"{type(record).__name__}({', '.join(shown)})"
 
 
 def report(
@@ -154,7 +142,7 @@ def report(
     found = next(row for group in groups for row in group.rollouts if row.id == rollout)
     lines = [f"{rollout}, step {batch.step}, {explanation.algo.name}", "rewards"]
     lines += [
-        f"  {columns.reward_reference(row)}{f' of {row.target}' if row.target else ''}"
+        f"  {reward_reference(row)}{f' of {row.target}' if row.target else ''}"
         f" = {row.value:g} ({row.source})"
         for row in found.rewards
     ] or ["  none"]
@@ -168,11 +156,9 @@ def report(
 
 
 def _call(
-    explanation: Explanation,
-    at: Tensor,
-    tokens: bool,
-    spelt: Callable[[int], str] | None,
+    explanation: Explanation, at: Tensor, tokens: bool, spelt: Callable[[int], str] | None
 ) -> list[str]:
+    """Lines about one call. at: int64, its tokens."""
     lines = []
     for link in explanation.chain:
         numbers = [
@@ -181,46 +167,37 @@ def _call(
             if not column[at].isnan().all() or name in ("value", "advantage")
         ]
         lines.append(f"  {'  ' * link.depth}{link.text}: {', '.join(numbers)}")
-    used = _used(explanation)
-    if not explanation.kept[at].any():
-        return [*lines, "  not in the loss", *_disagreement(explanation, at)]
-    lines.append(f"  {_listed(used, at)}")
+    stored, batch = explanation.stored, explanation.batch
+    used = {"u": explanation.weight, "psi": explanation.psi}  # at the start of the step
+    if stored.known.any():
+        names = {"gates": "gate", "u": "weight", "psi": "psi"}
+        used = {name: stored.columns[column] for name, column in names.items()}
+
+    def listed(at: Tensor) -> str:
+        return ", ".join(f"{name} {_number(x[at])}" for name, x in used.items())
+
+    in_loss = bool((explanation.weight[at] > 0).any())
+    lines.append(f"  {listed(at)}" if in_loss else "  not in the loss")
     lines += _disagreement(explanation, at)
-    if tokens:
+    if tokens and in_loss:
         advantage = explanation.chain[-1].columns["advantage"]
-        rows = explanation.batch.rows
-        ids = torch.cat([row.tokens[row.actions] for row in rows]).tolist()
-        names = {t: repr(spelt(ids[t])) if spelt else f"id {ids[t]}" for t in at.tolist()}
+        ids = torch.cat([row.tokens[row.actions] for row in batch.rows]).tolist()
         lines += [
-            f"    token {number} {names[t]}: "
-            f"advantage {_number(advantage[t : t + 1])}, "
-            f"{_listed(used, torch.tensor([t]))}, "
-            f"log-prob of the sampler {float(explanation.batch.behaviour[t]):.4f}"
+            f"    token {number} {repr(spelt(ids[t])) if spelt else f'id {ids[t]}'}: "
+            f"advantage {_number(advantage[t : t + 1])}, {listed(torch.tensor([t]))}, "
+            f"log-prob of the sampler {float(batch.behaviour[t]):.4f}"
             for number, t in enumerate(at.tolist())
         ]
     return lines
 
 
-def _used(explanation: Explanation) -> dict[str, Tensor]:
-    """Float64 [N]: as the step used them, or without what it stored as they begin."""
-    stored, same = explanation.stored, {"u": explanation.weight, "psi": explanation.psi}
-    if not stored.known.any():
-        return same
-    was = {"gates": "gate", "u": "weight", "psi": "psi"}
-    return {name: stored.columns[column] for name, column in was.items()}
-
-
-def _listed(numbers: Mapping[str, Tensor], at: Tensor) -> str:
-    return ", ".join(f"{name} {_number(x[at])}" for name, x in numbers.items())
-
-
 def _disagreement(explanation: Explanation, at: Tensor) -> list[str]:
-    """Where what is in the store now does not lead to the advantage that was used."""
+    """A line if the chain does not lead to the advantage that the step used."""
     stored = explanation.stored
     at = at[stored.known[at]]
     was = stored.columns["advantage"][at]
     chain = explanation.chain[-1].columns["advantage"][at]
-    now = torch.where(explanation.kept[at], chain, torch.nan)
+    now = torch.where(explanation.weight[at] > 0, chain, torch.nan)
     if torch.isclose(was, now, rtol=1e-4, atol=1e-6, equal_nan=True).all():
         return []
     return [
@@ -230,16 +207,15 @@ def _disagreement(explanation: Explanation, at: Tensor) -> list[str]:
 
 
 def _gates(explanation: Explanation) -> list[str]:
-    algo = explanation.algo
+    algo, title = explanation.algo, "gates and penalties"
+    parts = [f"  {brief(part)}" for part in (*algo.gates, *algo.penalties)]
     if explanation.stored.known.any():
-        gates = [f"  {brief(gate)}" for gate in algo.gates]
-        penalties = [f"  {brief(reg)}" for reg in algo.penalties]
         note = "  as they applied in the first optimizer step that the token was in"
-        return ["gates and penalties", *gates, *penalties, note]
-    gates = [f"  {brief(gate)}: factor 1 where p = o = b" for gate in algo.gates]
-    penalties = [f"  {brief(reg)}: 0 where p = {reg.den}" for reg in algo.penalties]
+        return [title, *parts, note]
+    start = [": factor 1 where p = o = b" for _ in algo.gates]
+    start += [f": 0 where p = {penalty.den}" for penalty in algo.penalties]
     note = "  psi is that of p = o = b; later log-probs are not stored and cannot be recomputed"
-    return ["gates and penalties", *gates, *penalties, note]
+    return [title, *(part + s for part, s in zip(parts, start, strict=True)), note]
 
 
 def _number(x: Tensor) -> str:

@@ -1,17 +1,17 @@
-"""What a step reports: pure functions of what was collected, planned and done.
+"""The metrics of a training step: pure functions of its groups, batch, terms and reports.
 
-Always true: a number that is not known is absent, never NaN and never 0 in its place. Means and
-standard deviations are those of the population. `algorithms/README.md` has the table of names.
+Always true: a metric that is not known is absent, never NaN and never 0 in its place. Standard
+deviations are those of the population. `algorithms/README.md` has the table of names.
 
-An optimizer step measures on "tokens in the loss": those of its batch that have a weight, so not
-those without a reward, filtered out or masked. A token that a gate clips is still one of them.
+"Tokens in the loss" are those of an optimizer step's batch with a weight above 0: not those without
+a reward, filtered out or masked. A token that a gate clips is still one of them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import isfinite
+from math import isfinite, isnan
 from statistics import fmean, pstdev
 
 import torch
@@ -24,11 +24,10 @@ from agentrl.algorithms.data.rewards import reward_reference
 from agentrl.algorithms.learners.base import StepReport
 from agentrl.algorithms.objective.core import Algo, Terms, eta, gate_factors, kl_value, streams_at
 from agentrl.algorithms.objective.ratios import ratio
-from agentrl.algorithms.sampling import branching, counterfactuals
 from agentrl.types import POLICY, Group, Rollout, RolloutState, Scope, Transition
 
 Metrics = dict[str, float]
-"""By name; `/` separates what it is about from what of it was measured."""
+"""Values by name, such as `reward/mean`."""
 RULES: dict[str, Callable[[Sequence[float]], float]] = {
     "max": max, "peak": max, "min": min, "forwarded": sum, "retries": sum
 }  # fmt: skip
@@ -43,15 +42,15 @@ COUNTS = frozenset(
     }.items()
     for what in whats
 ) | {"calls", "rows"}
-"""What is added up over the policies that learn in a step."""
+"""Metrics that are summed over the policies that learn in a step."""
 
 
 # -- what was collected ----------------------------------------------------------------------------
 
 
 def group_metrics(groups: Sequence[Group]) -> Metrics:
-    """Counts of the groups of a step, and rewards of the rollouts that are no replays, whoever
-    learns from them."""
+    """Counts of a step's groups and rewards of its rollouts, except counterfactual ones. They are
+    the same for every policy."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     played = [rollout for rollout in rollouts if not rollout.counterfactual]
     kinds = Counter(row.failure.kind for row in rollouts if row.failure)
@@ -62,14 +61,12 @@ def group_metrics(groups: Sequence[Group]) -> Metrics:
         "groups": len(groups),
         **rewards(played),
         **by_role(played),
-        **branching.branch_metrics(groups),
-        **counterfactuals.counterfactual_metrics(groups),
+        **replay_metrics(groups),
     }
 
 
 def batch_metrics(groups: Sequence[Group], batch: Batch, policy: str = POLICY) -> Metrics:
-    """Counts, rewards and completions of the groups of a step; `batch` is what of them the policy
-    may learn from."""
+    """Counts, rewards and completions of a step's groups. batch: what the policy trains of them."""
     calls = own_calls(groups, policy)
     return {
         **group_metrics(groups),
@@ -87,16 +84,16 @@ def batch_metrics(groups: Sequence[Group], batch: Batch, policy: str = POLICY) -
 
 
 def own_calls(groups: Iterable[Group], policy: str = POLICY) -> list[Transition]:
-    """Calls that a trained policy answered: not those of others, nor those that a branch repeats,
-    which were counted where they were sampled, nor those of replays."""
+    """Calls that `policy` sampled, except those that a branch repeats, which count where they were
+    sampled, and those of counterfactual rollouts."""
     rows = [row for group in groups for row in group.rollouts if not row.counterfactual]
     calls = [call for row in rows for call in row.transitions]
     return [call for call in calls if call.policy == policy and call.repeats is None]
 
 
 def rewards(rollouts: Sequence[Rollout]) -> Metrics:
-    """reward/mean, std: of the outcomes. reward/<reference>/mean, std: of every other reward there
-    is, and reward/<reference>/<role>/mean, std of those about roles and calls."""
+    """reward/mean, std: of the outcomes. reward/<reference>/mean, std: of every other reward, and
+    reward/<reference>/<role>/mean, std of rewards of roles and calls."""
     found: dict[str, list[float]] = {}
     for rollout in rollouts:
         roles = {call.id: call.role for call in rollout.transitions}
@@ -117,10 +114,9 @@ def rewards(rollouts: Sequence[Rollout]) -> Metrics:
 
 
 def by_role(rollouts: Sequence[Rollout]) -> Metrics:
-    """role/<role>/reward: the mean of what each role got, where several speak: its own outcome
-    where the verifier gives it one, else that of the rollouts it spoke in. A seat that lost before
-    it was asked has spoken; one that a snapshot took says nothing about how the policy learns, and
-    is left out."""
+    """role/<role>/reward, if there are several roles: the mean of the role's own outcome if the
+    verifier gives it one, else of the outcome of the rollouts in which it made a call. A role of a
+    game that ended before its first call counts; one that a snapshot played is left out."""
     found: dict[str, list[float]] = {}
     for rollout in rollouts:
         own = {
@@ -128,8 +124,8 @@ def by_role(rollouts: Sequence[Rollout]) -> Metrics:
             for row in rollout.rewards
             if row.scope is Scope.ROLE and row.name == "outcome"
         }
-        spoke = {call.role for call in rollout.transitions}
-        for role in spoke | (rollout.seats.keys() & own.keys()):
+        called = {call.role for call in rollout.transitions}
+        for role in called | (rollout.seats.keys() & own.keys()):
             value = own.get(role, rollout.reward())
             if isfinite(value) and "@" not in rollout.seats.get(role, ""):
                 found.setdefault(role, []).append(value)
@@ -139,8 +135,8 @@ def by_role(rollouts: Sequence[Rollout]) -> Metrics:
 
 
 def comparisons(batch: Batch) -> Metrics:
-    """reward/<reference>/frac_*, of those the algorithm reads: shares of groups with one known
-    value (solo), of groups with several that do not differ (zero_std), of values missing."""
+    """reward/<reference>/frac_* of the rewards that the algorithm reads: the share of groups with
+    one known value (solo), of groups with several equal ones (zero_std), of values missing."""
     metrics: Metrics = {}
     if not batch.groups:
         return metrics
@@ -155,15 +151,34 @@ def comparisons(batch: Batch) -> Metrics:
     return metrics
 
 
+def replay_metrics(groups: Sequence[Group]) -> Metrics:
+    """branches, branches/diverged: rollouts that branch off another, and those of them that did not
+    repeat all calls before the fork, because the agent asked something else. replays,
+    replays/missing: counterfactual rollouts, and those without an outcome. calls/repeated: calls
+    answered from the record. Empty without branches and counterfactual rollouts."""
+    rows = [row for group in groups for row in group.rollouts if row.branch is not None]
+    repeated = [sum(call.repeats is not None for call in row.transitions) for row in rows]
+    replays = [row for row in rows if row.counterfactual]
+    metrics: Metrics = {"calls/repeated": sum(repeated)} if rows else {}
+    if replays:
+        missing = sum(isnan(row.reward()) for row in replays)
+        metrics |= {"replays": len(replays), "replays/missing": missing}
+    if len(replays) < len(rows):
+        diverged = sum(
+            not row.counterfactual and row.branch is not None and count < row.branch.calls
+            for row, count in zip(rows, repeated, strict=True)
+        )
+        metrics |= {"branches": len(rows) - len(replays), "branches/diverged": diverged}
+    return metrics
+
+
 def completions(calls: Sequence[Transition]) -> Metrics:
     """completion/length_mean, length_max in tokens and completion/truncated, the share that a token
-    limit cut off; where there are several roles also completion/<role>/*."""
+    limit cut off; with several roles also completion/<role>/*."""
     roles = sorted({call.role for call in calls})
-    parts = {f"completion/{role}": [c for c in calls if c.role == role] for role in roles}
-    if len(roles) < 2:
-        parts = {}
-    if calls:
-        parts["completion"] = list(calls)
+    parts = {"completion": list(calls)} if calls else {}
+    if len(roles) > 1:
+        parts |= {f"completion/{role}": [c for c in calls if c.role == role] for role in roles}
     metrics: Metrics = {}
     for name, part in parts.items():
         lengths = [len(call.completion) for call in part]
@@ -176,10 +191,9 @@ def completions(calls: Sequence[Transition]) -> Metrics:
 def staleness(
     step: int, groups: Sequence[Group], policy: str = POLICY, *, version: int | None = None
 ) -> Metrics:
-    """How old data is that step `step` trains on. staleness/steps_mean, steps_max: steps since the
-    one that asked for a group. staleness/version_mean, version_max: how many updates the weights
-    have had since they sampled a token, over sampled tokens whose version is known. `version`: how
-    many they have had, default one for each step."""
+    """How old the data is that step `step` trains on. staleness/steps_mean, steps_max: steps since
+    a group was requested. staleness/version_mean, version_max: updates of the policy since a token
+    was sampled, over tokens whose version is known. version: of the policy now, default `step`."""
     now = step if version is None else version
     metrics: Metrics = {}
     if ages := [step - group.step for group in groups]:
@@ -197,7 +211,7 @@ def staleness(
 
 
 def call_tokens(groups: Iterable[Group], policy: str = POLICY) -> dict[str, int]:
-    """Tokens of each call, prompt and completion, by its id: what training per call forwards."""
+    """Tokens of each call, prompt and completion, by its id."""
     return {call.id: len(call.prompt) + len(call.completion) for call in own_calls(groups, policy)}
 
 
@@ -207,8 +221,8 @@ def call_tokens(groups: Iterable[Group], policy: str = POLICY) -> dict[str, int]
 def optimizer_step(
     algo: Algo, batch: Batch, terms: Terms, report: StepReport, sizes: Mapping[str, int]
 ) -> Metrics:
-    """Metrics of one optimizer step; `sizes` is what `call_tokens` gave. policy/entropy is the mean
-    over the tokens in the loss, policy/entropy_bonus what it takes off the loss."""
+    """Metrics of one optimizer step. sizes: of `call_tokens`. policy/entropy is the mean over the
+    tokens in the loss, policy/entropy_bonus what it subtracts from the loss."""
     metrics = {
         "loss": report.loss,
         "grad_norm": report.grad_norm,
@@ -227,7 +241,7 @@ def optimizer_step(
 
 
 def ratio_metrics(algo: Algo, terms: Terms, p: Tensor) -> Metrics:
-    """How far the streams of log-probs are apart, from p, [N] or [N, K], before the update.
+    """Ratios and KL between the streams of log-probs. p: before the update, [N] or [N, K].
 
     policy/clip_fraction: share of the tokens in the loss that have an advantage and a gate that is
     neither 1 nor the plain ratio; _low, _high: of those, the ones whose ratio is below or above 1.
@@ -274,8 +288,8 @@ def _sampler(streams: Mapping[str, Tensor], correction: Tensor, live: Tensor) ->
 def _distance(
     word: str, p: Tensor, other: Tensor | None, live: Tensor, *, sampled: bool = True
 ) -> Metrics:
-    """Ratio and KL of p to another stream over live tokens, which `other` (or a policy close to it)
-    sampled; if not, p did, and the KL is that from p to it."""
+    """Ratio and KL of p to another stream over live tokens. sampled: by `other`, or a policy close
+    to it; if not, p sampled them, and the KL is that from p to `other`."""
     if other is None or not live.any():
         return {}
     d = (p - other)[live]
@@ -294,8 +308,8 @@ def _distance(
 
 
 def advantages(planned: Sequence[Terms]) -> Metrics:
-    """advantage/mean, std, min, max, and frac_positive, over the tokens in the loss of all
-    optimizer steps that were planned."""
+    """advantage/mean, std, min, max and frac_positive, over the tokens in the loss of all planned
+    optimizer steps."""
     live = [terms.advantage[terms.weight > 0] for terms in planned]
     x = torch.cat(live) if live else torch.empty(0)
     if not x.numel():
@@ -310,19 +324,24 @@ def advantages(planned: Sequence[Terms]) -> Metrics:
 
 
 def merge_optimizer_steps(steps: Sequence[Metrics]) -> Metrics:
-    """One number for all optimizer steps of a training step: by `RULES`, and else the mean. Steps
-    that do not report it, or report NaN or an infinity, are left out."""
+    """One value per metric for all optimizer steps of a training step: by `RULES`, else the mean.
+    Steps that do not report it, or report NaN or an infinity, are left out."""
     found: dict[str, list[float]] = {}
     for step in steps:
         for name, value in step.items():
             if isfinite(value):
                 found.setdefault(name, []).append(float(value))
-    return {name: _rule(name)(values) for name, values in found.items()}
+    merged = {}
+    for name, values in found.items():
+        words = name.rpartition("/")[2].split("_")
+        rule = next((RULES[word] for word in words if word in RULES), fmean)
+        merged[name] = rule(values)
+    return merged
 
 
 def merge_policies(shared: Metrics, measured: Mapping[str, Metrics]) -> Metrics:
-    """The metrics of a step in which several policies may learn: what is `shared`, sums of what is
-    counted for each, and everything that only one of them measured under `<policy>/`."""
+    """The metrics of a step with several policies: `shared` ones, sums of counts, and everything
+    that was measured for one policy under `<policy>/`."""
     metrics = dict(shared)
     for policy, own in measured.items():
         for name, value in own.items():
@@ -331,11 +350,6 @@ def merge_policies(shared: Metrics, measured: Mapping[str, Metrics]) -> Metrics:
             if name not in shared:
                 metrics[f"{policy}/{name}"] = value
     return metrics
-
-
-def _rule(name: str) -> Callable[[Sequence[float]], float]:
-    words = name.rpartition("/")[2].split("_")
-    return next((RULES[word] for word in words if word in RULES), fmean)
 
 
 def throughput(metrics: Mapping[str, float]) -> Metrics:

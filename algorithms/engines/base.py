@@ -1,4 +1,5 @@
-"""The policy server protocol. Requests are OpenAI's chat completions with vLLM's additions:
+"""What a policy server is, and what all of them share. Requests are OpenAI's chat completions with
+vLLM's additions:
 
 request   `return_token_ids: true`, `logprobs: true`
 response  `prompt_token_ids`, `choices[].token_ids`, `choices[].logprobs.content[].logprob`
@@ -11,10 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any, Protocol, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from agentrl.errors import PolicyError
 
@@ -55,6 +57,114 @@ class PolicyServer(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+class RequestHold:
+    """The calls in flight of a policy server, and the hold that keeps new calls waiting.
+
+    Weights change only while requests are held, as they are at first, until `release`. Always true:
+    while they are held and `hold` has returned, no call is in flight, so every call is answered by
+    one version of its policy. Used on one event loop."""
+
+    def __init__(self) -> None:
+        self.versions: dict[str, int] = {}  # by policy; the empty name: of every other name
+        self.in_flight = 0
+        self._released, self._drained = asyncio.Event(), asyncio.Event()
+        self._drained.set()
+
+    def close(self) -> None:
+        """Admit no more calls."""
+        self._released.clear()
+
+    async def hold(self) -> None:
+        """Admit no more calls; returns once none is in flight."""
+        self.close()
+        await self._drained.wait()
+
+    def release(self) -> None:
+        """Admit calls again."""
+        self._released.set()
+
+    async def wait_released(self) -> None:
+        """Returns while calls are admitted. `begin` must follow before anything else is awaited."""
+        while not self._released.is_set():  # held again before this task woke up
+            await self._released.wait()
+
+    def begin(self, calls: int = 1) -> None:
+        self.in_flight += calls
+        self._drained.clear()
+
+    def finish(self) -> None:
+        """One call has ended."""
+        self.in_flight -= 1
+        if not self.in_flight:
+            self._drained.set()
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """One call is in flight while inside. Comes after `wait_released`."""
+        self.begin()
+        try:
+            yield
+        finally:
+            self.finish()
+
+    def version_of(self, model: str) -> int | None:
+        """The version that answers calls to a model of this name; None: no policy has it."""
+        return self.versions.get(model, self.versions.get(""))
+
+
+def parse_versions(query: str) -> dict[str, int]:
+    """Versions by policy of a query such as `policy=3&other=0`."""
+    return {policy: int(version) for policy, version in parse_qsl(query, keep_blank_values=True)}
+
+
+class LoopThread:
+    """An event loop in a thread of its own, so that a server answers while the learner computes.
+
+    Runs from `start` until `stop`; its other methods may be awaited from any loop."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True)
+        self._thread.start()
+
+    @property
+    def running(self) -> bool:
+        return self._thread is not None
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` returns, or raises, on the thread's loop."""
+        assert self._loop is not None, "start() comes first"
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    async def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """What a plain function returns, or raises, on the thread's loop."""
+
+        async def work() -> T:
+            return function(*arguments)
+
+        return await self.run(work())
+
+    def post(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Have a plain function called on the thread's loop, without waiting for it."""
+        assert self._loop is not None, "start() comes first"
+        self._loop.call_soon_threadsafe(function, *arguments)
+
+    async def stop(self) -> None:
+        """End the loop, with whatever it still runs. A second time does nothing."""
+        if self._loop is None or self._thread is None:
+            return
+        loop, thread = self._loop, self._thread
+        self._loop = self._thread = None
+        loop.call_soon_threadsafe(loop.stop)
+        await asyncio.to_thread(thread.join)
+        loop.close()
 
 
 def advertised_url(base_url: str, host: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
 from collections.abc import Sequence
@@ -9,15 +10,17 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from agentrl.algorithms.engines.base import PolicyServer
 from agentrl.algorithms.engines.embedded.server import EmbeddedServer
 from agentrl.algorithms.engines.vllm.fleet import VllmFleet
-from agentrl.algorithms.engines.vllm.process import VllmProcess, VllmSettings
+from agentrl.algorithms.engines.vllm.process import VllmProcess
 from agentrl.algorithms.engines.vllm.server import VllmServer
 from agentrl.algorithms.engines.vllm.serving import TrainedModel, VllmHost
-from agentrl.algorithms.model.load import Model, Tokenizer, checkpoint_weights
+from agentrl.algorithms.model.cpu_threads import computing_with
+from agentrl.algorithms.model.load import Model, Tokenizer, checkpoint_weights, context_length
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.plugins import engine_factory
 from agentrl.config import RunConfig, VllmEngineConfig
@@ -85,28 +88,21 @@ def vllm_server(
             adapters=bool(learned.adapters),
         )
     else:
-        text = model.config.get_text_config()
-        positions = getattr(text, "max_position_embeddings", engine.max_context)
-        settings = VllmSettings(
-            host=engine.host,
-            port=engine.port,
+        most = min(engine.max_context, context_length(model) or engine.max_context)
+        host = VllmProcess(
+            msgspec.structs.replace(engine, max_context=most),
+            folder / "vllm.log",
+            secrets.token_hex(16),
             dtype=dtype,
-            max_batch=engine.max_batch,
-            max_context=min(engine.max_context, positions),
-            threads=engine.threads,
-            tool_parser=engine.vllm.tool_parser,
-            arguments=tuple(engine.vllm.arguments),
-            start_timeout=engine.vllm.start_timeout,
             gpu=learned.gpu >= 0,
             adapters=max(len(learned.adapters), engine.vllm.max_adapters) if adapters else 0,
             rank=learned.rank,
         )
-        host = VllmProcess(settings, folder / "vllm.log", secrets.token_hex(16))
     return VllmServer(
         learned,
         host,
         folder=folder / "served",
-        way=engine.vllm.sync,
+        method=engine.vllm.sync,
         timeout=engine.vllm.timeout,
         tolerance=engine.vllm.tolerance or TOLERANCE[dtype],
     )
@@ -118,38 +114,28 @@ def _learned(
     @torch.no_grad()
     def score(policy: str, tokens: Sequence[int]) -> list[float]:
         row = torch.tensor(tokens, device=model.device)
-        before = torch.get_num_threads()
+        applied = nullcontext() if adapters is None else adapters.using(policy)
         # vLLM computes beside this: more threads than cores take a hundred times as long.
-        torch.set_num_threads(threads)
-        try:
-            with nullcontext() if adapters is None else adapters.using(policy):
-                logprobs = model(row[None]).logits[0, :-1].float().log_softmax(-1)
-        finally:
-            torch.set_num_threads(before)
+        with computing_with(threads), applied:
+            logprobs = model(row[None]).logits[0, :-1].float().log_softmax(-1)
         found: list[float] = logprobs.gather(1, row[1:, None])[:, 0].tolist()
         return found
 
-    def save_tokenizer(directory: Path) -> None:
-        tokenizer.save_pretrained(directory)
-
-    probe: list[int] = tokenizer(PROBE)["input_ids"]
-    gpu = (model.device.index or 0) if model.device.type == "cuda" else -1
+    whole = TrainedModel(
+        save=model.save_pretrained,
+        weights=lambda: checkpoint_weights(model, model.state_dict()),
+        save_tokenizer=tokenizer.save_pretrained,
+        score=score,
+        probe=tokenizer(PROBE)["input_ids"],
+        gpu=(model.device.index or 0) if model.device.type == "cuda" else -1,
+    )
     if adapters is None:
-        return TrainedModel(
-            model.save_pretrained,
-            lambda: checkpoint_weights(model, model.state_dict()),
-            save_tokenizer,
-            score,
-            probe,
-            gpu,
-        )
-    return TrainedModel(
-        lambda directory: adapters.merge(adapters.names[0], directory),
-        lambda: checkpoint_weights(model, adapters.merged(adapters.names[0])),
-        save_tokenizer,
-        score,
-        probe,
-        gpu,
+        return whole
+    first = adapters.names[0]
+    return dataclasses.replace(
+        whole,
+        save=lambda directory: adapters.merge(first, directory),
+        weights=lambda: checkpoint_weights(model, adapters.merged(first)),
         adapters=adapters.names,
         save_base=adapters.save_base,
         save_adapter=adapters.save,

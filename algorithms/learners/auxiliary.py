@@ -1,210 +1,164 @@
-"""Auxiliary models of a run: critic, reference, teacher and reward models.
+"""Models beside the policy: the critic (stream v), and frozen ones that only score, the reference
+(q) and the teacher (t).
 
-Models that the algorithm does not read are not loaded; settings that have no effect are refused.
+The critic is a linear head on hidden states: on those of the policy, which costs no forward pass of
+its own and trains the policy's layers too, or on those of a decoder of its own. Always true: a new
+head returns 0 everywhere, so the first advantages are the returns; the head is float32 or wider;
+the gradient of a shared head by the policy's weights is applied by the policy's optimizer, at its
+learning rate. The weights of a frozen model change in one case only: every `every` steps a
+reference becomes the current policy. Others are not in a checkpoint, for the run file names them.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Final, Literal
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 
-import msgspec
+import torch
 from torch import Tensor
+from torch.nn import Linear, ModuleDict
 from transformers import PreTrainedModel
 
-from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.learners.base import Learner
-from agentrl.algorithms.learners.critic import ValueModel
-from agentrl.algorithms.learners.implicit_reward import ImplicitTrainer
-from agentrl.algorithms.learners.reference import Reference, load_auxiliary
-from agentrl.algorithms.learners.reward_models import (
-    ImplicitScorer,
-    RewardModel,
-    ScalarScorer,
-    Scorer,
-    load_scalar,
+from agentrl.algorithms.learners.optimizer import Optimizer, read_trained, save_trained
+from agentrl.algorithms.model.load import (
+    Tokenizer,
+    copy_weights,
+    load_model,
+    read_weights,
+    save_weights,
 )
-from agentrl.algorithms.model.load import Tokenizer, context_length
-from agentrl.algorithms.model.packing import check_model, supported_packing
-from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.objective.kl_control import KlController, make_kl_controller
-from agentrl.algorithms.presets.registry import Supply
-from agentrl.config import ImplicitRewardModelConfig, RunConfig, Section, TorchLearnerConfig
-from agentrl.config.schema import MODEL_LR
-from agentrl.errors import ConfigError
-from agentrl.types import Scope
+from agentrl.algorithms.model.packing import Pack, check_model, hidden_states
+from agentrl.algorithms.objective.values import ValueTerms, value_loss
+from agentrl.errors import PolicyError
 
-FROZEN: Final[tuple[Literal["q", "t"], ...]] = ("q", "t")  # streams of frozen models
-HEAD_STEP = 0.05  # of a shared one, over its width: AdamW moves a value by the sum over all of it
-FrozenModels = dict[Literal["q", "t"], Reference]
+CRITIC = Path("critic", "critic.safetensors")  # in a checkpoint, beside the critic's optimizer
+REFERENCE = "reference.safetensors"  # in a checkpoint
 
 
-def available_streams(config: RunConfig) -> frozenset[Supply]:
-    """The streams that a run can give its algorithm. There is always a reference: the initial
+class ValueGradient(NamedTuple):
+    """One micro-batch of the value loss."""
+
+    values: Tensor  # [n], differentiable
+    gradient: Tensor  # [n], of the loss by them, times the coefficient
+    loss: float  # before the coefficient
+    clipped: int  # tokens whose value is clipped
+
+
+class ValueModel:
+    """The critic. policy: whose hidden states it reads; decoder: whose instead, a model of the same
+    vocabulary without its language-model head. coefficient: of the value loss, beside that of the
     policy."""
-    streams: set[Supply] = {"o", "b", "q"}
-    if config.learner.kind != "verl":  # what a plug-in lacks is refused once it is made
-        streams |= {"k", "e"}
-    if config.critic.model:
-        streams.add("v")
-    if config.teacher.model:
-        streams.add("t")
-    return frozenset(streams)
+
+    def __init__(
+        self,
+        policy: PreTrainedModel,
+        decoder: PreTrainedModel | None = None,
+        *,
+        lr: float,
+        coefficient: float = 1.0,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 1.0,
+    ) -> None:
+        trunk = policy if decoder is None else decoder
+        width = trunk.config.get_text_config().hidden_size
+        wide = torch.float64 if trunk.dtype == torch.float64 else torch.float32
+        self.head = Linear(width, 1, device=trunk.device, dtype=wide)
+        torch.nn.init.zeros_(self.head.weight)
+        torch.nn.init.zeros_(self.head.bias)
+        self.decoder = None if decoder is None else decoder.eval()
+        self.modules = ModuleDict({"head": self.head})
+        if decoder is not None:
+            self.modules["decoder"] = decoder
+        self.lr = lr
+        self.coefficient = coefficient
+        self.max_grad_norm = max_grad_norm
+        own = dict(self.modules.named_parameters())
+        self.optimizer = Optimizer(own, weight_decay=weight_decay)
+
+    def values(self, pack: Pack, hidden_NH: Tensor | None) -> Tensor:
+        """V [n] of the states before the actions of a pack, differentiable. hidden: the policy's,
+        which only a shared critic reads."""
+        if self.decoder is not None:
+            hidden_NH = hidden_states(self.decoder, pack)
+        assert hidden_NH is not None, "a shared critic reads the hidden states of the policy"
+        values: Tensor = self.head(hidden_NH.to(self.head.weight.dtype)).squeeze(-1)
+        return values
+
+    def pull(self, pack: Pack, hidden_NH: Tensor | None, terms: ValueTerms) -> ValueGradient:
+        """The value loss of a pack, and its gradient by the values."""
+        v = self.values(pack, hidden_NH)
+        loss, gradient, clipped = value_loss(terms, v, pack.index)
+        return ValueGradient(
+            v, (self.coefficient * gradient).to(v), float(loss), int(clipped.sum())
+        )
+
+    def save(self, directory: Path) -> None:
+        """Write into a checkpoint."""
+        save_trained(self.modules, self.optimizer, directory / CRITIC)
+
+    def read(self, directory: Path) -> Callable[[], None]:
+        """What `save` wrote, to be restored by a call. Raises PolicyError if it does not fit."""
+        return read_trained(self.modules, self.optimizer, directory / CRITIC)
 
 
-def refuse_unused_settings(config: RunConfig, algo: Algo) -> None:
-    """Raises ConfigError for a setting without effect."""
-    for key, why in _unused_settings(config, algo):
-        raise ConfigError(f"{key} is set, {why}; leave it out")
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A frozen model that scores the tokens of `policy`. every: training steps after which it
+    becomes the current policy; 0: never."""
+
+    model: PreTrainedModel
+    policy: PreTrainedModel
+    every: int = 0
+
+    def __post_init__(self) -> None:
+        freeze(self.model)
+
+    def finish(self, step: int) -> None:
+        """Training step number `step` is done."""
+        if self.every and (step + 1) % self.every == 0:
+            copy_weights(self.model, dict(self.policy.named_parameters()))
+
+    def save(self, directory: Path) -> None:
+        """Write weights that the run file does not name into a checkpoint."""
+        if self.every:
+            save_weights(self.model, directory / REFERENCE)
+
+    def read(self, directory: Path) -> Callable[[], None]:
+        """What `save` wrote, to be restored by a call. Raises PolicyError if it does not fit."""
+        if not self.every:
+            return lambda: None
+        return partial(copy_weights, self.model, read_weights(self.model, directory / REFERENCE))
 
 
-def make_critic(
-    config: RunConfig, policy: PreTrainedModel, tokenizer: Tokenizer, start: str
-) -> ValueModel | None:
-    """The critic of a run, if it has one. start: directory or hub name of the initial policy.
-
-    Raises PolicyError for a model that cannot be loaded or reads other tokens."""
-    settings = config.critic
-    if not settings.model:
-        return None
-    decoder, width = None, policy.config.get_text_config().hidden_size
-    if settings.model != "shared":
-        name = start if settings.model == "copy" else model_source(config, settings.model)
-        whole = load_auxiliary("critic.model", name, policy, tokenizer, head=False)
-        decoder = whole.base_model
-    return ValueModel(
-        policy,
-        decoder,
-        lr=settings.lr or (HEAD_STEP / width if decoder is None else MODEL_LR),
-        coefficient=settings.coefficient if decoder is None else 1.0,
-        weight_decay=settings.weight_decay,
-        max_grad_norm=config.algorithm.max_grad_norm,
-    )
-
-
-def make_frozen_models(
-    config: RunConfig, algo: Algo, policy: PreTrainedModel, tokenizer: Tokenizer, start: str
-) -> FrozenModels:
-    """The frozen models that the algorithm reads. The reference of an adapter is the model without
-    it, which the learner has, unless the run file names another."""
-    frozen: FrozenModels = {}
-    settings = config.reference
-    if "q" in algo.needs and (settings.model or not config.policy.lora.rank):
-        name = model_source(config, settings.model) if settings.model else start
-        model = load_auxiliary("reference.model", name, policy, tokenizer)
-        frozen["q"] = Reference(model, policy, settings.every)
-    if "t" in algo.needs:
-        name = model_source(config, config.teacher.model)
-        frozen["t"] = Reference(load_auxiliary("teacher.model", name, policy, tokenizer), policy)
-    return frozen
-
-
-def make_controller(config: RunConfig, algo: Algo) -> KlController | None:
-    """The controller of the KL coefficient, if there is one."""
-    settings = config.reference
-    return make_kl_controller(algo, settings.target, settings.horizon) if settings.target else None
-
-
-def make_reward_models(
-    config: RunConfig, policy: PreTrainedModel, tokenizer: Tokenizer, start: str
-) -> tuple[tuple[RewardModel, ...], tuple[ImplicitTrainer, ...]]:
-    """The reward models, and the trainers of those that learn.
-
-    Raises PolicyError for a model that cannot be loaded, reads other tokens, or is of another kind.
-    """
-    made, trainers = [], []
-    packing, budget = config.learner.packed, config.learner.token_budget
-    for name, settings in config.reward_models.items():
-        key, source = f"reward_models.{name}", model_source(config, settings.model)
-        scorer: Scorer
-        if not isinstance(settings, ImplicitRewardModelConfig):
-            model = load_scalar(f"{key}.model", source, policy, tokenizer)
-            scorer, limits = (
-                ScalarScorer(model, supported_packing(model, packing), budget),
-                [context_length(model)],
-            )
-        else:
-            other = model_source(config, settings.reference) if settings.reference else start
-            model = _freeze(load_auxiliary(f"{key}.model", source, policy, tokenizer))
-            against = _freeze(load_auxiliary(f"{key}.reference", other, policy, tokenizer))
-            scorer = ImplicitScorer(
-                model, against, settings.beta, supported_packing(model, packing), budget
-            )
-            limits = [context_length(model), context_length(against)]
-        context = min((limit for limit in limits if limit is not None), default=None)
-        whole = isinstance(scorer, ImplicitScorer)
-        made.append(RewardModel(name, scorer, Scope(settings.scope), whole, context))
-        if isinstance(scorer, ImplicitScorer) and isinstance(settings, ImplicitRewardModelConfig):
-            limit = config.algorithm.max_grad_norm
-            if settings.train and isinstance(config.learner, TorchLearnerConfig):
-                kind = config.learner.optimizer
-                trainers.append(
-                    ImplicitTrainer(made[-1], scorer, settings.lr, limit, kind, settings.loss)
-                )
-    return tuple(made), tuple(trainers)
-
-
-def score_batch(algo: Algo, learner: Learner, batch: Batch) -> tuple[Batch, dict[str, Tensor]]:
-    """The batch with the critic's values and the reference's log-probs, where the algorithm reads
-    them, and the log-probs [N] of each frozen model by stream."""
-    streams: dict[str, Tensor] = {
-        letter: learner.logprobs(batch, letter).double()
-        for letter in FROZEN
-        if letter in algo.needs
-    }
-    values = learner.values(batch) if algo.critic else batch.values
-    return replace(batch, values=values, reference=streams.get("q", batch.reference)), streams
-
-
-def model_source(config: RunConfig, name: str) -> str:
-    """A model's directory, relative to the run file, or a hub name."""
-    directory = config.path(name)
-    return str(directory) if directory.is_dir() else name
-
-
-def _unused_settings(config: RunConfig, algo: Algo) -> list[tuple[str, str]]:
-    """Settings without effect, and why."""
-    none = f"and algorithm.preset = {algo.name!r}"
-    idle = []
-    if config.critic.model and not algo.critic:
-        idle.append(("critic.model", f"{none} reads no values of a critic"))
-    if not config.critic.model:
-        idle += [
-            (f"critic.{key}", "and there is no critic.model")
-            for key in _changed_keys(config.critic)
-        ]
-    elif config.critic.model != "shared" and "coefficient" in _changed_keys(config.critic):
-        # AdamW divides a loss of its own by its size again.
-        idle.append(("critic.coefficient", "and weighs nothing in a model of the critic's own"))
-    if "q" not in algo.needs:
-        why = f"{none} penalises no leaving of a reference; set the coefficient of its penalty"
-        idle += [(f"reference.{key}", why) for key in _changed_keys(config.reference)]
-    if config.policy.lora.rank and config.reference.every:
-        why = "and the reference of an adapter is the model without it, which does not change"
-        idle.append(("reference.every", why))
-    if not config.reference.target and "horizon" in _changed_keys(config.reference):
-        idle.append(("reference.horizon", "and there is no reference.target"))
-    for name, model in config.reward_models.items():
-        reference = name if model.scope == "rollout" else f"{model.scope}:{name}"
-        if reference not in algo.rewards:
-            why = f"{none} reads no reward {reference!r}; name it in algorithm.options, or"
-            idle.append((f"reward_models.{name}", why))
-        if isinstance(model, ImplicitRewardModelConfig) and not model.train:
-            idle += [
-                (f"reward_models.{name}.{key}", "and it does not learn without train")
-                for key in sorted(set(_changed_keys(model)) & {"lr", "loss"})
-            ]
-    if config.teacher.model and "t" not in algo.needs:
-        idle.append(("teacher.model", f"{none} imitates none"))
-    return idle
-
-
-def _changed_keys(section: Section) -> list[str]:
-    """Keys that are not at their defaults."""
-    fields = msgspec.structs.fields(section)
-    return [field.name for field in fields if getattr(section, field.name) != field.default]
-
-
-def _freeze(model: PreTrainedModel) -> PreTrainedModel:
+def freeze(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, which computes without dropout and does not learn. Raises PolicyError if its
+    log-probs cannot be computed here."""
     check_model(model)
     return model.eval().requires_grad_(False)
+
+
+def load_auxiliary(
+    key: str, name: str, policy: PreTrainedModel, tokenizer: Tokenizer, *, head: bool = True
+) -> PreTrainedModel:
+    """A decoder that reads the token ids of the policy, on its device and in its dtype. key: the
+    setting that names it. head: see `load_model`. Raises PolicyError if it cannot be loaded or has
+    another vocabulary."""
+    try:
+        model, own = load_model(name, device="cpu", template=False, head=head)
+    except PolicyError as error:
+        raise PolicyError(f"{key}: {error}") from None
+    check_vocabulary(key, name, own, tokenizer)
+    return model.to(device=policy.device, dtype=policy.dtype)
+
+
+def check_vocabulary(key: str, name: str, own: Tokenizer, tokenizer: Tokenizer) -> None:
+    """Raises PolicyError unless the same ids mean the same text."""
+    if own.get_vocab() != tokenizer.get_vocab():
+        raise PolicyError(
+            f"{key} = {name!r}: its vocabulary ({len(own)} tokens) is not the policy's "
+            f"({len(tokenizer)}), so it cannot read the policy's tokens; choose a model of the "
+            "same family"
+        )

@@ -1,28 +1,55 @@
-"""Makes the learner that `[learner]` of the run file asks for."""
+"""Makes what the run file asks for: the learner of a policy and the models beside it.
+
+Models that the algorithm does not read are not loaded; settings that have no effect are refused.
+"""
 
 from __future__ import annotations
 
 import os
-from typing import Any, Literal
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Final, Literal
 
+import msgspec
+from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
-from agentrl.algorithms.learners import auxiliary
+from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.learners.auxiliary import (
+    Reference,
+    ValueModel,
+    check_vocabulary,
+    freeze,
+    load_auxiliary,
+)
 from agentrl.algorithms.learners.base import Learner
-from agentrl.algorithms.learners.implicit_reward import ImplicitTrainer
-from agentrl.algorithms.learners.reference import check_vocabulary
+from agentrl.algorithms.learners.reward_models import (
+    ImplicitScorer,
+    ImplicitTrainer,
+    RewardModel,
+    ScalarScorer,
+    load_scalar,
+)
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.learners.verl.learner import VerlLearner
-from agentrl.algorithms.learners.verl.settings import settings
+from agentrl.algorithms.learners.verl.settings import settings as verl_settings
 from agentrl.algorithms.model.cpu_threads import ThreadTuner, thread_tuner
-from agentrl.algorithms.model.load import Tokenizer
+from agentrl.algorithms.model.load import Tokenizer, context_length
 from agentrl.algorithms.model.lora import Adapters
+from agentrl.algorithms.model.packing import supported_packing
 from agentrl.algorithms.objective.core import Algo
+from agentrl.algorithms.objective.kl_control import KlController, make_kl_controller
 from agentrl.algorithms.plugins import learner_factory
-from agentrl.config import ImplicitRewardModelConfig, RunConfig, TorchLearnerConfig
+from agentrl.algorithms.presets.registry import Supply
+from agentrl.config import ImplicitRewardModelConfig, RunConfig, Section, TorchLearnerConfig
+from agentrl.config.schema import MODEL_LR
 from agentrl.errors import ConfigError, PolicyError
 from agentrl.plugins import check_protocol
-from agentrl.types import POLICY
+from agentrl.types import POLICY, Scope
+
+FROZEN: Final[tuple[Literal["q", "t"], ...]] = ("q", "t")  # streams of frozen models
+HEAD_STEP = 0.05  # of a shared one, over its width: AdamW moves a value by the sum over all of it
+FrozenModels = dict[Literal["q", "t"], Reference]
 
 
 def make_learner(
@@ -40,29 +67,36 @@ def make_learner(
 
     Raises PolicyError for models it cannot load, ConfigError for settings that it cannot follow,
     where verl is asked for and missing, and for a plug-in that is no learner or lacks a stream."""
+    own = config.learner
     if factory := learner_factory(config):
-        return _from_plugin(factory, config, algo, model, tokenizer, adapters, policy)
-    if config.learner.kind == "verl":
+        _check_no_reward_model_learns(config)
+        learner: Learner = factory(config, algo, model, tokenizer, adapters, policy)
+        check_protocol(learner, Learner, by=factory, key="learner.kind")
+        _check_streams(own.kind, algo, learner)
+        return learner
+    if own.kind == "verl":
+        frozen = frozen_sources(config, algo, start)
+        asked = dict(frozen.values())
         if config.critic.model and config.critic.model != "copy":
-            named = auxiliary.model_source(config, config.critic.model)
-            _check_reads("critic.model", named, tokenizer)
+            asked["critic.model"] = config.model_source(config.critic.model)
+        for key, name in asked.items():
+            _check_reads(key, name, tokenizer)
         return VerlLearner(
             model,
             tokenizer,
-            settings(config, start),
+            verl_settings(config, start),
             adapters=adapters,
             policy=policy,
-            frozen=_frozen(config, algo, tokenizer, start),
+            frozen={letter: name for letter, (_, name) in frozen.items()},
             every=config.reference.every,
         )
-    own = config.learner
     if not isinstance(own, TorchLearnerConfig):
         raise ConfigError(f"learner.kind = {own.kind!r} cannot be loaded here")
     return TorchLearner(
         model,
         tokenizer,
-        critic=auxiliary.make_critic(config, model, tokenizer, start),
-        frozen=auxiliary.make_frozen_models(config, algo, model, tokenizer, start),
+        critic=make_critic(config, model, tokenizer, start),
+        frozen=make_frozen_models(config, algo, model, tokenizer, start),
         weight_decay=config.algorithm.weight_decay,
         max_grad_norm=config.algorithm.max_grad_norm,
         token_budget=own.token_budget,
@@ -77,31 +111,188 @@ def make_learner(
     )
 
 
-def _from_plugin(
-    factory: Any,
-    config: RunConfig,
-    algo: Algo,
-    model: PreTrainedModel,
-    tokenizer: Tokenizer,
-    adapters: Adapters | None,
-    policy: str,
-) -> Learner:
+def available_streams(config: RunConfig) -> frozenset[Supply]:
+    """The streams that a run can give its algorithm. There is always a reference: the initial
+    policy."""
+    streams: set[Supply] = {"o", "b", "q"}
+    if config.learner.kind != "verl":  # what a plug-in lacks is refused once it is made
+        streams |= {"k", "e"}
+    if config.critic.model:
+        streams.add("v")
+    if config.teacher.model:
+        streams.add("t")
+    return frozenset(streams)
+
+
+def refuse_unused_settings(config: RunConfig, algo: Algo) -> None:
+    """Raises ConfigError for a setting without effect."""
+    for key, why in _unused_settings(config, algo):
+        raise ConfigError(f"{key} is set, {why}; leave it out")
+
+
+def make_critic(
+    config: RunConfig, policy: PreTrainedModel, tokenizer: Tokenizer, start: str
+) -> ValueModel | None:
+    """The critic of a run, if it has one. start: directory or hub name of the initial policy.
+
+    Raises PolicyError for a model that cannot be loaded or reads other tokens."""
+    settings = config.critic
+    if not settings.model:
+        return None
+    decoder, width = None, policy.config.get_text_config().hidden_size
+    if settings.model != "shared":
+        name = start if settings.model == "copy" else config.model_source(settings.model)
+        whole = load_auxiliary("critic.model", name, policy, tokenizer, head=False)
+        decoder = whole.base_model
+    return ValueModel(
+        policy,
+        decoder,
+        lr=settings.lr or (HEAD_STEP / width if decoder is None else MODEL_LR),
+        coefficient=settings.coefficient if decoder is None else 1.0,
+        weight_decay=settings.weight_decay,
+        max_grad_norm=config.algorithm.max_grad_norm,
+    )
+
+
+def frozen_sources(
+    config: RunConfig, algo: Algo, start: str
+) -> dict[Literal["q", "t"], tuple[str, str]]:
+    """The frozen models behind the streams that the algorithm reads: the setting that names each,
+    and its directory or hub name. The reference of an adapter is the model without it, which the
+    learner has, unless the run file names another."""
+    asked = {"q": ("reference.model", config.reference.model)}
+    asked["t"] = ("teacher.model", config.teacher.model)
+    sources: dict[Literal["q", "t"], tuple[str, str]] = {}
+    for letter in FROZEN:
+        key, name = asked[letter]
+        if letter in algo.needs and (name or not config.policy.lora.rank):
+            sources[letter] = key, config.model_source(name) if name else start
+    return sources
+
+
+def make_frozen_models(
+    config: RunConfig, algo: Algo, policy: PreTrainedModel, tokenizer: Tokenizer, start: str
+) -> FrozenModels:
+    """The frozen models that the algorithm reads. Raises PolicyError as `load_auxiliary` does."""
+    return {
+        letter: Reference(
+            load_auxiliary(key, name, policy, tokenizer),
+            policy,
+            config.reference.every if letter == "q" else 0,
+        )
+        for letter, (key, name) in frozen_sources(config, algo, start).items()
+    }
+
+
+def make_controller(config: RunConfig, algo: Algo) -> KlController | None:
+    """The controller of the KL coefficient, if there is one."""
+    settings = config.reference
+    return make_kl_controller(algo, settings.target, settings.horizon) if settings.target else None
+
+
+def make_reward_models(
+    config: RunConfig, policy: PreTrainedModel, tokenizer: Tokenizer, start: str
+) -> tuple[tuple[RewardModel, ...], tuple[ImplicitTrainer, ...]]:
+    """The reward models, and the trainers of those that learn.
+
+    Raises PolicyError for a model that cannot be loaded, reads other tokens, or is of another kind.
+    """
+    made: list[RewardModel] = []
+    trainers: list[ImplicitTrainer] = []
+    packing, budget = config.learner.packed, config.learner.token_budget
+    for name, settings in config.reward_models.items():
+        key, source = f"reward_models.{name}", config.model_source(settings.model)
+        scope = Scope(settings.scope)
+        if not isinstance(settings, ImplicitRewardModelConfig):
+            model = load_scalar(f"{key}.model", source, policy, tokenizer)
+            scalar = ScalarScorer(model, supported_packing(model, packing), budget)
+            made.append(RewardModel(name, scalar, scope, context=context_length(model)))
+            continue
+        other = config.model_source(settings.reference) if settings.reference else start
+        model = freeze(load_auxiliary(f"{key}.model", source, policy, tokenizer))
+        against = freeze(load_auxiliary(f"{key}.reference", other, policy, tokenizer))
+        scorer = ImplicitScorer(
+            model, against, settings.beta, supported_packing(model, packing), budget
+        )
+        limits = [limit for each in (model, against) if (limit := context_length(each)) is not None]
+        made.append(RewardModel(name, scorer, scope, sums=True, context=min(limits, default=None)))
+        if settings.train and isinstance(config.learner, TorchLearnerConfig):
+            norm, kind = config.algorithm.max_grad_norm, config.learner.optimizer
+            trainers.append(
+                ImplicitTrainer(made[-1], scorer, settings.lr, norm, kind, settings.loss)
+            )
+    return tuple(made), tuple(trainers)
+
+
+def score_batch(algo: Algo, learner: Learner, batch: Batch) -> tuple[Batch, dict[str, Tensor]]:
+    """The batch with the critic's values and the reference's log-probs, where the algorithm reads
+    them, and the log-probs [N] of each frozen model by stream."""
+    streams: dict[str, Tensor] = {
+        letter: learner.logprobs(batch, letter).double()
+        for letter in FROZEN
+        if letter in algo.needs
+    }
+    values = learner.values(batch) if algo.critic else batch.values
+    return replace(batch, values=values, reference=streams.get("q", batch.reference)), streams
+
+
+def _unused_settings(config: RunConfig, algo: Algo) -> Iterator[tuple[str, str]]:
+    """Settings without effect, and why."""
+    none = f"and algorithm.preset = {algo.name!r}"
+    critic, reference = config.critic, config.reference
+    if critic.model and not algo.critic:
+        yield "critic.model", f"{none} reads no values of a critic"
+    if not critic.model:
+        for key in _changed_keys(critic):
+            yield f"critic.{key}", "and there is no critic.model"
+    elif critic.model != "shared" and "coefficient" in _changed_keys(critic):
+        # AdamW divides a loss of its own by its size again.
+        yield "critic.coefficient", "and weighs nothing in a model of the critic's own"
+    if "q" not in algo.needs:
+        why = f"{none} penalises no leaving of a reference; set the coefficient of its penalty"
+        for key in _changed_keys(reference):
+            yield f"reference.{key}", why
+    if config.policy.lora.rank and reference.every:
+        why = "and the reference of an adapter is the model without it, which does not change"
+        yield "reference.every", why
+    if not reference.target and "horizon" in _changed_keys(reference):
+        yield "reference.horizon", "and there is no reference.target"
+    for name, model in config.reward_models.items():
+        reward = name if model.scope == "rollout" else f"{model.scope}:{name}"
+        if reward not in algo.rewards:
+            why = f"{none} reads no reward {reward!r}; name it in algorithm.options, or"
+            yield f"reward_models.{name}", why
+        if isinstance(model, ImplicitRewardModelConfig) and not model.train:
+            for key in sorted(set(_changed_keys(model)) & {"lr", "loss"}):
+                yield f"reward_models.{name}.{key}", "and it does not learn without train"
+    if config.teacher.model and "t" not in algo.needs:
+        yield "teacher.model", f"{none} imitates none"
+
+
+def _changed_keys(section: Section) -> list[str]:
+    """Keys that are not at their defaults."""
+    fields = msgspec.structs.fields(section)
+    return [field.name for field in fields if getattr(section, field.name) != field.default]
+
+
+def _check_no_reward_model_learns(config: RunConfig) -> None:
     for name, section in config.reward_models.items():
         if isinstance(section, ImplicitRewardModelConfig) and section.train:
             raise ConfigError(
                 f"reward_models.{name}.train: checkpoints of learner.kind = "
                 f"{config.learner.kind!r} hold no reward model; leave it out"
             )
-    learner: Learner = factory(config, algo, model, tokenizer, adapters, policy)
-    check_protocol(learner, Learner, by=factory, key="learner.kind")
+
+
+def _check_streams(kind: str, algo: Algo, learner: Learner) -> None:
+    """Raises ConfigError where a plug-in lacks what the algorithm reads."""
     optional = {"v": algo.critic, "k": algo.symbols, "e": algo.entropy}
     needed = algo.needs | {stream for stream, is_read in optional.items() if is_read}
     if missing := sorted(needed - learner.supplies):
         raise ConfigError(
-            f"learner.kind = {config.learner.kind!r}: algorithm.preset = {algo.name!r} reads "
+            f"learner.kind = {kind!r}: algorithm.preset = {algo.name!r} reads "
             f"{', '.join(missing)}, and the learner supplies {', '.join(sorted(learner.supplies))}"
         )
-    return learner
 
 
 def _threads(number: int, model: PreTrainedModel) -> ThreadTuner:
@@ -109,21 +300,6 @@ def _threads(number: int, model: PreTrainedModel) -> ThreadTuner:
     if number or model.device.type != "cpu":
         return ThreadTuner(number or os.cpu_count() or 1)
     return thread_tuner(model.num_parameters(), "training computes", os.cpu_count() or 1)
-
-
-def _frozen(
-    config: RunConfig, algo: Algo, tokenizer: Tokenizer, start: str
-) -> dict[Literal["q", "t"], str]:
-    """The models behind the streams that the algorithm reads, for the workers to load. The
-    reference of an adapter is the model without it, unless the run file names another."""
-    asked = {"q": ("reference", config.reference.model), "t": ("teacher", config.teacher.model)}
-    names: dict[Literal["q", "t"], str] = {}
-    for letter in auxiliary.FROZEN:
-        section, given = asked[letter]
-        if letter in algo.needs and (given or not config.policy.lora.rank):
-            names[letter] = auxiliary.model_source(config, given) if given else start
-            _check_reads(f"{section}.model", names[letter], tokenizer)
-    return names
 
 
 def _check_reads(key: str, name: str, tokenizer: Tokenizer) -> None:

@@ -36,7 +36,7 @@ def recomputing(layers: list[GradientCheckpointingLayer]) -> Iterator[None]:
     Transformers' own switch works in training mode only, which would turn dropout on, and would
     take the cache from a policy server that shares the model."""
     for layer in layers:
-        # Nothing is drawn in eval mode, so there is no random state to carry over.
+        # Eval mode uses no random numbers, so there is no random state to restore.
         layer.forward = partial(
             checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
         )
@@ -48,7 +48,7 @@ def recomputing(layers: list[GradientCheckpointingLayer]) -> Iterator[None]:
 
 
 def start_measuring(device: torch.device) -> None:
-    """Forget earlier peaks, where the device can."""
+    """Reset the peak of a CUDA device; that of a process on the CPU cannot be reset."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -63,5 +63,5 @@ def peak(device: torch.device) -> dict[str, float]:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """torch has a class of its own for devices, and a message for the CPU."""
+    """torch has an error class for GPUs; on the CPU the message tells."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,29 +17,30 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 from torch.nn.utils import clip_grad_norm_
 
 from agentrl.algorithms.learners.memory import is_out_of_memory
+from agentrl.algorithms.model.load import copy_weights, read_weights, save_weights
 from agentrl.errors import DamagedError, PolicyError, TrainingError
 
 FILE = "optimizer.safetensors"  # tensors "<parameter>/<moment>", and "<parameter>/master"
 MASTER = "master"
 OptimizerKind = Literal["adamw", "adamw8bit", "paged_adamw8bit"]
+BETAS = (0.9, 0.95)
 NARROW = (torch.bfloat16, torch.float16)
 SHAPED = ("exp_avg", "exp_avg_sq", "state1", "state2", MASTER)  # one element for each weight
 _EIGHT_BIT = {"adamw8bit": "AdamW8bit", "paged_adamw8bit": "PagedAdamW8bit"}
 
 
 class Optimizer:
-    """Raises PolicyError for a kind that this machine cannot run."""
+    """The optimizer of named parameters. Raises PolicyError for a kind that cannot run here."""
 
     def __init__(
         self,
         parameters: Mapping[str, Parameter],
         *,
         kind: OptimizerKind = "adamw",
-        betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.0,
     ) -> None:
         self.kind = kind
@@ -48,9 +50,9 @@ class Optimizer:
             for name, p in parameters.items()
         }
         for name, parameter in self._narrow():
-            hook = _gradient_mover(self.masters[name])
+            hook = partial(_move_gradient, self.masters[name])
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        self.inner = _make(kind, list(self.masters.values()), betas, weight_decay)
+        self.inner = _make(kind, list(self.masters.values()), weight_decay)
 
     def clip(self, limit: float) -> float:
         """Scale the gradients down to this norm; returns the norm they had."""
@@ -88,12 +90,12 @@ class Optimizer:
                 tensors[f"{name}/{moment}"] = torch.as_tensor(value).contiguous()
         save_file(tensors, directory / FILE, metadata={"optimizer": self.kind})
 
-    def read(self, directory: Path) -> dict[str, Tensor]:
-        """What `save` wrote, for `restore`. Raises PolicyError if it does not fit."""
-        return read_state(directory, self.parameters, self.kind)
+    def read(self, directory: Path) -> Callable[[], None]:
+        """What `save` wrote, to be restored by a call. Raises PolicyError if it does not fit."""
+        return partial(self._restore, read_state(directory, self.parameters, self.kind))
 
-    def restore(self, saved: Mapping[str, Tensor]) -> None:
-        """Take over what `read` returned: master weights, the model's weights, moments."""
+    def _restore(self, saved: Mapping[str, Tensor]) -> None:
+        """Master weights, the model's weights, moments."""
         with torch.no_grad():
             for name, _ in self._narrow():
                 self.masters[name].copy_(saved[f"{name}/{MASTER}"])
@@ -119,6 +121,23 @@ class Optimizer:
                 parameter.copy_(self.masters[name])
 
 
+def save_trained(module: Module, optimizer: Optimizer, file: Path) -> None:
+    """Write weights, which a policy's checkpoint does not hold, and their optimizer beside them."""
+    save_weights(module, file)
+    optimizer.save(file.parent)
+
+
+def read_trained(module: Module, optimizer: Optimizer, file: Path) -> Callable[[], None]:
+    """What `save_trained` wrote, restored by a call. Raises PolicyError if it does not fit."""
+    weights, restore_optimizer = read_weights(module, file), optimizer.read(file.parent)
+
+    def restore() -> None:
+        copy_weights(module, weights)
+        restore_optimizer()
+
+    return restore
+
+
 def read_state(
     directory: Path, parameters: Mapping[str, Tensor], kind: OptimizerKind
 ) -> dict[str, Tensor]:
@@ -142,7 +161,7 @@ def read_state(
 
 
 def _check(directory: Path, saved: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-    """Moments are there for every parameter, or for none: before the first step."""
+    """Raises PolicyError unless every parameter has moments, or, before the first step, none."""
     moments = {key.rpartition("/")[0] for key in saved if not key.endswith(f"/{MASTER}")}
     masters = {key.rpartition("/")[0] for key in saved if key.endswith(f"/{MASTER}")}
     expected = [(moments, set(parameters) if moments else set())]
@@ -164,25 +183,21 @@ def _check(directory: Path, saved: Mapping[str, Tensor], parameters: Mapping[str
             )
 
 
-def _gradient_mover(master: Parameter) -> Callable[[Tensor], None]:
-    """Moves each new gradient of a narrow weight to its master's."""
-
-    def move(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        if master.grad is None:
-            master.grad = parameter.grad.float()
-        else:
-            master.grad += parameter.grad
-        parameter.grad = None
-
-    return move
+def _move_gradient(master: Parameter, parameter: Tensor) -> None:
+    """Add the new gradient of a narrow weight to its master's."""
+    assert parameter.grad is not None
+    if master.grad is None:
+        master.grad = parameter.grad.float()
+    else:
+        master.grad += parameter.grad
+    parameter.grad = None
 
 
 def _make(
-    kind: OptimizerKind, weights: list[Parameter], betas: tuple[float, float], weight_decay: float
+    kind: OptimizerKind, weights: list[Parameter], weight_decay: float
 ) -> torch.optim.Optimizer:
     if kind == "adamw":
-        return torch.optim.AdamW(weights, betas=betas, weight_decay=weight_decay, fused=True)
+        return torch.optim.AdamW(weights, betas=BETAS, weight_decay=weight_decay, fused=True)
     if any(weight.device.type != "cuda" for weight in weights):
         raise PolicyError(
             f"learner.optimizer = {kind!r}: it needs a CUDA device, and the policy is on "
@@ -196,6 +211,6 @@ def _make(
             "pip install 'agentrl[eight-bit]', or use 'adamw'"
         ) from None
     made: torch.optim.Optimizer = getattr(library, _EIGHT_BIT[kind])(
-        weights, betas=betas, weight_decay=weight_decay
+        weights, betas=BETAS, weight_decay=weight_decay
     )
     return made

@@ -3,20 +3,41 @@
 The policy server feeds rows of unequal length against cached keys, the learner feeds the branches
 of a forest, and both use one model object. So one function is registered with transformers under
 `NAME`; a forward pass with `plan=` attends as its plan says, one without is ordinary SDPA.
+
+In a forest in depth-first order (see `packing`), a node sees its ancestors and itself. On the CPU
+the keys are cut into blocks of neighbours. A block's own queries see it in one product, causal or
+under a small mask; of everything behind the block, the keys that are still open (their subtree goes
+on) are seen by one range of queries, all descendants at once. So no key is copied, no pair across
+branches is computed, and what a query sees arrives in parts that are put together by their
+log-sum-exp, forward and backward (as in ring attention, arXiv 2310.01889). On a GPU it is one
+FlexAttention kernel under a block mask.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.functional import pad
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 NAME = "agentrl"
-UNUSED = torch.ones(1, 1, 1, 1, dtype=torch.bool)  # as mask beside a plan: four axes, none is made
+UNUSED = torch.ones(1, 1, 1, 1, dtype=torch.bool)  # given as mask, so that none is computed
+
+# Neighbouring branches of at most so many tokens together are one product under a mask: it computes
+# pairs that nobody sees, but fewer products start. Also the side of tiles under a sliding window.
+BLOCK = 128
+HIDDEN = torch.finfo(torch.float32).min / 2  # exp(HIDDEN + score) is 0; -inf would make 0 / 0
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class AttentionPlan(Protocol):
@@ -80,3 +101,203 @@ def attention(
 
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A range of queries against a range of keys."""
+
+    queries: slice
+    keys: slice
+    causal: bool = False  # the same range twice; a query sees the keys that are not behind it
+    mask: Tensor | None = None  # [queries, keys], added to the scores
+
+
+@dataclass(frozen=True, slots=True)
+class TreePlan:
+    """One forward pass over a forest (see `packing`): columns of its nodes, on the CPU."""
+
+    end: Tensor  # int64 [T], past the last node of the subtree
+    depth: Tensor  # int64 [T]
+    tiles: dict[tuple[int | None, torch.dtype], list[Tile]] = field(default_factory=dict)
+    masks: dict[tuple[int | None, torch.device], BlockMask] = field(default_factory=dict)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
+        """See `AttentionPlan`; [1, key heads, T, dim] keys and values."""
+        if window is not None and window > int(self.depth.max()):
+            window = None
+        if query.is_cuda:
+            return self.flex(query, key, value, scale, window)
+        dim = value.shape[-1]
+        # The kernel wants one size of head, and reads the last axis as if it were dense.
+        value = pad(value, (0, query.shape[-1] - dim))
+        query, key, value = (
+            x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)
+        )
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        if (window, dtype) not in self.tiles:
+            self.tiles[window, dtype] = tiles(self.end, self.depth, window, dtype)
+        output: Tensor = _TreeAttention.apply(query, key, value, self.tiles[window, dtype], scale)  # type: ignore[no-untyped-call]
+        return output[..., :dim]
+
+    def flex(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
+        """`attend` as one kernel. Not yet run on a GPU; the tests run it uncompiled."""
+        device, size = query.device, len(self.end)
+        if (window, device) not in self.masks:
+            end, depth = self.end.to(device), self.depth.to(device)
+
+            def seen(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+                near = (k <= q) & (q < end[k])
+                return near if window is None else near & (depth[q] - depth[k] < window)
+
+            self.masks[window, device] = create_block_mask(seen, None, None, size, size, device)
+        output: Tensor = _compiled_flex()(
+            query, key, value, block_mask=self.masks[window, device], scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )  # fmt: skip
+        return output.transpose(1, 2)
+
+
+@cache
+def _compiled_flex() -> Any:
+    return torch.compile(flex_attention)
+
+
+def tiles(end: Tensor, depth: Tensor, window: int | None, dtype: torch.dtype) -> list[Tile]:
+    """Tiles that hold every pair of a node and one that it sees once; masks of `dtype`. The blocks
+    come first and hold each query."""
+
+    def mask(queries: slice, keys: slice) -> Tensor:
+        seen = visible(end, depth, queries, keys, window)
+        return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, HIDDEN)
+
+    blocks = _blocks(end, window)
+    found = []
+    for start, stop in blocks:
+        own = slice(start, stop)
+        chain = window is None and int(end[start:stop].min()) >= stop
+        found.append(Tile(own, own, chain, None if chain else mask(own, own)))
+    for start, stop in blocks:
+        for keys, last in _open(end, start, stop):
+            if window is None:
+                found.append(Tile(slice(stop, last), keys))
+                continue
+            for first in range(stop, last, BLOCK):
+                queries = slice(first, min(first + BLOCK, last))
+                if int(depth[queries].min()) - int(depth[keys].max()) < window:
+                    found.append(Tile(queries, keys, mask=mask(queries, keys)))
+    return found
+
+
+def _blocks(end: Tensor, window: int | None) -> list[tuple[int, int]]:
+    """Ranges of nodes. Each ends where a branch ends, and is one branch or at most BLOCK nodes;
+    under a window, branches too are cut after BLOCK nodes."""
+    leaves = end == torch.arange(1, len(end) + 1)
+    blocks: list[tuple[int, int]] = []
+    start = previous = 0
+    for stop in end[leaves].tolist():
+        if stop - start > BLOCK and previous > start:
+            blocks.append((start, previous))
+            start = previous
+        previous = stop
+    blocks.append((start, previous))
+    if window is None:
+        return blocks
+    return [
+        (first, min(first + BLOCK, stop))
+        for start, stop in blocks
+        for first in range(start, stop, BLOCK)
+    ]
+
+
+def _open(end: Tensor, start: int, stop: int) -> Iterator[tuple[slice, int]]:
+    """Runs of nodes of a block that the same later nodes see, and where those nodes end."""
+    values, counts = torch.unique_consecutive(end[start:stop], return_counts=True)
+    for last, size in zip(values.tolist(), counts.tolist(), strict=True):
+        if last > stop:
+            yield slice(start, start + size), last
+        start += size
+
+
+def visible(end: Tensor, depth: Tensor, queries: slice, keys: slice, window: int | None) -> Tensor:
+    """Bool [queries, keys]: which nodes see which."""
+    number = torch.arange(len(end))
+    q, k = number[queries, None], number[None, keys]
+    seen = (k <= q) & (q < end[None, keys])
+    if window is not None:
+        seen &= depth[queries, None] - depth[None, keys] < window
+    return seen
+
+
+class _TreeAttention(torch.autograd.Function):
+    """[1, heads, T, dim] -> [1, T, heads, dim]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        tiles: list[Tile],
+        scale: float | None,
+    ) -> Tensor:
+        q, k, v = _by_key_head(query, key, value)
+        out, lse = _flash_tiles(q, k, v, tiles, scale)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.tiles, ctx.scale = tiles, scale
+        return out.flatten(0, 1).transpose(0, 1)[None]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        q, k, v = _by_key_head(query, key, value)
+        g = gradients[0][0].contiguous().transpose(0, 1).view(q.shape)
+        dq = torch.zeros_like(q, dtype=lse.dtype)
+        dk, dv = (torch.zeros_like(x[0], dtype=lse.dtype) for x in (key, value))
+        for tile in ctx.tiles:
+            i, j = tile.queries, tile.keys
+            gq, gk, gv = _flash_backward(
+                g[:, :, i], q[:, :, i], k[:, :, j], v[:, :, j], out[:, :, i], lse[:, :, i],
+                0.0, tile.causal, attn_mask=tile.mask, scale=ctx.scale,
+            )  # fmt: skip
+            dq[:, :, i] += gq
+            dk[:, j] += gk.sum(1)
+            dv[:, j] += gv.sum(1)
+        dq = dq.flatten(0, 1)[None].to(query.dtype)
+        return dq, dk[None].to(key.dtype), dv[None].to(value.dtype), None, None
+
+
+def _by_key_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[key heads, query heads per key head, T, dim] views; keys and values are not repeated."""
+    heads, shared = query.shape[1], key.shape[1]
+    size = (shared, heads // shared)
+    k, v = (x[0][:, None].expand(-1, size[1], -1, -1) for x in (key, value))
+    return query[0].view(*size, *query.shape[2:]), k, v
+
+
+def _flash_tiles(
+    q: Tensor, k: Tensor, v: Tensor, tiles: list[Tile], scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Outputs [.., .., T, dim] in the dtype of q and log-sum-exps [.., .., T]."""
+    out = lse = torch.empty(0)
+    for tile in tiles:
+        i, j = tile.queries, tile.keys
+        part, weight = _flash(
+            q[:, :, i], k[:, :, j], v[:, :, j], 0.0, tile.causal, attn_mask=tile.mask, scale=scale
+        )
+        if not lse.numel():
+            out = torch.empty(q.shape, dtype=weight.dtype)
+            lse = torch.empty(q.shape[:-1], dtype=weight.dtype)
+        if i == j:
+            out[:, :, i], lse[:, :, i] = part, weight
+            continue
+        before = lse[:, :, i]
+        total = torch.logaddexp(before, weight)
+        out[:, :, i] *= (before - total).exp_()[..., None]
+        out[:, :, i] += part * (weight - total).exp_()[..., None]
+        lse[:, :, i] = total
+    return out.to(q.dtype), lse

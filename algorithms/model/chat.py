@@ -10,11 +10,34 @@ import jinja2
 import msgspec
 
 from agentrl.algorithms.model.load import Tokenizer
-from agentrl.algorithms.model.request_error import RequestError
 from agentrl.algorithms.model.text import Codec
 from agentrl.types import Json
 
-PROMPTS = 1024  # whole prompts remembered: the rollouts of a group begin with the same request
+PROMPTS = 1024  # cached whole prompts: the rollouts of a group begin with the same request
+
+
+class ErrorDetail(msgspec.Struct):
+    """The error object of OpenAI's API."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct):
+    error: ErrorDetail
+
+
+class RequestError(Exception):
+    """A request that a policy server refuses, with its HTTP status and OpenAI's error object."""
+
+    def __init__(
+        self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        self.status, self.body = status, ErrorBody(ErrorDetail(message, kind, param, code))
 
 
 class Chat:
@@ -24,6 +47,13 @@ class Chat:
         self._tokenizer, self._codec = tokenizer, codec
         self.prompt = lru_cache(PROMPTS)(self._prompt)
         self._shown: set[bytes] = set()  # tool definitions that the template is known to render
+
+    def encode(
+        self, messages: list[dict[str, Json]], tools: Json = None, **options: Json
+    ) -> tuple[int, ...]:
+        """`prompt` of a request that is decoded already. options: `chat_template_kwargs`."""
+        encode = msgspec.json.encode
+        return self.prompt(encode(messages), encode(tools or None), encode(options))
 
     def _prompt(self, messages: bytes, tools: bytes, options: bytes) -> tuple[int, ...]:
         """Token ids of a request's JSON `messages`, `tools` and `chat_template_kwargs`.
@@ -40,8 +70,17 @@ class Chat:
             )
         text = self._render(conversation, definitions, settings)
         if definitions and tools not in self._shown:
+            # Agents may describe tools in their own messages: then the names are in the text.
             without = self._render(conversation, None, settings)
-            self._check_shown(text, without, definitions)
+            if text == without and not any(name in text for name in tool_names(definitions)):
+                raise RequestError(
+                    f"the model's chat template does not render tools, so the model would not see "
+                    f"the {len(definitions)} of this request; choose a model whose template renders"
+                    " them (an instruct model with tool calls), replace its chat_template.jinja, "
+                    "or send no tools",
+                    param="tools",
+                    code="tools_not_rendered",
+                )
             self._shown.add(tools)
         return tuple(self._codec.encode(text))
 
@@ -59,19 +98,6 @@ class Chat:
                 f"the model's chat template cannot render these messages: {error}", param="messages"
             ) from None
         return text
-
-    def _check_shown(self, text: str, without: str, tools: list[dict[str, Json]]) -> None:
-        """Refuses tools that the model would not see. The agent may describe them in its own
-        messages: then their names are in the text."""
-        if text != without or any(name in text for name in tool_names(tools)):
-            return
-        raise RequestError(
-            f"the model's chat template does not render tools, so the model would not see the "
-            f"{len(tools)} of this request; choose a model whose template renders them (an instruct"
-            " model with tool calls), replace its chat_template.jinja, or send no tools",
-            param="tools",
-            code="tools_not_rendered",
-        )
 
 
 def tool_names(tools: list[dict[str, Json]]) -> list[str]:
@@ -115,8 +141,8 @@ def _call(call: Json, where: str) -> dict[str, Any]:
     if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
         raise RequestError(f"{where}.tool_calls has an entry without a function", param="messages")
     function = dict(call["function"])
-    # Templates print objects: a string would come out quoted a second time. Arguments that the
-    # model itself wrote malformed are shown to it as they were.
+    # Templates print objects: a string would be quoted a second time. Malformed arguments, which
+    # the model wrote itself, stay as they are.
     with suppress(msgspec.DecodeError, TypeError):
         function["arguments"] = msgspec.json.decode(function.get("arguments") or "{}")
     return {**call, "function": function}

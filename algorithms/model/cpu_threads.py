@@ -1,10 +1,9 @@
-"""How many torch threads small models compute with: one or all, whichever is measured to be faster.
+"""The number of torch threads for small models: one or all, whichever is measured to be faster.
 
 Threads synchronise after every operation. On cores that other programs use too, one of them is
 often not running, so a step of a small model takes several times as long with all threads as with
-one; on idle cores all are faster. Owns the count and the times of the trial in progress.
-Always true: the count is one or a power of two, which with `MKL_CBWR=AUTO,STRICT` give the same
-numbers, bit for bit; where that is not promised, nothing is tried and the count is the caller's.
+one; on idle cores all are faster. Always true: the number is one or a power of two, which give the
+same results, bit for bit, with `MKL_CBWR=AUTO,STRICT`; without it, the number is the caller's.
 """
 
 from __future__ import annotations
@@ -21,18 +20,17 @@ import torch
 from agentrl.processes import PHASE
 
 log = logging.getLogger("agentrl.algorithm")
-SMALL = 5_000_000  # parameters; larger models compute for longer than threads wait
+SMALL = 5_000_000  # parameters; in larger models waiting for threads does not matter
 EVERY = 150  # calls from one trial to the next
 PAIRS = 3  # of calls in a trial: with one thread, with all
-MUCH_SLOWER = 2.0  # times as long as with one thread: a trial ends after its first pair
-WORTHWHILE = 0.9  # of the time with one thread: all must take less, for others may use the cores
+MUCH_SLOWER = 2.0  # ratio of times all / one above which a trial ends after its first pair
+WORTHWHILE = 0.9  # ratio below which all threads are used: other programs may use the cores too
 
 
 @dataclass(slots=True)
 class ThreadTuner:
-    """Chooses the number of threads of repeated work. count: until a trial decides otherwise; most:
-    the number compared with one thread, 1 for no trials; name: of the work, for the log line that
-    says what was chosen."""
+    """Chooses the number of threads of repeated work. count: the current choice; most: the number
+    compared with one thread, 1 for no trials; name: of the work, in the log line of a choice."""
 
     count: int
     most: int = 1
@@ -43,13 +41,13 @@ class ThreadTuner:
     _logged: int = 0
 
     def computing(self) -> AbstractContextManager[None]:
-        """Compute with the best count known."""
+        """Compute with the current choice."""
         return computing_with(self.count)
 
     @contextmanager
     def working(self, amount: float = 1.0) -> Iterator[None]:
-        """Compute with the best count known; in a trial, with the count to be tried, and time it.
-        amount: of work in this call, to which its time is relative."""
+        """Compute with the current choice; in a trial, with one or all threads by turns, and
+        measure the time per `amount` of work."""
         trying = self.most > 1 and self._until <= 0
         started = self.clock()
         with computing_with((1, self.most)[len(self._times) % 2] if trying else self.count):
@@ -66,31 +64,23 @@ class ThreadTuner:
         ratio = sum(self._times[1::2]) / sum(self._times[::2])
         if len(self._times) == 2 * PAIRS or ratio > MUCH_SLOWER:
             self._times, self._until = [], EVERY
-            self._choose(self.most if ratio < WORTHWHILE else 1, ratio)
-
-    def _choose(self, count: int, ratio: float) -> None:
-        self.count = count
-        if self._logged != count:
-            self._logged = count
-            chosen = "1 thread" if count == 1 else f"{count} threads"
-            slower = f"{self.most} take {ratio:.1f} times as long as 1"
-            log.log(PHASE, f"{self.name} with {chosen}: {slower}")
+            self.count = self.most if ratio < WORTHWHILE else 1
+            if self._logged != self.count:
+                self._logged = self.count
+                chosen = "1 thread" if self.count == 1 else f"{self.count} threads"
+                slower = f"{self.most} take {ratio:.1f} times as long as 1"
+                log.log(PHASE, f"{self.name} with {chosen}: {slower}")
 
 
 def thread_tuner(parameters: int, name: str, otherwise: int) -> ThreadTuner:
     """A tuner for a model's work. Always `otherwise` threads, without trials, for a large model and
     where results would depend on the number of threads."""
     most = largest_power_of_two(os.cpu_count() or 1)
-    if parameters > SMALL or not is_number_free():
+    # See `agentrl.processes.environment`.
+    strict = os.environ.get("MKL_CBWR", "").endswith("STRICT")
+    if parameters > SMALL or not strict or not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
         return ThreadTuner(otherwise)
     return ThreadTuner(most, most, name)
-
-
-def is_number_free() -> bool:
-    """Whether this process computes the same with one thread as with a power of two of them: torch
-    multiplies with MKL, which was told so (see `agentrl.processes.environment`)."""
-    strict = os.environ.get("MKL_CBWR", "").endswith("STRICT")
-    return strict and torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
 
 
 def largest_power_of_two(most: int) -> int:

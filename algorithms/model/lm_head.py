@@ -20,7 +20,7 @@ from torch.nn import Linear, Module
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-LEAST = -100.0  # nats, the smallest log-prob that is returned
+LEAST = -100.0  # nats, the smallest log-prob that `other_logprobs` returns
 MAX_LOGITS = 2**24  # elements of one chunk of logits: 64 MiB in float32
 
 
@@ -121,7 +121,9 @@ class _Head(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         weight, bias = _operands(weight_VH, bias_V, fp32)
         scores = [
-            _score(_logits(hidden_CH, weight, bias, temperature_C), tokens_C)
+            _score(
+                _divided(linear(hidden_CH.to(weight.dtype), weight, bias), temperature_C), tokens_C
+            )
             for hidden_CH, tokens_C, temperature_C in _chunks(
                 ctx.chunk, hidden_NH, tokens_N, temperature_N
             )
@@ -153,7 +155,8 @@ class _Head(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden_NH) if wants_hidden else None
         for start in range(0, len(tokens_N), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            logits_CV = _logits(hidden_NH[part], weight, bias, temperature_N[part])
+            hidden_CH = hidden_NH[part].to(weight.dtype)
+            logits_CV = _divided(linear(hidden_CH, weight, bias), temperature_N[part])
             scale_C1 = (grad_N[part] / temperature_N[part].to(grad_N))[:, None]
             logp_CV = logits_CV.sub_(normaliser_N[part, None])
             # d log softmax(z)[token] / d z = one-hot(token) - softmax(z)
@@ -171,7 +174,10 @@ class _Head(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden[part] = narrow_CV @ weight
             if grad_weight is not None:
-                _add_product(grad_weight, narrow_CV, hidden_NH[part].to(weight.dtype))
+                if grad_weight.dtype == narrow_CV.dtype:
+                    grad_weight.addmm_(narrow_CV.T, hidden_CH)
+                else:
+                    grad_weight += narrow_CV.T @ hidden_CH
             if grad_bias is not None:
                 grad_bias += grad_CV.sum(0)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
@@ -186,13 +192,6 @@ def _operands(weight: Tensor, bias: Tensor | None, fp32: bool) -> tuple[Tensor, 
     if not fp32 or weight.dtype == torch.float64:
         return weight, bias
     return weight.float(), None if bias is None else bias.float()
-
-
-def _logits(
-    hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature_C: Tensor
-) -> Tensor:
-    """Divided by temperature [C, V]: a tensor of its own, float32 or float64."""
-    return _divided(linear(hidden_CH.to(weight_VH.dtype), weight_VH, bias_V), temperature_C)
 
 
 def _divided(logits_CV: Tensor, temperature_C: Tensor) -> Tensor:
@@ -236,13 +235,6 @@ def _called(head: Module, hidden_CH: Tensor, fp32: bool) -> Tensor:
     else:
         logits_CV = head(hidden_CH)
     return logits_CV
-
-
-def _add_product(total_VH: Tensor, grad_CV: Tensor, hidden_CH: Tensor) -> None:
-    if total_VH.dtype == grad_CV.dtype:
-        total_VH.addmm_(grad_CV.T, hidden_CH)
-    else:
-        total_VH += grad_CV.T @ hidden_CH
 
 
 def _vocabulary(head: Module) -> int:

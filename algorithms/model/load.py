@@ -72,7 +72,7 @@ def load_model(
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """transformers draws one per file, which would tear up the live view."""
+    """Hide the bars that transformers draws per file, which would disturb the live view."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -83,8 +83,8 @@ def no_progress_bars() -> Iterator[None]:
 
 
 def checkpoint_weights(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights by the names, and in the shapes, that `save_pretrained` gives them in a file: those
-    of `weights`, which is a state of the model. What is shared is there once."""
+    """`weights`, a state of the model, by the names and in the shapes that `save_pretrained` gives
+    them in a file. Shared weights are there once."""
     own = {name: weights[name] for name in weights if name not in model.all_tied_weights_keys}
     written: Mapping[str, Tensor] = revert_weight_conversion(model, own)
     return {name: tensor.detach() for name, tensor in written.items()}
@@ -107,11 +107,10 @@ def read_weights(module: Module, file: Path) -> dict[str, Tensor]:
             f"checkpoint {file.parent}: {file.name} is missing or incomplete ({error}); "
             "resume from another checkpoint"
         ) from None
-    if found := shape_mismatch(saved, dict(module.named_parameters())):
-        name, there, here = found
+    if mismatch := shape_mismatch(saved, dict(module.named_parameters())):
         raise PolicyError(
-            f"checkpoint {file.parent}: {file.name} is of another model ({name} is "
-            f"{there} there, {here} here); resume with the model it was made with"
+            f"checkpoint {file.parent}: {file.name} is of another model ({mismatch} here); "
+            "resume with the model it was made with"
         )
     return saved
 
@@ -122,23 +121,20 @@ def read_policy(policy: Module, directory: Path) -> dict[str, Tensor]:
     with no_progress_bars():
         model, _ = load_model(directory, device="cpu")
     saved: dict[str, Tensor] = model.state_dict()
-    if found := shape_mismatch(saved, policy.state_dict()):
-        name, there, here = found
+    if mismatch := shape_mismatch(saved, policy.state_dict()):
         raise PolicyError(
-            f"checkpoint {directory}: it is of another model ({name} is {there} there, "
-            f"{here} in the policy); resume with the model it was made from"
+            f"checkpoint {directory}: it is of another model ({mismatch} in the policy); "
+            "resume with the model it was made from"
         )
     return saved
 
 
-def shape_mismatch(
-    saved: Mapping[str, Tensor], own: Mapping[str, Tensor]
-) -> tuple[str, str, str] | None:
-    """The first name whose tensors differ in shape, and their shapes; "none" where it is not."""
+def shape_mismatch(saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str | None:
+    """The first name whose tensors differ in shape: "NAME is [2, 3] there and [3] (here)"."""
     for name in sorted(saved.keys() | own.keys()):
-        there, here = (str(list(of[name].shape)) if name in of else "none" for of in (saved, own))
+        there, here = (list(of[name].shape) if name in of else None for of in (saved, own))
         if there != here:
-            return name, there, here
+            return f"{name} is {there} there and {here}"
     return None
 
 
@@ -150,20 +146,20 @@ def copy_weights(module: Module, saved: Mapping[str, Tensor]) -> None:
 
 
 def context_length(model: Model) -> int | None:
-    """Tokens that a model can read, where its configuration says."""
+    """The context length of a model in tokens, if its configuration says."""
     config: Any = model.config
     tokens: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     return tokens
 
 
 def vocabulary_size(model: Model) -> int:
-    """How many token ids a model has an embedding for."""
+    """The number of token ids that a model has an embedding for."""
     network: Any = model
     return int(network.get_input_embeddings().weight.shape[0])
 
 
 def _check_directory(name: str) -> None:
-    """A path that is not there would otherwise be looked up, and reported, as a hub name."""
+    """Refuse a missing path, which transformers would look up, and report, as a hub name."""
     path = Path(name)
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -177,7 +173,7 @@ def _check_directory(name: str) -> None:
 
 
 def _check_weights(name: str, model: Model, missing: set[str], head: bool) -> None:
-    """transformers draws what a checkpoint lacks at random, and goes on."""
+    """Refuse a checkpoint without some weights, which transformers would draw at random."""
     network: Any = model
     spared = set() if head else set(network.get_output_embeddings().parameters())
     lost = sorted(key for key in missing if network.get_parameter_or_buffer(key) not in spared)

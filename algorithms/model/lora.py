@@ -1,10 +1,10 @@
 """Named LoRA adapters on one frozen base model, trained and served from the same process.
 
-Owns the adapters' weights and the choice of what a forward pass applies. peft makes, initialises
-and describes the layers; applying them is done here, because one packed sequence of the policy
-server holds tokens of several adapters, and because peft's own switch walks every layer and turns
-gradients off. Always true: the base is never written; a forward pass outside `using` and `routed`
-is that of the base; one thread at a time is inside either. LoRA: arXiv 2106.09685.
+Owns the adapters' weights and the choice of the adapters that a forward pass applies. peft makes,
+initialises and describes the layers; they are applied here, because one packed sequence of the
+policy server holds tokens of several adapters, and because peft's own switch walks every layer and
+turns gradients off. Always true: the base is never written; a forward pass outside `using` and
+`routed` is that of the base; one thread at a time is inside either. LoRA: arXiv 2106.09685.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from agentrl import digests
-from agentrl.algorithms.model.load import load_model
+from agentrl.algorithms.model.load import load_model, shape_mismatch
 from agentrl.errors import DamagedError, PolicyError, nearest
 from agentrl.files import atomic_directory
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ALL = "all-linear"  # peft's word for every linear layer but the head
 PREFIX = "base_model.model."  # of every name in WEIGHTS
-SAMPLES = 64  # elements of each weight that tell one base from another
+SAMPLES = 64  # elements of each weight in the fingerprint of a base
 
 Selection = Sequence[tuple[str, Tensor | None]]
 """Adapters of one forward pass, each with the tokens it applies to: int64 indices into the
@@ -55,13 +55,7 @@ class Adapters:
         return list(self._peft.peft_config) if self._peft is not None else []
 
     def add(
-        self,
-        name: str,
-        *,
-        rank: int,
-        alpha: float,
-        targets: Sequence[str] = (),
-        seed: int = 0,
+        self, name: str, *, rank: int, alpha: float, targets: Sequence[str] = (), seed: int = 0
     ) -> None:
         """A new adapter that changes nothing yet: scale * B A with scale = alpha / rank and B = 0.
 
@@ -79,7 +73,8 @@ class Adapters:
             base_model_name_or_path=self.base or None,
         )
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(_seed(seed, name))
+            digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+            torch.manual_seed(int.from_bytes(digest[:7], "big"))
             if self._peft is None:
                 self._peft = peft.get_peft_model(self.model, settings, adapter_name=name)
             else:
@@ -96,12 +91,8 @@ class Adapters:
         digests.check(directory)
         settings = _settings(directory)
         targets = settings.target_modules
-        self.add(
-            name,
-            rank=settings.r,
-            alpha=settings.lora_alpha,
-            targets=() if isinstance(targets, str) else sorted(targets),
-        )
+        targets = () if isinstance(targets, str) else sorted(targets)
+        self.add(name, rank=settings.r, alpha=settings.lora_alpha, targets=targets)
         self.restore(name, self.read(name, directory))
 
     def close(self, name: str) -> None:
@@ -113,7 +104,7 @@ class Adapters:
         self._unfreeze()
 
     def parameters(self, name: str) -> dict[str, Parameter]:
-        """What one adapter learns, by names that do not contain its own."""
+        """The parameters of one adapter, by names that do not contain its own."""
         self._check_name(name)
         return {
             f"{path}.{side}": getattr(layer, side)[name].weight
@@ -143,7 +134,7 @@ class Adapters:
                 self._selection = before
 
     def save(self, name: str, directory: Path) -> None:
-        """Write one adapter as peft does; which base it is for is in the weights' metadata."""
+        """Write one adapter as peft does; the base's fingerprint is in the weights' metadata."""
         directory.mkdir(parents=True, exist_ok=True)
         tensors = {
             f"{PREFIX}{key}.weight": parameter.detach().cpu().contiguous()
@@ -159,8 +150,16 @@ class Adapters:
         Raises PolicyError if they are of another base, rank, scale or target, or incomplete."""
         parameters, own = self.parameters(name), self._peft.peft_config[name]
         settings = _settings(directory)
-        tensors, metadata = _tensors(directory / WEIGHTS)
-        # Adapters made elsewhere carry no fingerprint, only the name their base was loaded by.
+        try:
+            with safe_open(directory / WEIGHTS, framework="pt") as file:
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+                metadata = file.metadata() or {}
+        except (OSError, SafetensorError) as error:
+            raise DamagedError(
+                f"adapter {directory}: {WEIGHTS} is missing or incomplete ({error}); "
+                "resume from another checkpoint"
+            ) from None
+        # Adapters of other tools have no fingerprint, only the name of their base.
         theirs = metadata.get("base", settings.base_model_name_or_path)
         if theirs != (self.fingerprint if "base" in metadata else self.base):
             raise PolicyError(
@@ -176,17 +175,15 @@ class Adapters:
                     f"set policy.lora.{key} = {there:g}"
                 )
         found = {key.removeprefix(PREFIX).removesuffix(".weight"): t for key, t in tensors.items()}
-        for key in sorted(found.keys() | parameters.keys()):
-            shapes = [list(of[key].shape) if key in of else None for of in (found, parameters)]
-            if shapes[0] != shapes[1]:
-                raise PolicyError(
-                    f"adapter {directory}: {key} is {shapes[0]} there and {shapes[1]} in the "
-                    "policy; set policy.lora.targets and policy.model to what it was made with"
-                )
+        if mismatch := shape_mismatch(found, parameters):
+            raise PolicyError(
+                f"adapter {directory}: {mismatch} in the policy; "
+                "set policy.lora.targets and policy.model to what it was made with"
+            )
         return found
 
     def restore(self, name: str, weights: Mapping[str, Tensor]) -> None:
-        """Take over what `read` returned."""
+        """Copy the weights that `read` returned into the adapter."""
         with torch.no_grad():
             for key, parameter in self.parameters(name).items():
                 parameter.copy_(weights[key])
@@ -243,7 +240,7 @@ class Adapters:
         return {path: module for path, module in named if hasattr(module, "lora_A")}
 
     def _unfreeze(self) -> None:
-        """peft lets the one that it calls active learn, and no other."""
+        """Undo that peft freezes all adapters but the one that it calls active."""
         for name in self.names:
             for parameter in self.parameters(name).values():
                 parameter.requires_grad_(True)
@@ -269,7 +266,7 @@ class Adapters:
 
 
 def fingerprint(model: Module) -> str:
-    """Of a model's weights, the same in float32 and bfloat16: shapes and a sample of each."""
+    """A digest of a model's weights, equal in float32 and bfloat16: shapes and a sample of each."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         flat = parameter.detach().flatten()
@@ -280,12 +277,8 @@ def fingerprint(model: Module) -> str:
 
 
 def base_of(directory: Path) -> str:
-    """Directory or hub name of the model that an adapter says it is for."""
+    """Directory or hub name of the base model that an adapter's configuration names."""
     return str(_settings(directory).base_model_name_or_path)
-
-
-def _seed(seed: int, name: str) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big")
 
 
 def _settings(directory: Path) -> Any:
@@ -307,18 +300,6 @@ def _settings(directory: Path) -> Any:
     return settings
 
 
-def _tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    try:
-        with safe_open(file, framework="pt") as opened:
-            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-            return tensors, opened.metadata() or {}
-    except (OSError, SafetensorError) as error:
-        raise DamagedError(
-            f"adapter {file.parent}: {file.name} is missing or incomplete ({error}); "
-            "resume from another checkpoint"
-        ) from None
-
-
 def _peft() -> Any:
     try:
         import peft
@@ -335,7 +316,7 @@ def export_merged(adapter: Path, directory: Path, *, base: str = "") -> None:
     base: model to use in place of the one the adapter names. Raises PolicyError, with nothing
     written, if they do not belong together or `directory` exists."""
     if directory.exists():
-        raise PolicyError(f"{directory}: it is there already; give a directory to be made")
+        raise PolicyError(f"{directory} exists already; give the name of a new directory")
     settings = _settings(adapter)
     model, tokenizer = load_model(base or settings.base_model_name_or_path, device="cpu")
     adapters = Adapters(model)

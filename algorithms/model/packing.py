@@ -1,12 +1,15 @@
 """Rows through the model: packs under a token budget, log-probs of action tokens only.
 
-A pack is the forest of some rows (see `forest`) as one sequence without padding: linear layers see
-every token once, attention follows the branches. `rows` shares nothing between rows; `trie` makes
-what rows have in common one path, computed once, forward and backward. Whole rows are packed, and a
-row's result does not depend on the rows beside it. What comes after a row's last action, and that
-action itself, predict nothing and are left out.
+A pack is the forest of some rows as one sequence without padding: linear layers see every token
+once, attention follows the branches. `rows` shares nothing between rows; `trie` makes what rows
+have in common one path, computed once, forward and backward. Whole rows are packed, and a row's
+result does not depend on the rows beside it. What comes after a row's last action, and that action
+itself, predict nothing and are left out. Hidden states are reduced to action positions before the
+language-model head (see `lm_head`).
 
-Hidden states are reduced to action positions before the language-model head (see `head`).
+In a forest equal prefixes are one path, and each distinct (prefix, token) is a node. Nodes are
+numbered depth first, so that a subtree is one range of numbers: "j is an ancestor of i, or i
+itself" is `j <= i < end[j]`, one number per node instead of a matrix.
 """
 
 from __future__ import annotations
@@ -18,25 +21,20 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from agentrl.algorithms.data.batch import Batch, TokenRow
+from agentrl.algorithms.data.batch import TokenRow
 from agentrl.algorithms.model import attention
-from agentrl.algorithms.model.forest import (
-    Forest,
-    Ids,
-    build_forest,
-    depth_first,
-    token_budget_ranges,
-)
 from agentrl.algorithms.model.lm_head import action_logprobs
-from agentrl.algorithms.model.tree_attention import TreePlan
+from agentrl.algorithms.model.load import context_length
 from agentrl.errors import PolicyError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+Ids = NDArray[np.int64]
 Packing = Literal["rows", "trie"]
 
 
@@ -54,15 +52,10 @@ class Pack:
     index: Tensor  # int64 [n], place in the batch's token level
 
 
-def packs(batch: Batch, packing: Packing, token_budget: int) -> list[Pack]:
-    """Every row of the batch once, in packs of at most `token_budget` tokens each, or of one longer
-    row: few packs for `rows`, the fewest tokens twice for `trie`."""
-    return pack_rows(batch.rows, packing, token_budget)
-
-
 def pack_rows(rows: Sequence[TokenRow], packing: Packing, token_budget: int) -> list[Pack]:
-    """`packs` of rows that are in no batch; the token level is their actions, one row after the
-    other."""
+    """Every row once, in packs of at most `token_budget` tokens each, or of one longer row: few
+    packs for `rows`, the fewest tokens twice for `trie`. The token level of `Pack.index` is the
+    rows' actions, one row after the other, as in a batch."""
     sequences = [row.tokens[: int(row.actions[-1])].numpy() for row in rows]
     if packing == "trie":
         order, shared = depth_first(sequences)
@@ -70,40 +63,35 @@ def pack_rows(rows: Sequence[TokenRow], packing: Packing, token_budget: int) -> 
         order = sorted(range(len(rows)), key=lambda i: len(sequences[i]))
         shared = np.zeros(len(rows), np.int64)
     lengths = np.array([len(sequences[i]) for i in order], np.int64)
-    sizes = [0, *(len(row.actions) for row in rows)]
-    offsets = np.cumsum(np.array(sizes, np.int64))
-    found = []
+    offsets = np.cumsum(np.array([0, *(len(row.actions) for row in rows)], np.int64))
+    packs = []
     for start, stop in token_budget_ranges(lengths, shared, token_budget):
         chosen = order[start:stop]
         forest = build_forest([sequences[i] for i in chosen], shared[start:stop])
-        found.append(_pack(forest, [rows[i] for i in chosen], offsets[chosen]))
-    return found
-
-
-def _pack(forest: Forest, rows: list[TokenRow], offsets: Ids) -> Pack:
-    states = [path[row.actions.numpy() - 1] for path, row in zip(forest.paths, rows, strict=True)]
-    index = [
-        np.arange(offset, offset + len(row.actions))
-        for offset, row in zip(offsets.tolist(), rows, strict=True)
-    ]
-    return Pack(
-        tokens=torch.from_numpy(forest.tokens),
-        positions=torch.from_numpy(forest.depth),
-        end=torch.from_numpy(forest.end),
-        states=torch.from_numpy(np.concatenate(states)),
-        actions=torch.cat([row.tokens[row.actions] for row in rows]),
-        temperature=torch.cat([row.temperature for row in rows]),
-        index=torch.from_numpy(np.concatenate(index)),
-    )
+        own = [rows[i] for i in chosen]
+        before = [row.actions.numpy() - 1 for row in own]
+        states = [path[places] for path, places in zip(forest.paths, before, strict=True)]
+        index = [np.arange(offsets[i], offsets[i + 1]) for i in chosen]
+        packs.append(
+            Pack(
+                tokens=torch.from_numpy(forest.tokens),
+                positions=torch.from_numpy(forest.depth),
+                end=torch.from_numpy(forest.end),
+                states=torch.from_numpy(np.concatenate(states)),
+                actions=torch.cat([row.tokens[row.actions] for row in own]),
+                temperature=torch.cat([row.temperature for row in own]),
+                index=torch.from_numpy(np.concatenate(index)),
+            )
+        )
+    return packs
 
 
 def hidden_states(model: PreTrainedModel, pack: Pack) -> Tensor:
     """[n, H]: the last hidden state before each action, on the device of the model and
     differentiable in its weights. The model's attention is replaced by that of `attention`, which
-    without a pack is SDPA; a model of which that is not possible computes every branch alone.
+    without a pack is SDPA; a model that does not support this computes every branch alone.
     Raises PolicyError for a row that is longer than the model's context."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    longest = int(pack.positions.max()) + 1
+    limit, longest = context_length(model), int(pack.positions.max()) + 1
     if limit and longest > limit:
         raise PolicyError(
             f"a row of {longest} tokens before its last action is longer than the context of model "
@@ -118,7 +106,7 @@ def hidden_states(model: PreTrainedModel, pack: Pack) -> Tensor:
         position_ids=pack.positions[None].to(device),
         attention_mask=attention.UNUSED,
         use_cache=False,
-        plan=TreePlan(pack.end, pack.positions),
+        plan=attention.TreePlan(pack.end, pack.positions),
     ).last_hidden_state[0]
     return hidden_TH[pack.states.to(device)]
 
@@ -204,3 +192,77 @@ def supported_packing(model: PreTrainedModel, packing: Packing) -> Packing:
         )
         return "rows"
     return packing
+
+
+@dataclass(frozen=True, slots=True)
+class Forest:
+    """Token sequences as trees: nodes in depth-first order, and the path of each sequence."""
+
+    tokens: Ids  # [T]
+    depth: Ids  # [T], roots: 0
+    end: Ids  # [T], past the last node of the subtree
+    paths: list[Ids]  # node of each token of each sequence
+
+
+def depth_first(sequences: Sequence[Ids]) -> tuple[list[int], Ids]:
+    """An order in which sequences with a common prefix are neighbours, and int64 [n]: how many
+    tokens each shares with the one before it in that order (the first: 0)."""
+    keys = [sequence.tobytes() for sequence in sequences]  # any total order of tokens is right
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    shared = np.zeros(len(order), np.int64)
+    for k in range(1, len(order)):
+        shared[k] = common_prefix(sequences[order[k - 1]], sequences[order[k]])
+    return order, shared
+
+
+def common_prefix(a: Ids, b: Ids) -> int:
+    """How many tokens two sequences have in common from their start."""
+    size = min(len(a), len(b))
+    different = np.flatnonzero(a[:size] != b[:size])
+    return int(different[0]) if len(different) else size
+
+
+def token_budget_ranges(lengths: Ids, shared: Ids, budget: int) -> list[tuple[int, int]]:
+    """Ranges [start, stop) of neighbours, each with at most `budget` distinct tokens or of one
+    sequence alone, with the fewest tokens in more than one range, and then the fewest ranges.
+
+    A range computes again only the tokens that its first sequence shares with the one before it, so
+    the cost of a cut depends on its place only: shortest path over places, O(n) numpy calls."""
+    n = len(lengths)
+    before = np.concatenate(([0], np.cumsum(lengths - shared)))  # new tokens before each place
+    alone = before[:-1] - shared  # tokens of range [i, j) = before[j] - alone[i]
+    cost = np.zeros(n + 1, np.int64)  # of the best cuts of the first j sequences ...
+    start = np.zeros(n + 1, np.int64)  # ... the last of which is here
+    penalty = shared * (n + 1) + 1  # fewest tokens first, then fewest ranges
+    first = 0  # the widest range that ends at j; moves only forward, as ranges only grow
+    for j in range(1, n + 1):
+        while first < j - 1 and before[j] - alone[first] > budget:
+            first += 1
+        candidates = cost[first:j] + penalty[first:j]
+        start[j] = first + int(candidates.argmin())
+        cost[j] = candidates[start[j] - first]
+    ranges, stop = [], n
+    while stop:
+        ranges.append((int(start[stop]), stop))
+        stop = ranges[-1][0]
+    return ranges[::-1]
+
+
+def build_forest(sequences: Sequence[Ids], shared: Ids) -> Forest:
+    """The forest of sequences in depth-first order. `shared[k]`: tokens that sequence k has in
+    common with the one before it and that are to be one path (0: a tree of its own). That of the
+    first sequence does not count."""
+    shared = np.where(np.arange(len(shared)), shared, 0)
+    size = sum(map(len, sequences)) - int(shared.sum())
+    tokens, depth = np.empty(size, np.int64), np.empty(size, np.int64)
+    end = np.full(size, size, np.int64)
+    paths: list[Ids] = []
+    path, first = np.empty(0, np.int64), 0
+    for sequence, k in zip(sequences, shared.tolist(), strict=True):
+        stop = first + len(sequence) - k
+        end[path[k:]] = first  # the part of the previous path that is not continued ends here
+        tokens[first:stop], depth[first:stop] = sequence[k:], np.arange(k, len(sequence))
+        path = np.concatenate((path[:k], np.arange(first, stop)))
+        paths.append(path)
+        first = stop
+    return Forest(tokens, depth, end, paths)

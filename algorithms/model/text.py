@@ -8,8 +8,8 @@ from functools import lru_cache
 
 from agentrl.algorithms.model.load import Tokenizer
 
-PIECES = 8192  # texts between special tokens whose encoding is remembered
-KEPT = ("<tool_call>", "</tool_call>")  # part of the text even where a tokenizer calls them special
+PIECES = 8192  # cached encodings of texts between special tokens
+KEPT = ("<tool_call>", "</tool_call>")  # part of the text even if a tokenizer calls them special
 _PROBE = " a\n b "
 
 
@@ -32,7 +32,7 @@ class Codec:
         """Token ids of rendered text, which spells its special tokens out."""
         if self._special_tokens is None:
             return self._encode(text)
-        # Conversations repeat themselves between the special tokens; encoding is the largest cost
+        # Pieces between special tokens repeat in a conversation, and encoding is the largest cost
         # of a request after the model.
         return [
             token
@@ -52,7 +52,7 @@ class Codec:
         return str((self._backend or self._tokenizer).decode(visible, skip_special_tokens=False))
 
     def _token(self, token: int) -> tuple[str, list[int]]:
-        """How one token reads, and its UTF-8 bytes."""
+        """The text of one token, and its UTF-8 bytes."""
         text = str(self._tokenizer.decode([token]))
         return text, list(text.encode())
 
@@ -64,7 +64,7 @@ class Codec:
         return ids
 
     def _special_token_pattern(self) -> re.Pattern[str] | None:
-        """Matches the added tokens, or none if text does not split there without a trace."""
+        """Matches the added tokens; None if encoding piece by piece would give other tokens."""
         added = list(self._tokenizer.added_tokens_decoder.values())
         if not added or any(token.lstrip or token.rstrip or token.single_word for token in added):
             return None
@@ -82,31 +82,29 @@ class TextStream:
         self._codec, self._stop = codec, stop
         self._keep = max(map(len, stop), default=1) - 1  # might be the beginning of a stop string
         self._tokens: list[int] = []
-        self._read = 0  # tokens that are decoded
-        self._shown = 0  # of those, the ones not decoded again as context of the next
-        self._text = ""  # decoded and not yet given out
+        self._read = 0  # tokens decoded so far
+        self._shown = 0  # of those, the ones that are not decoded again as context of the next
+        self._text = ""  # decoded and not yet returned
         self.stopped = False
 
     def push(self, tokens: Sequence[int]) -> str:
-        """The text that these tokens certainly add."""
-        self._tokens += tokens
-        known = self._codec.decode(self._tokens[self._shown : self._read])
-        text = self._codec.decode(self._tokens[self._shown :])
-        if not text.endswith("\ufffd"):
-            self._text += text[len(known) :]
-            self._shown, self._read = self._read, len(self._tokens)
-        return self._give(self._keep)
+        """The text that is certain after these tokens."""
+        return self._add(tokens, last=False)
 
     def finish(self) -> str:
         """The rest, incomplete characters included."""
-        known = self._codec.decode(self._tokens[self._shown : self._read])
-        self._text += self._codec.decode(self._tokens[self._shown :])[len(known) :]
-        self._shown = self._read = len(self._tokens)
-        return self._give(0)
+        return self._add((), last=True)
 
-    def _give(self, keep: int) -> str:
+    def _add(self, tokens: Sequence[int], *, last: bool) -> str:
+        self._tokens += tokens
+        known = self._codec.decode(self._tokens[self._shown : self._read])
+        text = self._codec.decode(self._tokens[self._shown :])
+        if last or not text.endswith("\ufffd"):
+            self._text += text[len(known) :]
+            self._shown, self._read = self._read, len(self._tokens)
         if self.stopped:
             return ""
+        keep = 0 if last else self._keep
         whole = text_before_stop(self._text, self._stop)
         if len(whole) < len(self._text):
             self.stopped, keep = True, 0

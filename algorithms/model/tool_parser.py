@@ -42,7 +42,7 @@ class ToolParser:
         self.count = 0
 
     def push(self, text: str) -> list[str | ToolCall]:
-        """Everything that is certain after more text."""
+        """The content and calls that are certain after more text."""
         self._text += text
         found: list[str | ToolCall] = []
         while OPEN in self._text:
@@ -92,7 +92,7 @@ def parse(text: str) -> tuple[str, list[ToolCall]]:
 
 
 def _possible_tag_start(text: str) -> int:
-    """Where a tail begins that may become a tag, with the white space before it."""
+    """The position of a tail that may become a tag, white space before it included."""
     end = len(text)
     for size in range(min(len(OPEN) - 1, end), 0, -1):
         if text.endswith(OPEN[:size]):

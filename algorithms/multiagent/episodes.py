@@ -1,34 +1,45 @@
-"""What a team did, joint step by joint step, as learners of its value read it.
+"""Episodes of a team: the joint actions that learners of its value read.
 
-A batch of them is padded to the longest. Padding is behind a mask in every statistic and target, so
-it changes nothing.
+A batch of episodes is padded to the longest. Padding is behind a mask in every statistic and
+target, so it changes nothing.
+
+A rollout becomes an episode of enumerable actions. A joint step is a round: the k-th call of every
+role. An action is what a call answered, as one of a declared list of texts, or one more for any
+other answer. An observation is what the call saw last, as counts of words hashed into a vector.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from agentrl.errors import TrainingError
+from agentrl.algorithms.data.rewards import new_messages
+from agentrl.errors import TrainingError, nearest
+from agentrl.types import Rollout, Transition
+
+WORD = re.compile(r"\w+")
 
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """T joint steps of n agents, and what was seen after the last.
+    """T joint steps of n agents, and the observation after the last.
 
-    Of an episode that terminated, what was seen after the last step is never read and may be left
-    out; one that was cut off needs it."""
+    That observation is never read of an episode that terminated, and may be left out; one that was
+    cut off needs it."""
 
     observations: Tensor  # float32 [T + 1, n, o]
     states: Tensor  # float32 [T + 1, s]
     actions: Tensor  # int64 [T, n]
     rewards: Tensor  # float32 [T], the team's
     terminated: bool = True  # False: cut off
-    available: Tensor | None = None  # bool [T + 1, n, a]; none: every action always is
-    acting: Tensor | None = None  # bool [T + 1, n]: who decides in a step; none: all do
+    available: Tensor | None = None  # bool [T + 1, n, a]; None: every action always is
+    acting: Tensor | None = None  # bool [T + 1, n]: who acts in a step; None: all do
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +55,11 @@ class Episodes:
     terminated: Tensor  # bool [B, T]: the same, of an episode that was not cut off
     available: Tensor  # bool [B, T + 1, n, a]
     acting: Tensor  # bool [B, T + 1, n]
+
+    @property
+    def acted(self) -> Tensor:
+        """bool [B, T, n]: who acted in a step that was made."""
+        return self.acting[:, :-1] & self.live[..., None]
 
 
 def pad_episodes(episodes: Sequence[Episode], actions: int) -> Episodes:
@@ -89,3 +105,78 @@ def _check(number: int, episode: Episode, actions: int) -> None:
             )
     if steps and not 0 <= int(episode.actions.min()) <= int(episode.actions.max()) < actions:
         raise TrainingError(f"episode {number}: an action that is none of the {actions} there are")
+
+
+@dataclass(frozen=True, slots=True)
+class JointActionSpace:
+    """The roles that act, and the answers that count as actions. width: of an observation."""
+
+    roles: tuple[str, ...]
+    actions: tuple[str, ...]
+    width: int = 64
+
+    @property
+    def choices(self) -> int:
+        return len(self.actions) + 1
+
+    def action(self, call: Transition) -> int:
+        """The index of the answer among the declared texts, ignoring case and surrounding spaces;
+        the last index: none of them."""
+        said = (call.answer or {}).get("content")
+        text = said.strip().casefold() if isinstance(said, str) else ""
+        known = [action.strip().casefold() for action in self.actions]
+        return known.index(text) if text in known else len(known)
+
+    def check(self, rollouts: Sequence[Rollout]) -> None:
+        """Raises TrainingError for a role that made no call."""
+        made = {call.role for rollout in rollouts for call in rollout.transitions}
+        for role in self.roles:
+            if made and role not in made:
+                raise TrainingError(
+                    f"algorithm.options.roles: none of the calls of {len(rollouts)} rollouts was "
+                    f"made in the role {role!r}; {nearest(role, made)}"
+                )
+
+    def moves(self, rollout: Rollout) -> dict[str, tuple[int, int]]:
+        """The round and agent of every call of these roles, by id."""
+        made = dict.fromkeys(self.roles, 0)
+        found = {}
+        for call in rollout.transitions:
+            if call.role in made:
+                found[call.id] = made[call.role], self.roles.index(call.role)
+                made[call.role] += 1
+        return found
+
+    def episode(self, rollout: Rollout, reward: float) -> Episode:
+        """The rollout with the team's reward at its end. It always counts as terminated, because
+        the reward is for how it ended. The state is the observations of all agents."""
+        moves = self.moves(rollout)
+        steps, n = 1 + max((step for step, _ in moves.values()), default=-1), len(self.roles)
+        observations = torch.zeros(steps, n, self.width)
+        actions = torch.zeros(steps, n, dtype=torch.int64)
+        acting = torch.zeros(steps, n, dtype=torch.bool)
+        for call in rollout.transitions:
+            if call.id in moves:
+                at = moves[call.id]
+                observations[at] = hashed_words(observed_text(call), self.width)
+                actions[at], acting[at] = self.action(call), True
+        rewards = torch.zeros(steps)
+        rewards[-1:] = reward
+        return Episode(observations, observations.flatten(1), actions, rewards, acting=acting)
+
+
+def observed_text(call: Transition) -> str:
+    """The text of the messages after the newest answer."""
+    contents = (message.get("content") for message in new_messages(call))
+    return "\n".join(text for text in contents if isinstance(text, str))
+
+
+def hashed_words(text: str, width: int) -> Tensor:
+    """float32 [width] of length 1: signed counts of words, each in a place of its hash. arXiv
+    0902.2206."""
+    counts = [0.0] * width
+    for word in WORD.findall(text.casefold()):
+        digest = hashlib.blake2b(word.encode(), digest_size=8).digest()
+        counts[int.from_bytes(digest[1:]) % width] += 1.0 if digest[0] % 2 else -1.0
+    length = math.sqrt(sum(x * x for x in counts))
+    return torch.tensor(counts) / (length or 1.0)

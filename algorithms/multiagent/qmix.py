@@ -1,11 +1,13 @@
-"""Q-learning of a team that shares one reward: VDN and QMIX.
+"""The value of a team from the utilities of its agents, and Q-learning on it: VDN and QMIX.
 
-Every agent has utilities of its own actions from what it has seen so far; a mixer makes the team's
-value of them. For choosing among enumerable actions where no policy is trained, such as who talks
-to whom among frozen language models (Agent Q-Mix, arXiv 2604.00344).
+A mixer turns utilities q [..., n], one of each agent, and the team's state [..., s] into the value
+of their joint action [...]. Each is monotone in every utility, so the joint action of the highest
+value is the one that every agent chooses for itself: agents that learned together can act apart.
 
-Owns: utilities, mixer, target copies of both, the optimizer, and how many episodes were learned.
-Always true: two learners of the same seed that learned the same episodes are the same.
+The learner is for choosing among enumerable actions where no policy is trained, such as who talks
+to whom among frozen language models (Agent Q-Mix, arXiv 2604.00344). It owns utilities, mixer,
+target copies of both, the optimizer, and the count of learned episodes. Always true: two learners
+of the same seed that learned the same episodes are the same.
 """
 
 from __future__ import annotations
@@ -13,13 +15,83 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from agentrl.algorithms.multiagent.episodes import Episode, Episodes, pad_episodes
-from agentrl.algorithms.multiagent.mixers import Kind, best_action, build_mixer, one_step_targets
+
+Kind = Literal["vdn", "qmix"]
+
+
+class VdnMixer(nn.Module):
+    """Q_tot = sum of the utilities. VDN, arXiv 1706.05296."""
+
+    def forward(self, q: Tensor, state: Tensor) -> Tensor:
+        return q.sum(-1)
+
+
+class QmixMixer(nn.Module):
+    """Q_tot = w2^T elu(W1^T q + b1) + v, all of them functions of the state, W1 and w2 never
+    negative. QMIX, arXiv 1803.11485, with its single-layer hypernetworks."""
+
+    def __init__(self, agents: int, state: int, embed: int = 32) -> None:
+        super().__init__()
+        self.agents, self.embed = agents, embed
+        self.w1 = nn.Linear(state, agents * embed)
+        self.b1 = nn.Linear(state, embed)
+        self.w2 = nn.Linear(state, embed)
+        self.v = nn.Sequential(nn.Linear(state, embed), nn.ReLU(), nn.Linear(embed, 1))
+
+    def forward(self, q: Tensor, state: Tensor) -> Tensor:
+        w1 = self.w1(state).unflatten(-1, (self.agents, self.embed))
+        return qmix_value(q, w1, self.b1(state), self.w2(state), self.v(state).squeeze(-1))
+
+
+def qmix_value(q: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, v: Tensor) -> Tensor:
+    """QMIX's mixing of q [..., n] by w1 [..., n, e], b1 [..., e], w2 [..., e], v [...], the
+    weights by their absolute values."""
+    hidden = functional.elu((q.unsqueeze(-1) * w1.abs()).sum(-2) + b1)
+    return (hidden * w2.abs()).sum(-1) + v
+
+
+def build_mixer(kind: Kind, agents: int, state: int, embed: int = 32) -> VdnMixer | QmixMixer:
+    """state: its size."""
+    return VdnMixer() if kind == "vdn" else QmixMixer(agents, state, embed)
+
+
+def of_action(x: Tensor, actions: Tensor) -> Tensor:
+    """[..., n]: of the numbers x [..., n, a] those of the actions [..., n]."""
+    return x.gather(-1, actions[..., None]).squeeze(-1)
+
+
+def best_action(q: Tensor, available: Tensor) -> Tensor:
+    """int64 [...]: the action [..., a] of the highest value among those available."""
+    return q.masked_fill(~available, -torch.inf).argmax(-1)
+
+
+def one_step_targets(reward: Tensor, following: Tensor, terminated: Tensor, gamma: float) -> Tensor:
+    """Targets r + gamma * (1 - terminated) * V(next). An episode that was cut off has not
+    terminated: what would have followed still counts."""
+    return reward + gamma * torch.where(terminated, 0.0, following)
+
+
+def lambda_returns(
+    reward: Tensor, following: Tensor, terminated: Tensor, last: Tensor, gamma: float, lam: float
+) -> Tensor:
+    """TD(lambda) targets [B, T]: G_t = r_t + gamma * ((1 - lam) * V(next) + lam * G_{t+1}).
+
+    following [B, T]: V of the state after each step; terminated, last bool [B, T]: which steps end
+    an episode for good, and which are the last that were made. arXiv 1705.08926."""
+    out = torch.zeros_like(reward)
+    after = torch.zeros_like(reward[:, 0])
+    for t in reversed(range(reward.shape[1])):
+        v = torch.where(terminated[:, t], 0.0, following[:, t])
+        carried = torch.where(last[:, t], v, (1 - lam) * v + lam * after)
+        out[:, t] = after = reward[:, t] + gamma * carried
+    return out
 
 
 class Utilities(nn.Module):
@@ -75,19 +147,18 @@ class FactoredQLearner:
         rng: random.Random,
         available: Tensor | None = None,
     ) -> list[int]:
-        """The action of every agent after what was seen so far [t, n, o], its best one, or with
-        probability epsilon any. available: bool [n, a], now; none: all are."""
+        """The action of every agent after the observations so far [t, n, o]: its best one, or with
+        probability epsilon any. available: bool [n, a], now; None: all are."""
         allowed = torch.ones(self.agents, self.actions).bool() if available is None else available
         with torch.no_grad():
-            chosen = best_action(
-                self.online["utilities"](observations[None])[0, -1], allowed
-            ).tolist()
+            q = self.online["utilities"](observations[None])[0, -1]
+        chosen = best_action(q, allowed).tolist()
         explored = [rng.choice(row.nonzero().squeeze(1).tolist()) for row in allowed]
         free = [rng.random() < epsilon for _ in chosen]
         return [e if f else c for e, c, f in zip(explored, chosen, free, strict=True)]
 
     def learn(self, episodes: Sequence[Episode]) -> dict[str, float]:
-        """One optimizer step on all of the episodes; what it measured, before it."""
+        """One optimizer step on all of the episodes; returns its metrics."""
         data = pad_episodes(episodes, self.actions)
         value = self.value(self.online, data, data.actions)
         with torch.no_grad():
@@ -114,11 +185,11 @@ class FactoredQLearner:
     def value(
         self, parts: nn.ModuleDict, data: Episodes, actions: Tensor, first: int = 0
     ) -> Tensor:
-        """[B, T]: of the joint actions [B, T, n] in the states from `first` on. Who does not act
-        has no utility."""
+        """[B, T]: of the joint actions [B, T, n] in the states from `first` on. An agent that does
+        not act has utility 0."""
         steps = slice(first, first + actions.shape[1])
-        q = parts["utilities"](data.observations)[:, steps].gather(-1, actions[..., None])
-        taken = torch.where(data.acting[:, steps], q.squeeze(-1), 0.0)
+        q = of_action(parts["utilities"](data.observations)[:, steps], actions)
+        taken = torch.where(data.acting[:, steps], q, 0.0)
         value: Tensor = parts["mixer"](taken, data.states[:, steps])
         return value
 

@@ -1,4 +1,4 @@
-"""The one objective: an algorithm is a record of five answers, and psi is what they come to.
+"""The one objective: an algorithm is a record of five answers, from which psi follows.
 
     c_t   = prod_g fn_g(pool(s_num - s_den))
     psi_t = u_t * (c_t * A_t - sum_r beta_r * kappa_r(p_t - s_r))
@@ -40,7 +40,7 @@ KLEstimator = Literal["k1", "k2", "k3", "abs"]
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """One factor: fn of the log-ratio num - den, pooled over the tokens of a transition or row.
+    """One factor: fn of the log-ratio num - den, averaged or summed over a transition or row.
 
     pre: changes a token's log-ratio before pooling; a token that it changes gets 0."""
 
@@ -72,18 +72,22 @@ class Average:
     parts: tuple[Unit, ...] = ()
 
 
+TOKENS = Average(("all",))
+ROW_SUMS = Average(("row",), "sum")
+
+
 @dataclass(frozen=True, slots=True)
 class Algo:
-    """An algorithm. `keep` (bool [N]) says which tokens are in the loss; default all. `rewards` are
-    the references of those it reads, of which a batch need not have the `optional` ones. `resample`
-    is the reward by which a group teaches something, if it asks for another one that does."""
+    """An algorithm. `keep` (bool [N]): the tokens in the loss; default all. `rewards`: references
+    of the rewards that it reads; a batch may lack the `optional` ones. `resample`: groups in which
+    this reward is equal are replaced by other groups."""
 
     credit: Credit
     gates: tuple[Gate, ...] = ()
     penalties: tuple[KLPenalty, ...] = ()
     agg: Average = Average()
     keep: Column | None = None
-    entropy: float = 0.0  # how much a nat of the policy's entropy is worth
+    entropy: float = 0.0  # coefficient of the policy's entropy in nats
     rewards: tuple[str, ...] = ("outcome",)
     optional: tuple[str, ...] = ()
     resample: str | None = None
@@ -91,7 +95,7 @@ class Algo:
 
     @property
     def needs(self) -> frozenset[Stream]:
-        """Streams it reads besides the current policy."""
+        """The streams that it reads besides p."""
         read: set[Stream] = {s for gate in self.gates for s in (gate.num, gate.den)}
         read |= {reg.den for reg in self.penalties}
         if any(isinstance(part, TokenKLPenalty) for part in parts_of(self.credit)):
@@ -100,12 +104,12 @@ class Algo:
 
     @property
     def symbols(self) -> int:
-        """Of how many tokens it reads the log-probs at every place, besides p; 0: of none."""
+        """How many tokens' log-probs it reads at every position; 0: only the sampled one's."""
         return max((getattr(gate.fn, "symbols", 0) for gate in self.gates), default=0)
 
     @property
     def group(self) -> int:
-        """How many rollouts a group must have for it to learn anything from them."""
+        """The least number of rollouts in a group that it can learn from."""
         return max(getattr(part, "min_group", 1) for part in (None, *parts_of(self.credit)))
 
     @property
@@ -115,7 +119,7 @@ class Algo:
 
     @property
     def memories(self) -> tuple[RememberedColumn, ...]:
-        """What it must remember from step to step."""
+        """The statistics that it keeps from step to step."""
         parts = parts_of((self.credit, self.keep))
         return tuple({p.name: p for p in parts if isinstance(p, RememberedColumn)}.values())
 
@@ -127,13 +131,13 @@ class Algo:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What one optimizer step knows about each of its N tokens before the forward pass."""
+    """Everything about the N tokens of one optimizer step that is fixed before it."""
 
     advantage: Tensor  # float64 [N]
     weight: Tensor  # float64 [N], 0: not in the loss
     streams: dict[str, Tensor]  # float64 [N] each, o_K [N, K]
     ids: dict[str, Tensor]  # int64 [N], units that gates pool over
-    skip: str | None  # why there is nothing to learn from this batch, if so
+    skip: str | None  # why there is nothing to learn from this batch
 
 
 def loss_terms(
@@ -146,10 +150,10 @@ def loss_terms(
 ) -> Terms:
     """Terms of one optimizer step on the whole of `batch`.
 
-    streams: log-probs [N] by letter, besides b which the batch carries, and as o_K [N, K] those of
-    the batch's symbols before the first update, for an algorithm that has `symbols`. fresh: this is
-    the only step on the batch, so o is p and need not be computed. advantage: what `credited` gave
-    for a larger batch that this one was cut from; default: computed here.
+    streams: log-probs [N] by letter, besides b which the batch carries; for an algorithm that has
+    `symbols`, also o_K [N, K], those of the batch's symbols before the first update. fresh: this is
+    the only step on the batch, so o is p and need not be given. advantage [N]: from
+    `compute_advantages` of a larger batch that this one was cut from; default: computed here.
 
     Raises TrainingError for a missing stream, log-probs that are not finite, infinite credit."""
     given = {"b": batch.behaviour, **streams}
@@ -168,15 +172,10 @@ def loss_terms(
     live = ~credit.isnan()
     credit = torch.where(live, credit, 0.0)
     agg = algo.agg
+    unit, part = (units(batch, "token", *by) for by in (agg.unit, agg.unit + agg.parts))
     return Terms(
         advantage=credit,
-        weight=weights(
-            units(batch, "token", *agg.unit),
-            agg.inner,
-            agg.const,
-            live,
-            units(batch, "token", *agg.unit, *agg.parts),
-        ),
+        weight=weights(unit, agg.inner, agg.const, live, part),
         streams=columns,
         ids={gate.by: units(batch, "token", gate.by) for gate in algo.gates if gate.by},
         skip=_skip(algo, batch, live, credit),
@@ -206,9 +205,8 @@ def psi(algo: Algo, terms: Terms, p: Tensor, index: Tensor) -> Tensor:
     or p [n, K] those of their symbols.
 
     Detached, of the dtype and device of p. Raises TrainingError if p is not finite."""
-    now = p.detach().double().cpu()
+    now, index = p.detach().double().cpu(), index.cpu()
     _check_finite(now, "p", f"algorithm {algo.name!r}")
-    index = index.cpu()
     streams = streams_at(terms, now, index)
     total = terms.advantage[index]
     for _, _, factor in gate_factors(algo, terms, streams, index):
@@ -219,7 +217,7 @@ def psi(algo: Algo, terms: Terms, p: Tensor, index: Tensor) -> Tensor:
 
 
 def eta(algo: Algo, terms: Terms) -> Tensor | None:
-    """What a nat of entropy before each token adds to the objective, float64 [N]; none: nothing."""
+    """The coefficient of the entropy before each token, float64 [N]; None: it is not rewarded."""
     return algo.entropy * terms.weight if algo.entropy else None
 
 
@@ -253,13 +251,12 @@ def weights(
     const).
 
     A unit or part is live if the mask keeps one of its tokens; the others are in no denominator.
-    part: ids of what each unit is made of; default: it is one part itself."""
+    part: ids of the parts that units consist of; default: each is one part."""
     kept = torch.ones_like(unit, dtype=torch.bool) if mask is None else mask
     part = unit if part is None else part
     tokens = reduce_by(kept, part)[part].clamp(min=1)
     parts = reduce_by(kept / tokens, unit).round()  # every live part adds up to 1
-    share = torch.where(kept, 1.0, 0.0).double() / (parts > 0).sum().clamp(min=1)
-    share = share / parts[unit].clamp(min=1)
+    share = kept.double() / (parts > 0).sum().clamp(min=1) / parts[unit].clamp(min=1)
     if inner == "mean":
         return share / tokens
     return share / const if inner == "const" else share
@@ -278,14 +275,14 @@ def kl_value(d: Tensor, kind: KLEstimator) -> Tensor:
 
 
 def streams_at(terms: Terms, now: Tensor, index: Tensor) -> dict[str, Tensor]:
-    """Streams [n] of the tokens `index` [n] by letter, where their current log-probs are `now`, [n]
-    or those of their symbols [n, K]."""
+    """Streams [n] of the tokens `index` [n] by letter; `now`: their current log-probs, [n] or those
+    of their symbols [n, K]."""
     p, symbols = (now, {}) if now.dim() == 1 else (now[:, 0], {"p_K": now})
     if "o_K" in terms.streams and not symbols:
         raise TrainingError(
             "the learner gave the current log-probs of the sampled tokens alone, not of the symbols"
         )
-    # A plan without o is that of the first step on its batch: o is p.
+    # Terms without o are of the first step on their batch: o is p.
     return {"p": p, "o": p} | symbols | {name: x[index] for name, x in terms.streams.items()}
 
 

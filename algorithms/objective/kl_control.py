@@ -1,4 +1,4 @@
-"""How strong the penalty on leaving the reference is: adapted so that their KL stays at a target.
+"""An adaptive coefficient of the KL penalty to the reference, which keeps their KL at a target.
 
 beta <- beta * (1 + clip(KL / target - 1, -0.2, 0.2) * rollouts / horizon), arXiv 1909.08593; more
 rollouts than the horizon count as that many. The KL is the mean of b - q per token, which estimates
@@ -18,20 +18,18 @@ from agentrl.algorithms.objective.core import Algo
 from agentrl.errors import ConfigError
 from agentrl.types import Json
 
-LARGEST = 0.2  # relative error beyond which the step of beta does not grow
-
 
 @dataclass(slots=True)
 class KlController:
-    """beta is what it owns; target in nats per token, horizon in rollouts."""
+    """Owns beta. target in nats per token, horizon in rollouts."""
 
     beta: float
     target: float
     horizon: int
 
     def observe(self, kl: float, rollouts: int) -> None:
-        """After a step on so many rollouts whose KL to the reference was that."""
-        error = min(max(kl / self.target - 1, -LARGEST), LARGEST)
+        """Adapt beta after a step on so many rollouts, which had this KL to the reference."""
+        error = min(max(kl / self.target - 1, -0.2), 0.2)
         # A larger share could make beta negative, which would pay for leaving the reference.
         self.beta *= 1 + error * min(1.0, rollouts / self.horizon)
 
@@ -50,7 +48,7 @@ class KlController:
         return self.beta
 
     def restore(self, data: Json) -> None:
-        """Take over what `dump` wrote. Raises msgspec.ValidationError for what it cannot have."""
+        """Take over what `dump` wrote. Raises msgspec.ValidationError for anything else."""
         self.beta = msgspec.convert(data, float)
 
 
@@ -67,7 +65,7 @@ def make_kl_controller(algo: Algo, target: float, horizon: int) -> KlController:
 
 
 class UpdatableReference(Protocol):
-    """A reference, wherever it is, that may become the policy as it is."""
+    """A reference model that may be replaced by a copy of the policy."""
 
     def finish(self, step: int) -> None:
         """Training step number `step` is done."""
@@ -76,19 +74,19 @@ class UpdatableReference(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReferenceControl:
-    """What the policy is held by: a reference that may follow it, and a penalty that may adapt."""
+    """The reference, which may follow the policy, and the coefficient of its penalty."""
 
-    reference: UpdatableReference | None = None  # none: not read, or the model without its adapter
-    kl: KlController | None = None  # none: the penalty stays as it is
+    reference: UpdatableReference | None = None  # None: not read, or the model without its adapter
+    kl: KlController | None = None  # None: the coefficient stays as it is
 
     def tuned(self, algo: Algo) -> Algo:
-        """The algorithm with the present strength of its penalty."""
+        """The algorithm with the present coefficient of its penalty."""
         return algo if self.kl is None else self.kl.tuned(algo)
 
     def finish(self, step: int, batch: Batch | None, rollouts: int) -> dict[str, float]:
-        """Training step number `step` is done, on a batch with the reference's log-probs (None: the
-        algorithm reads none) of so many rollouts. reference/drift, where there are tokens, and
-        reference/beta, as it was in this step."""
+        """Training step number `step` on so many rollouts is done; batch: with the log-probs of the
+        reference, None where the algorithm reads none. Returns reference/drift, where there are
+        tokens, and reference/beta, as it was in this step."""
         metrics = {}
         if batch is not None and batch.n_tokens:
             metrics["reference/drift"] = mean_kl(batch)
@@ -102,5 +100,5 @@ class ReferenceControl:
 
 
 def mean_kl(batch: Batch) -> float:
-    """Mean of b - q over the tokens of the batch, of which there are some, nats."""
+    """Mean of b - q over the tokens of a batch that has some, nats."""
     return float((batch.behaviour.double() - batch.reference.double()).mean())

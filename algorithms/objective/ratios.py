@@ -51,16 +51,12 @@ class TrustRegion:
 
 
 @dataclass(frozen=True, slots=True)
-class Clip:
+class Clip(TrustRegion):
     """r inside the trust region, else 0: PPO's clip (arXiv 1707.06347), clip-higher (2503.14476),
     dual clip (1912.09729)."""
 
-    lo: float = 0.2
-    hi: float = 0.2
-    dual: float = inf
-
     def __call__(self, lr: Tensor, advantage: Tensor, streams: Mapping[str, Tensor]) -> Tensor:
-        return ratio(lr) * TrustRegion(self.lo, self.hi, self.dual)(lr, advantage, streams)
+        return ratio(lr) * TrustRegion.__call__(self, lr, advantage, streams)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +74,7 @@ class Truncate:
 class InRange:
     """1 where lo <= r <= hi, else 0: rejection."""
 
-    is_mask: ClassVar[bool] = True  # it weighs nothing, so it may stand beside a correction
+    is_mask: ClassVar[bool] = True  # not a weight, so it may stand beside a correction
     lo: float
     hi: float
 

@@ -4,29 +4,17 @@
 with the keyword options of all of them. Importing this module registers the library's own.
 """
 
-from __future__ import annotations
-
-from agentrl.algorithms.presets import corrections, mixing  # noqa: F401
+from agentrl.algorithms.presets import mixing  # noqa: F401
 from agentrl.algorithms.presets.registry import make, modifiers, presets
 from agentrl.algorithms.presets.zoo import (  # noqa: F401
-    cispo,
     coma,
-    dapo,
-    dppo,
-    dro,
-    gigpo,
+    gates,
     grpo,
-    gspo,
-    hcapo,
-    hiper,
-    pass_at_k,
-    peers,
     ppo,
-    prime,
     reinforce,
-    spiral,
     teams,
     trees,
-)  # fmt: skip
+    turns,
+)
 
 __all__ = ["make", "modifiers", "presets"]

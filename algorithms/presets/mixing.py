@@ -1,15 +1,16 @@
-"""Named reward streams: process and result rewards, each answered for itself, mixed in one place.
+"""Process and outcome rewards, compared one by one, mixed in one place: named reward streams, and
+PRIME, iStar, ArCHer and MT-GRPO.
 
 Streams are mixed as advantages unless another way is chosen: each is compared and scaled on its
 own, so none drowns another (iStar, arXiv 2509.19199). As returns: each is discounted and centred on
 its own, and the sum is scaled. As rewards: the sum of what a call received is treated as one
-reward. What a stream misses adds nothing; a token that all of them miss is missing.
+reward. What is missing in a stream adds nothing; a token that all streams miss is missing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from math import inf
 from typing import Annotated, ClassVar, Literal
 
@@ -17,125 +18,90 @@ import msgspec
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit.core import Column, Credit, GroupRelative, WeightedSum, standardise
-from agentrl.algorithms.credit.turns import (
-    CallRewards,
-    PotentialShaping,
-    Returns,
-    TurnDiscount,
-    call_rewards,
-    discounted_return,
-    turn_discounts,
-)
+from agentrl.algorithms.credit import core, turns
+from agentrl.algorithms.credit.core import Column, Credit, GroupRelative, WeightedSum, column
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level, Unit, known_mean, lift, next_same, reduce_by
-from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.presets.registry import (
-    PPO_CLIP,
-    Cap,
-    CreditFunction,
-    Discount,
-    Scale,
-    Share,
-    modifier,
-    outcome_of,
-    preset,
-)
+from agentrl.algorithms.objective.core import ROW_SUMS, TOKENS, Algo
+from agentrl.algorithms.presets import registry
+from agentrl.algorithms.presets.registry import PPO_CLIP, Cap, Discount, Share, modifier, preset
 from agentrl.errors import ConfigError
 from agentrl.types import Scope
 
 Agreement = Literal["agree", "positive", "negative"]
+Way = Literal["advantages", "returns", "rewards"]
 
 
-@dataclass(frozen=True, slots=True)
 class SumOfCalls(WeightedSum):
     """[S] weighted sum of columns of calls; what is missing in one counts as 0 there."""
 
     level: ClassVar[Level] = "transition"
 
 
-@dataclass(frozen=True, slots=True)
-class DiscountedAdvantages:
-    """[S] advantages of calls, or of what is above them, fading towards the start."""
-
-    rel: GroupRelative
-    gamma: float = 1.0
-    level: ClassVar[Level] = "transition"
-
-    def __call__(self, batch: Batch) -> Tensor:
-        x = lift(batch, self.rel.of_units(batch), self.rel.level, "transition")
-        return x * turn_discounts(batch, self.gamma)
+@column("transition")
+def DiscountedAdvantages(batch: Batch, rel: GroupRelative, gamma: float = 1.0) -> Tensor:
+    """[S] advantages of calls, or of what is above them, discounted by the calls that follow."""
+    x = lift(batch, rel.of_units(batch), rel.level, "transition")
+    return x * turns.turn_discounts(batch, gamma)
 
 
-@dataclass(frozen=True, slots=True)
-class ScaledByLargestReturn:
+@column("transition")
+def ScaledByLargestReturn(batch: Batch, reward: str | Column) -> Tensor:
     """[S] rewards over the largest |return| of the batch. PRIME, arXiv 2502.01456."""
-
-    reward: str | Column
-    level: ClassVar[Level] = "transition"
-
-    def __call__(self, batch: Batch) -> Tensor:
-        x = call_rewards(batch, self.reward)
-        returns = discounted_return(x, 1.0, next_same(batch.transition_rollout)).abs()
-        largest = returns.nan_to_num(nan=0.0).max() if returns.numel() else torch.ones(())
-        return x / largest if largest > 0 else x
+    x = turns.call_rewards(batch, reward)
+    returns = turns.discounted_return(x, 1.0, next_same(batch.transition_rollout)).abs()
+    largest = returns.nan_to_num(nan=0.0).max() if returns.numel() else torch.ones(())
+    return x / largest if largest > 0 else x
 
 
-@dataclass(frozen=True, slots=True)
-class CentredOnOthers:
-    """[S] rewards minus the mean over the other rollouts of the group of theirs per call; 0 where
-    there is no other. PRIME, arXiv 2502.01456."""
-
-    reward: str | Column
-    level: ClassVar[Level] = "transition"
-
-    def __call__(self, batch: Batch) -> Tensor:
-        x, rollout, n = (
-            call_rewards(batch, self.reward),
-            batch.transition_rollout,
-            len(batch.rollouts),
-        )
-        mean = known_mean(x, rollout, n)
-        base = standardise(mean, batch.rollout_group, base="loo").baseline
-        others = (
-            reduce_by(~mean.isnan(), batch.rollout_group, len(batch.groups))[batch.rollout_group]
-            > 1
-        )
-        return torch.where(others[rollout], x - base[rollout], 0.0 * x)
+@column("transition")
+def CentredOnOthers(batch: Batch, reward: str | Column) -> Tensor:
+    """[S] rewards minus the mean reward per call of the group's other rollouts; 0 where there is no
+    other. PRIME, arXiv 2502.01456."""
+    x, rollout, group = (
+        turns.call_rewards(batch, reward),
+        batch.transition_rollout,
+        batch.rollout_group,
+    )
+    mean = known_mean(x, rollout, len(batch.rollouts))
+    base = core.standardise(mean, group, base="loo").baseline
+    others = reduce_by(~mean.isnan(), group, len(batch.groups))[group] > 1
+    return torch.where(others[rollout], x - base[rollout], 0.0 * x)
 
 
-@dataclass(frozen=True, slots=True)
-class ClampedAdvantage:
+@column()
+def ClampedAdvantage(batch: Batch, credit: Credit, limit: float) -> Tensor:
     """[N] a credit within +- limit."""
-
-    credit: Credit
-    limit: float
-
-    def __call__(self, batch: Batch) -> Tensor:
-        return self.credit(batch).clamp(-self.limit, self.limit)
+    return credit(batch).clamp(-limit, limit)
 
 
-@dataclass(frozen=True, slots=True)
-class GatedByOutcome:
+@column()
+def GatedByOutcome(batch: Batch, credit: Credit, outcome: Credit, how: Agreement) -> Tensor:
     """[N] a credit where the outcome agrees, else 0; missing where the outcome is.
 
-    agree: both have the same sign. positive: what is good counts only where the outcome is good,
-    negative: what is bad only where it is bad."""
-
-    credit: Credit
-    outcome: Credit
-    how: Agreement
-
-    def __call__(self, batch: Batch) -> Tensor:
-        a, outcome = self.credit(batch), self.outcome(batch)
-        agrees = a * outcome > 0
-        if self.how != "agree":
-            sign = 1 if self.how == "positive" else -1
-            agrees |= sign * a <= 0
-        return torch.where(outcome.isnan() | a.isnan(), torch.nan, torch.where(agrees, a, 0.0))
+    how: "agree": both must have the same sign; "positive": an advantage above 0 counts only where
+    the outcome's is above 0; "negative": one below 0 only where the outcome's is below 0."""
+    a, result = credit(batch), outcome(batch)
+    agrees = a * result > 0
+    if how != "agree":
+        agrees |= (a <= 0) if how == "positive" else (a >= 0)
+    return torch.where(result.isnan() | a.isnan(), torch.nan, torch.where(agrees, a, 0.0))
 
 
-Way = Literal["advantages", "returns", "rewards"]
+@column()
+def OutcomePlusCalls(batch: Batch, reward: str | Column, calls: str, weight: float = 1.0) -> Tensor:
+    """[U] the reward of a rollout plus `weight` times what its calls received."""
+    x = turns.call_rewards(batch, calls).nan_to_num(nan=0.0)
+    total = reduce_by(x, batch.transition_rollout, len(batch.rollouts))
+    return core.rewards(batch, reward) + weight * total
+
+
+@column()
+def CallsOrOutcome(batch: Batch, credit: Credit, outcome: Credit, reward: str) -> Tensor:
+    """[N] a credit for rollouts of which a call received the reward, `outcome` for the others."""
+    known = ~turns.call_rewards(batch, reward).isnan()
+    has = reduce_by(known, batch.transition_rollout, len(batch.rollouts)) > 0
+    return torch.where(has[batch.token_rollout], credit(batch), outcome(batch))
 
 
 class RewardStream(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -145,16 +111,15 @@ class RewardStream(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     weight: Share = 1.0
     gamma: Discount = 1.0  # per call
     potential: bool = False  # the rewards of calls are potentials of the states before them
-    by: tuple[Unit, ...] = ("group",)  # whom to compare with
-    # prime: what the other rollouts of the group got per call, taken off before the return.
+    by: tuple[Unit, ...] = ("group",)  # the comparison group
+    # prime: the mean reward per call of the group's other rollouts, subtracted before the return.
     base: Literal["none", "mean", "loo", "prime"] = "mean"
     norm: Literal["none", "std", "mean", "prime"] = "none"  # prime: the largest |return|
     clip: Cap = inf  # largest |advantage|
-    # agree: only where the advantage of `outcome` has the same sign; positive (negative): what is
-    # good (bad) only where that of `outcome` is, too.
+    # See `GatedByOutcome`: the advantage counts only where that of the stream `outcome` agrees.
     gate: Literal["none"] | Agreement = "none"
-    outcome: str = "outcome"  # the stream that gates
-    required: bool = True  # a step in which nobody has it stops the run
+    outcome: str = "outcome"
+    required: bool = True  # a step in which no rollout has it stops the run
 
 
 Streams = Annotated[dict[str, RewardStream], msgspec.Meta(min_length=1)]
@@ -171,135 +136,168 @@ def mixed_credit(
     """One credit of several streams by name. gamma (of rewards), by and norm are those of the sum,
     where it is not a sum of advantages.
 
-    Raises ConfigError for an answer that cannot matter in this way of mixing."""
+    Raises ConfigError for an option that has no effect in this way of mixing."""
     _check(streams, "streams", way)
-    if way == "advantages" and (gamma != 1 or norm != "none"):
-        raise ConfigError(
-            "algorithm.options: gamma and norm are those of a sum of returns or rewards; give "
-            "each stream its own, or choose another way of mixing"
-        )
     if way == "advantages":
+        if gamma != 1 or norm != "none":
+            raise ConfigError(
+                "algorithm.options: gamma and norm are those of a sum of returns or rewards; give "
+                "each stream its own, or choose another way of mixing"
+            )
         return WeightedSum(
             tuple((stream_advantage(name, streams), s.weight) for name, s in streams.items())
         )
     if way == "returns":
-        terms = tuple((_centred(name, s), s.weight) for name, s in streams.items())
+        returns = (
+            (_compared(name, s), 1.0 if s.scope is Scope.TRANSITION else s.gamma, s.weight)
+            for name, s in streams.items()
+        )
+        terms = tuple((DiscountedAdvantages(rel, fade), weight) for rel, fade, weight in returns)
         return GroupRelative(SumOfCalls(terms), by=by, base="none", norm=norm)
     parts = tuple((_rewards(name, s), s.weight) for name, s in streams.items())
-    return GroupRelative(Returns(SumOfCalls(parts), gamma), by=by, norm=norm)
-
-
-def stream_reference(name: str, stream: RewardStream) -> str:
-    """The reference of the stream's reward."""
-    return name if stream.scope is Scope.ROLLOUT else f"{stream.scope}:{name}"
-
-
-def optional_rewards(streams: Mapping[str, RewardStream]) -> tuple[str, ...]:
-    """References of the rewards that a step may lack."""
-    return tuple(
-        stream_reference(name, stream) for name, stream in streams.items() if not stream.required
-    )
-
-
-def with_streams(host: Credit, streams: Mapping[str, RewardStream]) -> Credit:
-    """A credit plus the advantages of streams, gated by the host unless one has that name."""
-    _check(streams, "process_streams", "advantages", host=True)
-    terms = ((stream_advantage(name, streams, host), s.weight) for name, s in streams.items())
-    return WeightedSum(((host, 1.0), *terms))
+    return GroupRelative(turns.Returns(SumOfCalls(parts), gamma), by=by, norm=norm)
 
 
 def stream_advantage(
     name: str, streams: Mapping[str, RewardStream], host: Credit | None = None
 ) -> Credit:
-    """The credit of one of the streams by itself, before its weight."""
+    """The credit of one of the streams by itself, before its weight. host: the credit that gates
+    where no stream has the name of the gating one."""
     stream = streams[name]
-    credit: Credit = _returns(name, stream)
+    credit: Credit = _compared(name, stream)
     if stream.scope is not Scope.TRANSITION and stream.gamma != 1:
-        credit = TurnDiscount(credit, stream.gamma)
+        credit = turns.TurnDiscount(credit, stream.gamma)
     if stream.clip < inf:
         credit = ClampedAdvantage(credit, stream.clip)
-    if stream.gate != "none":
-        outcome = host
-        if outcome is None or stream.outcome in streams:
-            outcome = stream_advantage(stream.outcome, streams)
-        credit = GatedByOutcome(credit, outcome, stream.gate)
-    return credit
+    if stream.gate == "none":
+        return credit
+    if host is None or stream.outcome in streams:
+        host = stream_advantage(stream.outcome, streams)
+    return GatedByOutcome(credit, host, stream.gate)
 
 
-def _centred(name: str, stream: RewardStream) -> Column:
-    fades = stream.scope is not Scope.TRANSITION
-    return DiscountedAdvantages(_returns(name, stream), stream.gamma if fades else 1.0)
-
-
-def _rewards(name: str, stream: RewardStream) -> Column:
-    reference = stream_reference(name, stream)
-    if stream.potential:
-        return PotentialShaping(reference, stream.gamma)
-    return CallRewards(reference)
-
-
-def _returns(name: str, stream: RewardStream) -> GroupRelative:
-    """What is compared: rollouts and roles by their reward, calls by their return."""
+def _compared(name: str, stream: RewardStream) -> GroupRelative:
+    """Rollouts and roles compared by their reward, calls by their return."""
     norm = "none" if stream.norm == "prime" else stream.norm
     base = "none" if stream.base == "prime" else stream.base
     if stream.scope is not Scope.TRANSITION:
-        return GroupRelative(stream_reference(name, stream), by=stream.by, base=base, norm=norm)
+        return GroupRelative(_reference(name, stream), by=stream.by, base=base, norm=norm)
     rewards = _rewards(name, stream)
     if stream.norm == "prime":
         rewards = ScaledByLargestReturn(rewards)
     if stream.base == "prime":
         rewards = CentredOnOthers(rewards)
-    return GroupRelative(Returns(rewards, stream.gamma), by=stream.by, base=base, norm=norm)
+    return GroupRelative(turns.Returns(rewards, stream.gamma), by=stream.by, base=base, norm=norm)
+
+
+def _rewards(name: str, stream: RewardStream) -> Column:
+    reference = _reference(name, stream)
+    if stream.potential:
+        return turns.PotentialShaping(reference, stream.gamma)
+    return turns.CallRewards(reference)
+
+
+def _reference(name: str, stream: RewardStream) -> str:
+    return name if stream.scope is Scope.ROLLOUT else f"{stream.scope}:{name}"
+
+
+def _optional(streams: Mapping[str, RewardStream]) -> tuple[str, ...]:
+    """References of the rewards that a step may lack."""
+    return tuple(_reference(name, s) for name, s in streams.items() if not s.required)
 
 
 def _check(streams: Mapping[str, RewardStream], option: str, way: Way, host: bool = False) -> None:
+    """Raises ConfigError for settings that have no effect."""
     for name, stream in streams.items():
-        for field, why in _faults(stream, streams, way, host):
-            raise ConfigError(f"algorithm.options.{option}.{name}{field}: {why}")
-
-
-def _faults(
-    stream: RewardStream, streams: Mapping[str, RewardStream], way: Way, host: bool
-) -> Iterator[tuple[str, str]]:
-    """(field, what is wrong with it) of settings that could not matter."""
-    idle = [] if way == "advantages" else ["norm", "clip", "gate"]
-    if way == "rewards":
-        idle += ["base", "by"] + ([] if stream.potential else ["gamma"])
-    for field in idle:
-        if getattr(stream, field) != getattr(RewardStream(), field):
-            why = f"streams mixed as {way} have none of their own"
-            yield f".{field}", f"{why}; leave it out, or mix them as advantages"
-    of_calls = stream.potential or "prime" in (stream.base, stream.norm)
-    if of_calls and stream.scope is not Scope.TRANSITION:
-        why = "potentials and base or norm 'prime' are about rewards of calls"
-        yield "", f"{why}; give it scope = 'transition'"
-    gate = streams.get(stream.outcome, RewardStream() if host else None)
-    if stream.gate != "none" and (gate is None or gate.gate != "none"):
-        why = "there is no stream of that name without a gate of its own"
-        yield f".outcome = {stream.outcome!r}", why
+        key = f"algorithm.options.{option}.{name}"
+        idle = [] if way == "advantages" else ["norm", "clip", "gate"]
+        if way == "rewards":
+            idle += ["base", "by"] + ([] if stream.potential else ["gamma"])
+        for field in idle:
+            if getattr(stream, field) != getattr(RewardStream(), field):
+                raise ConfigError(
+                    f"{key}.{field}: streams mixed as {way} have none of their own; leave it out, "
+                    "or mix them as advantages"
+                )
+        of_calls = stream.potential or "prime" in (stream.base, stream.norm)
+        if of_calls and stream.scope is not Scope.TRANSITION:
+            raise ConfigError(
+                f"{key}: potentials and base or norm 'prime' are about rewards of calls; give it "
+                "scope = 'transition'"
+            )
+        gate = streams.get(stream.outcome, RewardStream() if host else None)
+        if stream.gate != "none" and (gate is None or gate.gate != "none"):
+            raise ConfigError(
+                f"{key}.outcome = {stream.outcome!r}: there is no stream of that name without a "
+                "gate of its own"
+            )
 
 
 @preset("streams", clip=PPO_CLIP, kl=True)
 def streams(
-    *, streams: Streams, mix: Way = "advantages", gamma: Discount = 1.0, norm: Scale = "none"
+    *,
+    streams: Streams,
+    mix: Way = "advantages",
+    gamma: Discount = 1.0,
+    norm: registry.Scale = "none",
 ) -> Algo:
-    """Any number of process and result rewards, each with answers of its own, and where they are
+    """Any number of process and outcome rewards, each with options of its own, and where they are
     mixed. arXiv 2509.19199; see CREDIT.md."""
-    credit = mixed_credit(streams, mix, gamma=gamma, norm=norm)
-    algo = Algo(credit)
-    return replace(algo, optional=optional_rewards(streams))
+    return Algo(mixed_credit(streams, mix, gamma=gamma, norm=norm), optional=_optional(streams))
 
 
-@modifier("process")
-def with_process(algo: Algo, *, process_streams: Streams) -> Algo:
+@modifier("process", prefix="process_")
+def with_process(algo: Algo, *, streams: Streams) -> Algo:
     """Adds the advantages of more rewards to the host's. arXiv 2509.19199; see CREDIT.md."""
-    credit = with_streams(algo.credit, process_streams)
-    return replace(algo, credit=credit, optional=algo.optional + optional_rewards(process_streams))
+    _check(streams, "process_streams", "advantages", host=True)
+    terms = (
+        (stream_advantage(name, streams, algo.credit), s.weight) for name, s in streams.items()
+    )
+    credit = WeightedSum(((algo.credit, 1.0), *terms))
+    return replace(algo, credit=credit, optional=algo.optional + _optional(streams))
 
 
 @modifier("credit")
-def with_credit(algo: Algo, *, credit: CreditFunction, credit_reward: str = "") -> Algo:
+def with_credit(algo: Algo, *, credit: registry.CreditFunction, credit_reward: str = "") -> Algo:
     """Puts a function of yours, "file.py:name", in the place of the host's credit: it takes a batch
     and returns one advantage per token, NaN where it is missing. credit_reward: the reward that the
     batch carries for it; default: the host's. As in arXiv 2402.03300 advantages are of tokens."""
-    return replace(algo, credit=credit, rewards=(credit_reward or outcome_of(algo),))
+    return replace(algo, credit=credit, rewards=(credit_reward or registry.outcome_of(algo),))
+
+
+@preset("archer")
+def archer(*, advantage: str = "transition:advantage") -> Algo:
+    """REINFORCE with the advantage of each call that an utterance critic gave, as a reward. arXiv
+    2402.19446."""
+    return Algo(GroupRelative(advantage, base="none"), agg=ROW_SUMS)
+
+
+@preset("prime", clip=PPO_CLIP)
+def prime(
+    reward: str, *, process: str = "process", weight: Share = 1.0, scaled: bool = False
+) -> Algo:
+    """Outcome and returns of a reward of calls, each against the other rollouts, whitened; `scaled`
+    divides the process rewards by their largest return. arXiv 2502.01456."""
+    stream = RewardStream(scope=Scope.TRANSITION, base="prime", norm="prime" if scaled else "none")
+    steps = stream_advantage(process, {process: stream})
+    mixed = core.weighted_sum((GroupRelative(reward, base="loo"), 1.0), (steps, weight))
+    return Algo(core.Whiten(mixed), agg=TOKENS)
+
+
+@preset("istar", clip=PPO_CLIP)
+def istar(reward: str, *, process: str = "transition:process", weight: Share = 1.0) -> Algo:
+    """Outcome over rollouts plus a reward of calls over all calls of the task, each scaled. arXiv
+    2509.19199."""
+    steps = GroupRelative(process, norm="std")
+    return Algo(core.weighted_sum((GroupRelative(reward, norm="std"), 1.0), (steps, weight)))
+
+
+@preset("mt-grpo", clip=PPO_CLIP)
+def mt_grpo(reward: str, *, turn_reward: str = "transition:turn", weight: Share = 1.0) -> Algo:
+    """Outcome compared over rollouts plus a reward of calls compared within the same turn; where no
+    call has one, as without a tool call, the sum of both compared over rollouts. arXiv
+    2505.11821."""
+    same_turn = GroupRelative(turn_reward, by=("group", "turn"), norm="std")
+    both = core.weighted_sum((GroupRelative(reward, norm="std"), 1.0), (same_turn, weight))
+    combined = GroupRelative(OutcomePlusCalls(reward, turn_reward, weight), norm="std")
+    return Algo(CallsOrOutcome(both, combined, turn_reward))

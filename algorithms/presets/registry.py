@@ -8,39 +8,38 @@ from __future__ import annotations
 
 import functools
 import inspect
-import traceback
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
 
-from agentrl.algorithms.credit.core import Credit, TokenKLPenalty, rewards_read
-from agentrl.algorithms.objective.core import STREAMS, Algo, Average, Gate, KLPenalty, Stream
+from agentrl.algorithms.credit.core import Credit, rewards_read
+from agentrl.algorithms.objective.core import STREAMS, Algo, Gate, KLPenalty, Stream
 from agentrl.algorithms.objective.ratios import Clip
+from agentrl.config.presets import split_preset
 from agentrl.config.schema import AlgorithmConfig
 from agentrl.errors import ConfigError, nearest
-from agentrl.loading import load_attribute
+from agentrl.loading import import_error, load_attribute
 from agentrl.plugins import check_call, load_plugin, where
 
+# Types of options.
 Num = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 Discount = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Cap = Annotated[float, msgspec.Meta(gt=0)]  # inf: none
 Share = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
 Mix = Annotated[dict[str, Share], msgspec.Meta(min_length=1)]  # reward name to weight
-Supply = Stream | Literal["v", "k", "e"]
-Preset = Callable[..., Algo]
 CreditFunction = Annotated[Credit, "file.py:name"]  # of a batch, advantages [N]
 Names = Annotated[list[str], msgspec.Meta(min_length=1)]
 Scale = Literal["none", "std"]
+
+Supply = Stream | Literal["v", "k", "e"]
+Preset = Callable[..., Algo]
 EMPTY = inspect.Parameter.empty
+ONLY = inspect.Parameter.KEYWORD_ONLY
 PPO_CLIP = (0.2, 0.2)
-TOKENS = Average(("all",))
-ROW_SUMS = Average(("row",), "sum")
-PROMPTS = Average(("group",))
-ROLLOUTS = Average(("rollout",))
 # Options that many presets have: `preset` declares them, and does what they say.
 SHARED: dict[str, Any] = {
     "reward": str, "clip_low": Num, "clip_high": Num, "clip_dual": Cap, "kl": Num,
@@ -67,15 +66,14 @@ def preset(
     Raises ConfigError for the name of one of the library's own presets."""
 
     def register(function: Preset) -> Preset:
-        built = _with_shared_options(function, reward, clip, clip_by, kl)
         own = presets.get(name)
         if own is not None and own.__module__.startswith("agentrl.algorithms."):
             raise ConfigError(
                 f"algorithm.preset: {where(function)} hides the library's own {name!r}; choose "
                 "another name"
             )
-        presets[name] = built
-        return built
+        presets[name] = _with_shared_options(function, reward, clip, clip_by, kl)
+        return presets[name]
 
     return register
 
@@ -89,12 +87,11 @@ def _with_shared_options(
 ) -> Preset:
     """The function with the options of `SHARED` that it is to have: see `preset`."""
     own = inspect.signature(function).parameters
-    takes_reward = "reward" in own and own["reward"].kind is own["reward"].POSITIONAL_OR_KEYWORD
+    takes_reward = "reward" in own and own["reward"].kind is not ONLY
     bounds = dict(zip(("clip_low", "clip_high", "clip_dual"), clip, strict=False))
     defaults: dict[str, Any] = {"reward": reward} if takes_reward else {}
     defaults |= bounds | ({"kl": 0.0} if kl else {})
 
-    @functools.wraps(function)
     def build(**options: Any) -> Algo:
         given = defaults | options
         limits = [given.pop(option) for option in bounds]
@@ -109,32 +106,60 @@ def _with_shared_options(
             algo = replace(algo, gates=(Gate(Clip(*limits), by=clip_by), *algo.gates))
         return replace(algo, penalties=(KLPenalty("k3", beta), *algo.penalties)) if beta else algo
 
-    only = inspect.Parameter.KEYWORD_ONLY
     shared = [
-        inspect.Parameter(option, only, default=x, annotation=SHARED[option])
+        inspect.Parameter(option, ONLY, default=x, annotation=SHARED[option])
         for option, x in defaults.items()
     ]
     others = [parameter for option, parameter in own.items() if option not in defaults]
-    first = [p for p in shared if p.name == "reward"]
-    parameters = [*first, *others, *(p for p in shared if p not in first)]
+    first = int(takes_reward)
+    return _declared(build, function, [*shared[:first], *others, *shared[first:]])
+
+
+def modifier(name: str, *, prefix: str = "") -> Callable[[Preset], Preset]:
+    """Register a function of an Algo and keyword options; it applies to any preset as "+name".
+    prefix: what its options begin with in a run file, where they stand beside the preset's."""
+
+    def register(function: Preset) -> Preset:
+        def change(algo: Algo, **options: Any) -> Algo:
+            return function(algo, **{key.removeprefix(prefix): x for key, x in options.items()})
+
+        host, *options = inspect.signature(function).parameters.values()
+        renamed = [option.replace(name=prefix + option.name) for option in options]
+        modifiers.setdefault(name, _declared(change, function, [host, *renamed]))
+        return function
+
+    return register
+
+
+def as_modifier(name: str, *, prefix: str) -> Callable[[Preset], Preset]:
+    """Register a preset as a modifier too, which puts its credit, computed from the host's reward,
+    in the place of the host's credit. Its options are the preset's own, with a prefix."""
+
+    def register(built: Preset) -> Preset:
+        function = inspect.unwrap(built)
+
+        @functools.wraps(function)
+        def change(algo: Algo, **options: Any) -> Algo:
+            return replace(algo, credit=function(outcome_of(algo), **options).credit)
+
+        change.__doc__ = f"In the place of the host's credit: {inspect.getdoc(function)}"
+        modifier(name, prefix=prefix)(change)
+        return built
+
+    return register
+
+
+def _declared(build: Preset, function: Preset, parameters: list[inspect.Parameter]) -> Preset:
+    """`build` under the name and document of `function`, with these parameters."""
+    functools.update_wrapper(build, function)
     build.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    build.__annotations__ = function.__annotations__ | {name: SHARED[name] for name in defaults}
+    build.__annotations__ = {p.name: p.annotation for p in parameters if p.annotation is not EMPTY}
     return build
-
-
-def modifier(name: str) -> Callable[[Preset], Preset]:
-    """Register a function of an Algo and keyword options; it applies to any preset as "+name"."""
-    return lambda function: modifiers.setdefault(name, function)
 
 
 def outcome_of(algo: Algo) -> str:
     """The first reward that an algorithm reads."""
     return next(iter(rewards_read(algo.credit)), "outcome")
-
-
-def kl_in_reward(beta: float) -> TokenKLPenalty | None:
-    """The penalty on leaving the reference as part of the rewards, if any."""
-    return TokenKLPenalty(beta) if beta else None
 
 
 def make(
@@ -154,19 +179,16 @@ def make(
     unknown preset, modifier or option, a missing one, an option of the wrong type or out of range,
     a stream that the run does not have, two corrections of one mismatch, and a preset from outside
     the library that is no function of options, raises, or returns something else than an Algo."""
-    host, *added = _functions(name, root)
-    accepted = [_keywords(part) for part in (host, *added)]
-    valid = {option: kind for keywords in accepted for option, kind in keywords.items()}
+    parts = _functions(name, root)
+    accepted = [_options(part) for part in parts]
+    valid = {option: kind for own in accepted for option, kind in own.items()}
     chosen = {option: _value(name, option, options[option], valid, root) for option in options}
-    required = [key for key, default in options_of(name, root).items() if default is EMPTY]
-    for option in sorted(set(required) - chosen.keys()):
-        raise ConfigError(f"algorithm.options.{option}: {name!r} cannot do without; set it")
-    shares = [
-        {option: chosen[option] for option in keywords.keys() & chosen.keys()}
-        for keywords in accepted
-    ]
-    algo = _built(host, shares[0])
-    for part, share in zip(added, shares[1:], strict=True):
+    for option, (_, default) in sorted(valid.items()):
+        if default is EMPTY and option not in chosen:
+            raise ConfigError(f"algorithm.options.{option}: {name!r} cannot do without; set it")
+    shares = [{option: chosen[option] for option in own if option in chosen} for own in accepted]
+    algo = _built(parts[0], shares[0])
+    for part, share in zip(parts[1:], shares[1:], strict=True):
         algo = part(algo, **share)
     # Plain functions do not say what they read; the record does, by default the outcome.
     read = rewards_read(algo.credit, algo.keep) or algo.rewards
@@ -176,25 +198,20 @@ def make(
 def options_of(name: str, root: Path = Path()) -> dict[str, Any]:
     """The options of a preset with its modifiers and their defaults (`EMPTY`: it must be
     set). Raises ConfigError as `make` does."""
-    parts = _functions(name, root)
-    keywords = (p for part in parts for p in inspect.signature(part).parameters.values())
-    return {p.name: p.default for p in keywords if p.kind is p.KEYWORD_ONLY}
+    accepted = [_options(part) for part in _functions(name, root)]
+    return {option: default for own in accepted for option, (_, default) in own.items()}
+
+
+def _options(part: Preset) -> dict[str, tuple[Any, Any]]:
+    """Type and default of each option of a preset or modifier."""
+    hints = get_type_hints(part, include_extras=True)
+    parameters = inspect.signature(part).parameters.values()
+    return {p.name: (hints[p.name], p.default) for p in parameters if p.kind is ONLY}
 
 
 def _functions(name: str, root: Path) -> list[Preset]:
-    """The functions that "grpo+tis" names; a preset's own name may contain "+"."""
-    if ":" in name:  # file.py:name, of which the name has no "+"
-        source, _, rest = name.rpartition(":")
-        host = f"{source}:{rest.split('+')[0]}"
-    else:
-        own = [host for host in presets if f"{name}+".startswith(f"{host}+")]
-        host = max(own, key=len, default=name.split("+")[0])
-    added = name.removeprefix(host).split("+")[1:]
-    for word in added:
-        if word not in modifiers:
-            raise ConfigError(
-                f"algorithm.preset: no modifier +{word} for {host!r}; {nearest(word, modifiers)}"
-            )
+    """The functions that "grpo+tis" names."""
+    host, added = split_preset(name, presets, modifiers)
     return [_preset(host, root), *(modifiers[word] for word in added), with_entropy]
 
 
@@ -211,30 +228,22 @@ def _preset(name: str, root: Path) -> Preset:
         check_call(thing, key="algorithm.preset")
     function: Preset = thing if hasattr(thing, "__signature__") else _with_shared_options(thing)
     for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind is not parameter.KEYWORD_ONLY or parameter.annotation is EMPTY:
+        if parameter.kind is not ONLY or parameter.annotation is EMPTY:
             raise ConfigError(
-                f"algorithm.preset: the parameter {parameter.name!r} of {_where(function)} is no "
-                "option with a type; write def name(*, option: float = 0.5) -> Algo"
+                f"algorithm.preset: the parameter {parameter.name!r} of "
+                f"{where(inspect.unwrap(function))} is no option with a type; write "
+                "def name(*, option: float = 0.5) -> Algo"
             )
     return function
 
 
 def _built(host: Preset, options: Mapping[str, Any]) -> Algo:
     try:
-        algo = host(**options)
+        return host(**options)
     except ConfigError:
         raise
     except Exception as error:  # a preset from outside is a boundary: anything can happen
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        raise ConfigError(
-            f"algorithm.preset: {_where(host)} raised {type(error).__name__}: {error}"
-            f" ({last.filename}:{last.lineno})"
-        ) from error
-    return algo
-
-
-def _where(function: Preset) -> str:
-    return where(inspect.unwrap(function))
+        raise import_error(f"algorithm.preset: {where(inspect.unwrap(host))}", error) from error
 
 
 def with_entropy(algo: Algo, *, entropy: Num = 0.0) -> Algo:
@@ -243,33 +252,25 @@ def with_entropy(algo: Algo, *, entropy: Num = 0.0) -> Algo:
     return replace(algo, entropy=entropy) if entropy else algo
 
 
-def _keywords(part: Preset) -> dict[str, Any]:
-    hints = get_type_hints(part, include_extras=True)
-    keywords = inspect.signature(part).parameters.values()
-    return {p.name: hints[p.name] for p in keywords if p.kind is p.KEYWORD_ONLY}
-
-
-def _value(name: str, option: str, value: Any, valid: Mapping[str, Any], root: Path) -> Any:
+def _value(
+    name: str, option: str, value: Any, valid: Mapping[str, tuple[Any, Any]], root: Path
+) -> Any:
     if option not in valid:
         hint = nearest(option, valid) if valid else "it has none"
         raise ConfigError(f"algorithm.options.{option}: no option of {name!r}; {hint}")
-    if valid[option] is CreditFunction:
-        return _credit_function(value, root)
-    _check_tables(option, value, valid[option])
+    kind, key = valid[option][0], f"algorithm.options.{option}"
+    if kind is CreditFunction:
+        credit = load_attribute(str(value), root, key=key)
+        check_call(credit, "batch", key=key)
+        return credit
+    _check_tables(key, value, kind)
     try:
-        return msgspec.convert(value, valid[option])
+        return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"algorithm.options.{option} = {value!r}: {error}") from None
+        raise ConfigError(f"{key} = {value!r}: {error}") from None
 
 
-def _credit_function(name: object, root: Path) -> Credit:
-    key = "algorithm.options.credit"
-    credit = load_attribute(str(name), root, key=key)
-    check_call(credit, "batch", key=key)
-    return cast(Credit, credit)
-
-
-def _check_tables(option: str, value: Any, kind: Any) -> None:
+def _check_tables(key: str, value: Any, kind: Any) -> None:
     """The fields of an option that is a table of tables."""
     inner = [part for outer in get_args(kind) for part in get_args(outer)]
     structs = [k for k in inner if isinstance(k, type) and issubclass(k, msgspec.Struct)]
@@ -277,14 +278,12 @@ def _check_tables(option: str, value: Any, kind: Any) -> None:
         fields = {field.name for field in msgspec.structs.fields(struct)}
         for name, table in value.items():
             for field in set(table) - fields if isinstance(table, dict) else ():
-                raise ConfigError(
-                    f"algorithm.options.{option}.{name}.{field}: unknown; {nearest(field, fields)}"
-                )
+                raise ConfigError(f"{key}.{name}.{field}: unknown; {nearest(field, fields)}")
 
 
 def check_supplies(algo: Algo, supplies: Collection[str]) -> None:
-    """Raises ConfigError for an algorithm that reads symbols where none are to be had, or learns
-    entropy where its gradient is not."""
+    """Raises ConfigError where the learner does not supply the most probable tokens or the gradient
+    of the entropy, and the algorithm needs it."""
     if algo.entropy and "e" not in supplies:
         raise ConfigError(
             f"algorithm.options.entropy = {algo.entropy}: the learner of this run does not give "

@@ -1,13 +1,13 @@
 """Which rollouts branch off others, once these have ended: a pure function of their calls.
 
-A branch repeats the first calls of a rollout of its group and then goes its own way (see
-`runners.replay`), so that what a call was worth is seen from what came after it, instead of read
-from the end of one rollout. The branches join the group of their source before it is claimed, and
-credit over trees of rollouts (`credit.trees`) compares them.
+A branch repeats the first calls of a rollout of its group and samples the rest anew (see
+`runners.gateway.replay`), so that the value of a call is estimated from several continuations. The
+branches join the group of their source before it is claimed; credit over trees of rollouts
+(`presets.zoo.trees`) compares them.
 
-Always true: asking again gives the same branches with the same ids, because they are computed only
-from ended rollouts that are no branches themselves. So a run that was killed between asking and
-claiming asks for nothing twice.
+Always true: requests are deterministic, ids included, because branches are computed only from ended
+rollouts that are no branches themselves. So a run that was killed between requesting and claiming
+requests nothing twice.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from msgspec.structs import replace
 
 from agentrl.algorithms.data.merge import trainable, valid
 from agentrl.algorithms.sampling.counterfactuals import counterfactual_rollouts
-from agentrl.algorithms.sampling.task_sampler import branch_rollout
+from agentrl.algorithms.sampling.task_sampler import joining_rollout
 from agentrl.config import BranchingConfig, RunConfig
-from agentrl.config import policies as team
+from agentrl.config.policies import trained_policies
 from agentrl.errors import Conflict
 from agentrl.store.base import Store
-from agentrl.types import POLICY, Group, NewRollout, Rollout
+from agentrl.types import POLICY, Branch, NewRollout, Rollout
 
 log = logging.getLogger(__name__)
 
 
 class Fork(NamedTuple):
-    """A call to sample anew. surprise: the mean of -log-prob over its tokens in nats, an estimate
+    """A call to sample again. surprise: the mean of -log-prob over its tokens in nats, an estimate
     of the policy's entropy there."""
 
     rollout: str
@@ -62,7 +62,7 @@ async def _grow(store: Store, config: RunConfig, group: str) -> None:
     more = counterfactual_rollouts(config, rollouts) if replayed else branches(config, rollouts)
     try:
         await store.enqueue(more)
-    except Conflict:  # an earlier step took it, before the run file asked for branches
+    except Conflict:  # an earlier step trained it, before the run file had branches
         log.warning("Group %s grows no branches: it was trained before its step.", group)
         return
     await store.settled(group)
@@ -71,23 +71,27 @@ async def _grow(store: Store, config: RunConfig, group: str) -> None:
 def branches(config: RunConfig, rollouts: Sequence[Rollout]) -> list[NewRollout]:
     """The branches of one group, whose rollouts (without branches) are given."""
     settings = config.algorithm.branching
-    policies = team.trained_policies(config)
+    policies = trained_policies(config)
     found = choose_forks(settings, [list(forks(rollout, policies)) for rollout in rollouts])
     by_id = {rollout.id: rollout for rollout in rollouts}
-    again = [fork for fork in found for _ in range(settings.width)]
-    return [branch_rollout(config, by_id[f.rollout], f.calls, n) for n, f in enumerate(again)]
+    branches: list[NewRollout] = []
+    for fork in (fork for fork in found for _ in range(settings.width)):
+        source = by_id[fork.rollout]
+        branch = Branch(rollout=source.id, calls=fork.calls)
+        branches.append(joining_rollout(config, source, branch, source.seats, len(branches)))
+    return branches
 
 
 def forks(rollout: Rollout, policies: Collection[str] = (POLICY,)) -> Iterator[Fork]:
-    """The calls of a rollout that can be sampled anew: those of trained policies at a temperature
-    above 0, except the first, where a branch would be an ordinary rollout."""
+    """The calls of a rollout that can be sampled again: those of trained policies at a temperature
+    above 0, except the first, from which a branch would be an ordinary rollout."""
     if not any(valid(rollout, policy=policy) for policy in policies):
         return
     for number, call in enumerate(rollout.transitions):
         trained = call.policy in policies and trainable(call, call.policy)
         if number and trained and call.completion and call.sampling.temperature > 0:
             yield Fork(rollout.id, number, -fmean(call.logprobs))
-        if call.finish == "cut":  # its end is not known, and what follows cannot be repeated
+        if call.finish == "cut":  # its end is not known, so later calls cannot be repeated
             return
 
 
@@ -100,16 +104,3 @@ def choose_forks(settings: BranchingConfig, forks: Sequence[Sequence[Fork]]) -> 
         for fork in sorted(some, key=lambda fork: -fork.surprise)[: settings.calls or None]
     }
     return [fork for fork in together if fork in picked]
-
-
-def branch_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Metrics: the number of branches, and of those that did not repeat all calls before the fork,
-    because the agent asked something else. Empty without branches."""
-    rows = [row for group in groups for row in group.rollouts]
-    found = [row for row in rows if row.branch is not None and not row.counterfactual]
-    if not found:
-        return {}
-    repeats = [sum(call.repeats is not None for call in row.transitions) for row in found]
-    asked = [row.branch.calls for row in found if row.branch is not None]
-    diverged = sum(few < many for few, many in zip(repeats, asked, strict=True))
-    return {"branches": len(found), "branches/diverged": diverged, "calls/repeated": sum(repeats)}

@@ -1,32 +1,34 @@
 """Which groups a step trains: requested, claimed, and replaced if they carry no signal.
 
-Always true: requests are a function of seed, step and round, so a restarted process asks for the
+Always true: requests are a function of seed, step and round, so a restarted process requests the
 same rollouts, and the store ignores those it has. Groups that were claimed and not committed are
-claimed again. So a step trains the same groups however often it was started, unless
+claimed again. So a step trains the same groups however often it is started, unless
 `algorithm.max_staleness` lets it take groups of later steps that ended first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isnan
+from math import isfinite, isnan
 from statistics import fmean
 
 from agentrl.algorithms.credit.core import SPREAD
 from agentrl.algorithms.data.merge import valid
 from agentrl.algorithms.data.rewards import reward_reference
 from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.sampling import group_checks
 from agentrl.algorithms.sampling.branching import request_branches
-from agentrl.algorithms.sampling.group_checks import Vocabulary
 from agentrl.algorithms.sampling.task_sampler import TaskSampler
 from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.errors import ConfigError
 from agentrl.store.base import Store
-from agentrl.types import Group
+from agentrl.store.limits import LARGEST_REWARD, ROUNDING
+from agentrl.types import Group, Transition
 
+log = logging.getLogger(__name__)
 ROUNDS = 10  # of replacements; verl's max_num_gen_batches
+Vocabulary = Mapping[str, int]  # vocabulary size by policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +42,8 @@ class Collected:
 
 @dataclass(frozen=True, slots=True)
 class Collector:
-    """Requests groups and claims them. resample: the reward that must differ within a group for it
-    to be trained; None: all groups are. vocabulary: sizes by policy; groups with other token ids
-    are discarded."""
+    """Requests groups and claims them. resample: the reward that must differ within a trained
+    group; None: all groups are trained. vocabulary: groups with other token ids are discarded."""
 
     config: RunConfig
     store: Store
@@ -55,9 +56,9 @@ class Collector:
         """The groups of a step, `algorithm.groups` of them.
 
         With `resample`, groups without a signal are discarded and others requested, up to
-        `algorithm.max_rounds` times; then the step trains the groups that there are."""
-        claimed, asked = await self.claim_rounds(step)
-        claimed, unreadable = group_checks.split_unreadable(claimed, self.vocabulary)
+        `algorithm.max_rounds` times; after that the step trains fewer groups."""
+        claimed, replaced = await self.claim_rounds(step)
+        claimed, unreadable = split_unreadable(claimed, self.vocabulary)
         if self.tasks.difficulty is not None:
             self.tasks.difficulty.record_outcomes(claimed)
         played = self.tasks.pool.record_games(claimed) if self.tasks.pool is not None else {}
@@ -67,38 +68,37 @@ class Collector:
             return Collected(claimed, unreadable, played)
         kept = [group for group in claimed if self.is_informative(group)]
         idle = [group for group in claimed if not self.is_informative(group)]
-        return Collected(kept, idle + unreadable, resampling_metrics(claimed, idle, asked) | played)
+        metrics = resampling_metrics(claimed, idle, replaced) | played
+        return Collected(kept, idle + unreadable, metrics)
 
     async def claim_rounds(self, step: int) -> tuple[list[Group], int]:
-        """All claimed groups, and the number of replacements that were requested."""
-        size, asked = self.config.algorithm.groups, 0
+        """All claimed groups, and the number of requested replacements."""
+        size, replaced = self.config.algorithm.groups, 0
+        run, epoch = self.config.name, self.epoch
         await self.ask(step)
-        claimed = await self.claim(size)
+        # The oldest groups; those that were claimed for this step before are among them.
+        claimed = await self.store.claim_groups(run, epoch, size)
         if self.resample is None:
-            return claimed, asked
+            return claimed, replaced
         for number in range(self.config.algorithm.max_rounds or ROUNDS):
             lacking = size - sum(map(self.is_informative, claimed))
             broken = not any(known_values(group, self.resample) for group in claimed)
             if not lacking or broken:  # more rollouts would fail too
                 break
-            asked += lacking
+            replaced += lacking
             others = self.tasks.replacements(step, number, lacking)
             await self.store.enqueue(others)
             await request_branches(self.store, self.config, others)
-            claimed = await self.claim(len(claimed) + lacking)
-        return claimed, asked
+            claimed = await self.store.claim_groups(run, epoch, len(claimed) + lacking)
+        return claimed, replaced
 
     async def ask(self, step: int) -> None:
-        """Request this step's groups, and those of later steps that may be sampled ahead. Branches
-        join this step's groups before they are claimed."""
+        """Request the groups of this step and of the steps that may be prefetched. Branches join
+        this step's groups before they are claimed."""
         last = min(step + self.config.algorithm.max_staleness, self.config.steps - 1)
         for ahead in range(step, last + 1):
             await self.store.enqueue(self.tasks.rollouts(ahead))
         await request_branches(self.store, self.config, self.tasks.rollouts(step))
-
-    async def claim(self, n: int) -> list[Group]:
-        """Waits for the oldest `n` groups, those claimed for this step before included."""
-        return await self.store.claim_groups(self.config.name, self.epoch, n)
 
     def is_informative(self, group: Group) -> bool:
         """Whether enough rollouts of the group have the reward, with different values, and the
@@ -106,7 +106,7 @@ class Collector:
         values = known_values(group, self.resample) if self.resample else []
         if len(values) < max(2, self.config.algorithm.min_group):
             return False
-        if group_checks.unreadable_reason(group, self.vocabulary):
+        if unreadable_reason(group, self.vocabulary):
             return False
         return max(values) - min(values) > SPREAD * max(map(abs, values))
 
@@ -143,12 +143,51 @@ def known_values(group: Group, reward: str) -> list[float]:
 
 
 def resampling_metrics(
-    claimed: Sequence[Group], discarded: Sequence[Group], asked: int
+    claimed: Sequence[Group], discarded: Sequence[Group], replaced: int
 ) -> dict[str, float]:
-    """groups/resampled: asked for in the place of others. reward/sampled_mean: of all rollouts that
-    were sampled and are no replays, where reward/mean is that of the trained groups."""
+    """groups/resampled: replacements requested. reward/sampled_mean: over all sampled rollouts,
+    except counterfactual ones, whereas reward/mean is over those of the trained groups."""
     every = (rollout for group in claimed for rollout in group.rollouts)
     played = [rollout for rollout in every if not rollout.counterfactual]
     rewards = [value for row in played if not isnan(value := row.reward())]
     mean = {"reward/sampled_mean": fmean(rewards)} if rewards else {}
-    return mean | {"groups/resampled": float(asked), "groups/discarded": float(len(discarded))}
+    return mean | {"groups/resampled": float(replaced), "groups/discarded": float(len(discarded))}
+
+
+def split_unreadable(
+    groups: Sequence[Group], vocabulary: Vocabulary
+) -> tuple[list[Group], list[Group]]:
+    """The valid groups, and the invalid ones, whose defect is logged. One invalid row would make
+    every attempt at its step fail, so its group is discarded. No store can know of token ids that
+    are outside the vocabulary; older stores did not refuse such rewards and log-probs."""
+    why = {group.id: unreadable_reason(group, vocabulary) for group in groups}
+    for id, reason in why.items():
+        if reason:
+            log.warning("group %s is discarded: %s", id, reason)
+    good = [group for group in groups if why[group.id] is None]
+    return good, [group for group in groups if why[group.id] is not None]
+
+
+def unreadable_reason(group: Group, vocabulary: Vocabulary) -> str | None:
+    """The first defect of a group; None if there is none."""
+    for rollout in group.rollouts:
+        for reward in rollout.rewards:
+            if not abs(reward.value) <= LARGEST_REWARD:  # NaN neither
+                return f"reward {reward.name!r} of rollout {rollout.id} is {reward.value:g}"
+        for call in rollout.transitions:
+            if defect := call.exact and _call_defect(call, vocabulary.get(call.policy)):
+                return f"call {call.id} of rollout {rollout.id} has {defect}"
+    return None
+
+
+def _call_defect(call: Transition, size: int | None) -> str | None:
+    for tokens in (call.prompt, call.completion):
+        if tokens and size is not None and not 0 <= min(tokens) <= max(tokens) < size:
+            worst = max(tokens) if max(tokens) >= size else min(tokens)
+            return (
+                f"the token id {worst}, and policy {call.policy!r} has those below {size}: whoever "
+                "answered it has another tokenizer"
+            )
+    if not (isfinite(sum(call.logprobs)) and max(call.logprobs, default=0.0) <= ROUNDING):
+        return "log-probs above 0, or none that is a number"
+    return None

@@ -2,20 +2,20 @@
 
 A counterfactual rollout repeats a rollout with stand-ins in some of the roles. The other roles'
 calls are replayed while their prompts are the same, and sampled by the current policy after that
-(see `runners.replay`). Their outcomes are the values of coalitions, from which the formulas of
-`team_rewards` compute rewards of roles; the verifier needs no change.
+(see `runners.gateway.replay`). Their outcomes are the values of coalitions, from which the formulas
+of `team_rewards` compute rewards of roles; the verifier needs no change.
 
 Always true: they join the group of their rollout before it is claimed, requests are deterministic,
-as with branches, and no policy trains on them. The members of a team are the roles that made a
-call. The outcome without a role does not depend on what the role sampled, so the difference reward
-has the same policy gradient as the outcome. Shapley values do not."""
+as for branches, and no policy trains on them. The members of a team are the roles that made a call.
+The outcome without a role does not depend on the role's samples, so the difference reward has the
+same policy gradient as the outcome. Shapley values do not."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan, nan
 from statistics import fmean
@@ -24,17 +24,15 @@ from msgspec.structs import replace
 
 from agentrl.algorithms.data.merge import valid
 from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.sampling.task_sampler import counterfactual_rollout
+from agentrl.algorithms.sampling.task_sampler import joining_rollout
 from agentrl.config import CounterfactualConfig, RunConfig
-from agentrl.config import policies as team
+from agentrl.config.policies import policy_by_role, stand_ins, trained_policies
 from agentrl.errors import ConfigError, TrainingError, nearest
 from agentrl.team_rewards import Coalition, Value, difference, shapley
-from agentrl.types import Group, NewRollout, Reward, Rollout, RolloutState, Scope
+from agentrl.types import Branch, Group, NewRollout, Reward, Rollout, RolloutState, Scope
 
 log = logging.getLogger(__name__)
 SOURCE = "counterfactual"  # of its rewards
-CoalitionOutcomes = Mapping[tuple[str, Coalition], Sequence[float]]
-"""Outcomes of counterfactual rollouts, by the rollout they repeat and the roles replaced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,27 +76,25 @@ def coalition_formula(config: RunConfig) -> CoalitionFormula:
 def counterfactual_rollouts(config: RunConfig, rollouts: Sequence[Rollout]) -> list[NewRollout]:
     """The counterfactual rollouts of one group: for each of its rollouts that has an outcome and
     can be trained. rollouts: those of the group that are not counterfactual themselves."""
-    formula, players = coalition_formula(config), team.stand_ins(config)
-    policies = team.trained_policies(config)
-    asked = [
-        (rollout, absent)
-        for rollout in rollouts
-        if not isnan(rollout.reward()) and any(valid(rollout, policy=policy) for policy in policies)
-        for absent in formula.absent(rollout)
-        for _ in range(config.algorithm.counterfactual.width)
-    ]
-    return [
-        counterfactual_rollout(
-            config, rollout, {role: players[role] for role in sorted(absent)}, number
-        )
-        for number, (rollout, absent) in enumerate(asked)
-    ]
+    formula, players = coalition_formula(config), stand_ins(config)
+    policies, found = trained_policies(config), list[NewRollout]()
+    for rollout in rollouts:
+        trained = any(valid(rollout, policy=policy) for policy in policies)
+        if isnan(rollout.reward()) or not trained:
+            continue
+        for absent in map(sorted, formula.absent(rollout)):
+            seats = {**rollout.seats, **{role: players[role] for role in absent}}
+            calls = len(rollout.transitions)
+            branch = Branch(rollout=rollout.id, calls=calls, without=absent)
+            for _ in range(config.algorithm.counterfactual.width):
+                found.append(joining_rollout(config, rollout, branch, seats, len(found)))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class RoleRewards:
     """Adds a counterfactual reward to each role that a policy played. It is missing if the outcome
-    of the rollout, or of every counterfactual rollout of a coalition, is missing."""
+    of the rollout, or of every counterfactual rollout of a coalition, is missing (NaN)."""
 
     formula: CoalitionFormula
     policy: str
@@ -117,7 +113,10 @@ class RoleRewards:
                 "None of the %d replays of step %d has an outcome: nothing is learned from it.",
                 len(again), groups[0].step,
             )  # fmt: skip
-        return [replace(group, rollouts=list(self._rewarded(group))) for group in groups]
+        return [
+            replace(group, rollouts=[self._rewarded(rollout, group) for rollout in group.rollouts])
+            for group in groups
+        ]
 
     def _check(self, rollouts: Sequence[Rollout]) -> None:
         name, known = self.formula.settings.value, self.formula.settings.stand_ins.keys()
@@ -143,37 +142,30 @@ class RoleRewards:
                 f"{nearest(role, others)}"
             )
 
-    def _rewarded(self, group: Group) -> Iterator[Rollout]:
-        worth = outcomes_without(group)
-        for rollout in group.rollouts:
-            made = [] if rollout.counterfactual else self._rewards(rollout, worth)
-            yield replace(rollout, rewards=[*rollout.rewards, *made])
-
-    def _rewards(self, rollout: Rollout, worth: CoalitionOutcomes) -> list[Reward]:
+    def _rewarded(self, rollout: Rollout, group: Group) -> Rollout:
+        """The rollout with rewards of roles, from the counterfactual rollouts that repeat it."""
+        if rollout.counterfactual:
+            return rollout
         members = self.formula.members(rollout)
+        outcomes: dict[Coalition, list[float]] = defaultdict(list)  # by the roles replaced
+        for row in group.rollouts:
+            if row.counterfactual and row.branch and row.branch.rollout == rollout.id:
+                outcomes[frozenset(row.branch.without)].append(row.reward())
 
         def value(coalition: Coalition) -> float:
             if coalition == members:
                 return rollout.reward()
-            known = worth.get((rollout.id, members - coalition))
+            known = [x for x in outcomes[members - coalition] if not isnan(x)]
             return fmean(known) if known else nan
 
         own = {call.role for call in rollout.transitions if call.policy == self.policy}
         name = self.formula.settings.value
-        return [
+        shares = [
             Reward(value=share, name=name, scope=Scope.ROLE, target=role, source=SOURCE)
             for role, share in self.formula.of(rollout, value).items()
             if role in own and not isnan(share)
         ]
-
-
-def outcomes_without(group: Group) -> CoalitionOutcomes:
-    """The outcomes of the counterfactual rollouts in a group, without missing ones."""
-    found: dict[tuple[str, Coalition], list[float]] = defaultdict(list)
-    for row in group.rollouts:
-        if row.branch is not None and row.counterfactual and not isnan(row.reward()):
-            found[row.branch.rollout, frozenset(row.branch.without)].append(row.reward())
-    return found
+        return replace(rollout, rewards=[*rollout.rewards, *shares])
 
 
 def uses_counterfactuals(settings: CounterfactualConfig, algo: Algo) -> bool:
@@ -200,17 +192,14 @@ def check_counterfactuals(
     name = f"role:{settings.value}"
     if not settings.stand_ins:
         return
-    if not any(uses_counterfactuals(settings, algo) for algo in algos.values()):
+    readers = [policy for policy, algo in algos.items() if uses_counterfactuals(settings, algo)]
+    if not readers:
         raise ConfigError(
             f"algorithm.counterfactual is set, and no preset reads its reward {name!r}; choose the "
             f"preset {settings.value!r}, or set algorithm.options.reward = {name!r}"
         )
-    for role, policy in team.policy_by_role(config).items():
-        if (
-            policy in algos
-            and uses_counterfactuals(settings, algos[policy])
-            and role not in settings.stand_ins
-        ):
+    for role, policy in policy_by_role(config).items():
+        if policy in readers and role not in settings.stand_ins:
             raise ConfigError(
                 f"algorithm.counterfactual.stand_ins has no {role!r}, and {policy!r}, which plays "
                 f"it, learns from {name!r}; say who stands in for it"
@@ -220,16 +209,3 @@ def check_counterfactuals(
             f"algorithm.dynamic_sampling goes by {name!r}, which rollouts do not have when they "
             "end; set it to false, or leave algorithm.counterfactual out"
         )
-
-
-def counterfactual_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Metrics: the number of counterfactual rollouts, of those without an outcome, and of the calls
-    that they repeated. Empty if there are none."""
-    found = [row for group in groups for row in group.rollouts if row.counterfactual]
-    if not found:
-        return {}
-    return {
-        "replays": len(found),
-        "replays/missing": sum(isnan(row.reward()) for row in found),
-        "calls/repeated": sum(c.repeats is not None for row in found for c in row.transitions),
-    }

@@ -43,7 +43,8 @@ async def evaluate_heldout(
     tasks: list[dict[str, Json]],
     temperatures: dict[str, float],
 ) -> None:
-    """Log the held-out scores after `step` steps, unless they are in the store already."""
+    """Log the scores of one rollout per task after `step` steps, as `eval/<name>` and so on for
+    each named temperature, unless they are in the store already."""
     done = {row.step: row.metrics for row in await store.steps(config.name)}
     if "eval/score" in done.get(step, {}):
         return
@@ -51,27 +52,15 @@ async def evaluate_heldout(
         after = f" after {step} steps" if config.steps else ""
         log.log(PHASE, f"scoring {len(tasks)} held-out tasks{after}")
     started = time.monotonic()
-    metrics = await score(store, config, step, tasks, temperatures)
-    metrics["time/eval"] = time.monotonic() - started
-    await store.log(config.name, step, metrics, epoch=epoch)
-
-
-async def score(
-    store: Store,
-    config: RunConfig,
-    step: int,
-    tasks: list[dict[str, Json]],
-    temperatures: dict[str, float],
-) -> dict[str, float]:
-    """The scores of one rollout per task after `step` steps, as `eval/<name>` and so on for each
-    named temperature. A second call for the same step reuses the finished rollouts."""
     asked = {}
     for name, temperature in temperatures.items():
         sampling = replace(config.sampling, temperature=temperature)
         asked[name] = evaluation_rollouts(config, step, name, tasks, sampling)
-    played = await play(store, asked)
-    found = [score_metrics(name, rows) for name, rows in played.items()]
-    return {f"eval/{key}": value for metrics in found for key, value in metrics.items()}
+    metrics: dict[str, float] = {}
+    for name, rollouts in (await play(store, asked)).items():
+        metrics |= {f"eval/{key}": x for key, x in score_metrics(name, rollouts).items()}
+    metrics["time/eval"] = time.monotonic() - started
+    await store.log(config.name, step, metrics, epoch=epoch)
 
 
 async def play(

@@ -19,19 +19,19 @@ ROUNDS, CLOSE = 10_000, 1e-9  # of a fit: at most, and the change of log-odds th
 
 
 def expected(rating: float, other: float) -> float:
-    """The score that a player of `rating` is expected to get against the other, in (0, 1). Elo."""
+    """The expected score of a player of `rating` against the other, in (0, 1). Elo."""
     return float(1 / (1 + 10 ** ((other - rating) / SCALE)))
 
 
 def elo(rating: float, other: float, score: float, k: float) -> float:
-    """The rating after one game; the other player loses what this one gains. k: points that a
-    certain win would be worth if a certain loss was expected."""
+    """The rating after one game; the other player loses what this one gains. k: the largest
+    possible change."""
     return rating + k * (score - expected(rating, other))
 
 
 def win_rate(score: float, games: float) -> float:
-    """The mean score of so many games that came to `score` in total, with one win and one loss
-    added: 0.5 for a player never met, never 0 or 1."""
+    """The mean score of `games` games with `score` in total, one win and one loss added: 0.5
+    without games, never 0 or 1."""
     return (score + PRIOR) / (games + 2 * PRIOR)
 
 

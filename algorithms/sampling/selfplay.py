@@ -1,14 +1,14 @@
 """Self-play: a policy plays against itself or a pool of its snapshots, and is rated.
 
-Owns the pool: the snapshots of one policy, what it scored against each of them in each seat, and
-Elo ratings. It is a part of the run's state. Always true: which policy plays which seat of a
-rollout is a function of seed, group, index and of the pool as it is when the rollout is asked for;
-all rollouts of a group have the same opponent, and among them the learner plays each seat equally
-often, so that rewards of one seat are compared under equal conditions. Results change the pool once
-per trained step. `train.snapshots` saves and serves the weights.
+Owns the pool, a part of the run's state: snapshots of one policy, what it scored against each of
+them in each seat, and Elo ratings. Results change it once per trained step. Always true: which
+policy plays which seat is a function of seed, group, index and of the pool when the rollout is
+requested; all rollouts of a group have the same opponent, in every seat but the learner's, and the
+learner plays each seat equally often, so that rewards of one seat are compared under equal
+conditions. `train.snapshots` saves and serves the weights.
 
-The opponent takes every seat but the learner's. A score is 1 where the learner's return is above
-the mean of the other seats', 1/2 where it is equal, so it has a meaning in general-sum games too.
+A score is 1 where the learner's return is above the mean of the other seats' returns, 1/2 where it
+is equal, so it is defined for general-sum games too.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from agentrl.config.selfplay import game_score, returns
 from agentrl.errors import ConfigError, TrainingError, nearest
 from agentrl.types import Group, Json, Rollout, RolloutState, Scope
 
-PART = "selfplay"  # its name in the state of the run
-FIRST = 1000.0  # rating of the policy that the run began with
-MEMORY = 0.99  # what is left of a result after another game: AlphaStar's payoffs, Nature 575
+SELFPLAY = "selfplay"  # name of the pool in the state of the run
+FIRST = 1000.0  # rating of the initial policy
+MEMORY = 0.99  # decay of a result per later game, as in AlphaStar's payoffs, Nature 575
 
 
 class SeatRecord(msgspec.Struct):
-    """What the learner scored in one seat against one snapshot, fading from game to game."""
+    """Decayed sums of games and scores of the learner in one seat against one snapshot."""
 
     games: float = 0.0
     score: float = 0.0
@@ -48,13 +48,13 @@ class SeatRecord(msgspec.Struct):
 
 
 class Snapshot(msgspec.Struct):
-    """The policy as it was after so many steps."""
+    """The policy after `step` steps."""
 
     name: str
     step: int
     rating: float
     records: dict[str, SeatRecord] = {}  # of the learner against it, by the learner's seat
-    until: int | None = None  # not drawn any more, and held for so many steps; none: of the pool
+    until: int | None = None  # retired: served until this step; None: still drawn
 
     def rate(self) -> float:
         """The learner's smoothed win rate against it, every seat counting the same."""
@@ -71,16 +71,16 @@ class PoolState(msgspec.Struct):
 
 
 class ScoredGame(NamedTuple):
-    """The score of one rollout that was played by its rules."""
+    """The scores of one rollout that was played to its end."""
 
-    opponent: str  # the learner's own name, where it played itself
+    opponent: str  # the learner itself, if it played against itself
     scores: dict[str, float]  # of each seat that the learner played
 
 
 @dataclass(slots=True)
 class OpponentPool:
-    """The opponents of `policy`. `ahead`: steps that rollouts may be asked for before theirs.
-    `seen`: the roles of all games since the process began."""
+    """The opponents of `policy`. `ahead`: by how many steps rollouts may be prefetched. `seen`: the
+    roles of all games since the process began."""
 
     settings: SelfplayConfig
     policy: str
@@ -91,11 +91,11 @@ class OpponentPool:
 
     @property
     def drawn(self) -> list[Snapshot]:
-        """The snapshots that are played against, oldest first."""
+        """The snapshots that may be drawn as opponents, oldest first."""
         return [snapshot for snapshot in self.now.snapshots if snapshot.until is None]
 
     def seats(self, group: str, index: int) -> dict[str, str]:
-        """The policy in each seat, of rollout `index` of a group."""
+        """The policy in each seat of rollout `index` of a group."""
         roles = self.settings.seats
         other = self.opponent(group)
         learner = roles[index % len(roles)]
@@ -111,9 +111,9 @@ class OpponentPool:
             return self.policy
         if settings.opponents == "latest":
             return known[-1].name
-        rates = [snapshot.rate() for snapshot in known]
-        prefers = settings.pfsp if isinstance(settings, PfspOpponents) else None
-        weights = priorities(rates, prefers) if prefers else None
+        weights = None
+        if isinstance(settings, PfspOpponents):
+            weights = priorities([snapshot.rate() for snapshot in known], settings.pfsp)
         return dice.choices(known, weights)[0].name
 
     def record_games(self, groups: Sequence[Group]) -> dict[str, float]:
@@ -122,14 +122,13 @@ class OpponentPool:
         Raises TrainingError for a seat that the games do not have."""
         every = (rollout for group in groups for rollout in group.rollouts)
         rollouts = [rollout for rollout in every if rollout.branch is None]
-        self._look_for_seats(rollouts)
-        games = [self.game(rollout) for rollout in rollouts]
-        scored = [game for game in games if game is not None]
+        self._check_seats(rollouts)
+        scored = [game for rollout in rollouts if (game := self.game(rollout)) is not None]
         by_name = {snapshot.name: snapshot for snapshot in self.now.snapshots}
         for game in scored:
             if game.opponent in by_name:
-                self._count(by_name[game.opponent], game)
-        return self.game_metrics(scored, len(games) - len(scored))
+                self._record(by_name[game.opponent], game)
+        return self.game_metrics(scored, len(rollouts) - len(scored))
 
     def game(self, rollout: Rollout) -> ScoredGame | None:
         """The scores of a rollout; None if it failed or a seat has no return."""
@@ -145,15 +144,13 @@ class OpponentPool:
     def game_metrics(self, games: Sequence[ScoredGame], unscored: int) -> dict[str, float]:
         """Metrics of the games of one step, and of the pool after them."""
         found = {"selfplay/games": float(len(games)), "selfplay/unscored": float(unscored)}
-        every = [score for game in games for score in game.scores.values()]
-        if every:
+        if every := [score for game in games for score in game.scores.values()]:
             found["selfplay/draws"] = fmean(score == 0.5 for score in every)
         met = [game for game in games if game.opponent != self.policy]
         if met:
             found["selfplay/win_rate"] = fmean(s for game in met for s in game.scores.values())
         for role in self.settings.seats:
-            scores = [game.scores[role] for game in met or games if role in game.scores]
-            if scores:
+            if scores := [game.scores[role] for game in met or games if role in game.scores]:
                 found[f"selfplay/seat/{role}"] = fmean(scores)
         if self.settings.opponents != "self":
             found["selfplay/elo"] = self.now.rating
@@ -163,9 +160,9 @@ class OpponentPool:
         return found
 
     def finish(self, steps: int, playing: Collection[str] = ()) -> Snapshot | None:
-        """So many steps are trained. The snapshot that is due, to be kept by the commit that
-        remembers it; the pool lets go of others, but for those still `playing`: a slow game may
-        end any number of steps after that which asked for it."""
+        """Update the pool after `steps` steps; returns the new snapshot, if one is due, which is
+        saved before the commit that adds it to the pool. Retired snapshots are dropped, except
+        those still `playing`: a slow game may end many steps after the one that requested it."""
         held = self.now.snapshots
         due = {s.name for s in held if s.until is not None and s.until <= steps} - {*playing}
         self.now.snapshots = [s for s in held if s.name not in due]
@@ -182,14 +179,14 @@ class OpponentPool:
         return self.now.snapshots[-1]
 
     def dump(self) -> Json:
-        made: Json = msgspec.to_builtins(self.now)
-        return made
+        state: Json = msgspec.to_builtins(self.now)
+        return state
 
     def restore(self, data: Json) -> None:
         """Restore what `dump` returned. Raises msgspec.ValidationError for anything else."""
         self.now = msgspec.convert(data, PoolState)
 
-    def _count(self, snapshot: Snapshot, game: ScoredGame) -> None:
+    def _record(self, snapshot: Snapshot, game: ScoredGame) -> None:
         assert isinstance(self.settings, SnapshotOpponents)  # no others hold snapshots
         for seat, score in game.scores.items():
             snapshot.records.setdefault(seat, SeatRecord()).add(score)
@@ -197,8 +194,8 @@ class OpponentPool:
             self.now.rating = elo(mine, theirs, score, self.settings.k)
             snapshot.rating = elo(theirs, mine, 1 - score, self.settings.k)
 
-    def _look_for_seats(self, rollouts: Sequence[Rollout]) -> None:
-        """A seat that lost before it was asked is known by what it got."""
+    def _check_seats(self, rollouts: Sequence[Rollout]) -> None:
+        """A seat that lost before its first call counts as played if it has a reward."""
         done = [rollout for rollout in rollouts if rollout.state is RolloutState.SUCCEEDED]
         rows = (row for rollout in done for row in rollout.rewards)
         self.seen.update(row.target for row in rows if row.scope is Scope.ROLE and row.target)
@@ -213,7 +210,7 @@ class OpponentPool:
 
 def most_redundant(snapshots: Sequence[Snapshot]) -> Snapshot:
     """The snapshot to drop from a pool of two or more, oldest first: the one whose removal leaves
-    the steps most evenly covered. The newest always stays, and of more than two the first."""
+    the steps most evenly covered. The newest always stays; so does the first of more than two."""
     if len(snapshots) == 2:
         return snapshots[0]
     gaps = [after.step - before.step for before, after in pairwise(snapshots)]

@@ -3,19 +3,60 @@ checkpoint, so a restart requests the same rollouts. Prefetched rollouts are nev
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
+import msgspec
+import torch
 from msgspec.structs import replace
 
-from agentrl.algorithms.sampling.curriculum import TaskDifficulty
+from agentrl.algorithms.data.state import CountedMeans
 from agentrl.algorithms.sampling.selfplay import OpponentPool
 from agentrl.config import RunConfig
-from agentrl.types import Branch, Json, NewRollout, Purpose, Rollout, Sampling
+from agentrl.types import Branch, Group, Json, NewRollout, Purpose, Rollout, Sampling, Task
 
 URGENT = 1  # rollouts that the loop waits for run before prefetched ones
+DIFFICULTY = "difficulty"  # name of the tasks' difficulty in the state of the run
+
+
+@dataclass(frozen=True, slots=True)
+class TaskDifficulty:
+    """A curriculum: tasks are drawn by their mean outcome so far.
+
+    Tasks of medium difficulty have the strongest signal, because groups compare outcomes and these
+    have the variance p (1 - p) (arXiv 2502.12272)."""
+
+    means: CountedMeans = field(default_factory=CountedMeans)
+
+    def record_outcomes(self, groups: Sequence[Group]) -> None:
+        """Record the outcomes of sampled rollouts, trained or not. Missing rewards do not count,
+        nor do branches, which begin in the middle of a task."""
+        every = (rollout for group in groups for rollout in group.rollouts)
+        rollouts = [rollout for rollout in every if rollout.branch is None]
+        outcomes = torch.tensor([row.reward() for row in rollouts], dtype=torch.float64)
+        _, self.means.values = self.means.read([task_name(row.task) for row in rollouts], outcomes)
+
+    def weight(self, task: Task) -> float:
+        """p (1 - p) of the rate p at which it is solved, in (0, 1/4]: that of a task never seen is
+        1/2, and one success and one failure are added to what was seen of the others."""
+        mean, seen = self.means.values.get(task_name(task), (0.0, 0))
+        p = (min(max(mean, 0.0), 1.0) * seen + 1) / (seen + 2)
+        return p * (1 - p)
+
+    def draw(self, tasks: Sequence[dict[str, Json]], seed: str, n: int) -> list[dict[str, Json]]:
+        """`n` tasks by weight. Of a larger `n` the first are the same."""
+        return random.Random(seed).choices(tasks, [self.weight(task) for task in tasks], k=n)
+
+
+def task_name(task: Task) -> str:
+    """Its `id`, or without one a digest of its content."""
+    if "id" in task:
+        return str(task["id"])
+    whole = msgspec.json.encode(task, order="sorted")
+    return hashlib.blake2b(whole, digest_size=12).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +110,12 @@ class TaskSampler:
     def _group(
         self, name: str, task: dict[str, Json], step: int, priority: int = 0
     ) -> list[NewRollout]:
-        sampling = self.config.sampling
+        group, sampling = f"{self.config.name}/train/{name}", self.config.sampling
         cold = replace(sampling, temperature=0.0)
-        group = f"{self.config.name}/train/{name}"
         return [
-            _rollout(
-                self.config,
-                group=group,
-                index=index,
-                task=task,
-                purpose=Purpose.TRAIN,
+            replace(
+                _rollout(self.config, group, index, task, step),
                 sampling=cold if self.greedy and index == 0 else sampling,
-                step=step,
                 priority=priority,
                 seats=self.pool.seats(group, index) if self.pool is not None else {},
             )
@@ -104,66 +139,35 @@ def evaluation_rollouts(
     seats: Mapping[str, str] = {},
 ) -> list[NewRollout]:
     """One rollout per task, as the group `<run>/eval/<step>/<name>`. seats: role -> policy."""
+    group = f"{config.name}/eval/{step:06d}/{name}"
     return [
-        _rollout(
-            config,
-            group=f"{config.name}/eval/{step:06d}/{name}",
-            index=index,
-            task=task,
+        replace(
+            _rollout(config, group, index, task, step),
             purpose=Purpose.EVAL,
             sampling=sampling,
-            step=step,
             priority=URGENT,
-            seats=seats,
+            seats=dict(seats),
         )
         for index, task in enumerate(tasks)
     ]
 
 
-def branch_rollout(config: RunConfig, source: Rollout, calls: int, number: int) -> NewRollout:
-    """The `number`-th branch of the group of `source`, with so many of its calls repeated and the
-    same players."""
-    return _joining(config, source, Branch(rollout=source.id, calls=calls), source.seats, number)
-
-
-def counterfactual_rollout(
-    config: RunConfig, source: Rollout, without: Mapping[str, str], number: int
-) -> NewRollout:
-    """The `number`-th replay in the group of `source`. without: role -> who plays it there."""
-    roles, calls = list(without), len(source.transitions)
-    branch = Branch(rollout=source.id, calls=calls, without=roles)
-    return _joining(config, source, branch, {**source.seats, **without}, number)
-
-
-def _joining(
+def joining_rollout(
     config: RunConfig, source: Rollout, branch: Branch, seats: Mapping[str, str], number: int
 ) -> NewRollout:
     """One more rollout of the group of `source`, after the `number` that joined before it."""
-    rollout = _rollout(
-        config,
-        group=source.group,
-        index=config.algorithm.group_size + number,
-        task=source.task,
+    index = config.algorithm.group_size + number
+    return replace(
+        _rollout(config, source.group, index, source.task, source.step),
         purpose=source.purpose,
-        sampling=config.sampling,
-        step=source.step,
         priority=URGENT,
-        seats=seats,
+        seats=dict(seats),
+        branch=branch,
     )
-    return replace(rollout, branch=branch)
 
 
 def _rollout(
-    config: RunConfig,
-    *,
-    group: str,
-    index: int,
-    task: dict[str, Json],
-    purpose: Purpose,
-    sampling: Sampling,
-    step: int,
-    priority: int = 0,
-    seats: Mapping[str, str] = {},
+    config: RunConfig, group: str, index: int, task: dict[str, Json], step: int
 ) -> NewRollout:
     return NewRollout(
         id=f"{group}/{index:04d}",
@@ -171,11 +175,8 @@ def _rollout(
         group=group,
         index=index,
         task=task,
-        purpose=purpose,
-        sampling=sampling,
+        sampling=config.sampling,
         step=step,
         max_attempts=config.agent.max_attempts,
         timeout=config.agent.timeout,
-        priority=priority,
-        seats=dict(seats),
     )

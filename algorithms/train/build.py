@@ -1,4 +1,4 @@
-"""What a run is put together from: the algorithm, updater and state of every policy that learns."""
+"""Builds the parts of a run: the algorithm, updater and state of every policy that learns."""
 
 from __future__ import annotations
 
@@ -8,32 +8,38 @@ from pathlib import Path
 
 from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
-from agentrl.algorithms.learners import auxiliary
-from agentrl.algorithms.learners.base import Learner
-from agentrl.algorithms.learners.factory import make_learner
-from agentrl.algorithms.learners.implicit_reward import ImplicitTrainer
+from agentrl.algorithms.learners import factory
 from agentrl.algorithms.model.load import context_length
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.objective.kl_control import ReferenceControl, UpdatableReference
 from agentrl.algorithms.presets import catalogue
 from agentrl.algorithms.presets.registry import check_group
-from agentrl.algorithms.presets.zoo.hcapo import HINDSIGHT
+from agentrl.algorithms.presets.zoo.turns import HINDSIGHT
 from agentrl.algorithms.sampling import counterfactuals
 from agentrl.algorithms.sampling.collect import resampling_reward
 from agentrl.algorithms.sampling.counterfactuals import RoleRewards, coalition_formula
-from agentrl.algorithms.sampling.curriculum import PART, TaskDifficulty
-from agentrl.algorithms.sampling.selfplay import PART as GAMES
-from agentrl.algorithms.sampling.selfplay import OpponentPool, check_seat_comparison
+from agentrl.algorithms.sampling.selfplay import SELFPLAY, OpponentPool, check_seat_comparison
+from agentrl.algorithms.sampling.task_sampler import DIFFICULTY, TaskDifficulty
 from agentrl.algorithms.train.dump import BadSteps
-from agentrl.algorithms.train.hindsight import HindsightRewards
 from agentrl.algorithms.train.load_policies import LoadedModel
 from agentrl.algorithms.train.policy_set import PolicySet
-from agentrl.algorithms.train.preprocess import Completer, Preprocessor
-from agentrl.algorithms.train.retokenize import Retokenizer
+from agentrl.algorithms.train.preprocess import (
+    Completer,
+    HindsightRewards,
+    Preprocessor,
+    Retokenizer,
+)
 from agentrl.algorithms.train.update import Updater
 from agentrl.config import RunConfig
-from agentrl.config.evaluation_plan import FrozenPolicy, initial_version
-from agentrl.config.policies import INITIAL, policy_of_role, trained_policies, view
+from agentrl.config.policies import (
+    INITIAL,
+    FrozenPolicy,
+    initial_version,
+    policy_of_role,
+    trained_policies,
+    view,
+)
+from agentrl.config.schema import TasksConfig
 from agentrl.config.selfplay import learning_policy
 from agentrl.errors import ConfigError
 from agentrl.types import POLICY
@@ -58,11 +64,11 @@ def group_requirements(config: RunConfig, algos: Mapping[str, Algo]) -> tuple[bo
     rollout is greedy, and the reward that must differ within a group, if there is one.
 
     Raises ConfigError if they disagree, and for counterfactual rollouts that none of them reads."""
-    asked = {
+    required = {
         name: (algo.greedy, resampling_reward(view(config, name).algorithm, algo))
         for name, algo in algos.items()
     }
-    (first, wanted), *others = asked.items()
+    (first, wanted), *others = required.items()
     for name, other in others:
         if other != wanted:
             raise ConfigError(
@@ -77,13 +83,13 @@ def group_requirements(config: RunConfig, algos: Mapping[str, Algo]) -> tuple[bo
 
 def load_algorithm(config: RunConfig) -> Algo:
     """The algorithm of the run file. Raises ConfigError for settings that do not fit it."""
-    streams = auxiliary.available_streams(config)
+    streams = factory.available_streams(config)
     settings = config.algorithm
     algo = catalogue.make(
         settings.preset, settings.options, streams=streams, root=Path(config.root)
     )
     check_group(settings, algo)
-    auxiliary.refuse_unused_settings(config, algo)
+    factory.refuse_unused_settings(config, algo)
     return counterfactuals.with_optional_reward(settings.counterfactual, algo)
 
 
@@ -105,12 +111,12 @@ def make_policies(
     return PolicySet(config, updaters, state)
 
 
-def make_difficulty(config: RunConfig, policies: PolicySet) -> TaskDifficulty | None:
-    """How often each task was solved, where tasks are drawn by that; it is saved with the run."""
-    if config.tasks.order != "difficulty":
+def make_difficulty(tasks: TasksConfig, policies: PolicySet) -> TaskDifficulty | None:
+    """The tasks' difficulty, if tasks are drawn by it; it is saved with the run."""
+    if tasks.order != "difficulty":
         return None
     difficulty = TaskDifficulty()
-    policies.memory.parts[PART] = difficulty.means
+    policies.memory.parts[DIFFICULTY] = difficulty.means
     return difficulty
 
 
@@ -131,7 +137,7 @@ def make_pool(config: RunConfig, policies: PolicySet) -> OpponentPool | None:
         settings, learning_policy(config), config.seed, ahead=config.algorithm.max_staleness
     )
     if settings.opponents != "self":
-        policies.memory.parts[GAMES] = pool
+        policies.memory.parts[SELFPLAY] = pool
     return pool
 
 
@@ -140,19 +146,31 @@ def make_updater(
 ) -> Updater:
     """The updater of one policy. config: its own view of the run; dumps: the folder for failed
     optimizer steps."""
-    loaded = model.model, model.tokenizer, model.source
-    scorers, trainers = auxiliary.make_reward_models(config, *loaded)
-    learner = make_learner(config, algo, *loaded, model.adapters, trainers, name)
+    settings, tokenizer = config.algorithm, model.tokenizer
+    loaded = model.model, tokenizer, model.source
+    scorers, trainers = factory.make_reward_models(config, *loaded)
+    learner = factory.make_learner(config, algo, *loaded, model.adapters, trainers, name)
     state, anchor = make_state(config, algo, getattr(learner, "frozen", {}).get("q"))
+    context = context_length(model.model)
+    completers: list[Completer] = []
+    if counterfactuals.uses_counterfactuals(settings.counterfactual, algo):
+        completers.append(RoleRewards(coalition_formula(config), name))
+    if settings.inexact == "retokenize":  # before the rewards of models, which need the token ids
+        completers.append(Retokenizer(tokenizer, learner, context, name, algo.rewards))
+    completers += scorers
+    if HINDSIGHT in algo.rewards:
+        completers.append(HindsightRewards(tokenizer, learner, context, name))
     return Updater(
         config,
         algo,
         learner,
         state=state,
-        preprocessor=make_preprocessor(config, algo, name, model, learner, scorers, trainers),
+        preprocessor=Preprocessor(
+            tuple(completers), tuple(trainers), context, name, decode=tokenizer.decode
+        ),
         anchor=anchor,
-        recorder=CreditRecorder(name) if config.algorithm.store_credit else None,
-        bad_steps=BadSteps(dumps, config.algorithm.max_bad_steps),
+        recorder=CreditRecorder(name) if settings.store_credit else None,
+        bad_steps=BadSteps(dumps, settings.max_bad_steps),
         policy=name,
     )
 
@@ -162,31 +180,7 @@ def make_state(
 ) -> tuple[AlgorithmState, ReferenceControl]:
     """The state that a policy keeps from step to step, and its KL control."""
     memory = AlgorithmState(algo.memories, seed=config.seed)
-    anchor = ReferenceControl(reference, auxiliary.make_controller(config, algo))
+    anchor = ReferenceControl(reference, factory.make_controller(config, algo))
     if anchor.kl is not None:
         memory.parts["kl"] = anchor.kl
     return memory, anchor
-
-
-def make_preprocessor(
-    config: RunConfig,
-    algo: Algo,
-    name: str,
-    model: LoadedModel,
-    learner: Learner,
-    scorers: Sequence[Completer],
-    trainers: Sequence[ImplicitTrainer],
-) -> Preprocessor:
-    """The preprocessing of a policy: counterfactual rewards, token ids of inexact calls, and then
-    the rewards of models, which need the ids."""
-    tokenizer, context = model.tokenizer, context_length(model.model)
-    completers: list[Completer] = []
-    if counterfactuals.uses_counterfactuals(config.algorithm.counterfactual, algo):
-        completers.append(RoleRewards(coalition_formula(config), name))
-    if config.algorithm.inexact == "retokenize":
-        completers.append(Retokenizer(tokenizer, learner, context, algo.rewards, name))
-    completers += scorers
-    if HINDSIGHT in algo.rewards:
-        completers.append(HindsightRewards(tokenizer, learner, context, name))
-    decode = tokenizer.decode
-    return Preprocessor(tuple(completers), tuple(trainers), context, name, decode=decode)

@@ -3,8 +3,8 @@
 A checkpoint is what the learner saved (an ordinary Hugging Face directory plus optimizer state),
 `state.json`, the state of the algorithm and of the random number generators, and `SHA256SUMS`, the
 digests of both, by which a damaged one is refused. It is written beside its place, forced to disk
-and renamed, before the store commit that names it. Its name holds the epoch of its writer, and its
-state names the run, so that a fenced process which is still alive harms nobody's.
+and renamed, before the store commit that names it. Its name contains the epoch of its writer, and
+its state the run, so that a fenced process that is still alive changes no other's checkpoints.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def save_checkpoint(
 
 @contextmanager
 def _new_directory(directory: Path) -> Iterator[Path]:
-    """Where to write files that, with their digests, become `directory` as a whole or not at all.
+    """A folder for files that, with their digests, become `directory` as a whole or not at all.
 
     Raises TrainingError when the disk refuses, with nothing left behind."""
     try:
@@ -94,7 +94,7 @@ def load_checkpoint(directory: Path, learner: Checkpointable) -> dict[str, Json]
         state: dict[str, Json] = content["state"]
         before = random_state()
         try:
-            set_random_state(content["random"])  # torch and random alone know what they accept
+            set_random_state(content["random"])  # only torch and random can check their states
         finally:
             set_random_state(before)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
@@ -119,12 +119,12 @@ def save_policy(directory: Path, learner: Checkpointable) -> None:
 
 
 def export_checkpoint(source: Path, target: Path) -> None:
-    """Copy the policy of a checkpoint, without what only a run needs to continue, into a new
-    directory: an ordinary Hugging Face one, or of an adapter that of peft.
+    """Copy the policy of a checkpoint, without the files that only a run needs to continue, into a
+    new directory: an ordinary Hugging Face one, or for an adapter that of peft.
 
-    Raises PolicyError, with nothing written, if `target` exists or `source` is no whole one."""
+    Raises PolicyError, with nothing written, if `target` exists or `source` is incomplete."""
     if target.exists():
-        raise PolicyError(f"{target}: it is there already; give a directory to be made")
+        raise PolicyError(f"{target} exists already; give the name of a new directory")
     files = [file for file in sorted(source.glob("*")) if file.is_file() and _is_policy_file(file)]
     whole = any((folder / STATE).is_file() for folder in (source, source.parent))
     if not whole or not any(map(_is_weights, files)):
@@ -148,9 +148,8 @@ def export_checkpoint(source: Path, target: Path) -> None:
 
 def prune(folder: Path, *, keep: int, last: Path, run: str = "") -> None:
     """Delete old checkpoints of a run, once its owner has committed `last`: all but the `keep`
-    newest, those of steps that were rewound, and partial ones of killed processes.
-
-    Checkpoints of other runs or of later owners stay, and so do files of any other name."""
+    newest, those of rewound steps, and partial ones of killed processes. Checkpoints of other runs
+    or of later owners stay, and so do files with other names."""
     present = parse_name(last)
     assert present is not None
     own = {}
@@ -216,5 +215,5 @@ def _is_policy_file(file: Path) -> bool:
 
 
 def _is_weights(file: Path) -> bool:
-    """Under the names that transformers and peft look for."""
+    """Whether a file has a name under which transformers or peft look for weights."""
     return file.suffix == ".safetensors" and file.name.startswith(("model", "adapter_model"))

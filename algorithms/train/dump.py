@@ -1,7 +1,7 @@
 """Optimizer steps that failed: their batches are written to files, and too many end the run.
 
-A file is safetensors: the tensors of the batch, of its terms and the log-probs of the policy; what
-is no tensor is JSON in its metadata. `load_dump` reads it without the model or the store.
+A file is safetensors: the tensors of the batch, of its terms and the log-probs of the policy; other
+values are JSON in its metadata. `load_dump` reads it without the model or the store.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from agentrl.algorithms.data.batch import Batch, TokenRow
 from agentrl.algorithms.objective.core import Terms
 from agentrl.errors import TrainingError
 
-ROW = ("tokens", "actions", "logprobs", "temperature", "transition")
+ROW = [field.name for field in dataclasses.fields(TokenRow)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,22 +31,18 @@ class Dump:
 
     batch: Batch
     terms: Terms
-    logprobs: Tensor  # float32 [N], of the policy; NaN also where it was not asked any more
+    logprobs: Tensor  # float32 [N], of the policy; NaN also where it was no longer computed
     loss: float
     grad_norm: float
 
 
 @dataclass(slots=True)
 class BadSteps:
-    """Counts optimizer steps in a row that changed nothing; a restart begins at 0."""
+    """Counts optimizer steps in a row that changed no weight; a restart begins at 0."""
 
     folder: Path  # of the files
     limit: int
     streak: int = 0
-
-    def good(self) -> None:
-        """A step was applied."""
-        self.streak = 0
 
     def bad(self, step: int, number: int, dump: Dump) -> None:
         """Write optimizer step `number` of a training step to a file and say so.
@@ -84,7 +80,9 @@ def save_dump(path: Path, dump: Dump) -> None:
     ):  # fmt: skip
         flat |= {f"{prefix}/{name}": column for name, column in columns.items()}
     plain: dict[str, Any] = {"loss": repr(dump.loss), "grad_norm": repr(dump.grad_norm)}
-    for name, value in _columns(batch).items():
+    others = {field.name for field in dataclasses.fields(batch)} - {"rows", "rewards", "memory"}
+    for name in sorted(others):
+        value = getattr(batch, name)
         if isinstance(value, Tensor):
             flat[f"batch/{name}"] = value
         else:
@@ -112,23 +110,11 @@ def load_dump(path: Path) -> Dump:
             if name.startswith(f"{prefix}/")
         }
 
-    columns = plain | table("batch")
-    rows = _rows(table("row"), columns["token_row"])
+    columns, flat = plain | table("batch"), table("row")
+    lengths = flat["length"].tolist()
+    actions = columns["token_row"].bincount(minlength=len(lengths)).tolist()
+    parts = [torch.split(flat[name], lengths if name == "tokens" else actions) for name in ROW]
+    rows = [TokenRow(*row) for row in zip(*parts, strict=True)]
     batch = Batch(rows=rows, rewards=table("reward"), memory=table("memory"), **columns)
     terms = Terms(tensors["advantage"], tensors["weight"], table("stream"), table("ids"), skip=None)
     return Dump(batch, terms, tensors["logprobs"], loss, grad_norm)
-
-
-def _columns(batch: Batch) -> dict[str, Any]:
-    """Fields of a batch besides its rows and tables."""
-    names = {field.name for field in dataclasses.fields(batch)} - {"rows", "rewards", "memory"}
-    return {name: getattr(batch, name) for name in sorted(names)}
-
-
-def _rows(flat: dict[str, Tensor], token_row: Tensor) -> list[TokenRow]:
-    lengths = flat["length"].tolist()
-    actions = token_row.bincount(minlength=len(lengths)).tolist()
-    parts = {
-        name: torch.split(flat[name], lengths if name == "tokens" else actions) for name in ROW
-    }
-    return [TokenRow(**{name: parts[name][i] for name in ROW}) for i in range(len(lengths))]

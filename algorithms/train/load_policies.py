@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from agentrl import digests
 from agentrl.algorithms.model.load import Tokenizer, load_model, vocabulary_size
 from agentrl.algorithms.model.lora import Adapters
-from agentrl.config import LoraConfig, PolicyConfig, RunConfig
-from agentrl.config import policies as team
+from agentrl.config import PolicyConfig, RunConfig
+from agentrl.config.policies import frozen_policies, trained_policies, view
 from agentrl.errors import ConfigError, PolicyError
 from agentrl.files import atomic_directory
 from agentrl.loading import load_attribute
@@ -29,7 +29,7 @@ class LoadedModel:
     source: str  # directory or hub name
     model: PreTrainedModel
     tokenizer: Tokenizer
-    adapters: Adapters | None = None  # by the names of the policies; none: the model is the policy
+    adapters: Adapters | None = None  # by the names of the policies; None: the model is the policy
     policies: list[str] = field(default_factory=list)
     built: bool = False  # by policy.build, just now
 
@@ -39,8 +39,8 @@ def load_policies(config: RunConfig) -> list[LoadedModel]:
 
     Raises PolicyError for what cannot be loaded, or is an adapter of another model."""
     bases: dict[tuple[str, str], LoadedModel] = {}
-    for name in (*team.trained_policies(config), *team.frozen_policies(config)):
-        own = team.view(config, name)
+    for name in (*trained_policies(config), *frozen_policies(config)):
+        own = view(config, name)
         source, built = policy_directory(own)
         adapted = bool(own.policy.lora.rank or own.policy.lora.adapter)
         key = (source, "" if adapted else name)
@@ -48,7 +48,8 @@ def load_policies(config: RunConfig) -> list[LoadedModel]:
             if key not in bases:
                 bases[key] = load_base_model(source, config.policy, adapted=adapted, built=built)
             bases[key].policies.append(name)
-            add_adapter(bases[key].adapters, name, own)
+            if adapters := bases[key].adapters:
+                _add_adapter(adapters, name, own)
         except PolicyError as error:
             where = f"policies.{name}: " if config.policies else ""
             raise PolicyError(f"{where}{error}") from None
@@ -65,22 +66,14 @@ def load_base_model(
     return LoadedModel(source, model, tokenizer, adapters, built=built)
 
 
-def add_adapter(adapters: Adapters | None, name: str, config: RunConfig) -> None:
-    """Add the adapter of a policy as its settings say. adapters: None if the policy is a whole
-    model. An adapter directory without a rank is loaded frozen."""
-    settings: LoraConfig = config.policy.lora
-    if adapters is None:
-        return
+def _add_adapter(adapters: Adapters, name: str, config: RunConfig) -> None:
+    """Add the adapter of a policy; an adapter directory without a rank is loaded frozen."""
+    settings, seed = config.policy.lora, config.seed
     if not settings.rank:
         adapters.open(name, config.path(settings.adapter))
         return
-    adapters.add(
-        name,
-        rank=settings.rank,
-        alpha=settings.alpha,
-        targets=settings.targets,
-        seed=config.seed,
-    )
+    rank, alpha, targets = settings.rank, settings.alpha, settings.targets
+    adapters.add(name, rank=rank, alpha=alpha, targets=targets, seed=seed)
     if settings.adapter:
         adapters.restore(name, adapters.read(name, config.path(settings.adapter)))
 

@@ -1,6 +1,7 @@
 """The algorithm process: it opens the run, builds what trains and serves, and starts the loop.
 
-`loop.py` is the training loop itself, `build.py` what it is put together from.
+`loop.py` is the training loop itself, `build.py` builds its parts. An evaluation plan is played by
+such a process too, with frozen policies.
 """
 
 from __future__ import annotations
@@ -14,27 +15,28 @@ from pathlib import Path
 
 import msgspec
 import torch
+from msgspec.structs import replace
 from transformers.utils.logging import disable_progress_bar
 
 from agentrl import folder_lock
 from agentrl.algorithms.sampling import evaluate
 from agentrl.algorithms.sampling.collect import Collector
-from agentrl.algorithms.sampling.selfplay import OpponentPool
-from agentrl.algorithms.sampling.task_sampler import TaskSampler
+from agentrl.algorithms.sampling.task_sampler import TaskSampler, evaluation_rollouts
 from agentrl.algorithms.train import build
-from agentrl.algorithms.train.load_policies import LoadedModel, load_policies, vocabulary_sizes
+from agentrl.algorithms.train.checkpoint import earlier_checkpoints, load_checkpoint, parse_name
+from agentrl.algorithms.train.load_policies import load_policies, vocabulary_sizes
 from agentrl.algorithms.train.loop import TrainingLoop
 from agentrl.algorithms.train.policy_set import PolicySet
-from agentrl.algorithms.train.resume import resume_run
 from agentrl.algorithms.train.serving import PolicyServers
 from agentrl.algorithms.train.snapshots import SnapshotStore
 from agentrl.config import RunConfig
-from agentrl.config.policies import has_no_own_policy
+from agentrl.config.policies import EvaluationPlan, has_no_own_policy, trained_policies
+from agentrl.errors import DamagedError
 from agentrl.loading import load_tasks
 from agentrl.processes import PHASE, log_to_stderr
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.types import ENDED, Json
+from agentrl.types import ENDED, Json, RunState
 
 log = logging.getLogger("agentrl.algorithm")
 
@@ -51,17 +53,18 @@ async def run(config: RunConfig) -> None:
     greedy, resample = build.group_requirements(config, algos)
     log.log(PHASE, "reading the tasks")
     train, heldout = _tasks(config, "train"), _tasks(config, "heldout")
-    disable_progress_bar()  # the console shows the progress of the run
-    random.seed(config.seed)
-    torch.manual_seed(config.seed)
+    _prepare(config.seed)
     async with AsyncExitStack() as stack:
         lock = stack.enter_context(folder_lock.shared(Path(config.output)))
         store = await stack.enter_async_context(open_store(config.store))
         # Opened before the policies are built, so that runners load their agents in the meantime.
         state = await store.open_run(config.name, msgspec.to_builtins(config))
-        models = await _load_models(config, store)
+        started = time.monotonic()
+        models = load_policies(config)
+        if any(model.built for model in models):
+            await store.log(config.name, 0, {"time/build": time.monotonic() - started})
         policies = build.make_policies(config, algos, models, stack)
-        difficulty = build.make_difficulty(config, policies)
+        difficulty = build.make_difficulty(config.tasks, policies)
         pool = build.make_pool(config, policies)
         state = await resume_run(store, config, state, policies)
         tasks = TaskSampler(config, train, greedy, difficulty, pool)
@@ -75,8 +78,10 @@ async def run(config: RunConfig) -> None:
         if stand_ins := build.first_versions(config):
             async with serving.updating():
                 await serving.serve_frozen(stand_ins)
-        snapshots = _snapshots(config, policies, serving, store, pool)
-        if snapshots is not None:
+        snapshots = None
+        if pool is not None and config.selfplay.opponents != "self":
+            learner, folder = policies.updaters[pool.policy].learner, Path(config.output, "pool")
+            snapshots = SnapshotStore(pool, learner, serving, store, config.name, folder)
             await snapshots.start(state.step)
         loop = TrainingLoop(
             config, store, state, policies, serving, collector, heldout, lock, snapshots
@@ -85,28 +90,71 @@ async def run(config: RunConfig) -> None:
         await store.log(config.name, config.steps, {ENDED: 1.0}, epoch=state.epoch)
 
 
-async def _load_models(config: RunConfig, store: Store) -> list[LoadedModel]:
-    """The models of all policies; how long building them took is logged."""
-    started = time.monotonic()
-    models = load_policies(config)
-    if any(model.built for model in models):
-        await store.log(config.name, 0, {"time/build": time.monotonic() - started})
-    return models
+async def play_plan(config: RunConfig, plan: EvaluationPlan) -> None:
+    """Serve the run's policies and the players, then have every lineup play every task. Rollouts
+    that have ended are not played again.
+
+    Raises PolicyError for a player that cannot be served."""
+    _prepare(config.seed)
+    async with open_store(config.store) as store:
+        state = await store.open_run(config.name, msgspec.to_builtins(config))
+        serving = PolicyServers(config, load_policies(config))
+        await serving.start()
+        try:
+            async with serving.updating():
+                await serving.publish(dict.fromkeys(trained_policies(config), plan.steps))
+                await serving.serve_frozen(plan.players)
+            await serving.announce(store, config.name, state.epoch)
+            sampling = replace(config.sampling, temperature=plan.temperature)
+            asked = {
+                name: evaluation_rollouts(config, 0, name, plan.tasks, sampling, seats)
+                for name, seats in plan.lineups.items()
+            }
+            await evaluate.play(store, asked)
+        finally:
+            await serving.close()
 
 
-def _snapshots(
-    config: RunConfig,
-    policies: PolicySet,
-    serving: PolicyServers,
-    store: Store,
-    pool: OpponentPool | None,
-) -> SnapshotStore | None:
-    """What keeps and serves the snapshots of a pool, if there is one."""
-    if pool is None or config.selfplay.opponents == "self":
-        return None
-    learner = policies.updaters[pool.policy].learner
-    folder = Path(config.output, "pool")
-    return SnapshotStore(pool, learner, serving, store, config.name, folder)
+async def resume_run(
+    store: Store, config: RunConfig, state: RunState, policies: PolicySet
+) -> RunState:
+    """Load the newest undamaged checkpoint; returns the run's state at that step. Steps after it
+    are rewound in the store, only once the checkpoint is loaded.
+
+    Raises DamagedError if every checkpoint is damaged."""
+    if state.checkpoint is None:
+        return state
+    last = config.checkpoint(state.checkpoint)
+    folder = Path(config.output, "checkpoints")
+    earlier = earlier_checkpoints(folder, last, state.identity)
+    damage: DamagedError | None = None
+    for path in (last, *earlier):
+        try:
+            policies.restore(load_checkpoint(path, policies))
+        except DamagedError as error:
+            log.warning("%s", error)
+            damage = damage or error
+            continue
+        if path is last:
+            return state
+        steps, name = (parse_name(path) or (0, 0))[0], f"checkpoints/{path.name}"
+        log.warning("Going on from %s: %d steps are trained again.", path, state.step - steps)
+        await store.rewind(state.run, state.epoch, steps, name)
+        taken = {"steps/taken_back": float(state.step - steps)}
+        await store.log(state.run, steps, taken, epoch=state.epoch)
+        return replace(state, step=steps, checkpoint=name)
+    raise DamagedError(
+        f"{damage}. No earlier one is whole: put a copy in its place, name one with `agentrl train "
+        "--from PATH`, or train from the start with --from 0"
+    )
+
+
+def _prepare(seed: int) -> None:
+    """Seed the random generators of the process; the console shows the progress of the run, not
+    that of loading."""
+    disable_progress_bar()
+    random.seed(seed)
+    torch.manual_seed(seed)
 
 
 def _tasks(config: RunConfig, split: str) -> list[dict[str, Json]]:

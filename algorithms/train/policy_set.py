@@ -16,7 +16,7 @@ from agentrl.algorithms.diagnostics import metrics
 from agentrl.algorithms.diagnostics.metrics import Metrics
 from agentrl.algorithms.train.update import Updater
 from agentrl.config import RunConfig
-from agentrl.config import policies as team
+from agentrl.config.policies import learns_in_step, steps_learned
 from agentrl.errors import PolicyError
 from agentrl.types import Credit, Group, Json, Judgement
 
@@ -39,7 +39,7 @@ class PolicySet:
         With several policies, metrics of the step itself keep their names, counts are summed, and
         everything else is under `<policy>/`."""
         measured = {
-            name: updater.update(step, groups, team.steps_learned(self.config, name, step))
+            name: updater.update(step, groups, steps_learned(self.config, name, step))
             for name, updater in self.learning(step)
         }
         if not self.several:
@@ -49,12 +49,12 @@ class PolicySet:
     def learning(self, step: int) -> Iterator[tuple[str, Updater]]:
         """The policies whose turn it is."""
         for name, updater in self.updaters.items():
-            if team.learns_in_step(self.config, name, step):
+            if learns_in_step(self.config, name, step):
                 yield name, updater
 
     def versions(self, steps: int) -> dict[str, int]:
         """The version of every policy after `steps` steps: the number of steps it learned in."""
-        return {name: team.steps_learned(self.config, name, steps) for name in self.updaters}
+        return {name: steps_learned(self.config, name, steps) for name in self.updaters}
 
     def credits(self, step: int) -> list[Credit]:
         """The credit of each call in a step, for the step's commit."""
@@ -63,9 +63,8 @@ class PolicySet:
 
     def judgements(self, step: int) -> list[Judgement]:
         """The rewards that preprocessing added in a step, for the step's commit."""
-        return [
-            made for _, updater in self.learning(step) for made in updater.preprocessor.judgements
-        ]
+        learning = [updater for _, updater in self.learning(step)]
+        return [row for updater in learning for row in updater.preprocessor.judgements]
 
     def save(self, directory: Path) -> None:
         """Save the learners; several policies have a folder each."""

@@ -1,4 +1,4 @@
-"""Preprocessing of collected groups before credit: rewards and token ids that only the learning
+"""Preprocessing of collected groups before credit: token ids and rewards that only the learning
 side can compute are added, and calls longer than the model's context are left out."""
 
 from __future__ import annotations
@@ -6,14 +6,34 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import isnan
 from typing import Protocol
 
 from msgspec.structs import replace
 
+from agentrl.algorithms.data.ids import reduce_by
+from agentrl.algorithms.data.merge import build_batch, trainable
+from agentrl.algorithms.data.rewards import split_reference
 from agentrl.algorithms.diagnostics.metrics import Metrics, own_calls
-from agentrl.algorithms.learners.implicit_reward import ImplicitTrainer
-from agentrl.algorithms.model.chat import tool_names
-from agentrl.types import POLICY, Group, Judgement, Rollout, Transition
+from agentrl.algorithms.learners.base import Learner
+from agentrl.algorithms.learners.reward_models import ImplicitTrainer
+from agentrl.algorithms.model.chat import Chat, RequestError, tool_names
+from agentrl.algorithms.model.load import Tokenizer
+from agentrl.algorithms.model.text import Codec
+from agentrl.algorithms.presets.zoo.turns import HINDSIGHT
+from agentrl.types import (
+    POLICY,
+    Group,
+    Json,
+    Judgement,
+    Reward,
+    Rollout,
+    Transition,
+    float32,
+    int32,
+)
+
+TOLD = "\n\n(In the end, this attempt was rewarded with {outcome:g}.)"
 
 
 class Completer(Protocol):
@@ -33,26 +53,29 @@ class Preprocessor:
     context: int | None = None  # tokens the model can read; longer calls are left out
     policy: str = POLICY  # whose calls are learned from
     judgements: list[Judgement] = field(default_factory=list)  # rewards that completers gave
-    decode: Callable[[Sequence[int]], str] | None = None  # none: what prompts say is not looked at
+    decode: Callable[[Sequence[int]], str] | None = None  # None: unseen tools are not counted
 
     def process(self, groups: list[Group]) -> tuple[list[Group], Metrics]:
         """The groups ready for credit, and metrics: calls/inexact (before completion),
         calls/too_long, calls/tools_unseen."""
         calls = own_calls(groups, self.policy)
-        inexact = sum(not call.exact for call in calls)
-        unseen = 0 if self.decode is None else count_unseen_tools(calls, self.decode)
-        collected = groups
+        metrics: Metrics = {
+            "calls/inexact": sum(not call.exact for call in calls),
+            "calls/tools_unseen": count_unseen_tools(calls, self.decode) if self.decode else 0,
+        }
+        given = {row.id: len(row.rewards) for group in groups for row in group.rollouts}
         for completer in self.completers:
             groups = completer.complete(groups)
-        self.judgements[:] = added_rewards(collected, groups)
-        learned = {k: v for trainer in self.trainers for k, v in trainer.learn(groups).items()}
-        groups, too_long = without_long_calls(groups, self.context, self.policy)
-        counts = {
-            "calls/inexact": inexact,
-            "calls/too_long": too_long,
-            "calls/tools_unseen": unseen,
-        }
-        return groups, {**learned, **counts}
+        self.judgements[:] = [
+            Judgement(rollout=row.id, reward=reward)
+            for group in groups
+            for row in group.rollouts
+            for reward in row.rewards[given[row.id] :]
+        ]
+        for trainer in self.trainers:
+            metrics |= trainer.learn(groups)
+        groups, metrics["calls/too_long"] = without_long_calls(groups, self.context, self.policy)
+        return groups, metrics
 
 
 def count_unseen_tools(calls: Iterable[Transition], decode: Callable[[Sequence[int]], str]) -> int:
@@ -68,14 +91,6 @@ def count_unseen_tools(calls: Iterable[Transition], decode: Callable[[Sequence[i
                 seen[call.role] = any(name in text for name in names)
             unseen += not seen[call.role]
     return unseen
-
-
-def added_rewards(collected: list[Group], completed: list[Group]) -> Iterator[Judgement]:
-    """The rewards that completion added to the collected rollouts."""
-    before = {row.id: len(row.rewards) for group in collected for row in group.rollouts}
-    for rollout in (row for group in completed for row in group.rollouts):
-        for reward in rollout.rewards[before[rollout.id] :]:
-            yield Judgement(rollout=rollout.id, reward=reward)
 
 
 def without_long_calls(
@@ -96,9 +111,149 @@ def without_long_calls(
         RuntimeWarning,
         stacklevel=2,
     )
+    marked = map_calls(groups, lambda c: replace(c, exact=False) if c.id in long else c)
+    return marked, len(long)
 
-    def refused(rollout: Rollout) -> Rollout:
-        calls = [replace(c, exact=c.exact and c.id not in long) for c in rollout.transitions]
+
+def map_calls(
+    groups: list[Group], change: Callable[[Transition], Transition | None]
+) -> list[Group]:
+    """The groups with every call changed; calls for which `change` returns None are left out."""
+
+    def changed(rollout: Rollout) -> Rollout:
+        calls = [new for call in rollout.transitions if (new := change(call)) is not None]
         return replace(rollout, transitions=calls)
 
-    return [replace(g, rollouts=[refused(row) for row in g.rollouts]) for g in groups], len(long)
+    return [replace(group, rollouts=list(map(changed, group.rollouts))) for group in groups]
+
+
+@dataclass(slots=True)
+class _PromptCompleter:
+    """Renders calls of a trained policy with its chat template and asks the learner for log-probs.
+    context: the policy's context length in tokens."""
+
+    tokenizer: Tokenizer
+    learner: Learner
+    context: int | None = None
+    policy: str = POLICY
+    _chat: Chat = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._chat = Chat(self.tokenizer, Codec(self.tokenizer))
+
+    def _fits(self, size: int) -> bool:
+        return self.context is None or size <= self.context
+
+
+@dataclass(slots=True)
+class Retokenizer(_PromptCompleter):
+    """Adds token ids to the inexact calls of a trained policy, so that they can be trained.
+
+    The policy's chat template and tokenizer usually, but not always, give the tokens that were
+    sampled, and the learner's log-probs stand in for the sampler's, as if the call were on-policy.
+    Both are approximations, so this is done only with `algorithm.inexact = "retokenize"`.
+    reward_names: the rewards with which even a failed rollout is trained."""
+
+    reward_names: Sequence[str] = ("outcome",)
+
+    def complete(self, groups: list[Group]) -> list[Group]:
+        """`groups`, with ids and the learner's log-probs for every inexact call that the template
+        can render, fits the context and is of a rollout to learn from. The others stay inexact."""
+        found = {
+            call.id: call
+            for group in groups
+            for rollout in group.rollouts
+            for old in rollout.transitions
+            if not old.exact and old.policy == self.policy
+            if (call := self._tokenized(old)) is not None
+        }
+        if not found:
+            return groups
+        # Only these calls: others may be longer than the model can read.
+        batch = build_batch(
+            map_calls(groups, lambda call: found.get(call.id)),
+            reward_names=self.reward_names,
+            policy=self.policy,
+        )
+        logprobs = self.learner.logprobs(batch).cpu()
+        # A call that repeats another one is not trained, so it needs no log-probs.
+        ready = {id: call for id, call in found.items() if call.repeats is not None}
+        for index, id in enumerate(batch.transitions):
+            if id not in ready:
+                own = logprobs[batch.token_transition == index]
+                ready[id] = replace(found[id], logprobs=float32(own.tolist()))
+        return map_calls(groups, lambda call: ready.get(call.id, call))
+
+    def _tokenized(self, call: Transition) -> Transition | None:
+        """The call with token ids and log-probs of 0; None if they cannot be found."""
+        if call.answer is None or not call.messages:
+            return None
+        try:
+            prompt = self._chat.encode(call.messages, call.tools, add_generation_prompt=True)
+            messages: list[dict[str, Json]] = [*call.messages, call.answer]
+            whole = self._chat.encode(messages, call.tools, add_generation_prompt=False)
+        except RequestError:
+            return None
+        completion, end = whole[len(prompt) :], self.tokenizer.eos_token_id
+        if end in completion:  # the policy sampled the end of its turn, unless it was cut short
+            ended = call.finish not in ("length", "cut")
+            completion = completion[: completion.index(end) + ended]
+        if whole[: len(prompt)] != prompt or not self._fits(len(prompt) + len(completion)):
+            return None
+        return replace(
+            call,
+            prompt=int32(prompt),
+            completion=int32(completion),
+            logprobs=float32([0.0] * len(completion)),
+            exact=True,
+        )
+
+
+@dataclass(slots=True)
+class HindsightRewards(_PromptCompleter):
+    """Hindsight rewards: how probable each call is to the current policy once it knows the outcome.
+
+    The prompt of a call is rendered again with the outcome at its end, and the learner computes the
+    log-probs of the sampled tokens after it. Nothing is sampled. HCAPO, arXiv 2603.08754."""
+
+    def complete(self, groups: list[Group]) -> list[Group]:
+        """`groups` with a reward `hindsight` for every call: the mean log-prob of its tokens where
+        the prompt tells the outcome. Calls of rollouts without an outcome, and those whose last
+        message is no text or which do not fit the context then, get none."""
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        told = {call.id: call for rollout in rollouts for call in self._told(rollout)}
+        batch = build_batch(map_calls(groups, lambda c: told.get(c.id)), policy=self.policy)
+        if not batch.n_tokens:
+            return groups
+        call, n = batch.token_transition, len(batch.transitions)
+        total = reduce_by(self.learner.logprobs(batch).cpu(), call, n)
+        mean = (total / reduce_by(call >= 0, call, n)).tolist()
+        scores = {id: x for id, x in zip(batch.transitions, mean, strict=True) if not isnan(x)}
+        scope, name = split_reference(HINDSIGHT)
+
+        def scored(rollout: Rollout) -> Rollout:
+            more = [
+                Reward(value=scores[call.id], name=name, scope=scope, target=call.id, source=name)
+                for call in rollout.transitions
+                if call.id in scores
+            ]
+            return replace(rollout, rewards=[*rollout.rewards, *more])
+
+        return [replace(group, rollouts=list(map(scored, group.rollouts))) for group in groups]
+
+    def _told(self, rollout: Rollout) -> Iterator[Transition]:
+        """The calls of a rollout whose prompts can tell its outcome, with these prompts."""
+        outcome = rollout.reward()
+        for call in [] if isnan(outcome) else rollout.transitions:
+            *before, last = call.messages or [{}]
+            if not trainable(call, self.policy) or call.repeats is not None:
+                continue
+            if not isinstance(last.get("content"), str):
+                continue
+            text = last["content"] + TOLD.format(outcome=outcome)
+            try:
+                prompt = self._chat.encode([*before, {**last, "content": text}], call.tools)
+            except RequestError:
+                continue
+            if self._fits(len(prompt) + len(call.completion)):
+                yield replace(call, prompt=int32(prompt))

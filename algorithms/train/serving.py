@@ -19,8 +19,7 @@ from agentrl.algorithms.engines.factory import policy_server
 from agentrl.algorithms.model import lora
 from agentrl.algorithms.train.load_policies import LoadedModel, load_base_model
 from agentrl.config import RunConfig, VllmEngineConfig
-from agentrl.config.evaluation_plan import FrozenPolicy
-from agentrl.config.policies import view
+from agentrl.config.policies import FrozenPolicy, view
 from agentrl.errors import PolicyError
 from agentrl.files import atomic_directory
 from agentrl.store.base import Store
@@ -44,7 +43,7 @@ class PolicyServers:
         self._bases = list(bases)
         self._closing: list[PolicyServer] = []  # closed once no call waits for them
         for number, base in enumerate(bases):
-            server = _server(_apart(config, number), base)
+            server = _make_server(config, base, number)
             for name in base.policies:
                 self._servers[name], self._versions[name] = server, 0
 
@@ -95,7 +94,7 @@ class PolicyServers:
                 )
             base = load_base_model(str(directory), self._config.policy, adapted=False)
             base.policies.append(name)
-            server = _server(_apart(self._config, 1), base)
+            server = _make_server(self._config, base, 1)
             await server.start()
             await server.publish(version)
         self._servers[name], self._versions[name] = server, version
@@ -105,7 +104,7 @@ class PolicyServers:
 
         Raises PolicyError for one that cannot be served."""
         for name, player in players.items():
-            await self.freeze(name, self._directory_of(name, player), player.steps)
+            await self.freeze(name, self._weights_of(name, player), player.steps)
 
     async def drop(self, name: str) -> None:
         """Serve a frozen policy no more; calls that still name it are refused. Call inside
@@ -156,7 +155,7 @@ class PolicyServers:
         alone = sum(other is server for other in self._servers.values()) == 1
         return server.model if alone else name
 
-    def _directory_of(self, name: str, player: FrozenPolicy) -> Path:
+    def _weights_of(self, name: str, player: FrozenPolicy) -> Path:
         """The weights of a frozen policy; an adapter that was never trained is written first."""
         if player.directory:
             return Path(player.directory)
@@ -183,13 +182,10 @@ class PolicyServers:
         return next((b for b in adapted if b.adapters and b.adapters.base == source), adapted[0])
 
 
-def _server(config: RunConfig, base: LoadedModel) -> PolicyServer:
+def _make_server(config: RunConfig, base: LoadedModel, number: int) -> PolicyServer:
+    """The policy server of a model. Of several servers of a run, all but number 0 have a port and a
+    folder of their own."""
+    if number:
+        output = str(Path(config.output, "servers", str(number)))
+        config = replace(config, engine=replace(config.engine, port=0), output=output)
     return policy_server(config, base.model, base.tokenizer, base.adapters, base.policies[0])
-
-
-def _apart(config: RunConfig, number: int) -> RunConfig:
-    """The settings of one of several servers, which share no port and no folder."""
-    if not number:
-        return config
-    output = str(Path(config.output, "servers", str(number)))
-    return replace(config, engine=replace(config.engine, port=0), output=output)

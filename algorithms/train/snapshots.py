@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from agentrl.algorithms.learners.base import Learner
-from agentrl.algorithms.sampling.selfplay import OpponentPool, Snapshot
+from agentrl.algorithms.sampling.selfplay import OpponentPool
 from agentrl.algorithms.train.checkpoint import save_policy
 from agentrl.algorithms.train.serving import PolicyServers
 from agentrl.errors import PolicyError
@@ -43,7 +43,12 @@ class SnapshotStore:
 
     async def save_due(self, steps: int) -> None:
         """Save the snapshot that is due after `steps` steps, before the commit of the last one."""
-        taken = self.pool.finish(steps, await self._playing() if self.pool.ahead else ())
+        playing: set[str] = set()  # in rollouts that have not ended
+        for state in RolloutState if self.pool.ahead else ():
+            if not state.terminal:
+                rows = await self.store.rollouts(self.run, state=state)
+                playing.update(name for row in rows for name in row.seats.values())
+        taken = self.pool.finish(steps, playing)
         if taken is not None:
             save_policy(self.folder / taken.name, self.learner)
 
@@ -61,20 +66,10 @@ class SnapshotStore:
             await self.serving.drop(name)
             self.served.remove(name)
         for name in sorted(held.keys() - self.served):
-            await self.serving.freeze(name, self._directory(held[name]), held[name].step)
+            if not (self.folder / name).is_dir():
+                raise PolicyError(
+                    f"{self.folder / name}: the checkpoint remembers this opponent, and its folder "
+                    "is gone; put it back, or start a new run"
+                )
+            await self.serving.freeze(name, self.folder / name, held[name].step)
             self.served.add(name)
-
-    async def _playing(self) -> set[str]:
-        """The policies that play in rollouts that have not ended."""
-        unended = [state for state in RolloutState if not state.terminal]
-        found = [await self.store.rollouts(self.run, state=state) for state in unended]
-        return {name for rows in found for row in rows for name in row.seats.values()}
-
-    def _directory(self, snapshot: Snapshot) -> Path:
-        directory = self.folder / snapshot.name
-        if not directory.is_dir():
-            raise PolicyError(
-                f"{directory}: the checkpoint remembers this opponent, and its folder is gone; put "
-                "it back, or start a new run"
-            )
-        return directory

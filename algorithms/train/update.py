@@ -1,37 +1,44 @@
-"""One training step: groups into a batch, credit, and one or more optimizer steps on psi."""
+"""One training step: groups into a batch, credit, and one or more optimizer steps on psi.
+
+Learning rate and order of minibatches are functions of the step, so checkpoints hold no schedule.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.data import rewards as columns
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
+from agentrl.algorithms.data.rewards import check_rewards
 from agentrl.algorithms.data.state import AlgorithmState
 from agentrl.algorithms.diagnostics import metrics
 from agentrl.algorithms.diagnostics.credit_records import CreditRecorder
 from agentrl.algorithms.diagnostics.metrics import Metrics
-from agentrl.algorithms.learners.auxiliary import score_batch
-from agentrl.algorithms.learners.base import Learner, Psi, StepReport
+from agentrl.algorithms.learners.base import Learner, Psi
+from agentrl.algorithms.learners.factory import score_batch
 from agentrl.algorithms.objective import core as objective
-from agentrl.algorithms.objective import values as targets
+from agentrl.algorithms.objective import values as critic_targets
 from agentrl.algorithms.objective.core import Algo, Terms
 from agentrl.algorithms.objective.kl_control import ReferenceControl
 from agentrl.algorithms.objective.values import ValueTerms
 from agentrl.algorithms.presets.registry import check_supplies
 from agentrl.algorithms.train.dump import BadSteps, Dump
 from agentrl.algorithms.train.preprocess import Preprocessor
-from agentrl.algorithms.train.schedule import learning_rate, mean_kl, minibatches
-from agentrl.config import RunConfig
+from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.types import POLICY, Group
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +68,11 @@ class Updater:
         turn = step if turn is None else turn
         algo = self.anchor.tuned(self.algo)
         groups, taken = self.preprocessor.process(groups)
-        columns.check_rewards(groups, [name for name in algo.rewards if name not in algo.optional])
+        check_rewards(groups, [name for name in algo.rewards if name not in algo.optional])
         batch = self.batch(groups)
         recall = self.state.recall(batch, groups)
         batch, streams = score_batch(algo, self.learner, replace(batch, memory=recall.columns))
-        values = targets.critic_terms(algo, batch, clip=self.config.critic.clip)
+        values = critic_targets.critic_terms(algo, batch, clip=self.config.critic.clip)
         measured = self.optimize(TrainingStep(step, turn, algo, groups, batch, streams, values))
         self.state.adopt(recall)
         rollouts = sum(len(group.rollouts) for group in groups)
@@ -74,14 +81,14 @@ class Updater:
             **taken,
             **metrics.batch_metrics(groups, batch, self.policy),
             **metrics.staleness(step, groups, self.policy, version=turn),
-            **(targets.value_metrics(values) if values else {}),
+            **(critic_targets.value_metrics(values) if values else {}),
             **measured,
             **held,
         }
 
     def optimize(self, step: TrainingStep) -> Metrics:
         """Make the optimizer steps of a training step, until the KL divergence exceeds target_kl;
-        returns their metrics."""
+        returns their metrics. Raises TrainingError if too many in a row change no weight."""
         if self.recorder is not None:
             self.recorder.open(step.algo, step.batch)
         lr = learning_rate(self.config.algorithm, step.turn, self.config.steps)
@@ -96,13 +103,21 @@ class Updater:
                 continue
             eta = objective.eta(step.algo, terms)
             report = self.learner.step(part, step.psi(terms), lr=lr, critic=critic, eta=eta)
-            if not self.was_applied(step, number, part, terms, report):
+            if not report.applied:
                 bad += 1
+                if self.bad_steps is not None:
+                    dump = Dump(part, terms, report.logprobs, report.loss, report.grad_norm)
+                    self.bad_steps.bad(step.number, number, dump)
                 continue
+            if self.bad_steps is not None:
+                self.bad_steps.streak = 0
             if self.recorder is not None:
                 self.recorder.record(step.algo, part, terms, report.current)
             measured.append(metrics.optimizer_step(step.algo, part, terms, report, sizes))
-            if early_stop := self.exceeds_target_kl(terms, report):
+            target, old = self.config.algorithm.target_kl, terms.streams.get("o")
+            if target is not None and old is not None:
+                early_stop = mean_kl(old, report.logprobs, terms.weight) > target
+            if early_stop:
                 break
         return {
             **metrics.advantages(planned),
@@ -150,27 +165,7 @@ class Updater:
                     part = replace(part, symbols=symbols[tokens])
                 cut = {letter: column[tokens] for letter, column in streams.items()}
                 terms = objective.loss_terms(algo, part, cut, advantage=advantage[tokens])
-                yield part, terms, values and targets.select_tokens(values, tokens)
-
-    def was_applied(
-        self, step: TrainingStep, number: int, part: Batch, terms: Terms, report: StepReport
-    ) -> bool:
-        """Whether an optimizer step changed the weights. Raises TrainingError if too many in a row
-        did not."""
-        if self.bad_steps is not None:
-            if report.applied:
-                self.bad_steps.good()
-            else:
-                dump = Dump(part, terms, report.logprobs, report.loss, report.grad_norm)
-                self.bad_steps.bad(step.number, number, dump)
-        return report.applied
-
-    def exceeds_target_kl(self, terms: Terms, report: StepReport) -> bool:
-        """Whether the policy moved so far on its batch that the remaining steps are skipped."""
-        target = self.config.algorithm.target_kl
-        if target is None or "o" not in terms.streams:
-            return False
-        return mean_kl(terms.streams["o"], report.logprobs, terms.weight) > target
+                yield part, terms, values and critic_targets.select_tokens(values, tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,3 +183,30 @@ class TrainingStep:
     def psi(self, terms: Terms) -> Psi:
         """psi of these terms, picklable because a learner may send it to other processes."""
         return partial(objective.psi, self.algo, terms)
+
+
+def learning_rate(config: AlgorithmConfig, step: int, steps: int) -> float:
+    """Of one step of a run: the lower of a linear rise over `warmup` steps and the schedule, which
+    falls from `lr` before the first step to `min_lr` after the last."""
+    rise = min(1.0, (step + 1) / (config.warmup + 1))
+    done = step / steps
+    left = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+    scheduled = config.min_lr + (config.lr - config.min_lr) * left[config.schedule]
+    return min(config.lr * rise, scheduled)
+
+
+def minibatches(items: Sequence[T], count: int, seed: str) -> list[list[T]]:
+    """The items once, in `count` shares of sizes that differ by one at most, in an order drawn from
+    the seed; one share keeps their order."""
+    order = list(items)
+    if count > 1:
+        random.Random(seed).shuffle(order)
+    bounds = [len(order) * index // count for index in range(count + 1)]
+    return [order[first:last] for first, last in pairwise(bounds)]
+
+
+def mean_kl(old: Tensor, now: Tensor, weight: Tensor) -> float:
+    """KL(old || now) in nats per token by the k3 estimate, over the tokens in the loss: how far the
+    policy has moved on a batch. Schulman, http://joschu.net/blog/kl-approx.html"""
+    d = (old.double() - now.double().cpu())[weight > 0]
+    return float(objective.kl_value(d, "k3").mean()) if d.numel() else 0.0

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from world import CHAINS, CITIES, PEOPLE, RELATIONS, ask, step
 
-from agentrl.algorithms.model.sft import Conversation
-from agentrl.algorithms.model.tiny import imitator, word_tokenizer
+from agentrl.algorithms.model.tiny import Conversation, imitator, word_tokenizer
 
 DEMONSTRATIONS = 8000
 WORDS = [*PEOPLE, *CITIES, *RELATIONS, "of", ";"]

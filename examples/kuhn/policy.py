@@ -12,8 +12,7 @@ from pathlib import Path
 
 from game import CARDS, DONE, GAME, describe
 
-from agentrl.algorithms.model.sft import Conversation
-from agentrl.algorithms.model.tiny import imitator, word_tokenizer
+from agentrl.algorithms.model.tiny import Conversation, imitator, word_tokenizer
 from agentrl.runners.games import Game
 
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from game import amounts, describe, read
 from tasks import train
 
-from agentrl.algorithms.model.sft import Conversation
-from agentrl.algorithms.model.tiny import imitator, word_tokenizer
+from agentrl.algorithms.model.tiny import Conversation, imitator, word_tokenizer
 from agentrl.runners.games import Game, View
 
 DEMONSTRATIONS = 6000

@@ -1,9 +1,9 @@
 """The APIs that agents speak. A new one is a module here and a line in `DIALECTS`."""
 
-from agentrl.runners.dialects import messages, openai, responses
-from agentrl.runners.dialects.base import Dialect, Translation, UntranslatableError
+from agentrl.runners.dialects import messages, responses
+from agentrl.runners.dialects.base import CHAT, TEXT, Dialect, Translation, UntranslatableError
 
-DIALECTS = (openai.CHAT, openai.TEXT, responses.DIALECT, messages.DIALECT)
+DIALECTS = (CHAT, TEXT, responses.DIALECT, messages.DIALECT)
 
 __all__ = ["DIALECTS", "Dialect", "Translation", "UntranslatableError", "of"]
 
@@ -13,4 +13,4 @@ def of(path: str, *, anthropic: bool = False) -> Dialect:
     for dialect in DIALECTS[::-1]:  # "completions" ends "chat/completions" too
         if f"/v1/{dialect.route}" in path:
             return dialect
-    return messages.DIALECT if anthropic else openai.CHAT
+    return messages.DIALECT if anthropic else CHAT

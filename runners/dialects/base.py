@@ -7,10 +7,11 @@ events. Always true: what has a meaning and no equivalent is refused, never left
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 import msgspec
 
@@ -24,10 +25,10 @@ class ConversationMemory:
     """What later calls of an attempt may refer to."""
 
     answers: dict[str, list[Body]] = field(default_factory=dict)
-    """Conversations by the id of the answer they ended with, as chat messages."""
+    """Conversations as chat messages, by the id of the answer that ended them."""
 
     arguments: dict[str, str] = field(default_factory=dict)
-    """Of tool calls by their id, byte for byte as the model wrote them."""
+    """Arguments of tool calls by their id, byte for byte as the model wrote them."""
 
 
 class UntranslatableError(Exception):
@@ -39,23 +40,94 @@ class UntranslatableError(Exception):
         self.code = code or "unsupported_parameter"
 
 
-class Translation(Protocol):
-    """One call on its way through: `chat` is asked, and its answer or chunks are handed back.
+class Translation(ABC):
+    """One call: `chat` is what the policy server is asked, and `answer` the object of the agent's
+    API that its answer becomes.
 
-    An answer is given whole to `whole`, or chunk by chunk to `part` and then `end`. Answers that
-    are no chat completions raise KeyError, TypeError, ValueError or AttributeError."""
+    The server's answer is given whole to `whole`, or chunk by chunk to `part` and then `end`.
+    Answers that are no chat completions raise KeyError, TypeError, ValueError or AttributeError."""
 
-    chat: Body
+    def __init__(self, chat: Body, answer: Body, *, streamed: bool) -> None:
+        self.chat, self.answer = chat, answer
+        if streamed:
+            chat["stream_options"] = {"include_usage": True}
+        self._events: list[bytes] = []
+        self._started = False
+        self._open: object = None  # which block, part or tool call is being written
+        self._finish = "stop"
+        self._stop_sequence: str | None = None
 
-    def whole(self, answer: Body, prompt_tokens: int) -> bytes: ...
+    def whole(self, completion: Body, prompt_tokens: int) -> bytes:
+        choice = completion["choices"][0]
+        chunk = {**completion, "choices": [choice | {"delta": choice["message"]}]}
+        self.part(chunk, prompt_tokens)
+        self.end()
+        return msgspec.json.encode(self.answer)
 
     def part(self, chunk: Body, prompt_tokens: int) -> bytes:
         """Server-sent events, maybe none."""
-        ...
+        if not self._started:
+            self._started = True
+            self._start(chunk["model"], prompt_tokens)
+        if usage := chunk.get("usage"):
+            self._count(usage)
+        for choice in chunk.get("choices") or ():
+            delta = choice.get("delta") or {}
+            thought = delta.get("reasoning_content") or delta.get("reasoning")
+            said = {"reasoning_content": thought, "content": delta.get("content")}
+            for key, text in (said | {"refusal": delta.get("refusal")}).items():
+                if text:
+                    self._write(key, text, choice)
+            for position, call in enumerate(delta.get("tool_calls") or ()):
+                self._call(call.get("index", position), call, call.get("function") or {})
+            self._finish = choice.get("finish_reason") or self._finish
+            if isinstance(choice.get("stop_reason"), str):  # vLLM names what stopped it
+                self._stop_sequence = choice["stop_reason"]
+        return self._flush()
 
     def end(self) -> bytes:
         """The last events, after the last chunk."""
-        ...
+        self._switch(None)
+        self._end()
+        return self._flush()
+
+    @abstractmethod
+    def _start(self, model: str, prompt_tokens: int) -> None: ...
+
+    @abstractmethod
+    def _count(self, usage: Body) -> None: ...
+
+    @abstractmethod
+    def _write(self, key: str, text: str, choice: Body) -> None:
+        """`text` is added to the reasoning_content, content or refusal of the answer."""
+
+    @abstractmethod
+    def _call(self, index: int, delta: Body, function: Body) -> None:
+        """A difference of the tool call at `index`."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """The block, part or tool call that is open has ended."""
+
+    @abstractmethod
+    def _end(self) -> None: ...
+
+    def _switch(self, what: object) -> bool:
+        """Close what is open unless it is `what`; true if `what` begins now."""
+        if self._open == what:
+            return False
+        if self._open is not None:
+            self._close()
+        self._open = what
+        return True
+
+    def _event(self, kind: str, **fields: Any) -> None:
+        data = msgspec.json.encode({"type": kind} | fields)
+        self._events.append(f"event: {kind}\ndata: ".encode() + data + b"\n\n")
+
+    def _flush(self) -> bytes:
+        events, self._events = b"".join(self._events), []
+        return events
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +140,7 @@ class Dialect:
 
 @contextmanager
 def typed() -> Iterator[None]:
-    """What stumbles inside over a field of another type than its API has, refuses the request."""
+    """Refuse the request if the code inside fails on a field that has not the type its API says."""
     try:
         yield
     except (AttributeError, TypeError) as error:
@@ -82,14 +154,15 @@ def refuse_unless(
     """Refuse the fields of `body`, itself at `where`, that have any but the allowed values."""
     for name, values in allowed.items():
         if name in body and body[name] not in values:
-            raise UntranslatableError(
-                f"{where}{name}",
-                f"{body[name]!r:.80} is not possible behind this gateway; leave it out",
-            )
+            raise impossible(f"{where}{name}", f"{body[name]!r:.80}")
+
+
+def impossible(where: str, what: str) -> UntranslatableError:
+    return UntranslatableError(where, f"{what} is not possible behind this gateway; leave it out")
 
 
 def objects(value: Json, where: str) -> list[Body]:
-    """`value` if it is a list of objects; nothing is an empty one."""
+    """`value` if it is a list of objects, which is empty for None."""
     if value is None:
         return []
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
@@ -103,6 +176,18 @@ def text(value: Json, where: str) -> str:
     return value
 
 
-def event(body: Body) -> bytes:
-    """A server-sent event that is named as its `type`."""
-    return f"event: {body['type']}\ndata: ".encode() + msgspec.json.encode(body) + b"\n\n"
+def tool_call(id: Json, name: Json, arguments: Json) -> Body:
+    """As an assistant's chat message has it."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def error(status: int, code: str, message: str) -> Body:
+    """https://platform.openai.com/docs/guides/error-codes"""
+    server = "server_error" if status >= 500 else "invalid_request_error"
+    kind = "rate_limit_error" if status == 429 else server
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+# The APIs that policy servers speak themselves.
+CHAT = Dialect("chat/completions", "chat/completions", error)
+TEXT = Dialect("completions", "completions", error)

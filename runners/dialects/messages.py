@@ -12,20 +12,11 @@ from uuid import uuid4
 
 import msgspec
 
-from agentrl.runners.dialects.base import (
-    Body,
-    ConversationMemory,
-    Dialect,
-    UntranslatableError,
-    event,
-    objects,
-    refuse_unless,
-    text,
-    typed,
-)
+from agentrl.runners.dialects import base
+from agentrl.runners.dialects.base import Body, ConversationMemory, Dialect, UntranslatableError
 from agentrl.types import Json
 
-# Fields that change the answer in a way a chat completion cannot, but for these values.
+# Fields that change the answer as no chat completion can, and the values at which they do not.
 ALLOWED: dict[str, tuple[Json, ...]] = {
     "container": (None,),
     "context_management": (None,),
@@ -34,7 +25,7 @@ ALLOWED: dict[str, tuple[Json, ...]] = {
     "service_tier": (None, "auto", "standard_only"),
     "speed": (None, "standard"),
 }
-# Fields without a meaning for the answer.
+# Fields that do not change the answer.
 IDLE = {"cache_control", "diagnostics", "metadata", "user_profile_id", "workspace_id"}
 TRANSLATED = {"max_tokens", "messages", "output_config", "stop_sequences", "system", "thinking"}
 TRANSLATED |= {"tool_choice", "tools"}
@@ -44,8 +35,8 @@ TYPES |= {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_er
 TYPES |= {504: "timeout_error", 529: "overloaded_error"}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 STOPS = {"length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
-BROKEN = "INVALID_JSON"  # key under which Anthropic shows arguments that are not an object
-FAILED = "Error: "  # chat completions have no other sign of a tool that failed
+BROKEN = "INVALID_JSON"  # Anthropic's key for arguments that are not an object
+FAILED = "Error: "  # how a chat completion is told that a tool failed
 
 
 def error(status: int, code: str, message: str) -> Body:
@@ -58,33 +49,37 @@ def error(status: int, code: str, message: str) -> Body:
 
 
 def chat_request(body: Body, memory: ConversationMemory) -> Body:
-    refuse_unless(body, ALLOWED)
+    base.refuse_unless(body, ALLOWED)
     chat = {k: v for k, v in body.items() if k not in ALLOWED.keys() | IDLE | TRANSLATED}
     for name in ("max_tokens", "messages"):
         if not body.get(name):
             raise UntranslatableError(name, "Field required", code="missing_parameter")
     chat["max_completion_tokens"] = body["max_tokens"]
     chat["messages"] = _system(body.get("system"))
-    for index, message in enumerate(objects(body["messages"], "messages")):
+    for index, message in enumerate(base.objects(body["messages"], "messages")):
         chat["messages"] += _message(message, f"messages[{index}]", memory)
     if chat["messages"][-1]["role"] == "assistant":
         why = "the last one is the assistant's, and prefilling its answer is not possible here"
         raise UntranslatableError("messages", why)
     if body.get("stop_sequences"):
         chat["stop"] = body["stop_sequences"]
-    if tools := [_tool(tool, i) for i, tool in enumerate(objects(body.get("tools"), "tools"))]:
+    if tools := [_tool(tool, i) for i, tool in enumerate(base.objects(body.get("tools"), "tools"))]:
         chat["tools"] = tools
     kind = (body.get("thinking") or {}).get("type")
     if kind not in (None, "adaptive", "disabled"):
-        why = "a budget is not possible behind this gateway; leave it out"
-        raise UntranslatableError("thinking", why)
-    output = _output(body.get("output_config") or {})
-    return chat | _tool_choice(body.get("tool_choice") or {}) | output
+        raise base.impossible("thinking", "a budget")
+    config = body.get("output_config") or {}
+    if config.get("effort"):
+        chat["reasoning_effort"] = config["effort"]
+    if wanted := config.get("format"):
+        schema = {"name": "answer", "schema": wanted.get("schema"), "strict": True}
+        chat["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return chat | _tool_choice(body.get("tool_choice") or {})
 
 
 def prompt_of(body: Body, memory: ConversationMemory) -> Body:
-    """What of a request is rendered into its prompt, as fields of a chat completion."""
-    with typed():
+    """The fields of a request that its prompt is rendered from, as those of a chat completion."""
+    with base.typed():
         chat = chat_request(body | {"max_tokens": 1}, memory)
     return {k: chat[k] for k in ("model", *RENDERED) if k in chat}
 
@@ -115,40 +110,33 @@ def _tool_choice(choice: Body) -> Body:
     return chat | {"tool_choice": CHOICES[kind]}
 
 
-def _output(config: Body) -> Body:
-    chat: Body = {"reasoning_effort": config["effort"]} if config.get("effort") else {}
-    if wanted := config.get("format"):
-        schema = {"name": "answer", "schema": wanted.get("schema"), "strict": True}
-        chat["response_format"] = {"type": "json_schema", "json_schema": schema}
-    return chat
-
-
 def _message(message: Body, where: str, memory: ConversationMemory) -> list[Body]:
-    """One message as one of chat completions, or as several: results of tools have their own."""
-    role, content = text(message.get("role"), f"{where}.role"), message.get("content")
+    """One message as one or more of a chat completion, in which each tool result is a message."""
+    role, content = base.text(message.get("role"), f"{where}.role"), message.get("content")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
-    blocks = objects(content, f"{where}.content")
+    blocks = base.objects(content, f"{where}.content")
     if role == "assistant":
         return [_assistant(blocks, f"{where}.content", memory)]
     if role == "system":
         return _system(blocks)
-    made: list[Body] = []
+    turns: list[Body] = []
     for index, block in enumerate(blocks):
         here = f"{where}.content[{index}]"
         if block.get("type") == "tool_result":
             said = _text(block.get("content") or "", f"{here}.content")
             if block.get("is_error") and not said.startswith(FAILED):
                 said = FAILED + said
-            made.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": said})
+            result = {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": said}
+            turns.append(result)
         else:
-            if not made or made[-1]["role"] != "user":
-                made.append({"role": "user", "content": []})
-            made[-1]["content"].append(_part(block, here))
-    for turn in made:
+            if not turns or turns[-1]["role"] != "user":
+                turns.append({"role": "user", "content": []})
+            turns[-1]["content"].append(_part(block, here))
+    for turn in turns:
         if turn["role"] == "user" and all(part["type"] == "text" for part in turn["content"]):
             turn["content"] = "".join(part["text"] for part in turn["content"])
-    return made
+    return turns
 
 
 def _assistant(blocks: list[Body], where: str, memory: ConversationMemory) -> Body:
@@ -156,14 +144,14 @@ def _assistant(blocks: list[Body], where: str, memory: ConversationMemory) -> Bo
     for index, block in enumerate(blocks):
         here, kind = f"{where}[{index}]", block.get("type")
         if kind == "text":
-            turn["content"] = (turn["content"] or "") + text(block.get("text"), here)
+            turn["content"] = (turn["content"] or "") + base.text(block.get("text"), here)
         elif kind == "thinking":
-            said = text(block.get("thinking"), here)
+            said = base.text(block.get("thinking"), here)
             turn["reasoning_content"] = turn.get("reasoning_content", "") + said
         elif kind == "tool_use":
-            arguments = _arguments(block.get("input"), memory.arguments.get(str(block.get("id"))))
-            function = {"name": block.get("name"), "arguments": arguments}
-            call = {"id": block.get("id"), "type": "function", "function": function}
+            id = block.get("id")
+            arguments = _arguments(block.get("input"), memory.arguments.get(str(id)))
+            call = base.tool_call(id, block.get("name"), arguments)
             turn.setdefault("tool_calls", []).append(call)
         else:
             raise UntranslatableError(here, f"a block of type {kind!r:.80} is not possible here")
@@ -171,8 +159,9 @@ def _assistant(blocks: list[Body], where: str, memory: ConversationMemory) -> Bo
 
 
 def _arguments(given: Json, written: str | None) -> str:
-    """What the model has `written`, if that is what the agent was shown: other white space would
-    be other tokens, and the call no continuation of the one before. Else as near as can be."""
+    """Arguments of a tool call, from the input that the agent gives. Where the agent was shown what
+    the model has `written`, exactly that: with other white space the tokens would differ, and the
+    call would not continue the one before."""
     if written is not None and _input(written) == given:
         return written
     if isinstance(given, dict) and given.keys() == {BROKEN} and isinstance(given[BROKEN], str):
@@ -183,7 +172,7 @@ def _arguments(given: Json, written: str | None) -> str:
 def _part(block: Body, where: str) -> Body:
     kind, source = block.get("type"), block.get("source") or {}
     if kind == "text":
-        return {"type": "text", "text": text(block.get("text"), where)}
+        return {"type": "text", "text": base.text(block.get("text"), where)}
     if kind == "image" and source.get("type") == "url":
         return {"type": "image_url", "image_url": {"url": source.get("url")}}
     if kind == "image" and source.get("type") == "base64":
@@ -197,98 +186,56 @@ def _text(content: Json, where: str) -> str:
     if isinstance(content, str):
         return content
     said = ""
-    for index, block in enumerate(objects(content, where)):
+    for index, block in enumerate(base.objects(content, where)):
         if block.get("type") != "text":
             what = f"a block of type {block.get('type')!r:.80} is not possible here, only text"
             raise UntranslatableError(f"{where}[{index}]", what)
-        said += text(block.get("text"), f"{where}[{index}]")
+        said += base.text(block.get("text"), f"{where}[{index}]")
     return said
 
 
 # -- the answer ------------------------------------------------------------------------------------
 
 
-class MessagesTranslation:
-    """A `Translation`. The input of a tool is shown once it is whole, as Anthropic does unless
-    asked otherwise: an object, or the broken text inside one."""
+class MessagesTranslation(base.Translation):
+    """The input of a tool is shown once it is whole, as Anthropic does unless asked otherwise: an
+    object, or the broken text inside one."""
 
     def __init__(self, body: Body, memory: ConversationMemory) -> None:
-        self.chat = chat_request(body, memory)
         self._memory = memory
-        if body.get("stream"):
-            self.chat["stream_options"] = {"include_usage": True}
-        self._message: Body = {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant"}
+        self._arguments = ""  # of the tool call that is being written
         self._blocks: list[Body] = []
-        self._message |= {"content": self._blocks, "stop_reason": None, "stop_sequence": None}
         self._usage = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
         self._usage |= {"input_tokens": 0, "output_tokens": 0}
-        self._message["usage"] = self._usage
-        self._events: list[bytes] = []
-        self._open: object = None  # which block is being written
-        self._arguments = ""  # of the tool call that is being written
-        self._finish: str | None = None
+        message: Body = {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant"}
+        message |= {"content": self._blocks, "stop_reason": None, "stop_sequence": None}
+        message["usage"] = self._usage
+        super().__init__(chat_request(body, memory), message, streamed=bool(body.get("stream")))
 
-    def whole(self, answer: Body, prompt_tokens: int) -> bytes:
-        choice = answer["choices"][0]
-        self.part({**answer, "choices": [choice | {"delta": choice["message"]}]}, prompt_tokens)
-        self.end()
-        return msgspec.json.encode(self._message)
+    def _start(self, model: str, prompt_tokens: int) -> None:
+        self.answer["model"] = model
+        self._usage["input_tokens"] = prompt_tokens
+        self._event("message_start", message=self.answer)
 
-    def part(self, chunk: Body, prompt_tokens: int) -> bytes:
-        if "model" not in self._message:
-            self._message["model"] = chunk["model"]
-            self._usage["input_tokens"] = prompt_tokens
-            self._event("message_start", message=self._message)
-        if usage := chunk.get("usage"):
-            self._usage["input_tokens"] = usage["prompt_tokens"]
-            self._usage["output_tokens"] = usage["completion_tokens"]
-        for choice in chunk.get("choices") or ():
-            delta = choice.get("delta") or {}
-            thought = delta.get("reasoning_content") or delta.get("reasoning")
-            if thought:
-                self._say("thinking", thought)
-            if said := delta.get("content") or delta.get("refusal"):
-                self._say("text", said)
-            for position, call in enumerate(delta.get("tool_calls") or ()):
-                self._call(call.get("index", position), call)
-            self._finish = choice.get("finish_reason") or self._finish
-            if isinstance(choice.get("stop_reason"), str):  # vLLM names what stopped it
-                self._message["stop_sequence"] = choice["stop_reason"]
-        return self._flush()
+    def _count(self, usage: Body) -> None:
+        self._usage["input_tokens"] = usage["prompt_tokens"]
+        self._usage["output_tokens"] = usage["completion_tokens"]
 
-    def end(self) -> bytes:
-        self._close()
-        stopped = self._message["stop_sequence"] and self._finish == "stop"
-        reason = "stop_sequence" if stopped else STOPS.get(self._finish or "", "end_turn")
-        delta = {"stop_reason": reason, "stop_sequence": self._message["stop_sequence"]}
-        self._message |= delta
-        self._event("message_delta", delta=delta, usage=self._usage)
-        self._event("message_stop")
-        return self._flush()
-
-    def _say(self, kind: str, said: str) -> None:
-        if self._open != kind:
+    def _write(self, key: str, text: str, choice: Body) -> None:
+        kind = "thinking" if key == "reasoning_content" else "text"
+        if self._switch(kind):
             signature = {"signature": ""} if kind == "thinking" else {}
-            self._start(kind, {"type": kind, kind: ""} | signature)
-        self._blocks[-1][kind] += said
-        self._delta({"type": f"{kind}_delta", kind: said})
+            self._add_block({"type": kind, kind: ""} | signature)
+        self._blocks[-1][kind] += text
+        self._delta({"type": f"{kind}_delta", kind: text})
 
-    def _call(self, index: int, delta: Body) -> None:
-        function = delta.get("function") or {}
-        if self._open != ("call", index):
-            block: Body = {"type": "tool_use", "id": delta["id"], "name": function["name"]}
-            self._start(("call", index), block | {"input": {}})
+    def _call(self, index: int, delta: Body, function: Body) -> None:
+        if self._switch(("call", index)):
+            tool = {"type": "tool_use", "id": delta["id"], "name": function["name"], "input": {}}
+            self._add_block(tool)
         self._arguments += function.get("arguments") or ""
 
-    def _start(self, what: object, block: Body) -> None:
-        self._close()
-        self._open = what
-        self._blocks.append(block)
-        self._event("content_block_start", index=len(self._blocks) - 1, content_block=block)
-
     def _close(self) -> None:
-        if self._open is None:
-            return
         block = self._blocks[-1]
         if block["type"] == "tool_use":
             block["input"] = _input(self._arguments)
@@ -296,17 +243,22 @@ class MessagesTranslation:
             shown = msgspec.json.encode(block["input"]).decode()
             self._delta({"type": "input_json_delta", "partial_json": shown})
         self._event("content_block_stop", index=len(self._blocks) - 1)
-        self._open, self._arguments = None, ""
+        self._arguments = ""
+
+    def _end(self) -> None:
+        stopped = self._stop_sequence and self._finish == "stop"
+        reason = "stop_sequence" if stopped else STOPS.get(self._finish, "end_turn")
+        delta = {"stop_reason": reason, "stop_sequence": self._stop_sequence}
+        self.answer |= delta
+        self._event("message_delta", delta=delta, usage=self._usage)
+        self._event("message_stop")
+
+    def _add_block(self, block: Body) -> None:
+        self._blocks.append(block)
+        self._event("content_block_start", index=len(self._blocks) - 1, content_block=block)
 
     def _delta(self, delta: Body) -> None:
         self._event("content_block_delta", index=len(self._blocks) - 1, delta=delta)
-
-    def _event(self, kind: str, **fields: Any) -> None:
-        self._events.append(event({"type": kind} | fields))
-
-    def _flush(self) -> bytes:
-        events, self._events = b"".join(self._events), []
-        return events
 
 
 def _input(arguments: str) -> Body:

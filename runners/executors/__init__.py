@@ -11,32 +11,32 @@ from agentrl.types import ErrorKind, Failure, Json, Reward, Span
 
 
 class ExecutionResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What is left of an agent's run: its result or its failure, and what it left on the way."""
+    """Result or failure of an agent's run, with the rewards and spans that it recorded."""
 
     result: Any = None
     failure: Failure | None = None
-    rewards: list[Reward] = []  # that an in-process agent gave itself with `agentrl.reward`
+    rewards: list[Reward] = []  # of an in-process agent that calls `agentrl.reward`
     spans: list[Span] = []
-    needs_no_call: bool = False  # it says that it rightly has no answer of a model
+    needs_no_call: bool = False  # it succeeded without a model call, as it should
 
 
 @runtime_checkable
 class Executor(Protocol):
-    """Runs the agent of one attempt. Scoring it is not its business: that happens outside."""
+    """Runs the agent of one attempt. It does not score it."""
 
     sealed: bool
-    """What runs has the attempt's key and nothing else, and is not trusted with more."""
+    """The agent reaches the gateway with its attempt's own key only."""
 
     limit: int | None
-    """AttemptRegistry it runs at a time; None: any number."""
+    """Attempts that it runs at a time; None: any number."""
 
     async def start(self) -> None:
-        """Raises ConfigError or AgentError for what the user can mend."""
+        """Raises ConfigError or AgentError for what the user can correct."""
         ...
 
     async def run(self, active: ActiveAttempt) -> ExecutionResult:
         """Ends at the attempt's deadline at the latest, or when it is cancelled. In both cases
-        nothing that it started is left behind, save for threads of the runner's own process."""
+        nothing that it started is left, except threads of the runner's own process."""
         ...
 
     async def close(self) -> None: ...

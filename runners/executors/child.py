@@ -1,4 +1,5 @@
-"""A warm process of the pool: loads the agent once, then runs it whenever the runner says so.
+"""A warm process of the pool, and the messages between it and the runner: JSON with its length
+before it. The process loads the agent once, then runs it whenever the runner says so.
 
 With `fork` a template loads it and forks the processes of the pool, also the later ones, at next to
 no cost; with `spawn` each process loads it.
@@ -14,61 +15,108 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.runners.executors import ExecutionResult, agents
-from agentrl.runners.executors.agents import Agent
-from agentrl.runners.executors.inprocess import in_trace, run_guarded
-from agentrl.runners.executors.supervisor import run_template
-from agentrl.runners.executors.wire import (
-    RunRequest,
-    RunResponse,
-    StartupReport,
-    WorkerSettings,
-    pack,
-    read,
-)
+from agentrl.runners.executors import ExecutionResult
+from agentrl.runners.executors.inprocess import Agent, as_agent, in_trace, load, run_guarded
+from agentrl.runners.executors.supervisor import HEADER, run_template
 from agentrl.runners.scoring.results import as_json, failure_of
 from agentrl.runners.tracing import core as tracing
 from agentrl.threads import DaemonThreads
-from agentrl.types import ErrorKind
+from agentrl.types import ErrorKind, Json
 
+T = TypeVar("T")
 PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class WorkerSettings(msgspec.Struct, frozen=True):
+    """What a process is started with."""
+
+    path: str
+    root: str
+    start: Literal["fork", "spawn"]
+    framework_spans: bool = False
+
+
+class StartupReport(msgspec.Struct, frozen=True):
+    """The first message of a process: what keeps it from working, if anything does."""
+
+    problem: str | None = None
+
+
+class RunRequest(msgspec.Struct, frozen=True):
+    """Runner to process: run the agent on this."""
+
+    attempt: str
+    input: Json
+
+
+class RunResponse(msgspec.Struct, frozen=True):
+    """Process to runner."""
+
+    attempt: str
+    ran: ExecutionResult
+    resident: int  # bytes of memory of the process now
+
+
+def pack(message: msgspec.Struct) -> bytes:
+    body = msgspec.json.encode(message)
+    return HEADER.pack(len(body)) + body
+
+
+async def read(stream: asyncio.StreamReader, kind: type[T], most: int = 2**32) -> T:
+    """The next message, of the given kind. Raises IncompleteReadError after the last one,
+    ConnectionError when it has more than `most` bytes."""
+    (size,) = HEADER.unpack(await stream.readexactly(HEADER.size))
+    if size > most:
+        raise ConnectionError(f"a message of {size} bytes")
+    return msgspec.json.decode(await stream.readexactly(size), type=kind)
 
 
 def main(settings: WorkerSettings, fd: int) -> int:
     """`fd` is the template's control socket, or the process's own channel."""
     if settings.start == "spawn":
-        return serve(fd, lambda: agents.as_agent(_load(settings)))
+        return asyncio.run(serve(fd, lambda: as_agent(_load(settings))))
     problem, loaded = None, None
     try:
         loaded = _load(settings)
-        _refuse_threads(settings.path)
+        # Native thread pools survive a fork, Python's threads do not.
+        if others := [thread.name for thread in threading.enumerate()[1:]]:
+            raise ConfigError(
+                f"agent.path = {settings.path!r}: importing it started the threads"
+                f" {', '.join(others)}, which forked processes would lack; set"
+                " runner.pool.start = 'spawn'"
+            )
     except AgentRLError as error:
         problem = error
 
     def build() -> Agent:
         if problem is not None:
             raise problem
-        return agents.as_agent(loaded)  # clients and connections belong to one process
+        return as_agent(loaded)  # clients and connections belong to one process
 
     gc.collect()
     gc.freeze()  # what is loaded by now stays shared between the processes
-    run_template(socket.socket(fileno=fd), lambda channel: serve(channel, build))
+    run_template(socket.socket(fileno=fd), lambda channel: asyncio.run(serve(channel, build)))
     return 0
 
 
-def serve(fd: int, build: Callable[[], Agent]) -> int:
+def _load(settings: WorkerSettings) -> object:
+    loaded = load(settings.path, Path(settings.root))
+    tracing.install()
+    if settings.framework_spans:
+        tracing.instrument_frameworks()
+    return loaded
+
+
+async def serve(fd: int, build: Callable[[], Agent]) -> int:
     """Run agents until the runner closes the channel; the exit status."""
-    return asyncio.run(_serve(socket.socket(fileno=fd), build))
-
-
-async def _serve(channel: socket.socket, build: Callable[[], Agent]) -> int:
     asyncio.get_running_loop().set_default_executor(DaemonThreads())
-    reader, writer = await asyncio.open_unix_connection(sock=channel)
+    reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=fd))
     try:
         agent = build()
     except AgentRLError as error:
@@ -79,45 +127,25 @@ async def _serve(channel: socket.socket, build: Callable[[], Agent]) -> int:
     running = set()
     while True:
         try:
-            job = msgspec.json.decode(await read(reader), type=RunRequest)
+            request = await read(reader, RunRequest)
         except asyncio.IncompleteReadError:
             return 0
-        task = asyncio.create_task(_run(agent, job, writer))
+        task = asyncio.create_task(_run(agent, request, writer))
         running.add(task)
         task.add_done_callback(running.discard)
 
 
-async def _run(agent: Agent, job: RunRequest, writer: asyncio.StreamWriter) -> None:
+async def _run(agent: Agent, request: RunRequest, writer: asyncio.StreamWriter) -> None:
+    def packed(ran: ExecutionResult) -> bytes:
+        resident = int(Path("/proc/self/statm").read_bytes().split()[1]) * PAGE
+        return pack(RunResponse(request.attempt, ran, resident))
+
     try:
-        ran = await in_trace(job.attempt, run_guarded(agent, job.input))
-        ran = replace(ran, result=as_json(ran.result))
-        message = pack(RunResponse(job.attempt, ran, _resident()))
-    except Exception as error:  # noqa: BLE001 - what the agent left here is a boundary
-        failed = ExecutionResult(failure=failure_of(ErrorKind.AGENT, error))
-        message = pack(RunResponse(job.attempt, failed, _resident()))
+        ran = await in_trace(request.attempt, run_guarded(agent, request.input))
+        message = packed(replace(ran, result=as_json(ran.result)))
+    except Exception as error:  # noqa: BLE001 - rewards and spans of the agent are a boundary
+        message = packed(ExecutionResult(failure=failure_of(ErrorKind.AGENT, error)))
     writer.write(message)
-
-
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_bytes().split()[1]) * PAGE
-
-
-def _load(settings: WorkerSettings) -> object:
-    loaded = agents.load(settings.path, Path(settings.root))
-    tracing.install()
-    if settings.framework_spans:
-        tracing.instrument_frameworks()
-    return loaded
-
-
-def _refuse_threads(path: str) -> None:
-    """Native pools know how to live with a fork, Python's threads do not."""
-    others = [thread.name for thread in threading.enumerate()[1:]]
-    if others:
-        raise ConfigError(
-            f"agent.path = {path!r}: importing it started the threads {', '.join(others)}, which"
-            " forked processes would lack; set runner.pool.start = 'spawn'"
-        )
 
 
 if __name__ == "__main__":

@@ -1,156 +1,148 @@
-"""A command for each rollout: any language, its own session, its own key, nothing left behind."""
+"""A command for each rollout, in any language. When its attempt ends nothing of it is left."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shlex
 import shutil
-from collections.abc import Sequence
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
-from msgspec.structs import replace
 
 from agentrl.config import AgentConfig, RunnerConfig
 from agentrl.errors import ConfigError
-from agentrl.runners.executors import ExecutionResult, contract, input_of, out_of_time
-from agentrl.runners.executors.launcher import (
-    OutputPipe,
-    ProcessLauncher,
-    SupervisedProcess,
-    SupervisorLost,
-)
+from agentrl.runners.executors import contract, input_of, out_of_time
+from agentrl.runners.executors.contract import FailedAttemptError, SandboxExecutor
+from agentrl.runners.executors.launcher import OutputPipe, ProcessLauncher, SupervisorLost
 from agentrl.runners.executors.supervisor import ProcessSpec
 from agentrl.runners.gateway.attribution import ActiveAttempt
+from agentrl.runners.harnesses.preset import Preset, load_preset, places, prompt_of, version_of
 from agentrl.runners.scoring.results import LONGEST_TRACEBACK
-from agentrl.types import ErrorKind, Failure, Json
+from agentrl.types import ErrorKind, Json
 
+log = logging.getLogger("agentrl.runner")
 MB = 2**20
 
 
-class CommandExecutor:
-    """Starts `agent.command` for each attempt. `runner.memory_mb` limits the data of each of its
-    processes (RLIMIT_DATA); a limit for all of them together needs a container."""
+class CommandExecutor(SandboxExecutor):
+    """Starts `agent.command` for each attempt, or the program of a harness's preset.
 
-    sealed = True
-    limit: int | None = None
+    `runner.memory_mb` limits the data of each of its processes (RLIMIT_DATA); a limit for all of
+    them together needs a container."""
 
     def __init__(
         self, agent: AgentConfig, runner: RunnerConfig, *, root: Path, gateway: str
     ) -> None:
         """`root` is the run file's folder, `gateway` the base URL for agents on this machine."""
         self.argv = shlex.split(agent.command) if isinstance(agent.command, str) else agent.command
+        self.preset = load_preset(agent.harness, root) if agent.harness else None
         self.folder = root / agent.folder
         self.agent, self.runner, self.gateway = agent, runner, gateway
-        self._launcher = ProcessLauncher(
-            env=contract.passed_environment(os.environ, agent.pass_env)
-        )
+        self._launcher = ProcessLauncher(env=contract.passed_environment(agent.pass_env))
 
     async def start(self) -> None:
-        check_command(self.argv, self.folder)
+        """Raises ConfigError for a command that cannot be started in its folder."""
+        if self.preset is not None:
+            self.argv = [await self._harness(self.preset)]
+        if not self.argv:
+            raise ConfigError("agent.command is missing: write it as a list, or as in a shell")
+        if not self.folder.is_dir():
+            raise ConfigError(f"agent.folder: there is no folder {self.folder}")
+        program = self.argv[0]
+        if not ((self.folder / program).is_file() if "/" in program else shutil.which(program)):
+            raise ConfigError(f"agent.command: there is no program {program!r} on this machine")
         await self._launcher.start()
+
+    async def _harness(self, preset: Preset) -> str:
+        """The path of its program, whose version is looked at once."""
+        program = preset.find_program(*self.argv[:1])
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
+            version = await version_of(program, Path(home))
+        if not preset.was_tested(version):
+            log.warning(
+                "%s is version %s, and its preset was tested with %s: look at what it sends with"
+                " `agentrl harness check %s`",
+                *(program, version or "?", " to ".join(preset.tested or ()), self.agent.harness),
+            )
+        return program
 
     async def close(self) -> None:
         await self._launcher.close()
 
-    async def run(self, active: ActiveAttempt) -> ExecutionResult:
-        root = contract.RootSpan(active)
+    async def _execute(self, active: ActiveAttempt, span: str) -> Json:
         task = msgspec.json.encode(input_of(active))
         with contract.task_folder(task) as folder:
-            spec = self._spec(active, root.id, folder, task)
-            result, failed = await self._ended(active, spec, folder)
-        return ExecutionResult(result=result, failure=failed, spans=[root.ended(ok=failed is None)])
+            spec = self._spec(active, span, task, folder)
+            return self._read(folder, *await self._run_process(active, spec, folder))
 
-    def _spec(self, active: ActiveAttempt, span: str, folder: Path, task: bytes) -> ProcessSpec:
-        files = {
-            "AGENTRL_TASK_FILE": str(folder / contract.TASK),
-            "AGENTRL_RESULT_FILE": str(folder / contract.RESULT),
-        }
-        env = contract.passed_environment(os.environ, self.agent.pass_env) | self.agent.env
-        env |= (
-            contract.attempt_environment(active, self.gateway, span)
-            | contract.task_variable(task)
-            | files
-        )
-        spec = ProcessSpec(argv=self.argv, env=env, folder=str(self.folder))
+    def _spec(self, active: ActiveAttempt, span: str, task: bytes, folder: Path) -> ProcessSpec:
+        env = contract.passed_environment(self.agent.pass_env) | self.agent.env
+        env |= contract.attempt_environment(active, self.gateway, span, task)
+        env["AGENTRL_TASK_FILE"] = str(folder / contract.TASK)
+        env["AGENTRL_RESULT_FILE"] = str(folder / contract.RESULT)
+        argv = self.argv
+        if self.preset is not None:
+            asked, context = prompt_of(input_of(active)), self.agent.context
+            known = places(self.gateway, active.key, folder / "home", asked, context)
+            self.preset.write_files(known)
+            argv = [*argv, *self.preset.arguments(known), *self.agent.args]
+            env |= self.preset.environment(known, self.folder) | self.agent.env
+        spec = ProcessSpec(argv=argv, env=env, folder=str(self.folder))
         if self.runner.memory_mb:
             spec["memory"] = self.runner.memory_mb * MB
         return spec
 
-    async def _ended(
+    async def _run_process(
         self, active: ActiveAttempt, spec: ProcessSpec, folder: Path
-    ) -> tuple[Json, Failure | None]:
-        done = await run_process(self._launcher, active, spec, folder)
-        if isinstance(done, Failure):
-            return None, done
-        status, stdout, stderr = done
-        if failed := contract.exit_failure(status, stderr):
-            return None, failed
+    ) -> tuple[int, str, str]:
+        """Exit status, stdout and the end of stderr. Nothing that the process started is left, also
+        when this is cancelled. When the runner is killed, `folder`, which holds the task, is
+        deleted with the process.
+
+        Raises FailedAttemptError when the process had to be killed."""
+        spec["remove"] = str(folder)
+        stdout = OutputPipe(contract.LARGEST_RESULT)
+        stderr = OutputPipe(LONGEST_TRACEBACK, tail=True)
+        # A harness has its prompt already, and would read its input as more of it.
+        stdin = os.devnull if self.preset is not None else folder / contract.TASK
+        task = os.open(stdin, os.O_RDONLY)
+        fds = [task, await stdout.open(), await stderr.open()]
         try:
-            size = (folder / contract.RESULT).stat().st_size
+            process = await self._launcher.launch(spec, fds)
+            try:
+                async with asyncio.timeout(active.left):
+                    status = await process.wait()
+            except (TimeoutError, asyncio.CancelledError):
+                late = out_of_time(active)
+                process.kill()
+                with suppress(SupervisorLost):
+                    await process.wait()
+                raise
+        except SupervisorLost as lost:
+            raise FailedAttemptError(ErrorKind.LOST_RUNNER, str(lost)) from None
+        except TimeoutError:
+            raise FailedAttemptError(late.kind, late.message, await stderr.text()) from None
+        if stdout.cut:
+            raise contract.too_large("stdout")
+        return status, await stdout.text(), await stderr.text()
+
+    def _read(self, folder: Path, status: int, stdout: str, stderr: str) -> Json:
+        """The result of a process that ended by itself. Raises FailedAttemptError."""
+        contract.check_exit(status, stderr)
+        file = folder / contract.RESULT
+        try:
+            size = file.stat().st_size
             if size > contract.LARGEST_RESULT:
-                return None, contract.too_large("its result file")
+                raise contract.too_large("its result file")
             if size:
-                stdout = (folder / contract.RESULT).read_text(errors="replace")
+                stdout = file.read_text(errors="replace")
         except FileNotFoundError:
             pass  # the answer is on stdout
-        except OSError as error:  # it made something else of its file, or of the folder
+        except OSError as error:  # the agent made something else of its file, or of the folder
             message = f"the agent's result file cannot be read: {error.strerror}"
-            return None, Failure(kind=ErrorKind.AGENT, message=message)
-        return contract.parse_result(stdout), None
-
-
-async def run_process(
-    launcher: ProcessLauncher, active: ActiveAttempt, spec: ProcessSpec, folder: Path
-) -> tuple[int, str, str] | Failure:
-    """Exit status, stdout and the end of stderr; or why it had to be ended. By then nothing of it
-    is left, also when this is cancelled. `folder` holds its task; when the runner is killed it goes
-    with the process."""
-    spec["remove"] = str(folder)
-    stdout = OutputPipe(contract.LARGEST_RESULT)
-    stderr = OutputPipe(LONGEST_TRACEBACK, tail=True)
-    fds = [os.open(folder / contract.TASK, os.O_RDONLY), await stdout.open(), await stderr.open()]
-    try:
-        process = await launcher.launch(spec, fds)
-    except SupervisorLost as lost:
-        return Failure(kind=ErrorKind.LOST_RUNNER, message=str(lost))
-    finally:
-        for fd in fds:
-            os.close(fd)
-    try:
-        async with asyncio.timeout(active.left) as limit:
-            status = await process.wait()
-    except SupervisorLost as lost:
-        return Failure(kind=ErrorKind.LOST_RUNNER, message=str(lost))
-    except TimeoutError:
-        if not limit.expired():
-            raise
-        failed = out_of_time(active)
-        await _end(process)
-        return replace(failed, traceback=await stderr.text())
-    except asyncio.CancelledError:
-        await asyncio.shield(_end(process))
-        raise
-    if stdout.cut:
-        return contract.too_large("stdout")
-    return status, await stdout.text(), await stderr.text()
-
-
-def check_command(argv: Sequence[str], folder: Path) -> None:
-    """Raises ConfigError for a command that cannot be started in `folder`."""
-    if not argv:
-        raise ConfigError("agent.command is missing: write it as a list, or as in a shell")
-    if not folder.is_dir():
-        raise ConfigError(f"agent.folder: there is no folder {folder}")
-    program = argv[0]
-    found = (folder / program).is_file() if "/" in program else shutil.which(program)
-    if not found:
-        raise ConfigError(f"agent.command: there is no program {program!r} on this machine")
-
-
-async def _end(process: SupervisedProcess) -> None:
-    process.kill()
-    with suppress(SupervisorLost):
-        await process.wait()
+            raise FailedAttemptError(ErrorKind.AGENT, message) from None
+        return contract.parse_result(stdout)

@@ -1,6 +1,6 @@
-"""What a process in any language is told about its rollout, and how it answers.
+"""What an agent finds in its environment, and how a program in any language answers.
 
-It finds in its environment `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`,
+A program finds in its environment `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`,
 `ANTHROPIC_API_KEY` (the attempt's own key, worth nothing but model calls of this attempt while it
 runs), `TRACEPARENT` (the attempt's trace), `OTEL_EXPORTER_OTLP_ENDPOINT` with the headers to use
 it, and `AGENTRL_TASK`, the task's input as JSON. The same JSON is on stdin; an input larger than
@@ -12,79 +12,132 @@ Exit status 0 is success.
 
 from __future__ import annotations
 
+import os
 import secrets
 import signal
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from fnmatch import fnmatch
+from fnmatch import fnmatchcase
 from pathlib import Path
 from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import msgspec
 
 from agentrl.addresses import is_loopback
 from agentrl.config import RunnerConfig
 from agentrl.errors import ConfigError
-from agentrl.runners.executors.environment import NO_TELEMETRY
+from agentrl.runners.executors import ExecutionResult
 from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.runners.scoring.results import LONGEST_TRACEBACK
 from agentrl.types import ErrorKind, Failure, Json, Span
 
-TASK, RESULT = "task.json", "result"  # in the folder of one attempt
+TASK, RESULT = "task.json", "result"  # files in the folder of one attempt
 LARGEST_VARIABLE = 100_000  # bytes; Linux refuses variables above 128 KiB
 LARGEST_RESULT = 16 * 2**20  # bytes
 LARGEST_PRINT = 2**20  # bytes of one rollout in the runner's log
 PYTHON = ("PYTHON*", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "HF_HOME", "*_PROXY")
 PASSED = ("PATH", "HOME", "USER", "LANG", "LC_*", "TZ", "TMPDIR", "SSL_CERT_FILE", "SSL_CERT_DIR")
+# Frameworks send traces of their own to api.openai.com and telemetry.crewai.com by default.
+NO_TELEMETRY = {"OPENAI_AGENTS_DISABLE_TRACING": "1", "CREWAI_DISABLE_TELEMETRY": "true"}
+LOCAL = "127.0.0.1,localhost"
+KEY = "agentrl"  # takes the place of the user's own keys, which are of no use at the gateway
+# Where clients of models look for credentials. Credentials of tools are left to the agent.
+KEYS = (
+    *("OPENAI_API_KEY", "OPENAI_ADMIN_KEY", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN"),
+    *("AZURE_OPENAI_API_KEY", "AZURE_OPENAI_AD_TOKEN", "AZURE_API_KEY", "AZURE_AI_API_KEY"),
+    *("GEMINI_API_KEY", "GOOGLE_API_KEY", "GOOGLE_GENERATIVE_AI_API_KEY", "MISTRAL_API_KEY"),
+    *("GROQ_API_KEY", "TOGETHER_API_KEY", "TOGETHERAI_API_KEY", "FIREWORKS_API_KEY"),
+    *("DEEPSEEK_API_KEY", "OPENROUTER_API_KEY", "XAI_API_KEY", "COHERE_API_KEY", "CO_API_KEY"),
+    *("PERPLEXITY_API_KEY", "PERPLEXITYAI_API_KEY", "CEREBRAS_API_KEY", "MOONSHOT_API_KEY"),
+    *("DASHSCOPE_API_KEY", "NVIDIA_API_KEY", "AWS_BEARER_TOKEN_BEDROCK", "LITELLM_API_KEY"),
+)
+ACCOUNT = ("OPENAI_ORG_ID", "OPENAI_ORGANIZATION", "OPENAI_PROJECT_ID")  # sent along with a key
+MODEL = (
+    *("OPENAI_BASE_URL", "OPENAI_API_BASE", "ANTHROPIC_BASE_URL", "NO_PROXY", "no_proxy"),
+    *(*KEYS, *NO_TELEMETRY),
+)  # what `environment` sets
 
 
-def attempt_environment(active: ActiveAttempt, gateway: str, span: str) -> dict[str, str]:
-    """The environment of one attempt; `gateway` is the URL that ends in /v1 as the process sees
-    it, `span` the span id its own spans hang from."""
-    root = gateway.removesuffix("/v1")
+def _model_variables(gateway: str, key: str) -> dict[str, str]:
+    """Variables from which clients of models take address and key; `gateway` ends in /v1."""
     return {
         "OPENAI_BASE_URL": gateway,
         "OPENAI_API_BASE": gateway,
-        "OPENAI_API_KEY": active.key,
-        "ANTHROPIC_BASE_URL": root,
-        "ANTHROPIC_API_KEY": active.key,
+        "OPENAI_API_KEY": key,
+        "ANTHROPIC_BASE_URL": gateway.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": key,
         **NO_TELEMETRY,
+    }
+
+
+@contextmanager
+def environment(base_url: str, keep: Sequence[str] = ()) -> Iterator[None]:
+    """Point clients that are built inside the block at `base_url`, which ends in /v1, and replace
+    the user's own keys for models, except variables that match a pattern of `keep`. The
+    environment is restored at the end.
+
+    Clients read these variables when they are built, usually while the agent's module is imported,
+    so enter the block before that. A client that calls another API has no key to spend there."""
+    changed: dict[str, str | None] = {**_model_variables(base_url, KEY)}
+    given = os.environ.keys() - matching(os.environ, keep).keys()
+    changed |= {name: KEY for name in KEYS if name in given}
+    changed |= {name: None for name in ACCOUNT if name in given}
+    if getproxies().keys() - {"no"}:  # the gateway is never reached through a proxy
+        for name in ("NO_PROXY", "no_proxy"):
+            known = os.environ.get(name)
+            changed[name] = f"{known},{LOCAL}" if known else LOCAL
+    before = {name: os.environ.get(name) for name in changed}
+    _set(changed)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def attempt_environment(
+    active: ActiveAttempt, gateway: str, span: str, task: bytes
+) -> dict[str, str]:
+    """The variables of one attempt. `gateway` is its URL as the process sees it, ending in /v1,
+    `span` the id of the span under which the process puts its own. `AGENTRL_TASK` is missing
+    where the task is too large for a variable."""
+    return _model_variables(gateway, active.key) | {
         "TRACEPARENT": f"00-{active.id}-{span}-01",
-        "OTEL_EXPORTER_OTLP_ENDPOINT": root,
+        "OTEL_EXPORTER_OTLP_ENDPOINT": gateway.removesuffix("/v1"),
         "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
         "OTEL_EXPORTER_OTLP_HEADERS": f"authorization=Bearer%20{active.key}",
+        **task_variable(task),
     }
 
 
 def task_variable(task: bytes) -> dict[str, str]:
-    """Nothing when it is too large, and when no variable can hold it."""
-    small = len(task) <= LARGEST_VARIABLE
-    return {"AGENTRL_TASK": task.decode()} if small else {}
+    return {"AGENTRL_TASK": task.decode()} if len(task) <= LARGEST_VARIABLE else {}
 
 
-@contextmanager
-def task_folder(task: bytes) -> Iterator[Path]:
-    """A folder of one attempt, with its task in it."""
-    with tempfile.TemporaryDirectory(prefix="agentrl-", ignore_cleanup_errors=True) as name:
-        Path(name, TASK).write_bytes(task)
-        yield Path(name)
-
-
-def passed_environment(environment: Mapping[str, str], patterns: Iterable[str]) -> dict[str, str]:
-    """What a process of this machine sees of the runner's own environment."""
-    return matching(environment, (*PASSED, *patterns))
+def passed_environment(patterns: Iterable[str]) -> dict[str, str]:
+    """What a process on this machine gets of the runner's own environment."""
+    return matching(os.environ, (*PASSED, *patterns))
 
 
 def matching(environment: Mapping[str, str], patterns: Iterable[str]) -> dict[str, str]:
+    """The variables whose name matches one of the patterns."""
     wanted = tuple(patterns)
-    return {k: v for k, v in environment.items() if any(fnmatch(k, p) for p in wanted)}
+    return {k: v for k, v in environment.items() if any(fnmatchcase(k, p) for p in wanted)}
 
 
 def reachable_url(base_url: str, runner: RunnerConfig, host: str) -> str:
-    """The gateway's URL as others than this machine's processes see it; `host` is how they call
-    this machine unless the run file says otherwise.
+    """The gateway's URL as seen from outside this machine; `host` is this machine's name there
+    unless the run file gives another.
 
     Raises ConfigError where the gateway only listens to this machine."""
     if is_loopback(runner.host):
@@ -98,52 +151,76 @@ def reachable_url(base_url: str, runner: RunnerConfig, host: str) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{urlsplit(base_url).port}/v1"
 
 
+@contextmanager
+def task_folder(task: bytes) -> Iterator[Path]:
+    """A folder of one attempt, with its task in it."""
+    with tempfile.TemporaryDirectory(prefix="agentrl-", ignore_cleanup_errors=True) as name:
+        Path(name, TASK).write_bytes(task)
+        yield Path(name)
+
+
+class FailedAttemptError(Exception):
+    """Ends an attempt of a `SandboxExecutor` with a failure."""
+
+    def __init__(self, kind: ErrorKind, message: str, traceback: str = "") -> None:
+        super().__init__(message)
+        self.failure = Failure(kind=kind, message=message, traceback=traceback)
+
+
+class SandboxExecutor:
+    """Runs agents outside of this process, each with its attempt's own key."""
+
+    sealed = True
+    limit: int | None = None
+
+    async def run(self, active: ActiveAttempt) -> ExecutionResult:
+        span, start, result, failure = secrets.token_hex(8), time.time_ns(), None, None
+        try:
+            result = await self._execute(active, span)
+        except FailedAttemptError as error:
+            failure = error.failure
+        root = Span(
+            id=span,
+            attempt=active.id,
+            parent=None,
+            name="attempt",
+            kind="agent",
+            start=start,
+            end=time.time_ns(),
+            ok=failure is None,
+        )
+        return ExecutionResult(result=result, failure=failure, spans=[root])
+
+    async def _execute(self, active: ActiveAttempt, span: str) -> Json:
+        """The agent's result; `span` is the id of the span that stands for the whole attempt.
+
+        Raises FailedAttemptError."""
+        raise NotImplementedError
+
+
 def parse_result(text: str) -> Json:
+    """JSON if all of the text parses, else the text."""
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):
         return text.strip()
 
 
-def exit_failure(status: int, stderr: str) -> Failure | None:
-    """Why the process failed, if it did: its last words, and on which of them it ended."""
-    if status == 0:
-        return None
-    how = describe_exit(status)
-    last = stderr.strip().rpartition("\n")[2].strip()
-    message = f"the agent {how}: {last}" if last else f"the agent {how}"
-    return Failure(kind=ErrorKind.AGENT, message=message, traceback=stderr[-LONGEST_TRACEBACK:])
+def check_exit(status: int, stderr: str) -> None:
+    """Raises FailedAttemptError for a process that failed: how it ended, and its last line."""
+    if status:
+        how, last = describe_exit(status), stderr.strip().rpartition("\n")[2].strip()
+        message = f"the agent {how}: {last}" if last else f"the agent {how}"
+        raise FailedAttemptError(ErrorKind.AGENT, message, stderr[-LONGEST_TRACEBACK:])
 
 
 def describe_exit(status: int) -> str:
-    return (
-        f"ended with exit status {status}" if status >= 0 else f"was killed by {_signal(-status)}"
-    )
+    if status >= 0:
+        return f"ended with exit status {status}"
+    known = -status in set(signal.Signals)
+    return f"was killed by {signal.Signals(-status).name if known else f'signal {-status}'}"
 
 
-def too_large(where: str) -> Failure:
+def too_large(where: str) -> FailedAttemptError:
     message = f"the agent wrote more than {LARGEST_RESULT} bytes to {where}"
-    return Failure(kind=ErrorKind.AGENT, message=message)
-
-
-def _signal(number: int) -> str:
-    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-
-
-class RootSpan:
-    """The span that stands for a whole attempt, where the agent runs elsewhere."""
-
-    def __init__(self, active: ActiveAttempt) -> None:
-        self.id, self._active, self._start = secrets.token_hex(8), active, time.time_ns()
-
-    def ended(self, *, ok: bool) -> Span:
-        return Span(
-            id=self.id,
-            attempt=self._active.id,
-            parent=None,
-            name="attempt",
-            kind="agent",
-            start=self._start,
-            end=time.time_ns(),
-            ok=ok,
-        )
+    return FailedAttemptError(ErrorKind.AGENT, message)

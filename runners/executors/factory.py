@@ -17,10 +17,10 @@ from agentrl.config import (
 from agentrl.config.infrastructure import EXECUTORS
 from agentrl.errors import ConfigError
 from agentrl.plugins import check_call, check_protocol, load_plugin, where
-from agentrl.runners.executors import Executor, agents
+from agentrl.runners.executors import Executor
 from agentrl.runners.executors.command import CommandExecutor
 from agentrl.runners.executors.container import ContainerExecutor
-from agentrl.runners.executors.inprocess import InProcessExecutor
+from agentrl.runners.executors.inprocess import InProcessExecutor, as_agent, load
 from agentrl.runners.executors.pool import PoolExecutor
 
 KEY = "runner.executor"
@@ -38,19 +38,25 @@ def make_executor(
     if (make := load_plugin("executors", kind, EXECUTORS, root, key=KEY)) is not None:
         return _plugin(make, config, root, gateway, runner, agent)
     path = agent if isinstance(agent, str) else config.agent.path
-    command = "" if agent else config.agent.command
+    own = None if isinstance(agent, str) else agent
+    command = "" if agent else config.agent.harness or config.agent.command
     if path and command:
-        raise ConfigError("agent.path and agent.command: which of the two is the agent?")
+        other = "harness" if config.agent.harness else "command"
+        raise ConfigError(f"agent.path and agent.{other}: which of the two is the agent?")
     if kind == "auto":
         kind = "command" if command else "async"
     if kind in ("async", "threads", "pool"):
         _refuse_network(config)
         if command:
             raise ConfigError(f"runner.executor = {kind!r} runs agent.path, not agent.command")
-        if agent is None or isinstance(agent, str):
-            return _python(config, kind, path, root)
+        if own is None and not path:
+            raise ConfigError("agent.path is missing: write it as file.py:name")
         if kind != "pool":
-            return InProcessExecutor(agents.as_agent(agent), threaded=kind == "threads")
+            loaded = load(path, root) if own is None else own
+            return InProcessExecutor(as_agent(loaded), threaded=kind == "threads")
+        if own is None:
+            assert isinstance(settings, PoolRunnerConfig)
+            return PoolExecutor(path, config.agent, settings, root=root)
     if agent or path:
         raise ConfigError(
             f"runner.executor = {kind!r}: the agent runs in a process of its own; give it in the"
@@ -59,7 +65,7 @@ def make_executor(
     if kind == "command":
         return CommandExecutor(config.agent, settings, root=root, gateway=gateway)
     if isinstance(settings, ContainerRunnerConfig):
-        return ContainerExecutor(config.agent, settings, gateway=gateway)
+        return ContainerExecutor(config.agent, settings, root=root, gateway=gateway)
     assert isinstance(settings, KubernetesRunnerConfig)
     from agentrl.runners.executors.kubernetes import KubernetesExecutor  # an extra
 
@@ -71,14 +77,6 @@ def make_executor(
         name=runner,
         run=f"{config.name} {config.store} {config.output}",  # rollouts are named alike elsewhere
     )
-
-
-def _python(config: RunConfig, kind: str, path: str, root: Path) -> Executor:
-    if not path:
-        raise ConfigError("agent.path is missing: write it as file.py:name")
-    if isinstance(config.runner, PoolRunnerConfig):
-        return PoolExecutor(path, config.agent, config.runner, root=root)
-    return InProcessExecutor(agents.as_agent(agents.load(path, root)), threaded=kind == "threads")
 
 
 def _plugin(

@@ -1,27 +1,134 @@
-"""Agents in the runner's own process: async tasks, or a thread for each rollout."""
+"""Agents in Python: what users bring as one, and running it in the runner's own process."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable
+import inspect
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from agentrl import threads
+from agentrl.errors import AgentError
+from agentrl.loading import load_attribute
 from agentrl.runners.executors import ExecutionResult, contract, input_of, out_of_time
-from agentrl.runners.executors.agents import Agent
 from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.runners.scoring.results import failure_of, json_size
 from agentrl.runners.tracing import core as tracing
 from agentrl.types import ErrorKind, Failure, Json
 
+Agent = Callable[[Json], Awaitable[Any]]
+"""Given a task's `input` and nothing else of the task, it returns the result."""
+
+
+def load(path: str, root: Path) -> object:
+    """What "file.py:name" or "package.module:name" names.
+
+    Raises ConfigError when there is no such file, module or name, or its import fails."""
+    return load_attribute(path, root, key="agent.path")
+
+
+def as_agent(obj: object) -> Agent:
+    """The agent that `obj` is: a sync or async callable of one argument, a LangChain or LangGraph
+    runnable, or a function without parameters that builds one of these (called here, once).
+
+    Raises AgentError when it is none of them or the factory fails."""
+    if isinstance(obj, type) or (callable(obj) and not hasattr(obj, "ainvoke")):
+        signature = _signature(obj)
+        if isinstance(obj, type) or (signature is not None and not signature.parameters):
+            obj = _build(obj)
+    if callable(getattr(obj, "ainvoke", None)):
+        return partial(_invoke_runnable, obj)
+    if not callable(obj) or isinstance(obj, type):
+        raise AgentError(
+            f"the agent is {_describe(obj)}; it must be a function of the task's input, a LangChain"
+            " runnable, or a function without parameters that returns one of these"
+        )
+    if (signature := _signature(obj)) is not None:
+        try:
+            signature.bind(None)
+        except TypeError:
+            raise AgentError(
+                f"the agent {_describe(obj)} must be callable with one argument, the task's input"
+            ) from None
+    return obj if _is_async(obj) else partial(_call_sync, obj)
+
+
+async def _call_sync(function: Callable[[Json], Any], value: Json) -> Any:
+    result = await threads.call(function, value)
+    # A sync function may return a coroutine, such as `lambda text: agent.ainvoke(text)`.
+    return await result if inspect.isawaitable(result) else result
+
+
+async def _invoke_runnable(runnable: Any, value: Json) -> Any:
+    """The structured response of a LangChain runnable, else the text of its last message."""
+    if isinstance(value, str):
+        value = {"messages": [{"role": "user", "content": value}]}
+    arguments = [value]
+    if getattr(runnable, "checkpointer", None):  # such a graph refuses to run without a thread id
+        arguments.append({"configurable": {"thread_id": uuid.uuid4().hex}})
+    output = await runnable.ainvoke(*arguments)
+    if isinstance(output, Mapping):
+        if output.get("structured_response") is not None:
+            return output["structured_response"]
+        if output.get("messages"):
+            output = output["messages"][-1]
+    return _text(output)
+
+
+def _text(message: Any) -> Any:
+    """Text of a LangChain message or a chat message as a dict; anything else as it is."""
+    if isinstance(message, Mapping):
+        content = message.get("content")
+        return content if "role" in message and isinstance(content, str) else message
+    text = getattr(message, "text", None) if hasattr(message, "content") else None
+    return str(text) if isinstance(text, str) else message
+
+
+def _build(factory: Any) -> object:
+    try:
+        built = factory()
+    except Exception as error:  # the user's factory is a boundary
+        raise AgentError(
+            f"building the agent with {_describe(factory)} raised {type(error).__name__}: {error}"
+        ) from error
+    if inspect.iscoroutine(built):
+        built.close()
+        raise AgentError(
+            f"{_describe(factory)} takes no argument, so it should build the agent, but it is"
+            " async; make it a plain function, or let it take the task's input"
+        )
+    return built
+
+
+def _signature(obj: Any) -> inspect.Signature | None:
+    """Of a callable; None where Python cannot tell."""
+    try:
+        return inspect.signature(obj)
+    except (TypeError, ValueError):
+        return None
+
+
+def _is_async(obj: Any) -> bool:
+    while isinstance(obj, partial):
+        obj = obj.func
+    return inspect.iscoroutinefunction(obj) or inspect.iscoroutinefunction(type(obj).__call__)
+
+
+def _describe(obj: Any) -> str:
+    name = getattr(obj, "__qualname__", None)
+    return f"{name!r}" if name else f"of type {type(obj).__name__!r}"
+
 
 @dataclass(slots=True)
 class InProcessExecutor:
-    """Async agents share the worker's event loop and sync ones get a thread; with `threaded`,
-    each rollout gets a thread, and an async agent an event loop of its own in it: one that blocks
-    it holds up nobody, but clients that are bound to one loop cannot be shared."""
+    """Async agents share the worker's event loop and sync ones get a thread. With `threaded`, each
+    rollout gets a thread, and an async agent an event loop of its own in it: one that blocks its
+    loop holds up no other, but clients that are bound to one loop cannot be shared."""
 
     agent: Agent
     threaded: bool = False
@@ -29,26 +136,21 @@ class InProcessExecutor:
     limit: int | None = None
 
     async def start(self) -> None:
-        """The agent is loaded already."""
         tracing.install()
 
     async def close(self) -> None:
         """There is nothing to end."""
 
     async def run(self, active: ActiveAttempt) -> ExecutionResult:
-        agent = self._in_thread if self.threaded else self.agent
-        return await in_trace(active.id, self._until_deadline(agent, active))
+        return await in_trace(active.id, self._until_deadline(active))
 
-    async def _until_deadline(
-        self, agent: Agent, active: ActiveAttempt
-    ) -> tuple[Any, Failure | None]:
+    async def _until_deadline(self, active: ActiveAttempt) -> tuple[Any, Failure | None]:
         """An agent that ignores its cancellation keeps running, and its result is dropped."""
+        agent = self._in_thread if self.threaded else self.agent
         task = asyncio.create_task(run_guarded(agent, input_of(active)))
         try:
             await asyncio.wait({task}, timeout=active.left)
-            if task.done():
-                return task.result()
-            return None, out_of_time(active)
+            return task.result() if task.done() else (None, out_of_time(active))
         finally:
             task.cancel()  # nothing happens if it is done
 
@@ -76,13 +178,12 @@ async def in_trace(attempt: str, work: Awaitable[tuple[Any, Failure | None]]) ->
     with tracing.install().attempt(attempt) as log:
         result, failure = await work
     if json_size(result) > contract.LARGEST_RESULT:
-        result, failure = None, contract.too_large("its result")
-    spans = tracing.records(log, attempt)
+        result, failure = None, contract.too_large("its result").failure
     return ExecutionResult(
         result=result,
         failure=failure,
         rewards=log.rewards,
-        spans=spans,
+        spans=tracing.records(log, attempt),
         needs_no_call=log.needs_no_call,
     )
 

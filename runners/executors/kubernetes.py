@@ -1,9 +1,9 @@
 """A Kubernetes Job for each rollout.
 
 Owns: the Jobs labelled with this runner, and one watch for all of them.
-Always true: a Job runs one pod once (`backoffLimit: 0`), is deleted when its attempt ran out of
-time or was stopped, and ends by itself (`activeDeadlineSeconds`) when its runner was killed; the
-runner that has the next attempt deletes it before.
+Always true: a Job runs one pod once (`backoffLimit: 0`) and is deleted when its attempt runs out of
+time or is stopped. When its runner is killed, it ends by itself (`activeDeadlineSeconds`), or the
+runner that has the rollout's next attempt deletes it.
 The result is what the pod logs, stdout and stderr alike, or what it writes to
 `AGENTRL_RESULT_FILE` (at most 4 KiB, Kubernetes' limit). There is no stdin.
 """
@@ -24,13 +24,13 @@ from typing import Any, cast
 
 import aiohttp
 import msgspec
-from msgspec.structs import replace
 
 from agentrl.config import AgentConfig, KubernetesRunnerConfig
 from agentrl.errors import ConfigError
-from agentrl.runners.executors import ExecutionResult, contract, input_of, out_of_time
+from agentrl.runners.executors import contract, input_of, out_of_time
+from agentrl.runners.executors.contract import FailedAttemptError, SandboxExecutor
 from agentrl.runners.gateway.attribution import ActiveAttempt
-from agentrl.types import ErrorKind, Failure, Json
+from agentrl.types import ErrorKind, Json
 
 try:
     import kubernetes_asyncio as kubernetes
@@ -47,14 +47,12 @@ MARGIN = 30  # seconds past the attempt's deadline after which Kubernetes itself
 RECONNECT = 1.0  # seconds until a watch that broke is opened again
 RESULT_FILE = "/dev/termination-log"  # Kubernetes reads it into the pod's status
 RUNNER, RUN, ROLLOUT = "agentrl/runner", "agentrl/run", "agentrl/rollout"  # labels
+DELETE: dict[str, Any] = {"propagation_policy": "Background", "grace_period_seconds": 0}
 UNREACHABLE = (ApiException, aiohttp.ClientError, TimeoutError, OSError)
 
 
-class KubernetesExecutor:
+class KubernetesExecutor(SandboxExecutor):
     """Runs `agent.command`, or else the image's own, in `runner.kubernetes.image`."""
-
-    sealed = True
-    limit: int | None = None
 
     def __init__(
         self,
@@ -89,9 +87,8 @@ class KubernetesExecutor:
                     context=self.config.context or None, client_configuration=configuration
                 )
         except kubernetes.config.ConfigException as error:
-            raise ConfigError(
-                f"runner.kubernetes: there is no usable kubeconfig: {error}"
-            ) from None
+            message = f"runner.kubernetes: there is no usable kubeconfig: {error}"
+            raise ConfigError(message) from None
         self._client = kubernetes.client.ApiClient(configuration)
         self._jobs = kubernetes.client.BatchV1Api(self._client)
         self._pods = kubernetes.client.CoreV1Api(self._client)
@@ -112,32 +109,30 @@ class KubernetesExecutor:
                 await self._watching
             await self._client.close()
 
-    async def run(self, active: ActiveAttempt) -> ExecutionResult:
-        root = contract.RootSpan(active)
+    async def _execute(self, active: ActiveAttempt, span: str) -> Json:
         try:
             async with asyncio.timeout(active.left + ANSWER):
-                result, failed = await self._result(active, root.id)
+                return await self._run_job(active, span)
         except UNREACHABLE as error:
-            failed = Failure(kind=ErrorKind.LOST_RUNNER, message=f"Kubernetes: {_reason(error)}")
-            result = None
-        return ExecutionResult(result=result, failure=failed, spans=[root.ended(ok=failed is None)])
+            message = f"Kubernetes: {_reason(error)}"
+            raise FailedAttemptError(ErrorKind.LOST_RUNNER, message) from None
 
-    async def _result(self, active: ActiveAttempt, span: str) -> tuple[Json, Failure | None]:
+    async def _run_job(self, active: ActiveAttempt, span: str) -> Json:
         task = msgspec.json.encode(input_of(active))
         if len(task) > contract.LARGEST_VARIABLE:
             message = f"the task's input has {len(task)} bytes, more than a Job can be given"
-            return None, Failure(kind=ErrorKind.AGENT, message=message)
+            raise FailedAttemptError(ErrorKind.AGENT, message)
         job = self.manifest(active, span, task)
         name = job["metadata"]["name"]
         ended = self._ended[name] = asyncio.get_running_loop().create_future()
         delete = True
         try:
-            if active.attempt.fence > 1:
+            if active.attempt.fence > 1:  # a killed runner may have left the Job of its attempt
                 await self._delete_earlier(active)
             await self._jobs.create_namespaced_job(self.config.namespace, cast("Any", job))
             await asyncio.wait({ended}, timeout=active.left)
             if not ended.done():
-                return None, await self._late(active, name)
+                raise await self._timed_out(active, name)
             delete = False
             return await self._read(name)
         finally:
@@ -165,14 +160,10 @@ class KubernetesExecutor:
         pod["spec"].setdefault("automountServiceAccountToken", False)  # the model is all it reaches
         pod["spec"].setdefault("enableServiceLinks", False)
         variables = contract.matching(os.environ, self.agent.pass_env) | self.agent.env
-        variables |= contract.attempt_environment(
-            active, self.gateway, span
-        ) | contract.task_variable(task)
+        variables |= contract.attempt_environment(active, self.gateway, span, task)
         variables["AGENTRL_RESULT_FILE"] = RESULT_FILE
-        container["env"] = [
-            *container.get("env", []),
-            *({"name": key, "value": value} for key, value in variables.items()),
-        ]
+        given = [{"name": key, "value": value} for key, value in variables.items()]
+        container["env"] = [*container.get("env", []), *given]
         container["terminationMessagePath"] = RESULT_FILE
         container["terminationMessagePolicy"] = "FallbackToLogsOnError"
         container |= {"image": self.config.image} if self.config.image else {}
@@ -184,7 +175,7 @@ class KubernetesExecutor:
         return job
 
     async def _watch(self) -> None:
-        """Say of each Job when it ended. A watch begins with the state of all of them."""
+        """Note when each Job ends. A watch begins with the state of all of them."""
         while True:
             try:
                 async with kubernetes.watch.Watch() as watch:
@@ -194,12 +185,12 @@ class KubernetesExecutor:
                         label_selector=f"{RUNNER}={self.label}",
                     )
                     async for event in events:
-                        self._settle(event["raw_object"], deleted=event["type"] == "DELETED")
+                        self._note_end(event["raw_object"], deleted=event["type"] == "DELETED")
             except Exception as error:  # noqa: BLE001 - without it no attempt would ever end
                 log.warning("watching Jobs failed, trying again: %s", _reason(error))
             await asyncio.sleep(RECONNECT)
 
-    def _settle(self, job: dict[str, Any], *, deleted: bool) -> None:
+    def _note_end(self, job: dict[str, Any], *, deleted: bool) -> None:
         ended = self._ended.get(job["metadata"]["name"])
         if ended is None or ended.done():
             return
@@ -210,33 +201,32 @@ class KubernetesExecutor:
         if deleted:
             ended.set_result(False)
 
-    async def _read(self, job: str) -> tuple[Json, Failure | None]:
-        """Result or failure of a Job that ended, from its pod."""
+    async def _read(self, job: str) -> Json:
+        """The result of a Job that ended, from its pod."""
         pod = await self._pod(job)
         ended = _state(pod, "terminated")
         if pod is None or ended is None:
             message = f"Job {job} ended without a pod that ran: somebody deleted it"
-            return None, Failure(kind=ErrorKind.LOST_RUNNER, message=message)
-        told = ended.get("message") or ""
+            raise FailedAttemptError(ErrorKind.LOST_RUNNER, message)
+        written = ended.get("message") or ""
         if ended.get("reason") == "OOMKilled":
             message = f"the agent was killed for using more than {self.runner.memory_mb} MB"
-            return None, Failure(kind=ErrorKind.AGENT, message=message, traceback=told)
-        if failed := contract.exit_failure(ended["exitCode"], told):
-            return None, failed
-        result = told or await self._log(pod)
+            raise FailedAttemptError(ErrorKind.AGENT, message, written)
+        contract.check_exit(ended["exitCode"], written)
+        result = written or await self._log(pod)
         if len(result) > contract.LARGEST_RESULT:
-            return None, contract.too_large("its log")
-        return contract.parse_result(result), None
+            raise contract.too_large("its log")
+        return contract.parse_result(result)
 
-    async def _late(self, active: ActiveAttempt, job: str) -> Failure:
-        """Out of time: did the agent need too long, or did it never begin?"""
-        failed, pod = out_of_time(active), await self._pod(job)
+    async def _timed_out(self, active: ActiveAttempt, job: str) -> FailedAttemptError:
+        """Whether the agent ran too long, or its pod never started."""
+        late, pod = out_of_time(active), await self._pod(job)
         waiting = _state(pod, "waiting")
         if pod is not None and waiting is None:
-            return failed
+            return FailedAttemptError(late.kind, late.message)
         why = f": {waiting.get('reason')}: {waiting.get('message', '')}" if waiting else ""
         message = f"the pod of Job {job} did not start in time{why}"
-        return replace(failed, kind=ErrorKind.LOST_RUNNER, message=message)
+        return FailedAttemptError(ErrorKind.LOST_RUNNER, message)
 
     async def _pod(self, job: str) -> dict[str, Any] | None:
         found = await self._pods.list_namespaced_pod(
@@ -257,21 +247,14 @@ class KubernetesExecutor:
             return str(await answer.text(errors="replace"))
 
     async def _delete(self, job: str) -> None:
-        with suppress(*UNREACHABLE):  # it has a deadline of its own
+        with suppress(*UNREACHABLE):  # the Job has a deadline of its own
             async with asyncio.timeout(ANSWER):
-                await self._jobs.delete_namespaced_job(
-                    job,
-                    self.config.namespace,
-                    propagation_policy="Background",
-                    grace_period_seconds=0,
-                )
+                await self._jobs.delete_namespaced_job(job, self.config.namespace, **DELETE)
 
     async def _delete_earlier(self, active: ActiveAttempt) -> None:
+        labels = f"{RUN}={self._run},{ROLLOUT}={_label(active.attempt.rollout.id)}"
         await self._jobs.delete_collection_namespaced_job(
-            self.config.namespace,
-            label_selector=f"{RUN}={self._run},{ROLLOUT}={_label(active.attempt.rollout.id)}",
-            propagation_policy="Background",
-            grace_period_seconds=0,
+            self.config.namespace, label_selector=labels, **DELETE
         )
 
 

@@ -1,4 +1,4 @@
-"""The runner's side of the supervisors: starts a process, reads what it writes, ends it.
+"""The runner's side of the supervisors: starts a process, reads its output, ends it.
 
 Owns: the template process and the sockets to it and to every supervisor. When this process is
 killed the kernel closes them, and the supervisors end the processes that they watch.
@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Self
 
 import msgspec
 
@@ -27,40 +26,32 @@ class SupervisorLost(AgentRLError):
     """The supervisor of a process ended without saying how its process did."""
 
 
-class SupervisedProcess(asyncio.Protocol):
+class SupervisedProcess:
     """A running process that has a supervisor."""
 
-    def __init__(self) -> None:
-        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._received = b""
-        self._transport: asyncio.Transport | None = None
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writer, self._status = writer, asyncio.create_task(self._read(reader))
 
     async def wait(self) -> int:
-        """Exit status; negative: the signal that ended it. By then nothing is left of it.
+        """Exit status; negative: the signal that ended it. Returns when nothing is left of it.
 
         Raises SupervisorLost when somebody killed the supervisor."""
-        return await asyncio.shield(self._ended)
+        status = await asyncio.shield(self._status)
+        if not status.endswith(b"\n"):
+            raise SupervisorLost("the supervisor of the process was killed")
+        return int(status)
 
     def kill(self) -> None:
-        """End it and all it started; `wait` says when that is done."""
-        if self._transport is not None and self._transport.can_write_eof():
-            self._transport.write_eof()
+        """Kill it and all it started; `wait` returns when that is done."""
+        self._writer.write_eof()
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        self._received += data
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._ended.done():
-            return
-        if self._received.endswith(b"\n"):
-            self._ended.set_result(int(self._received))
-        else:
-            self._ended.set_exception(SupervisorLost("the supervisor of the process was killed"))
-            self._ended.exception()  # nobody may be waiting
+    async def _read(self, reader: asyncio.StreamReader) -> bytes:
+        try:
+            return await reader.read()
+        except ConnectionError:
+            return b""
+        finally:
+            self._writer.close()
 
 
 class ProcessLauncher:
@@ -70,8 +61,8 @@ class ProcessLauncher:
     def __init__(
         self, program: Sequence[str] = SUPERVISOR, env: Mapping[str, str] | None = None
     ) -> None:
-        """`env` is the template's own environment, by default all of the runner's: a payload can
-        read it, as that of any process of the same user."""
+        """`env` is the template's own environment, by default all of the runner's. A payload can
+        read it, like that of any process of the same user."""
         self._program, self._env = program, env
         self._control: socket.socket | None = None
         self._template: subprocess.Popen[bytes] | None = None
@@ -79,7 +70,7 @@ class ProcessLauncher:
     async def start(self) -> None:
         """Raises ConfigError where there are no supervisors."""
         if not sys.platform.startswith("linux"):
-            raise ConfigError("runner.executor: processes of their own need Linux; use 'async'")
+            raise ConfigError("runner.executor: separate processes need Linux; use 'async'")
         self._start_template()
 
     def _start_template(self) -> None:
@@ -94,24 +85,23 @@ class ProcessLauncher:
             )
 
     async def launch(self, spec: ProcessSpec, fds: Sequence[int]) -> SupervisedProcess:
-        """Start a process with `fds` as its stdin, stdout, stderr and so on; the caller closes
-        its own copies.
+        """Start a process with `fds` as its stdin, stdout, stderr and so on. They are closed here.
 
-        Raises SupervisorLost when the template is gone, and so is the one that took its place."""
+        Raises SupervisorLost when the template has died, and its replacement too."""
         ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        with theirs:
-            try:
-                self._send([theirs.fileno(), *fds])
-            except OSError as error:
-                ours.close()
-                raise SupervisorLost(f"the template process is gone: {error}") from error
-        transport, process = await asyncio.get_running_loop().create_unix_connection(
-            SupervisedProcess, sock=ours
-        )
+        try:
+            self._send([theirs.fileno(), *fds])
+        except OSError as error:
+            ours.close()
+            raise SupervisorLost(f"the template process is gone: {error}") from error
+        finally:
+            theirs.close()
+            for fd in set(fds):
+                os.close(fd)
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
         body = msgspec.json.encode(spec)
-        transport.write(HEADER.pack(len(body)) + body)
-        return process
+        writer.write(HEADER.pack(len(body)) + body)
+        return SupervisedProcess(reader, writer)
 
     def _send(self, fds: Sequence[int]) -> None:
         assert self._control is not None
@@ -131,19 +121,12 @@ class ProcessLauncher:
         if self._template is not None:
             await asyncio.to_thread(self._template.wait)
 
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
 
 class Pipe(asyncio.Protocol):
-    """Out of a process."""
+    """Reads what a process writes."""
 
     async def open(self) -> int:
-        """The end for the process, to be closed once it has it."""
+        """The end for the process, to be closed once the process has it."""
         ours, theirs = os.pipe()
         pipe = os.fdopen(ours, "rb", buffering=0)
         await asyncio.get_running_loop().connect_read_pipe(lambda: self, pipe)
@@ -151,7 +134,7 @@ class Pipe(asyncio.Protocol):
 
 
 class LogPipe(Pipe):
-    """What a process that runs many rollouts prints, passed on to this process's stderr: at most
+    """Passes on what a process that runs many rollouts prints, to this process's stderr: at most
     `limit` bytes until `reset`, and then a sentence instead of the rest."""
 
     def __init__(self, limit: int) -> None:
@@ -171,16 +154,16 @@ class LogPipe(Pipe):
 
 
 class OutputPipe(Pipe):
-    """What a process writes into a pipe: its beginning or its end, at most `limit` bytes."""
+    """Keeps the beginning, or with `tail` the end, of what a process writes: `limit` bytes."""
 
     def __init__(self, limit: int, *, tail: bool = False) -> None:
         self.cut = False
         self._limit, self._tail, self._data = limit, tail, bytearray()
-        self._closed = asyncio.get_running_loop().create_future()
+        self._closed = asyncio.Event()
 
     async def text(self) -> str:
         """All of it, once every writer has closed the pipe."""
-        await self._closed
+        await self._closed.wait()
         return self._data.decode(errors="replace")
 
     def data_received(self, data: bytes) -> None:
@@ -193,5 +176,4 @@ class OutputPipe(Pipe):
                 del self._data[self._limit :]
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if not self._closed.done():
-            self._closed.set_result(None)
+        self._closed.set()

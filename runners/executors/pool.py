@@ -22,8 +22,7 @@ import msgspec
 
 from agentrl.config import AgentConfig, PoolRunnerConfig
 from agentrl.errors import AgentError
-from agentrl.runners.executors import ExecutionResult, contract, input_of, out_of_time
-from agentrl.runners.executors.environment import MODEL
+from agentrl.runners.executors import ExecutionResult, child, contract, input_of, out_of_time
 from agentrl.runners.executors.launcher import (
     SUPERVISOR,
     LogPipe,
@@ -32,20 +31,12 @@ from agentrl.runners.executors.launcher import (
     SupervisorLost,
 )
 from agentrl.runners.executors.supervisor import ProcessSpec
-from agentrl.runners.executors.wire import (
-    LARGEST,
-    RunRequest,
-    RunResponse,
-    StartupReport,
-    WorkerSettings,
-    pack,
-    read,
-)
 from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.types import ErrorKind, Failure
 
 log = logging.getLogger("agentrl.runner")
 MB = 2**20
+LARGEST = 64 * MB  # bytes of an answer: result, rewards and spans
 BACKOFF, LONGEST = 0.5, 30.0  # seconds until a process that did not start is started again
 DIED_LOADING = "loading the agent ended its process; what that wrote before says more"
 CHILD = ("-m", "agentrl.runners.executors.child")
@@ -61,53 +52,49 @@ class WarmProcess:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
-        self.supervised, self._printed, self._reader, self._writer = (
-            supervised,
-            printed,
-            reader,
-            writer,
-        )
+        self.supervised, self._printed = supervised, printed
+        self._reader, self._writer = reader, writer
         self.requests: dict[str, asyncio.Future[ExecutionResult]] = {}
         self.served, self.resident = 0, 0
         self.retired = False
 
     async def wait_until_loaded(self) -> str | None:
-        """Waits until the agent is loaded; what keeps it from working."""
+        """Returns when the agent is loaded, or the problem that keeps the process from working."""
         try:
-            return msgspec.json.decode(await read(self._reader), type=StartupReport).problem
+            return (await child.read(self._reader, child.StartupReport)).problem
         except (asyncio.IncompleteReadError, ConnectionError):
             return DIED_LOADING
 
     def submit(self, active: ActiveAttempt) -> asyncio.Future[ExecutionResult]:
         future = self.requests[active.id] = asyncio.get_running_loop().create_future()
-        self._writer.write(pack(RunRequest(active.id, input_of(active))))
+        self._writer.write(child.pack(child.RunRequest(active.id, input_of(active))))
         return future
 
     async def read_responses(self) -> None:
-        """Hand out what it answers, until it ends."""
+        """Give each response to whoever waits for it, until the process ends."""
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
-                done = msgspec.json.decode(await read(self._reader, LARGEST), type=RunResponse)
+                done = await child.read(self._reader, child.RunResponse, LARGEST)
                 self.served, self.resident = self.served + 1, done.resident
                 self._printed.reset()
                 if (future := self.requests.get(done.attempt)) and not future.done():
                     future.set_result(done.ran)
 
     async def fail_pending(self) -> None:
-        """Tell those who wait for it."""
-        self.supervised.kill()  # it may be alive and have sent nonsense
-        failure = _exit_failure(await self._status(), len(self.requests))
+        """End the process, and fail the attempts that wait for it."""
+        how = contract.describe_exit(await self.end())  # it may be alive and have sent nonsense
+        failure = Failure(kind=ErrorKind.AGENT, message=f"the agent's process {how}")
+        if (together := len(self.requests)) != 1:
+            message = f"the process {how} while it ran {together} rollouts"
+            failure = Failure(kind=ErrorKind.LOST_RUNNER, message=message)
         for future in self.requests.values():
             if not future.done():
                 future.set_result(ExecutionResult(failure=failure))
         self._writer.close()
 
-    async def end(self) -> None:
-        """It and what it started are gone when this returns."""
+    async def end(self) -> int:
+        """Its exit status. The process and all that it started are gone when this returns."""
         self.supervised.kill()
-        await self._status()
-
-    async def _status(self) -> int:
         try:
             return await self.supervised.wait()
         except SupervisorLost:
@@ -115,24 +102,24 @@ class WarmProcess:
 
 
 class PoolExecutor:
-    """`runner.pool.processes` of them, each running `runner.pool.rollouts` at a time."""
+    """`runner.pool.processes` warm processes, each running `runner.pool.rollouts` at a time."""
 
     sealed = False
 
     def __init__(
         self, path: str, agent: AgentConfig, runner: PoolRunnerConfig, *, root: Path
     ) -> None:
-        """`path` names the agent, relative to `root`. Of this process's environment, which holds
-        the keys of store and database, it gets what Python and the model's clients need, and
+        """`path` names the agent, relative to `root`. This process's environment holds the keys of
+        store and database; the pool gets the part that Python and the model's clients need, and
         `agent.pass_env`."""
         self.config, self.memory = runner.pool, runner.memory_mb * MB
         self.processes = self.config.processes or min(os.cpu_count() or 1, runner.concurrency)
         self.limit: int | None = self.processes * self.config.rollouts
-        settings = WorkerSettings(path, str(root), self.config.start, runner.framework_spans)
+        settings = child.WorkerSettings(path, str(root), self.config.start, runner.framework_spans)
         self._program = (*CHILD, msgspec.json.encode(settings).decode())
         self._forks = self.config.start == "fork"
-        patterns = (*contract.PYTHON, *MODEL, *agent.pass_env)
-        self._env = contract.passed_environment(os.environ, patterns) | agent.env
+        patterns = (*contract.PYTHON, *contract.MODEL, *agent.pass_env)
+        self._env = contract.passed_environment(patterns) | agent.env
         self._launcher = ProcessLauncher(self._program if self._forks else SUPERVISOR, self._env)
         self._places: asyncio.Queue[WarmProcess] = asyncio.Queue()
         self._following: dict[WarmProcess, asyncio.Task[None]] = {}
@@ -157,7 +144,8 @@ class PoolExecutor:
     async def run(self, active: ActiveAttempt) -> ExecutionResult:
         try:
             async with asyncio.timeout(active.left):
-                process = await self._take()
+                while (process := await self._places.get()).retired:
+                    pass
         except TimeoutError:
             why = f": {self._problem}" if self._problem else ""
             message = f"no process of the pool was ready within the attempt's time{why}"
@@ -165,18 +153,12 @@ class PoolExecutor:
         future = process.submit(active)
         try:
             await asyncio.wait({future}, timeout=active.left)
-            return (
-                future.result() if future.done() else ExecutionResult(failure=out_of_time(active))
-            )
+            if future.done():
+                return future.result()
+            return ExecutionResult(failure=out_of_time(active))
         finally:
             del process.requests[active.id]
             await self._put_back(process, suspect=not future.done())
-
-    async def _take(self) -> WarmProcess:
-        while True:
-            process = await self._places.get()
-            if not process.retired:
-                return process
 
     async def _put_back(self, process: WarmProcess, *, suspect: bool) -> None:
         used_up = process.served >= self.config.recycle_after or (
@@ -192,7 +174,7 @@ class PoolExecutor:
                 await asyncio.shield(process.end())
 
     def _retire(self, process: WarmProcess) -> None:
-        """No more rollouts for this one; another takes its place."""
+        """Give this process no more rollouts, and start another in its place."""
         if not process.retired and not self._closed.is_set():
             task = asyncio.create_task(self._replace())
             self._starting.add(task)
@@ -211,13 +193,13 @@ class PoolExecutor:
             pause = min(2 * pause, LONGEST)
 
     async def _add(self) -> str | None:
-        """One more process, with as many places as it runs rollouts; or why there is none."""
+        """Start one more process, with as many places as it runs rollouts; or why that failed."""
         try:
             process = await self._launch()
         except SupervisorLost:
             return DIED_LOADING
         problem = await process.wait_until_loaded()
-        process.retired = problem is not None  # nobody is to replace it but who asked for it
+        process.retired = problem is not None  # the caller decides whether to start another
         self._following[process] = asyncio.create_task(self._follow(process))
         if problem is None:
             for _ in range(self.config.rollouts):
@@ -231,30 +213,18 @@ class PoolExecutor:
         del self._following[process]
 
     async def _launch(self) -> WarmProcess:
-        ours, theirs = socket.socketpair()
-        null = os.open(os.devnull, os.O_RDONLY)
         spec = ProcessSpec()
         if not self._forks:
             spec = ProcessSpec(argv=[sys.executable, *self._program, "3"], env=self._env)
         if self.memory:
             spec["memory"] = self.memory
+        ours, theirs = socket.socketpair()
         printed = LogPipe(contract.LARGEST_PRINT)
         out = await printed.open()
+        fds = [os.open(os.devnull, os.O_RDONLY), out, out, theirs.detach()]
         try:
-            supervised = await self._launcher.launch(spec, [null, out, out, theirs.fileno()])
+            supervised = await self._launcher.launch(spec, fds)
         except SupervisorLost:
             ours.close()
             raise
-        finally:
-            os.close(null)
-            os.close(out)
-            theirs.close()
         return WarmProcess(supervised, printed, *await asyncio.open_unix_connection(sock=ours))
-
-
-def _exit_failure(status: int, together: int) -> Failure:
-    how = contract.describe_exit(status)
-    if together == 1:
-        return Failure(kind=ErrorKind.AGENT, message=f"the agent's process {how}")
-    message = f"the process {how} while it ran {together} rollouts"
-    return Failure(kind=ErrorKind.LOST_RUNNER, message=message)

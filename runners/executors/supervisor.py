@@ -1,13 +1,13 @@
 """Starts the process of an agent, watches it, and kills everything that it started.
 
 The runner starts one *template*, a small process with a single thread. For each process it sends
-the template a few file descriptors; the template forks a *supervisor*, which starts the payload in
-a session of its own, as its child. Linux only.
+the template a few file descriptors; the template forks a *supervisor*, which starts the payload as
+its child, in a new session. Linux only.
 
-Always true: a supervisor is the subreaper of its payload, so whatever the payload starts, however
-it detaches itself, stays a descendant of the supervisor. The connection between supervisor and
-runner is open while both are alive. When the payload ends, or the connection does (the runner said
-so, or was killed), the supervisor kills every descendant, and only then reports and exits.
+Always true: a supervisor is the subreaper of its payload, so whatever the payload starts stays a
+descendant of the supervisor, even if it detaches itself. The connection between supervisor and
+runner is open while both are alive. When the payload ends, or the runner closes the connection or
+dies, the supervisor kills every descendant, and only then reports and exits.
 
 Small processes import this module: use nothing but the standard library here.
 """
@@ -64,20 +64,24 @@ def run_template(control: socket.socket, serve: Serve | None = None) -> None:
         if os.fork() == 0:
             control.close()
             try:
-                _keep(fds[0], fds[1:], serve)
+                _supervise(fds[0], fds[1:], serve)
             finally:
                 os._exit(0)
         for fd in fds:
             os.close(fd)
 
 
-def _keep(line_fd: int, fds: list[int], serve: Serve | None) -> None:
+def _supervise(line_fd: int, fds: list[int], serve: Serve | None) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     with socket.socket(fileno=line_fd) as line:
-        spec = _receive(line)
-        if spec is None:
+        with line.makefile("rb") as stream:
+            header = stream.read(HEADER.size)
+            size = HEADER.unpack(header)[0] if len(header) == HEADER.size else 0
+            body = stream.read(size)
+        if not size or len(body) < size:  # the runner closed the connection
             return
+        spec: ProcessSpec = json.loads(body)
         payload = os.fork()
         if payload == 0:
             line.close()
@@ -93,17 +97,6 @@ def _keep(line_fd: int, fds: list[int], serve: Serve | None) -> None:
         except OSError:  # the runner is gone
             if "remove" in spec:
                 shutil.rmtree(spec["remove"], ignore_errors=True)
-
-
-def _receive(line: socket.socket) -> ProcessSpec | None:
-    """The spec, or None when the runner changed its mind."""
-    with line.makefile("rb") as stream:
-        header = stream.read(HEADER.size)
-        if len(header) < HEADER.size:
-            return None
-        (size,) = HEADER.unpack(header)
-        body = stream.read(size)
-    return json.loads(body) if len(body) == size else None
 
 
 def _wait(payload: int, line: socket.socket) -> bool:
@@ -148,19 +141,19 @@ def _children() -> list[int]:
 
 
 def _clean_up(spec: ProcessSpec) -> None:
-    """Nobody is left to tell when it fails."""
-    if not spec.get("after"):
-        return
+    """Nobody is left to be told when it fails."""
+    env, quiet, timeout = spec.get("env"), subprocess.DEVNULL, CLEANUP_TIMEOUT
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        subprocess.run(
-            spec["after"],
-            env=spec.get("env"),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            timeout=CLEANUP_TIMEOUT,
-            check=False,
-        )
+        if after := spec.get("after"):
+            subprocess.run(
+                after,
+                env=env,
+                stdin=quiet,
+                stdout=quiet,
+                stderr=quiet,
+                timeout=timeout,
+                check=False,
+            )
 
 
 def _payload(spec: ProcessSpec, fds: list[int], serve: Serve | None) -> None:

@@ -10,7 +10,7 @@ from agentrl.runners.games.match import GameResult as GameResult
 from agentrl.runners.games.match import GameResult as Result  # noqa: F401 - its earlier name
 from agentrl.runners.games.match import GameTask as GameTask
 from agentrl.runners.games.match import Match as Match
+from agentrl.runners.games.match import verify as verify
 from agentrl.runners.games.rules import Game as Game
 from agentrl.runners.games.rules import View as View
 from agentrl.runners.games.rules import role_of as role_of
-from agentrl.runners.games.scoring import verify as verify

@@ -1,7 +1,6 @@
 """The agent that plays: it asks a model for each move, by an OpenAI-compatible API.
 
-It is an agent like any other, and knows of roles only: which model plays `player_0` is decided by
-the run file, or by a rollout's seats.
+It knows roles only; the run file or a rollout's seats decide which model plays `player_0`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ PUBLIC = "https://api.openai.com/v1"
 
 
 def ask_for_move(view: View) -> list[Message]:
-    """What a model is told in any game: its seat, what it sees, and its moves."""
+    """The prompt for any game: the player's role, what it sees, and its legal moves."""
     rules = f"You are {role_of(view.player)} in a game of {view.game}. Reply with one legal move."
     seen = f"{view.seen}\n\n{view.choice}"
     return [{"role": "system", "content": rules}, {"role": "user", "content": seen}]
@@ -39,29 +38,29 @@ class GameAgent:
             base_url=os.environ.get("OPENAI_BASE_URL", PUBLIC),
             headers={"authorization": f"Bearer {os.environ.get('OPENAI_API_KEY', '')}"},
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
-            timeout=None,  # of a move: the task's
+            timeout=None,  # `Match` applies the task's `move_timeout`
         )
 
     async def __call__(self, task: Json) -> GameResult:
         """Play the game of a task's input, see `GameTask`.
 
-        Raises ConfigError for an input that is none, PolicyError when a model refuses a call."""
+        Raises ConfigError for any other input, PolicyError when a model refuses a call."""
         answered = False
 
         async def ask(messages: list[Message]) -> str:
             nonlocal answered
-            said = await self.ask(messages)
+            answer = await self.ask(messages)
             answered = True
-            return said
+            return answer
 
         result = await Match(read_task(task), self.prompt, ask).play()
-        here = attempt_log.current()
-        if here is not None and not answered:  # the moves of others, or the clock, ended the game
-            here.needs_no_call = True
+        log = attempt_log.current()
+        if log is not None and not answered:  # the others' moves, or a time-out, ended the game
+            log.needs_no_call = True
         return result
 
     async def ask(self, messages: list[Message]) -> str:
-        """What the model says. Raises PolicyError in the server's own words."""
+        """The model's answer. Raises PolicyError with the server's message."""
         asked = msgspec.json.encode({"model": self.model, "messages": messages})
         headers = {"content-type": "application/json"}
         answer = await self._client.post("chat/completions", content=asked, headers=headers)

@@ -1,7 +1,7 @@
-"""One game from its task to its result: whose turn it is, what a bad move costs, when it ends.
+"""One game from its task to its result, and the verifier of the result.
 
-Always true: a game ends. By its rules, when a player forfeits it, or after `max_moves`; and no
-player is waited for longer than `move_timeout` for a move.
+Always true: a game ends, by its rules, when a player forfeits it, or after `max_moves`; a player
+has at most `move_timeout` for a move.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from random import Random
+from statistics import fmean
 from typing import Literal, TypedDict
 
 import msgspec
@@ -20,26 +21,27 @@ from agentrl.errors import ConfigError, nearest
 from agentrl.runners.games.rules import Game, Parameter, View, role_of
 from agentrl.runners.games.scripted import Scripted, scripted
 from agentrl.runners.tracing.roles import role
-from agentrl.types import Json
+from agentrl.types import Json, Reward, Scope, Task, Trace
 
 Message = dict[str, str]
 Prompt = Callable[[View], list[Message]]
 Ask = Callable[[list[Message]], Awaitable[str]]
+Ended = Literal["rules", "forfeit", "max_moves"]
 RETRIES = 2  # after an invalid move, where the task does not say
 
 
 class GameTask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The `input` of a task: a game, who plays it, and what is done about invalid moves.
+    """The `input` of a task: a game, who plays it, and what follows an invalid move.
 
-    forfeit: the player has lost, see `Game.forfeited`. penalty: a random legal move is played
-    instead, and counted; the returns stay those of the rules. retry: the player is told and asked
-    again, up to `retries` times for a move; then it has lost. A player that does not answer in time
-    has lost in any case."""
+    forfeit: the player loses, see `Game.forfeited`. penalty: a random legal move is played instead,
+    and counted; the returns stay those of the rules. retry: the player is told and asked again, up
+    to `retries` times for a move; then it loses. A player that does not answer in time always
+    loses."""
 
     game: str
     parameters: dict[str, Parameter] = {}
-    seed: int | None = None  # of chance and scripted players; none: another one each time
-    players: dict[str, str] = {}  # "player_1" -> "random", "perfect", "mcts:100"; others: models
+    seed: int | None = None  # of chance and scripted players; None: a new one for each game
+    players: dict[str, str] = {}  # "player_1" -> "random", "perfect", "mcts:100"; models otherwise
     invalid: Literal["forfeit", "penalty", "retry"] = "forfeit"
     retries: Count | None = None  # default 2
     max_moves: Count = 200  # of all players; then the game is a draw
@@ -52,9 +54,9 @@ class GameResult(TypedDict):
     game: str  # with its parameters
     seed: int
     returns: list[float]  # [players]
-    moves: list[tuple[str, str]]  # (who, what) in order, chance included
+    moves: list[tuple[str, str]]  # (role or "chance", move) in order
     invalid: dict[str, int]  # answers that were no legal move
-    ended: Literal["rules", "forfeit", "max_moves"]
+    ended: Ended
     forfeited: dict[str, Literal["invalid", "timeout"]]
 
 
@@ -91,7 +93,7 @@ class Match:
             for player, name in enumerate(self.roles)
             if name in task.players
         }
-        # Apart from each other, so that what one player does changes nobody else's luck.
+        # Independent generators, so that no player's moves change the chance of another.
         self.chance = Random(f"{self.seed}/chance")
         self.instead = [Random(f"{self.seed}/{name}/instead") for name in self.roles]
         self.state = self.game.start()
@@ -101,22 +103,22 @@ class Match:
 
     async def play(self) -> GameResult:
         """Raises what `ask` raises."""
-        made = 0
+        count = 0
         while not self.state.is_terminal():
             if self.state.is_chance_node():
                 self.deal()
                 continue
             movers = self.game.to_move(self.state)
-            if made + len(movers) > self.task.max_moves:
+            if count + len(movers) > self.task.max_moves:
                 return self._result("max_moves", self.game.broken_off(self.state))
             choices = await self._choices(movers)
             if self.forfeits:
                 return self._result("forfeit", self.game.forfeited(self.state, self.forfeits))
             for player, action in choices.items():
-                words = self.game.words(self.state, player, action)
-                self.moves.append((self.roles[player], words))
+                move = self.game.words(self.state, player, action)
+                self.moves.append((self.roles[player], move))
             self.game.advance(self.state, choices)
-            made += len(movers)
+            count += len(movers)
         return self._result("rules", [float(value) for value in self.state.returns()])
 
     def deal(self) -> None:
@@ -129,17 +131,23 @@ class Match:
             self.state.apply_action(action)
 
     async def _choices(self, movers: list[int]) -> dict[int, int]:
-        """The action of each mover; of those who forfeit the game instead, none."""
+        """The action of each mover who does not forfeit the game. An error of one is raised when
+        all have ended, so no call is left behind."""
+        choosing, choices = [self._choose(player) for player in movers], dict[int, int]()
+        actions: list[int | BaseException | None] = []
         if len(movers) == 1:
-            chosen: list[int | None] = [await self._choose(movers[0])]
-        else:  # whoever fails is heard when all are done: no call is left behind
-            asked = [self._choose(player) for player in movers]
-            chosen = list(map(_known, await asyncio.gather(*asked, return_exceptions=True)))
-        pairs = zip(movers, chosen, strict=True)
-        return {player: action for player, action in pairs if action is not None}
+            actions.append(await choosing[0])
+        else:
+            actions += await asyncio.gather(*choosing, return_exceptions=True)
+        for player, action in zip(movers, actions, strict=True):
+            if isinstance(action, BaseException):
+                raise action
+            if action is not None:
+                choices[player] = action
+        return choices
 
     async def _choose(self, player: int) -> int | None:
-        """A player's action; a move without alternative is made without asking."""
+        """A player's action. The only legal move is made without asking."""
         legal: list[int] = self.state.legal_actions(player)
         if len(legal) == 1:
             return legal[0]
@@ -160,7 +168,7 @@ class Match:
         return action
 
     async def _ask(self, player: int) -> int | None:
-        """The action of a model; None after as many invalid answers as it may give."""
+        """The action of a model; None when it has given as many invalid answers as it may."""
         view = self.game.view(self.state, player)
         messages = self.prompt(view)
         tries = 1 + ((self.task.retries or RETRIES) if self.task.invalid == "retry" else 0)
@@ -171,12 +179,12 @@ class Match:
                 if action is not None:
                     return action
                 self.invalid[self.roles[player]] += 1
-                messages = [*messages, *_complaint(view, answer)]
+                again = f"That is not a legal move. {view.choice}"
+                messages = [*messages, {"role": "assistant", "content": answer}]
+                messages.append({"role": "user", "content": again})
         return None
 
-    def _result(
-        self, ended: Literal["rules", "forfeit", "max_moves"], returns: list[float]
-    ) -> GameResult:
+    def _result(self, ended: Ended, returns: list[float]) -> GameResult:
         return GameResult(
             game=str(self.game.rules),
             seed=self.seed,
@@ -188,12 +196,36 @@ class Match:
         )
 
 
-def _complaint(view: View, answer: str) -> list[Message]:
-    said = f"That is not a legal move. {view.choice}"
-    return [{"role": "assistant", "content": answer}, {"role": "user", "content": said}]
+def verify(task: Task, result: GameResult, trace: Trace) -> list[Reward]:
+    """For each player that a model plays, by its calls or its seat in the rollout: `outcome`, its
+    return, and `invalid`, minus the number of its invalid answers. For the rollout: `outcome`, the
+    learner's return.
+
+    The learner is the player that the task's field `learner` names. Without one it is the mean of
+    all players whose policy is trained: not a snapshot, which has "@" in its name, and not an
+    endpoint, which has no versions."""
+    returns = {role_of(index): value for index, value in enumerate(result["returns"])}
+    playing = {call.role for call in trace.transitions}.union(trace.rollout.seats)
+    playing -= set(task["input"].get("players", ()))
+    rows = []
+    for player, value in returns.items():
+        if player in playing:
+            invalid = float(-result["invalid"].get(player, 0))
+            rows.append(Reward(value=value, scope=Scope.ROLE, target=player))
+            rows.append(Reward(value=invalid, name="invalid", scope=Scope.ROLE, target=player))
+    learners = _learners(task, list(returns), trace)
+    return [*rows, Reward(value=fmean(returns[player] for player in learners))]
 
 
-def _known(choice: int | BaseException | None) -> int | None:
-    if isinstance(choice, BaseException):
-        raise choice
-    return choice
+def _learners(task: Task, players: list[str], trace: Trace) -> list[str]:
+    """All players if none learns. A player that made no call is known by its seat alone."""
+    if "learner" in task:
+        if task["learner"] not in players:
+            known = ", ".join(players)
+            raise ConfigError(f"the task's learner is {task['learner']!r:.80}; there are {known}")
+        return [task["learner"]]
+    others = {call.role for call in trace.transitions if call.version is None}
+    seated = trace.rollout.seats | {call.role: call.policy for call in trace.transitions}
+    others |= {player for player, policy in seated.items() if "@" in policy}
+    others |= set(task["input"].get("players", ()))
+    return [player for player in players if player not in others] or players

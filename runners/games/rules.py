@@ -1,7 +1,7 @@
-"""A game of OpenSpiel in words: what each player sees, what it may do, how the game is scored.
+"""A game of OpenSpiel as text: what each player sees, its legal moves, and the returns.
 
-All rules are the library's. What is decided here is what it has no rule for: who gets what when a
-player forfeits, or when a game is broken off.
+All rules are the library's. Only what it has no rule for is decided here: the returns when a player
+forfeits, or when a game is broken off.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ def role_of(player: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """All that a player is told when it has to move."""
+    """What a player is told when it has to move."""
 
     game: str  # OpenSpiel's short name
     player: int  # from 0
-    seen: str  # its information state or observation, as OpenSpiel words it
-    legal: Mapping[str, int]  # its moves in words -> OpenSpiel's actions
+    seen: str  # its information state or observation, in OpenSpiel's text
+    legal: Mapping[str, int]  # its moves as text -> OpenSpiel's actions
 
     @property
     def choice(self) -> str:
-        """The legal moves as a text, one in a line: they may hold any other mark."""
+        """The legal moves, one in a line, as they may contain any other separator."""
         return "\n".join(["Legal moves:", *self.legal])
 
     def read(self, answer: str) -> int | None:
@@ -64,19 +64,19 @@ class Game:
         if self.rules.get_type().chance_mode == kind.ChanceMode.SAMPLED_STOCHASTIC:
             if SEED not in self.rules.get_type().parameter_specification:
                 raise ConfigError(f"game = {name!r}: its chance cannot be seeded; choose another")
-            self.rules = _load(name, ((SEED, seed), *wanted))  # it holds the state of its dice
+            self.rules = _load(name, ((SEED, seed), *wanted))  # not shared: it draws its own chance
         about = self.rules.get_type()
         if about.dynamics == kind.Dynamics.MEAN_FIELD or about.action_structs_only:
             raise ConfigError(f"game = {name!r} has no players with moves in words; choose another")
         self.name: str = about.short_name
         self.players: int = self.rules.num_players()
         self.perfect = about.information == kind.Information.PERFECT_INFORMATION
-        self._told = about.provides_information_state_string
-        self._shown = about.provides_observation_string
-        self._shared = about.utility == kind.Utility.IDENTICAL
-        self._constant = about.utility in (kind.Utility.ZERO_SUM, kind.Utility.CONSTANT_SUM)
-        self._accrues = about.reward_model == kind.RewardModel.REWARDS
-        if not (self._told or self._shown or self.perfect):
+        self._has_information_state = about.provides_information_state_string
+        self._has_observation = about.provides_observation_string
+        self._same_return = about.utility == kind.Utility.IDENTICAL
+        self._constant_sum = about.utility in (kind.Utility.ZERO_SUM, kind.Utility.CONSTANT_SUM)
+        self._pays_during_game = about.reward_model == kind.RewardModel.REWARDS
+        if not (self._has_information_state or self._has_observation or self.perfect):
             raise ConfigError(f"game = {name!r} does not say what a player sees; choose another")
 
     def start(self) -> Any:
@@ -84,13 +84,13 @@ class Game:
         return self.rules.new_initial_state()
 
     def to_move(self, state: Any) -> list[int]:
-        """The players who choose now, all at once where there are several."""
+        """The players who move now, several if they move at the same time."""
         if state.current_player() != self._spiel.PlayerId.SIMULTANEOUS:
             return [state.current_player()]
         return [player for player in range(self.players) if state.legal_actions(player)]
 
     def advance(self, state: Any, choices: Mapping[int, int]) -> None:
-        """Apply the action of everybody who was `to_move`."""
+        """Apply the actions of all players in `to_move`."""
         if state.current_player() != self._spiel.PlayerId.SIMULTANEOUS:
             state.apply_action(*choices.values())
             return
@@ -98,41 +98,40 @@ class Game:
         state.apply_actions([choices.get(player, none) for player in range(self.players)])
 
     def view(self, state: Any, player: int) -> View:
-        """What `player` knows in `state`, and its moves there. With perfect information that is the
-        board, else all that it has seen so far, where the game tells."""
+        """What `player` knows in `state`, and its legal moves. With perfect information that is the
+        board, else its information state, else its observation."""
         if self.perfect:
-            seen = state.observation_string(player) if self._shown else str(state)
-        elif self._told:
+            seen = state.observation_string(player) if self._has_observation else str(state)
+        elif self._has_information_state:
             seen = state.information_state_string(player)
         else:
             seen = state.observation_string(player)
         return View(self.name, player, seen.strip(), self.moves(state, player))
 
     def moves(self, state: Any, player: int) -> dict[str, int]:
-        """Legal moves in words -> actions. Moves that the game words alike are numbered."""
-        worded = [(self.words(state, player, a), a) for a in state.legal_actions(player)]
-        alike = Counter(_plain(words) for words, _ in worded)
+        """Legal moves as text -> actions. Moves with the same text are numbered."""
+        texts = [(self.words(state, player, a), a) for a in state.legal_actions(player)]
+        count = Counter(_plain(text) for text, _ in texts)
         return {
-            words if alike[_plain(words)] == 1 else f"{words} ({action})": action
-            for words, action in worded
+            text if count[_plain(text)] == 1 else f"{text} ({action})": action
+            for text, action in texts
         }
 
     def words(self, state: Any, player: int, action: int) -> str:
-        """A move in one line."""
+        """A move as one line of text."""
         return " ".join(state.action_to_string(player, action).split()).strip(" ,")
 
     def forfeited(self, state: Any, losers: Collection[int]) -> list[float]:
-        """Returns [players] of a game that `losers` lost by forfeit: the worst that the game gives.
+        """Returns [players] of a game that `losers` lost by forfeit. They get its lowest return.
 
-        Where the returns have a constant sum the others share what is left of it, so it stays so;
-        if all have forfeited, the sum is shared by all. Where everybody has the same return, all
-        get the worst. In any other game the others keep what they have by then, and nobody is paid
-        for the mistake of somebody else."""
+        If the returns have a constant sum, the others share the rest of it; if all have forfeited,
+        all share the sum. If all players have the same return, all get the lowest. In any other
+        game the others keep what they have by then: nobody is paid for another's mistake."""
         worst, players = self.rules.min_utility(), range(self.players)
-        if self._shared:
+        if self._same_return:
             return [worst] * self.players
         others = self.players - len(losers)
-        if not self._constant:
+        if not self._constant_sum:
             return [worst if p in losers else float(state.returns()[p]) for p in players]
         if not others:
             return self._evenly()
@@ -140,9 +139,9 @@ class Game:
         return [worst if player in losers else rest for player in players]
 
     def broken_off(self, state: Any) -> list[float]:
-        """Returns [players] of a game that is ended before its rules do: a draw. Where rewards come
-        with the moves, or have no constant sum, everybody keeps what it has."""
-        if self._constant and not self._accrues:
+        """Returns [players] of a game that is ended early: a draw. Where rewards come with the
+        moves, or have no constant sum, all players keep what they have."""
+        if self._constant_sum and not self._pays_during_game:
             return self._evenly()
         return [float(value) for value in state.returns()]
 

@@ -13,8 +13,8 @@ from agentrl.runners.games.rules import Game, library
 Scripted = Callable[[Any], int]
 """From a state in which it has to move, a `pyspiel.State`, to the player's action."""
 KINDS = ("random", "perfect", "mcts")
-LONGEST = 12  # moves of a game that minimax still visits whole
-SIMULATIONS = 100  # of MCTS for a move, where the task names no number
+LONGEST = 12  # moves of the longest game that minimax searches
+SIMULATIONS = 100  # of MCTS for a move, where the task gives no number
 
 
 def scripted(kind: str, game: Game, player: int, seed: str) -> Scripted:
@@ -36,8 +36,8 @@ def scripted(kind: str, game: Game, player: int, seed: str) -> Scripted:
 
 
 def _check(game: Game, name: str) -> None:
-    """Raises ConfigError unless it is a two-player zero-sum game of turns without secrets, and for
-    a perfect player without chance, and short."""
+    """Raises ConfigError unless it is a two-player zero-sum game with turns and perfect
+    information, and for a perfect player also short and without chance."""
     kind, about = library().GameType, game.rules.get_type()
     fits = (
         game.perfect
@@ -60,7 +60,7 @@ def _check(game: Game, name: str) -> None:
 
 @lru_cache(maxsize=8)
 def _solved(game: str) -> Callable[[Any], list[int]]:
-    """The best actions in any state of a game, all that are equally good."""
+    """Gives all of the best actions in any state of a game."""
     from open_spiel.python.algorithms.minimax_solver import TOLERANCE, MinimaxSolver
 
     table = MinimaxSolver(game).solve()
@@ -75,14 +75,6 @@ def _solved(game: str) -> Callable[[Any], list[int]]:
 def _mcts(game: Game, simulations: int, seed: int) -> Scripted:
     spiel = library()
     evaluator = spiel.RandomRolloutEvaluator(1, seed)
-    bot = spiel.MCTSBot(
-        game.rules,
-        evaluator,
-        uct_c=2.0,
-        max_simulations=simulations,
-        max_memory_mb=100,
-        solve=True,
-        seed=seed,
-        verbose=False,
-    )
+    options = {"uct_c": 2.0, "max_simulations": simulations, "max_memory_mb": 100, "solve": True}
+    bot = spiel.MCTSBot(game.rules, evaluator, seed=seed, verbose=False, **options)
     return lambda state: int(bot.step(state))

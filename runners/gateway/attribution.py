@@ -1,9 +1,9 @@
 """Finds the attempt of a model call: by path, W3C trace context or API key, in this order.
 
 Owns: the attempts this process runs and what the gateway learns about each of them.
-Always true: an attempt is active from `register` to `unregister`; a call of one that is not is
-refused, and calls in flight when it ends are cancelled. A sealed attempt, whose agent runs outside
-of this process, is reached with its secret key only, and that key reaches nothing else.
+Always true: an attempt is active from `register` to `unregister`. Calls of any other are refused,
+and calls in flight when it ends are cancelled. A sealed attempt, whose agent runs outside of this
+process, is reached with its secret key only, and that key reaches nothing else.
 Who may write: the worker registers and unregisters, the gateway's event loop everything else.
 """
 
@@ -14,11 +14,12 @@ import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from urllib.parse import unquote_plus
 
+from agentrl.config import RoleRule
 from agentrl.runners.dialects.base import ConversationMemory
 from agentrl.runners.gateway.replay import Recording
 from agentrl.runners.gateway.routing import NO_SEATS, Seats
@@ -26,15 +27,15 @@ from agentrl.runners.tracing.roles import NAMES, ROLE, read_names, resolve, role
 from agentrl.types import Attempt
 
 PARENT = re.compile("[0-9a-f]{2}-([0-9a-f]{32})-(?:(?!0{16})([0-9a-f]{16})-)?")
-REMEMBERED = 10_000  # ended attempts that are told apart from ones that never were
+REMEMBERED = 10_000  # ended attempts that are still known
 
 
 class ModelCall(NamedTuple):
-    """The number of a call within its attempt, and the earlier failures that it makes good."""
+    """A call within its attempt, and the failed calls that it repeats."""
 
     number: int  # within the attempt
     key: int  # the same for a repetition of the same request
-    repeats: tuple[int, ...]  # those with its key that had failed when it came
+    repeats: tuple[int, ...]  # calls with its key that had failed when it came
 
 
 @dataclass(slots=True, eq=False)
@@ -49,13 +50,12 @@ class ActiveAttempt:
     calls: int = 0  # requests so far
     stored: int = 0  # transitions so far
     refused: str = ""  # the answer to the latest call that the policy server found wrong
-    failures: dict[int, str] = field(default_factory=dict)  # index of a call -> what broke it
+    failures: dict[int, str] = field(default_factory=dict)  # number of a call -> what failed
     ended: dict[int, tuple[int, ...]] = field(default_factory=dict)  # key -> calls that failed
     tasks: set[asyncio.Task[object]] = field(default_factory=set)  # calls in flight
-    memory: ConversationMemory = field(
-        default_factory=ConversationMemory
-    )  # conversations that later calls may continue
+    memory: ConversationMemory = field(default_factory=ConversationMemory)
     roles: Collection[str] = ()  # those that the run file or a seat names
+    rules: Sequence[RoleRule] = ()  # for calls that do not say their role
     recording: Recording | None = None  # what it repeats of another rollout
 
     @property
@@ -84,8 +84,8 @@ class ActiveAttempt:
             self.failures.pop(number, None)
 
     def done(self, asked: ModelCall) -> None:
-        """The call has ended. If it failed, only an equal request that begins later can make it
-        good; an equal one that ran at the same time cannot."""
+        """The call has ended. If it failed, only an equal request that begins later can repeat it;
+        an equal one that ran at the same time cannot."""
         if asked.number in self.failures:
             self.ended[asked.key] = (*self.ended.get(asked.key, ()), asked.number)
 
@@ -116,11 +116,13 @@ class RefusedError(Exception):
 
 
 class AttemptRegistry:
-    """The registry of active attempts. `open`: attempts that are not sealed may be reached at all,
-    which is right only where nobody else can connect."""
+    """The active attempts. `open`: those that are not sealed can be reached, which is safe only
+    where no other machine can connect."""
 
-    def __init__(self, *, open: bool = True, roles: Collection[str] = ()) -> None:
-        self.open, self.roles = open, frozenset(roles)
+    def __init__(
+        self, *, open: bool = True, roles: Collection[str] = (), rules: Sequence[RoleRule] = ()
+    ) -> None:
+        self.open, self.roles, self.rules = open, frozenset(roles), rules
         self._active: dict[str, ActiveAttempt] = {}
         self._keys: dict[str, ActiveAttempt] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()  # keys and ids -> id
@@ -131,7 +133,7 @@ class AttemptRegistry:
         deadline = time.monotonic() + attempt.rollout.timeout
         roles = self.roles.union(attempt.rollout.seats)
         active = self._active[attempt.id] = ActiveAttempt(
-            attempt, deadline, sealed, scoring, roles=roles
+            attempt, deadline, sealed, scoring, roles=roles, rules=() if scoring else self.rules
         )
         self._keys[active.key] = active
         return active
@@ -150,7 +152,7 @@ class AttemptRegistry:
     def find(self, attempt: str) -> ActiveAttempt:
         """Raises RefusedError for an attempt that has ended or never was, or that is sealed."""
         active = self._active.get(attempt)
-        # The id of a verifier's trace is random and leaves this process for nobody's agent.
+        # The id of a verifier's trace is random, and no agent is told it.
         if active is not None and not active.sealed and (self.open or active.scoring):
             return active
         if active is not None:
@@ -161,7 +163,8 @@ class AttemptRegistry:
                 " environment has in OPENAI_API_KEY",
             )
         if attempt in self._ended:
-            raise _ended(self._ended[attempt])
+            message = f"attempt {self._ended[attempt]} has ended; it can call a model only while it"
+            raise RefusedError(403, "attempt_ended", f"{message} runs")
         raise RefusedError(
             404, "attempt_unknown", f"there is no attempt {attempt!r:.80} in this runner"
         )
@@ -170,7 +173,9 @@ class AttemptRegistry:
         """Attempt and role of a request. `path` holds `attempt` and `role` if the URL names them.
 
         Raises RefusedError with a sentence that says how to fix the request."""
-        trace, span = _traceparent(headers.get("traceparent", ""))
+        # A malformed header counts as missing: what is stored must be valid when it is exported.
+        parent = PARENT.match(headers.get("traceparent", ""))
+        trace, span = (parent[1], parent[2]) if parent else ("", None)
         active = self._owner(headers, path, trace)
         said = _baggage(headers.get("baggage", ""))
         names = read_names(said.get(NAMES))
@@ -203,21 +208,6 @@ class AttemptRegistry:
             " inside the agent's own call (in a thread, copy the context with"
             " contextvars.copy_context().run), or use one of the other two",
         )
-
-
-def _ended(attempt: str) -> RefusedError:
-    return RefusedError(
-        403,
-        "attempt_ended",
-        f"attempt {attempt} has ended; a model call is possible only while it runs",
-    )
-
-
-def _traceparent(header: str) -> tuple[str, str | None]:
-    """Trace id and span id of a W3C `traceparent`; nothing in place of one that is malformed, as
-    what is stored must be exported again."""
-    found = PARENT.match(header)
-    return (found[1], found[2]) if found else ("", None)
 
 
 def _baggage(header: str) -> dict[str, str]:

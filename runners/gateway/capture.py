@@ -1,8 +1,8 @@
-"""What the gateway adds to a model call, and how it reads and tidies the answer.
+"""What the gateway adds to a model call, and how it reads the answer.
 
 The additions are `return_token_ids` and `logprobs`, plus the rollout's sampling parameters where
-the agent is silent. The agent's own words are passed on byte for byte, and what it did not ask for
-is taken out of the answer again, so it sees what the real API would have shown.
+the agent sets none. The agent's own fields are passed on byte for byte, and what it did not ask for
+is removed from the answer, so the agent sees what the real API would have shown.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from typing import Any
 import msgspec
 
 from agentrl.runners.dialects import Dialect, Translation, UntranslatableError
-from agentrl.runners.dialects.base import ConversationMemory, typed
-from agentrl.runners.dialects.openai import TEXT
+from agentrl.runners.dialects.base import TEXT, ConversationMemory, typed
 from agentrl.runners.gateway.routing import Route
 from agentrl.types import Json, Sampling, Transition, float32, int32
 
 Fields = dict[str, Any]
-"""A JSON object whose values are `msgspec.Raw`, bytes as they came, or what we put there."""
+"""A JSON object. Its values are `msgspec.Raw`, the bytes as they came, or set by the gateway."""
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _choices = msgspec.json.Decoder(list[dict[str, msgspec.Raw]] | None)
@@ -72,7 +71,7 @@ class ModelRequest:
             body["return_token_ids"] = True
             if not self.asks_logprobs:
                 body["logprobs"] = 1 if self.dialect is TEXT else True
-        sampling = _fill_sampling(body, Sampling() if route.frozen else defaults, self.index, route)
+        sampling = _fill_sampling(body, None if route.frozen else defaults, self.index)
         return msgspec.json.encode(body), sampling
 
     def restore_fields(self, part: ResponseChunk) -> bytes:
@@ -94,10 +93,10 @@ class ModelRequest:
 def read_request(
     dialect: Dialect, raw: bytes, memory: ConversationMemory, index: int
 ) -> ModelRequest:
-    """Understand a request.
+    """Parse a request.
 
     Raises msgspec.DecodeError, UnicodeDecodeError or RecursionError unless it is a JSON object,
-    UntranslatableError when its dialect cannot say it to the policy server."""
+    UntranslatableError when it cannot be translated for the policy server."""
     translation = None
     if dialect.translate is None:
         fields: Fields = _fields.decode(raw)
@@ -110,7 +109,9 @@ def read_request(
     if stream is not None and not isinstance(stream, bool):
         why = f"{stream!r:.80} is neither true nor false"
         raise UntranslatableError("stream", why, code="invalid_type")
-    logprobs = value(fields, "logprobs")
+    logprobs, messages, prompt = (value(fields, k) for k in ("logprobs", "messages", "prompt"))
+    if "messages" not in fields and isinstance(prompt, str):
+        messages = [{"role": "user", "content": prompt}]
     return ModelRequest(
         dialect,
         fields,
@@ -120,29 +121,23 @@ def read_request(
         stream=stream is True,
         asks_token_ids=value(fields, "return_token_ids") is True,
         asks_logprobs=logprobs is not None and logprobs is not False,
-        messages=_dicts(_prompt(fields)),
+        messages=_dicts(messages),
         tools=_dicts(value(fields, "tools")),
     )
 
 
-def _prompt(fields: Fields) -> Json:
-    if "messages" in fields:
-        return value(fields, "messages")
-    prompt = value(fields, "prompt")
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else None
-
-
 def _dicts(found: Json) -> list[dict[str, Json]]:
-    """What is stored of a list; what is none is the policy server's to refuse."""
+    """What is stored of a list; the policy server refuses what is none."""
     return [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []
 
 
-def _fill_sampling(body: Fields, defaults: Sampling, index: int, route: Route) -> Sampling:
-    """Fill the parameters on which the agent is silent; returns all that are in force."""
+def _fill_sampling(body: Fields, defaults: Sampling | None, index: int) -> Sampling:
+    """Fill the parameters that the agent does not set, if there are defaults; returns those in
+    force. `index` is that of the request within its attempt."""
     asked = {name: value(body, name) for name in ("temperature", "top_p", "top_k", "seed")}
     limit = value(body, "max_completion_tokens")
     limit = value(body, "max_tokens") if limit is None else limit
-    if not route.frozen:
+    if defaults is not None:
         if limit is None and defaults.max_tokens is not None:
             limit = body["max_tokens"] = defaults.max_tokens
         filling = {"temperature": defaults.temperature, "top_p": defaults.top_p}
@@ -152,7 +147,7 @@ def _fill_sampling(body: Fields, defaults: Sampling, index: int, route: Route) -
         for name, default in filling.items():
             if asked[name] is None:
                 asked[name] = body[name] = default
-    return Sampling(  # what is no number is the policy server's to refuse
+    return Sampling(  # the policy server refuses what is no number
         temperature=_number(asked["temperature"], float, 1.0),
         top_p=_number(asked["top_p"], float, 1.0),
         top_k=_number(asked["top_k"], int, 0),
@@ -183,12 +178,12 @@ def read_chunk(raw: bytes) -> ResponseChunk:
 
 @dataclass(slots=True)
 class SampledChoice:
-    """One sampled continuation, complete once `finish` is set."""
+    """One sampled completion, whole once `finish` is set."""
 
     prompt: array[int] = field(default_factory=int32)
     tokens: array[int] = field(default_factory=int32)
     logprobs: array[float] = field(default_factory=float32)
-    known: bool = False  # the server tells token ids
+    known: bool = False  # the server gives token ids
     message: dict[str, Json] = field(default_factory=dict)
     finish: str | None = None
 
@@ -199,19 +194,31 @@ class SampledChoice:
 
     @property
     def has_content(self) -> bool:
-        """Its message says something."""
         return any(said for name, said in self.message.items() if name != "role")
+
+    def transition(self, **known: Any) -> Transition:
+        """The stored form. Without exact ids it is kept, marked inexact."""
+        return Transition(
+            prompt=self.prompt,
+            completion=self.tokens,
+            logprobs=self.logprobs if self.exact else float32(),
+            finish=self.finish or "stop",
+            exact=self.exact,
+            answer=self.message,
+            **known,
+        )
 
 
 @dataclass(slots=True)
 class ModelResponse:
-    """An answer as it becomes known: absorb the whole of it, or chunk by chunk."""
+    """An answer, to which parts are added: all at once, or chunk by chunk."""
 
     choices: dict[int, SampledChoice] = field(default_factory=dict)
     prompt: array[int] = field(default_factory=int32)
 
     def add(self, part: ResponseChunk) -> bool:
-        """Read one part; true if it may end a choice, so that the agent must not see it early.
+        """Add one part; true if it may end a choice, so that the agent must not see it before the
+        answer is stored.
 
         Raises msgspec.DecodeError, OverflowError, TypeError, KeyError or AttributeError for what
         is no completion."""
@@ -239,13 +246,11 @@ class ModelResponse:
         choice.finish = value(data, "finish_reason") or choice.finish
 
     def cut(self, finish: str) -> None:
-        """Nothing comes any more: of the choices that have begun this is the end."""
+        """End the choices that have begun, since no part follows."""
         begun = {i: c for i, c in self.choices.items() if c.finish or c.tokens or c.has_content}
         for choice in begun.values():
             choice.finish = choice.finish or finish
-            choice.known = choice.known and bool(
-                choice.tokens
-            )  # else its text has come before them
+            choice.known = choice.known and bool(choice.tokens)  # its text may come before them
         self.choices = begun
 
     @property
@@ -254,7 +259,7 @@ class ModelResponse:
 
 
 def _merge(message: dict[str, Json], data: Fields) -> None:
-    """Add a whole message, or a streamed difference, to what is known of it."""
+    """Add a whole message, or a streamed difference, to the message so far."""
     if "text" in data:  # completions
         message["role"] = "assistant"
         message["content"] = message.get("content", "") + value(data, "text")
@@ -279,16 +284,3 @@ def _merge_tools(calls: list[dict[str, Json]], deltas: Any) -> None:
         call |= {k: v for k, v in delta.items() if k not in ("index", "function") and v is not None}
         for key, more in (delta.get("function") or {}).items():
             call["function"][key] = call["function"].get(key, "") + (more or "")
-
-
-def transition(choice: SampledChoice, **known: Any) -> Transition:
-    """The stored form of a choice. Without exact ids it is kept, marked inexact."""
-    return Transition(
-        prompt=choice.prompt,
-        completion=choice.tokens,
-        logprobs=choice.logprobs if choice.exact else float32(),
-        finish=choice.finish or "stop",
-        exact=choice.exact,
-        answer=choice.message,
-        **known,
-    )

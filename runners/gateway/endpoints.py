@@ -1,4 +1,4 @@
-"""The routes of the gateway. What goes wrong is said in the shape of the API that was spoken."""
+"""The routes of the gateway. An error has the shape of the API that the agent called."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KNOWN = [f"POST /v1/{dialect.route}" for dialect in DIALECTS]
 KNOWN += ["POST /v1/messages/count_tokens", "POST /v1/embeddings", "POST /v1/traces"]
 KNOWN += ["GET /v1/models"]
 UNREADABLE = "invalid_body"
-# We have repeated what made sense: the agent's SDK need not.
+# The gateway has repeated what made sense, so the agent's SDK need not.
 FINAL = {"x-should-retry": "false"}
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Work = Callable[[CallOrigin, web.Request], Awaitable[web.StreamResponse]]
@@ -45,24 +45,23 @@ class Endpoints:
         app.middlewares.append(_errors)
         for prefix in PREFIXES:
             for dialect in DIALECTS:
-                call = partial(self._of_attempt, partial(self.call, dialect))
+                call = partial(self._within_attempt, partial(self.call, dialect))
                 app.router.add_post(f"{prefix}/v1/{dialect.route}", call)
             for route, work in (
                 ("messages/count_tokens", partial(count_tokens, self._upstream)),
                 ("embeddings", partial(embeddings, self._upstream)),
                 ("traces", self.traces),
             ):
-                app.router.add_post(f"{prefix}/v1/{route}", partial(self._of_attempt, work))
+                app.router.add_post(f"{prefix}/v1/{route}", partial(self._within_attempt, work))
             app.router.add_get(f"{prefix}/v1/models", self.models)
 
     async def call(
         self, dialect: Dialect, caller: CallOrigin, request: web.Request
     ) -> web.StreamResponse:
-        exchange = CallHandler(self._upstream, self._store, caller, request, dialect)
-        return await exchange.run()
+        return await CallHandler(self._upstream, self._store, caller, request, dialect).run()
 
     async def traces(self, caller: CallOrigin, request: web.Request) -> web.StreamResponse:
-        """Spans of the caller's own attempt; any others are rejected, as OTLP says how."""
+        """Stores spans of the caller's own attempt; others are rejected as OTLP prescribes."""
         from agentrl import otlp  # needs the extra that brings OpenTelemetry's messages
 
         spans, unusable, why = otlp.decode_some(await read_body(request), request.content_type)
@@ -84,14 +83,13 @@ class Endpoints:
             day = "1970-01-01T00:00:00Z"
             data = [{"type": "model", "id": n, "display_name": n, "created_at": day} for n in names]
             ends = {"first_id": names[0], "last_id": names[-1]} if names else {}
-            return _json({"data": data, "has_more": False} | ends)
-        listed = [
-            {"id": name, "object": "model", "created": 0, "owned_by": "agentrl"} for name in names
-        ]
-        return _json({"object": "list", "data": listed})
+            return web.json_response({"data": data, "has_more": False} | ends)
+        about: Body = {"object": "model", "created": 0, "owned_by": "agentrl"}
+        data = [{"id": name} | about for name in names]
+        return web.json_response({"object": "list", "data": data})
 
-    async def _of_attempt(self, work: Work, request: web.Request) -> web.StreamResponse:
-        """`work` as long as the attempt lives that makes the request."""
+    async def _within_attempt(self, work: Work, request: web.Request) -> web.StreamResponse:
+        """Do `work` for the attempt that makes the request; it is cancelled when that ends."""
         caller = self._attempts.caller(request.headers, request.match_info)
         task = asyncio.current_task()
         assert task is not None
@@ -136,16 +134,12 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     body = body or msgspec.json.encode(dialect.error(status, code, message))
     answer = web.Response(status=status, body=body, content_type="application/json", headers=FINAL)
     if code == UNREADABLE:
-        answer.force_close()  # what is left of the request cannot be told from the next one
+        answer.force_close()  # the rest of the request cannot be told from the next one
     return answer
 
 
-def _json(value: object) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
-
-
 class _Count(msgspec.Struct):
-    """What vLLM and the embedded server answer to /tokenize, as far as it is read."""
+    """The part that is read of the answer of vLLM and the embedded server to /tokenize."""
 
     count: int
 
@@ -153,7 +147,7 @@ class _Count(msgspec.Struct):
 _count = msgspec.json.Decoder(_Count)
 
 
-# -- calls that are routed and repeated as any other, and not recorded -----------------------------
+# -- calls that are routed and repeated like any other, but not recorded ---------------------------
 
 
 async def embeddings(
@@ -175,7 +169,7 @@ async def embeddings(
 async def count_tokens(
     upstream: Upstream, caller: CallOrigin, request: web.Request
 ) -> web.StreamResponse:
-    """How long the prompt of a request in Anthropic's words would be: the server renders it.
+    """The number of prompt tokens of an Anthropic request, as the policy server renders it.
 
     Source: https://docs.anthropic.com/en/api/messages-count-tokens"""
     raw = await read_body(request)
@@ -216,7 +210,6 @@ async def _unrecorded(
     api: str,
     once: Callable[[Route], Awaitable[web.StreamResponse]],
 ) -> web.StreamResponse:
-    """Within the attempt's time."""
     active = caller.attempt
     asked = active.begin_call(raw)
     try:

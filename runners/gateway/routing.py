@@ -3,8 +3,8 @@
 The rollout's seats map a role to a policy, then the run file's table of roles; for a role that
 neither names, the model name that the agent asks for decides.
 
-Owns: a copy of the table, never older than `THROTTLE` seconds behind the store's change feed; the
-count of calls that policies are answering.
+Owns: a copy of the policies table, at most `MIN_READ_INTERVAL` seconds behind the store's change
+feed; the count of calls that policies are answering.
 Always true: a call to a policy that is paused, or published without a base URL because its weights
 are being updated, waits; frozen endpoints are never held.
 Who may write: its own event loop only.
@@ -79,7 +79,7 @@ class Router:
             try:
                 cursor = await self.store.wait(cursor)
                 self.policies = await self.store.policies(self.run)
-            except StoreError as error:  # what was known may still be right
+            except StoreError as error:  # the last copy may still be right
                 log.warning("the routes of run %s cannot be read: %s", self.run, error)
                 cursor = 0
             self._notify()
@@ -109,7 +109,7 @@ class Router:
         self, model: str, role: str, seats: Seats = NO_SEATS, inside: Sequence[str] = ()
     ) -> str:
         """Why no policy or endpoint of the run can ever answer a call; empty if one can, now or
-        later. inside: names of agents around the call, none of which is a role."""
+        later. inside: names of agents around the call, none of them a role."""
         served = {policy.model for policy in self.policies.values()}
         named = model in {*self.several, *self.policies, *self.frozen, *served}
         if named or self.policy_of_role(role, seats) is not None:

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import secrets
 import threading
-from collections.abc import Collection, Coroutine, Iterator, Mapping
+from collections.abc import Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -22,9 +22,9 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from agentrl.addresses import is_loopback
-from agentrl.config import UpstreamConfig
+from agentrl.config import RoleRule, UpstreamConfig
 from agentrl.errors import ConfigError
-from agentrl.http_server import REQUEST_TIMEOUT
+from agentrl.http_server import listen
 from agentrl.processes import allow_files
 from agentrl.runners.gateway.attribution import ActiveAttempt, AttemptRegistry
 from agentrl.runners.gateway.endpoints import LARGEST, Endpoints
@@ -33,7 +33,6 @@ from agentrl.runners.gateway.upstream import Upstream
 from agentrl.store.base import Store
 from agentrl.types import Attempt
 
-BACKLOG = 4096  # connections that may wait to be accepted
 STORE_TIMEOUT = 5.0  # seconds for calls that are cut to store what they had shown
 
 
@@ -51,14 +50,16 @@ class Gateway:
         roles: Mapping[str, str] | None = None,
         policies: Collection[str] = (),
         remote: bool = False,
+        rules: Sequence[RoleRule] = (),
     ) -> None:
-        """What is not the server's own is the `Router`'s. With a `host` that others can connect to,
-        only sealed attempts can be reached.
+        """From `upstreams` to `remote` arguments of the `Router`. `rules` find the roles of calls
+        that say none. With a `host` that other machines can connect
+        to, only sealed attempts can be reached.
 
         Raises ConfigError for an upstream without its API key."""
         self.base_url = ""  # for agents on this machine, known once started; ends in /v1
         self.port = port
-        self.attempts = AttemptRegistry(open=is_loopback(host), roles=roles or ())
+        self.attempts = AttemptRegistry(open=is_loopback(host), roles=roles or (), rules=rules)
         self.router = Router(store, run, upstreams, roles, policies, remote=remote)
         self._store, self._host = store, host
         self._loop = asyncio.new_event_loop()
@@ -107,9 +108,9 @@ class Gateway:
     @contextlib.contextmanager
     def scoring(self, attempt: Attempt) -> Iterator[str]:
         """Inside the block the verifier of `attempt` can call frozen endpoints, such as a judge, in
-        the trace whose id it is given. Policies refuse it, and nothing it says is recorded: what a
-        verifier samples is not the agent's doing, and must not be learned from."""
-        own = replace(attempt, id=secrets.token_hex(16))  # whatever is left of the agent stays out
+        the trace whose id the block is given. It cannot call policies, and its calls are not
+        recorded: what a verifier samples must not be learned from."""
+        own = replace(attempt, id=secrets.token_hex(16))  # late calls of the agent stay out
         active = self.attempts.register(own, scoring=True)
         try:
             yield active.id
@@ -119,13 +120,12 @@ class Gateway:
     def pause(self) -> None:
         """Hold new calls to policies, within the deadlines of their attempts, until `resume`.
 
-        For whoever swaps a policy's weights in this process, with `drain` and `resume`; no part of
-        a runner calls them. Another process has the same effect by publishing a policy with an
-        empty base URL: it is held wherever a gateway runs until it is published with one."""
+        For code that swaps a policy's weights in this process, with `drain` and `resume`; a runner
+        calls none of them. Another process has the same effect by publishing a policy with an empty
+        base URL: every gateway holds its calls until it is published with one."""
         self._loop.call_soon_threadsafe(self.router.pause)
 
     def resume(self) -> None:
-        """By whoever called `pause`."""
         self._loop.call_soon_threadsafe(self.router.resume)
 
     async def drain(self) -> None:
@@ -144,19 +144,10 @@ class Gateway:
         upstream = Upstream(self.router)
         app = web.Application(client_max_size=LARGEST)
         Endpoints(self.attempts, self.router, upstream, self._store).add_to(app)
-        runner = web.AppRunner(
-            app,
-            access_log=None,
-            handler_cancellation=True,
-            shutdown_timeout=0.0,
-            keepalive_timeout=REQUEST_TIMEOUT,
-        )
-        following = asyncio.create_task(self.router.follow())
+        following, runner = asyncio.create_task(self.router.follow()), None
         try:
-            await runner.setup()
-            site = web.TCPSite(runner, self._host, self.port, backlog=BACKLOG)
             try:
-                await site.start()
+                runner, _ = await listen(app, self._host, self.port, shutdown=0.0)
             except OSError as error:
                 self._listening.set_exception(error)
                 return
@@ -166,8 +157,9 @@ class Gateway:
         finally:
             following.cancel()
             await asyncio.gather(*map(_abort_calls, self.attempts.active()))
-            await runner.cleanup()
-            await upstream.close()
+            if runner is not None:
+                await runner.cleanup()
+            await upstream.session.close()
             with contextlib.suppress(asyncio.CancelledError):
                 await following
 

@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TypeVar
 
 import aiohttp
@@ -24,41 +25,41 @@ from agentrl.runners.gateway.routing import Route, Router
 T = TypeVar("T")
 BACKOFF = 0.05  # seconds before the first repetition; doubles
 LONGEST = 1.0  # seconds between repetitions
-MAX_TRIES = 6  # for failures that waiting does not mend
+MAX_TRIES = 6  # for failures that waiting does not end
 TRANSIENT = frozenset({429, 502, 503, 504})
 CHUNKED_ABOVE = 2**20  # bytes of a request
 LARGEST_ANSWER = 64 * 2**20  # bytes of an answer in one piece, or of one event of a stream
 LARGEST_STREAM = 4 * LARGEST_ANSWER  # bytes of all its events
 CONNECT = 5.0  # seconds to establish a connection
-RECHECK_AFTER = 300.0  # seconds for which a frozen endpoint is spared what it refused: calls differ
+RECHECK_AFTER = 300.0  # seconds until a frozen endpoint is asked again for what it refused
 
 # Between the agent and us, or between us and the server; everything else passes through.
-HOP_BY_HOP = {"authorization", "connection", "content-length", "content-encoding"}
-HOP_BY_HOP |= {"accept-encoding"}
-HOP_BY_HOP |= {"date", "host", "keep-alive", "proxy-authorization", "server", "te", "trailer"}
+HOP_BY_HOP = {"accept-encoding", "authorization", "connection", "content-length"}
+HOP_BY_HOP |= {
+    "content-encoding",
+    "date",
+    "host",
+    "keep-alive",
+    "proxy-authorization",
+    "server",
+    "te",
+    "trailer",
+}
 HOP_BY_HOP |= {"transfer-encoding", "upgrade", "x-api-key", "x-policy-version"}
-# Between us and what we train: of no concern to a frozen endpoint, which may be anybody's.
+# For the policies that are trained only; a frozen endpoint may belong to anybody.
 PRIVATE = {"baggage", "cookie", "traceparent", "tracestate"}
 
 
+@dataclass(eq=False)
 class UpstreamError(Exception):
-    """The policy server failed a call. `status` and `body` are its own words, if it had any."""
+    """The policy server failed a call."""
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        status: int | None = None,
-        body: bytes = b"",
-        retry_after: float = 0.0,
-        transient: bool = True,
-        final: bool = False,
-    ) -> None:
-        super().__init__(message)
-        self.message, self.status, self.body = message, status, body
-        self.retry_after = retry_after
-        self.transient = transient  # waiting may mend it
-        self.final = final  # it must not be repeated
+    message: str
+    status: int | None = None  # of its answer, if it gave one
+    body: bytes = b""
+    retry_after: float = 0.0  # seconds
+    transient: bool = True  # waiting may help
+    final: bool = False  # the call must not be repeated
 
 
 class Upstream:
@@ -71,13 +72,10 @@ class Upstream:
             headers={"accept-encoding": "identity"},  # compressing a local hop is a loss
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT),
             read_bufsize=2**20,
-            cookie_jar=aiohttp.DummyCookieJar(),  # what one attempt is told is not for another
+            cookie_jar=aiohttp.DummyCookieJar(),  # attempts share no cookies
         )
         self._give_token_ids: set[str] = set()  # base URLs of servers that gave token ids
         self._refused_at: dict[str, float] = {}  # base URL -> time.monotonic() of its refusal
-
-    async def close(self) -> None:
-        await self.session.close()
 
     def gives_token_ids(self, route: Route) -> bool | None:
         """Whether the server gives token ids; None while that is not known."""
@@ -103,15 +101,22 @@ class Upstream:
     ) -> T:
         """The first success of `once`. The attempt carries the failure of the call until then.
 
-        Raises the last UpstreamError when trying again is of no use or the attempt ran out, and
-        RefusedError for a verifier's call to anything but a frozen endpoint, and for that of a role
-        which nobody plays."""
+        Raises the last UpstreamError when another try is useless or the attempt has no time left,
+        and RefusedError for a verifier's call to a policy or for a role that has no policy."""
         active, role = caller.attempt, caller.role_of(model)
         if active.scoring:
-            self._refuse_policies(model, role)
+            route = self.router.find(model, role)
+            if route is None or not route.frozen:
+                raise RefusedError(
+                    403,
+                    "not_frozen",
+                    f"a verifier reaches the endpoints of [upstreams] only, and {model!r:.80} is"
+                    " none of them: add it to the run file, or ask for one of"
+                    f" {', '.join(map(repr, self.router.frozen)) or 'those that you add'}",
+                )
         seats = active.seats
         if why := self.router.why_unmapped(model, role, seats, caller.inside):
-            active.failures[asked.number] = why  # counted, whatever the agent makes of the refusal
+            active.failures[asked.number] = why  # also if the agent ignores the refusal
             raise RefusedError(404, "role_unplayed", why)
         wait, tries = BACKOFF, 0
         while True:
@@ -133,25 +138,14 @@ class Upstream:
                 active.call_succeeded(asked)
                 return value
 
-    def _refuse_policies(self, model: str, role: str) -> None:
-        route = self.router.find(model, role)
-        if route is None or not route.frozen:
-            raise RefusedError(
-                403,
-                "not_frozen",
-                f"a verifier reaches the endpoints of [upstreams] only, and {model!r:.80} is none"
-                " of them: add it to the run file, or ask for one of"
-                f" {', '.join(map(repr, self.router.frozen)) or 'those that you add'}",
-            )
-
     @asynccontextmanager
     async def post(
         self, route: Route, api: str, body: bytes, headers: Mapping[str, str]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The server's answer, of any status that is an answer.
+        """The server's answer.
 
         Raises UpstreamError for 3xx, 401, 403, 429, 5xx and a connection that cannot be made or
-        breaks: none of them is the agent's doing."""
+        breaks: the agent is to blame for none of them."""
         if route.text is not None:
             raise UpstreamError(
                 f"the endpoint {route.policy!r} has one text for every call, and none for {api}",
@@ -165,7 +159,7 @@ class Upstream:
         if route.key:
             sent["authorization"] = f"Bearer {route.key}"
         try:
-            # In pieces, where writing it all at once would hold up the other calls.
+            # A large body is sent in pieces, as writing it at once would hold up other calls.
             data = body if len(body) < CHUNKED_ABOVE else io.BytesIO(body)
             async with self.session.post(
                 url, data=data, headers=sent, allow_redirects=False
@@ -178,7 +172,15 @@ class Upstream:
                         final=True,
                     )
                 if status == 429 or status >= 500:
-                    raise await _refusal(url, answer)
+                    words, after = await read(answer), answer.headers.get("retry-after", "")
+                    said = words[:500].decode(errors="replace")
+                    raise UpstreamError(
+                        f"the policy server at {url} answered {status}: {said}",
+                        status=status,
+                        body=words,
+                        retry_after=float(after) if after.isdigit() else 0.0,
+                        transient=status in TRANSIENT,
+                    )
                 yield answer
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise UpstreamError(
@@ -206,21 +208,8 @@ def _too_large(what: str, limit: int) -> UpstreamError:
     return UpstreamError(f"{message}; limit max_tokens or n", final=True)
 
 
-async def _refusal(url: str, answer: aiohttp.ClientResponse) -> UpstreamError:
-    body = await read(answer)
-    text = body[:500].decode(errors="replace")
-    after = answer.headers.get("retry-after", "")
-    return UpstreamError(
-        f"the policy server at {url} answered {answer.status}: {text}",
-        status=answer.status,
-        body=body,
-        retry_after=float(after) if after.isdigit() else 0.0,
-        transient=answer.status in TRANSIENT,
-    )
-
-
 def forwarded_headers(headers: Mapping[str, str]) -> CIMultiDict[str]:
-    """The end-to-end headers of a message."""
+    """The headers of a message without those of a single connection."""
     return CIMultiDict((k, v) for k, v in headers.items() if k.lower() not in HOP_BY_HOP)
 
 

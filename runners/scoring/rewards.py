@@ -1,26 +1,25 @@
 """Rewards that an in-process agent gives while it runs, from `reward(...)` to a stored row.
 
-A row about a model call first names the call by the span id in its `traceparent`; when the attempt
-has ended and its transitions are stored, `settle` replaces that by what the store calls it.
+A row about a model call first names the call by the span id in its `traceparent`. When the attempt
+has ended and its transitions are stored, `resolve_targets` replaces that by the transition's id.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from agentrl.runners.scoring.verifiers import VerifierError
+from agentrl.runners.scoring.verifiers import VerifierError, as_scope
 from agentrl.runners.tracing import attempt_log
 from agentrl.store.rows import storable_text
 from agentrl.types import Reward, Scope, Span, Trace, Transition
 
-log = logging.getLogger("agentrl.runner")
+logger = logging.getLogger("agentrl.runner")
 SOURCE = "agent"
-PENDING = "call:"  # before the span id of a call, in a target that is not settled
+PENDING = "call:"  # before the span id of a call, in a target that is not resolved yet
 
 
 def reward(
@@ -38,34 +37,31 @@ def reward(
     Raises ValueError for a number that is not finite, for an unknown scope, for a target that the
     scope does not have, and where there is no model call yet that it could be about."""
     row = Reward(
-        value=_finite(value),
+        value=float(value),
         name=storable_text(str(name)),
-        scope=_scope(scope),
+        scope=as_scope(scope),
         target=target,
         source=SOURCE,
     )
+    if not math.isfinite(row.value):
+        raise ValueError(f"a reward must be a finite number, not {row.value}")
     if row.scope is not Scope.ROLE and target is not None:
         raise ValueError(
             f"a reward of scope '{row.scope}' takes no target: 'transition' is the latest model"
             " call, 'rollout' the whole; leave it out"
         )
-    here = attempt_log.current()
-    if here is None:
+    log = attempt_log.current()
+    if log is None:
         return
     if row.scope is not Scope.ROLLOUT and target is None:
-        call = here.latest()
+        call = log.latest()
         if call is None:
             raise ValueError(
                 f"there is no model call yet for a reward of scope '{row.scope}'; give it after"
                 " the call, or with scope='rollout'"
             )
         row = replace(row, target=f"{PENDING}{call.id}")
-    here.rewards.append(row)
-
-
-def needs_trace(rows: Iterable[Reward]) -> bool:
-    """Whether `settle` needs the trace: some row is about less than the whole rollout."""
-    return any(row.scope is not Scope.ROLLOUT for row in rows)
+    log.rewards.append(row)
 
 
 def resolve_targets(
@@ -77,39 +73,36 @@ def resolve_targets(
     An agent's row about a call that failed, and so was never stored, is dropped with a warning.
     Raises VerifierError for a target that is no transition, or no role, of the attempt."""
     transitions = trace.transitions if trace else []
-    seats = trace.rollout.seats if trace else {}  # who has one may lose before it is asked
+    seats = trace.rollout.seats if trace else {}  # a role may lose before its first call
     made = _by_call(transitions, spans)
     targets = {
         Scope.TRANSITION: {transition.id for transition in transitions},
         Scope.ROLE: {transition.role for transition in transitions}.union(seats),
     }
-    settled = []
+    resolved = []
     for row in rows:
         call = row.target.removeprefix(PENDING) if row.target else ""
         if row.target != call and call in made:
             about = made[call]
             target = about.id if row.scope is Scope.TRANSITION else about.role
-            settled.append(replace(row, target=target))
+            resolved.append(replace(row, target=target))
         elif row.target != call and call:
-            log.warning("a reward %r is about a model call that failed; it is dropped", row.name)
+            logger.warning("a reward %r is about a model call that failed; it is dropped", row.name)
         elif row.scope is Scope.ROLLOUT or row.target in targets[row.scope]:
-            settled.append(row)
+            resolved.append(row)
         else:
-            raise VerifierError(_unknown_target(row, targets[row.scope]))
-    return settled
-
-
-def _unknown_target(row: Reward, targets: Collection[str]) -> str:
-    known = ", ".join(sorted(targets)[:20]) or "none: the attempt made no model call"
-    return (
-        f"the {row.source} gave the reward {row.name!r} to the {row.scope} {row.target!r}, which"
-        f" this attempt does not have; it has {known}"
-    )
+            known = ", ".join(sorted(targets[row.scope])[:20])
+            raise VerifierError(
+                f"the {row.source} gave the reward {row.name!r} to the {row.scope} {row.target!r},"
+                " which this attempt does not have; it has"
+                f" {known or 'none: the attempt made no model call'}"
+            )
+    return resolved
 
 
 def _by_call(transitions: Iterable[Transition], spans: Sequence[Span]) -> Mapping[str, Transition]:
-    """The transition of each call; the last, where one call sampled several. What the user's own
-    instrumentation put between call and request is skipped."""
+    """The transition of each call; the last, where one call sampled several. Spans that the user's
+    own instrumentation put between call and request lead to it too."""
     parents = {span.id: span.parent for span in spans}
     found = {}
     for transition in transitions:
@@ -118,18 +111,3 @@ def _by_call(transitions: Iterable[Transition], spans: Sequence[Span]) -> Mappin
             found[span] = transition
             span = parents.get(span)
     return found
-
-
-def _finite(value: Any) -> float:
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"a reward must be a finite number, not {number}")
-    return number
-
-
-def _scope(scope: Scope | str) -> Scope:
-    try:
-        return Scope(scope)
-    except ValueError:
-        known = ", ".join(map(repr, map(str, Scope)))
-        raise ValueError(f"there is no reward scope {scope!r}; there is {known}") from None

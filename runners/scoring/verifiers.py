@@ -40,7 +40,7 @@ class Verifier:
         """`outcome` is the user's verifier, `rewards` are further sources by name.
 
         Raises AgentError when a function asks for anything else."""
-        functions = ({} if outcome is None else {"outcome": outcome}) | dict(rewards or {})
+        functions = {**({} if outcome is None else {"outcome": outcome}), **(rewards or {})}
         self._sources = {name: (call, _declared(call)) for name, call in functions.items()}
 
     @property
@@ -77,13 +77,11 @@ def load(path: str | Callable[..., Any], rewards: Mapping[str, str], root: Path)
     outcome: Any = path or None
     if isinstance(path, str) and path:
         outcome = load_attribute(path, root, key="verifier.path")
-    return Verifier(
-        outcome,
-        {
-            name: load_plugin("rewards", source, (), root, key=f"verifier.rewards.{name}")
-            for name, source in rewards.items()
-        },
-    )
+    functions = {
+        name: load_plugin("rewards", source, (), root, key=f"verifier.rewards.{name}")
+        for name, source in rewards.items()
+    }
+    return Verifier(outcome, functions)
 
 
 def as_rewards(returned: object, name: str = "outcome") -> list[Reward]:
@@ -94,8 +92,7 @@ def as_rewards(returned: object, name: str = "outcome") -> list[Reward]:
         raise VerifierError("the verifier returned no reward; return a number, or a mapping")
     if isinstance(returned, Mapping):
         return [
-            Reward(name=storable_text(str(key)), value=_number(v, key))
-            for key, v in returned.items()
+            Reward(name=storable_text(str(k)), value=_number(v, k)) for k, v in returned.items()
         ]
     if isinstance(returned, list | tuple):
         return [_row(row) for row in returned]
@@ -106,11 +103,9 @@ def _row(row: object) -> Reward:
     if not isinstance(row, Reward):
         raise VerifierError(f"the verifier returned {row!r:.80} in a list; return agentrl.Reward")
     try:
-        scope = Scope(row.scope)
-    except ValueError:
-        known = ", ".join(map(repr, map(str, Scope)))
-        message = f"the verifier returned the reward scope {row.scope!r:.80}; there is {known}"
-        raise VerifierError(message) from None
+        scope = as_scope(row.scope)
+    except ValueError as error:
+        raise VerifierError(f"the verifier returned a reward, but {error}") from None
     if not isinstance(row.target, str | None) or (row.target is None) != (scope is Scope.ROLLOUT):
         raise VerifierError(
             f"the verifier returned {row!r:.200}; give it a target exactly if it is about a role"
@@ -123,6 +118,14 @@ def _row(row: object) -> Reward:
         source=storable_text(str(row.source)),
         scope=scope,
     )
+
+
+def as_scope(scope: Scope | str) -> Scope:
+    try:
+        return Scope(scope)
+    except ValueError:
+        known = ", ".join(map(repr, map(str, Scope)))
+        raise ValueError(f"there is no reward scope {scope!r:.80}; there is {known}") from None
 
 
 def _number(value: Any, name: object) -> float:

@@ -2,9 +2,9 @@
 
 Owns: the logs of the attempts in progress.
 Always true: code inside an attempt finds the attempt's log in its OpenTelemetry context, in any
-task or thread, also after the attempt has ended, so no late call is counted for another attempt;
-what is logged by then is ignored. Outside of attempts `current` is None.
-Who may write: whoever runs inside the attempt, from any thread.
+task or thread. It finds it also after the attempt has ended, when entries are ignored, so no late
+call is counted for another attempt. Outside of attempts `current` is None.
+Who may write: code inside the attempt, from any thread.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class FrameworkStep(NamedTuple):
     parent: str
     around: str  # the OpenTelemetry span that was current when it began
     start: int
-    recorded: Callable[[], str | None] | None  # by somebody else: gives the span's id there
+    recorded: Callable[[], str | None] | None  # by another tracer: gives its span id
 
 
 @dataclass(slots=True, eq=False)
@@ -60,14 +60,14 @@ class AttemptLog:
     attempt: str
     root: str
     start: int = field(default_factory=time.time_ns)
-    spans: list[Span] = field(default_factory=list)  # finished ones, of ours
+    spans: list[Span] = field(default_factory=list)  # finished ones, made here
     started_spans: dict[int, ReadableSpan] = field(default_factory=dict)  # of the SDK, by id
     finished: list[ReadableSpan] = field(default_factory=list)  # those of them that have ended
     rewards: list[Reward] = field(default_factory=list)  # targets may be span ids of calls
     calls: list[HttpCall] = field(default_factory=list)
     steps: dict[str, FrameworkStep] = field(default_factory=dict)
     running: set[str] = field(default_factory=set)  # of the steps
-    needs_no_call: bool = False  # the agent rightly has no answer of a model
+    needs_no_call: bool = False  # the agent succeeded without a model call, as it should
 
     def enter(
         self,
@@ -77,8 +77,8 @@ class AttemptLog:
         parent: str | None,
         recorded: Callable[[], str | None] | None = None,
     ) -> None:
-        """A framework begins a step inside the step `parent`, or where we are. What somebody else
-        has `recorded` does not become a span of ours."""
+        """A framework begins a step inside the step `parent`, or inside the current span. A step
+        that another tracer has `recorded` does not become a span here."""
         around = _current_span_id()
         known = parent if parent is not None and parent in self.steps else around
         self.steps[step] = FrameworkStep(name, kind, known, around, time.time_ns(), recorded)
@@ -91,15 +91,8 @@ class AttemptLog:
         self.running.discard(step)
         begun = self.steps[step]
         if begun.recorded is None:
-            self._add(
-                step,
-                begun.name,
-                begun.kind,
-                begun.parent,
-                begun.start,
-                ok,
-                attributes or {},
-            )
+            about = {"name": begun.name, "kind": begun.kind, "parent": begun.parent}
+            self._add(begun.start, id=step, ok=ok, attributes=attributes or {}, **about)
 
     def inside(self) -> tuple[str, ...]:
         """The spans around the caller, innermost first, the attempt's own last."""
@@ -129,11 +122,12 @@ class AttemptLog:
             around = self.steps.get(call.inside[0])
             recorded = around.recorded() if around and around.recorded else None
             parent = recorded or call.inside[0]
-            self._add(call.id, name, "internal", parent, start, ok, attributes)
+            about = {"name": name, "kind": "internal", "parent": parent}
+            self._add(start, id=call.id, ok=ok, attributes=attributes, **about)
 
     def latest(self) -> HttpCall | None:
-        """The latest call of the caller's context; else of the innermost span around it that has
-        any, but for those that parallel branches made since this one began."""
+        """The latest call of the caller's context, else of the innermost span around it that has
+        any; calls that parallel branches made since this one began do not count."""
         last = _latest.get()
         for span in self.inside():
             for call in reversed(self.calls):
@@ -144,41 +138,11 @@ class AttemptLog:
     def close(self) -> None:
         for step in sorted(self.running.copy(), key=lambda step: -self.steps[step].start):
             self.leave(step, ok=False)
-        end = time.time_ns()
-        root = Span(
-            id=self.root,
-            attempt=self.attempt,
-            parent=None,
-            name="attempt",
-            kind="agent",
-            start=self.start,
-            end=end,
-        )
-        self.spans.append(root)
+        self._add(self.start, id=self.root, name="attempt", kind="agent", parent=None)
 
-    def _add(
-        self,
-        id: str,
-        name: str,
-        kind: str,
-        parent: str,
-        start: int,
-        ok: bool,
-        attributes: dict[str, Json],
-    ) -> None:
-        self.spans.append(
-            Span(
-                id=id,
-                attempt=self.attempt,
-                parent=parent,
-                name=name,
-                kind=kind,
-                start=start,
-                end=max(start, time.time_ns()),
-                ok=ok,
-                attributes=attributes,
-            )
-        )
+    def _add(self, start: int, **about: Any) -> None:
+        end = max(start, time.time_ns())
+        self.spans.append(Span(attempt=self.attempt, start=start, end=end, **about))
 
 
 def current() -> AttemptLog | None:
@@ -204,22 +168,13 @@ def open_log(attempt: str) -> Iterator[AttemptLog]:
         journal.close()
 
 
-def span_started(span: ReadableSpan) -> None:
-    """Note a span of OpenTelemetry's SDK that begins, if it belongs to an attempt."""
-    journal = _open.get(span.context.trace_id) if span.context else None
-    if journal is not None and span.context:
-        journal.started_spans[span.context.span_id] = span
-
-
-def span_ended(span: ReadableSpan) -> None:
-    """Note a span of OpenTelemetry's SDK that has ended, if it belongs to an attempt."""
-    journal = _open.get(span.context.trace_id) if span.context else None
-    if journal is not None:
-        journal.finished.append(span)
+def of_span(span: ReadableSpan) -> AttemptLog | None:
+    """The log of the attempt that a span of OpenTelemetry's SDK belongs to."""
+    return _open.get(span.context.trace_id) if span.context else None
 
 
 def framework_config() -> Any:
-    """LangChain's and LangGraph's own configuration of the running step, if there is any."""
+    """LangChain's and LangGraph's configuration of the running step, if there is one."""
     module = sys.modules.get("langchain_core.runnables.config")
     known = getattr(module, "var_child_runnable_config", None)
     return None if known is None else known.get()

@@ -1,6 +1,6 @@
 """An attempt is an OpenTelemetry trace: its id is the trace id of every span and model call in it.
 
-Owns: what the process is taught once, so that its clients, threads, frameworks and tracers take
+Owns: what is patched once in a process, so that its clients, threads, frameworks and tracers take
 part; the logs belong to `attempt_log`.
 Always true: inside `attempt(id)` the current trace id is `id`, in its tasks and threads and in
 every request of the HTTP clients, whose W3C headers name it.
@@ -8,19 +8,23 @@ every request of the HTTP clients, whose W3C headers name it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
+from contextvars import Context, copy_context
+from functools import cache, partial, wraps
+from typing import Any
 
 import msgspec
 from opentelemetry import trace
-from opentelemetry.context import Context
+from opentelemetry.context import Context as TraceContext
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.trace import ProxyTracerProvider, StatusCode
 
 from agentrl.errors import ConfigError
 from agentrl.otlp import DESCRIPTION, KIND, kind_of
-from agentrl.runners.tracing import attempt_log, http_clients, thread_context
+from agentrl.runners.tracing import attempt_log, http_clients
 from agentrl.runners.tracing import langchain as steps
 from agentrl.runners.tracing.attempt_log import AttemptLog
 from agentrl.runners.tracing.roles import role
@@ -42,8 +46,46 @@ def install() -> Tracing:
         if unset:
             trace.set_tracer_provider(provider)
     http_clients.install()
-    thread_context.install()
+    _inherit_in_threads()
     return Tracing(provider)
+
+
+def _inherit_in_threads() -> None:
+    """Threads that an agent starts belong to its attempt, as its asyncio tasks do.
+
+    Python gives a new thread an empty context (until 3.14's `-X thread_inherit_context`), so a
+    model call in it would belong to no rollout. Inside attempts, and only there, a thread starts in
+    a copy of its starter's context, and so does each work item of a `ThreadPoolExecutor`. A thread
+    that was started inside one attempt and serves others belongs to the first: give it work by
+    `submit`, by `asyncio.run_coroutine_threadsafe`, or with the context of the caller."""
+    start = threading.Thread.start
+    submit: Callable[..., Future[Any]] = ThreadPoolExecutor.submit
+
+    @wraps(start)
+    def start_inside(self: threading.Thread) -> None:
+        if attempt_log.current() is not None:
+            vars(self)["run"] = partial(_run, self, self.run, copy_context())
+        start(self)
+
+    @wraps(submit)
+    def submit_inside(
+        self: ThreadPoolExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Future[Any]:
+        if attempt_log.current() is None:
+            return submit(self, fn, *args, **kwargs)
+        item = partial(copy_context().run, fn)
+        # From an empty context: a worker thread that starts now will serve others too.
+        return Context().run(submit, self, item, *args, **kwargs)
+
+    setattr(threading.Thread, "start", start_inside)  # noqa: B010 - mypy refuses the assignment
+    setattr(ThreadPoolExecutor, "submit", submit_inside)  # noqa: B010
+
+
+def _run(thread: threading.Thread, run: Callable[[], None], inherited: Context) -> None:
+    try:
+        inherited.run(run)
+    finally:
+        vars(thread).pop("run", None)  # it refers to the thread itself
 
 
 def instrument_frameworks() -> None:
@@ -76,11 +118,13 @@ class Tracing(SpanProcessor):
         with attempt_log.open_log(attempt) as log:
             yield log
 
-    def on_start(self, span: ReadableSpan, parent_context: Context | None = None) -> None:
-        attempt_log.span_started(span)
+    def on_start(self, span: ReadableSpan, parent_context: TraceContext | None = None) -> None:
+        if (log := attempt_log.of_span(span)) and span.context:
+            log.started_spans[span.context.span_id] = span
 
     def on_end(self, span: ReadableSpan) -> None:
-        attempt_log.span_ended(span)
+        if log := attempt_log.of_span(span):
+            log.finished.append(span)
 
 
 def records(log: AttemptLog, attempt: str) -> list[Span]:
@@ -88,28 +132,25 @@ def records(log: AttemptLog, attempt: str) -> list[Span]:
     ended or was not sampled, is a child of the attempt."""
     known = {span.id for span in log.spans}
     known |= {_hex(span.context.span_id) for span in log.finished if span.context}
-    own = [
-        span if span.parent is None or span.parent in known else _adopt(span, log)
-        for span in log.spans
+    spans = [*log.spans, *(_record(span, attempt, log.root) for span in log.finished)]
+    return [
+        span
+        if span.parent is None or span.parent in known
+        else msgspec.structs.replace(span, parent=log.root)
+        for span in spans
     ]
-    return own + [_record(span, attempt, known, log.root) for span in log.finished]
 
 
-def _adopt(span: Span, log: AttemptLog) -> Span:
-    return msgspec.structs.replace(span, parent=log.root)
-
-
-def _record(span: ReadableSpan, attempt: str, known: set[str], root: str) -> Span:
+def _record(span: ReadableSpan, attempt: str, root: str) -> Span:
     assert span.context is not None
     attributes = dict(span.attributes or {})
     kind = kind_of(attributes)
     if span.status.description:
         attributes[DESCRIPTION] = span.status.description
-    parent = _hex(span.parent.span_id) if span.parent else root
     return Span(
         id=_hex(span.context.span_id),
         attempt=attempt,
-        parent=parent if parent in known else root,
+        parent=_hex(span.parent.span_id) if span.parent else root,
         name=span.name,
         kind=kind,
         start=span.start_time or 0,

@@ -1,4 +1,4 @@
-"""HTTP clients of the agent's process say whose call it is: httpx, httpx2, requests, aiohttp.
+"""Adds the attempt to the requests of the HTTP clients httpx, httpx2, requests and aiohttp.
 
 Whatever is sent inside an attempt carries its W3C `traceparent` and `baggage`, in any client that
 is installed, made before or after `install`. OpenTelemetry's instrumentations of these clients do
@@ -9,7 +9,8 @@ Outside of attempts nothing happens; a header that the agent has set itself is l
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
 from functools import cache, wraps
 from importlib import import_module
 from importlib.util import find_spec
@@ -18,74 +19,75 @@ from typing import Any
 from agentrl.runners.tracing import attempt_log, roles
 from agentrl.runners.tracing.attempt_log import AttemptLog, HttpCall
 
+STATUS = "http.response.status_code"
+Send = Callable[..., Any]
+
 
 @cache
 def install() -> None:
-    """Teach the clients that are installed, once for the life of the process."""
-    for module in ("httpx", "httpx2"):
+    """Patch the clients that are installed, once for the life of the process."""
+    for module, client, method, wrap in (
+        ("httpx", "Client", "send", _sync),
+        ("httpx", "AsyncClient", "send", _async),
+        ("httpx2", "Client", "send", _sync),
+        ("httpx2", "AsyncClient", "send", _async),
+        ("requests", "Session", "send", _sync),
+        ("aiohttp", "ClientSession", "_request", _aiohttp),
+    ):
         if find_spec(module):
-            library = import_module(module)
-            _wrap(library.Client, "send", _sync)
-            _wrap(library.AsyncClient, "send", _async)
-    if find_spec("requests"):
-        _wrap(import_module("requests").Session, "send", _sync)
-    if find_spec("aiohttp"):
-        _wrap(import_module("aiohttp").ClientSession, "_request", _aiohttp)
+            owner = getattr(import_module(module), client)
+            setattr(owner, method, wrap(getattr(owner, method)))
 
 
-def _wrap(owner: type, name: str, wrapper: Callable[[Callable[..., Any]], Any]) -> None:
-    setattr(owner, name, wrapper(getattr(owner, name)))
-
-
-def _sync(send: Callable[..., Any]) -> Callable[..., Any]:
+def _sync(send: Send) -> Send:
     @wraps(send)
     def traced(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        log = attempt_log.current()
-        if log is None:
-            return send(self, request, *args, **kwargs)
-        attributes = {"url.full": _without_query(request.url)}
-        with log.call(request.method, attributes) as call:
-            add_headers(request.headers, log, call)
+        with _call(request.method, request.url, request.headers) as attributes:
             response = send(self, request, *args, **kwargs)
-            attributes["http.response.status_code"] = response.status_code
+            attributes[STATUS] = response.status_code
             return response
 
     return traced
 
 
-def _async(send: Callable[..., Any]) -> Callable[..., Any]:
+def _async(send: Send) -> Send:
     @wraps(send)
     async def traced(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        log = attempt_log.current()
-        if log is None:
-            return await send(self, request, *args, **kwargs)
-        attributes = {"url.full": _without_query(request.url)}
-        with log.call(request.method, attributes) as call:
-            add_headers(request.headers, log, call)
+        with _call(request.method, request.url, request.headers) as attributes:
             response = await send(self, request, *args, **kwargs)
-            attributes["http.response.status_code"] = response.status_code
+            attributes[STATUS] = response.status_code
             return response
 
     return traced
 
 
-def _aiohttp(request: Callable[..., Any]) -> Callable[..., Any]:
+def _aiohttp(request: Send) -> Send:
     @wraps(request)
     async def traced(self: Any, method: str, url: Any, *, headers: Any = None, **rest: Any) -> Any:
-        log = attempt_log.current()
-        if log is None:
-            return await request(self, method, url, headers=headers, **rest)
-        from multidict import CIMultiDict
+        if attempt_log.current() is not None:
+            from multidict import CIMultiDict
 
-        carrier: MutableMapping[str, str] = CIMultiDict(headers or ())
-        attributes = {"url.full": _without_query(url)}
-        with log.call(method, attributes) as call:
-            add_headers(carrier, log, call)
-            response = await request(self, method, url, headers=carrier, **rest)
-            attributes["http.response.status_code"] = response.status
+            headers = CIMultiDict(headers or ())
+        with _call(method, url, headers) as attributes:
+            response = await request(self, method, url, headers=headers, **rest)
+            attributes[STATUS] = response.status
             return response
 
     return traced
+
+
+@contextmanager
+def _call(method: str, url: Any, headers: Any) -> Iterator[dict[str, Any]]:
+    """Log a request that is sent inside the block, and name its attempt in `headers`; the block
+    adds the status to the attributes. Outside of attempts nothing happens."""
+    log, attributes = attempt_log.current(), dict[str, Any]()
+    if log is None:
+        yield attributes
+        return
+    attributes["url.full"] = str(url).partition("?")[0]  # the query may hold a secret
+    with log.call(method, attributes) as call:
+        add_headers(headers, log, call)
+        yield attributes
 
 
 def add_headers(headers: MutableMapping[str, str], log: AttemptLog, call: HttpCall) -> None:
@@ -95,8 +97,3 @@ def add_headers(headers: MutableMapping[str, str], log: AttemptLog, call: HttpCa
     items = [*filter(None, [headers.get("baggage")]), *roles.baggage_items(log, call)]
     if items:
         headers["baggage"] = ",".join(items)
-
-
-def _without_query(url: Any) -> str:
-    """The address without its query, which may hold a secret."""
-    return str(url).partition("?")[0]

@@ -1,8 +1,8 @@
 """The steps of LangChain and LangGraph as spans, without their inputs and outputs.
 
-A handler that LangChain finds by itself in every run notes name, kind, parent, times and success of
-agents, chains and tools, and nothing of what they say: that is in the transitions. OpenInference's
-instrumentation, `runner.framework_spans`, records all of it for about a third more CPU.
+A handler that LangChain adds to every run logs name, kind, parent, times and success of agents,
+chains and tools, without their texts, which are in the transitions. The instrumentation of
+OpenInference, `runner.framework_spans`, records all of it for about a third more CPU.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from functools import cache, partial
+from functools import cache
 from typing import Any
 from uuid import UUID
 
@@ -18,8 +18,6 @@ from agentrl.runners.tracing import attempt_log
 from agentrl.runners.tracing.attempt_log import AttemptLog, step_id
 
 GRAPH = "LangGraph"  # the name of a compiled graph that was given none
-
-
 _recorder: Callable[[UUID], Any] | None = None  # gives the span of a run that is recorded already
 
 
@@ -30,7 +28,7 @@ def install() -> None:
 
 
 def set_recorder(recorder: Callable[[UUID], Any] | None) -> None:
-    """From now on somebody else records the steps; `recorder` gives the span of a run."""
+    """From now on another tracer records the steps; `recorder` gives its span of a run."""
     global _recorder
     _recorder = recorder
 
@@ -41,7 +39,7 @@ def _register() -> None:
     from langchain_core.tracers.context import register_configure_hook
 
     class StepHandler(BaseCallbackHandler):  # type: ignore[misc, unused-ignore]
-        """Notes in the journal of the attempt around the step, if there is one."""
+        """Logs the step in the attempt around it, if there is one."""
 
         run_inline = True  # in the context of the step, where the attempt is known
         ignore_llm = ignore_chat_model = ignore_retriever = ignore_custom_event = True
@@ -74,8 +72,13 @@ def _register() -> None:
 def _enter(log: AttemptLog, name: str, kind: str, about: Mapping[str, Any]) -> None:
     run = about["run_id"]
     outer = about.get("parent_run_id")
-    recorded = partial(_recorded, run) if _recorder is not None else None
-    log.enter(step_id(run), name, kind, outer and step_id(outer), recorded)
+    recorder = _recorder
+
+    def recorded() -> str | None:
+        span = recorder(run) if recorder is not None else None
+        return None if span is None else format(span.get_span_context().span_id, "016x")
+
+    log.enter(step_id(run), name, kind, outer and step_id(outer), recorder and recorded)
 
 
 def _leave(about: Mapping[str, Any], error: BaseException | None = None) -> None:
@@ -83,8 +86,3 @@ def _leave(about: Mapping[str, Any], error: BaseException | None = None) -> None
     if log is not None:
         attributes = {} if error is None else {"exception.type": type(error).__name__}
         log.leave(step_id(about["run_id"]), error is None, attributes)
-
-
-def _recorded(run: UUID) -> str | None:
-    span = _recorder(run) if _recorder is not None else None
-    return None if span is None else format(span.get_span_context().span_id, "016x")

@@ -63,7 +63,7 @@ def role(name: str) -> Iterator[None]:
 
 
 def baggage_items(log: AttemptLog, call: HttpCall) -> list[str]:
-    """What the W3C baggage of a call says about the caller; empty where there is nothing to say."""
+    """The W3C baggage of a call: its role, or the names from which its role is read."""
     values = {key: str(value) for key, value in baggage.get_all().items()}
     if ROLE not in values:
         names = ",".join(quote(name, safe="") for name in framework_names(log, call))
@@ -72,7 +72,7 @@ def baggage_items(log: AttemptLog, call: HttpCall) -> list[str]:
 
 
 def read_names(value: str | None) -> list[str]:
-    """The names that `baggage_items` wrote under `NAMES`, its own quoting already undone."""
+    """The names that `baggage_items` wrote under `NAMES`; the baggage is unquoted already."""
     return [unquote(name) for name in (value or "").split(",") if name]
 
 
@@ -99,7 +99,7 @@ def _langgraph() -> Iterator[str]:
 
 
 def _openai_agents() -> Iterator[str]:
-    """Agents of OpenAI's Agents SDK, whose spans are there, and empty, where it does not trace."""
+    """Agents of OpenAI's Agents SDK, which has empty spans even if it does not trace."""
     scope = _of("agents.tracing.scope", "Scope")
     span: Any = scope.get_current_span() if scope is not None else None
     while span is not None:
@@ -111,7 +111,7 @@ def _openai_agents() -> Iterator[str]:
 
 
 def _crewai() -> Iterator[str]:
-    """Agents of CrewAI, by their role: events that have begun around the caller, and not ended."""
+    """Agents of CrewAI, by role, from the events that are open around the caller."""
     stack = _of("crewai.events.event_context", "_event_id_stack")
     state = getattr(_of("crewai.events.event_bus", "crewai_event_bus"), "runtime_state", None)
     record: Any = getattr(state, "event_record", None)
@@ -120,13 +120,13 @@ def _crewai() -> Iterator[str]:
     for id, kind in reversed(stack.get()):
         if kind in CREW:
             event = getattr(record.get(id), "event", None)
-            told: Any = getattr(event, "agent_info", None) or {}
-            role = getattr(getattr(event, "agent", None), "role", None) or told.get("role")
+            info: Any = getattr(event, "agent_info", None) or {}
+            role = getattr(getattr(event, "agent", None), "role", None) or info.get("role")
             yield str(role or "").strip()
 
 
 def _spans(log: AttemptLog, call: HttpCall) -> Iterator[str]:
-    """Agents whose framework tells OpenTelemetry of them: AutoGen, Agent Framework and others."""
+    """Agents of frameworks with OpenTelemetry spans: AutoGen, Agent Framework and others."""
     for inside in call.inside:
         span = log.started_spans.get(int(inside, 16))
         while span is not None:

@@ -1,10 +1,10 @@
 """The client: a `Store` whose verbs are requests, repeated until the server has answered.
 
-Owns: one connection pool per event loop, closed with its loop or by `close`. Always true: a call is
-sent again after whatever may pass (a lost connection, a restarting server or proxy), with the same
-ids and the same idempotency key, so that it is done once however often it is sent; only when that
-has failed for `patience` seconds it raises Unavailable. One object may be used from several event
-loops and threads.
+Owns: one connection pool per event loop, closed with its loop or by `close`. Always true: after a
+temporary failure (a lost connection, a restarting server or proxy) a call is sent again with the
+same ids and the same idempotency key, so it is executed once however often it is sent; after
+`patience` seconds of failures it raises Unavailable. Several event loops and threads may use one
+object.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from types import TracebackType
 from typing import Any, Self, cast
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 import aiohttp
 import msgspec
+from msgspec.structs import asdict, replace
 
 from agentrl.errors import Invalid, StoreError, Unavailable
 from agentrl.store import limits, rows
 from agentrl.store.base import Store
 from agentrl.store.http import wire
 from agentrl.store.http.wire import ENCODE, MSGPACK, VERBS, Verb
-from agentrl.types import Outcome, Span, StepCommit
+from agentrl.types import StepCommit
 
 VARIABLE = "AGENTRL_STORE_KEY"
 PATIENCE = 60.0  # seconds for which a call is repeated
@@ -41,11 +41,17 @@ IDLE = 60.0  # seconds for which an unused connection is kept: less than the ser
 LOST = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError)
 TRANSIENT = frozenset({502, 503, 504})
 REFUSAL = wire.decoders(wire.Refusal)
+ANSWERS = wire.decoders(wire.BatchResponse)[MSGPACK]
+NOT_JSON = (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError)
 CHECKS: dict[str, Callable[[Any], None]] = {
     "commit_step": limits.check_commit,
     "enqueue": limits.check_rollout,
     "add_transitions": limits.check_transition,
     "finish": limits.check_outcome,
+}
+CLEAN: dict[str, Callable[[Any], Any]] = {
+    "finish": rows.clean_outcome,
+    "add_spans": rows.clean_span,
 }
 Arguments = msgspec.Struct
 
@@ -53,7 +59,7 @@ Arguments = msgspec.Struct
 def connect(url: str) -> Store:
     """The store at `http(s)://[KEY@]host[:port][?patience=SECONDS]`. Without a key in the URL, that
     of the variable AGENTRL_STORE_KEY is sent, if there is one. Sends nothing yet."""
-    return cast(Store, HttpStore(url))  # its verbs are made from the table below
+    return cast(Store, HttpStore(url))  # its verbs are made from wire.VERBS
 
 
 def call(name: str, *args: Any, **kwargs: Any) -> tuple[Verb, Arguments]:
@@ -85,75 +91,65 @@ class HttpStore:
                 await pool.aclose()
             elif loop.is_running():
                 closing = asyncio.run_coroutine_threadsafe(_close(pool), loop)
-                with contextlib.suppress(TimeoutError):  # whoever holds up that loop keeps it open
+                with contextlib.suppress(TimeoutError):  # a blocked loop keeps its pool
                     await asyncio.wait_for(asyncio.wrap_future(closing), CONNECT)
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     async def batch(self, calls: Sequence[tuple[Verb, Arguments]]) -> list[Any]:
         """The verbs of one request, in this order, made by `call`: of each its result, or the
         StoreError with which it was refused. Each is atomic, the batch is not; none may wait."""
-        results: list[Any] = []
-        made: dict[int, wire.BatchCall] = {}  # what is sent, by its place
+        results: list[Any] = [None] * len(calls)
+        sent: dict[int, wire.BatchCall] = {}  # by place
         for place, (verb, arguments) in enumerate(calls):
             try:
-                encoded = _encoded(verb, _identified(verb, arguments))
+                encoded = msgspec.Raw(_encoded(verb, _with_claim_id(verb, arguments)))
             except StoreError as error:
-                results.append(error)
+                results[place] = error
             else:
-                results.append(None)
                 key = uuid.uuid4().hex if verb.once else None
-                made[place] = wire.BatchCall(
-                    verb=verb.name, arguments=msgspec.Raw(encoded), key=key
-                )
-        if not made:
+                sent[place] = wire.BatchCall(verb=verb.name, arguments=encoded, key=key)
+        if not sent:
             return results
-        sent = ENCODE[MSGPACK](wire.BatchRequest(calls=list(made.values())))
-        answers = self._read(ANSWERS, await self._request("batch", lambda: sent)).results
-        if len(answers) != len(made):
+        body = ENCODE[MSGPACK](wire.BatchRequest(calls=list(sent.values())))
+        answers = self._read(ANSWERS, await self._request("batch", lambda: body)).results
+        if len(answers) != len(sent):
             raise StoreError(f"{self.url} left out answers: is it a store's server?")
-        for place, answer in zip(made, answers, strict=True):
+        for place, answer in zip(sent, answers, strict=True):
             results[place] = (
                 wire.error_from(answer.error)
                 if answer.error
-                else self._read(calls[place][0].results[MSGPACK], answer.result)
+                else self._read(calls[place][0].results[MSGPACK], answer.result or b"")
             )
         return results
 
     async def _call(self, verb: Verb, arguments: Arguments) -> Any:
-        arguments = _identified(verb, arguments)
-        timeout = getattr(arguments, "timeout", None)
+        arguments = _with_claim_id(verb, arguments)
+        timeout = getattr(arguments, "timeout", None) or 0.0
+        first, end = _encoded(verb, arguments), time.monotonic() + timeout
+
+        def body() -> bytes:
+            """A repeat waits for what is left of the timeout."""
+            left = max(0.0, end - time.monotonic())
+            return _encoded(verb, replace(arguments, timeout=left)) if timeout else first
+
         key = uuid.uuid4().hex if verb.once else ""
-        if not timeout:
-            body = _encoded(verb, arguments)
-            answer = await self._request(verb.name, lambda: body, key)
-        else:
-            end = time.monotonic() + timeout
-
-            def rest() -> bytes:
-                left = max(0.0, end - time.monotonic())
-                return _encoded(verb, msgspec.structs.replace(arguments, timeout=left))
-
-            answer = await self._request(verb.name, rest)
-        return self._read(verb.results[MSGPACK], answer)
+        return self._read(verb.results[MSGPACK], await self._request(verb.name, body, key))
 
     async def _request(self, name: str, body: Callable[[], bytes], key: str = "") -> bytes:
         """The body of the answer, after as many tries as it takes."""
+        url = f"{self.url}/v1/{name}"
         headers = self._headers | {"idempotency-key": key} if key else self._headers
         pause, deadline, why = BACKOFF, 0.0, ""
         while True:
-            sent = body()
             try:
-                status, form, answer = await self._post(f"{self.url}/v1/{name}", sent, headers)
+                session = await self._session()
+                async with session.post(url, data=body(), headers=headers) as response:
+                    status, answer = response.status, await response.read()
             except LOST as error:
                 why = f"Store {self.url} cannot be reached: {str(error) or 'no answer'}."
             except aiohttp.ClientError as error:
@@ -164,7 +160,7 @@ class HttpStore:
                 if status == 202:  # not yet
                     pause, deadline = BACKOFF, 0.0
                     continue
-                refused = self._refused(status, form, answer)
+                refused = self._refused(status, response.content_type, answer)
                 if status not in TRANSIENT:
                     raise refused
                 why = str(refused)
@@ -174,12 +170,6 @@ class HttpStore:
                 raise Unavailable(why)
             await asyncio.sleep(pause * (0.5 + random.random() / 2))
             pause = min(2 * pause, LONGEST)
-
-    async def _post(self, url: str, body: bytes, headers: dict[str, str]) -> tuple[int, str, bytes]:
-        """Status, content type and body of one answer."""
-        session = await self._session()
-        async with session.post(url, data=body, headers=headers) as response:
-            return response.status, response.content_type, await response.read()
 
     def _read(self, decode: wire.Decode, answer: Any) -> Any:
         try:
@@ -211,18 +201,6 @@ class HttpStore:
         if found is None or self._closed:
             raise StoreError(f"Store {self.url} is closed.")
         return found[0]
-
-
-class _RawResult(msgspec.Struct):
-    result: msgspec.Raw = msgspec.Raw(b"\xc0")
-    error: wire.Error | None = None
-
-
-class _RawResponse(msgspec.Struct):
-    results: list[_RawResult]
-
-
-ANSWERS = wire.decoders(_RawResponse)[MSGPACK]
 
 
 def _method(verb: Verb) -> Callable[..., Awaitable[Any]]:
@@ -259,47 +237,35 @@ async def _close(pool: AsyncGenerator[Any, None]) -> None:
     await pool.aclose()
 
 
-def _identified(verb: Verb, arguments: Arguments) -> Arguments:
+def _with_claim_id(verb: Verb, arguments: Arguments) -> Arguments:
     """A claim gets an id: the repeat after a lost answer must get what was claimed."""
     if verb.name == "claim" and getattr(arguments, "claim_id", None) is None:
-        return msgspec.structs.replace(arguments, claim_id=uuid.uuid4().hex)
+        return replace(arguments, claim_id=uuid.uuid4().hex)
     return arguments
 
 
 def _encoded(verb: Verb, arguments: Arguments) -> bytes:
-    """Raises Invalid, naming the record, for what no store takes: in the words of every store, and
-    before it is sent."""
+    """Raises Invalid, naming the record, for what no store takes, before it is sent."""
+    field = next(iter(verb.arguments.__struct_fields__), "")
+    given = getattr(arguments, field, None)
     if check := CHECKS.get(verb.name):
-        given = getattr(arguments, verb.arguments.__struct_fields__[0])
-        for record in [given] if isinstance(given, StepCommit) else given:
+        for record in [given] if isinstance(given, StepCommit) else given or []:
             check(record)
     try:
-        try:
-            return ENCODE[MSGPACK](arguments)
-        except UnicodeEncodeError:
-            cleaned = {
-                name: [_clean(item) for item in value] if isinstance(value, list | tuple) else value
-                for name, value in msgspec.structs.asdict(arguments).items()
-            }
-            return ENCODE[MSGPACK](verb.arguments(**cleaned))
-    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+        if clean := CLEAN.get(verb.name):
+            arguments = replace(arguments, **{field: [clean(record) for record in given or []]})
+        return ENCODE[MSGPACK](arguments)
+    except NOT_JSON as error:
         where = _culprit(verb, arguments)
         raise Invalid(f"{where} cannot be stored, for it is not JSON: {error}.") from error
 
 
-def _clean(record: Any) -> Any:
-    """Text from the outside world, as every store keeps it."""
-    if isinstance(record, Span):
-        return msgspec.structs.replace(record, name=rows.storable_text(record.name))
-    return rows.clean_outcome(record) if isinstance(record, Outcome) else record
-
-
 def _culprit(verb: Verb, arguments: Arguments) -> str:
-    for value in msgspec.structs.asdict(arguments).values():
+    for value in asdict(arguments).values():
         for item in value if isinstance(value, list | tuple) else ():
             try:
-                ENCODE[MSGPACK](_clean(item))
-            except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError):
+                ENCODE[MSGPACK](item)
+            except NOT_JSON:
                 name = getattr(item, "id", None) or getattr(item, "attempt", "")
                 return f"{type(item).__name__} {name}".strip()
     return f"What {verb.name} was given"

@@ -21,8 +21,7 @@ GZIP = 31  # zlib's name for the gzip format with the largest window
 
 
 def decompress(body: bytes, encoding: str, largest: int) -> bytes:
-    """The body before its Content-Encoding. Raises HTTPException when that is larger than `largest`
-    bytes, whatever the body's own size."""
+    """The decoded body. Raises HTTPException when that is larger than `largest` bytes."""
     if encoding in ("", "identity"):
         return body
     if encoding != "gzip":
@@ -42,8 +41,9 @@ def decompress(body: bytes, encoding: str, largest: int) -> bytes:
 async def add_otlp_spans(
     store: Store, body: bytes, content_type: str, check: Callable[[set[str]], Awaitable[None]]
 ) -> tuple[bytes, str]:
-    """Adds the spans; returns the answer and its content type. `check` refuses attempts. An SDK
-    inside an agent has no claim secret: it names its attempt by 128 random bits."""
+    """Adds the spans; returns the answer and its content type. `check` refuses attempts of other
+    runs. No claim secret is needed, which an SDK inside an agent does not have: the attempt's id is
+    128 random bits."""
     try:
         spans, refused, why = otlp.decode_some(body, content_type)
     except Invalid as error:

@@ -1,48 +1,68 @@
-"""Bearer keys: what each may do, in which run, until when. They are compared in constant time and
-never printed."""
+"""Bearer keys: what each may do, in which run, until when; and who may write to an attempt.
+
+Keys are compared in constant time and never printed. Of the callers with a runner key, only the one
+that claimed an attempt writes to it: such a caller sends a random secret in the header
+`agentrl-claim-secret`. The server stores its SHA-256 as part of the claim's id, so a claim that is
+repeated with the same secret finds its attempts after a restart too, and the database does not
+contain the secret.
+"""
 
 from __future__ import annotations
 
 import hmac
 import logging
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
+from hashlib import sha256
 from pathlib import Path
+from typing import Any, cast
 
 from agentrl.addresses import is_loopback
-from agentrl.errors import ConfigError
-from agentrl.store.http.wire import KeyScope
+from agentrl.errors import ConfigError, Forbidden, Invalid
+from agentrl.store.base import Store
+from agentrl.store.http.wire import CLAIM_SECRET, KeyScope
+from agentrl.store.limits import check_ids
+from agentrl.store.sqlstore import SqlStore
 
 VARIABLE = "AGENTRL_STORE_KEYS"
-SHORTEST = 8  # characters
+SHORTEST_KEY = 8  # characters
+SHORTEST_SECRET = 16  # bytes
 LOOK = 1.0  # seconds after which it is looked whether a file of keys has changed
+REMEMBERED = 65_536  # attempts
+ATTEMPTS: dict[str, Callable[[dict[str, Any]], Iterable[str]]] = {
+    "heartbeat": lambda arguments: arguments["attempts"],
+    "finish": lambda arguments: (row.attempt for row in arguments["outcomes"]),
+    "add_transitions": lambda arguments: (row.attempt for row in arguments["transitions"]),
+    "add_spans": lambda arguments: (row.attempt for row in arguments["spans"]),
+}
+"""The verbs that write to attempts, and which attempts their arguments name."""
 log = logging.getLogger("agentrl.store")
 
 
 @dataclass(frozen=True, slots=True)
 class KeyGrant:
-    """What whoever sent a request may do."""
+    """What the sender of a request may do."""
 
     scope: KeyScope
-    run: str = ""  # the only one it has to do with; empty: all
+    run: str = ""  # the only run that it may use; empty: all
     until: float = math.inf  # unix seconds
-    secret: bytes = field(default=b"", repr=False)  # of its claims; see `claims`
+    secret: bytes = field(default=b"", repr=False)  # of its claims; see `Claims`
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Who may do what. Without any key everybody is an administrator: only for loopback."""
+    """The known keys. Without any key everybody is an administrator: only for loopback."""
 
     _known: tuple[tuple[bytes, KeyGrant], ...] = field(default=(), repr=False)
 
     @classmethod
     def parse(cls, text: str, source: str) -> Keys:
         """From lines (or words) such as `runner:SECRET` or `runner@RUN:SECRET;until=2030-01-31`, a
-        time of UTC; `#` begins a comment. Raises ConfigError
-        that names `source` and the line, never the key, and when there is no key: whoever gives
-        keys does not mean to serve everybody."""
+        time of UTC; `#` begins a comment. Raises ConfigError, which names `source` and the line,
+        never the key; also when there is no key, which would mean to serve everybody."""
         known: dict[bytes, KeyGrant] = {}
         for number, line in enumerate(text.splitlines(), 1):
             for word in line.partition("#")[0].split():
@@ -51,7 +71,7 @@ class Keys:
                 except ValueError:  # whose text may repeat the key
                     raise ConfigError(
                         f"{source}, line {number}: write runner:KEY, runner@RUN:KEY or admin:KEY"
-                        f" with a key of at least {SHORTEST} ASCII characters, and if it is to"
+                        f" with a key of at least {SHORTEST_KEY} ASCII characters, and if it is to"
                         " expire ;until=YYYY-MM-DD after it"
                     ) from None
                 if known.setdefault(key, caller) != caller:
@@ -66,8 +86,8 @@ class Keys:
         return bool(self._known)
 
     def caller(self, authorization: bytes, now: float) -> KeyGrant | None:
-        """Whoever sent this header; None for a missing, unknown or expired key. Every key is
-        looked at, so that the time does not tell which of them began alike."""
+        """What the sender of this header may do; None for a missing, unknown or expired key. Every
+        key is compared, so that the time does not reveal how much of a key was right."""
         if not self._known:
             return KeyGrant(KeyScope.ADMIN)
         kind, _, secret = authorization.partition(b" ")
@@ -79,8 +99,8 @@ class Keys:
 
 
 class KeyFile:
-    """Keys of a file, which is read again when it has changed: keys are added and taken back
-    without a restart. While it cannot be read those of before hold."""
+    """Keys of a file, which is read again when it has changed: keys are added and removed without
+    a restart. While it cannot be read the earlier keys hold."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._looked = path, -math.inf
@@ -103,17 +123,17 @@ class KeyFile:
                 self._changed = changed
                 self._keys = Keys.parse(self._path.read_text(), str(self._path))
         except (OSError, ValueError, ConfigError) as error:
-            log.warning("the keys of before are still in use: %s", error)
+            log.warning("the earlier keys are still in use: %s", error)
 
 
 def _entry(word: str) -> tuple[bytes, KeyGrant]:
-    """Raises ValueError for what is no key."""
+    """A key and what it allows. Raises ValueError for text of another form."""
     name, _, key = word.partition(":")
     kind, at, run = name.partition("@")
     key, expires, date = key.partition(";until=")
     if (kind, bool(at)) not in (("runner", True), ("runner", False), ("admin", False)):
         raise ValueError
-    if len(key) < SHORTEST or not key.isascii() or (at and not run):
+    if len(key) < SHORTEST_KEY or not key.isascii() or (at and not run):
         raise ValueError
     until = math.inf
     if expires:
@@ -129,9 +149,67 @@ def is_loopback_host(host: str) -> bool:
 
 @lru_cache(64)
 def is_for_this_machine(host: bytes) -> bool:
-    """Whether a request with this header Host meant this machine. Elsewhere a web page may have
-    let its own name point here, to read with its visitor's browser what needs no key."""
+    """Whether a request with this header Host meant this machine. Otherwise a web page may have let
+    its own name point here (DNS rebinding) and read the store through its visitor's browser."""
     name = host.decode("latin-1").lower()
     if not name.endswith("]"):  # an IPv6 address without a port
         name = name.rpartition(":")[0] or name
     return not name or is_loopback_host(name)
+
+
+class Claims:
+    """Who claimed which attempt of one server's store. Owns the run and the claim of the attempts
+    that were looked up; neither ever changes."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = cast(SqlStore, store)  # a server is in front of a database
+        self._known: dict[str, tuple[str, str | None]] = {}
+
+    async def check(self, verb: str, arguments: dict[str, Any], caller: KeyGrant) -> None:
+        """Raises Forbidden for an attempt that the caller did not claim. Replaces the id of a claim
+        by the one that is stored."""
+        if caller.scope is not KeyScope.RUNNER:
+            return
+        if verb == "claim":
+            if not (claim_id := arguments["claim_id"]):
+                raise Invalid("claim needs a claim_id of your own, with which you can repeat it.")
+            check_ids("A claim's id", [claim_id])
+            hashed = sha256(claim_id.encode()).hexdigest()
+            arguments["claim_id"] = f"{hashed}:{_owner(caller)}"
+        elif verb in ATTEMPTS:
+            attempts = set(ATTEMPTS[verb](arguments))
+            await self.check_run(attempts, caller)
+            await self._look_up(attempts)
+            owner = _owner(caller)
+            for attempt in attempts & self._known.keys():
+                if (self._known[attempt][1] or "").partition(":")[2] != owner:
+                    raise Forbidden(
+                        f"{verb}: attempt {attempt} was claimed by another caller: send the "
+                        f"{CLAIM_SECRET} that it was claimed with."
+                    )
+
+    async def check_run(self, attempts: set[str], caller: KeyGrant) -> None:
+        """Raises Forbidden for an attempt of a run that the caller's key is not for."""
+        if not caller.run:
+            return
+        await self._look_up(attempts)
+        for attempt in attempts & self._known.keys():
+            if self._known[attempt][0] != caller.run:
+                raise Forbidden(f"Attempt {attempt}: this key is for run {caller.run!r} only.")
+
+    async def _look_up(self, attempts: set[str]) -> None:
+        if unknown := attempts - self._known.keys():
+            if len(self._known) > REMEMBERED:
+                self._known.clear()
+            self._known |= await self._store.claims(sorted(unknown))
+
+
+def _owner(caller: KeyGrant) -> str:
+    """The hash of the caller's secret."""
+    if len(caller.secret) < SHORTEST_SECRET:
+        raise Forbidden(
+            f"With a runner key, send a random secret of at least {SHORTEST_SECRET} characters in "
+            f"the header {CLAIM_SECRET}, the same with every call: only who claimed an attempt may "
+            "end it."
+        )
+    return sha256(caller.secret).hexdigest()

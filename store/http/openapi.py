@@ -7,16 +7,7 @@ from typing import Any
 import msgspec
 
 from agentrl import __version__
-from agentrl.store.http.wire import (
-    JSON,
-    KEY,
-    VERBS,
-    BatchRequest,
-    BatchResponse,
-    Error,
-    Refusal,
-    Verb,
-)
+from agentrl.store.http import wire
 from agentrl.types import Int32
 
 Schema = dict[str, Any]
@@ -37,27 +28,31 @@ MSGPACK_NOTE = (
 )
 
 
+TRACES = (
+    "OTLP/HTTP: an ExportTraceServiceRequest, as JSON or protobuf, also gzip. The trace id of a "
+    "span is its attempt. The answer names in `partialSuccess` what was not kept. Scope: runner."
+)
+OBJECT = {"type": "object"}
+
+
 def document() -> Schema:
     """OpenAPI 3.1. Bodies are described as JSON."""
-    types: list[Any] = [Refusal, Error, BatchRequest, BatchResponse]
-    for verb in VERBS.values():
+    types: list[Any] = [wire.Refusal, wire.Error, wire.BatchRequest, wire.BatchResponse]
+    for verb in wire.VERBS.values():
         types += [verb.arguments, verb.result]
     found, components = msgspec.json.schema_components(
-        types, schema_hook=_custom, ref_template="#/components/schemas/{name}"
+        types, schema_hook=_array, ref_template="#/components/schemas/{name}"
     )
-    schemas = dict(zip(VERBS, zip(found[4::2], found[5::2], strict=True), strict=True))
-    paths: Schema = {
-        f"/v1/{name}": {"post": _operation(VERBS[name], arguments, result)}
-        for name, (arguments, result) in schemas.items()
-    }
-    paths["/v1/batch"] = {"post": _post("batch", BatchRequest.__doc__ or "", found[2], found[3])}
-    paths["/v1/traces"] = {"post": _traces()}
-    paths["/healthz"] = {"get": _page("healthz", "Whether the store can be read.")}
-    paths["/openapi.json"] = {"get": _page("openapi", "This document.")}
+    verbs = zip(wire.VERBS.values(), found[4::2], found[5::2], strict=True)
+    posts = {verb.name: _verb(verb, arguments, result) for verb, arguments, result in verbs}
+    posts["batch"] = _post("batch", wire.BatchRequest.__doc__ or "", found[2], found[3])
+    posts["traces"] = _post("traces", TRACES, OBJECT, OBJECT)
+    pages = {"healthz": "Whether the store can be read.", "openapi.json": "This document."}
     return {
         "openapi": "3.1.0",
         "info": {"title": "agentrl store", "version": __version__, "description": MSGPACK_NOTE},
-        "paths": paths,
+        "paths": {f"/v1/{name}": {"post": post} for name, post in posts.items()}
+        | {f"/{name}": {"get": _page(name, what)} for name, what in pages.items()},
         "components": {
             "schemas": components,
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
@@ -66,64 +61,49 @@ def document() -> Schema:
     }
 
 
-def _custom(type_: type) -> Schema:
+def _array(type_: type) -> Schema:
+    """The schema of a token array, which JSON Schema does not know."""
+    number: Schema = {"type": "number"}
     if type_ is Int32:
-        number: Schema = {"type": "integer", "minimum": -(2**31), "maximum": 2**31 - 1}
-    else:
-        number = {"type": "number"}
+        number = {"type": "integer", "minimum": -(2**31), "maximum": 2**31 - 1}
     return {"type": "array", "items": number}
 
 
-def _operation(verb: Verb, arguments: Schema, result: Schema) -> Schema:
-    made = _post(verb.name, f"{verb.doc}\n\nScope: {verb.scope.name.lower()}.", arguments, result)
+def _verb(verb: wire.Verb, arguments: Schema, result: Schema) -> Schema:
+    doc = f"{verb.doc}\n\nScope: {verb.scope.name.lower()}."
+    post = _post(verb.name, doc, arguments, result)
     if verb.waits:
-        made["responses"]["202"] = {"description": "Not yet: send the same request again."}
+        post["responses"]["202"] = {"description": "Not yet: send the same request again."}
     if verb.once:
-        made["responses"]["202"] = {"description": "In progress: send the same request again."}
-        made["parameters"] = [
+        post["responses"]["202"] = {"description": "In progress: send the same request again."}
+        post["parameters"] = [
             {
                 "name": "idempotency-key",
                 "in": "header",
                 "description": "A repeat with the same key gets the same answer.",
-                "schema": {"type": "string", "pattern": KEY},
+                "schema": {"type": "string", "pattern": wire.KEY},
             }
         ]
-    return made
+    return post
 
 
 def _post(name: str, doc: str, arguments: Schema, result: Schema) -> Schema:
+    refusal = {wire.JSON: {"schema": {"$ref": "#/components/schemas/Refusal"}}}
     return {
         "operationId": name,
         "description": doc,
-        "requestBody": {"required": True, "content": {JSON: {"schema": arguments}}},
+        "requestBody": {"required": True, "content": {wire.JSON: {"schema": arguments}}},
         "responses": {
-            "200": {"description": "Done, durably.", "content": {JSON: {"schema": result}}},
-            **_refusals(),
+            "200": {"description": "Done, durably.", "content": {wire.JSON: {"schema": result}}},
+            **{code: {"description": why, "content": refusal} for code, why in REFUSED.items()},
         },
     }
 
 
-def _refusals() -> Schema:
-    body = {JSON: {"schema": {"$ref": "#/components/schemas/Refusal"}}}
-    return {status: {"description": why, "content": body} for status, why in REFUSED.items()}
-
-
-def _traces() -> Schema:
-    body = {"schema": {"type": "object"}}
-    done = {"description": "Kept, but for what `partialSuccess` names.", "content": {JSON: body}}
-    return {
-        "operationId": "traces",
-        "description": "OTLP/HTTP: an ExportTraceServiceRequest, as JSON or protobuf, also gzip. "
-        "The trace id of a span is its attempt. KeyScope: runner.",
-        "requestBody": {"required": True, "content": {JSON: body}},
-        "responses": {"200": done, **_refusals()},
-    }
-
-
 def _page(name: str, what: str) -> Schema:
-    content = {JSON: {"schema": {"type": "object"}}}
+    content = {wire.JSON: {"schema": OBJECT}}
     return {
-        "operationId": name,
+        "operationId": name.removesuffix(".json"),
         "security": [],
         "responses": {
             "200": {"description": what, "content": content},

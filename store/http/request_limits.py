@@ -1,15 +1,16 @@
-"""What one client may take of the server: bytes of headers, time to send them, connections.
+"""Limits for one client of the server: bytes of headers, time to send them, connections.
 
 Owns the idle connections: those whose client has not sent a whole request. Always true: an address
 has at most IDLE of them and the server at most `most` connections in all, because a new connection
-closes the idle one that was silent longest, and never one whose request is being executed. So
-whoever holds thousands of half-sent requests loses those, and keeps nobody else out.
+closes the idle one that was silent longest, and never one whose request is being executed. A client
+with thousands of half-sent requests loses these, and keeps no other client out.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from functools import partial
 from typing import Any, cast
 
 from starlette.exceptions import HTTPException
@@ -20,12 +21,12 @@ from agentrl.errors import Unavailable
 
 HEAD = 32 * 1024  # bytes of a request that are not its body
 HEADERS = 100  # of a request
-HEAD_TIME = 10.0  # seconds to send the headers, or what is left of a body that nobody wants
-IDLE = 4096  # connections of one address without a whole request; so many may come at once
+HEAD_TIME = 10.0  # seconds to send the headers, or the rest of a body that is not read
+IDLE = 4096  # connections of one address without a whole request
 TOO_LARGE = f"The headers are larger than {HEAD} bytes, or more than {HEADERS}: send less."
-SILENCE = 30.0  # seconds without a byte after which the rest of a body is not waited for
+SILENCE = 30.0  # seconds without a byte after which a body is given up
 WHOLE = 120.0  # seconds for a whole body
-HELD = 128 * 2**20  # bytes of bodies that are still coming, all together
+HELD = 128 * 2**20  # bytes of all bodies together that are still being sent
 
 
 class ConnectionLimits:
@@ -38,11 +39,7 @@ class ConnectionLimits:
 
     def protocol(self) -> type[asyncio.Protocol]:
         """For uvicorn's `http`, which calls it as a class."""
-
-        def connection(*args: Any, **kwargs: Any) -> LimitedProtocol:
-            return LimitedProtocol(self, *args, **kwargs)
-
-        return cast(type[asyncio.Protocol], connection)
+        return cast(type[asyncio.Protocol], partial(LimitedProtocol, self))
 
     def entered(self, connection: LimitedProtocol) -> None:
         self._open += 1
@@ -73,14 +70,14 @@ class ConnectionLimits:
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """uvicorn's own has no limit for headers, and none for the time that a request takes to come.
-    The rest of a body that is wanted has its time from whoever reads it."""
+    """uvicorn's protocol with limits for the size of headers and for the time to send them.
+    `BodyReader` limits the time for a body that is read."""
 
     def __init__(self, guard: ConnectionLimits, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._guard, self.address = guard, ""
         self._whole, self._in_head = True, False  # of the request that is being read
-        self._head = self._body = self._framing = 0  # its bytes; framing: all that is no body
+        self._head = self._body = self._framing = 0  # its bytes; framing: all but the body
         self._bodies = 0  # bytes of all bodies here: one read may end one and begin another
         self._oversized = False
         self._deadline: asyncio.TimerHandle | None = None
@@ -117,7 +114,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._head += len(name) + len(value)
         if len(self.headers) >= HEADERS or self._head > HEAD:
             self._oversized = True
-            raise ValueError(TOO_LARGE)  # the parser stops, and says that the request is invalid
+            raise ValueError(TOO_LARGE)  # the parser stops and calls send_400_response
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -138,7 +135,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._look()
 
     def send_400_response(self, msg: str) -> None:
-        """As uvicorn's, with the status and the words for too large headers."""
+        """Like uvicorn's, but status 431 for too large headers."""
         if not self._oversized:
             super().send_400_response(msg)
             return
@@ -147,7 +144,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _look(self) -> None:
-        """Whose turn it is now: the server's, or the client's, and then for how long."""
+        """Notes whether the server works on a request or waits for the client, and for how long."""
         answering = self.cycle is not None and not self.cycle.response_complete
         if self.pipeline or (answering and not self.cycle.more_body):
             self._guard.busy(self)
@@ -175,8 +172,8 @@ class BodyReader:
 
     async def read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
         """The whole body. Raises HTTPException as soon as it is known to be too large, Unavailable
-        when the rest does not come or there is no room for it, ConnectionAbortedError when the
-        client has gone."""
+        when the rest does not come or there is no memory for it, ConnectionAbortedError when the
+        client has closed the connection."""
         length = headers.get(b"content-length", b"0")
         self._check(int(length) if length.isdigit() else 0)
         body, more = await _part(receive)

@@ -1,4 +1,4 @@
-"""Running the server: one process, one event loop, until SIGTERM."""
+"""Runs the server: one process, one event loop, until SIGTERM."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from agentrl.store.sqlstore import SqlStore
 
 BACKLOG = 4096  # connections that may wait to be accepted
 OWN_FILES = 256  # that the server opens for itself
-UNREAD = 60_000  # milliseconds that an answer waits for its reader
-GRACE = 10  # seconds that calls in progress get to end after SIGTERM
+UNREAD = 60_000  # milliseconds after which an answer that the client does not read is dropped
+GRACE = 10  # seconds for calls in progress to end after SIGTERM
 
 
 class StoreServer(uvicorn.Server):
-    """Ends the waits of its callers before it waits for the calls that are being executed."""
+    """At shutdown, first ends the long polls, then waits for the calls being executed."""
 
     def __init__(self, app: StoreApp, ready: Callable[[StoreServer], None]) -> None:
         self._app, self._ready = app, ready
@@ -43,7 +43,7 @@ class StoreServer(uvicorn.Server):
                 date_header=False,
                 backlog=BACKLOG,
                 timeout_keep_alive=75,  # longer than a client keeps a connection: it closes first
-                timeout_graceful_shutdown=GRACE,  # half a request would be waited for without end
+                timeout_graceful_shutdown=GRACE,  # without it, half a request would block the end
             )
         )
 
@@ -57,7 +57,7 @@ class StoreServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Only asks to stop: uvicorn's own raises the signal again before the store is closed."""
+        """Only asks to stop: uvicorn's raises the signal again before the store is closed."""
         if threading.current_thread() is threading.main_thread():
             loop = asyncio.get_running_loop()
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -66,8 +66,8 @@ class StoreServer(uvicorn.Server):
 
 
 def listen(host: str, port: int, keys: Keys | KeyFile) -> socket.socket:
-    """The listening socket. Raises ConfigError when it cannot be had, or when others than this
-    machine could reach a server without keys."""
+    """The listening socket. Raises ConfigError when the address cannot be used, or when other
+    machines could reach a server without keys."""
     if not keys and not is_loopback_host(host):
         raise ConfigError(
             f"--host {host}: other machines could write to the store; give keys with --keys FILE or"
@@ -81,8 +81,8 @@ def listen(host: str, port: int, keys: Keys | KeyFile) -> socket.socket:
             f"the server cannot listen on {host} port {port} ({error}); choose another --port, or 0"
             " for any free one"
         ) from error
-    # Connections inherit it. The event loop sets it only on sockets that it has made itself, and
-    # without it the body of an answer, written after the headers, waits 40 ms for their receipt.
+    # Connections inherit NODELAY; the event loop sets it only on sockets that it has made itself.
+    # Without it the body of an answer, written after the headers, waits 40 ms for their receipt.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if sys.platform.startswith("linux"):
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD)
@@ -92,8 +92,8 @@ def listen(host: str, port: int, keys: Keys | KeyFile) -> socket.socket:
 async def serve(
     app: StoreApp, listening: socket.socket, ready: Callable[[StoreServer], None] = lambda _: None
 ) -> None:
-    """Answers until SIGTERM, SIGINT or `should_exit` of the server, which `ready` gets. Calls
-    that came before are finished, unless they take longer than GRACE."""
+    """Answers until SIGTERM, SIGINT or `should_exit` of the server, which is passed to `ready`.
+    Calls that came before are finished, unless they take longer than GRACE."""
     await StoreServer(app, ready).serve([listening])
 
 

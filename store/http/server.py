@@ -2,26 +2,26 @@
 
 Owns: the answers to calls with an idempotency key, and the waits in progress. Always true: a call
 runs to its end even when its caller has gone, except a wait, which is cancelled and can be
-repeated; a key that is known is answered again and not executed again. Who may write: whoever holds
-a key of the verb's scope.
+repeated; a call with a known idempotency key gets the same answer and is not executed again.
 
-The keys are remembered in memory, and those of `open_run`, `enqueue` and `cancel` by the store too
-(`store/writer.py`), so that these answer the same after a restart. `prune` and `vacuum` are many
-transactions: their repeat does, and tells, what was left to do.
+Idempotency keys are kept in memory, and those of `open_run`, `enqueue` and `cancel` in the store
+too (`store/writer.py`), so that these answer the same after a restart. `prune` and `vacuum` are
+many transactions: a repeat after a restart does, and reports, what was left to do.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import re
 import time
 from collections.abc import Coroutine
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -32,8 +32,7 @@ from starlette.types import Receive, Scope, Send
 from agentrl.errors import Conflict, Forbidden, Invalid, StoreError, Unavailable
 from agentrl.store.base import Store
 from agentrl.store.http import ingest, openapi, wire
-from agentrl.store.http.claims import Claims
-from agentrl.store.http.keys import KeyFile, KeyGrant, Keys, is_for_this_machine
+from agentrl.store.http.keys import Claims, KeyFile, KeyGrant, Keys, is_for_this_machine
 from agentrl.store.http.request_limits import BodyReader
 from agentrl.store.http.wire import ENCODE, JSON, VERBS, Verb
 from agentrl.store.writer import IdempotentCall, start_call
@@ -45,7 +44,8 @@ REMEMBERED = 4096  # calls whose answers are kept for their repeats
 AGAIN = object()  # the answer to a wait that takes longer than one request may
 VERB_OF = {f"/v1/{name}": verb for name, verb in VERBS.items()}
 BATCHES = wire.decoders(wire.BatchRequest)
-REASONS = {401: "unauthorized", 405: "method_not_allowed", 413: "too_large", 415: "unsupported"}
+REASONS = {400: "malformed", 401: "unauthorized", 405: "method_not_allowed"}
+REASONS |= {413: "too_large", 415: "unsupported"}
 MORE = {503: {"retry-after": "1"}, 401: {"www-authenticate": "Bearer"}}  # headers by status
 
 
@@ -65,7 +65,7 @@ class StoreApp:
                 Route("/v1/traces", self._traces, methods=["POST"]),
                 Route("/v1/{verb}", self._unknown, methods=["POST"]),
             ],
-            exception_handlers={HTTPException: _http_error, StoreError: _store_error},
+            exception_handlers={HTTPException: _error_page, StoreError: _error_page},
         )
         self._schema = msgspec.json.encode(openapi.document())
 
@@ -89,27 +89,29 @@ class StoreApp:
     async def _answer(
         self, verb: Verb | None, headers: dict[bytes, bytes], receive: Receive, send: Send
     ) -> None:
-        form = _form(headers)
+        kind = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip().lower()
+        form = kind if kind in ENCODE else JSON
         try:
             caller = self._admit(headers)
-            if form is None:
+            if form != kind:
                 raise HTTPException(415, f"Content-Type must be {' or '.join(ENCODE)}.")
             body = await self._bodies.read(headers, receive)
             if verb is None:
                 result: Any = await self._batch(body, form, caller)
             else:
-                _allow(verb, caller)
-                key = headers.get(b"idempotency-key")
-                result = await self._call(verb, body, form, _key(key), caller, receive)
+                _check_scope(verb, caller)
+                key = _idempotency_key(headers.get(b"idempotency-key"))
+                result = await self._call(verb, body, form, key, caller, receive)
             status, out = (202, b"") if result is AGAIN else (200, _encoded(form, result))
-        except StoreError as error:
-            status, refused = wire.refusal(error)
-            out = ENCODE[form or JSON](wire.Refusal(error=refused))
-        except HTTPException as error:
-            status, out = error.status_code, ENCODE[form or JSON](_refusal(error))
+        except (StoreError, HTTPException) as error:
+            status, refused = _refusal(error)
+            out = ENCODE[form](wire.Refusal(error=refused))
         except ConnectionAbortedError:
             return
-        await _send(send, status, out, form or JSON)
+        sent = {"content-type": form, "content-length": str(len(out)), **MORE.get(status, {})}
+        lines = [(name.encode(), value.encode()) for name, value in sent.items()]
+        await send({"type": "http.response.start", "status": status, "headers": lines})
+        await send({"type": "http.response.body", "body": out})
 
     def _admit(self, headers: dict[bytes, bytes]) -> KeyGrant:
         if self._draining:
@@ -122,7 +124,7 @@ class StoreApp:
                 401,
                 "The key is missing, unknown or expired: send it as `Authorization: Bearer KEY`.",
             )
-        return replace(caller, secret=headers.get(CLAIM_SECRET, b""))
+        return dataclasses.replace(caller, secret=headers.get(CLAIM_SECRET, b""))
 
     async def _call(
         self,
@@ -157,8 +159,8 @@ class StoreApp:
     async def _wait(
         self, verb: Verb, method: Any, given: dict[str, Any], receive: Receive | None
     ) -> Any:
-        """Long poll. Cancelling loses nothing: a claim is repeated with its id, and the other
-        verbs that wait give the same again."""
+        """Long poll. Cancelling loses nothing: a claim is repeated with its id, and the other verbs
+        that wait give the same answer again."""
         timeout = given["timeout"]
         if timeout is not None and timeout != timeout:
             raise Invalid(f"{verb.name}: timeout is not a number.")
@@ -168,7 +170,7 @@ class StoreApp:
             raise Invalid("claim cannot wait without a claim_id, with which you can repeat it.")
         given["timeout"] = None if timeout is None or timeout > wire.POLL else timeout
         work = asyncio.ensure_future(method(**given))
-        gone = asyncio.ensure_future(receive())  # the body is read: what comes is the end
+        gone = asyncio.ensure_future(receive())  # the body is read: the next message is the end
         self._waits.add(work)
         try:
             await asyncio.wait((work, gone), timeout=wire.POLL, return_when=asyncio.FIRST_COMPLETED)
@@ -191,8 +193,9 @@ class StoreApp:
         known = self._once.get(request.id)
         if known is None:
             known = self._once[request.id] = (request.digest, start_call(request, call))
-            if len(self._once) > REMEMBERED:
-                self._forget()
+            if len(self._once) > REMEMBERED:  # forget the oldest that was answered
+                answered = (key for key, (_, task) in self._once.items() if task.done())
+                self._once.pop(next(answered, ""), None)
         else:
             call.close()
         if known[0] != request.digest:
@@ -204,14 +207,8 @@ class StoreApp:
             self._once.pop(request.id, None)  # nothing was kept: the repeat tries again
         return known[1].result()
 
-    def _forget(self) -> None:
-        """The oldest answer that was given."""
-        oldest = next((key for key, (_, task) in self._once.items() if task.done()), None)
-        if oldest is not None:
-            del self._once[oldest]
-
     async def _batch(self, body: bytes, form: str, caller: KeyGrant) -> wire.BatchResponse:
-        """Calls after more answers than one body may hold are refused, and not executed."""
+        """Once the answers are larger than one body may be, later calls are refused."""
         results, size = [], 0
         for call in _decoded(BATCHES[form], body).calls:
             try:
@@ -223,19 +220,17 @@ class StoreApp:
                 result = _encoded(form, await self._one(call, form, caller))
                 results.append(wire.BatchResult(result=msgspec.Raw(result)))
                 size += len(result)
-            except StoreError as error:
-                results.append(wire.BatchResult(error=wire.refusal(error)[1]))
-            except HTTPException as error:
-                results.append(wire.BatchResult(error=_refusal(error).error))
+            except (StoreError, HTTPException) as error:
+                results.append(wire.BatchResult(error=_refusal(error)[1]))
         return wire.BatchResponse(results=results)
 
     async def _one(self, call: wire.BatchCall, form: str, caller: KeyGrant) -> Any:
         verb = VERBS.get(call.verb)
         if verb is None:
             raise Invalid(f"There is no verb {call.verb!r}: see /openapi.json.")
-        _allow(verb, caller)
-        key = _key(None if call.key is None else call.key.encode())
-        while True:  # an answer that takes long is no reason to cut a batch short
+        _check_scope(verb, caller)
+        key = _idempotency_key(None if call.key is None else call.key.encode())
+        while True:  # a slow call, such as a vacuum, is waited for
             result = await self._call(verb, bytes(call.arguments), form, key, caller, None)
             if result is not AGAIN:
                 return result
@@ -255,7 +250,7 @@ class StoreApp:
     async def _traces(self, request: Request) -> Response:
         headers = dict(request.scope["headers"])
         caller = self._admit(headers)
-        _allow(VERBS["add_spans"], caller)
+        _check_scope(VERBS["add_spans"], caller)
         body = await self._bodies.read(headers, request.receive)
         encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
         kind = headers.get(b"content-type", b"").decode("latin-1")
@@ -265,26 +260,20 @@ class StoreApp:
         )
         return Response(answer, media_type=form)
 
-    async def _unknown(self, request: Request) -> Response:
-        raise HTTPException(404, f"There is no {request.url.path}: see /openapi.json.")
+    async def _unknown(self, _: Request) -> Response:
+        raise HTTPException(404)
 
 
 # -- parts -----------------------------------------------------------------------------------------
 
 
-def _allow(verb: Verb, caller: KeyGrant) -> None:
+def _check_scope(verb: Verb, caller: KeyGrant) -> None:
     if caller.scope < verb.scope:
         raise Forbidden(f"{verb.name} needs a key of scope {verb.scope.name.lower()}.")
 
 
-def _form(headers: dict[bytes, bytes]) -> str | None:
-    """In which encoding the caller speaks; None where it is none of ours."""
-    given = headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
-    return given if given in ENCODE else None
-
-
-def _key(given: bytes | None) -> str:
-    """Idempotency key; none: empty."""
+def _idempotency_key(given: bytes | None) -> str:
+    """Empty if there is none."""
     if given is None:
         return ""
     if not re.fullmatch(wire.KEY, key := given.decode("latin-1")):
@@ -302,43 +291,29 @@ def _decoded(decode: wire.Decode, body: bytes) -> Any:
 
 
 def _encoded(form: str, result: Any) -> bytes:
-    """Raises StoreError for what is stored and has no form in this encoding."""
+    """Raises StoreError for a stored value that this encoding cannot represent."""
     try:
         return ENCODE[form](result)
     except (OverflowError, RecursionError, TypeError, ValueError) as error:
         raise StoreError(f"The answer cannot be written as {form}: {error}.") from error
 
 
-async def _send(send: Send, status: int, body: bytes, form: str) -> None:
-    headers = [
-        (b"content-type", form.encode()),
-        (b"content-length", str(len(body)).encode()),
-    ]
-    more = MORE.get(status, {})
-    headers += [(name.encode(), value.encode()) for name, value in more.items()]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+def _refusal(error: Exception) -> tuple[int, wire.Error]:
+    """Status and body of the answer to a refused call."""
+    if isinstance(error, HTTPException):
+        code = REASONS.get(error.status_code, "unknown")
+        return error.status_code, wire.Error(code=code, message=error.detail)
+    code, status = next(wire.CODES[kind] for kind in type(error).__mro__ if kind in wire.CODES)
+    return status, wire.Error(code=code, message=str(error))
 
 
-def _refusal(error: HTTPException) -> wire.Refusal:
-    code = REASONS.get(error.status_code, "malformed" if error.status_code == 400 else "unknown")
-    return wire.Refusal(error=wire.Error(code=code, message=error.detail))
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "GET")
-        error.detail = f"{request.method} is not for {request.url.path}: use {allowed}."
-    elif error.status_code == 404 and error.detail == "Not Found":
-        error.detail = f"There is no {request.url.path}: see /openapi.json."
-    headers = dict(error.headers or {}) | MORE.get(error.status_code, {})
-    body = msgspec.json.encode(_refusal(error))
-    return Response(body, error.status_code, headers, media_type=JSON)
-
-
-async def _store_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, StoreError)
-    status, refused = wire.refusal(error)
-    body = msgspec.json.encode(wire.Refusal(error=refused))
-    return Response(body, status, MORE.get(status), media_type=JSON)
+async def _error_page(request: Request, error: Exception) -> Response:
+    headers: dict[str, str] = getattr(error, "headers", None) or {}
+    (status, refused), path = _refusal(error), request.url.path
+    message = refused.message
+    if status == 405:
+        message = f"{request.method} is not for {path}: use {headers.get('Allow', 'GET')}."
+    elif message == "Not Found":
+        message = f"There is no {path}: see /openapi.json."
+    body = msgspec.json.encode(wire.Refusal(error=replace(refused, message=message)))
+    return Response(body, status, headers | MORE.get(status, {}), media_type=JSON)

@@ -1,10 +1,9 @@
 """What server and client agree on: the table of verbs, the two encodings and the errors.
 
-A verb is one line of `SCOPES`; its arguments and result are those of the method of the same name in
-`agentrl.store.base.Store`, and from them follow the route, the client's method and the OpenAPI
-document. JSON carries token arrays as lists of numbers, msgpack as little-endian bytes (int32,
-float32). JSON has no NaN: a number that is none comes out as null, which is read as NaN in token
-arrays and refused elsewhere, so programs use msgpack.
+Every method of `agentrl.store.base.Store` is a verb: its signature and docstring make the route,
+the client's method and the OpenAPI document. JSON carries token arrays as lists of numbers, msgpack
+as little-endian bytes (int32, float32). JSON has no NaN: NaN is sent as null, which is read as NaN
+in token arrays and refused elsewhere, so programs use msgpack.
 """
 
 from __future__ import annotations
@@ -15,21 +14,14 @@ import sys
 import typing
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Annotated, Any
 
 import msgspec
 
-from agentrl.errors import (
-    Conflict,
-    Fenced,
-    Forbidden,
-    Invalid,
-    NotFound,
-    StoreError,
-    Unavailable,
-)
+from agentrl import errors
+from agentrl.store import rows
 from agentrl.store.base import Store
 from agentrl.types import Int32, Record
 
@@ -49,89 +41,61 @@ class KeyScope(IntEnum):
     ADMIN = 2
 
 
-RUNNER, ADMIN = KeyScope
-SCOPES = {
-    "open_run": ADMIN,
-    "commit_step": ADMIN,
-    "rewind": ADMIN,
-    "claim_groups": ADMIN,
-    "publish": ADMIN,
-    "log": ADMIN,
-    "enqueue": ADMIN,
-    "claim": RUNNER,
-    "heartbeat": RUNNER,
-    "finish": RUNNER,
-    "cancel": ADMIN,
-    "add_transitions": RUNNER,
-    "add_spans": RUNNER,
-    "run": RUNNER,
-    "runs": ADMIN,
-    "rollouts": ADMIN,
-    "trace": RUNNER,
-    "credits": ADMIN,
-    "steps": ADMIN,
-    "counts": ADMIN,
-    "failures": ADMIN,
-    "policies": RUNNER,
-    "cursor": RUNNER,
-    "wait": RUNNER,
-    "settled": ADMIN,
-    "stats": ADMIN,
-    "prune": ADMIN,
-    "vacuum": ADMIN,
-}
+RUNNERS = {"claim", "heartbeat", "finish", "add_transitions", "add_spans"}
+RUNNERS |= {"run", "trace", "policies", "cursor", "wait"}
+"""Verbs that a runner's key may call. All others need an administrator's."""
 ONCE = {"open_run", "enqueue", "cancel", "prune", "vacuum"}
 """Verbs whose repeat would do no harm but answer differently, or would take as long again: the
-client names each call with a key, and the server answers a key it knows with the same answer."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Verb:
-    """One method of the store, as it travels."""
-
-    name: str
-    scope: KeyScope
-    arguments: type[msgspec.Struct]  # fields in the order of the method's parameters
-    result: Any  # the type
-    doc: str
-    once: bool
-    waits: bool  # up to its `timeout`
-    decoders: dict[str, Decode] = field(default_factory=dict)  # of arguments, by content type
-    results: dict[str, Decode] = field(default_factory=dict)
-
+client sends a key with each call, and the server answers a key it knows with the same answer."""
 
 Decode = Callable[[Any], Any]
 
 
-def _verb(name: str, scope: KeyScope) -> Verb:
+@dataclass(frozen=True, slots=True, eq=False)
+class Verb:
+    """One method of the store, as it is sent."""
+
+    name: str
+    arguments: type[msgspec.Struct]  # fields in the order of the method's parameters
+    result: Any  # the type
+    doc: str
+    waits: bool  # up to its `timeout`
+    decoders: dict[str, Decode]  # of arguments, by content type
+    results: dict[str, Decode]
+
+    @property
+    def scope(self) -> KeyScope:
+        return KeyScope.RUNNER if self.name in RUNNERS else KeyScope.ADMIN
+
+    @property
+    def once(self) -> bool:
+        return self.name in ONCE
+
+
+def _verb(name: str) -> Verb:
     method = getattr(Store, name)
     types = typing.get_type_hints(method)
+    _, *parameters = inspect.signature(method).parameters.values()
     fields: list[Any] = [
-        (parameter.name, types[parameter.name])
-        if parameter.default is parameter.empty
-        else (parameter.name, types[parameter.name], parameter.default)
-        for parameter in inspect.signature(method).parameters.values()
-        if parameter.name != "self"
+        (one.name, types[one.name], *([] if one.default is one.empty else [one.default]))
+        for one in parameters
     ]
     arguments = msgspec.defstruct(
-        "".join(part.title() for part in name.split("_")),
+        name.title().replace("_", ""),
         fields,
         frozen=True,
         forbid_unknown_fields=True,
         omit_defaults=True,
     )
-    verb = Verb(
+    return Verb(
         name=name,
-        scope=scope,
         arguments=arguments,
         result=types["return"],
         doc=inspect.getdoc(method) or "",
-        once=name in ONCE,
         waits="timeout" in types,
+        decoders=decoders(arguments),
+        results=decoders(types["return"]),
     )
-    verb.decoders.update(decoders(verb.arguments))
-    verb.results.update(decoders(verb.result))
-    return verb
 
 
 # -- encodings -------------------------------------------------------------------------------------
@@ -155,10 +119,10 @@ def _from_list(type_: Any, value: Any) -> Any:
 def _from_bytes(type_: Any, value: Any) -> Any:
     if not isinstance(value, bytes) or len(value) % 4:
         raise ValueError("expected the bytes of 4-byte numbers, little-endian")
-    made = type_("i" if type_ is Int32 else "f", value)
+    tokens = type_("i" if type_ is Int32 else "f", value)
     if sys.byteorder == "big":
-        made.byteswap()
-    return made
+        tokens.byteswap()
+    return tokens
 
 
 def _to_list(value: Any) -> Any:
@@ -168,12 +132,9 @@ def _to_list(value: Any) -> Any:
 
 
 def _to_bytes(value: Any) -> Any:
-    if not isinstance(value, array):
-        raise TypeError(f"{type(value).__name__} is not JSON")
-    if sys.byteorder == "big":
-        value = value[:]
-        value.byteswap()
-    return memoryview(value).cast("B") if len(value) else b""
+    if isinstance(value, array):
+        return rows.to_blob(value)
+    raise TypeError(f"{type(value).__name__} is not JSON")
 
 
 ENCODE: dict[str, Callable[[Any], bytes]] = {
@@ -181,7 +142,11 @@ ENCODE: dict[str, Callable[[Any], bytes]] = {
     MSGPACK: msgspec.msgpack.Encoder(enc_hook=_to_bytes).encode,
 }
 
-VERBS = {name: _verb(name, scope) for name, scope in SCOPES.items()}
+VERBS = {
+    name: _verb(name)
+    for name, method in vars(Store).items()
+    if inspect.iscoroutinefunction(method) and not name.startswith("_") and name != "close"
+}
 
 
 # -- batches ---------------------------------------------------------------------------------------
@@ -205,7 +170,7 @@ class BatchRequest(Record, frozen=True):
 class BatchResult(Record, frozen=True, omit_defaults=True):
     """Of one call: its result, or why it was refused."""
 
-    result: Any = None
+    result: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     error: Error | None = None
 
 
@@ -227,30 +192,20 @@ class Refusal(Record, frozen=True):
     error: Error
 
 
-CODES: dict[type[StoreError], tuple[str, int]] = {
-    Invalid: ("invalid", 422),
-    NotFound: ("not_found", 404),
-    Fenced: ("fenced", 409),
-    Conflict: ("conflict", 409),
-    Forbidden: ("forbidden", 403),
-    Unavailable: ("unavailable", 503),
-    StoreError: ("error", 500),
+CODES: dict[type[errors.StoreError], tuple[str, int]] = {
+    errors.Invalid: ("invalid", 422),
+    errors.NotFound: ("not_found", 404),
+    errors.Fenced: ("fenced", 409),
+    errors.Conflict: ("conflict", 409),
+    errors.Forbidden: ("forbidden", 403),
+    errors.Unavailable: ("unavailable", 503),
+    errors.StoreError: ("error", 500),
 }
-CLASSES = {code: kind for kind, (code, _) in CODES.items()} | {
-    "malformed": Invalid,
-    "unsupported": Invalid,
-    "too_large": Invalid,
-    "unauthorized": Forbidden,
-}
+CLASSES = {code: kind for kind, (code, _) in CODES.items()}
+CLASSES |= dict.fromkeys(("malformed", "unsupported", "too_large"), errors.Invalid)
+CLASSES["unauthorized"] = errors.Forbidden
 
 
-def refusal(error: StoreError) -> tuple[int, Error]:
-    """Status and body of a typed error."""
-    kind = next(kind for kind in type(error).__mro__ if kind in CODES)
-    code, status = CODES[kind]
-    return status, Error(code=code, message=str(error))
-
-
-def error_from(error: Error) -> StoreError:
-    """The very error that the server's store raised."""
-    return CLASSES.get(error.code, StoreError)(error.message)
+def error_from(error: Error) -> errors.StoreError:
+    """The same error that the server's store raised."""
+    return CLASSES.get(error.code, errors.StoreError)(error.message)

@@ -1,7 +1,6 @@
-"""PostgreSQL connections: where the server is, how it is spoken to, what its errors mean to a user.
+"""PostgreSQL connections: the server, how it is reached, and its errors in words for users.
 
-Nothing that is printed or passed on has the password: `url` leaves it out, and a `PostgresServer`
-hands it only to the driver.
+The password is never printed or passed on: `url` leaves it out, and only the driver gets it.
 """
 
 from __future__ import annotations
@@ -9,23 +8,23 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, SupportsIndex, cast, overload
+from typing import Any
 
 import psycopg
-from psycopg import conninfo, rows
+from psycopg import conninfo
+from psycopg.rows import DictRow, dict_row
 from psycopg.types.numeric import Int8Dumper
 
-from agentrl.errors import Invalid, StoreError, Unavailable
+from agentrl.errors import Invalid, Unavailable
 from agentrl.store.database import Parameters, Statement
 from agentrl.store.urls import split_password
 
 log = logging.getLogger("agentrl.store")
-STARTING = 60.0  # seconds in which a server that says that it starts or stops must be there
-REFUSED = 3.0  # seconds in which one that is restarted listens again
+STARTING = 60.0  # seconds to wait for a server that says that it starts or stops
+REFUSED = 3.0  # seconds to wait for a server that refuses connections: it may be restarted
 PAUSE = 0.2  # seconds between two tries
 CONNECT = 10  # seconds until a server that does not answer counts as away
 ADVICE = (
@@ -40,33 +39,13 @@ ADVICE = (
 )
 
 
-class PostgresRow(tuple[Any, ...]):
-    """Columns by name or number, as of sqlite3.Row."""
-
-    columns: Mapping[str, int] = {}
-
-    @overload
-    def __getitem__(self, key: SupportsIndex, /) -> Any: ...
-    @overload
-    def __getitem__(self, key: slice, /) -> tuple[Any, ...]: ...
-    @overload
-    def __getitem__(self, key: str, /) -> Any: ...
-    def __getitem__(self, key: SupportsIndex | slice | str, /) -> Any:
-        return tuple.__getitem__(self, self.columns[key] if isinstance(key, str) else key)
-
-    def keys(self) -> Iterable[str]:
-        return self.columns.keys()
-
-
 class PostgresConnection:
     """A psycopg connection that reads the statements of `load_sql`."""
 
-    def __init__(self, raw: psycopg.Connection[PostgresRow]) -> None:
+    def __init__(self, raw: psycopg.Connection[DictRow]) -> None:
         self.raw = raw
 
-    def execute(
-        self, sql: str, parameters: Parameters | None = None, /
-    ) -> psycopg.Cursor[PostgresRow]:
+    def execute(self, sql: str, parameters: Parameters | None = None, /) -> psycopg.Cursor[DictRow]:
         if isinstance(sql, Statement):
             return self.raw.execute(sql.postgres.encode(), parameters or ())
         return self.raw.execute(sql.encode(), parameters)
@@ -101,7 +80,7 @@ class PostgresServer:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those the URL leaves open: a server that vanished is noticed within half a minute."""
+        """Options that the URL does not set: a lost server is noticed within half a minute."""
         given = conninfo.conninfo_to_dict(self.url)
         ours = {
             "connect_timeout": CONNECT,
@@ -113,31 +92,31 @@ class PostgresServer:
         secret = {} if self.password is None else {"password": self.password}
         return {name: ours[name] for name in ours if name not in given} | secret
 
-    def connect(self) -> psycopg.Connection[PostgresRow]:
+    def connect(self) -> psycopg.Connection[DictRow]:
         """A connection in autocommit mode: every transaction is begun by hand."""
-        conn = psycopg.connect(self.url, autocommit=True, row_factory=row_factory, **self.options)
+        conn = psycopg.connect(self.url, autocommit=True, row_factory=dict_row, **self.options)
         configure(conn)
         return conn
 
     def wait(self) -> None:
-        """Returns when the server takes connections, which one that is being restarted soon does.
-        Raises psycopg.Error where it does not."""
-        since, said = time.monotonic(), False
+        """Returns when the server takes connections; waits for one that is being restarted.
+        Raises psycopg.Error if it does not come back."""
+        since, warned = time.monotonic(), False
         while True:
             try:
                 self.connect().close()
                 return
             except psycopg.OperationalError as error:
-                why = _said(error)
+                why = _server_message(error)
                 if time.monotonic() - since >= _patience(why):
                     raise
-                if not said:
+                if not warned:
                     log.warning("Store %s: %s; waiting for it", self.url, why)
-                said = True
+                warned = True
             time.sleep(PAUSE)
 
     def vacuum(self) -> None:
-        """Writes the tables anew, without free space. Everybody waits for each while it is done."""
+        """Writes the tables anew, without free space. Readers and writers of a table wait."""
         try:
             with closing(self.connect()) as conn:
                 conn.execute("vacuum (full, analyze)")
@@ -145,24 +124,20 @@ class PostgresServer:
             raise self.to_store_error(error) from error
 
     def to_store_error(self, error: Exception) -> Exception:
-        """The error as a user reads it."""
         if isinstance(error, psycopg.DataError | psycopg.IntegrityError | UnicodeError):
-            return Invalid(f"A value cannot be stored: {_said(error)}.")
+            return Invalid(f"A value cannot be stored: {_server_message(error)}.")
         if not isinstance(error, psycopg.Error):
             return error
-        said = _said(error)
+        message = _server_message(error)
         if isinstance(error, psycopg.errors.DiskFull):
-            said = "the server's disk is full; free some space and run the same command again"
-        advice = next((text for pattern, text in ADVICE if re.search(pattern, said)), None)
-        return Unavailable(f"Store {self.url}: {said}{f'; {advice}' if advice else ''}.")
-
-    def refused(self, why: str) -> StoreError:
-        return StoreError(f"Store {self.url}: {why}.")
+            message = "the server's disk is full; free some space and run the same command again"
+        advice = next((text for pattern, text in ADVICE if re.search(pattern, message)), None)
+        return Unavailable(f"Store {self.url}: {message}{f'; {advice}' if advice else ''}.")
 
 
 def configure(conn: psycopg.Connection[Any]) -> None:
-    """Types as the statements mean them: flags are numbers, and numbers have one size, so that
-    each statement is prepared once."""
+    """Sends flags as numbers, and all numbers in one size, so that each statement is prepared
+    once."""
     conn.adapters.register_dumper(int, Int8Dumper)
     conn.adapters.register_dumper(bool, _FlagDumper)
 
@@ -172,26 +147,13 @@ class _FlagDumper(Int8Dumper):
         return b"1" if obj else b"0"
 
 
-def row_factory(cursor: psycopg.Cursor[Any]) -> Callable[[Sequence[Any]], PostgresRow]:
-    result = cursor.pgresult
-    if result is None or not result.nfields:
-        return cast("Callable[[Sequence[Any]], PostgresRow]", rows.no_result)
-    return _row_type(tuple(result.fname(i) for i in range(result.nfields)))
-
-
-@cache
-def _row_type(names: tuple[bytes, ...]) -> type[PostgresRow]:
-    columns = {name.decode(): i for i, name in enumerate(names)}
-    return type("PostgresRow", (PostgresRow,), {"columns": columns, "__slots__": ()})
-
-
 def _patience(why: str) -> float:
     if re.search("starting up|shutting down|recovery|not yet accepting", why):
         return STARTING
     return REFUSED if re.search("refused|No such file", why) else 0.0
 
 
-def _said(error: Exception) -> str:
+def _server_message(error: Exception) -> str:
     """The server's own words, without the driver's list of the addresses it tried."""
     primary = error.diag.message_primary if isinstance(error, psycopg.Error) else None
     lines = (primary or str(error) or type(error).__name__).strip().splitlines()

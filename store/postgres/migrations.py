@@ -1,29 +1,27 @@
 """Brings a PostgreSQL database to the schema of this version, under one lock, or refuses it.
 
-The scripts `sql/postgres/migrations/*.sql` are the twins of those of SQLite, by name and meaning:
-the two histories are one. The table of applied ones is `_agentrl_migrations`.
+The scripts `sql/postgres/migrations/*.sql` have the names and the meaning of those of SQLite. The
+table of applied ones is `_agentrl_migrations`.
 """
 
 from __future__ import annotations
 
 import psycopg
+from psycopg.rows import DictRow
 
 from agentrl.errors import StoreError
-from agentrl.store.database import SQL_FOLDER
-from agentrl.store.postgres.connection import PostgresRow, PostgresServer
+from agentrl.store import database
+from agentrl.store.postgres.connection import PostgresServer
 
-LOCK = 1634888754  # of the database: who holds it changes the schema
-SCRIPTS = {
-    path.stem: path for path in sorted((SQL_FOLDER / "postgres" / "migrations").glob("*.sql"))
-}
+LOCK = 1634888754  # the advisory lock of whoever changes the schema
+SCRIPTS = database.migrations("postgres/migrations")
 
 
 def prepare(server: PostgresServer, *, create: bool = True) -> None:
     """Apply what is missing to the first schema of the search path.
 
     Raises StoreError for a database that has no store (unless `create`), one that holds something
-    else, or one that a newer version of agentrl has written; Unavailable where none answers, also
-    not after a restart.
+    else, or one that a newer version of agentrl has written; Unavailable where no server answers.
     """
     try:
         server.wait()
@@ -35,7 +33,7 @@ def prepare(server: PostgresServer, *, create: bool = True) -> None:
 
 
 def pending(
-    conn: psycopg.Connection[PostgresRow], server: PostgresServer, *, create: bool
+    conn: psycopg.Connection[DictRow], server: PostgresServer, *, create: bool
 ) -> list[str]:
     """Names of the migrations that the database lacks. Raises StoreError if it has unknown ones."""
     tables = "select tablename from pg_tables where schemaname = current_schema()"
@@ -50,15 +48,10 @@ def pending(
             raise StoreError(f"There is no store at {server.url}: check the name.")
         return list(SCRIPTS)
     applied = {row["name"] for row in conn.execute("select name from _agentrl_migrations")}
-    if unknown := sorted(applied - SCRIPTS.keys()):
-        raise StoreError(
-            f"Store {server.url} was written by a newer agentrl (schema {unknown[-1]}): upgrade "
-            "agentrl or choose another database."
-        )
-    return [name for name in SCRIPTS if name not in applied]
+    return database.missing_migrations(SCRIPTS, applied, server.url)
 
 
-def _apply(conn: psycopg.Connection[PostgresRow], server: PostgresServer, *, create: bool) -> None:
+def _apply(conn: psycopg.Connection[DictRow], server: PostgresServer, *, create: bool) -> None:
     with conn.transaction():  # processes that start together apply each script once
         conn.execute("select pg_advisory_xact_lock(%s)", (LOCK,))
         todo = pending(conn, server, create=create)

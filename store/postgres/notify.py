@@ -1,8 +1,8 @@
 """Change notifications between processes that share a PostgreSQL database: `LISTEN` and `NOTIFY`.
 
 Owns: one connection that listens, and its thread. Always true: a notification is only a hint to
-look. It is part of its transaction, so it comes after the commit; one lost with a
-connection, and what a process that died in a transaction releases, cost at most `SLOW` seconds.
+look. It is part of its transaction, so it comes after the commit. A notification that is lost with
+a connection, or a lock that a dead process releases, costs at most `SLOW` seconds.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import threading
 from collections.abc import Callable
 
 import psycopg
+from psycopg.rows import DictRow
 
 from agentrl.store.feed import ALL
-from agentrl.store.postgres.connection import PAUSE, PostgresRow, PostgresServer
+from agentrl.store.postgres.connection import PAUSE, PostgresServer
 from agentrl.store.postgres.session import CHANNEL
 
 SLOW = 5.0  # seconds
@@ -32,7 +33,7 @@ class ChangeListener:
         self._server = server
         self._notify = notify
         self._own = own
-        self._conn: psycopg.Connection[PostgresRow] | None = self._connect()
+        self._conn: psycopg.Connection[DictRow] | None = self._connect()
         self._wake, self._waker = os.pipe()
         self._open = True
         self._silent = False
@@ -48,7 +49,7 @@ class ChangeListener:
         os.close(self._wake)
         os.close(self._waker)
 
-    def _connect(self) -> psycopg.Connection[PostgresRow]:
+    def _connect(self) -> psycopg.Connection[DictRow]:
         conn = self._server.connect()
         conn.execute(f"listen {CHANNEL}")
         return conn
@@ -61,10 +62,10 @@ class ChangeListener:
                     topics = ALL
                 else:
                     topics = self._heard(self._conn)
-            except psycopg.OperationalError:  # the server is away: nothing can change meanwhile
+            except psycopg.OperationalError:  # without the server nothing can change
                 self._stop_listening()
                 continue
-            except Exception:  # noqa: BLE001 - whoever waits here would not hear of it
+            except Exception:  # noqa: BLE001 - waiting tasks must look, and get the error
                 self._stop_listening()
                 topics = ALL
             if topics:
@@ -87,7 +88,7 @@ class ChangeListener:
         self._silent = not ready
         return self._wake in ready
 
-    def _heard(self, conn: psycopg.Connection[PostgresRow]) -> int:
+    def _heard(self, conn: psycopg.Connection[DictRow]) -> int:
         """All that is waiting, as one set of topics; after a silence every topic."""
         if self._silent:
             return ALL

@@ -1,35 +1,28 @@
 """Transactions on PostgreSQL: the writer's session and the readers' connections.
 
-Always true: what was told to be committed is committed once. A connection that breaks during a
-commit leaves it open whether the transaction took place; the next connection asks the server
-(`pg_xact_status`) before anything is tried again. Deadlocks and lost connections are no errors of
-a verb: its transaction runs again, for up to `PATIENCE` seconds.
+Always true: a transaction is committed once. If its connection breaks during the commit, nobody
+knows whether it was committed; the next connection asks the server (`pg_xact_status`) before
+anything is tried again. After a deadlock or a lost connection the transaction runs again, for up to
+`PATIENCE` seconds.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator
 
 import psycopg
 from psycopg.pq import TransactionStatus
+from psycopg.rows import DictRow, dict_row
 from psycopg_pool import ConnectionPool
 
-from agentrl.store.postgres.connection import (
-    PAUSE,
-    PostgresConnection,
-    PostgresRow,
-    PostgresServer,
-    configure,
-    row_factory,
-)
+from agentrl.store.postgres.connection import PAUSE, PostgresConnection, PostgresServer, configure
 
-PATIENCE = 60.0  # seconds in which a server must be back before callers hear of it
+PATIENCE = 60.0  # seconds to wait for a server that is away before callers get an error
 CHANNEL = "agentrl"
-BEGIN = b"begin; select extract(epoch from clock_timestamp())::float8"
+BEGIN = b"begin; select extract(epoch from clock_timestamp())::float8 as now"
 AGAIN = (
     psycopg.errors.DeadlockDetected,
     psycopg.errors.SerializationFailure,
@@ -61,18 +54,18 @@ class PostgresSession:
             return self._clock()
         cursor = self._raw.execute(BEGIN, prepare=False)  # two statements, which go unprepared
         cursor.nextset()
-        (now,) = cursor.fetchone() or (math.nan,)
-        return float(now)
+        (row,) = cursor.fetchall()
+        return float(row["now"])
 
     def commit(self, topics: int) -> None:
         if topics:
             self.conn.execute("select pg_notify(%s, %s)", (CHANNEL, str(topics)))
-        query = "select pg_current_xact_id_if_assigned()::text"
-        (transaction,) = self.conn.execute(query).fetchone() or (None,)
+        query = "select pg_current_xact_id_if_assigned()::text as id"
+        (row,) = self.conn.execute(query).fetchall()
         try:
             self.conn.execute("commit")
-        except psycopg.OperationalError as error:
-            if transaction is None or not self._took_place(transaction, error):
+        except psycopg.OperationalError:
+            if row["id"] is None or not self._took_place(row["id"]):
                 raise
 
     def rollback(self) -> None:
@@ -108,7 +101,7 @@ class PostgresSession:
                 return True
         return False
 
-    def _took_place(self, transaction: str, error: psycopg.Error) -> bool:
+    def _took_place(self, transaction: str) -> bool:
         """Whether the transaction, whose commit met an error, was committed all the same."""
         since = time.monotonic()
         while self._raw.closed and self._reconnect(since):
@@ -119,11 +112,12 @@ class PostgresSession:
         return False
 
     def _status(self, transaction: str) -> str | None:
-        query = "select pg_xact_status(%s::xid8)"
+        query = "select pg_xact_status(%s::xid8) as status"
         try:
-            (status,) = self.conn.execute(query, (transaction,)).fetchone() or (None,)
+            (row,) = self.conn.execute(query, (transaction,)).fetchall()
         except psycopg.DataError:  # a number that this server, restored or promoted, never gave out
             return None
+        status: str | None = row["status"]
         return status
 
 
@@ -136,10 +130,10 @@ class PostgresReadPool:
     def __init__(self, server: PostgresServer) -> None:
         self.name = server.url
         self._server = server
-        self._pool: ConnectionPool[psycopg.Connection[PostgresRow]] = ConnectionPool(
+        self._pool: ConnectionPool[psycopg.Connection[DictRow]] = ConnectionPool(
             server.url,
-            connection_class=psycopg.Connection[PostgresRow],
-            kwargs={**server.options, "autocommit": True, "row_factory": row_factory},
+            connection_class=psycopg.Connection[DictRow],
+            kwargs={**server.options, "autocommit": True, "row_factory": dict_row},
             configure=configure,
             min_size=1,
             max_size=self.threads,
@@ -158,7 +152,11 @@ class PostgresReadPool:
                     raw.execute("rollback")
 
     def can_retry(self, error: Exception, since: float) -> bool:
-        if not _lost(error) or time.monotonic() - since > PATIENCE:
+        code = getattr(error, "sqlstate", None)
+        lost = isinstance(error, psycopg.OperationalError) and (
+            code is None or code.startswith(("08", "57P"))  # the connection, not the statement
+        )
+        if not lost or time.monotonic() - since > PATIENCE:
             return False
         time.sleep(PAUSE)  # the pool makes new connections meanwhile
         return True
@@ -168,11 +166,3 @@ class PostgresReadPool:
 
     def close(self) -> None:
         self._pool.close()
-
-
-def _lost(error: Exception) -> bool:
-    """Whether the connection, not the statement, is at fault."""
-    code = getattr(error, "sqlstate", None)
-    return isinstance(error, psycopg.OperationalError) and (
-        code is None or code.startswith(("08", "57P"))
-    )

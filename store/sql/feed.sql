@@ -26,4 +26,4 @@ update runs set
 where id = :run;
 
 -- name: cursor
-select coalesce(max(seq), 0) from events;
+select coalesce(max(seq), 0) as newest from events;

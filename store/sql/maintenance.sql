@@ -18,7 +18,7 @@ union all select 'requests', count(*) from requests;
 select pages.page_count * size.page_size as bytes, free.freelist_count * size.page_size as free
 from pragma_page_count as pages, pragma_page_size as size, pragma_freelist_count as free;
 
--- In order of arrival, a page after the other: the whole table is passed over once.
+-- In order of arrival, page by page: the whole table is read once.
 -- name: prunable
 select r.seq, r.id
 from rollouts r join groups g on g.id = r.group_id join runs u on u.id = r.run_id
@@ -38,7 +38,7 @@ where r.seq > :after
   ), 0) <= :before
 order by r.seq limit :n;
 
--- What rollouts, given as a JSON list of ids, left behind. Bytes are those of the bulky columns.
+-- The rows that belong to rollouts, given as a JSON list of ids. Bytes are those of the bulky columns.
 -- name: evidence
 select
     r.id, r.run_id, r.group_id, g.purpose, g.state,
@@ -91,8 +91,8 @@ select distinct c.tools as hash
 from transitions c join attempts a on a.id = c.attempt_id
 where a.rollout_id in (select value from json_each(:rollouts)) and c.tools is not null;
 
--- Nobody may come to need a payload, or add to a group, while it is deleted. Where there is one
--- writer at a time, nobody can.
+-- Nobody may refer to a payload, or add to a group, while it is deleted. With one writer at a time
+-- there is nothing to lock.
 -- name: lock_payloads
 select 1;
 
@@ -139,8 +139,8 @@ where id = :group and not exists (
 -- name: runs
 select id from runs where id = coalesce(:run, id) order by id;
 
--- Steps are the clock of the feed, whose rows have no time: what came before the oldest news of
--- the newest step that may go.
+-- Events have no time of their own, so steps give it: all events may be removed that came before the
+-- first event of the newest step that may be removed.
 -- name: old_events
 select min(seq) as upto from events
 where run_id = :run and kind = 'step' and id = (

@@ -72,7 +72,7 @@ update attempts set lease_until = :until, lease = max(lease, :grace)
 where state = 'running' and lease_until < :until;
 
 -- name: live
-select json_group_array(id) from attempts
+select json_group_array(id) as ids from attempts
 where id in (select value from json_each(:attempts)) and state = 'running' and lease_until > :now;
 
 -- name: leases

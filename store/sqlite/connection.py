@@ -1,4 +1,4 @@
-"""SQLite connections: where the file is, how it is opened, and what its errors mean to a user."""
+"""SQLite connections: the file, its writer and readers, and its errors in words for users."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl
 from agentrl.errors import Invalid, StoreError, Unavailable
 
 BUSY = 60.0  # seconds to wait for the locks of other processes, which hold them for milliseconds
-# What a value raises that no column takes: integers of more than 64 bits, text that is no Unicode.
+# Errors for a value that no column takes: integers of more than 64 bits, text that is no Unicode.
 UNFIT = (
     OverflowError,
     UnicodeError,
@@ -24,8 +24,20 @@ UNFIT = (
     sqlite3.InterfaceError,
 )
 PAUSE = 0.001  # seconds between two tries for the write lock
-CHANGES = 1000  # rows written until it is worth two disk syncs
+CHANGES = 1000  # rows written from one checkpoint, which costs two disk syncs, to the next
 CHECKPOINT = 16_000  # pages of write-ahead log before the writer itself copies them back
+ADVICE = {
+    "MOVED": "the file was deleted, moved or replaced while it was in use; start again where it is "
+    "now",
+    "SQLITE_NOTADB": "it is not an SQLite database; choose another path",
+    "SQLITE_CORRUPT": "the file is damaged; restore a copy or choose another path",
+    "SQLITE_CANTOPEN": "it cannot be opened; check that the folder exists and is writable",
+    "SQLITE_READONLY": "it cannot be written; check its permissions",
+    "SQLITE_PERM": "it cannot be written; check its permissions",
+    "SQLITE_FULL": "the disk is full; free some space and run the same command again",
+    "SQLITE_IOERR": "the disk refuses to read or write; check it, and the space on it",
+    "SQLITE_BUSY": "another process holds its write lock; wait if it is a vacuum, else end it",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,23 +102,25 @@ class Location:
 
 
 class StoreFileMoved(sqlite3.OperationalError):
-    """Nobody will find what is written: the file is not at its path any more."""
+    """The file is not at its path any more: nobody would find what is written."""
+
+    sqlite_errorname = "MOVED"
 
 
 class StoreFile:
-    """The file that a store was opened at. While it is open, no other file has its number."""
+    """The file that a store was opened at, by its inode: no other file has it while it is open."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._number = self._found()
 
     def check(self) -> None:
-        """Raises StoreFileMoved where its path leads to another file by now, or to none."""
+        """Raises StoreFileMoved if the path leads to another file now, or to none."""
         if self._found() != self._number:
             raise StoreFileMoved
 
     def cause(self, error: Exception) -> Exception:
-        """StoreFileMoved in the place of an error that another file at the path may have caused."""
+        """StoreFileMoved if the file has moved, which then caused the error; else the error."""
         moved = isinstance(error, sqlite3.Error) and self._found() != self._number
         return StoreFileMoved() if moved else error
 
@@ -118,8 +132,21 @@ class StoreFile:
         return found.st_dev, found.st_ino
 
 
-class SqliteSession:
-    """The writing connection of a process: see `Session`."""
+class _Connections:
+    """What the writing and the reading connections of a store file have in common."""
+
+    def __init__(self, location: Location, file: StoreFile) -> None:
+        self._location, self._file = location, file
+
+    def can_retry(self, error: Exception, since: float) -> bool:
+        return False  # the one lock is taken first, and waited for there
+
+    def to_store_error(self, error: Exception) -> Exception:
+        return to_store_error(self._location.path, self._file.cause(error))
+
+
+class SqliteSession(_Connections):
+    """The writing connection of a process: see `database.Session`."""
 
     errors: tuple[type[Exception], ...] = (sqlite3.Error,)
 
@@ -130,14 +157,14 @@ class SqliteSession:
         committed: Callable[[sqlite3.Connection], None],
         clock: Callable[[], float],
     ) -> None:
-        self._path, self._clock, self._file = location.path, clock, file
-        self._committed = committed  # called after every commit
+        super().__init__(location, file)
+        self._clock, self._committed = clock, committed  # which is called after every commit
         self.conn = location.connect()  # waits while another process recovers or closes the file
         self.conn.execute("pragma busy_timeout = 0")  # from here on `begin` waits by itself
 
     def begin(self) -> float:
-        """Takes the write lock of the file. SQLite's own waiting sleeps for up to 100 ms at a
-        time, so that one busy process would starve the others; this looks every millisecond."""
+        """Takes the write lock of the file, trying every millisecond: SQLite's own waiting sleeps
+        for up to 100 ms at a time, so that one busy process would starve the others."""
         self._file.check()
         deadline = time.monotonic() + BUSY
         while True:
@@ -161,18 +188,13 @@ class SqliteSession:
     def can_continue(self, error: Exception) -> bool:
         return self.conn.in_transaction  # a full disk undoes everything
 
-    def can_retry(self, error: Exception, since: float) -> bool:
-        return False  # the one lock is taken first, and waited for there
-
-    def to_store_error(self, error: Exception) -> Exception:
-        return to_store_error(self._path, self._file.cause(error))
-
     def close(self) -> None:
         self.conn.close()
 
 
 class WalCheckpointer:
-    """A passive checkpoint blocks neither readers nor writers."""
+    """A thread that copies the write-ahead log into the file. Its passive checkpoints block neither
+    readers nor writers."""
 
     def __init__(self, location: Location) -> None:
         self._location = location
@@ -195,25 +217,25 @@ class WalCheckpointer:
 
     def _serve(self) -> None:
         conn = self._location.connect()
-        conn.execute("pragma busy_timeout = 0")  # another process is at it: so much the better
+        conn.execute("pragma busy_timeout = 0")  # if another process does it, there is no need
         try:
             while self._due.wait() and not self._closed:
                 self._due.clear()
-                with suppress(sqlite3.Error):  # the writer meets the same, and says so
+                with suppress(sqlite3.Error):  # the writer gets the same error and reports it
                     conn.execute("pragma wal_checkpoint(passive)").fetchall()
         finally:
             conn.close()
 
 
-class SqliteReadPool:
+class SqliteReadPool(_Connections):
     """A read-only connection for each reading thread, never blocked by the writer."""
 
     threads = 2
     errors: tuple[type[Exception], ...] = (sqlite3.Error, *UNFIT)
 
     def __init__(self, location: Location, file: StoreFile) -> None:
+        super().__init__(location, file)
         self.name = str(location.path)
-        self._location, self._file = location, file
         self._local = threading.local()
         self._opened: list[sqlite3.Connection] = []
 
@@ -230,14 +252,8 @@ class SqliteReadPool:
         try:
             yield conn
         finally:
-            if conn.in_transaction:  # some errors have ended it, and are to be met, not this one
+            if conn.in_transaction:  # some errors end it by themselves
                 conn.execute("rollback")
-
-    def can_retry(self, error: Exception, since: float) -> bool:
-        return False
-
-    def to_store_error(self, error: Exception) -> Exception:
-        return to_store_error(self._location.path, self._file.cause(error))
 
     def close(self) -> None:
         for conn in self._opened:
@@ -245,34 +261,14 @@ class SqliteReadPool:
 
 
 def to_store_error(path: Path, error: Exception) -> Exception:
-    """SQLite's errors as ours; any other as it is."""
+    """SQLite's errors as ours, with what to do; any other as it is."""
     if isinstance(error, UNFIT):
         return Invalid(f"A value cannot be stored: {error}.")
-    if isinstance(error, sqlite3.Error):
-        return Unavailable(describe_error(path, error))
-    return error
-
-
-def describe_error(path: Path, error: sqlite3.Error) -> str:
-    """What happened to the file and what to do."""
-    if isinstance(error, StoreFileMoved):
-        return (
-            f"Store {path}: the file was deleted, moved or replaced while it was in use; start "
-            "again where it is now."
-        )
-    advice = {
-        "SQLITE_NOTADB": "it is not an SQLite database; choose another path",
-        "SQLITE_CORRUPT": "the file is damaged; restore a copy or choose another path",
-        "SQLITE_CANTOPEN": "it cannot be opened; check that the folder exists and is writable",
-        "SQLITE_READONLY": "it cannot be written; check its permissions",
-        "SQLITE_PERM": "it cannot be written; check its permissions",
-        "SQLITE_FULL": "the disk is full; free some space and run the same command again",
-        "SQLITE_IOERR": "the disk refuses to read or write; check it, and the space on it",
-        "SQLITE_BUSY": "another process holds its write lock; wait if it is a vacuum, else end it",
-    }
+    if not isinstance(error, sqlite3.Error):
+        return error
     name = getattr(error, "sqlite_errorname", "") or ""
-    known = next((text for code, text in advice.items() if name.startswith(code)), str(error))
-    return f"Store {path}: {known}."
+    what = next((text for code, text in ADVICE.items() if name.startswith(code)), str(error))
+    return Unavailable(f"Store {path}: {what}.")
 
 
 def _file(path: str, url: str) -> Path:

@@ -1,19 +1,21 @@
 """Brings a store file to the schema of this version, under one lock, or refuses it.
 
 The migrations are the files `sql/migrations/*.sql` in order of name; a published one is never
-changed, and each has a twin of its name in `sql/postgres/migrations`. The table of applied ones is
-that of `sqlite_utils.migrations`, so `sqlite-utils migrate` and this module agree; the library is
-imported only where something is to be applied.
+changed, and each has a counterpart of the same name in `sql/postgres/migrations`. The table of
+applied ones is that of `sqlite_utils.migrations`, so `sqlite-utils migrate` and this module agree;
+the library is imported only when a migration must be applied.
 """
 
 from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.errors import StoreError
-from agentrl.store.database import SQL_FOLDER
+from agentrl.store import database
 from agentrl.store.sqlite.connection import Location
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 SET = "agentrl"
 APPLICATION_ID = 0x61726C31  # "arl1" in the file's header: this database is a store
-SCRIPTS = {path.stem: path for path in sorted((SQL_FOLDER / "migrations").glob("*.sql"))}
+SCRIPTS = database.migrations("migrations")
 
 
 def prepare(location: Location, *, create: bool = True) -> None:
@@ -40,15 +42,15 @@ def prepare(location: Location, *, create: bool = True) -> None:
             f"Store {location.path}: its folder cannot be created ({error.strerror}); "
             "choose a writable one."
         ) from error
-    with location.translated_errors():
-        conn = location.connect()
-        try:
-            _check_header(conn, location)
-            if pending(conn, location):
-                _write_ahead(conn)
-                _apply(conn, location)
-        finally:
-            conn.close()
+    with location.translated_errors(), closing(location.connect()) as conn:
+        _check_header(conn, location)
+        if pending(conn, location):
+            (mode,) = conn.execute("pragma journal_mode = wal").fetchone()
+            if mode != "wal":
+                raise StoreError(
+                    "The store's file system has no shared memory: put it on a local disk."
+                )
+            _apply(conn, location)
 
 
 def pending(conn: sqlite3.Connection, location: Location) -> list[str]:
@@ -58,12 +60,7 @@ def pending(conn: sqlite3.Connection, location: Location) -> list[str]:
         return list(SCRIPTS)
     rows = conn.execute("select name from _sqlite_migrations where migration_set = ?", (SET,))
     applied = {row["name"] for row in rows}
-    if unknown := sorted(applied - SCRIPTS.keys()):
-        raise StoreError(
-            f"Store {location.path} was written by a newer agentrl (schema {unknown[-1]}): "
-            "upgrade agentrl or choose another path."
-        )
-    return [name for name in SCRIPTS if name not in applied]
+    return database.missing_migrations(SCRIPTS, applied, str(location.path))
 
 
 def migrations() -> Migrations:
@@ -71,34 +68,24 @@ def migrations() -> Migrations:
     from sqlite_utils.migrations import Migrations
 
     known = Migrations(SET)
-    for name in SCRIPTS:
-        known(name=name)(_Script(name))
+    for name, path in SCRIPTS.items():
+
+        def apply(db: Database, /, path: Path = path) -> None:
+            for statement in _statements(path.read_text(encoding="utf-8")):
+                db.conn.execute(statement)
+
+        known(name=name)(apply)
     return known
 
 
-class _Script:
-    def __init__(self, name: str) -> None:
-        self.__name__ = name
-
-    def __call__(self, db: Database, /) -> None:
-        for statement in _statements(SCRIPTS[self.__name__].read_text(encoding="utf-8")):
-            db.conn.execute(statement)
-
-
 def _check_header(conn: sqlite3.Connection, location: Location) -> None:
-    """Someone else's database is left alone."""
+    """Raises StoreError for a database that is no store."""
     (mark,) = conn.execute("pragma application_id").fetchone()
     (tables,) = conn.execute("select count(*) from sqlite_master").fetchone()
     if tables and mark != APPLICATION_ID:
         raise StoreError(
             f"{location.path} is a database but no agentrl store: choose another path."
         )
-
-
-def _write_ahead(conn: sqlite3.Connection) -> None:
-    (mode,) = conn.execute("pragma journal_mode = wal").fetchone()
-    if mode != "wal":
-        raise StoreError("The store's file system has no shared memory: put it on a local disk.")
 
 
 def _apply(conn: sqlite3.Connection, location: Location) -> None:

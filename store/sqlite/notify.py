@@ -2,11 +2,10 @@
 
 Owns: one Unix datagram socket per open store, in a folder of the temporary directory named after
 the file's device and inode, and one thread that listens to it. Always true: the folder, whose name
-can be guessed, is this user's and open to nobody else, or it is not used; a notification is only a
-hint to look; it carries one byte of topics, and a lost one costs at most `SLOW` seconds, because
-the thread also watches the file's own change counter (`pragma data_version`), and whether the file
-is still there: who waits must look, and hear of it. That is all there is where sockets are missing
-or the processes share no temporary directory.
+can be guessed, is only used if it belongs to this user and is closed to others; a notification is
+one byte of topics and only a hint to look. A lost one costs at most `SLOW` seconds, because the
+thread also watches the file's change counter (`pragma data_version`), and whether the file is still
+there. Without sockets or a shared temporary directory, the counter alone is watched.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ class ChangeNotifier:
         except ConnectionRefusedError:  # its process died without closing
             with contextlib.suppress(OSError):
                 Path(path).unlink()
-        except OSError:  # gone meanwhile, or its buffer is full: it is about to look anyway
+        except OSError:  # it is gone, or its buffer is full and it is about to look anyway
             return
 
     def _listen(self) -> None:
@@ -101,13 +100,13 @@ class ChangeNotifier:
                 self._file.check()
                 with closing(self._location.connect(readonly=True)) as conn:
                     self._hear(conn)
-            except Exception:  # noqa: BLE001 - whoever waits here would not hear of it
+            except Exception:  # noqa: BLE001 - waiting tasks must look, and get the error
                 self._notify(ALL)
                 self._closed.wait(SLOW)
 
     def _hear(self, conn: sqlite3.Connection) -> None:
         seen, checked = _version(conn), time.monotonic()
-        self._notify(ALL)  # who looked before this version was seen would not hear of it
+        self._notify(ALL)  # for a change between a waiter's last look and this version
         while not self._closed.is_set():
             topics = self._receive()
             if time.monotonic() - checked >= SLOW:
@@ -142,17 +141,18 @@ def folder(path: Path) -> Path:
 
 
 def _private(path: Path) -> bool:
-    """Whether it is a folder, no link to one, that only this user may enter."""
+    """Whether it is a folder, not a link, that only this user may enter."""
     found = path.lstat()
     mine = found.st_uid == os.geteuid()
     return mine and stat.S_ISDIR(found.st_mode) and stat.S_IMODE(found.st_mode) == 0o700
 
 
 def _datagrams() -> socket.socket:
-    """Not blocking; receiving and sending have one each, since timeouts belong to sockets."""
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    made.setblocking(False)
-    return made
+    """A socket that does not block. Receiving and sending have one each, since a timeout is that of
+    its socket."""
+    datagrams = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    datagrams.setblocking(False)
+    return datagrams
 
 
 def _version(conn: sqlite3.Connection) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from agentrl.processes import LOG_LEVEL, PHASE
-from agentrl.telemetry.log_follower import LogFollower, console_level
+from agentrl.telemetry.console import LogFollower, console_level
 
 LOGGED = """
 import logging

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from agentrl.algorithms.sampling import task_sampler
 from agentrl.config import RunConfig, resolve
-from agentrl.config.evaluation_plan import EvaluationPlan, FrozenPolicy, initial_version
+from agentrl.config.policies import EvaluationPlan, FrozenPolicy, initial_version
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.evaluation import ablation, crossplay
 from agentrl.evaluation import core as evaluation

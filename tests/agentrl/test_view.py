@@ -12,7 +12,7 @@ from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.telemetry import console as view
 from agentrl.telemetry import report
-from agentrl.telemetry.warnings import RunWarnings, roles_without_calls
+from agentrl.telemetry.console import RunWarnings, roles_without_calls
 from agentrl.types import (
     ErrorKind,
     Failure,

@@ -20,7 +20,7 @@ from agentrl.algorithms.credit.turns import Returns, StepGae, ValuesFromReward
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.objective.core import compute_advantages, loss_terms, psi
 from agentrl.algorithms.presets.catalogue import make
-from agentrl.algorithms.presets.zoo.peers import PeerValues
+from agentrl.algorithms.presets.zoo.turns import PeerValues
 
 from .team_variance import team_variance
 

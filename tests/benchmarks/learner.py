@@ -33,7 +33,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, 
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.learners.torch import TorchLearner
-from agentrl.algorithms.model.packing import packs
+from agentrl.algorithms.model.packing import pack_rows
 from agentrl.algorithms.objective.core import loss_terms, psi
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.types import (
@@ -195,7 +195,7 @@ def utilisation(tflops: float) -> dict[str, float]:
     learner = TorchLearner(model, tokenizer(), token_budget=16_384)
     batch = batch_of(rows((1500, 150, 250, 10), 4, 151_936))
     best = min(update(learner, batch) for _ in range(5))
-    depths = torch.cat([pack.positions for pack in packs(batch, learner.packing, 16_384)])
+    depths = torch.cat([pack.positions for pack in pack_rows(batch.rows, learner.packing, 16_384)])
     layers = sum(p.numel() for p in model.model.layers.parameters())
     head = model.get_output_embeddings().weight.numel()
     pairs = int((depths + 1).sum())

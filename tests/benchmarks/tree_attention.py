@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from agentrl.algorithms.data.merge import merge
+from agentrl.algorithms.model.attention import TreePlan, visible
 from agentrl.algorithms.model.packing import Pack, pack_rows
-from agentrl.algorithms.model.tree_attention import TreePlan, visible
 from tests.benchmarks import batching
 
 HEADS, KEY_HEADS, DIM = 8, 2, 64

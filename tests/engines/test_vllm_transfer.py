@@ -109,7 +109,7 @@ async def test_a_broadcast_that_hangs_is_a_sentence_in_time(
     transfer, workers = weight_sync.make_sync("nccl", LEARNED, None, 0.2), workers_of_nccl()  # type: ignore[arg-type]
     with pytest.raises(PolicyError, match=r"by nccl did not arrive within 0\.2 s"):
         await transfer.send("policy", workers)
-    (late,) = [thread for thread in threading.enumerate() if thread.name == "vllm-transfer"]
+    (late,) = [thread for thread in threading.enumerate() if thread.name == "agentrl-call"]
     never.set()
     await asyncio.to_thread(late.join)
     assert not workers.asked

@@ -66,7 +66,7 @@ def steps(case: dict[str, Any], ranks: int, folder: Path) -> dict[str, Any]:
 
     def step(lr: float, psi: Psi = psi, values: ValueTerms | None = values) -> dict[str, Any]:
         report = learner.step(batch, psi, lr=lr, critic=values)
-        weights = {name: p.detach().clone() for name, p in learner._learned().items()}
+        weights = {name: p.detach().clone() for name, p in learner.parameters().items()}
         return {"report": report, "weights": weights}
 
     found["steps"] = [step(lr) for lr in case["lrs"]]

@@ -18,9 +18,8 @@ from agentrl.config import RetriesConfig, RunnerConfig
 from agentrl.runners import worker
 from agentrl.runners.execution import AttemptRunner
 from agentrl.runners.executors import Executor
-from agentrl.runners.executors.agents import as_agent
-from agentrl.runners.executors.environment import environment
-from agentrl.runners.executors.inprocess import InProcessExecutor
+from agentrl.runners.executors.contract import environment
+from agentrl.runners.executors.inprocess import InProcessExecutor, as_agent
 from agentrl.runners.gateway import upstream
 from agentrl.runners.gateway.server import Gateway
 from agentrl.runners.scoring.verifiers import Verifier

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from agentrl.errors import AgentError, ConfigError
-from agentrl.runners.executors.agents import as_agent, load
+from agentrl.runners.executors.inprocess import as_agent, load
 from agentrl.threads import DaemonThreads, call
 
 

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from agentrl.config import RunConfig, resolve
-from agentrl.runners.executors.environment import environment
+from agentrl.runners.executors.contract import environment
 from agentrl.runners.main import RunnerThread
 from agentrl.types import ENDED, NewRollout, PolicyVersion, RolloutState
 

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from agentrl.config import AgentConfig, PoolRunnerConfig
-from agentrl.runners.executors.environment import environment
+from agentrl.runners.executors.contract import environment
 from agentrl.runners.executors.pool import PoolExecutor
 from agentrl.runners.games import GameAgent, verify
 from agentrl.types import ErrorKind, Rollout, RolloutState

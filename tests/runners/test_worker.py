@@ -18,8 +18,7 @@ import agentrl
 from agentrl.config import RetriesConfig
 from agentrl.runners import worker as module
 from agentrl.runners.executors import ExecutionResult
-from agentrl.runners.executors.agents import as_agent
-from agentrl.runners.executors.inprocess import InProcessExecutor
+from agentrl.runners.executors.inprocess import InProcessExecutor, as_agent
 from agentrl.runners.gateway import upstream
 from agentrl.types import ErrorKind, Outcome, RolloutState
 

@@ -14,18 +14,17 @@ import openai
 import pytest
 
 from agentrl.algorithms.data.merge import build_batch
+from agentrl.algorithms.diagnostics.metrics import replay_metrics
 from agentrl.algorithms.engines.embedded.server import EmbeddedServer
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.objective.core import compute_advantages
 from agentrl.algorithms.presets.catalogue import make
-from agentrl.algorithms.sampling.branching import branch_metrics
 from agentrl.algorithms.sampling.collect import Collector
 from agentrl.algorithms.sampling.task_sampler import TaskSampler
 from agentrl.config import RunConfig, RunnerConfig, resolve
 from agentrl.runners.execution import AttemptRunner
-from agentrl.runners.executors.agents import as_agent
-from agentrl.runners.executors.environment import environment
-from agentrl.runners.executors.inprocess import InProcessExecutor
+from agentrl.runners.executors.contract import environment
+from agentrl.runners.executors.inprocess import InProcessExecutor, as_agent
 from agentrl.runners.gateway.server import Gateway
 from agentrl.runners.scoring.verifiers import Verifier
 from agentrl.runners.worker import Worker
@@ -135,7 +134,7 @@ async def test_branches_are_made_once_and_credited(server: EmbeddedServer, tmp_p
         assert list(map(content, new[:calls])) == list(map(content, old[:calls]))
         assert [call.repeats for call in new[calls:]] == [None] * (TURNS - calls)
         assert new[calls].prompt == old[calls].prompt
-    assert branch_metrics([group]) == {
+    assert replay_metrics([group]) == {
         "branches": SIZE * 2 * WIDTH,
         "branches/diverged": 0,
         "calls/repeated": SIZE * (1 + 2) * WIDTH,

@@ -14,20 +14,19 @@ import pytest
 
 import agentrl
 from agentrl.algorithms.data.merge import build_batch
+from agentrl.algorithms.diagnostics.metrics import replay_metrics
 from agentrl.algorithms.engines.embedded.server import EmbeddedServer
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.sampling.collect import Collector
 from agentrl.algorithms.sampling.counterfactuals import (
     RoleRewards,
     coalition_formula,
-    counterfactual_metrics,
 )
 from agentrl.algorithms.sampling.task_sampler import TaskSampler
 from agentrl.config import RunConfig, RunnerConfig, UpstreamConfig, resolve
 from agentrl.runners.execution import AttemptRunner
-from agentrl.runners.executors.agents import as_agent
-from agentrl.runners.executors.environment import environment
-from agentrl.runners.executors.inprocess import InProcessExecutor
+from agentrl.runners.executors.contract import environment
+from agentrl.runners.executors.inprocess import InProcessExecutor, as_agent
 from agentrl.runners.gateway.server import Gateway
 from agentrl.runners.scoring.verifiers import Verifier
 from agentrl.runners.worker import Worker
@@ -131,7 +130,7 @@ async def test_what_each_role_adds_is_what_it_said(server: EmbeddedServer, tmp_p
     async with open_store(f"sqlite:///{tmp_path / 'store.db'}") as store:
         group = await sampled(store, server, config)
     assert {row.state for row in group.rollouts} == {RolloutState.SUCCEEDED}
-    assert counterfactual_metrics([group]) == {
+    assert replay_metrics([group]) == {
         "replays": SIZE * 7,
         "replays/missing": 0,
         "calls/repeated": SIZE * (3 * 2 + 3 * 1),  # without one role, without two

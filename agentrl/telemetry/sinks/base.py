@@ -57,7 +57,7 @@ class SinkPosition(msgspec.Struct, frozen=True, kw_only=True):
         return SinkPosition(id=self.id, next=row.step, names=(*known, *sorted(row.metrics)))
 
     def unwritten(self, rows: Sequence[StepRow], steps: int) -> Iterator[StepRow]:
-        """What of `rows` is to be written, in a run of `steps` steps. A step that is not committed
+        """The parts of `rows` to write, in a run of `steps` steps. A step that is not committed
         may still change, except the one after the last, which holds evaluations only."""
         for row in rows:
             if row.step < self.next or not (row.committed or row.step == steps):
@@ -124,7 +124,7 @@ def open_sink(name: str, config: RunConfig, position: SinkPosition) -> Sink:
 
 
 def public_settings(config: RunConfig) -> dict[str, Json]:
-    """The settings that backends are given, with dotted keys."""
+    """The settings for backends, with dotted keys."""
     flat = flatten(msgspec.to_builtins(config))
     return {key: value for key, value in flat.items() if key.split(".")[0] in SETTINGS}
 

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
 
 import numpy as np
 
+from agentrl.algorithms.engines.base import RequestHold
 from agentrl.algorithms.engines.embedded.engine import CLOSED, Engine, TokenUpdates
-from agentrl.algorithms.engines.embedded.scheduler import GenerationRequest, TokenUpdate
-from agentrl.algorithms.engines.request_hold import RequestHold
-from agentrl.algorithms.model.load import Model
-from agentrl.algorithms.model.lora import Adapters
-from agentrl.algorithms.model.request_error import RequestError
+from agentrl.algorithms.engines.embedded.kv_cache import GenerationRequest, TokenUpdate
+from agentrl.algorithms.model.chat import RequestError
 from agentrl.algorithms.model.text import Codec, TextStream
 from agentrl.errors import PolicyError
 from agentrl.types import Sampling
@@ -51,46 +49,15 @@ class PendingRequest:
 class Admission:
     """The requests of one server, from admission to the last token."""
 
-    def __init__(
-        self,
-        model: Model,
-        codec: Codec,
-        *,
-        eos: Sequence[int],
-        max_batch: int,
-        max_context: int,
-        threads: int,
-        adapters: Adapters | None,
-        policies: Mapping[str, str | None],
-    ) -> None:
-        """policies: by name, the adapter that each applies to the model."""
+    def __init__(self, engine: Engine, codec: Codec, policies: Sequence[str]) -> None:
+        """policies: names of the engine's policies, by their numbers there."""
+        self.engine, self._codec = engine, codec
         self.requests = RequestHold()
         self.requests.versions = dict.fromkeys(policies, 0)
         self._numbers = {name: number for number, name in enumerate(policies)}
-        self._unused = count(
-            len(policies)
-        )  # numbers are never used again: cached keys belong to one
-        self.max_context = max_context
-        self.engine = Engine(
-            model,
-            eos=eos,
-            max_batch=max_batch,
-            max_context=max_context,
-            threads=threads,
-            deliver=self._deliver,
-            adapters=adapters,
-            policies=list(policies.values()),
-        )
-        self._codec = codec
+        self._unused = count(len(policies))  # a number is used once: cached keys belong to it
         self._seeds = random.Random()  # its own: the run's random state belongs to the algorithm
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._updating = asyncio.Lock()
-
-    def start(self) -> None:
-        """Begin to work, on the running event loop."""
-        self._loop = asyncio.get_running_loop()
-        self.requests.release()
-        self.engine.start()
 
     async def hold(self) -> None:
         """Returns once no call is in flight; new calls wait until `resume`."""
@@ -121,10 +88,10 @@ class Admission:
         self.versions[policy] = version
         self.engine.forget(self._numbers[policy])
 
-    def add(self, policy: str, adapter: str | None, version: int) -> None:
-        """Serve one more policy. Only while held."""
+    def add(self, policy: str, version: int) -> None:
+        """Serve one more adapter under its name. Only while held."""
         number = next(self._unused)
-        self.engine.policies[number] = adapter
+        self.engine.policies[number] = policy
         self._numbers[policy], self.versions[policy] = number, version
 
     def remove(self, policy: str) -> None:
@@ -187,9 +154,9 @@ class Admission:
             raise RequestError(
                 f"token {token} is not one of the model's {size} tokens", param="prompt"
             )
-        if len(prompt) >= self.max_context:
+        if len(prompt) >= self.engine.max_context:
             raise RequestError(
-                f"the model's context is {self.max_context} tokens, and the prompt of "
+                f"the model's context is {self.engine.max_context} tokens, and the prompt of "
                 f"{len(prompt)} tokens leaves no room to answer; shorten the messages or raise "
                 "engine.max_context",
                 param="messages",
@@ -204,13 +171,9 @@ class Admission:
 
         return receive
 
-    def _deliver(self, updates: TokenUpdates) -> None:
-        """Called on the engine's thread: wakes the event loop once for all updates of a step."""
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(_receive, updates)
 
-
-def _receive(updates: TokenUpdates) -> None:
+def deliver(updates: TokenUpdates) -> None:
+    """Hand the updates of a step of the engine to those who wait for them."""
     for call, update in updates:
         call.receive(update)
 

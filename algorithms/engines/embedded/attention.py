@@ -4,8 +4,7 @@ A step feeds N tokens as one sequence [1, N] with no padding: first the chunks (
 the last one fed of a row), then the last token of each of the n rows, in row order. The last tokens
 attend as one batch, which is all there is when nobody is in its prompt; each chunk attends alone.
 
-A step is one forward pass of the model itself with a `StepPlan` of this module (see
-`algorithms.attention`).
+A step is one forward pass of the model itself with a `StepPlan` (see `model.attention`).
 """
 
 from __future__ import annotations
@@ -45,9 +44,35 @@ class StepPlan:
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
         """`key` and `value` are a layer of the KVPool, [rows, key heads, capacity, dim]."""
-        outputs = [_chunk(self, chunk, query, key, value, scale, window) for chunk in self.chunks]
-        outputs.append(_last(self, query, key, value, scale, window))
+        outputs = []
+        for chunk in self.chunks:
+            rows = slice(chunk.row, chunk.row + 1)
+            whole = chunk.size == chunk.context and window is None
+            output = scaled_dot_product_attention(
+                query[:, :, chunk.start : chunk.start + chunk.size],
+                key[rows, :, : chunk.context],
+                value[rows, :, : chunk.context],
+                attn_mask=None if whole else self.chunk_mask(chunk, window),
+                is_causal=whole,
+                scale=scale,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+            outputs.append(output.transpose(1, 2))
+        outputs.append(self._attend_last(query, key, value, scale, window))
         return torch.cat(outputs, dim=1) if self.chunks else outputs[0]
+
+    def _attend_last(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
+        # Query heads that share a key head are the query dimension of one product: SDPA would copy
+        # every key once per query head, which costs thirty times more at seven heads per key.
+        n, (heads, dim), shared = self.last.numel(), (query.shape[1], query.shape[3]), key.shape[1]
+        queries = query[0, :, -n:].transpose(0, 1).reshape(n, shared, heads // shared, dim)
+        queries = queries * (dim**-0.5 if scale is None else scale)
+        scores = torch.matmul(queries, key[:n, :, : self.context].transpose(2, 3))
+        scores = scores + self.last_mask(window, scores.dtype)
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
+        return torch.matmul(weights, value[:n, :, : self.context]).view(1, n, heads, -1)
 
     def last_mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """Additive [n, 1, 1, context]: a row sees its own past and nothing behind it."""
@@ -86,45 +111,3 @@ def install(model: Model) -> None:
             "cannot batch it; choose a decoder with plain or sliding-window attention"
         )
     attention.install(network)
-
-
-def _chunk(
-    plan: StepPlan,
-    chunk: PrefillChunk,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float | None,
-    window: int | None,
-) -> Tensor:
-    rows = slice(chunk.row, chunk.row + 1)
-    whole = chunk.size == chunk.context and window is None
-    output = scaled_dot_product_attention(
-        query[:, :, chunk.start : chunk.start + chunk.size],
-        key[rows, :, : chunk.context],
-        value[rows, :, : chunk.context],
-        attn_mask=None if whole else plan.chunk_mask(chunk, window),
-        is_causal=whole,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return output.transpose(1, 2)
-
-
-def _last(
-    plan: StepPlan,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float | None,
-    window: int | None,
-) -> Tensor:
-    # Query heads that share a key head are the query dimension of one product: SDPA would copy
-    # every key once per query head, which costs thirty times more at seven heads per key.
-    n, (heads, dim), shared = plan.last.numel(), (query.shape[1], query.shape[3]), key.shape[1]
-    queries = query[0, :, -n:].transpose(0, 1).reshape(n, shared, heads // shared, dim)
-    queries = queries * (dim**-0.5 if scaling is None else scaling)
-    scores = torch.matmul(queries, key[:n, :, : plan.context].transpose(2, 3))
-    scores = scores + plan.last_mask(window, scores.dtype)
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
-    return torch.matmul(weights, value[:n, :, : plan.context]).view(1, n, heads, -1)

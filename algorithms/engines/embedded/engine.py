@@ -21,15 +21,20 @@ from torch import Tensor
 
 from agentrl.algorithms.engines.embedded import attention
 from agentrl.algorithms.engines.embedded.attention import PrefillChunk, StepPlan
-from agentrl.algorithms.engines.embedded.kv_cache import KVPool
+from agentrl.algorithms.engines.embedded.kv_cache import (
+    GenerationRequest,
+    KVPool,
+    RowTable,
+    TokenUpdate,
+)
 from agentrl.algorithms.engines.embedded.sampler import Ints, sample, uniforms
-from agentrl.algorithms.engines.embedded.scheduler import GenerationRequest, RowTable, TokenUpdate
 from agentrl.algorithms.model.attention import UNUSED
 from agentrl.algorithms.model.load import Model
 from agentrl.algorithms.model.lora import Adapters
 
 PREFILL = 512  # most prompt tokens per step, so that running requests are not stalled
 WORTH_WAITING = 16  # prefix tokens that a running request is about to compute, to be copied then
+CLOSED = "the policy server is shutting down"
 
 TokenUpdates = list[tuple[GenerationRequest, TokenUpdate]]
 
@@ -53,8 +58,8 @@ class Engine:
         number, the adapter of each policy; None: the model without adapters."""
         attention.install(model)
         config: Any = model.config
-        self.model, self.deliver, self.threads = model, deliver, threads
-        self.adapters = adapters
+        self.model, self.deliver, self.threads, self.adapters = model, deliver, threads, adapters
+        self.max_context = max_context
         self.policies = dict(enumerate(policies))  # by number; it may change while nothing runs
         self.device = next(model.parameters()).device
         self.rows = RowTable(max_batch, idle=2 * max_batch, context=max_context)
@@ -62,9 +67,9 @@ class Engine:
         self.eos = np.zeros(config.get_text_config().vocab_size, np.bool_)
         self.eos[list(eos)] = True
         self.waiting: deque[GenerationRequest] = deque()
-        self.orders: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self.commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self.thread = threading.Thread(target=self._main, name="engine", daemon=True)
-        self.lock = threading.Lock()  # of `closing`: no order is given to a thread that has ended
+        self.lock = threading.Lock()  # of `closing`: a thread that has ended is given no command
         self.closing = False
 
     def start(self) -> None:
@@ -72,57 +77,57 @@ class Engine:
 
     def submit(self, call: GenerationRequest) -> None:
         """Every submitted request gets exactly one update with `finish` set, its last."""
-        if not self._order(lambda: self.waiting.append(call)):
+        if not self._queue(lambda: self.waiting.append(call)):
             self.deliver([(call, TokenUpdate([], [], "error", CLOSED))])
 
     def cancel(self, call: GenerationRequest) -> None:
         """End a request whose client has left, unless it has ended."""
-        self._order(lambda: self._cancel(call))
+        self._queue(lambda: self._cancel(call))
 
     def forget(self, policy: int = 0) -> None:
         """The weights of a policy have changed: drop its prefix cache."""
-        self._order(lambda: self.rows.forget(policy))
+        self._queue(lambda: self.rows.forget(policy))
 
     def close(self) -> None:
         """Fail what is unfinished and end the thread."""
-        self._order(self._close)
+        self._queue(self._close)
         self.thread.join()
 
     @property
     def alive(self) -> bool:
         return self.thread.is_alive()
 
-    def _order(self, order: Callable[[], None]) -> bool:
+    def _queue(self, command: Callable[[], None]) -> bool:
         with self.lock:
             if not self.closing:
-                self.orders.put(order)
+                self.commands.put(command)
             return not self.closing
 
     @torch.inference_mode()
     def _main(self) -> None:
         try:
-            while self._run_orders():
+            while self._run_commands():
                 self._admit()
                 self._step()
         finally:
             with self.lock:
                 self.closing = True
-            while not self.orders.empty():
-                self.orders.get()()
+            while not self.commands.empty():
+                self.commands.get()()
             self._fail(CLOSED)
 
-    def _run_orders(self) -> bool:
+    def _run_commands(self) -> bool:
         """Run all queued functions; wait for one if there is no request. False: closing."""
         idle = not (self.rows.n or self.waiting)
         while True:
             while idle and not self.closing:
-                self.orders.get()()
+                self.commands.get()()
                 idle = not self.waiting
                 if not idle:
-                    # Per process in part (MKL): the learner has set its own number in between.
+                    # MKL's number is that of the process: the learner may have set its own.
                     torch.set_num_threads(self.threads)
             try:
-                self.orders.get_nowait()()
+                self.commands.get_nowait()()
             except Empty:
                 return not self.closing
 
@@ -235,15 +240,10 @@ class Engine:
                 updates.append((call, TokenUpdate(*rows.completion(row), finish)))
             if finish:
                 ended.append(row)
-        for row in reversed(ended):  # the last row fills the gap: from the end, none is missed
+        for row in reversed(ended):  # from the end, because the last row fills the gap
             rows.remove(row, self.pool)
         if updates:
             self.deliver(updates)
-
-    def _reset(self) -> None:
-        """Clear the cache: a key that is not finite spoils attention even where it is masked."""
-        self.rows.forget()
-        self.pool.wipe()
 
     def _cancel(self, call: GenerationRequest) -> None:
         if call in self.waiting:
@@ -263,9 +263,8 @@ class Engine:
         self.waiting.clear()
         while self.rows.n:
             self.rows.remove(self.rows.n - 1, self.pool, keep=False)
-        self._reset()
+        # A key that is not finite makes attention NaN even where it is masked.
+        self.rows.forget()
+        self.pool.wipe()
         if calls:
             self.deliver([(call, TokenUpdate([], [], "error", sentence)) for call in calls])
-
-
-CLOSED = "the policy server is shutting down"

@@ -1,20 +1,54 @@
-"""The KV cache: keys and values of every row, in one tensor each.
+"""The KV cache: keys and values in one tensor each, and which tokens each of its rows holds.
 
-Owns the memory. Always true: what is behind a row's length is finite, so masking it is exact.
-Written by the engine's thread only, inside a forward pass (`update`) or between two.
+Written by the engine's thread only, inside a forward pass (`KVPool.update`) or between two.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers.cache_utils import Cache
+
+from agentrl.types import Sampling
 
 CAPACITY = 256  # tokens per row to begin with
 
 
+@dataclass(frozen=True, slots=True)
+class TokenUpdate:
+    """New tokens of a call, with their log-probs. `finish` is set on the last one.
+
+    finish: stop (end of sequence, or `stop` said so), length, cancelled, or error with a sentence.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    finish: str | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerationRequest:
+    """A prompt to complete. Compared by identity: two equal requests are two requests."""
+
+    prompt: NDArray[np.int32]
+    sampling: Sampling
+    seed: int  # 0 <= seed < 2**64
+    receive: Callable[[TokenUpdate], None]  # called where the engine's `deliver` says
+    stream: bool = False  # an update per token instead of one at the end
+    policy: int = 0  # number of the policy that answers
+    stop: Callable[[int], bool] | None = None  # called with every token; true ends the request
+
+
 class KVPool(Cache):  # type: ignore[misc]
-    """A transformers cache of [layers, rows, key heads, capacity, dim], allocated on first use."""
+    """A transformers cache of [layers, rows, key heads, capacity, dim], allocated on first use.
+
+    Always true: what is behind a row's length is finite, so masking it is exact."""
 
     def __init__(self, layers: int, rows: int) -> None:
         self.depth, self.rows = layers, rows
@@ -49,7 +83,10 @@ class KVPool(Cache):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         """Write the step's [1, key heads, N, dim]; returns the layer with all its rows."""
         if not self.tensors:
-            self._allocate(key_states, value_states)
+            self.tensors = [
+                new.new_zeros(self.depth, self.rows, new.shape[1], self.capacity, new.shape[-1])
+                for new in (key_states, value_states)
+            ]
         if self._slots is None:
             heads, (rows, positions) = key_states.shape[1], self._target
             bases = rows[:, None] * heads + torch.arange(heads, device=rows.device)
@@ -65,12 +102,119 @@ class KVPool(Cache):  # type: ignore[misc]
             tensor[:, target, :, :length] = tensor[:, source, :, :length]
 
     def wipe(self) -> None:
-        """Forget everything that was ever written, infinities included."""
+        """Set everything to 0, also what is not finite."""
         for tensor in self.tensors:
             tensor.zero_()
 
-    def _allocate(self, keys: Tensor, values: Tensor) -> None:
-        self.tensors = [
-            new.new_zeros(self.depth, self.rows, new.shape[1], self.capacity, new.shape[-1])
-            for new in (keys, values)
-        ]
+
+class RowTable:
+    """`limit` rows that may run at once and `idle` ones, of `context` tokens each, in columns.
+
+    Rows [0, n) are running, in one block so that attention reads them without a gather; rows
+    [limit, size) are the prefix cache: they hold ended requests. Always true: the keys of
+    `tokens[row, :length[row]]` are in the cache, and a running row has at least one token more."""
+
+    def __init__(self, limit: int, idle: int, context: int) -> None:
+        size = limit + idle
+        self.limit = limit
+        self.n = 0
+        self.calls: list[GenerationRequest] = []
+        self.tokens = np.zeros((size, context), np.int32)
+        self.length = np.zeros(size, np.int64)  # tokens whose keys are in the cache
+        self.known = np.zeros(size, np.int64)  # tokens of prompt and completion
+        self.policy = np.zeros(size, np.int64)  # number of the policy that computed the keys
+        self.used = np.zeros(size, np.int64)  # clock of the last use of an idle row
+        self.clock = 0
+        self.prompt = np.zeros(limit, np.int64)  # tokens of the prompt
+        self.end = np.zeros(limit, np.int64)  # value of `known` at which the completion ends
+        self.watched = np.zeros(limit, np.bool_)  # each token is looked at, for a stream or `stop`
+        self.seed = np.zeros(limit, np.uint64)
+        self.temperature = np.zeros(limit)
+        self.top_p = np.zeros(limit)
+        self.top_k = np.zeros(limit, np.int64)
+        self.logprobs = np.zeros((limit, context), np.float32)
+        self._columns = (
+            self.length, self.known, self.policy, self.prompt, self.end, self.watched,
+            self.seed, self.temperature, self.top_p, self.top_k,
+        )  # fmt: skip
+
+    def shared(self, tokens: NDArray[np.int32], policy: int) -> NDArray[np.int64]:
+        """Length of the common prefix of `tokens` with what every row knows, int64 [rows]; 0 for
+        rows of another policy."""
+        different = self.tokens[:, : len(tokens)] != tokens
+        first = different.argmax(axis=1)
+        first[~different[np.arange(len(first)), first]] = len(tokens)
+        shared: NDArray[np.int64] = np.minimum(first, self.known) * (self.policy == policy)
+        return shared
+
+    def source(self, prompt: NDArray[np.int32], policy: int) -> tuple[int, int, int]:
+        """(row of the policy with the longest cached prefix of a prompt, length of that prefix,
+        its length once the running rows have finished their prompts). The last token of the prompt
+        is never part of it: it must be fed."""
+        if len(prompt) == 1:
+            return 0, 0, 0
+        shared = self.shared(prompt[:-1], policy)
+        ready = np.minimum(shared, self.length)
+        row = int(ready.argmax())
+        return row, int(ready[row]), int(shared.max())
+
+    def add(self, call: GenerationRequest, pool: KVPool, source: int, shared: int) -> None:
+        """Start a call in the next running row, with the first `shared` keys of row `source`."""
+        row, sampling, size = self.n, call.sampling, len(call.prompt)
+        if shared:
+            self.clock += 1
+            self.used[source] = self.clock
+            pool.copy(source, row, shared)
+        self.tokens[row, :size] = call.prompt
+        self.length[row], self.known[row], self.prompt[row] = shared, size, size
+        self.policy[row] = call.policy
+        room = self.tokens.shape[1] - size
+        self.end[row] = size + min(room, sampling.max_tokens or room)
+        self.watched[row] = call.stream or call.stop is not None
+        self.seed[row] = call.seed
+        self.temperature[row] = sampling.temperature
+        self.top_p[row], self.top_k[row] = sampling.top_p, sampling.top_k
+        self.calls.append(call)
+        self.n += 1
+
+    def completion(self, row: int) -> tuple[list[int], list[float]]:
+        """Sampled tokens of a running row and their log-probs."""
+        span = slice(self.prompt[row], self.known[row])
+        return self.tokens[row, span].tolist(), self.logprobs[row, span].tolist()
+
+    def remove(self, row: int, pool: KVPool, *, keep: bool = True) -> None:
+        """End a running row; the last running row takes its place. `keep` remembers its keys."""
+        if keep:
+            self._remember(row, pool)
+        self.n -= 1
+        last = self.n
+        if row != last:
+            pool.copy(last, row, int(self.length[last]))
+            known = self.known[last]
+            self.tokens[row, :known] = self.tokens[last, :known]
+            self.logprobs[row, :known] = self.logprobs[last, :known]
+            for column in self._columns:
+                column[row] = column[last]
+            self.calls[row] = self.calls[last]
+        self.calls.pop()
+        self.length[last] = self.known[last] = 0
+
+    def forget(self, policy: int | None = None) -> None:
+        """Empty the idle rows of one policy, or all: they were computed with old weights."""
+        gone = np.arange(len(self.policy)) >= self.limit
+        if policy is not None:
+            gone &= self.policy == policy
+        self.length[gone] = self.known[gone] = self.used[gone] = 0
+
+    def _remember(self, row: int, pool: KVPool) -> None:
+        length, policy = int(self.length[row]), int(self.policy[row])
+        idle = slice(self.limit, None)
+        # Replace a row that is a prefix of the new one, else the least recently used.
+        within = self.shared(self.tokens[row, :length], policy)[idle] >= self.known[idle]
+        target = self.limit + int(np.where(within, -1, self.used[idle]).argmin())
+        pool.copy(row, target, length)
+        self.tokens[target, :length] = self.tokens[row, :length]
+        self.length[target] = self.known[target] = length
+        self.policy[target] = policy
+        self.clock += 1
+        self.used[target] = self.clock

@@ -1,13 +1,19 @@
-"""The wire: OpenAI's chat completions and completions with vLLM's additions, as typed structs."""
+"""What travels: OpenAI's chat completions and completions with vLLM's additions, as typed structs,
+and the answers that sampled tokens make, whole or in pieces."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from agentrl.algorithms.model.tool_parser import Function, ToolCall
+from agentrl.algorithms.engines.embedded.kv_cache import TokenUpdate
+from agentrl.algorithms.model.text import Codec, TextStream, text_before_stop
+from agentrl.algorithms.model.tool_parser import ToolCall, ToolParser, parse
 from agentrl.types import Json
 
 
@@ -75,13 +81,10 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-class IndexedToolCall(msgspec.Struct, kw_only=True):
-    """A whole tool call inside a stream."""
+class IndexedToolCall(ToolCall, frozen=True, kw_only=True):
+    """A tool call in a stream; it is sent as a whole."""
 
     index: int
-    id: str
-    type: str
-    function: Function
 
 
 class MessageDelta(msgspec.Struct, kw_only=True):
@@ -111,3 +114,127 @@ class Response(msgspec.Struct, kw_only=True):
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseFormat:
+    """What a client asked its answer to contain."""
+
+    codec: Codec
+    model: str
+    prompt: tuple[int, ...]
+    chat: bool
+    tools: bool  # look for tool calls
+    logprobs: bool
+    token_ids: bool
+    stop: tuple[str, ...]
+    id: str
+
+    def whole(self, updates: Sequence[TokenUpdate]) -> Response:
+        """The answer to a request that does not stream: one finished update per choice."""
+        choices = [self._choice(index, update) for index, update in enumerate(updates)]
+        tokens = sum(len(update.tokens) for update in updates)
+        return self.response(choices, usage=self.usage(tokens), first=True)
+
+    def response(
+        self,
+        choices: list[CompletionChoice],
+        *,
+        usage: Usage | None = None,
+        first: bool,
+        chunk: bool = False,
+    ) -> Response:
+        kind = "chat.completion" if self.chat else "text_completion"
+        if first and self.token_ids and not self.chat:
+            for choice in choices:
+                choice.prompt_token_ids = self.prompt
+        return Response(
+            id=self.id,
+            object=f"{kind}.chunk" if chunk and self.chat else kind,
+            created=int(time.time()),
+            model=self.model,
+            choices=choices,
+            usage=usage or UNSET,
+            prompt_token_ids=self.prompt if first and self.token_ids and self.chat else UNSET,
+        )
+
+    def usage(self, completion_tokens: int) -> Usage:
+        size = len(self.prompt)
+        return Usage(size, completion_tokens, size + completion_tokens)
+
+    def piece(self, index: int, update: TokenUpdate) -> CompletionChoice:
+        """A choice without its text."""
+        return CompletionChoice(
+            index=index,
+            finish_reason=update.finish,
+            logprobs=self._logprobs(update) if self.logprobs else None,
+            token_ids=update.tokens if self.token_ids else UNSET,
+        )
+
+    def _choice(self, index: int, update: TokenUpdate) -> CompletionChoice:
+        choice = self.piece(index, update)
+        text = text_before_stop(self.codec.decode(update.tokens), self.stop)
+        if not self.chat:
+            choice.text = text
+            return choice
+        content, calls = parse(text) if self.tools else (text, [])
+        choice.message = ChatMessage(content=content or ("" if not calls else None))
+        if calls:
+            choice.message.tool_calls = calls
+            if update.finish == "stop":
+                choice.finish_reason = "tool_calls"
+        return choice
+
+    def _logprobs(self, update: TokenUpdate) -> ChatLogprobs | TextLogprobs:
+        tokens = [self.codec.token(token) for token in update.tokens]
+        if not self.chat:
+            return TextLogprobs([text for text, _ in tokens], update.logprobs)
+        pairs = zip(tokens, update.logprobs, strict=True)
+        return ChatLogprobs([TokenLogprob(text, p, raw, []) for (text, raw), p in pairs])
+
+
+class StreamedChoice:
+    """One choice of a streamed answer: tokens in, chunks of OpenAI's shape out."""
+
+    def __init__(self, form: ResponseFormat, index: int) -> None:
+        self._format, self._index = form, index
+        self._text = TextStream(form.codec, form.stop)
+        self._tools = ToolParser() if form.chat and form.tools else None
+        self._first = True
+
+    def push(self, update: TokenUpdate) -> CompletionChoice | None:
+        """The chunk for these tokens; None if it would be empty."""
+        text = self._text.push(update.tokens)
+        if update.finish:
+            text += self._text.finish()
+        choice = self._format.piece(self._index, update)
+        if self._format.chat:
+            choice.delta = self._delta(text, bool(update.finish))
+            if self._tools and self._tools.count and update.finish == "stop":
+                choice.finish_reason = "tool_calls"
+        else:
+            choice.text = text
+        if choice.delta == MessageDelta() and not (
+            update.finish or self._format.logprobs or self._format.token_ids
+        ):
+            return None
+        return choice
+
+    def _delta(self, text: str, last: bool) -> MessageDelta:
+        found: list[str | ToolCall] = [text] if text else []
+        if self._tools:
+            count = self._tools.count
+            found = self._tools.push(text) + (self._tools.finish() if last else [])
+        content = "".join(part for part in found if isinstance(part, str))
+        delta = MessageDelta(content=content or UNSET)
+        calls = [part for part in found if isinstance(part, ToolCall)]
+        if calls:
+            delta.tool_calls = [
+                IndexedToolCall(**msgspec.structs.asdict(call), index=index)
+                for index, call in enumerate(calls, count)
+            ]
+        if self._first:
+            self._first = False
+            delta.role = "assistant"
+            delta.content = content
+        return delta

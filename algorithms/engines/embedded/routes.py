@@ -11,10 +11,14 @@ from aiohttp import web
 
 from agentrl.algorithms.engines.base import VERSION_HEADER
 from agentrl.algorithms.engines.embedded.admission import Admission, PendingRequest
-from agentrl.algorithms.engines.embedded.protocol import ChatRequest, TextRequest
-from agentrl.algorithms.engines.embedded.responses import ResponseFormat, StreamedChoice
-from agentrl.algorithms.model.chat import Chat
-from agentrl.algorithms.model.request_error import RequestError
+from agentrl.algorithms.engines.embedded.protocol import (
+    ChatRequest,
+    ResponseFormat,
+    StreamedChoice,
+    StreamOptions,
+    TextRequest,
+)
+from agentrl.algorithms.model.chat import Chat, RequestError
 from agentrl.algorithms.model.text import Codec
 from agentrl.errors import nearest
 from agentrl.http_server import read_body
@@ -47,39 +51,34 @@ class Routes:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         body = _decode(await read_body(request), _chat_decoder)
-        _check_tool_choice(body.tool_choice)
+        if body.tool_choice not in (None, "auto", "none"):
+            raise RequestError(
+                f"tool_choice {body.tool_choice!r} needs guided decoding, which the embedded "
+                'server does not have; use "auto" or "none"',
+                param="tool_choice",
+            )
         prompt = self._prompt(body)
         body.max_tokens = body.max_completion_tokens or body.max_tokens
-        form = self._format(
-            body,
-            prompt,
-            chat=True,
-            tools=body.tools != b"null" and body.tool_choice != "none",
-            logprobs=bool(body.logprobs),
-        )
+        tools = body.tools != b"null" and body.tool_choice != "none"
+        form = self._format(body, prompt, "chatcmpl", tools=tools, logprobs=bool(body.logprobs))
         return await self._answer(request, body, form)
 
     async def text(self, request: web.Request) -> web.StreamResponse:
         body = _decode(await read_body(request), _text_decoder)
         given = body.prompt
         prompt = self._codec.encode_plain(given) if isinstance(given, str) else given
-        form = self._format(
-            body, tuple(prompt), chat=False, tools=False, logprobs=body.logprobs is not None
-        )
+        form = self._format(body, tuple(prompt), "cmpl", logprobs=body.logprobs is not None)
         return await self._answer(request, body, form)
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """The prompt of a conversation, as vLLM tells it."""
         prompt = self._prompt(_decode(await read_body(request), _chat_decoder))
-        limit = self._calls.max_context
+        limit = self._calls.engine.max_context
         return _json({"count": len(prompt), "max_model_len": limit, "tokens": prompt})
 
     async def models(self, request: web.Request) -> web.Response:
-        card = {
-            "object": "model",
-            "owned_by": "agentrl",
-            "max_model_len": self._calls.max_context,
-        }
+        limit = self._calls.engine.max_context
+        card = {"object": "model", "owned_by": "agentrl", "max_model_len": limit}
         cards = [{"id": name} | card for name in self._calls.versions]
         return _json({"object": "list", "data": cards})
 
@@ -97,9 +96,9 @@ class Routes:
         self,
         body: ChatRequest | TextRequest,
         prompt: tuple[int, ...],
+        kind: str,
         *,
-        chat: bool,
-        tools: bool,
+        tools: bool = False,
         logprobs: bool,
     ) -> ResponseFormat:
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
@@ -107,25 +106,25 @@ class Routes:
             codec=self._codec,
             model=body.model or self._name,
             prompt=prompt,
-            chat=chat,
+            chat=isinstance(body, ChatRequest),
             tools=tools,
             logprobs=logprobs,
             token_ids=bool(body.return_token_ids),
             stop=tuple(filter(None, stop)),
-            id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}",
+            id=f"{kind}-{uuid4().hex}",
         )
 
     async def _answer(
         self, request: web.Request, body: ChatRequest | TextRequest, form: ResponseFormat
     ) -> web.StreamResponse:
-        policy, sampling, n = self._policy(body.model), self._sampling(body), body.n or 1
-        stream = bool(body.stream)
+        policy, sampling = self._policy(body.model), self._sampling(body)
+        n, stream = body.n or 1, bool(body.stream)
         async with self._calls.submit(
             form.prompt, sampling, policy, n=n, stop=form.stop, stream=stream
         ) as pending:
             if stream:
-                usage = bool(body.stream_options and body.stream_options.include_usage)
-                return await self._stream(request, pending, form, n, usage=usage)
+                options = body.stream_options or StreamOptions()
+                return await self._stream(request, pending, form, bool(options.include_usage))
             updates = {index: update async for index, update in pending}
         whole = form.whole([updates[index] for index in range(n)])
         return _json(whole, headers={VERSION_HEADER: str(pending.version)})
@@ -156,13 +155,7 @@ class Routes:
         )
 
     async def _stream(
-        self,
-        request: web.Request,
-        pending: PendingRequest,
-        form: ResponseFormat,
-        n: int,
-        *,
-        usage: bool,
+        self, request: web.Request, pending: PendingRequest, form: ResponseFormat, usage: bool
     ) -> web.StreamResponse:
         headers = {
             "content-type": "text/event-stream; charset=utf-8",
@@ -171,7 +164,7 @@ class Routes:
         }
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)
-        choices = [StreamedChoice(form, index) for index in range(n)]
+        choices = [StreamedChoice(form, index) for index in range(len(pending.calls))]
         tokens, first = 0, True
         try:
             async for index, update in pending:
@@ -184,7 +177,7 @@ class Routes:
             if usage:
                 total = form.response([], usage=form.usage(tokens), first=False, chunk=True)
                 await response.write(_event(total))
-        except RequestError as refusal:  # the status line is long gone: tell it in the stream
+        except RequestError as refusal:  # the status is sent already: tell it in the stream
             await response.write(_event(refusal.body))
         await response.write(b"data: [DONE]\n\n")
         return response
@@ -220,23 +213,12 @@ def _decode(raw: bytes, decoder: msgspec.json.Decoder[RequestBody]) -> RequestBo
         raise RequestError(f"the body is not JSON: {error}") from None
 
 
-def _check_tool_choice(choice: object) -> None:
-    if choice not in (None, "auto", "none"):
-        raise RequestError(
-            f"tool_choice {choice!r} needs guided decoding, which the embedded server does not "
-            'have; use "auto" or "none"',
-            param="tool_choice",
-        )
-
-
 def _json(
     body: object, *, status: int = 200, headers: dict[str, str] | None = None
 ) -> web.Response:
+    content = _encoder.encode(body)
     return web.Response(
-        body=_encoder.encode(body),
-        status=status,
-        headers=headers,
-        content_type="application/json",
+        body=content, status=status, headers=headers, content_type="application/json"
     )
 
 

@@ -53,7 +53,7 @@ def sample(
 
 
 def _filtered(weights_BV: Tensor, top_p: Floats, top_k: Ints) -> Tensor:
-    """Zero what top-k and top-p leave out; the latter counts what the former kept as all."""
+    """Set to 0 what top-k and top-p leave out; top-p is a share of what top-k kept."""
     rows = np.flatnonzero((top_p < 1) | (top_k > 0))
     if not rows.size:
         return weights_BV
@@ -64,7 +64,7 @@ def _filtered(weights_BV: Tensor, top_p: Floats, top_k: Ints) -> Tensor:
     ordered[torch.arange(vocabulary, device=device) >= limit] = 0
     mass = torch.from_numpy(top_p[rows]).to(device)[:, None]
     cumulative = ordered.cumsum(dim=-1, dtype=torch.float64)
-    # a token stays while the ones before it do not yet hold the mass: the first always stays
+    # a token stays while those before it hold less than the mass, so the first always stays
     ordered[cumulative - ordered >= mass * cumulative[:, -1:]] = 0
     weights_BV[at] = torch.zeros_like(ordered).scatter_(1, order, ordered)
     return weights_BV

@@ -13,12 +13,12 @@ from typing import Any
 
 from aiohttp import web
 
-from agentrl.algorithms.engines.base import port_taken
-from agentrl.algorithms.engines.embedded.admission import Admission
+from agentrl.algorithms.engines.base import LoopThread, port_taken
+from agentrl.algorithms.engines.embedded.admission import Admission, deliver
+from agentrl.algorithms.engines.embedded.engine import Engine
 from agentrl.algorithms.engines.embedded.routes import Routes
-from agentrl.algorithms.engines.loop_thread import LoopThread
 from agentrl.algorithms.model.chat import Chat
-from agentrl.algorithms.model.load import Model, Tokenizer
+from agentrl.algorithms.model.load import Model, Tokenizer, context_length
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.model.text import Codec
 from agentrl.errors import PolicyError
@@ -53,28 +53,28 @@ class EmbeddedServer:
         adapter has that name. Requests that name no model get `name`.
 
         Raises PolicyError for a model whose attention cannot be batched."""
-        config: Any = model.config
-        positions = getattr(config.get_text_config(), "max_position_embeddings", max_context)
         self.model = name
         self.base_url = ""
         self._host, self._port = host, port
-        codec = Codec(tokenizer)
-        self._admission = Admission(
+        self._http = LoopThread("policy-http")
+        policies: dict[str, str | None] = {name: None}
+        policies |= {each: each for each in (adapters.names if adapters else ())}
+        engine = Engine(
             model,
-            codec,
             eos=_end_of_sequence(model, tokenizer),
             max_batch=max_batch,
-            max_context=min(max_context, positions),
+            max_context=min(max_context, context_length(model) or max_context),
             threads=threads,
+            deliver=lambda updates: self._http.post(deliver, updates),
             adapters=adapters,
-            policies={name: None} | {each: each for each in (adapters.names if adapters else ())},
+            policies=list(policies.values()),
         )
+        codec = Codec(tokenizer)
+        self._admission = Admission(engine, codec, list(policies))
         self._routes = Routes(self._admission, Chat(tokenizer, codec), codec, name, defaults)
         self._runner: web.AppRunner | None = None
-        self._http = LoopThread("policy-http")
 
     async def start(self) -> None:
-        """Listen. Raises PolicyError when the port is taken."""
         self._http.start()
         try:
             await self._http.run(self._listen())
@@ -84,7 +84,6 @@ class EmbeddedServer:
 
     @asynccontextmanager
     async def updating(self) -> AsyncIterator[None]:
-        """Within this context weights may change: calls in flight have ended, new ones wait."""
         await self._http.run(self._admission.hold())
         try:
             yield
@@ -92,8 +91,7 @@ class EmbeddedServer:
             await self._http.call(self._admission.resume)
 
     async def publish(self, version: int, policy: str | None = None) -> None:
-        """From now on serve the current weights of a policy, default the server's own `model`, as
-        `version`."""
+        """As `PolicyServer.publish`; outside `updating` it waits for the calls in flight itself."""
         policy = policy or self.model
         if self._admission.held:
             await self._http.call(self._admission.publish, version, policy)
@@ -107,11 +105,9 @@ class EmbeddedServer:
         raise AssertionError("the event is never set")
 
     async def add(self, policy: str, version: int) -> None:
-        """Also serve the adapter of this name, which the model has. Call inside `updating`."""
-        await self._http.call(self._admission.add, policy, policy, version)
+        await self._http.call(self._admission.add, policy, version)
 
     async def remove(self, policy: str) -> None:
-        """Stop serving a policy. Call inside `updating`."""
         await self._http.call(self._admission.remove, policy)
 
     async def close(self) -> None:
@@ -122,7 +118,8 @@ class EmbeddedServer:
 
     async def _listen(self) -> None:
         self._runner, url = await listen(self._routes.app(), self._host, self._port)
-        self._admission.start()
+        self._admission.requests.release()
+        self._admission.engine.start()
         self.base_url = f"{url}/v1"
 
     async def _shut(self) -> None:

@@ -15,14 +15,12 @@ from typing import Any
 
 import msgspec
 
-from agentrl.algorithms.engines.base import VERSION_HEADER
-from agentrl.algorithms.engines.request_hold import RequestHold, parse_versions
+from agentrl.algorithms.engines.base import VERSION_HEADER, RequestHold, parse_versions
 from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN
 from agentrl.processes import die_with_parent
 
 KEY_VARIABLE = "AGENTRL_VLLM_KEY"  # environment variable with the secret of control requests
 KEY_HEADER = "x-agentrl-key"  # of a control request: that secret
-SERVER_HEADER = "x-agentrl-server"  # of a control request: the only server that it is for
 ADAPTERS = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"  # control requests
 
 AsgiMessage = MutableMapping[str, Any]

@@ -1,25 +1,22 @@
-"""Requests to vLLM servers: control requests, the comparison of served log-probs with those of the
-learner, and the capabilities of servers that somebody else started."""
+"""Requests to vLLM servers: control requests, and what servers that run already can do."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import inf, isnan
 from typing import Any
 
 import aiohttp
 import msgspec
 
-from agentrl.algorithms.engines.vllm.child import KEY_HEADER, SERVER_HEADER
 from agentrl.algorithms.engines.vllm.process import OLDEST, is_old
-from agentrl.algorithms.engines.vllm.serving import HOLD, MEMORY, TrainedModel, VllmHost
-from agentrl.algorithms.engines.vllm.weight_sync import INIT, LOAD, LostError, VllmServers
+from agentrl.algorithms.engines.vllm.serving import HOLD, MEMORY, LostError, VllmHost
+from agentrl.algorithms.engines.vllm.weight_sync import INIT, LOAD
 from agentrl.errors import PolicyError
 from agentrl.types import Json
 
-COMPLETIONS = "/v1/completions"
 ENGINES = {
     "MemoryEngine": MEMORY,
     "IPCWeightTransferEngine": "ipc",
@@ -55,79 +52,24 @@ class VllmClient:
         return (await self.only(url)._request(method, path, body, False))[0]
 
     async def _request(self, method: str, path: str, body: Json, missing: bool) -> list[Any]:
-        headers = {KEY_HEADER: self.host.key}
-        if self.server:
-            headers[SERVER_HEADER] = self.server
-        # A new connection each: updates block this loop for longer than vLLM keeps idle ones.
-        limit = aiohttp.ClientTimeout(total=self.timeout)
-        async with aiohttp.ClientSession(headers=headers, timeout=limit) as session:
-            try:
-                url = self.host.url + path
-                async with session.request(method, url, json=body) as reply:
-                    answer = await reply.read()
-            except TimeoutError:
-                what = "calls in flight did not end" if path == HOLD else "no answer"
-                raise PolicyError(
-                    f"vLLM: {path}: {what} within {self.timeout:g} s (engine.vllm.timeout)"
-                ) from None
-            except aiohttp.ClientError as error:
-                raise LostError(f"{path}: {error}") from None
-        if reply.status != 200 and not (missing and reply.status == 404):
-            words = f"{path}: {reply.status} {answer[:300].decode(errors='replace')}"
-            if reply.status >= 500:  # an error of its own, or its engine is dying
-                raise LostError(words)
-            raise PolicyError(f"vLLM refused {words}; {self.host.failure_reason()}")
-        answers = msgspec.json.decode(answer) if answer[:1] in (b"{", b"[") else None
-        return answers if isinstance(answers, list) else [answers]
-
-
-async def check_logprobs(
-    servers: VllmServers,
-    learned: TrainedModel,
-    name: str,
-    policy: str,
-    version: int,
-    tolerance: float,
-) -> None:
-    """Raises PolicyError where the served log-probs of the probe text are not the learner's.
-
-    name: of the policy in requests; policy: its name in the learner."""
-    probe = list(learned.probe)
-    body = {"model": name, "prompt": probe, "max_tokens": 1, "prompt_logprobs": 0}
-    answers = await servers.post(COMPLETIONS, body | {"temperature": 1.0})
-    scored = learned.score(policy, probe)
-    for answer in answers:
-        served = _prompt_logprobs(answer["choices"][0]["prompt_logprobs"][1:])
-        gaps = [abs(a - b) for a, b in zip(served, scored, strict=True)]
-        worst = max(range(len(gaps)), key=lambda i: inf if isnan(gaps[i]) else gaps[i])
-        if not gaps[worst] <= tolerance:
+        try:
+            async with asyncio.timeout(self.timeout):
+                replies = await self.host.request(method, path, body, self.server)
+        except TimeoutError:
+            what = "calls in flight did not end" if path == HOLD else "no answer"
             raise PolicyError(
-                f"vLLM serves other weights than the learner's after publishing version "
-                f"{version}: log-prob {served[worst]:.6f} against {scored[worst]:.6f}, tolerance "
-                f"{tolerance:g} (engine.vllm.tolerance)"
-            )
-
-
-async def check_temperature(
-    servers: VllmServers, learned: TrainedModel, name: str, policy: str, tolerance: float
-) -> None:
-    """Raises PolicyError where log-probs are not of the distribution that is sampled from."""
-    probe = list(learned.probe)
-    body = {"model": name, "prompt": probe, "max_tokens": 8, "temperature": 2.0, "seed": 0}
-    body |= {"logprobs": 0, "return_token_ids": True, "ignore_eos": True}
-    for answer in await servers.post(COMPLETIONS, body):
-        choice = answer["choices"][0]
-        tokens, served = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-        colder = learned.score(policy, probe + tokens)[-len(tokens) :]
-        if all(abs(a - b) <= tolerance for a, b in zip(served, colder, strict=True)):
-            raise PolicyError(
-                "vLLM tells log-probs of another distribution than it samples from; start it "
-                "with --logprobs-mode processed_logprobs"
-            )
-
-
-def _prompt_logprobs(rows: Sequence[dict[str, Any]]) -> list[float]:
-    return [next(iter(row.values()))["logprob"] for row in rows]
+                f"vLLM: {path}: {what} within {self.timeout:g} s (engine.vllm.timeout)"
+            ) from None
+        for status, answer in replies:
+            if status != 200 and not (missing and status == 404):
+                words = f"{path}: {status} {answer[:300].decode(errors='replace')}"
+                if status >= 500:  # an error of its own, or its engine is dying
+                    raise LostError(words)
+                raise PolicyError(f"vLLM refused {words}; {self.host.failure_reason()}")
+        return [
+            msgspec.json.decode(answer) if answer[:1] in (b"{", b"[") else None
+            for _, answer in replies
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +92,7 @@ async def probe(http: aiohttp.ClientSession, urls: Sequence[str]) -> ServerCapab
         )
     backends = {each.backend for each in found}
     return ServerCapabilities(
-        names[0],
-        all(each.adapters for each in found),
-        backends.pop() if len(backends) == 1 else "",
+        names[0], all(each.adapters for each in found), backends.pop() if len(backends) == 1 else ""
     )
 
 

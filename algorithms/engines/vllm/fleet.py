@@ -1,7 +1,7 @@
 """vLLM servers that somebody else started, behind a load balancer of our own.
 
 Owns the load balancer, an HTTP server in a thread that holds requests and spreads them over the
-servers, and the key of its control requests. Nobody else may call the servers for the same policy,
+servers. Nobody else may call the servers for the same policy,
 and they must be started with
 
     VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs \
@@ -20,7 +20,6 @@ restarted with old ones; while all are gone, calls wait.
 from __future__ import annotations
 
 import asyncio
-import secrets
 import sys
 import time
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
@@ -29,25 +28,24 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from agentrl.algorithms.engines.base import VERSION_HEADER, port_taken
-from agentrl.algorithms.engines.loop_thread import LoopThread
-from agentrl.algorithms.engines.request_hold import RequestHold, parse_versions
-from agentrl.algorithms.engines.vllm.child import (
-    KEY_HEADER,
-    SERVER_HEADER,
-    is_public_path,
-    requested_model,
+from agentrl.algorithms.engines.base import (
+    VERSION_HEADER,
+    LoopThread,
+    RequestHold,
+    parse_versions,
+    port_taken,
 )
-from agentrl.algorithms.engines.vllm.client import ServerCapabilities, probe
+from agentrl.algorithms.engines.vllm.child import is_public_path, requested_model
+from agentrl.algorithms.engines.vllm.client import probe
 from agentrl.algorithms.engines.vllm.process import POLL
-from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN, ServedModel
+from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN, LostError, ServedModel
 from agentrl.errors import PolicyError
 from agentrl.http_server import listen, read_body
-from agentrl.types import POLICY
+from agentrl.types import POLICY, Json
 
 WATCH = 1.0  # seconds between health checks; starting a server takes longer
 PATIENCE = 10.0  # seconds that a server has to answer a health check
-DYING = 5.0  # seconds after a failed request in which a dying server fails its health check
+DYING = 5.0  # seconds within which a server that dies of a request fails its health check
 IDLE = 2.0  # seconds that a connection is kept; vLLM closes it after 5, which looks like its death
 LARGEST = 2**30  # bytes of a request
 HOP = {"connection", "content-length", "host", "keep-alive", "transfer-encoding"}
@@ -71,60 +69,43 @@ class VllmFleet:
         start_timeout: seconds that servers have to come up, at first and again. timeout: and to
         take an update, after which one that has not counts as gone."""
         self.urls = [url.rstrip("/").removesuffix("/v1") for url in urls]
-        self.key, self.url, self.name = secrets.token_hex(16), "", POLICY
+        self.url, self.name = "", POLICY
         self.room = sys.maxsize  # vLLM swaps adapters beyond its --max-loras in on request
-        self.found: ServerCapabilities | None = None
+        self.refuses_adapters, self.gpus = "", 0
+        self.backend: str | None = ""
         self._bind, self._adapters = (host, port), adapters
         self._start_timeout, self._timeout = start_timeout, timeout
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self._words = "nothing is known about why"
-        self._gone = asyncio.Event()  # all of them
+        self._reason = "nothing is known about why"
+        self._gone = asyncio.Event()  # set while no server answers
         self._home: asyncio.AbstractEventLoop | None = None  # where `start` was called
         # Those below belong to the thread.
         self._http = LoopThread("vllm-gate")
         self._runner: web.AppRunner | None = None
         self._session: aiohttp.ClientSession | None = None
         self._requests = RequestHold()
-        self._busy: dict[
-            str, int
-        ] = {}  # calls in flight on each server; servers not in it are gone
+        self._busy: dict[str, int] = {}  # calls in flight on each server that is not gone
 
     @property
     def servers(self) -> Sequence[str]:
         return tuple(self._busy)
 
-    @property
-    def refuses_adapters(self) -> str:
-        assert self.found is not None, "probe() comes first"
-        if not self._adapters:
-            return "all weights are trained"
-        return (
-            ""
-            if self.found.adapters
-            else ("vLLM was not started with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1")
-        )
-
-    @property
-    def backend(self) -> str | None:
-        assert self.found is not None, "probe() comes first"
-        return self.found.backend
-
-    @property
-    def gpus(self) -> int:
-        """Unknown; assumed to be others than the learner's, except for the backend `ipc`."""
-        return 1 if self.backend == "ipc" else 0
-
     async def probe(self) -> None:
         """Find out what is possible. Raises PolicyError for servers that cannot be published to."""
         async with self._client() as http:
             await asyncio.gather(*(self._healthy(http, url) for url in self.urls))
-            self.found = await probe(http, self.urls)
-        self.name = self.found.name
+            found = await probe(http, self.urls)
+        self.name, self.backend = found.name, found.backend
+        # They compute on other GPUs than the learner, unless they are to map its memory.
+        self.gpus = 1 if found.backend == "ipc" else 0
+        if not self._adapters:
+            self.refuses_adapters = "all weights are trained"
+        elif not found.adapters:
+            needed = "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+            self.refuses_adapters = f"vLLM was not started with {needed}"
 
     async def start(self, serving: ServedModel) -> None:
-        """Returns once one of them answers, at first all of them.
-
-        Raises PolicyError when the port is taken, and when a server stays silent."""
+        """Returns once one of them answers, at first all of them."""
         self._gone.clear()
         self._home = asyncio.get_running_loop()
         async with self._client() as http:
@@ -136,10 +117,15 @@ class VllmFleet:
                 up = [await _first(self._healthy(http, url) for url in self.urls)]
         await self._http.call(self._mark_ready, up)
 
+    async def request(
+        self, method: str, path: str, body: Json = None, server: str = ""
+    ) -> list[tuple[int, bytes]]:
+        return await self._http.run(self._control(method, path, body, server))
+
     async def ended(self) -> str:
         """Returns the reason once no server answers."""
         await self._gone.wait()
-        return self._words
+        return self._reason
 
     async def returned(self) -> AsyncGenerator[str, None]:
         """Servers that answer again while others went on. Checks the health of all meanwhile."""
@@ -147,9 +133,9 @@ class VllmFleet:
             while True:
                 await asyncio.sleep(WATCH)
                 for url in self.urls:
-                    words = await self._health_problem(http, url)
-                    if words is not None:
-                        await self._http.call(self._mark_gone, url, words)
+                    problem = await self._health_problem(http, url)
+                    if problem is not None:
+                        await self._http.call(self._mark_gone, url, problem)
                     elif url not in self._busy and not self._gone.is_set():
                         yield url
 
@@ -163,14 +149,14 @@ class VllmFleet:
             await self._http.stop()
 
     def failure_reason(self) -> str:
-        return self._words
+        return self._reason
 
     async def _healthy(self, http: aiohttp.ClientSession, url: str) -> str:
         deadline = time.monotonic() + self._start_timeout
-        while (words := await self._health_problem(http, url)) is not None:
+        while (problem := await self._health_problem(http, url)) is not None:
             if time.monotonic() > deadline:
                 raise PolicyError(
-                    f"engine.vllm.urls: {url} {words}, for {self._start_timeout:g} s "
+                    f"engine.vllm.urls: {url} {problem}, for {self._start_timeout:g} s "
                     "(engine.vllm.start_timeout); start vLLM there"
                 )
             await asyncio.sleep(POLL)
@@ -206,8 +192,8 @@ class VllmFleet:
     def _mark_ready(self, urls: Sequence[str]) -> None:
         self._busy |= {url: self._busy.get(url, 0) for url in urls}
 
-    def _mark_gone(self, url: str, words: str) -> None:
-        self._words = f"it is gone: {url} {words}"
+    def _mark_gone(self, url: str, problem: str) -> None:
+        self._reason = f"it is gone: {url} {problem}"
         if self._busy.pop(url, None) is None or self._busy:
             return
         self._requests.close()
@@ -221,8 +207,6 @@ class VllmFleet:
             await self._session.close()
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
-        if request.headers.get(KEY_HEADER) == self.key:
-            return await self._handle_control(request)
         if not is_public_path(request.path):
             return web.Response(status=404)
         # Read first: a request that is never sent to its end must not hold up an update.
@@ -240,51 +224,40 @@ class VllmFleet:
                 if url in self._busy:
                     self._busy[url] -= 1
 
-    async def _handle_control(self, request: web.Request) -> web.Response:
-        """Like `HoldMiddleware`. Requests for vLLM go to the named server, or to all servers that
-        are up to date; the answer is the list of theirs. A server that does not answer is removed,
-        which is a failure only where no other server answered."""
-        if request.path == HOLD:
+    async def _control(
+        self, method: str, path: str, body: Json, server: str
+    ) -> list[tuple[int, bytes]]:
+        """A server that does not answer is removed; the others' responses count."""
+        if path == HOLD:
             await self._requests.hold()
-            return web.Response()
-        if request.path == OPEN:
+            return []
+        if path.startswith(f"{OPEN}?"):
             if self._busy:
-                self._requests.versions = parse_versions(request.query_string)
+                self._requests.versions = parse_versions(path.removeprefix(f"{OPEN}?"))
                 self._requests.release()
-            return web.Response()
-        only, body = request.headers.get(SERVER_HEADER), await read_body(request)
-        urls = [only] if only else list(self._busy)
-        told = await asyncio.gather(*(self._forward_control(request, url, body) for url in urls))
-        replies = [reply for reply in told if reply is not None]
+            return []
+        urls = [server] if server else list(self._busy)
+        found = await asyncio.gather(*(self._ask(url, method, path, body) for url in urls))
+        replies = [reply for reply in found if reply is not None]
         if not replies:
-            return web.Response(status=502, text=self._words)
-        for status, answer in replies:
-            if status != 200:
-                return web.Response(status=status, body=answer)
-        answers = [answer if answer[:1] in (b"{", b"[") else b"null" for _, answer in replies]
-        return web.Response(body=b"[" + b",".join(answers) + b"]")
+            raise LostError(f"{path}: {self._reason}")
+        return replies
 
-    async def _forward_control(
-        self, request: web.Request, url: str, body: bytes
-    ) -> tuple[int, bytes] | None:
+    async def _ask(self, url: str, method: str, path: str, body: Json) -> tuple[int, bytes] | None:
         """Status and body of one server's response; None: it is gone."""
         assert self._session is not None
-        kind = {"content-type": "application/json"}
         try:
             async with (
                 asyncio.timeout(self._timeout),
-                self._session.request(
-                    request.method, url + request.path, data=body, headers=kind
-                ) as reply,
+                self._session.request(method, url + path, json=body) as reply,
             ):
                 status, answer = reply.status, await reply.read()
                 if status < 500 or await self._survives(url):
                     return status, answer
-                self._mark_gone(url, f"{request.path}: {status} {answer[:300]!r}")
-                return None
+                self._mark_gone(url, f"{path}: {status} {answer[:300]!r}")
         except TimeoutError:
             late = f"no answer within {self._timeout:g} s (engine.vllm.timeout)"
-            self._mark_gone(url, f"{request.path}: {late}")
+            self._mark_gone(url, f"{path}: {late}")
         except aiohttp.ClientError as error:
             self._mark_gone(url, f"does not answer ({type(error).__name__}: {error})")
         return None
@@ -325,14 +298,14 @@ class VllmFleet:
             self._mark_gone(url, f"does not answer ({type(error).__name__}: {error})")
             if answer is None or not answer.prepared:
                 return _retry(f"{type(error).__name__}: {error}")
-            if request.transport is not None:  # an end without the end: it may be asked again
+            if request.transport is not None:  # cut off: the caller may ask again
                 request.transport.abort()
             return answer
 
 
 async def _first(healthy: Iterable[Coroutine[Any, Any, str]]) -> str:
     """The first server that is healthy; raises what the last check raises if none is."""
-    left = {asyncio.ensure_future(each) for each in healthy}
+    checks = left = {asyncio.ensure_future(each) for each in healthy}
     try:
         while True:
             done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
@@ -342,7 +315,7 @@ async def _first(healthy: Iterable[Coroutine[Any, Any, str]]) -> str:
     finally:
         for each in left:
             each.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        await asyncio.gather(*checks, return_exceptions=True)
 
 
 def _retry(why: str) -> web.Response:

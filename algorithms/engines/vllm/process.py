@@ -11,7 +11,6 @@ import socket
 import sys
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
@@ -20,10 +19,11 @@ import aiohttp
 
 from agentrl.algorithms.engines.base import port_taken
 from agentrl.algorithms.engines.vllm.child import KEY_HEADER, KEY_VARIABLE, HoldMiddleware
-from agentrl.algorithms.engines.vllm.serving import BASE, ServedModel
+from agentrl.algorithms.engines.vllm.serving import BASE, LostError, ServedModel
+from agentrl.config import VllmEngineConfig
 from agentrl.errors import PolicyError
 from agentrl.processes import PARENT
-from agentrl.types import POLICY
+from agentrl.types import POLICY, Json
 
 OLDEST = (0, 30)  # `reload_weights` from a path, `return_token_ids` on every endpoint
 APPENDED = {"--enforce-eager", "--enable-auto-tool-choice", "--disable-uvicorn-access-log"}
@@ -32,79 +32,60 @@ OURS |= {"--max-cpu-loras", "--weight-transfer-config"}
 WORKER_EXTENSION = "agentrl.algorithms.engines.vllm.worker_extension.Extension"
 PARALLEL = {"--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"}
 PARALLEL |= {"--data-parallel-size", "-dp"}
-POLL = 0.2  # seconds between looks at a child that is starting
+POLL = 0.2  # seconds between health checks of a child that is starting
 ERROR = re.compile(r"(\w+\.)*\w*(Error|Exception)\b.*:")
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of --max-lora-rank
 NOISE = re.compile(r"^\(\w+ pid=\d+\) |^(ERROR|INFO|WARNING) [\d-]+ [\d:]+ \[[^]]*\] ")
-
-
-@dataclass(frozen=True, slots=True)
-class VllmSettings:
-    """How vLLM is started."""
-
-    host: str = "127.0.0.1"
-    port: int = 0  # 0: any free one
-    dtype: str = "float32"
-    max_batch: int = 64
-    max_context: int = 2048
-    threads: int = 1  # without a GPU
-    tool_parser: str = "hermes"
-    arguments: tuple[str, ...] = ()  # more of vllm serve's
-    start_timeout: float = 300.0  # seconds until it must answer
-    gpu: bool = False
-    adapters: int = 0  # of LoRA, that there is room for
-    rank: int = 0  # of the largest
 
 
 class VllmProcess:
     """A VllmHost: at most one running child at a time, always on the same port."""
 
-    def __init__(self, settings: VllmSettings, log: Path, key: str) -> None:
-        """Raises PolicyError where vLLM is missing or too old."""
+    def __init__(
+        self,
+        engine: VllmEngineConfig,
+        log: Path,
+        key: str,
+        *,
+        dtype: str = "float32",
+        gpu: bool = False,
+        adapters: int = 0,
+        rank: int = 0,
+    ) -> None:
+        """adapters: of LoRA, that there is room for; rank: of the largest. Raises PolicyError where
+        vLLM is missing or too old."""
         check_installed()
-        self.settings, self.log, self.key = settings, log, key
-        self.url, self.name = "", POLICY
+        self.log, self.key, self.url, self.name = log, key, "", POLICY
         self.backend: str | None = None
-        self.room = settings.adapters
+        self.room = adapters
+        self.refuses_adapters = "" if adapters else "all weights are trained"
+        if adapters and rank > RANKS[-1]:
+            self.refuses_adapters = f"vLLM takes a rank of {RANKS[-1]} at most"
+        self.gpus = _parallel(engine.vllm.arguments) if gpu else 0
+        self._engine, self._dtype, self._rank = engine, dtype, rank
         self._child: asyncio.subprocess.Process | None = None
 
     @property
     def servers(self) -> Sequence[str]:
         return (self.url,)
 
-    @property
-    def refuses_adapters(self) -> str:
-        if not self.settings.adapters:
-            return "all weights are trained"
-        if self.settings.rank > RANKS[-1]:
-            return f"vLLM takes a rank of {RANKS[-1]} at most"
-        return ""
-
-    @property
-    def gpus(self) -> int:
-        """The first GPUs, as many as the arguments ask for."""
-        return _parallel(self.settings.arguments) if self.settings.gpu else 0
-
     async def probe(self) -> None:
         """Raises PolicyError for `engine.vllm.arguments` that this module sets itself."""
         command = self._command(ServedModel(Path(), Path()), 0)
-        ours = command[: len(command) - len(self.settings.arguments)]
-        for word in self.settings.arguments:
+        arguments = self._engine.vllm.arguments
+        for word in arguments:
             name = word.partition("=")[0].replace("_", "-")
-            if name in ({*ours, *OURS} - APPENDED):
+            if name in ({*command[: -len(arguments)], *OURS} - APPENDED):
                 raise PolicyError(
                     f"engine.vllm.arguments: {name} is set by agentrl; leave it out and use the "
                     "settings of [engine] and [policy]"
                 )
 
     async def start(self, serving: ServedModel) -> None:
-        """Serve a checkpoint; returns once the child answers. Requests are held.
-
-        Raises PolicyError when the port is taken, and when vLLM ends or stays silent."""
         await self.stop()
         port = int(self.url.rpartition(":")[2]) if self.url else self._free_port()
-        host = f"[{self.settings.host}]" if ":" in self.settings.host else self.settings.host
-        self.url = f"http://{host}:{port}"
+        host = self._engine.host
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         with self.log.open("ab") as log:
             self._child = await asyncio.create_subprocess_exec(
                 *self._command(serving, port),
@@ -114,18 +95,33 @@ class VllmProcess:
                 env=os.environ | self._environment(),
                 start_new_session=True,  # a group of its own, which `stop` ends as a whole
             )
+        limit = self._engine.vllm.start_timeout
         try:
-            async with asyncio.timeout(self.settings.start_timeout):
+            async with asyncio.timeout(limit):
                 await self._healthy()
         except TimeoutError:
             await self.stop()
             raise PolicyError(
-                f"vLLM did not come up within {self.settings.start_timeout:g} s "
-                f"(engine.vllm.start_timeout); {self.failure_reason()}"
+                f"vLLM did not come up within {limit:g} s (engine.vllm.start_timeout); "
+                f"{self.failure_reason()}"
             ) from None
         except BaseException:
             await self.stop()
             raise
+
+    async def request(
+        self, method: str, path: str, body: Json = None, server: str = ""
+    ) -> list[tuple[int, bytes]]:
+        # A new connection each: updates block this loop for longer than vLLM keeps idle ones.
+        limit = aiohttp.ClientTimeout(total=None)
+        try:
+            async with (
+                aiohttp.ClientSession(headers={KEY_HEADER: self.key}, timeout=limit) as session,
+                session.request(method, self.url + path, json=body) as reply,
+            ):
+                return [(reply.status, await reply.read())]
+        except aiohttp.ClientError as error:
+            raise LostError(f"{path}: {error}") from None
 
     async def ended(self) -> int:
         """Exit code, as soon as there is one; negative: the signal that ended it."""
@@ -171,29 +167,29 @@ class VllmProcess:
                 await asyncio.sleep(POLL)
 
     def _command(self, serving: ServedModel, port: int) -> list[str]:
-        settings = self.settings
+        engine, transfer = self._engine, json.dumps({"backend": serving.backend})
         return [
             *(sys.executable, "-m", HoldMiddleware.__module__),
             *("--model", str(serving.weights), "--tokenizer", str(serving.tokenizer)),
             *("--served-model-name", BASE if serving.adapters else POLICY),
-            *("--host", settings.host, "--port", str(port)),
-            *("--dtype", settings.dtype, "--max-model-len", str(settings.max_context)),
-            *("--max-num-seqs", str(settings.max_batch)),
+            *("--host", engine.host, "--port", str(port)),
+            *("--dtype", self._dtype, "--max-model-len", str(engine.max_context)),
+            *("--max-num-seqs", str(engine.max_batch)),
             # The distribution that is sampled from, and no defaults but those of the request.
             *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
-            *("--enable-auto-tool-choice", "--tool-call-parser", settings.tool_parser),
+            *("--enable-auto-tool-choice", "--tool-call-parser", engine.vllm.tool_parser),
             *("--middleware", f"{HoldMiddleware.__module__}.{HoldMiddleware.__name__}"),
             *("--worker-extension-cls", WORKER_EXTENSION),
             # Compiling takes half a minute, which pays on a GPU only.
-            *(() if settings.gpu else ("--enforce-eager",)),
+            *(() if self.gpus else ("--enforce-eager",)),
             "--disable-uvicorn-access-log",
             *(self._lora() if serving.adapters else ()),
-            *(_transfer(serving) if serving.backend else ()),
-            *settings.arguments,
+            *(("--weight-transfer-config", transfer) if serving.backend else ()),
+            *engine.vllm.arguments,
         ]
 
     def _lora(self) -> list[str]:
-        rank = next(rank for rank in RANKS if rank >= self.settings.rank)
+        rank = next(rank for rank in RANKS if rank >= self._rank)
         return [
             *("--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(self.room)),
             # A new version is loaded before the one it replaces is forgotten.
@@ -209,21 +205,22 @@ class VllmProcess:
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # handles of GPU memory, in control requests
             "VLLM_NO_USAGE_STATS": "1",
         }
-        if not self.settings.gpu:
-            chosen["OMP_NUM_THREADS"] = str(self.settings.threads)
+        if not self.gpus:
+            chosen["OMP_NUM_THREADS"] = str(self._engine.threads)
             # Left alone, vLLM binds its threads to cores, every child to the same ones.
             chosen["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
             chosen["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
         return chosen
 
     def _free_port(self) -> int:
-        family = socket.AF_INET6 if ":" in self.settings.host else socket.AF_INET
+        host, port = self._engine.host, self._engine.port
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.socket(family) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                listener.bind((self.settings.host, self.settings.port))
+                listener.bind((host, port))
             except OSError as error:
-                raise port_taken(self.settings.host, self.settings.port, error) from None
+                raise port_taken(host, port, error) from None
             return int(listener.getsockname()[1])
 
     def failure_reason(self) -> str:
@@ -239,12 +236,8 @@ class VllmProcess:
         return f"it said: {(causes or plain or ['nothing'])[-1][:300]} ({self.log})"
 
 
-def _transfer(serving: ServedModel) -> list[str]:
-    return ["--weight-transfer-config", json.dumps({"backend": serving.backend})]
-
-
 def _parallel(arguments: Sequence[str]) -> int:
-    """GPUs that `vllm serve` takes."""
+    """How many GPUs `vllm serve` takes with these arguments."""
     words = [part for word in arguments for part in word.replace("_", "-").split("=", 1)]
     count = 1
     for name, value in pairwise(words):

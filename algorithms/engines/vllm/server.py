@@ -15,22 +15,26 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
+from math import inf, isnan
 from pathlib import Path
 
 from agentrl.algorithms.engines.vllm import weight_sync
-from agentrl.algorithms.engines.vllm.client import VllmClient, check_logprobs, check_temperature
-from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN, ServedModel, TrainedModel, VllmHost
-from agentrl.algorithms.engines.vllm.weight_sync import (
-    AdapterSync,
+from agentrl.algorithms.engines.vllm.client import VllmClient
+from agentrl.algorithms.engines.vllm.serving import (
+    HOLD,
+    OPEN,
     LostError,
-    VllmServers,
-    WeightSync,
+    ServedModel,
+    TrainedModel,
+    VllmHost,
 )
+from agentrl.algorithms.engines.vllm.weight_sync import AdapterSync, VllmServers, WeightSync
 from agentrl.errors import PolicyError
 from agentrl.types import POLICY
 
 log = logging.getLogger(__name__)
 RESTARTS = 3  # between two publishes, before the server has failed for good
+COMPLETIONS = "/v1/completions"
 GRACE = 15.0  # seconds after a failed request until a server that died of it must have ended
 
 
@@ -43,18 +47,18 @@ class VllmServer:
         host: VllmHost,
         *,
         folder: Path,
-        way: str = "auto",
+        method: str = "auto",
         timeout: float = 60.0,
         tolerance: float = 1e-3,
     ) -> None:
         """folder: for the files that servers read, used by this server alone; servers that somebody
-        else started must find it under the same path. way: method of `weight_sync`. timeout:
+        else started must find it under the same path. method: see `weight_sync`. timeout:
         seconds for calls in flight to end before an update, and for vLLM to take the update.
         tolerance: of the log-probs that are compared after each publish."""
         self.model = POLICY
         self.base_url = ""
-        self.seconds: dict[str, float] = {}  # of the newest publish, by its parts
-        self._learned, self._host, self._way = learned, host, way
+        self.seconds: dict[str, float] = {}  # that each part of the newest publish took
+        self._learned, self._host, self._method = learned, host, method
         self._folder, self._timeout, self._tolerance = folder, timeout, tolerance
         self._serving = ServedModel(folder / "weights", folder / "tokenizer")
         self._sync: WeightSync | None = None
@@ -74,11 +78,8 @@ class VllmServer:
             self._prepare()
             await self._host.start(self._serving)
             for policy in self._serving.versions:
-                await self._load(policy, self._control)
-            at_learner = self._at_learner(self.model)
-            await check_temperature(
-                self._control, self._learned, self.model, at_learner, self._tolerance
-            )
+                await self._load(policy)
+            await self._check_temperature()
             await self._open()
         except LostError:
             await self.close()
@@ -97,7 +98,6 @@ class VllmServer:
 
     @asynccontextmanager
     async def updating(self) -> AsyncIterator[None]:
-        """Within this context weights may change: calls in flight have ended, new ones wait."""
         async with self._changing:
             await self._retry_after_restart(self._hold)
             self._held = True
@@ -105,16 +105,14 @@ class VllmServer:
                 yield
             finally:
                 self._held = False
-                if (
-                    not self._publish_failed
-                ):  # else the calls that wait would be answered with those weights
+                # After a failure the calls that wait would be answered with those weights.
+                if not self._publish_failed:
                     await self._retry_after_restart(self._open)
 
     async def publish(self, version: int, policy: str | None = None) -> None:
-        """From now on serve the learner's current weights as `version`.
-
-        Raises PolicyError where vLLM's log-probs differ from the learner's afterwards, and for
-        a policy that it does not serve. No call is answered then until a publish succeeds."""
+        """As `PolicyServer.publish`. Raises PolicyError where vLLM's log-probs differ from the
+        learner's afterwards, and for a policy that it does not serve. No call is answered then
+        until a publish succeeds."""
         policy = policy or self.model
         if policy not in self._serving.versions:
             served = ", ".join(map(repr, self._serving.versions))
@@ -126,17 +124,15 @@ class VllmServer:
         assert self._sync is not None, "start() comes first"
         self._publish_failed = True
         with self._timed("take"):
-            # Once they are taken, a server that is started again gets the new weights.
+            # From here on a server that is started again gets the new weights.
             self._sync.take(policy)
         self._serving.versions[policy] = version
-        await self._retry_after_restart(lambda: self._load(policy, self._control))
+        await self._retry_after_restart(lambda: self._load(policy))
         self._publish_failed = False
         self._restarts = 0
 
     async def add(self, policy: str, version: int) -> None:
-        """Also serve the adapter of this name, which the learner has. Call inside `updating`.
-
-        Raises PolicyError where adapters are not loaded by name, and where there is no room."""
+        """As `PolicyServer.add`. Raises PolicyError also where there is no room for an adapter."""
         carrier, versions = self._adapters(policy), self._serving.versions
         if policy not in versions and len(versions) >= self._host.room:
             raise PolicyError(
@@ -145,17 +141,15 @@ class VllmServer:
             )
         carrier.take(policy)
         versions[policy] = version
-        await self._retry_after_restart(lambda: self._load(policy, self._control))
+        await self._retry_after_restart(lambda: self._load(policy))
 
     async def remove(self, policy: str) -> None:
-        """Stop serving a policy; later requests for it are refused. Call inside `updating`."""
         carrier = self._adapters(policy)
         del self._serving.versions[policy]
         carrier.forget(policy)
         await self._retry_after_restart(lambda: carrier.drop(policy, self._control))
 
     async def wait_for_failure(self) -> PolicyError:
-        """Returns the reason once the server has failed for good."""
         await self._given_up.wait()
         assert self._failed is not None
         return self._failed
@@ -177,7 +171,7 @@ class VllmServer:
         return VllmClient(self._host, self._timeout)
 
     def _at_learner(self, policy: str) -> str:
-        """The learner's name of a policy; servers that run already use a name of their own."""
+        """The learner's name of a policy, for servers that run already may have another."""
         if self._serving.adapters:
             return policy
         return next(iter(self._learned.adapters), POLICY)
@@ -192,19 +186,26 @@ class VllmServer:
 
     def _prepare(self) -> None:
         """Choose how weights are sent, and write the files that a server starts from."""
-        way, why = weight_sync.choose_sync(self._way, sync_capabilities(self._learned, self._host))
-        adapters = self._learned.adapters
-        if way != "adapter" and len(adapters) > 1:
+        gpu, adapters = self._learned.gpu, self._learned.adapters
+        capabilities = weight_sync.SyncCapabilities(
+            adapters=self._host.refuses_adapters,
+            backend=self._host.backend,
+            gpu=gpu >= 0,
+            shared=0 <= gpu < self._host.gpus,
+            alone=self._host.gpus == 1,
+        )
+        method, why = weight_sync.choose_sync(self._method, capabilities)
+        if method != "adapter" and len(adapters) > 1:
             raise PolicyError(
                 f"vLLM can serve one of the policies {', '.join(adapters)}, not all, because "
                 f"{self._host.refuses_adapters}"
             )
-        log.info("vLLM gets new weights by %s (%s).", way, why)
+        log.info("vLLM gets new weights by %s (%s).", method, why)
         shutil.rmtree(self._folder, ignore_errors=True)  # of a run that was killed
         self._folder.mkdir(parents=True)
         self._learned.save_tokenizer(self._serving.tokenizer)
-        self._sync = weight_sync.make_sync(way, self._learned, self._folder, self._timeout)
-        self._serving.adapters = way == "adapter"
+        self._sync = weight_sync.make_sync(method, self._learned, self._folder, self._timeout)
+        self._serving.adapters = method == "adapter"
         names = adapters if self._serving.adapters else [self._host.name]
         self.model = names[0]
         self._serving.versions = dict.fromkeys(names, 0)
@@ -230,15 +231,45 @@ class VllmServer:
         if not all(reset["success"] for reset in resets):
             raise PolicyError("vLLM did not give up its prefix cache after a weight update")
 
-    async def _load(self, policy: str, servers: VllmServers) -> None:
+    async def _load(self, policy: str) -> None:
         """Send the newest weights and compare log-probs with the learner's."""
-        await self._send(policy, servers)
-        version = self._serving.versions[policy]
-        at_learner = self._at_learner(policy)
+        await self._send(policy, self._control)
         with self._timed("check"):
-            await check_logprobs(
-                servers, self._learned, policy, at_learner, version, self._tolerance
-            )
+            await self._check_logprobs(policy)
+
+    async def _check_logprobs(self, policy: str) -> None:
+        """Raises PolicyError where the served log-probs of the probe text are not the learner's."""
+        probe = list(self._learned.probe)
+        body = {"model": policy, "prompt": probe, "max_tokens": 1, "prompt_logprobs": 0}
+        answers = await self._control.post(COMPLETIONS, body | {"temperature": 1.0})
+        scored = self._learned.score(self._at_learner(policy), probe)
+        for answer in answers:
+            rows = answer["choices"][0]["prompt_logprobs"][1:]
+            served = [next(iter(row.values()))["logprob"] for row in rows]
+            gaps = [abs(a - b) for a, b in zip(served, scored, strict=True)]
+            worst = max(range(len(gaps)), key=lambda i: inf if isnan(gaps[i]) else gaps[i])
+            if not gaps[worst] <= self._tolerance:
+                raise PolicyError(
+                    f"vLLM serves other weights than the learner's after publishing version "
+                    f"{self._serving.versions[policy]}: log-prob {served[worst]:.6f} against "
+                    f"{scored[worst]:.6f}, tolerance {self._tolerance:g} (engine.vllm.tolerance)"
+                )
+
+    async def _check_temperature(self) -> None:
+        """Raises PolicyError where log-probs are not of the distribution that is sampled from."""
+        probe = list(self._learned.probe)
+        body = {"model": self.model, "prompt": probe, "max_tokens": 8, "temperature": 2.0}
+        body |= {"seed": 0, "logprobs": 0, "return_token_ids": True, "ignore_eos": True}
+        for answer in await self._control.post(COMPLETIONS, body):
+            choice = answer["choices"][0]
+            tokens, served = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+            scored = self._learned.score(self._at_learner(self.model), probe + tokens)
+            pairs = zip(served, scored[-len(tokens) :], strict=True)  # at temperature 1
+            if all(abs(a - b) <= self._tolerance for a, b in pairs):
+                raise PolicyError(
+                    "vLLM tells log-probs of another distribution than it samples from; start it "
+                    "with --logprobs-mode processed_logprobs"
+                )
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:
@@ -293,24 +324,11 @@ class VllmServer:
         async with aclosing(self._host.returned()) as returned:
             async for server in returned:
                 async with self._changing:
-                    await self._refresh(server)
-
-    async def _refresh(self, server: str) -> None:
-        try:
-            for policy in self._serving.versions:
-                await self._send(policy, self._control.only(server))
-        except (PolicyError, LostError) as error:
-            log.warning("%s is back and cannot be used: %s", server, error)
-            return
-        await self._host.adopt(server)
-        log.info("%s is back, with the newest weights.", server)
-
-
-def sync_capabilities(learned: TrainedModel, host: VllmHost) -> weight_sync.SyncCapabilities:
-    return weight_sync.SyncCapabilities(
-        adapters=host.refuses_adapters,
-        backend=host.backend,
-        gpu=learned.gpu >= 0,
-        shared=0 <= learned.gpu < host.gpus,
-        alone=host.gpus == 1,
-    )
+                    try:
+                        for policy in self._serving.versions:
+                            await self._send(policy, self._control.only(server))
+                    except (PolicyError, LostError) as error:
+                        log.warning("%s is back and cannot be used: %s", server, error)
+                        continue
+                    await self._host.adopt(server)
+                    log.info("%s is back, with the newest weights.", server)

@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 
 from torch import Tensor
 
-from agentrl.types import POLICY
+from agentrl.types import POLICY, Json
 
 BASE = "base"  # name in requests of the model that a child's adapters are applied to
 HOLD, OPEN = "/agentrl/hold", "/agentrl/open"
@@ -21,16 +21,16 @@ MEMORY = "agentrl"  # vLLM's name of the weight-transfer engine in `worker_exten
 class TrainedModel:
     """The model that is trained, as a whole or by its adapters."""
 
-    save: Callable[[Path], None]  # all of them, adapter merged, as a Hugging Face checkpoint
+    save: Callable[[Path], None]  # all weights, adapter merged, as a Hugging Face checkpoint
     weights: Callable[[], Mapping[str, Tensor]]  # the same in memory, by that checkpoint's names
     save_tokenizer: Callable[[Path], None]
     score: Callable[[str, Sequence[int]], list[float]]
     """Policy, token ids -> the learner's log-prob of each but the first, at temperature 1."""
     probe: Sequence[int]  # token ids whose log-probs are compared after each publish
-    gpu: int = -1  # the weights are on, as this process counts them; -1: on none
+    gpu: int = -1  # where the weights are, as this process counts GPUs; -1: on none
     adapters: Sequence[str] = ()  # their names; none: all weights are trained
-    save_base: Callable[[Path], None] | None = None  # what the adapters are applied to
-    save_adapter: Callable[[str, Path], None] | None = None  # as peft does
+    save_base: Callable[[Path], None] | None = None  # the model without its adapters
+    save_adapter: Callable[[str, Path], None] | None = None  # by name, in peft's format
     rank: int = 0  # of the largest adapter
 
 
@@ -38,7 +38,7 @@ class TrainedModel:
 class ServedModel:
     """What a server is started with, and the current version of each policy."""
 
-    weights: Path  # that it comes up with; newer ones are sent
+    weights: Path  # the checkpoint it starts with; newer weights are sent
     tokenizer: Path
     versions: dict[str, int] = field(default_factory=lambda: {POLICY: 0})
     adapters: bool = False  # those versions are of adapters
@@ -50,44 +50,25 @@ class ServedModel:
         return urlencode(self.versions | nameless)
 
 
+class LostError(Exception):
+    """A request failed as it does on a server that is dying."""
+
+
 class VllmHost(Protocol):
     """Where vLLM runs: a child process, or servers that somebody else started. What listens at its
-    URL holds requests and takes control requests, as `child.HoldMiddleware` does."""
+    URL holds requests."""
 
-    key: str
-
-    @property
-    def url(self) -> str: ...
-
-    @property
-    def name(self) -> str:
-        """Model name in requests where all weights are trained; known after `probe`."""
-        ...
+    url: str
+    # Known after `probe`:
+    name: str  # of the model, in requests where all weights are trained
+    refuses_adapters: str  # why adapters cannot be loaded by name; empty: they can be
+    room: int  # adapters that can be served
+    backend: str | None  # of vLLM's weight transfer; empty: none; None: that of `ServedModel`
+    gpus: int  # how many of the GPUs that this process sees, from the first, vLLM computes on
 
     @property
     def servers(self) -> Sequence[str]:
         """URLs of the servers that have the newest weights."""
-        ...
-
-    @property
-    def refuses_adapters(self) -> str:
-        """Why adapters cannot be loaded by name, empty if they can; known after `probe`."""
-        ...
-
-    @property
-    def room(self) -> int:
-        """How many adapters can be served; known after `probe`."""
-        ...
-
-    @property
-    def backend(self) -> str | None:
-        """The engine of vLLM's weight transfer, empty if there is none; None: that of
-        `ServedModel`. Known after `probe`."""
-        ...
-
-    @property
-    def gpus(self) -> int:
-        """How many of the GPUs that this process sees, from the first, vLLM computes on."""
         ...
 
     async def probe(self) -> None:
@@ -96,7 +77,15 @@ class VllmHost(Protocol):
 
     async def start(self, serving: ServedModel) -> None:
         """Returns once vLLM answers; requests are held. Called again after `ended`. Raises
-        PolicyError."""
+        PolicyError when the port is taken, and when vLLM ends or stays silent."""
+        ...
+
+    async def request(
+        self, method: str, path: str, body: Json = None, server: str = ""
+    ) -> list[tuple[int, bytes]]:
+        """Send a control request to all servers that have the newest weights, or to one server.
+        Returns status and body of each response. HOLD is answered once no call is in flight; from
+        then on new calls wait, until OPEN?VERSIONS. Raises LostError where no server answers."""
         ...
 
     async def ended(self) -> object:

@@ -16,16 +16,18 @@ from __future__ import annotations
 
 import os
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.engines.vllm.serving import MEMORY, ServedModel, TrainedModel
+from agentrl.algorithms.engines.vllm.serving import MEMORY, LostError, ServedModel, TrainedModel
 from agentrl.errors import PolicyError
 from agentrl.types import Json
 
@@ -33,10 +35,6 @@ ALIGNMENT = 64  # bytes
 INIT, START = "/init_weight_transfer_engine", "/start_weight_update"
 UPDATE, FINISH = "/update_weights", "/finish_weight_update"
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-
-
-class LostError(Exception):
-    """A request failed as it does on a server that is dying."""
 
 
 class VllmServers(Protocol):
@@ -54,25 +52,26 @@ class VllmServers(Protocol):
         ...
 
 
-class WeightSync(Protocol):
+class WeightSync(ABC):
     """Sends the learner's weights to vLLM, as they were at the last `take` of each policy."""
 
+    @abstractmethod
     def prepare(self, serving: ServedModel) -> None:
         """Write the files that a server starts from, and set in `serving` how it is started."""
-        ...
 
+    @abstractmethod
     def take(self, policy: str) -> None:
         """Remember the learner's current weights as the policy's newest."""
-        ...
 
+    @abstractmethod
     async def send(self, policy: str, servers: VllmServers) -> None:
         """Send the policy's newest weights. Prefix caches of older weights are not cleared."""
-        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:  # noqa: B027 - files go with their folder
+        """Free what is held outside the folder."""
 
 
-class AdapterSync:
+class AdapterSync(WeightSync):
     """Each version of an adapter is a directory, as peft writes it.
 
     The old version is unloaded and the new one loaded under the same name: with `load_inplace` vLLM
@@ -89,7 +88,9 @@ class AdapterSync:
 
     def take(self, policy: str) -> None:
         assert self._learned.save_adapter is not None
-        self._learned.save_adapter(policy, self._next(policy))
+        self._written += 1
+        self._files[policy] = self._folder / f"adapter-{self._written}"
+        self._learned.save_adapter(policy, self._files[policy])
 
     async def send(self, policy: str, servers: VllmServers) -> None:
         name: dict[str, Json] = {"lora_name": policy}
@@ -106,16 +107,8 @@ class AdapterSync:
         """Unload a policy from the servers that have it."""
         await servers.post(UNLOAD, {"lora_name": policy}, missing=True)
 
-    def close(self) -> None:
-        """Files go with their folder."""
 
-    def _next(self, policy: str) -> Path:
-        self._written += 1
-        self._files[policy] = self._folder / f"adapter-{self._written}"
-        return self._files[policy]
-
-
-class CheckpointSync:
+class CheckpointSync(WeightSync):
     """Each version is a whole checkpoint, from the newest of which a server starts."""
 
     def __init__(self, learned: TrainedModel, folder: Path) -> None:
@@ -141,11 +134,8 @@ class CheckpointSync:
             if old != newest:
                 shutil.rmtree(old)
 
-    def close(self) -> None:
-        """Files go with their folder."""
 
-
-class SharedMemorySync:
+class SharedMemorySync(WeightSync):
     """A copy of the newest weights in memory that vLLM's workers map: see `worker_extension`.
 
     The memory is anonymous and freed with this process."""
@@ -164,14 +154,20 @@ class SharedMemorySync:
         weights = self._learned.weights()
         if self._file < 0:
             self._allocate(weights)
-        for told, tensor in zip(self._weights, weights.values(), strict=True):
-            start, size = told["start"], tensor.nbytes
+        for entry, tensor in zip(self._weights, weights.values(), strict=True):
+            start, size = entry["start"], tensor.nbytes
             self._memory[start : start + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
     async def send(self, policy: str, servers: VllmServers) -> None:
         where = {"path": f"/proc/{os.getpid()}/fd/{self._file}", "size": self._memory.numel()}
         await servers.post(INIT, {"init_info": where})
-        await _begin(servers)
+        try:
+            await servers.post(START)
+        except LostError:  # a learner that was killed left an update unfinished: end it
+            for url in servers.urls:
+                with suppress(LostError):
+                    await servers.ask(url, "POST", FINISH)
+            await servers.post(START)
         await servers.post(UPDATE, {"update_info": {"weights": self._weights}})
         await servers.post(FINISH)
 
@@ -193,75 +189,60 @@ class SharedMemorySync:
         self._memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
 
 
-async def _begin(servers: VllmServers) -> None:
-    """Begin an update, after ending one that a killed learner left unfinished."""
-    try:
-        await servers.post(START)
-    except LostError:
-        for url in servers.urls:
-            with suppress(LostError):
-                await servers.ask(url, "POST", FINISH)
-        await servers.post(START)
-
-
 @dataclass(frozen=True, slots=True)
 class SyncCapabilities:
     """What learner and servers support."""
 
     adapters: str = "all weights are trained"  # why they cannot be loaded by name; empty: they can
-    backend: str | None = ""  # of vLLM's engines, as the servers were started; None: as we choose
+    backend: str | None = ""  # the engine that servers were started with; None: any can be chosen
     gpu: bool = False  # the learner's weights are on one
     shared: bool = False  # and vLLM computes on that one
     alone: bool = False  # and on no other
     memory: bool = hasattr(os, "memfd_create")  # as Linux has it
 
 
-def choose_sync(asked: str, means: SyncCapabilities) -> tuple[str, str]:
+def choose_sync(asked: str, can: SyncCapabilities) -> tuple[str, str]:
     """The method by which new weights are sent, and why.
 
     asked: `engine.vllm.sync`. Raises PolicyError where that method is impossible."""
-    reasons = _impossible(means)
+    reasons = _impossible(can)
     if asked == "auto":
-        passed: list[str] = []
-        for way, reason in reasons.items():
-            if not reason:
-                return way, "; ".join(passed) or "it is the fastest"
-            passed.append(f"not {way}: {reason}")
-    for way, reason in reasons.items():
-        if way == asked and not reason:
-            return way, f"engine.vllm.sync = {asked!r}"
-    raise PolicyError(f"engine.vllm.sync = {asked!r}: {dict(reasons)[asked]}; choose another")
+        passed = list(takewhile(lambda item: item[1], reasons.items()))
+        why = "; ".join(f"not {method}: {reason}" for method, reason in passed)
+        return list(reasons)[len(passed)], why or "it is the fastest"
+    if reasons[asked]:
+        raise PolicyError(f"engine.vllm.sync = {asked!r}: {reasons[asked]}; choose another")
+    return asked, f"engine.vllm.sync = {asked!r}"
 
 
-def _impossible(means: SyncCapabilities) -> dict[str, str]:
+def _impossible(can: SyncCapabilities) -> dict[str, str]:
     """Why each method is impossible, empty where it is not; the fastest comes first."""
-    gpu = "" if means.gpu else "the learner is not on a GPU (policy.device)"
-    shared = "vLLM is on the learner's GPU" if means.shared else ""
-    alone = "" if means.shared and means.alone else "vLLM is not on the learner's GPU alone"
-    memory = "" if means.memory else "this system has no memfd_create"
+    gpu = "" if can.gpu else "the learner is not on a GPU (policy.device)"
+    shared = "vLLM is on the learner's GPU" if can.shared else ""
+    alone = "" if can.shared and can.alone else "vLLM is not on the learner's GPU alone"
+    memory = "" if can.memory else "this system has no memfd_create"
+
+    def unstarted(backend: str) -> str:
+        option = f"""--weight-transfer-config '{{"backend": "{backend}"}}'"""
+        return "" if can.backend in (None, backend) else f"vLLM was not started with {option}"
+
     return {
-        "adapter": means.adapters,
-        "ipc": gpu or alone or _unstarted(means, "ipc"),
-        "nccl": gpu or shared or _unstarted(means, "nccl"),
-        "shared_memory": memory or _unstarted(means, MEMORY),
+        "adapter": can.adapters,
+        "ipc": gpu or alone or unstarted("ipc"),
+        "nccl": gpu or shared or unstarted("nccl"),
+        "shared_memory": memory or unstarted(MEMORY),
         "reload": "",
     }
 
 
-def _unstarted(means: SyncCapabilities, backend: str) -> str:
-    if means.backend in (None, backend):
-        return ""
-    return f"""vLLM was not started with --weight-transfer-config '{{"backend": "{backend}"}}'"""
-
-
-def make_sync(way: str, learned: TrainedModel, folder: Path, timeout: float) -> WeightSync:
+def make_sync(method: str, learned: TrainedModel, folder: Path, timeout: float) -> WeightSync:
     """timeout: seconds that a broadcast may take."""
-    if way == "adapter":
+    if method == "adapter":
         return AdapterSync(learned, folder)
-    if way == "shared_memory":
+    if method == "shared_memory":
         return SharedMemorySync(learned)
-    if way == "reload":
+    if method == "reload":
         return CheckpointSync(learned, folder)
     from agentrl.algorithms.engines.vllm.weight_transfer import TransferSync  # imports vLLM
 
-    return TransferSync(way, learned, timeout)
+    return TransferSync(method, learned, timeout)

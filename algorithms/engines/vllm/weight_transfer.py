@@ -13,10 +13,8 @@ import asyncio
 import base64
 import pickle
 import socket
-import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, InvalidStateError
-from contextlib import suppress
+from concurrent.futures import CancelledError
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -30,20 +28,21 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
+from agentrl import threads
 from agentrl.algorithms.engines.vllm.serving import ServedModel, TrainedModel
 from agentrl.algorithms.engines.vllm.weight_sync import (
     FINISH,
     INIT,
     START,
     UPDATE,
-    LostError,
     VllmServers,
+    WeightSync,
 )
 from agentrl.errors import PolicyError
 
 
-class TransferSync:
-    """A WeightSync by one of vLLM's trainer engines, `ipc` or `nccl`."""
+class TransferSync(WeightSync):
+    """Sends weights by one of vLLM's trainer engines, `ipc` or `nccl`."""
 
     def __init__(self, backend: str, learned: TrainedModel, timeout: float) -> None:
         """timeout: seconds that a transfer may take, the rendezvous included."""
@@ -62,7 +61,7 @@ class TransferSync:
         loop = asyncio.get_running_loop()
         sizes = [await servers.ask(url, "GET", "/get_world_size") for url in servers.urls]
         worlds = [int(size["world_size"]) for size in sizes]
-        client = TransferClient(servers, worlds, lambda work: _wait(loop, work))
+        client = TransferClient(servers, worlds, loop)
 
         def transfer() -> None:
             if self._engine is None or self._joined != tuple(servers.urls):
@@ -73,7 +72,7 @@ class TransferSync:
 
         try:
             async with asyncio.timeout(self._timeout):
-                await _in_thread(transfer)
+                await threads.call(transfer)  # nobody waits for a thread that hangs in NCCL
         except TimeoutError:
             client.leave()
             self._engine = None  # its process group waits for a rank that may never join
@@ -81,6 +80,8 @@ class TransferSync:
                 f"vLLM: weights by {self._backend} did not arrive within {self._timeout:g} s "
                 "(engine.vllm.timeout)"
             ) from None
+        except (RuntimeError, ValueError, OSError) as error:  # of NCCL, CUDA and vLLM's checks
+            raise PolicyError(f"vLLM: weights could not be sent: {error}") from error
 
     def close(self) -> None:
         if self._engine is not None:
@@ -103,13 +104,10 @@ class TransferClient:
     """The requests of a trainer engine to the servers, from its own thread."""
 
     def __init__(
-        self,
-        servers: VllmServers,
-        worlds: Sequence[int],
-        wait: Callable[[Coroutine[Any, Any, Any]], Any],
+        self, servers: VllmServers, worlds: Sequence[int], loop: asyncio.AbstractEventLoop
     ) -> None:
-        """worlds: workers of each server. wait: runs what is awaitable, from any thread."""
-        self._servers, self._worlds, self._await = servers, worlds, wait
+        """worlds: workers of each server. loop: where the requests are sent."""
+        self._servers, self._worlds, self._loop = servers, worlds, loop
         self._left = False
 
     def leave(self) -> None:
@@ -134,11 +132,11 @@ class TransferClient:
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
         assert isinstance(update_info, dict), "one learner process sends the same to every worker"
-        told = dict(update_info)
-        handles = told.pop("ipc_handles", None)
-        if handles is not None:  # no JSON has them
-            told["ipc_handles_pickled"] = base64.b64encode(pickle.dumps(handles)).decode()
-        self._wait(self._servers.post(UPDATE, {"update_info": told}))
+        sent = dict(update_info)
+        handles = sent.pop("ipc_handles", None)
+        if handles is not None:  # JSON cannot carry them
+            sent["ipc_handles_pickled"] = base64.b64encode(pickle.dumps(handles)).decode()
+        self._wait(self._servers.post(UPDATE, {"update_info": sent}))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._wait(self._servers.post(FINISH))
@@ -147,7 +145,7 @@ class TransferClient:
         if self._left:
             work.close()
             raise CancelledError
-        return self._await(work)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
 class LearnerWeightSource(WeightSource):  # type: ignore[misc]
@@ -175,27 +173,3 @@ def rendezvous(url: str) -> tuple[str, int]:
     with socket.socket(family) as listener:
         listener.bind((address, 0))
         return address, int(listener.getsockname()[1])
-
-
-def _wait(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run_coroutine_threadsafe(work, loop).result()
-
-
-async def _in_thread(work: Callable[[], None]) -> None:
-    """`work` in a thread that nobody waits for at the end: one that hangs in NCCL never ends."""
-    done: Future[None] = Future()
-
-    def run() -> None:
-        with suppress(InvalidStateError, CancelledError):  # the caller has stopped waiting
-            try:
-                work()
-            except (RuntimeError, ValueError, OSError, PolicyError, LostError) as error:
-                done.set_exception(error)
-            else:
-                done.set_result(None)
-
-    threading.Thread(target=run, name="vllm-transfer", daemon=True).start()
-    try:
-        await asyncio.wrap_future(done)
-    except (RuntimeError, ValueError, OSError) as error:  # of NCCL, CUDA and vLLM's own checks
-        raise PolicyError(f"vLLM: weights could not be sent: {error}") from error

@@ -32,12 +32,12 @@ from agentrl.algorithms.engines.vllm.serving import MEMORY
 
 
 class Extension:
-    """Adds nothing to a worker: naming it has this module imported."""
+    """Adds nothing to a worker; because vLLM is given its name, it imports this module."""
 
 
 @dataclass
 class SharedMemory(WeightTransferInitInfo):  # type: ignore[misc]
-    """Bytes that the learner shares; it goes on writing to them between two updates."""
+    """A file in memory that the learner shares, and writes to between two updates."""
 
     path: str
     size: int
@@ -45,7 +45,7 @@ class SharedMemory(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class WeightLayout(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Where in them each weight is: name, dtype, shape and start, of a checkpoint's weights."""
+    """Name, dtype, shape and first byte of each weight of a checkpoint in that file."""
 
     weights: list[dict[str, Any]]
 
@@ -65,7 +65,7 @@ class MemoryEngine(WeightTransferEngine[SharedMemory, WeightLayout]):  # type: i
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        # vLLM's own waits for an accelerator, which there need not be.
+        # The base class synchronises an accelerator, which a machine need not have.
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: WeightLayout) -> None:
@@ -78,10 +78,10 @@ class MemoryEngine(WeightTransferEngine[SharedMemory, WeightLayout]):  # type: i
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def _read(self, layout: WeightLayout) -> Iterator[tuple[str, Tensor]]:
-        for told in layout.weights:
-            dtype, shape = getattr(torch, told["dtype"]), torch.Size(told["shape"])
-            end = told["start"] + shape.numel() * dtype.itemsize
-            yield told["name"], self._memory[told["start"] : end].view(dtype).view(shape)
+        for entry in layout.weights:
+            dtype, shape = getattr(torch, entry["dtype"]), torch.Size(entry["shape"])
+            end = entry["start"] + shape.numel() * dtype.itemsize
+            yield entry["name"], self._memory[entry["start"] : end].view(dtype).view(shape)
 
 
 def _unpacked(layer: Any, remove_weight: bool) -> None:

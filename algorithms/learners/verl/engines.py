@@ -47,15 +47,15 @@ def scoring_engine(settings: VerlSettings, path: str) -> Any:
 
 
 def value_engine(settings: VerlSettings) -> Any:
-    """The engine of the critic: a decoder with a head of one number, which says 0 everywhere."""
+    """The engine of the critic: a decoder with a new head of one number, 0 everywhere."""
     asked = settings["critic"]
     with _value_models():
         return _open_engine("value_model", asked["model"], settings["engine"], asked["optimizer"])
 
 
 def checkpoint_names(module: Module, of: str) -> dict[str, str]:
-    """verl's names of weights and buffers by those of checkpoints: of a critic "decoder.*" and
-    "head.*", of an adapter peft's without what is around them, of other models their own."""
+    """Names of weights and buffers in checkpoints -> those of verl. A critic has "decoder.*" and
+    "head.*", an adapter peft's names without ADAPTER and WEIGHT, other models their own."""
     if of == "v":
         decoder = f"{module.base_model_prefix}."
         return {_of_critic(key, decoder): key for key in module.state_dict()}
@@ -86,7 +86,7 @@ def _open_engine(
 
 
 def _verl_config(kind: type, asked: Mapping[str, Any]) -> Any:
-    """A configuration of verl, or one sentence where this release has no such setting."""
+    """A configuration object of verl. Raises ConfigError for a setting this release lacks."""
     known = {field.name for field in fields(kind)}
     for key in asked:
         if key not in known:
@@ -99,8 +99,8 @@ def _verl_config(kind: type, asked: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def _value_models() -> Iterator[None]:
-    """verl 0.9 loads value models with flash attention whatever is asked for, and without it wants
-    trl; its engine looks the loader up by this name."""
+    """Within this context verl's engine loads value models by `_value_model`: verl 0.9's own loader
+    asks for flash attention whatever the settings say, and without it for trl."""
     before = verl.utils.model.load_valuehead_model
     verl.utils.model.load_valuehead_model = _value_model
     try:
@@ -112,12 +112,9 @@ def _value_models() -> Iterator[None]:
 def _value_model(
     local_path: str, torch_dtype: torch.dtype, model_config: Any, trust_remote_code: bool
 ) -> Module:
-    """Has the signature of verl's own."""
+    """A decoder with a new head of zeros. The signature is that of verl's own loader."""
     model: Module = AutoModelForTokenClassification.from_pretrained(
-        local_path,
-        dtype=torch_dtype,
-        config=model_config,
-        trust_remote_code=trust_remote_code,
+        local_path, dtype=torch_dtype, config=model_config, trust_remote_code=trust_remote_code
     )
     decoder = model.get_submodule(str(model.base_model_prefix))
     inside = {id(parameter) for parameter in decoder.parameters()}

@@ -101,11 +101,7 @@ class VerlWorkers:
 
     def _start(self, settings: VerlSettings, frozen: dict[str, str]) -> None:
         import ray
-        from verl.single_controller.ray import (
-            RayClassWithInitArgs,
-            RayResourcePool,
-            RayWorkerGroup,
-        )
+        from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
         from verl.utils.device import get_device_name
 
         from agentrl.algorithms.learners.verl.worker import PolicyWorker
@@ -115,7 +111,7 @@ class VerlWorkers:
             address = placed["address"] or os.environ.get("RAY_ADDRESS")
             try:
                 ray.init(address=address, include_dashboard=False, log_to_driver=False)
-            except Exception as error:  # noqa: BLE001 - plain where its processes stay silent
+            except Exception as error:  # noqa: BLE001 - Ray has no class for this
                 why = (str(error).splitlines() or [type(error).__name__])[0]
                 if not address:
                     raise ConfigError(f"learner.verl: Ray cannot be started here ({why})") from None
@@ -156,6 +152,6 @@ class VerlWorkers:
 
 
 def _exit(error: Exception) -> str:
-    """Ray's reason for the end of a worker."""
+    """Why a worker ended, as Ray tells it."""
     _, _, detail = str(error).partition("Worker exit detail: ")
     return (detail or str(error)).strip().split(". ")[0].splitlines()[0][:200]

@@ -25,31 +25,20 @@ from torch.nn import Linear, ModuleDict
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from agentrl.algorithms.data.batch import Batch, TokenRow
-from agentrl.algorithms.learners import critic as critics
-from agentrl.algorithms.learners import reference
-from agentrl.algorithms.learners.base import Psi, Scored, StepReport, Supply
+from agentrl.algorithms.learners.auxiliary import CRITIC, REFERENCE
+from agentrl.algorithms.learners.base import PolicyWeights, Psi, Scored, StepReport, critic_metrics
 from agentrl.algorithms.learners.optimizer import FILE, MASTER, NARROW, read_state
 from agentrl.algorithms.learners.verl.group import VerlWorkers
 from agentrl.algorithms.learners.verl.settings import VerlSettings, check_installed
-from agentrl.algorithms.model.load import (
-    Tokenizer,
-    copy_weights,
-    no_progress_bars,
-    read_policy,
-    read_weights,
-)
+from agentrl.algorithms.model.load import Tokenizer, copy_weights, read_weights
 from agentrl.algorithms.model.lora import Adapters
 from agentrl.algorithms.objective.values import ValueTerms
+from agentrl.algorithms.presets.registry import Supply
 from agentrl.errors import PolicyError
 from agentrl.types import POLICY
 
-FILLER = TokenRow(
-    tokens=torch.zeros(2, dtype=torch.int64),
-    actions=torch.empty(0, dtype=torch.int64),
-    logprobs=torch.empty(0),
-    temperature=torch.empty(0),
-    transition=torch.empty(0, dtype=torch.int64),
-)
+NO_INTS, NO_FLOATS = torch.empty(0, dtype=torch.int64), torch.empty(0)
+PADDING = TokenRow(torch.zeros(2, dtype=torch.int64), NO_INTS, NO_FLOATS, NO_FLOATS, NO_INTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +56,8 @@ class FrozenOnWorkers:
             self.workers.all("follow", self.letter)
 
 
-class VerlLearner:
-    """AdamW on the weights of one model, or on an adapter, sharded over the workers.
-
-    model: the copy, as the workers load it from `settings["model"]["path"]`. adapters: of that
-    model; the one named `policy` is learned. frozen: directories or hub names of the models behind
-    streams q and t; every: see `FrozenOnWorkers`, of q. Raises ConfigError without a
-    supported verl or the GPUs asked for, PolicyError for a model that the workers cannot load."""
+class VerlLearner(PolicyWeights):
+    """AdamW on the weights of one model, or on an adapter, sharded over the workers."""
 
     def __init__(
         self,
@@ -86,13 +70,15 @@ class VerlLearner:
         frozen: Mapping[Literal["q", "t"], str] | None = None,
         every: int = 0,
     ) -> None:
+        """model: the copy, as the workers load it from `settings["model"]["path"]`. adapters: of
+        that model; the one named `policy` is learned. frozen: directories or hub names of the
+        models behind streams q and t; every: see `FrozenOnWorkers`, of q. Raises ConfigError
+        without a supported verl or the GPUs asked for, PolicyError for a model that the workers
+        cannot load."""
         check_installed()
-        self.model, self.tokenizer, self.settings = model.eval(), tokenizer, settings
-        self.adapters, self.policy = adapters, policy
         names: dict[Literal["q", "t"], str] = dict(frozen or {})
-        values: tuple[Literal["v"], ...] = ("v",) if settings["critic"] else ()
-        own_base: tuple[Literal["q"], ...] = ("q",) if adapters is not None else ()
-        self.supplies = frozenset[Supply]({"o", "b", *names, *values, *own_base})
+        values: tuple[Supply, ...] = ("v",) if settings["critic"] else ()
+        super().__init__(model, tokenizer, adapters, policy, (*names, *values))
         self.token_budget: int = settings["engine"]["max_token_len_per_gpu"]
         self.critic = _critic_shapes(settings["critic"], model.dtype)
         self.workers = VerlWorkers(settings, {str(letter): name for letter, name in names.items()})
@@ -102,15 +88,13 @@ class VerlLearner:
         }
         if adapters is not None:
             try:
-                self._restore("o", self._learned(), {})
+                self._restore("o", self.parameters(), {})
             except BaseException:
                 self.close()
                 raise
 
     def logprobs(self, batch: Batch, of: Scored = "o") -> Tensor:
-        """Log-probs of every action token at its sampling temperature, float32 [N], no graph."""
-        if of not in self.supplies:
-            raise PolicyError(f"the learner has no model for stream {of}")
+        self.check_supply(of)
         shards = self._shards(batch)
         answers = self.workers.each("logprobs", shards, [of] * len(shards))
         return _in_token_order(batch, shards, answers)
@@ -120,9 +104,7 @@ class VerlLearner:
         raise PolicyError("the verl learner gives log-probs of sampled tokens only (supply k)")
 
     def values(self, batch: Batch) -> Tensor:
-        """The critic's value of the state before every action token, float64 [N], no graph."""
-        if self.critic is None:
-            raise PolicyError("the learner has no critic (stream v)")
+        self.check_supply("v")
         shards = self._shards(batch)
         return _in_token_order(batch, shards, self.workers.each("values", shards)).double()
 
@@ -135,46 +117,38 @@ class VerlLearner:
         critic: ValueTerms | None = None,
         eta: Tensor | None = None,
     ) -> StepReport:
-        """One forward, backward and update on psi, and of the critic on its terms, then the copy
-        follows. A log-prob, value or gradient that is not finite changes nothing.
+        """As `Learner.step`; then the copy follows. memory/*peak_mb is that of the fullest worker;
+        further metrics are throughput/tflops and throughput/mfu, means of the workers.
 
-        metrics: critic/* and memory/*peak_mb (of the fullest worker) as of `TorchLearner`, and
-        throughput/tflops and throughput/mfu, means of the workers.
         Raises TrainingError when a worker fails or does not answer in time; the workers are then
         stopped."""
-        if critic is not None and self.critic is None:
-            raise PolicyError("the learner has no critic (stream v)")
+        if critic is not None:
+            self.check_supply("v")
         if eta is not None:
             raise PolicyError("the verl learner gives no gradient of the entropy (supply e)")
         if not batch.n_tokens:
-            return StepReport(
-                loss=0.0, grad_norm=0.0, logprobs=torch.empty(0), tokens=0, applied=False
-            )
+            return StepReport(logprobs=torch.empty(0))
         shards, every = self._shards(batch), self.workers.ranks
-        given = [self.workers.sent(thing) for thing in (psi, critic)]
+        sent_psi, sent_terms = self.workers.sent(psi), self.workers.sent(critic)
         reports = self.workers.each(
-            "step", shards, [given[0]] * every, [lr] * every, [given[1]] * every
+            "step", shards, [sent_psi] * every, [lr] * every, [sent_terms] * every
         )
         if reports[0].applied:
             self._follow()
-        columns = {
-            name: _in_token_order(
-                batch, shards, [report.policy.columns[name] for report in reports]
-            )
+        logprobs_N, entropy_N = (
+            _in_token_order(batch, shards, [report.policy.columns[name] for report in reports])
             for name in ("log_probs", "entropy")
-        }
+        )
         metrics = _metrics([report.metrics for report in reports])
         if critic is not None:
-            live = max(1, int((critic.weight > 0).sum()))
             parts = [report.critic for report in reports]
-            metrics["critic/loss"] = sum(part.loss for part in parts)
-            metrics["critic/clip_fraction"] = sum(part.clipped for part in parts) / live
-            metrics["critic/grad_norm"] = parts[0].grad_norm
+            loss, clipped = sum(part.loss for part in parts), sum(part.clipped for part in parts)
+            metrics |= critic_metrics(critic, loss, clipped, parts[0].grad_norm)
         return StepReport(
             loss=sum(report.policy.loss for report in reports),
             grad_norm=reports[0].policy.grad_norm,
-            logprobs=columns["log_probs"],
-            entropy=columns["entropy"],
+            logprobs=logprobs_N,
+            entropy=entropy_N,
             tokens=sum(sum(shard.lengths) for shard in shards),
             applied=reports[0].applied,
             metrics=metrics,
@@ -182,57 +156,33 @@ class VerlLearner:
 
     def save(self, directory: Path) -> None:
         """Write weights, tokenizer, optimizer, critic and a reference that follows the policy, as
-        `TorchLearner` does.
-
-        Not atomic by itself; `checkpoint.save_checkpoint` makes it so."""
-        directory.mkdir(parents=True, exist_ok=True)
-        if self.adapters is None:
-            with no_progress_bars():
-                self.model.save_pretrained(directory)
-        else:
-            self.adapters.save(self.policy, directory)
-        self.tokenizer.save_pretrained(directory)
-        self._save_optimizer("o", self._learned(), directory)
+        `TorchLearner` does."""
+        self.save_policy(directory)
+        self._save_optimizer("o", self.parameters(), directory)
         if self.critic is not None:
-            own, folder = dict(self.critic.named_parameters()), directory / critics.FOLDER
-            folder.mkdir(exist_ok=True)
-            self._save_weights("v", own, folder / critics.WEIGHTS)
-            self._save_optimizer("v", own, folder)
+            own, file = dict(self.critic.named_parameters()), directory / CRITIC
+            file.parent.mkdir(exist_ok=True)
+            self._save_weights("v", own, file)
+            self._save_optimizer("v", own, file.parent)
         if self._follows():
-            own = dict(self.model.named_parameters())
-            self._save_weights("q", own, directory / reference.WEIGHTS)
+            self._save_weights("q", dict(self.model.named_parameters()), directory / REFERENCE)
 
     def load(self, directory: Path) -> None:
-        """Restore what `save` wrote. Raises PolicyError, with nothing changed, for a checkpoint of
-        another model or a half-written one."""
-        if self.adapters is None:
-            weights = read_policy(self.model, directory)
-        else:
-            weights = self.adapters.read(self.policy, directory)
-        state = read_state(directory, self._learned(), "adamw")
+        state = read_state(directory, self.parameters(), "adamw")
+        parts = [("o", self.read_policy(directory), state)]
         if self.critic is not None:
-            folder = directory / critics.FOLDER
-            own = dict(self.critic.named_parameters())
-            values = read_weights(self.critic, folder / critics.WEIGHTS)
-            of_values = read_state(folder, own, "adamw")
+            own, file = dict(self.critic.named_parameters()), directory / CRITIC
+            state = read_state(file.parent, own, "adamw")
+            parts.append(("v", read_weights(self.critic, file), state))
         if self._follows():
-            followed = read_weights(self.model, directory / reference.WEIGHTS)
-        self._restore("o", weights, state)
-        if self.critic is not None:
-            self._restore("v", values, of_values)
-        if self._follows():
-            self._restore("q", followed, {})
+            parts.append(("q", read_weights(self.model, directory / REFERENCE), {}))
+        for part in parts:
+            self._restore(*part)
         self._follow()
 
     def close(self) -> None:
         """Stop the workers, and Ray if it was started here. May be called again."""
         self.workers.close()
-
-    def _learned(self) -> dict[str, Tensor]:
-        """The trained parameters of the copy, by their names in checkpoints."""
-        if self.adapters is None:
-            return dict(self.model.named_parameters())
-        return dict(self.adapters.parameters(self.policy))
 
     def _follows(self) -> bool:
         return "q" in self.frozen and self.frozen["q"].every > 0
@@ -266,8 +216,8 @@ class VerlLearner:
         }
         found = {**weights, **masters}
         if of in "oq" and self.adapters is None:
-            # Tied weights are one parameter under two names, of which masters and the files of a
-            # reference have the first alone.
+            # Tied weights are one parameter under two names; masters, and the file of a reference,
+            # hold it under the first.
             first = {p.data_ptr(): name for name, p in self.model.named_parameters()}
             own = {n: first.get(p.data_ptr(), n) for n, p in self.model.state_dict().items()}
             found = {name: found[source] for name, source in own.items() if source in found}
@@ -286,7 +236,7 @@ class VerlLearner:
         longest = max((int(row.actions[-1]) + 1 for row in rows), default=2)
         shards = []
         for chosen in deal_rows(rows, self.workers.ranks):
-            mine = [rows[i] if i >= 0 else FILLER for i in chosen]
+            mine = [rows[i] if i >= 0 else PADDING for i in chosen]
             starts = [offsets[i] if i >= 0 else 0 for i in chosen]
             ends = [int(row.actions[-1]) + 1 if len(row.actions) else 2 for row in mine]
             shards.append(
@@ -348,7 +298,7 @@ def _metrics(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _in_token_order(batch: Batch, shards: Sequence[Any], parts: Sequence[Tensor]) -> Tensor:
-    """Values of the ranks' actions, float32 [N] in token order."""
+    """What the ranks returned for their actions, float32 [N] in token order."""
     whole = torch.empty(batch.n_tokens)
     for shard, part in zip(shards, parts, strict=True):
         whole[torch.cat(shard.index)] = part

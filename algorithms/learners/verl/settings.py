@@ -17,7 +17,7 @@ from agentrl.config.keys import flatten
 from agentrl.config.schema import MODEL_LR
 from agentrl.errors import ConfigError
 
-VERL = ((0, 9), (0, 11))  # releases it is made for: from, and below
+VERL = ((0, 9), (0, 11))  # supported releases: from, and below
 REACHED_WITHIN = 10.0  # seconds
 
 VerlSettings = dict[str, dict[str, Any]]
@@ -36,7 +36,7 @@ def settings(config: RunConfig, model: str) -> VerlSettings:
     packed = asked.attention == "flash_attention_2"
     decoder = {
         "path": model,
-        "use_remove_padding": packed,  # it needs attention that knows where a row ends
+        "use_remove_padding": packed,  # only flash attention knows where a packed row ends
         "enable_gradient_checkpointing": config.learner.gradient_checkpointing,
         "override_config": {"attn_implementation": asked.attention},
     }
@@ -89,11 +89,7 @@ def placement(config: RunConfig) -> VerlConfig:
 
 def describe_settings(config: RunConfig) -> str:
     """`settings` as comments under a run file, for `--dry-run`."""
-    directory = config.path(config.policy.model)
-    if not config.policy.model:
-        model = str(Path(config.output, "policy"))
-    else:
-        model = str(directory) if directory.is_dir() else config.policy.model
+    model = config.model_path() or str(Path(config.output, "policy"))
     lines = ["", "# What verl is configured with:"]
     for key, value in flatten(settings(config, model)).items():
         lines.append(f"# {key} = {msgspec.json.encode(value).decode()}")
@@ -109,7 +105,7 @@ def check(config: RunConfig) -> None:
 
 
 def check_installed() -> None:
-    """Raises ConfigError where verl is missing or of a release that is not known."""
+    """Raises ConfigError where verl is missing or is a release that is not supported."""
     missing = [name for name in ("verl", "ray", "tensordict") if find_spec(name) is None]
     if missing:
         raise ConfigError(
@@ -148,9 +144,7 @@ def _critic(config: RunConfig, decoder: dict[str, Any], optimizer: dict[str, Any
     asked = config.critic
     if not asked.model:
         return {}
-    directory = config.path(asked.model)
-    named = str(directory) if directory.is_dir() else asked.model
-    path = decoder["path"] if asked.model == "copy" else named
+    path = decoder["path"] if asked.model == "copy" else config.model_source(asked.model)
     own = {"weight_decay": asked.weight_decay, "lr": asked.lr or MODEL_LR}
     return {"model": decoder | {"path": path}, "optimizer": optimizer | own}
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -61,7 +61,7 @@ class Shard:
 
     @property
     def lengths(self) -> list[int]:
-        """Of the rows that are not padding."""
+        """Tokens of each row that is not padding."""
         pairs = zip(self.tokens, self.states, strict=True)
         return [len(tokens) for tokens, states in pairs if len(states)]
 
@@ -72,7 +72,7 @@ class BackwardResult:
 
     loss: float  # of the critic before its coefficient; this rank's share of the sum
     grad_norm: float  # of all ranks
-    clipped: int = 0  # tokens that value clipping holds, on this rank
+    clipped: int = 0  # tokens of this rank whose value is clipped
     columns: dict[str, Tensor] = field(default_factory=dict)  # float32, of the actions in order
 
 
@@ -109,8 +109,8 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
                 group["params"] = [each for each in group["params"] if each.requires_grad]
 
     def logprobs(self, shard: Shard, of: str) -> Tensor:
-        """Float32, of the shard's actions in order; q without a model of its own: of the policy
-        without its adapter."""
+        """Log-probs of the shard's actions in order, float32. q without a model of its own is the
+        policy without its adapter."""
         engine: Any = self.engines.get(of, self.engine)
         alone = engine.disable_adapter() if of not in self.engines else nullcontext()
         with engine.eval_mode(), alone:
@@ -118,20 +118,20 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
         return _of_actions(output, shard, "log_probs")
 
     def values(self, shard: Shard) -> Tensor:
-        """The critic's, float32, of the states before the shard's actions in order."""
+        """The critic's values of the states before the shard's actions in order, float32."""
         engine = self.engines["v"]
         with engine.eval_mode():
             output = engine.infer_batch(self._data(shard), loss_function=None)
         return _of_actions(output, shard, "values")
 
     def step(self, shard: Shard, psi: Psi, lr: float, terms: ValueTerms | None) -> ShardReport:
-        """Forward, backward and update; without the update where anything is not finite."""
+        """Forward, backward and, where everything is finite, update."""
         started, device = time.monotonic(), torch.device(get_device_name())
         memory.start_measuring(device)
         critic = None if terms is None else self.engines["v"]
         with ExitStack() as stack:
             for engine in filter(None, (self.engine, critic)):
-                stack.enter_context(engine.train_mode())  # which drops the gradients on leaving
+                stack.enter_context(engine.train_mode())  # its end frees the gradients
             policy = self._backward(self.engine, shard, partial(policy_loss, psi=psi))
             value = None
             if terms is not None:
@@ -147,8 +147,8 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
         return ShardReport(policy, value, applied, metrics)
 
     def weights(self, of: str) -> dict[str, Tensor]:
-        """All of an engine, or its adapter, in float32 under the names of checkpoints, on rank 0;
-        nothing elsewhere."""
+        """The weights of an engine, or its adapter's, in float32 under the names of checkpoints;
+        other ranks than 0 return nothing."""
         module = self.engines[of].module
         options = TRAINED_STATE if self._adapted(of) else FULL_STATE
         found: dict[str, Any] = get_model_state_dict(module, options=options)
@@ -157,7 +157,7 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
         }
 
     def moments(self, of: str) -> dict[str, Tensor]:
-        """The optimizer's state as "<parameter>/<moment>", on rank 0; nothing before a step."""
+        """The optimizer's state as "<parameter>/<moment>", from rank 0; empty before a step."""
         engine = self.engines[of]
         if not engine.optimizer.state:
             return {}
@@ -209,11 +209,11 @@ class PolicyWorker(TrainingWorker):  # type: ignore[misc]  # verl has no types
     def _backward(self, engine: Any, shard: Shard, loss: Any) -> BackwardResult:
         engine.optimizer_zero_grad()
         output = engine.forward_backward_batch(self._data(shard, entropy=True), loss)
-        told, names = output["metrics"], output["model_output"].keys()
+        metrics, names = output["metrics"], output["model_output"].keys()
         return BackwardResult(
-            loss=sum(told["loss"]),
+            loss=sum(metrics["loss"]),
             grad_norm=_grad_norm(engine.module),
-            clipped=sum(told.get("clipped", [])),
+            clipped=sum(metrics.get("clipped", [])),
             columns={name: _of_actions(output, shard, name) for name in names},
         )
 
@@ -279,7 +279,7 @@ def policy_loss(
 def critic_loss(
     model_output: dict[str, Tensor], data: TensorDict, dp_group: Any = None, *, terms: ValueTerms
 ) -> tuple[Tensor, dict[str, float]]:
-    """What pulls the values as `targets.value_loss` does, times the ranks; and that loss."""
+    """A loss with the gradient of `values.value_loss` times the ranks; metrics: that loss."""
     values = model_output["values"].values()  # at each position that of the state behind it
     chosen = data["loss_mask"].values().bool()
     if not chosen.any():
@@ -287,8 +287,8 @@ def critic_loss(
     v = values[chosen].float()
     loss, gradient, clipped = value_loss(terms, v, data["place"].values()[chosen].cpu())
     ranks = torch.distributed.get_world_size(dp_group)
-    told = {"loss": float(loss), "clipped": int(clipped.sum())}
-    return (gradient.to(v) * v).sum() * ranks, told
+    metrics = {"loss": float(loss), "clipped": int(clipped.sum())}
+    return (gradient.to(v) * v).sum() * ranks, metrics
 
 
 def _grad_norm(module: torch.nn.Module) -> float:
@@ -317,12 +317,6 @@ def _without_dropout(module: torch.nn.Module) -> None:
     for each in module.modules():
         if isinstance(each, torch.nn.Dropout):
             each.p = 0.0
-        for name in _rates(each):
-            setattr(each, name, 0.0)
-
-
-def _rates(module: torch.nn.Module) -> Iterator[str]:
-    """Attributes that say a rate of dropout, as attention layers of transformers have them."""
-    for name, value in vars(module).items():
-        if name.endswith("dropout") and isinstance(value, float):
-            yield name
+        for name, value in list(vars(each).items()):  # as attention layers of transformers have it
+            if name.endswith("dropout") and isinstance(value, float):
+                setattr(each, name, 0.0)

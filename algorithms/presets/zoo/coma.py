@@ -1,33 +1,226 @@
-"""COMA, arXiv 1705.08926: a critic of the team says what each call was worth."""
+"""COMA, arXiv 1705.08926: a critic of the team says what each call was worth.
+
+central: a network that reads the state and what the others did, and values every action of an
+agent. vdn and qmix: utilities of each agent's own actions, mixed (1706.05296, 1803.11485); as
+critics of policies, 2007.12322. All learn TD(lambda) targets of the policy that acted and, beside
+them, a model of that policy. Each step learns from its own episodes alone: the targets are the
+acting policy's returns, without a correction for another policy, so an episode of an earlier step
+would teach the value of an outdated policy (COMA is on-policy, as its authors' code is).
+"""
 
 from __future__ import annotations
 
+import base64
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isnan, nan
 from typing import Literal
 
+import msgspec
 import torch
-from torch import Tensor
+from safetensors import SafetensorError
+from safetensors import torch as safetensors
+from torch import Tensor, nn
+from torch.nn import functional
 
-from agentrl.algorithms.credit.baselines import remembered_column
 from agentrl.algorithms.credit.core import GroupRelative
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level
 from agentrl.algorithms.data.state import RememberedColumn, StatePart
-from agentrl.algorithms.multiagent.critics import CriticTraining, Kind, TeamCritic, TeamShape
-from agentrl.algorithms.multiagent.rollout_episodes import JointActionSpace
+from agentrl.algorithms.multiagent.episodes import Episode, Episodes, JointActionSpace, pad_episodes
+from agentrl.algorithms.multiagent.qmix import build_mixer, lambda_returns, of_action
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.presets.registry import PPO_CLIP, Discount, Names, preset
 from agentrl.config import Count, Positive
-from agentrl.types import Rollout
+from agentrl.types import Json, Rollout
+
+Kind = Literal["central", "vdn", "qmix"]
+
+
+@dataclass(frozen=True, slots=True)
+class TeamShape:
+    """n agents, observations [o], a actions, states [s]."""
+
+    agents: int
+    observation: int
+    actions: int
+    state: int
+
+
+@dataclass(frozen=True, slots=True)
+class CriticTraining:
+    gamma: float = 0.99
+    lam: float = 0.8
+    lr: float = 5e-3
+    updates: int = 8  # optimizer steps per training step
+    hidden: int = 64
+    embed: int = 32
+    max_grad_norm: float = 10.0
+
+
+class AgentNetwork(nn.Module):
+    """A number for every action of every agent [..., n, a], from features [..., n, f] and the
+    agent's index."""
+
+    def __init__(self, agents: int, features: int, actions: int, hidden: int) -> None:
+        super().__init__()
+        self.agents = agents
+        self.body = nn.Sequential(
+            nn.Linear(features + agents, hidden), nn.ReLU(), nn.Linear(hidden, actions)
+        )
+
+    def forward(self, features: Tensor) -> Tensor:
+        names = torch.eye(self.agents).expand(*features.shape[:-1], self.agents)
+        out: Tensor = self.body(torch.cat([features, names], -1))
+        return out
+
+
+class CentralCritic(nn.Module):
+    """COMA's critic: Q(s, (u_-i, a)) for every action a of each agent i."""
+
+    def __init__(self, shape: TeamShape, hidden: int) -> None:
+        super().__init__()
+        self.actions = shape.actions
+        features = shape.state + shape.agents * shape.actions
+        self.each = AgentNetwork(shape.agents, features, shape.actions, hidden)
+
+    def forward(self, data: Episodes) -> Tensor:
+        n = data.actions.shape[-1]
+        chosen = functional.one_hot(data.actions, self.actions).float()
+        chosen = chosen * data.acting[:, :-1, :, None]
+        others = chosen[:, :, None] * (1 - torch.eye(n))[:, :, None]  # without one's own
+        state = data.states[:, :-1, None].expand(-1, -1, n, -1)
+        out: Tensor = self.each(torch.cat([state, others.flatten(-2)], -1))
+        return out
+
+
+class MixedCritic(nn.Module):
+    """The mixed utilities, each agent's replaced by the utility of each of its actions in turn."""
+
+    def __init__(
+        self, kind: Literal["vdn", "qmix"], shape: TeamShape, training: CriticTraining
+    ) -> None:
+        super().__init__()
+        self.utilities = AgentNetwork(
+            shape.agents, shape.observation, shape.actions, training.hidden
+        )
+        self.mixer = build_mixer(kind, shape.agents, shape.state, training.embed)
+
+    def forward(self, data: Episodes) -> Tensor:
+        q = self.utilities(data.observations[:, :-1])
+        taken = torch.where(data.acting[:, :-1], of_action(q, data.actions), 0.0)
+        # [n, 1, n]: whose utility is replaced
+        own = torch.eye(data.actions.shape[-1], dtype=torch.bool)[:, None]
+        instead = torch.where(own, q[..., None], taken[:, :, None, None])  # [B, T, n, a, n]
+        state = data.states[:, :-1, None, None].expand(*instead.shape[:-1], -1)
+        out: Tensor = self.mixer(instead, state)
+        return out
+
+
+class TeamCritic:
+    """The critic as a `StatePart`. Owns its networks, target copies and optimizer. Always true: the
+    advantages of a step are those of the networks before they learned that step, so a baseline
+    never knows the action it is compared with."""
+
+    def __init__(
+        self, kind: Kind, shape: TeamShape, training: CriticTraining, seed: int = 0
+    ) -> None:
+        self.shape, self.training = shape, training
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            critic = (
+                CentralCritic(shape, training.hidden)
+                if kind == "central"
+                else MixedCritic(kind, shape, training)
+            )
+            policy = AgentNetwork(shape.agents, shape.observation, shape.actions, training.hidden)
+        self.online = nn.ModuleDict({"critic": critic, "policy": policy})
+        self.target = copy.deepcopy(critic).requires_grad_(False)
+        self.optimizer = torch.optim.RMSprop(
+            self.online.parameters(), training.lr, alpha=0.99, eps=1e-5
+        )
+
+    def advantages(self, episodes: Sequence[Episode]) -> Tensor:
+        """[B, T, n]: Q of the joint action minus its mean over the agent's own actions under its
+        policy, the others' fixed; NaN where an agent did not act."""
+        data = pad_episodes(episodes, self.shape.actions)
+        with torch.no_grad():
+            q = self.online["critic"](data)
+            policy = self.online["policy"](data.observations[:, :-1]).softmax(-1)
+        advantage = counterfactual_advantage(q, policy, data.actions)
+        return torch.where(data.acted, advantage, torch.nan)
+
+    def learned(self, episodes: Sequence[Episode]) -> TeamCritic:
+        """The critic after a training step on these episodes; this one does not change."""
+        after = copy.deepcopy(self)
+        after.target.load_state_dict(self.online["critic"].state_dict())
+        data = pad_episodes(episodes, self.shape.actions)
+        for _ in range(self.training.updates):
+            after._step(data)
+        return after
+
+    def _step(self, data: Episodes) -> None:
+        with torch.no_grad():
+            target = self._targets(data)
+        q = of_action(self.online["critic"](data), data.actions)
+        error = torch.where(data.acted, q - target[..., None], 0.0).square().sum()
+        logits = self.online["policy"](data.observations[:, :-1])
+        chosen = of_action(logits.log_softmax(-1), data.actions)
+        loss = error - torch.where(data.acted, chosen, 0.0).sum()
+        loss = loss / data.acted.sum().clamp(min=1)
+        self.optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(self.online.parameters(), self.training.max_grad_norm)
+        self.optimizer.step()
+
+    def _targets(self, data: Episodes) -> Tensor:
+        """[B, T], from the mean Q of the agents that acted."""
+        q = of_action(self.target(data), data.actions)
+        v = torch.where(data.acted, q, 0.0).sum(-1) / data.acted.sum(-1).clamp(min=1)
+        following = functional.pad(v[:, 1:], (0, 1))
+        gamma, lam = self.training.gamma, self.training.lam
+        return lambda_returns(data.rewards, following, data.terminated, data.last, gamma, lam)
+
+    def dump(self) -> Json:
+        """All tensors as one safetensors file in base64."""
+        return base64.b64encode(safetensors.save(self._tensors())).decode()
+
+    def restore(self, data: Json) -> None:
+        try:
+            saved = safetensors.load(base64.b64decode(msgspec.convert(data, str)))
+        except (ValueError, SafetensorError) as error:
+            raise msgspec.ValidationError(f"no critic can be read from it: {error}") from None
+        own = self._tensors()
+        if {k: x.shape for k, x in saved.items()} != {k: x.shape for k, x in own.items()}:
+            raise msgspec.ValidationError("it is of a critic of other roles, actions or sizes")
+        for name, tensor in own.items():
+            tensor.copy_(saved[name])
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Every tensor that learning changes, by name."""
+        squares: dict[str, Tensor] = {}
+        for number, p in enumerate(self.online.parameters()):
+            state = self.optimizer.state[p]
+            if not state:  # as the first step would make it
+                state |= {"step": torch.zeros(()), "square_avg": torch.zeros_like(p)}
+            squares |= {f"optimizer.{number}.{name}": x for name, x in state.items()}
+        online = {f"online.{name}": p.detach() for name, p in self.online.named_parameters()}
+        target = {f"target.{name}": p.detach() for name, p in self.target.named_parameters()}
+        return online | target | squares
+
+
+def counterfactual_advantage(q: Tensor, policy: Tensor, actions: Tensor) -> Tensor:
+    """[..., n]: q [..., n, a] of the actions [..., n] minus its mean under the policy [..., n, a]
+    over the same agent's actions. COMA, arXiv 1705.08926."""
+    return of_action(q, actions) - (policy * q).sum(-1) / policy.sum(-1)
 
 
 @dataclass(frozen=True, slots=True)
 class Counterfactual(RememberedColumn):
-    """[S] the advantage of a call's action among those that its role could have taken, the others'
-    as they were: COMA, arXiv 1705.08926. Missing for calls of other roles, and where the rollout's
-    reward is missing. Raises TrainingError for a role that made no call.
+    """[S] the advantage of a call's action over the other actions of its role, those of the other
+    roles fixed: COMA, arXiv 1705.08926. Missing for calls of roles outside the team, and where the
+    rollout's reward is missing. Raises TrainingError for a role that made no call.
 
     Whole rollouts are read, so roles that other policies play are part of the team."""
 
@@ -50,7 +243,9 @@ class Counterfactual(RememberedColumn):
     ) -> tuple[Tensor, TeamCritic]:
         assert isinstance(part, TeamCritic)
         self.stage.check(rollouts)
-        known = [row for row in rollouts if not isnan(row.reward(self.reward)) and self._acts(row)]
+        known = [
+            row for row in rollouts if not isnan(row.reward(self.reward)) and self.stage.moves(row)
+        ]
         if not known:
             return torch.full((len(batch.transitions),), torch.nan, dtype=torch.float64), part
         episodes = [self.stage.episode(row, row.reward(self.reward)) for row in known]
@@ -63,12 +258,6 @@ class Counterfactual(RememberedColumn):
         column = [of_call.get(call, nan) for call in batch.transitions]
         return torch.tensor(column, dtype=torch.float64), part.learned(episodes)
 
-    def _acts(self, rollout: Rollout) -> bool:
-        return any(call.role in self.stage.roles for call in rollout.transitions)
-
-    def __call__(self, batch: Batch) -> Tensor:
-        return remembered_column(batch, self.name)
-
 
 @preset("coma", clip=PPO_CLIP)
 def coma(
@@ -76,7 +265,7 @@ def coma(
     *,
     roles: Names,
     actions: Names,
-    critic: Literal["central", "vdn", "qmix"] = "central",
+    critic: Kind = "central",
     width: Count = 64,
     gamma: Discount = 0.99,
     lam: Discount = 0.8,
@@ -84,10 +273,10 @@ def coma(
     updates: Count = 8,
     std: bool = False,
 ) -> Algo:
-    """Calls against what else their role could have answered, the others as they were, by a critic
-    of the team: a central one of its joint actions, or the roles' utilities as VDN (1706.05296) or
-    QMIX (1803.11485) make them the team's value. `actions`: the answers that are told apart, any
-    other being one more. Roles that other policies play are of the team. arXiv 1705.08926."""
+    """Calls against the other answers of their role, the other roles' answers fixed, by a critic of
+    the team: a central one of joint actions, or the roles' utilities mixed by VDN (1706.05296) or
+    QMIX (1803.11485). `actions`: the answers that are told apart; any other answer is one more
+    action. Roles that other policies play belong to the team. arXiv 1705.08926."""
     stage = JointActionSpace(tuple(roles), tuple(actions), width)
     value = Counterfactual(critic, stage, CriticTraining(gamma, lam, critic_lr, updates), reward)
     credit = GroupRelative(value, by=("role",), base="none", norm="std" if std else "none")

@@ -1,13 +1,21 @@
-"""GRPO and what differs from it in scale or average alone."""
+"""GRPO and what differs from it in scale, average, filter or reward alone."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import inf
 
-from agentrl.algorithms.credit.core import GroupRelative, Whiten, weighted_sum
-from agentrl.algorithms.objective.core import Algo, Average
-from agentrl.algorithms.presets.registry import PPO_CLIP, ROLLOUTS, TOKENS, Mix, preset
-from agentrl.config import Count
+import torch
+from torch import Tensor
+
+from agentrl.algorithms.credit import core
+from agentrl.algorithms.credit.core import Column, GroupRelative, Whiten, column, rewards
+from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.data.ids import owner, reduce_by
+from agentrl.algorithms.objective.core import TOKENS, Algo, Average, Gate
+from agentrl.algorithms.objective.ratios import Truncate
+from agentrl.algorithms.presets.registry import PPO_CLIP, Cap, Mix, preset
+from agentrl.config import Count, Natural
 
 OUTCOME = {"outcome": 1.0}
 
@@ -15,42 +23,164 @@ OUTCOME = {"outcome": 1.0}
 @preset("grpo", clip=(0.2, 0.2, inf), kl=True)
 def grpo(reward: str, *, std: bool = True) -> Algo:
     """Group mean and (std) deviation, PPO clip, mean of row means. arXiv 2402.03300."""
-    credit = GroupRelative(reward, norm="std" if std else "none")
-    return Algo(credit)
+    return Algo(GroupRelative(reward, norm="std" if std else "none"))
 
 
 @preset("dr-grpo", clip=PPO_CLIP)
 def dr_grpo(reward: str, *, length: Count = 1024) -> Algo:
     """GRPO without deviation, rows divided by a constant length. arXiv 2503.20783."""
-    agg = Average(("row",), "const", length)
-    return Algo(GroupRelative(reward), agg=agg)
+    return Algo(GroupRelative(reward), agg=Average(("row",), "const", length))
 
 
 @preset("liteppo", clip=PPO_CLIP)
 def liteppo(reward: str) -> Algo:
     """Group mean, deviation of the whole batch, token mean. arXiv 2508.08221."""
-    credit = GroupRelative(reward, norm="std", norm_by=("all",))
-    return Algo(credit, agg=TOKENS)
+    return Algo(GroupRelative(reward, norm="std", norm_by=("all",)), agg=TOKENS)
 
 
 @preset("gdpo", clip=PPO_CLIP)
 def gdpo(*, rewards: Mix = OUTCOME) -> Algo:
     """Several rewards (name to weight), each compared on its own, then mixed. arXiv 2601.05242."""
-    mixed = weighted_sum(
-        *((GroupRelative(name, norm="std"), weight) for name, weight in rewards.items())
-    )
-    return Algo(Whiten(mixed))
+    terms = ((GroupRelative(name, norm="std"), weight) for name, weight in rewards.items())
+    return Algo(Whiten(core.weighted_sum(*terms)))
 
 
 @preset("agl-v0", clip=PPO_CLIP)
 def agl_v0(reward: str) -> Algo:
     """LightningRL as first released: every call with the final reward, compared over calls, token
     mean. arXiv 2508.03680."""
-    credit = GroupRelative(reward, at="transition", norm="std")
-    return Algo(credit, agg=TOKENS)
+    return Algo(GroupRelative(reward, at="transition", norm="std"), agg=TOKENS)
 
 
 @preset("agl-v1", clip=PPO_CLIP)
 def agl_v1(reward: str) -> Algo:
     """GRPO averaged over rollouts, however many calls they took. arXiv 2608.17528."""
-    return Algo(GroupRelative(reward, norm="std"), agg=ROLLOUTS)
+    return Algo(GroupRelative(reward, norm="std"), agg=Average(("rollout",)))
+
+
+@column()
+def NonzeroVariance(batch: Batch, reward: str = "outcome") -> Tensor:
+    """bool [N]: tokens of groups whose rewards differ. DAPO's filter, arXiv 2503.14476."""
+    return core.has_variance(batch, reward)[owner(batch, core.level_of(reward))]
+
+
+@column()
+def NonzeroVarianceReward(batch: Batch, reward: str = "outcome") -> Tensor:
+    """The reward, missing where the rewards of the group do not differ."""
+    return torch.where(core.has_variance(batch, reward), rewards(batch, reward), torch.nan)
+
+
+@column()
+def OverlongPenalty(batch: Batch, reward: str | Column, limit: int, cache: int) -> Tensor:
+    """The reward minus a penalty for action tokens beyond `limit` - `cache`, up to 1 at `limit`.
+    DAPO, arXiv 2503.14476."""
+    over = (core.response_lengths(batch) - (limit - cache)) / cache
+    return rewards(batch, reward) - over.clamp(0, 1)
+
+
+@column()
+def NotTruncated(batch: Batch) -> Tensor:
+    """bool [N]: tokens of rollouts that no token limit cut off. DAPO's overlong filtering."""
+    return ~core.was_truncated(batch)[batch.token_rollout]
+
+
+@preset("dapo", clip=(0.2, 0.28))
+def dapo(
+    reward: str,
+    *,
+    overlong_limit: Natural = 0,
+    overlong_cache: Count = 4096,
+    drop_truncated: bool = False,
+) -> Algo:
+    """Clip-higher, token mean, groups of equal rewards replaced by others; optionally a penalty on
+    the last `overlong_cache` of `overlong_limit` tokens, or no truncated rollouts. arXiv
+    2503.14476."""
+    shaped = OverlongPenalty(reward, overlong_limit, overlong_cache) if overlong_limit else reward
+    # Groups are judged by the raw reward: a length penalty would make each of them differ.
+    keep = NonzeroVariance(reward)
+    if drop_truncated:
+        keep = core.AllFilters((keep, NotTruncated()))
+    return Algo(GroupRelative(shaped, norm="std"), agg=TOKENS, keep=keep, resample=reward)
+
+
+@preset("scalerl")
+def scalerl(reward: str, *, cap: Cap = 5.0) -> Algo:
+    """Truncated weight against the sampler, batch deviation over groups whose rewards differ, mean
+    over prompts. arXiv 2510.13786."""
+    credit = GroupRelative(NonzeroVarianceReward(reward), norm="std", norm_by=("all",))
+    return Algo(credit, (Gate(Truncate(0.0, cap), den="b"),), agg=Average(("group",)))
+
+
+@column()
+def BestOverSecond(batch: Batch, reward: str = "outcome", std: bool = True) -> Tensor:
+    """By how much the best rollout of the group beats the second, 0 for the others and where two
+    are best; `std`: over the deviation of the group's rewards. Pass@k, arXiv 2503.19595."""
+    x, group, n = rewards(batch, reward), batch.rollout_group, len(batch.groups)
+    known = ~x.isnan()
+    best = known & (x == reduce_by(x.nan_to_num(nan=-torch.inf), group, n, "amax")[group])
+    second = reduce_by(torch.where(known & ~best, x, -torch.inf), group, n, "amax")[group]
+    size, winners = (reduce_by(y, group, n)[group] for y in (known, best))
+    single = best & (size > 1) & (winners == 1)
+    gap = torch.where(single, x - second, torch.where(known, 0.0, torch.nan))
+    if not std:
+        return gap
+    return torch.where(single, gap / core.standardise(x, group, norm="std").scale, gap)
+
+
+@dataclass(frozen=True, slots=True)
+class PassAtKReward:
+    """k / n times the share of the k-subsets with the rollout that contain a success: all of them
+    for a success, 1 - C(n-1-c, k-1) / C(n-1, k-1) for a failure, of n rollouts with c successes
+    (reward > 0). Missing in groups of k or fewer, whose baseline is not known. PKPO, arXiv
+    2505.15201."""
+
+    reward: str = "outcome"
+    k: int = 2
+
+    @property
+    def min_group(self) -> int:
+        return self.k + 1
+
+    def __call__(self, batch: Batch) -> Tensor:
+        x, n, c = _successes(batch, self.reward)
+        share = self.k / n * torch.where(x > 0, 1.0, 1 - _all_fail(n - 1, c, self.k - 1))
+        return torch.where(x.isnan() | (n <= self.k), torch.nan, share)
+
+
+@column()
+def PassAtKBaseline(batch: Batch, reward: str = "outcome", k: int = 2) -> Tensor:
+    """[U] k / n times the share of the k-subsets without the rollout that contain a success. It
+    does not depend on the rollout, so as a baseline it leaves the gradient of pass@k what it is.
+    PKPO's s^(loo), arXiv 2505.15201, has 1 / (n - 1) in the place of 1 / n, by which it would
+    punish every rollout of a group that has no failures."""
+    x, n, c = _successes(batch, reward)
+    share = k / n * (1 - _all_fail(n - 1, c - (x > 0).double(), k))
+    return torch.where(n <= k, torch.nan, share)
+
+
+def _successes(batch: Batch, reward: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Rewards, and of the group of each how many are known, and how many of these are above 0."""
+    x, group, m = rewards(batch, reward), batch.rollout_group, len(batch.groups)
+    return x, reduce_by(~x.isnan(), group, m)[group], reduce_by(x > 0, group, m)[group]
+
+
+def _all_fail(n: Tensor, c: Tensor, k: int) -> Tensor:
+    """C(n - c, k) / C(n, k): the share of the k-subsets of n without one of c successes; exactly 1
+    where there are none."""
+    share = torch.ones_like(n)
+    for drawn in range(k):
+        share = share * (n - c - drawn).clamp(min=0) / (n - drawn)
+    return share
+
+
+@preset("best-of", clip=PPO_CLIP)
+def best_of(reward: str, *, std: bool = True) -> Algo:
+    """Pass@k by the gap of the best rollout to the second (verl's grpo_passk). arXiv 2503.19595."""
+    return Algo(GroupRelative(BestOverSecond(reward, std), base="none"))
+
+
+@preset("pass-at-k", clip=PPO_CLIP)
+def pass_at_k(reward: str, *, k: Count = 2) -> Algo:
+    """Unbiased pass@k of a reward that is positive on success (PKPO), k below the size of groups.
+    arXiv 2505.15201."""
+    return Algo(GroupRelative(PassAtKReward(reward, k), base=PassAtKBaseline(reward, k)))

@@ -10,32 +10,17 @@ import msgspec
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit.baselines import RunningMean, remembered_column
-from agentrl.algorithms.credit.core import (
-    Column,
-    Credit,
-    CriticValues,
-    Gae,
-    GroupRelative,
-    Whiten,
-    gae,
-)
+from agentrl.algorithms.credit import core
+from agentrl.algorithms.credit.baselines import RunningMean
+from agentrl.algorithms.credit.core import Column, CriticValues, GroupRelative, Whiten
 from agentrl.algorithms.credit.turns import Returns, StepGae, value_of
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level, next_same
 from agentrl.algorithms.data.rewards import last_observation
 from agentrl.algorithms.data.state import CountedMeans
-from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.presets.registry import (
-    PPO_CLIP,
-    TOKENS,
-    Discount,
-    Num,
-    kl_in_reward,
-    modifier,
-    outcome_of,
-    preset,
-)
+from agentrl.algorithms.objective.core import TOKENS, Algo
+from agentrl.algorithms.presets import registry
+from agentrl.algorithms.presets.registry import PPO_CLIP, Discount, modifier, preset
 from agentrl.types import Rollout
 
 
@@ -53,30 +38,26 @@ class BiLevelGae:
     lam: float = 1.0
 
     def __call__(self, batch: Batch) -> Tensor:
-        return self._solved(batch)[0]
-
-    def returns(self, batch: Batch) -> Tensor:
-        """What `value` should have said, float64 [N], NaN = missing."""
-        return self._solved(batch)[1]
-
-    def _solved(self, batch: Batch) -> tuple[Tensor, Tensor]:
         v, call = self.value(batch).double(), batch.token_transition
         following = next_same(call)
         last = following < 0
         v_end = torch.full((len(batch.transitions),), torch.nan, dtype=torch.float64)
         v_end[call[last]] = v[last]
         steps = StepGae(lambda _: v_end, self.reward, self.gamma_high, self.lam)
-        returns = steps(batch) + v_end
-        r = torch.where(last, returns[call].nan_to_num(nan=0.0), 0.0)
-        missing = returns[call].isnan()
-        advantage, targets = gae(r, v, following, self.gamma, self.lam)
-        return advantage.masked_fill(missing, torch.nan), targets.masked_fill(missing, torch.nan)
+        returns = (steps(batch) + v_end)[call]
+        r = torch.where(last, returns.nan_to_num(nan=0.0), 0.0)
+        advantage, _ = core.gae(r, v, following, self.gamma, self.lam)
+        return advantage.masked_fill(returns.isnan(), torch.nan)
+
+    def returns(self, batch: Batch) -> Tensor:
+        """The targets of `value`, float64 [N], NaN = missing."""
+        return self(batch) + self.value(batch).double()
 
 
 @dataclass(frozen=True, slots=True)
 class Tabular(RunningMean):
-    """[S] the mean return that earlier steps saw from the state before a call, 0 for one never
-    seen: a critic for tasks with few states."""
+    """[S] the mean return that earlier steps saw from the state before a call, 0 for a new state: a
+    critic for tasks with few states."""
 
     reward: str | Column = "outcome"
     gamma: float = 1.0
@@ -89,73 +70,62 @@ class Tabular(RunningMean):
         return CountedMeans()
 
     def names(self, batch: Batch, rollouts: Sequence[Rollout]) -> list[str]:
+        """A hash of each state within its task."""
         calls = {call.id: call for rollout in rollouts for call in rollout.transitions}
-        tasks = (rollouts[rollout].task for rollout in batch.transition_rollout.tolist())
-        seen = (last_observation(calls[name]) for name in batch.transitions)
-        return [_digest(task, state) for task, state in zip(tasks, seen, strict=True)]
+        states = [
+            (rollouts[rollout].task, last_observation(calls[name]))
+            for rollout, name in zip(
+                batch.transition_rollout.tolist(), batch.transitions, strict=True
+            )
+        ]
+        packed = (msgspec.msgpack.encode(state, order="sorted") for state in states)
+        return [hashlib.blake2b(whole, digest_size=12).hexdigest() for whole in packed]
 
     def observed(self, batch: Batch) -> Tensor:
         return Returns(self.reward, self.gamma)(batch)
 
-    def __call__(self, batch: Batch) -> Tensor:
-        return remembered_column(batch, self.name)
 
-
-def _digest(*parts: object) -> str:
-    """Of a state within its task."""
-    whole = msgspec.msgpack.encode(parts, order="sorted")
-    return hashlib.blake2b(whole, digest_size=12).hexdigest()
-
-
-def step_gae_credit(value: str, reward: str, gamma: float, lam: float) -> Credit:
+def whitened_gae(value: Column, reward: str, gamma: float, lam: float) -> GroupRelative:
     """GAE over calls, whitened over calls."""
-    return GroupRelative(StepGae(value_of(value), reward, gamma, lam), by=("all",), norm="std")
+    return GroupRelative(StepGae(value, reward, gamma, lam), by=("all",), norm="std")
 
 
 @preset("ppo", clip=PPO_CLIP, kl=True)
-def ppo(reward: str, *, gamma: Discount = 1.0, lam: Discount = 0.95, kl_reward: Num = 0.0) -> Algo:
+def ppo(
+    reward: str, *, gamma: Discount = 1.0, lam: Discount = 0.95, kl_reward: registry.Num = 0.0
+) -> Algo:
     """GAE over tokens with a critic, whitened, PPO clip. The penalty on leaving the reference is
     in the loss (`kl`) or in the rewards (`kl_reward`, arXiv 1909.08593). arXiv 1707.06347."""
-    credit = Whiten(Gae(CriticValues(), reward, gamma, lam, kl_in_reward(kl_reward)))
-    return Algo(credit, agg=TOKENS)
+    penalty = core.TokenKLPenalty(kl_reward) if kl_reward else None
+    return Algo(Whiten(core.Gae(CriticValues(), reward, gamma, lam, penalty)), agg=TOKENS)
 
 
+@registry.as_modifier("step-gae", prefix="step_")
 @preset("agent-r1", clip=PPO_CLIP, kl=True)
 def agent_r1(reward: str, *, value: str = "", gamma: Discount = 1.0, lam: Discount = 0.95) -> Algo:
     """PPO with calls as actions: GAE over calls, whitened over calls. `value`: a reward that holds
     V of each call; default: the critic. arXiv 2511.14460."""
-    credit = step_gae_credit(value, reward, gamma, lam)
-    return Algo(credit)
+    return Algo(whitened_gae(value_of(value), reward, gamma, lam))
 
 
 @preset("turn-ppo", clip=PPO_CLIP)
 def turn_ppo(reward: str, *, value: str = "", gamma: Discount = 0.99, lam: Discount = 0.95) -> Algo:
     """Agent-R1 with a discount per turn, token mean. arXiv 2512.17008."""
-    credit = step_gae_credit(value, reward, gamma, lam)
-    return Algo(credit, agg=TOKENS)
+    return Algo(whitened_gae(value_of(value), reward, gamma, lam), agg=TOKENS)
 
 
 @preset("pspo", clip=(3e-4, 4e-4, 10.0), clip_by="transition", kl=True)
 def pspo(reward: str, *, value: str = "", gamma: Discount = 1.0, lam: Discount = 0.95) -> Algo:
     """GAE over calls, and one clipped ratio per call. arXiv 2601.10029."""
-    return Algo(step_gae_credit(value, reward, gamma, lam))
+    return Algo(whitened_gae(value_of(value), reward, gamma, lam))
 
 
-@modifier("step-gae")
-def with_step_gae(
-    algo: Algo, *, step_value: str = "", step_gamma: Discount = 1.0, step_lam: Discount = 0.95
-) -> Algo:
-    """Puts GAE over calls in the place of the host's credit. arXiv 2511.14460."""
-    return replace(algo, credit=step_gae_credit(step_value, outcome_of(algo), step_gamma, step_lam))
-
-
-@modifier("table")
-def with_table(algo: Algo, *, table_gamma: Discount = 1.0, table_lam: Discount = 0.95) -> Algo:
+@modifier("table", prefix="table_")
+def with_table(algo: Algo, *, gamma: Discount = 1.0, lam: Discount = 0.95) -> Algo:
     """Puts GAE over calls in the place of the host's credit, the value of a state being the mean
     return that earlier steps saw from it: for tasks with few states. arXiv 1506.02438."""
-    reward = outcome_of(algo)
-    advantage = StepGae(Tabular(reward, table_gamma), reward, table_gamma, table_lam)
-    return replace(algo, credit=GroupRelative(advantage, by=("all",), norm="std"))
+    reward = registry.outcome_of(algo)
+    return replace(algo, credit=whitened_gae(Tabular(reward, gamma), reward, gamma, lam))
 
 
 @preset("ragen", clip=PPO_CLIP)
@@ -163,5 +133,4 @@ def ragen(
     reward: str, *, gamma_high: Discount = 0.95, gamma: Discount = 1.0, lam: Discount = 1.0
 ) -> Algo:
     """GAE over calls whose returns end a GAE over the tokens of each. arXiv 2504.20073."""
-    credit = Whiten(BiLevelGae(CriticValues(), reward, gamma_high, gamma, lam))
-    return Algo(credit, agg=TOKENS)
+    return Algo(Whiten(BiLevelGae(CriticValues(), reward, gamma_high, gamma, lam)), agg=TOKENS)

@@ -2,84 +2,54 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit.core import (
-    GroupRelative,
-    RewardToGo,
-    Whiten,
-    has_variance,
-    response_lengths,
-    rewards,
-)
+from agentrl.algorithms.credit import core
+from agentrl.algorithms.credit.core import GroupRelative, TokenKLPenalty, Whiten, column, rewards
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import known_mean
-from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.presets.registry import (
-    PPO_CLIP,
-    ROW_SUMS,
-    TOKENS,
-    Num,
-    kl_in_reward,
-    preset,
-)
+from agentrl.algorithms.objective.core import ROW_SUMS, TOKENS, Algo
+from agentrl.algorithms.presets.registry import PPO_CLIP, Num, preset
 from agentrl.errors import TrainingError
 
 
-@dataclass(frozen=True, slots=True)
-class RescaledByValid:
+@column()
+def RescaledByValid(batch: Batch, reward: str = "outcome") -> Tensor:
     """The reward times known / surviving rollouts, which makes up for the zero gradients of groups
     whose rewards do not differ. GPG, arXiv 2504.02546."""
-
-    reward: str = "outcome"
-
-    def __call__(self, batch: Batch) -> Tensor:
-        x = rewards(batch, self.reward)
-        known = ~x.isnan()
-        return x * known.sum() / (has_variance(batch, self.reward) & known).sum().clamp(1)
+    x = rewards(batch, reward)
+    known = ~x.isnan()
+    return x * known.sum() / (core.has_variance(batch, reward) & known).sum().clamp(1)
 
 
-@dataclass(frozen=True, slots=True)
-class GreedyBaseline:
+@column(needs_greedy=True)
+def GreedyBaseline(batch: Batch, reward: str = "outcome") -> Tensor:
     """The mean reward of the greedy rollouts of the group, missing where it has none. ReMax, arXiv
     2310.10505. A rollout is greedy if all its calls were sampled at temperature 0.
 
     Raises TrainingError where no group has one."""
-
-    reward: str = "outcome"
-    needs_greedy: ClassVar[bool] = True
-
-    def __call__(self, batch: Batch) -> Tensor:
-        greedy, group = batch.rollout_greedy, batch.rollout_group
-        if batch.n_tokens and not greedy.any():
-            raise TrainingError(
-                f"step {batch.step}: none of the {len(batch.groups)} groups has a greedy rollout "
-                "to compare with; let the agent leave the temperature to the run, which asks for "
-                "one rollout per group at temperature 0"
-            )
-        x = rewards(batch, self.reward)
-        if not greedy.numel():
-            return torch.full_like(x, torch.nan)
-        return known_mean(torch.where(greedy, x, torch.nan), group)[group]
+    greedy, group = batch.rollout_greedy, batch.rollout_group
+    if batch.n_tokens and not greedy.any():
+        raise TrainingError(
+            f"step {batch.step}: none of the {len(batch.groups)} groups has a greedy rollout "
+            "to compare with; let the agent leave the temperature to the run, which asks for "
+            "one rollout per group at temperature 0"
+        )
+    x = rewards(batch, reward)
+    if not greedy.numel():
+        return torch.full_like(x, torch.nan)
+    return known_mean(torch.where(greedy, x, torch.nan), group)[group]
 
 
-@dataclass(frozen=True, slots=True)
-class SampledRewards:
+@column()
+def SampledRewards(batch: Batch, reward: str = "outcome") -> Tensor:
     """The reward; missing for greedy rollouts, which are never trained on, and where the group has
     none."""
-
-    reward: str = "outcome"
-
-    def __call__(self, batch: Batch) -> Tensor:
-        base = GreedyBaseline(self.reward)(batch)
-        if not batch.rollout_greedy.numel():
-            return base
-        lost = batch.rollout_greedy | base.isnan()
-        return torch.where(lost, torch.nan, rewards(batch, self.reward))
+    base = GreedyBaseline(reward)(batch)
+    if not batch.rollout_greedy.numel():
+        return base
+    return torch.where(batch.rollout_greedy | base.isnan(), torch.nan, rewards(batch, reward))
 
 
 @preset("reinforce")
@@ -92,8 +62,8 @@ def reinforce(reward: str) -> Algo:
 def reinforce_pp(reward: str, *, gamma: Num = 1.0, kl_reward: Num = 0.0) -> Algo:
     """Reward-to-go whitened over all tokens; needs no groups. `kl_reward`: what every token pays
     for leaving the reference. arXiv 2501.03262."""
-    credit = Whiten(RewardToGo(reward, gamma, kl_in_reward(kl_reward)))
-    return Algo(credit, agg=TOKENS)
+    penalty = TokenKLPenalty(kl_reward) if kl_reward else None
+    return Algo(Whiten(core.RewardToGo(reward, gamma, penalty)), agg=TOKENS)
 
 
 @preset("reinforce++-baseline", clip=PPO_CLIP)
@@ -111,7 +81,7 @@ def rloo(reward: str) -> Algo:
 @preset("opo")
 def opo(reward: str) -> Algo:
     """Length-weighted group mean as baseline, for exact on-policy training. arXiv 2505.23585."""
-    return Algo(GroupRelative(reward, bw=response_lengths), agg=TOKENS)
+    return Algo(GroupRelative(reward, bw=core.response_lengths), agg=TOKENS)
 
 
 @preset("gpg")

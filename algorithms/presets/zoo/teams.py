@@ -1,4 +1,5 @@
-"""Presets and modifiers for teams: whom the calls of a role are compared with, and by which reward.
+"""Presets and modifiers for teams and self-play: whom the calls of a role are compared with, and by
+which reward.
 
 A batch holds the calls of one policy. What depends on what other roles did is therefore a reward
 that the verifier gives, which sees the whole rollout (`agentrl.team_rewards` has the formulas), or
@@ -14,70 +15,41 @@ import msgspec
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit.core import (
-    AllFilters,
-    Base,
-    Column,
-    Credit,
-    GroupRelative,
-    Whiten,
-    level_of,
-    map_parts,
-    rewards,
-)
-from agentrl.algorithms.credit.turns import is_first_token, value_of
+from agentrl.algorithms.credit import core, turns
+from agentrl.algorithms.credit.baselines import Ema
+from agentrl.algorithms.credit.core import Column, Credit, GroupRelative, Whiten, column, rewards
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.ids import Level, Unit, reduce_by, units
-from agentrl.algorithms.objective.core import Algo, Average
-from agentrl.algorithms.presets.registry import (
-    PPO_CLIP,
-    ROW_SUMS,
-    TOKENS,
-    Names,
-    Scale,
-    modifier,
-    preset,
-)
+from agentrl.algorithms.objective.core import ROW_SUMS, TOKENS, Algo, Average
+from agentrl.algorithms.presets.registry import PPO_CLIP, Discount, Names, modifier, preset
+from agentrl.config import Count
 from agentrl.errors import ConfigError, TrainingError, nearest
 
+PAIRS = Average(("rollout", "role"), parts=("row",))
+Equal = Annotated[
+    list[Literal["role", "rollout", "transition", "row", "group"]], msgspec.Meta(min_length=1)
+]
 
-@dataclass(frozen=True, slots=True)
-class GroupMaximum:
+
+@column()
+def GroupMaximum(batch: Batch, reward: str, by: tuple[Unit, ...]) -> Tensor:
     """[U] the highest reward of those that are compared. MAREMAX of comlrl, arXiv 2508.04652."""
-
-    reward: str
-    by: tuple[Unit, ...]
-
-    def __call__(self, batch: Batch) -> Tensor:
-        x, ids = rewards(batch, self.reward), units(batch, level_of(self.reward), *self.by)
-        return reduce_by(x.nan_to_num(nan=-torch.inf), ids, how="amax")[ids]
+    x, ids = rewards(batch, reward), units(batch, core.level_of(reward), *by)
+    return reduce_by(x.nan_to_num(nan=-torch.inf), ids, how="amax")[ids]
 
 
-@dataclass(frozen=True, slots=True)
-class EvenRolloutWeights:
+@column("transition")
+def EvenRolloutWeights(batch: Batch, reward: str) -> Tensor:
     """[S] 1 / number of calls that the role made in the rollout and that have the reward: each
     rollout counts once for each of its roles, however often it called."""
-
-    reward: str
-    level: ClassVar[Level] = "transition"
-
-    def __call__(self, batch: Batch) -> Tensor:
-        pair = units(batch, "transition", "rollout", "role")
-        return 1 / reduce_by(~rewards(batch, self.reward).isnan(), pair)[pair].clamp(min=1)
+    pair = units(batch, "transition", "rollout", "role")
+    return 1 / reduce_by(~rewards(batch, reward).isnan(), pair)[pair].clamp(min=1)
 
 
-@dataclass(frozen=True, slots=True)
-class MainAndSubCredit:
+@column()
+def MainAndSubCredit(batch: Batch, role: str, credit: Credit, others: Credit) -> Tensor:
     """[N] a credit for the calls of one role, another one for those of the others."""
-
-    role: str
-    credit: Credit
-    others: Credit
-
-    def __call__(self, batch: Batch) -> Tensor:
-        leads = torch.tensor([role == self.role for role in batch.roles], dtype=torch.bool)
-        mine = leads[batch.transition_role][batch.token_transition]
-        return torch.where(mine, self.credit(batch), self.others(batch))
+    return torch.where(_made_by(batch, (role,)), credit(batch), others(batch))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,42 +64,39 @@ class SingleCallAdvantage:
         return rewards(batch, self.reward) - self.value(batch)
 
     def returns(self, batch: Batch) -> Tensor:
-        """What `value` should have said, float64 [N], at the first token of each call."""
+        """The targets of `value` at the first token of each call, float64 [N], else NaN."""
         known = rewards(batch, self.reward)[batch.token_transition]
-        return torch.where(is_first_token(batch), known, torch.nan)
+        return torch.where(turns.is_first_token(batch), known, torch.nan)
 
 
-@dataclass(frozen=True, slots=True)
-class RoleFilter:
+@column()
+def RoleFilter(batch: Batch, roles: tuple[str, ...]) -> Tensor:
     """bool [N]: the tokens of the calls that these roles made. Raises TrainingError for a role that
     made none of the calls."""
-
-    roles: tuple[str, ...]
-
-    def __call__(self, batch: Batch) -> Tensor:
-        for role in self.roles:
-            if role not in batch.roles and batch.transitions:
-                raise TrainingError(
-                    f"step {batch.step}: none of the {len(batch.transitions)} calls was made in "
-                    f"the role {role!r}; {nearest(role, batch.roles)}"
-                )
-        chosen = torch.tensor([role in self.roles for role in batch.roles], dtype=torch.bool)
-        return chosen[batch.transition_role][batch.token_transition]
+    for role in roles:
+        if role not in batch.roles and batch.transitions:
+            raise TrainingError(
+                f"step {batch.step}: none of the {len(batch.transitions)} calls was made in "
+                f"the role {role!r}; {nearest(role, batch.roles)}"
+            )
+    return _made_by(batch, roles)
 
 
-PAIRS = Average(("rollout", "role"), parts=("row",))
+def _made_by(batch: Batch, roles: tuple[str, ...]) -> Tensor:
+    chosen = torch.tensor([role in roles for role in batch.roles], dtype=torch.bool)
+    return chosen[batch.transition_role][batch.token_transition]
 
 
-Equal = Annotated[
-    list[Literal["role", "rollout", "transition", "row", "group"]], msgspec.Meta(min_length=1)
-]
+@column()
+def NonzeroAdvantage(batch: Batch, credit: Credit) -> Tensor:
+    """bool [N]: tokens whose credit is not 0."""
+    return credit(batch) != 0
 
 
 @preset("dr-mas", clip=PPO_CLIP)
 def dr_mas(reward: str) -> Algo:
     """Calls compared with those of the same role. arXiv 2602.08847."""
-    credit = GroupRelative(reward, at="transition", by=("group", "role"), norm="std")
-    return Algo(credit)
+    return Algo(GroupRelative(reward, at="transition", by=("group", "role"), norm="std"))
 
 
 @preset("at-grpo", clip=PPO_CLIP)
@@ -135,9 +104,8 @@ def at_grpo(reward: str, *, within: Literal["turn", "prompt"] = "turn", std: boo
     """Calls compared with those of the same role and turn or, with `within` = "prompt", with those
     that answered the same: solvers within one proposal, proposers with one another. arXiv
     2510.11062."""
-    norm: Scale = "std" if std else "none"
-    credit = GroupRelative(reward, at="transition", by=("group", "role", within), norm=norm)
-    return Algo(credit)
+    by: tuple[Unit, ...] = ("group", "role", within)
+    return Algo(GroupRelative(reward, at="transition", by=by, norm="std" if std else "none"))
 
 
 @preset("magrpo")
@@ -156,13 +124,13 @@ def magrpo(
     nothing (MAREINFORCE). arXiv 2508.04652."""
     level, name = ("transition", "transition:cross") if mode == "cross" else ("rollout", "outcome")
     reward = reward or name
-    if level_of(reward) != level:
+    if core.level_of(reward) != level:
         raise ConfigError(
             f"algorithm.options.reward = {reward!r}: in {mode} mode the return of a team is a "
             f"reward of {level}s; let the verifier give it"
         )
     by: tuple[Unit, ...] = ("group", "role") if mode == "cross" else ("group",)
-    base: Base | Column = GroupMaximum(reward, by) if baseline == "max" else baseline
+    base = GroupMaximum(reward, by) if baseline == "max" else baseline
     credit = GroupRelative(reward, by=by, base=base, norm="std" if std else "none", ddof=0)
     return Algo(credit, agg=ROW_SUMS)
 
@@ -172,7 +140,7 @@ def m_grpo(reward: str, *, main: str = "main", sub_reward: str = "transition:sub
     """The main role compared by the outcome, the calls of each sub-agent by a reward of their own
     over all of the group's. Where others copy calls until every rollout has equally many, each call
     weighs 1 / number of its rollout's, in statistics and loss. arXiv 2511.13288."""
-    if level_of(sub_reward) != "transition":
+    if core.level_of(sub_reward) != "transition":
         raise ConfigError(
             f"algorithm.options.sub_reward = {sub_reward!r}: it is one of calls; write "
             "'transition:name'"
@@ -180,8 +148,7 @@ def m_grpo(reward: str, *, main: str = "main", sub_reward: str = "transition:sub
     by: tuple[Unit, ...] = ("group", "role")
     lead = GroupRelative(reward, at="role", by=by, norm="std")
     calls = GroupRelative(sub_reward, by=by, norm="std", w=EvenRolloutWeights(sub_reward), ddof=0)
-    credit = MainAndSubCredit(main, lead, calls)
-    return Algo(credit, agg=PAIRS, optional=(sub_reward,))
+    return Algo(MainAndSubCredit(main, lead, calls), agg=PAIRS, optional=(sub_reward,))
 
 
 @preset("sage", reward="role:outcome", clip=PPO_CLIP, kl=True)
@@ -189,8 +156,7 @@ def sage(reward: str) -> Algo:
     """REINFORCE++ whose rewards and scale are those of each role: challenger, planner, solver and
     critic are compared over the whole batch with their own kind alone. The KL penalty is part of
     the loss, where the paper leaves its place open. arXiv 2603.15255."""
-    credit = Whiten(GroupRelative(reward, base="none"), by=("role",))
-    return Algo(credit, agg=TOKENS)
+    return Algo(Whiten(GroupRelative(reward, base="none"), by=("role",)), agg=TOKENS)
 
 
 @preset("maporl", reward="transition:maporl", clip=PPO_CLIP, kl=True)
@@ -198,8 +164,8 @@ def maporl(reward: str, *, value: str = "") -> Algo:
     """PPO for each role of a debate, every answer an episode of its own: its reward, which
     `agentrl.team_rewards.maporl` makes of the verifier's scores, has the later rounds in it
     already. `value`: a reward that holds V of each call; default: the critic. arXiv 2502.18439."""
-    credit = GroupRelative(SingleCallAdvantage(value_of(value), reward), by=("role",), norm="std")
-    return Algo(credit, agg=TOKENS)
+    advantage = SingleCallAdvantage(turns.value_of(value), reward)
+    return Algo(GroupRelative(advantage, by=("role",), norm="std"), agg=TOKENS)
 
 
 @preset("marti", reward="transition:marti", clip=PPO_CLIP, kl=True)
@@ -207,21 +173,18 @@ def marti(reward: str) -> Algo:
     """Answers compared with those of the same role and turn by a reward for being better than what
     came before, which `agentrl.team_rewards.marti` makes of the verifier's scores. MARTI,
     OpenReview E7jZqo0A50."""
-    credit = GroupRelative(reward, at="transition", by=("group", "role", "turn"), norm="std")
-    return Algo(credit)
+    return Algo(GroupRelative(reward, at="transition", by=("group", "role", "turn"), norm="std"))
 
 
 @preset("difference", reward="role:difference", clip=PPO_CLIP)
 def difference(
     reward: str, *, baseline: Literal["mean", "none"] = "mean", std: bool = False
 ) -> Algo:
-    """Every role by what the team came to less what it comes to without the role, as replays show
+    """Every role by the team's reward less the team's reward without the role, as replays show
     (`algorithm.counterfactual`) or the verifier says (`agentrl.team_rewards.difference`), against
     the mean of the group or, as it is a comparison already, nothing. arXiv 2012.11258."""
-    credit = GroupRelative(
-        reward, by=("group", "role"), base=baseline, norm="std" if std else "none"
-    )
-    return Algo(credit)
+    norm: core.Norm = "std" if std else "none"
+    return Algo(GroupRelative(reward, by=("group", "role"), base=baseline, norm=norm))
 
 
 @preset("shapley", reward="role:shapley", clip=PPO_CLIP)
@@ -229,16 +192,56 @@ def shapley(reward: str, *, std: bool = False) -> Algo:
     """Every role compared by what it added to all coalitions of the others, as replays show
     (`algorithm.counterfactual`) or the verifier says (`agentrl.team_rewards.shapley`). arXiv
     1907.05707."""
-    credit = GroupRelative(reward, by=("group", "role"), norm="std" if std else "none")
-    return Algo(credit)
+    return Algo(GroupRelative(reward, by=("group", "role"), norm="std" if std else "none"))
 
 
-@modifier("equal")
-def equal(algo: Algo, *, equal_units: Equal) -> Algo:
+@preset("spiral", reward="role:outcome", clip=PPO_CLIP)
+def spiral(
+    reward: str,
+    *,
+    decay: Discount = 0.95,
+    key: str = "",
+    gamma: Discount = 1.0,
+    length: Count = 1024,
+) -> Algo:
+    """Each role against the running mean of its earlier rewards (one for each value of the task's
+    field `key`), discounted by every call that follows; advantages of 0 are left out. arXiv
+    2506.24119."""
+    credit = turns.TurnDiscount(GroupRelative(reward, base=Ema(reward, decay, key)), gamma)
+    return Algo(credit, agg=Average(("row",), "const", length), keep=NonzeroAdvantage(credit))
+
+
+@modifier("ema", prefix="ema_")
+def with_ema(algo: Algo, *, decay: Discount = 0.95, key: str = "") -> Algo:
+    """Every comparison is with the running mean of earlier rewards, of each role and, with
+    `ema_key`, of each value of that field of the task. arXiv 2506.24119."""
+
+    def change(part: Any) -> Any:
+        if not isinstance(part, GroupRelative):
+            return part
+        return replace(part, base=Ema(part.reward, decay, key, part.at))
+
+    credit = core.map_parts(algo.credit, change)
+    if credit == algo.credit:
+        raise ConfigError(
+            "algorithm.preset: +ema changes the baseline of a comparison, and this preset makes "
+            "none; leave +ema out or choose another preset"
+        )
+    return replace(algo, credit=credit)
+
+
+@modifier("fade", prefix="fade_")
+def with_fade(algo: Algo, *, gamma: Discount = 0.95) -> Algo:
+    """Credit is discounted by every call that still follows in the rollout. arXiv 2506.24119."""
+    return replace(algo, credit=turns.TurnDiscount(algo.credit, gamma))
+
+
+@modifier("equal", prefix="equal_")
+def equal(algo: Algo, *, units: Equal) -> Algo:
     """Averages the loss over these units, so that each weighs the same however many tokens it has:
     ["role"] one mean per role, as if each had a loss of its own (MAGRPO, arXiv 2508.04652),
     ["rollout", "role"] one per role of every rollout."""
-    return replace(algo, agg=replace(algo.agg, unit=tuple(equal_units)))
+    return replace(algo, agg=replace(algo.agg, unit=tuple(units)))
 
 
 @modifier("per-role")
@@ -261,11 +264,12 @@ def per_role(algo: Algo) -> Algo:
         at = "role" if level == "rollout" else level
         return replace(part, at=at, by=(*part.by, "role"), norm_by=norm_by)
 
-    return replace(algo, credit=map_parts(algo.credit, change))
+    return replace(algo, credit=core.map_parts(algo.credit, change))
 
 
-@modifier("only")
-def only(algo: Algo, *, only_roles: Names) -> Algo:
+@modifier("only", prefix="only_")
+def only(algo: Algo, *, roles: Names) -> Algo:
     """Trains the calls of these roles alone. arXiv 2508.03680."""
-    chosen = RoleFilter(tuple(only_roles))
-    return replace(algo, keep=chosen if algo.keep is None else AllFilters((algo.keep, chosen)))
+    chosen = RoleFilter(tuple(roles))
+    keep = chosen if algo.keep is None else core.AllFilters((algo.keep, chosen))
+    return replace(algo, keep=keep)

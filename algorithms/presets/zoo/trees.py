@@ -1,34 +1,31 @@
 """Rollouts that branch off one another, by `[algorithm.branching]`: Tree-GRPO, TreeRL, VinePPO, C3.
 
 Calls that are one node of the tree share `Batch.transition_node`; `Batch.transition_repeats` marks
-what a branch repeats of the rollout that it branched off.
+the calls that a branch repeats from the rollout that it branched off.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.credit.core import GroupRelative, rewards, standardise, weighted_sum
+from agentrl.algorithms.credit.core import GroupRelative, column, rewards, standardise, weighted_sum
+from agentrl.algorithms.data import ids
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.data.ids import (
-    Level,
-    known_mean,
-    next_same,
-    of_calls,
-    previous,
-    reduce_by,
-    units,
-)
+from agentrl.algorithms.data.ids import known_mean, reduce_by, units
 from agentrl.algorithms.objective.core import Algo
 from agentrl.algorithms.presets.registry import PPO_CLIP, Share, modifier, outcome_of, preset
 
 
-@dataclass(frozen=True, slots=True)
-class BranchAdvantage:
+@column("transition")
+def BranchAdvantage(
+    batch: Batch,
+    reward: str = "outcome",
+    how: Literal["both", "parent", "siblings"] = "both",
+) -> Tensor:
     """[S] how much better the rollouts that share a call end than those of the branch it left.
 
     V of a call is the mean reward of the rollouts that made it. "siblings": V minus the mean over
@@ -36,64 +33,53 @@ class BranchAdvantage:
     VinePPO (arXiv 2410.01679) and C3 (2603.06859), unbiased; 0 where there is no other. "parent":
     V - V of the call before (the group's mean at the root). "both": (V - V of the root + V - V of
     the parent) / sqrt(rollouts that made it), TreeRL, arXiv 2506.11902."""
-
-    reward: str = "outcome"
-    how: Literal["both", "parent", "siblings"] = "both"
-    level: ClassVar[Level] = "transition"
-
-    def __call__(self, batch: Batch) -> Tensor:
-        x, rollout = rewards(batch, self.reward), batch.transition_rollout
-        known, node = ~x.isnan()[rollout], units(batch, "transition", "group", "node")
-        v = known_mean(x[rollout], node)
-        if self.how == "siblings":
-            step = _siblings(batch, v, node)[node]
-        else:
-            before, group = previous(next_same(rollout)), batch.rollout_group
-            root = known_mean(x, group)[group[rollout]]
-            step = v[node] - torch.where(before >= 0, v[node[before]], root)
-            if self.how == "both":
-                step = (step + v[node] - root) / reduce_by(known, node)[node].sqrt()
-        return torch.where(known, step, torch.nan)
+    x, rollout = rewards(batch, reward), batch.transition_rollout
+    known, node = ~x.isnan()[rollout], units(batch, "transition", "group", "node")
+    v = known_mean(x[rollout], node)
+    if how == "siblings":
+        step = _siblings(batch, v, node)[node]
+    else:
+        before, group = ids.previous(ids.next_same(rollout)), batch.rollout_group
+        root = known_mean(x, group)[group[rollout]]
+        step = v[node] - torch.where(before >= 0, v[node[before]], root)
+        if how == "both":
+            step = (step + v[node] - root) / reduce_by(known, node)[node].sqrt()
+    return torch.where(known, step, torch.nan)
 
 
 def _siblings(batch: Batch, v: Tensor, node: Tensor) -> Tensor:
     """Per node, v minus the mean over the other samples of its prompt. A node counts as often as it
-    was drawn, which repeats of it are not."""
+    was sampled; repeats of it were not."""
     prompt = torch.zeros_like(v, dtype=torch.int64)
     prompt[node] = units(batch, "transition", "group", "prompt")
-    drawn = reduce_by(~of_calls(batch, "repeats"), node, v.numel())
+    drawn = reduce_by(~ids.of_calls(batch, "repeats"), node, v.numel())
     return standardise(v, prompt, base="loo", w=drawn).advantage
 
 
-@dataclass(frozen=True, slots=True)
-class OriginalRollouts:
+@column()
+def OriginalRollouts(batch: Batch) -> Tensor:
     """bool [N]: tokens of rollouts that repeat no other's calls."""
+    repeated, n = ids.of_calls(batch, "repeats"), len(batch.rollouts)
+    return (reduce_by(repeated, batch.transition_rollout, n) == 0)[batch.token_rollout]
 
-    def __call__(self, batch: Batch) -> Tensor:
-        repeats = reduce_by(
-            of_calls(batch, "repeats"), batch.transition_rollout, len(batch.rollouts)
-        )
-        return (repeats == 0)[batch.token_rollout]
+
+@modifier("tree", prefix="tree_")
+def with_tree(algo: Algo, *, weight: Share = 1.0) -> Algo:
+    """Adds the comparison with rollouts of the same tree. arXiv 2509.21240."""
+    trees = GroupRelative(outcome_of(algo), by=("group", "tree"), norm="std")
+    return replace(algo, credit=weighted_sum((algo.credit, 1.0), (trees, weight)))
 
 
 @preset("tree-grpo", clip=PPO_CLIP)
 def tree_grpo(reward: str) -> Algo:
     """Branches compared within the task and within their tree; rollouts with the same first call
     are of one tree. arXiv 2509.21240."""
-    trees = GroupRelative(reward, by=("group", "tree"), norm="std")
-    return Algo(weighted_sum((GroupRelative(reward, norm="std"), 1.0), (trees, 1.0)))
-
-
-@modifier("tree")
-def with_tree(algo: Algo, *, tree_weight: Share = 1.0) -> Algo:
-    """Adds the comparison with rollouts of the same tree. arXiv 2509.21240."""
-    trees = GroupRelative(outcome_of(algo), by=("group", "tree"), norm="std")
-    return replace(algo, credit=weighted_sum((algo.credit, 1.0), (trees, tree_weight)))
+    return with_tree(Algo(GroupRelative(reward, norm="std")))
 
 
 @preset("treerl", clip=PPO_CLIP)
 def treerl(reward: str, *, how: Literal["both", "parent"] = "both") -> Algo:
-    """Calls by what the branches that share them come to, against their root and ("both") or
+    """Calls by the mean reward of the branches that share them, against their root and ("both") or
     against their parent. arXiv 2506.11902."""
     return Algo(GroupRelative(BranchAdvantage(reward, how), base="none"))
 

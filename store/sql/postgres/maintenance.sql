@@ -1,4 +1,4 @@
--- PostgreSQL writes into the space of what was removed by itself; only a vacuum knows its size.
+-- PostgreSQL reuses the space of removed rows by itself; only a vacuum knows its size.
 -- name: size
 select pg_database_size(current_database()) as bytes, 0 as free;
 

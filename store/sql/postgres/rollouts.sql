@@ -39,7 +39,7 @@ from (
 where id = locked and state = 'running' and lease_until > :now;
 
 -- name: resume
--- Whoever holds the others extends or ends them.
+-- Rows that are skipped are locked by a transaction that extends or ends them.
 update attempts set lease_until = :until, lease = greatest(lease, :grace)
 from (
     select id as silent from attempts
@@ -49,7 +49,7 @@ from (
 where id = silent;
 
 -- name: live
-select coalesce(json_agg(id)::text, '[]') from attempts
+select coalesce(json_agg(id)::text, '[]') as ids from attempts
 where id = any (array(select json_array_elements_text(:attempts::json)))
   and state = 'running' and lease_until > :now;
 
@@ -63,7 +63,7 @@ from (
 where id = long;
 
 -- name: lock_expiry
--- Whoever counts what a silent runner held sees all of it, or what another made of it.
+-- Whoever counts the rollouts of a silent runner sees all of them, or the result of another count.
 select pg_advisory_xact_lock(hashtextextended('agentrl leases', 0));
 
 -- name: expired
@@ -76,7 +76,7 @@ order by r.seq
 for update of r, a skip locked;
 
 -- name: suspect
--- Whoever holds the others extends or ends them.
+-- Rows that are skipped are locked by a transaction that extends or ends them.
 update attempts set together = greatest(coalesce(together, 0), :together)
 from (
     select id as held from attempts
@@ -94,7 +94,7 @@ where a.id = ?
 for no key update of r, a;
 
 -- name: cancellable
--- A rollout that was claimed while its lock was awaited has an attempt that is not seen yet.
+-- If the rollout was claimed while this waited for its lock, its new attempt is not visible yet.
 select
     r.id, r.run_id, r.group_id, r.state, r.together, r.attempt_id as attempt,
     (select a.started_at from attempts a where a.id = r.attempt_id) as started_at

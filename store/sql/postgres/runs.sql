@@ -2,7 +2,7 @@
 select * from runs where id = ? for no key update;
 
 -- name: settled_groups
--- A group that is locked is growing: it will not be settled any more.
+-- A group that is locked is growing, so it is not settled any more.
 select id from groups
 where run_id = ? and purpose = 'train' and state = 'settled'
 order by id limit ?

@@ -26,8 +26,11 @@ from agentrl.algorithms.credit.core import (
     weighted_sum,
 )
 from agentrl.algorithms.data.batch import Batch
-from agentrl.algorithms.presets.zoo.dapo import NonzeroVariance, NonzeroVarianceReward
-from agentrl.algorithms.presets.zoo.pass_at_k import BestOverSecond
+from agentrl.algorithms.presets.zoo.grpo import (
+    BestOverSecond,
+    NonzeroVariance,
+    NonzeroVarianceReward,
+)
 from agentrl.algorithms.presets.zoo.reinforce import RescaledByValid
 from agentrl.errors import TrainingError
 

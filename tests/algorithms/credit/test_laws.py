@@ -37,10 +37,13 @@ from agentrl.algorithms.objective.ratios import (
     TrustRegion,
 )
 from agentrl.algorithms.presets.catalogue import make, presets
-from agentrl.algorithms.presets.corrections import OffPolicyMask
 from agentrl.algorithms.presets.registry import Supply
-from agentrl.algorithms.presets.zoo.cispo import SoftGate, VespoWeight
-from agentrl.algorithms.presets.zoo.dppo import DivergenceGate
+from agentrl.algorithms.presets.zoo.gates import (
+    DivergenceGate,
+    OffPolicyMask,
+    SoftGate,
+    VespoWeight,
+)
 
 law = settings(max_examples=30, deadline=None, derandomize=True)
 

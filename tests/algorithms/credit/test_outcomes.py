@@ -13,8 +13,12 @@ import pytest
 from agentrl.algorithms.credit.core import AllFilters, GroupRelative
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.presets.catalogue import make
-from agentrl.algorithms.presets.zoo.dapo import NotTruncated, OverlongPenalty
-from agentrl.algorithms.presets.zoo.pass_at_k import BestOverSecond, PassAtKReward
+from agentrl.algorithms.presets.zoo.grpo import (
+    BestOverSecond,
+    NotTruncated,
+    OverlongPenalty,
+    PassAtKReward,
+)
 from agentrl.algorithms.presets.zoo.reinforce import GreedyBaseline, SampledRewards
 from agentrl.algorithms.presets.zoo.teams import RoleFilter
 from agentrl.algorithms.train.build import load_algorithm

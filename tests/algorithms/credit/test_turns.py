@@ -24,13 +24,15 @@ from agentrl.algorithms.credit.turns import (
 )
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.presets.catalogue import make
-from agentrl.algorithms.presets.zoo.gigpo import SameStateRelative
-from agentrl.algorithms.presets.zoo.hcapo import HindsightReturns
-from agentrl.algorithms.presets.zoo.hiper import HiperGae
-from agentrl.algorithms.presets.zoo.peers import PeerValues
 from agentrl.algorithms.presets.zoo.ppo import BiLevelGae
 from agentrl.algorithms.presets.zoo.teams import RoleFilter
 from agentrl.algorithms.presets.zoo.trees import BranchAdvantage
+from agentrl.algorithms.presets.zoo.turns import (
+    HindsightReturns,
+    HiperGae,
+    PeerValues,
+    SameStateRelative,
+)
 from agentrl.errors import TrainingError
 from tests.algorithms.naive import (
     naive_bi_level,

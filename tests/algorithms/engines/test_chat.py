@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from agentrl.algorithms.model.chat import Chat
-from agentrl.algorithms.model.request_error import RequestError
+from agentrl.algorithms.model.chat import Chat, RequestError
 from agentrl.algorithms.model.text import Codec
 
 TOOL = {"type": "function", "function": {"name": "query", "parameters": {}}}

@@ -15,7 +15,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from agentrl.algorithms.data.batch import TokenRow
 from agentrl.algorithms.engines.embedded import engine as engine_module
 from agentrl.algorithms.engines.embedded.engine import Engine, TokenUpdates
-from agentrl.algorithms.engines.embedded.scheduler import GenerationRequest, TokenUpdate
+from agentrl.algorithms.engines.embedded.kv_cache import GenerationRequest, TokenUpdate
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.packing import forward_logprobs, pack_rows
 from agentrl.errors import PolicyError

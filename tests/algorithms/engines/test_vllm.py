@@ -16,8 +16,9 @@ import pytest
 
 from agentrl.algorithms.engines.vllm import process as vllm_process
 from agentrl.algorithms.engines.vllm.child import ADAPTERS, KEY_VARIABLE, HoldMiddleware
-from agentrl.algorithms.engines.vllm.process import VllmProcess, VllmSettings, check_installed
+from agentrl.algorithms.engines.vllm.process import VllmProcess, check_installed
 from agentrl.algorithms.engines.vllm.serving import HOLD, OPEN, ServedModel
+from agentrl.config.infrastructure import VllmConfig, VllmEngineConfig
 from agentrl.errors import PolicyError
 
 # Answers /health on the port that follows --port, and starts a process that ignores SIGTERM.
@@ -54,7 +55,10 @@ def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Vl
 
     def make(code: str, **given: Any) -> VllmProcess:
         monkeypatch.setattr(vllm_process, "check_installed", lambda: None)
-        made = VllmProcess(VllmSettings(**given), tmp_path / "log", "secret")
+        learned = {key: given.pop(key) for key in ("gpu", "adapters", "rank") if key in given}
+        own = {key: given.pop(key) for key in ("start_timeout", "arguments") if key in given}
+        engine = VllmEngineConfig(vllm=VllmConfig(**own), **given)
+        made = VllmProcess(engine, tmp_path / "log", "secret", **learned)
         command = made._command
 
         def instead(serving: ServedModel, port: int) -> list[str]:

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.learners.auxiliary import CRITIC, ValueModel, load_auxiliary
 from agentrl.algorithms.learners.base import Learner
-from agentrl.algorithms.learners.critic import FOLDER, WEIGHTS, ValueModel
-from agentrl.algorithms.learners.reference import load_auxiliary
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.lora import Adapters
@@ -217,7 +216,7 @@ def test_a_checkpoint_without_the_critic_is_refused_and_changes_nothing(
 ) -> None:
     learner, batch = make(torch.float32), make_batch()
     save_checkpoint(tmp_path / "here", learner, state={})
-    (tmp_path / "here" / FOLDER / WEIGHTS).unlink()
+    (tmp_path / "here" / CRITIC).unlink()
     learner.step(batch, psi_for(batch), lr=1e-2, critic=terms_for(batch))
     before = states(learner)
     with pytest.raises(PolicyError, match=r"critic\.safetensors is missing"):

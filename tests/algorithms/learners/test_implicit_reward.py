@@ -10,9 +10,8 @@ from msgspec.structs import replace
 from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import PreTrainedModel
 
-from agentrl.algorithms.learners import auxiliary
-from agentrl.algorithms.learners.implicit_reward import ImplicitTrainer
-from agentrl.algorithms.learners.reward_models import RewardModel
+from agentrl.algorithms.learners import factory
+from agentrl.algorithms.learners.reward_models import ImplicitTrainer, RewardModel
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.presets import catalogue
@@ -31,7 +30,7 @@ def make(directory: Path, scope: str = "rollout", **more: object) -> Made:
     table = {"model": str(directory), "kind": "implicit", "scope": scope, "beta": 0.5}
     config = resolve({"reward_models": {"prm": table | {"train": True} | more}}, source="run.toml")
     policy, tokenizer = load_model(directory, device="cpu")
-    (model,), (trainer,) = auxiliary.make_reward_models(config, policy, tokenizer, str(directory))
+    (model,), (trainer,) = factory.make_reward_models(config, policy, tokenizer, str(directory))
     return model, trainer
 
 
@@ -157,6 +156,6 @@ def test_a_scalar_model_does_not_learn() -> None:
     ):
         table = {"prm": {"model": "x"} | settings}
         with pytest.raises(ConfigError, match=why):
-            auxiliary.refuse_unused_settings(
+            factory.refuse_unused_settings(
                 resolve({"reward_models": table}, source="run.toml"), algo
             )

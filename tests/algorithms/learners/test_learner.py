@@ -19,7 +19,7 @@ from agentrl.algorithms.learners.memory import is_out_of_memory, layers_of
 from agentrl.algorithms.learners.optimizer import FILE as OPTIMIZER
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.model.packing import Pack, forward_logprobs, pack_rows, packs
+from agentrl.algorithms.model.packing import Pack, forward_logprobs, pack_rows
 from agentrl.errors import PolicyError, TrainingError
 from agentrl.types import Group, Rollout, Transition, float32, int32
 from tests import factories
@@ -113,7 +113,7 @@ def test_the_gradient_is_that_of_the_one_loss(make_learner: MakeLearner) -> None
     expected = torch.autograd.grad(loss, list(learner.optimizer.parameters.values()))
     report = learner.step(batch, psi, lr=1e-3)
     assert report.loss == pytest.approx(loss.item(), rel=1e-10)
-    assert report.tokens == sum(len(pack.tokens) for pack in packs(batch, "trie", 64))
+    assert report.tokens == sum(len(pack.tokens) for pack in pack_rows(batch.rows, "trie", 64))
     torch.testing.assert_close(report.logprobs, logprobs.detach().float())
     states = learner.optimizer.inner.state.values()
     for gradient, state in zip(expected, states, strict=True):

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.state import AlgorithmState
-from agentrl.algorithms.learners.auxiliary import score_batch
+from agentrl.algorithms.learners.auxiliary import Reference, ValueModel, load_auxiliary
 from agentrl.algorithms.learners.base import Psi, Scored, StepReport
-from agentrl.algorithms.learners.critic import ValueModel
-from agentrl.algorithms.learners.reference import Reference, load_auxiliary
+from agentrl.algorithms.learners.factory import score_batch
 from agentrl.algorithms.learners.reward_models import RewardModel
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model

@@ -10,9 +10,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from agentrl.algorithms.learners import auxiliary
-from agentrl.algorithms.learners.critic import ValueModel
-from agentrl.algorithms.learners.reference import WEIGHTS, Reference, load_auxiliary
+from agentrl.algorithms.learners import factory
+from agentrl.algorithms.learners.auxiliary import REFERENCE, Reference, ValueModel, load_auxiliary
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.lora import Adapters
@@ -70,7 +69,7 @@ def test_a_reference_follows_the_policy_every_so_many_steps(
     resumed.load(tmp_path)
     assert torch.equal(resumed.logprobs(batch, "q"), followed)
     assert torch.equal(resumed.logprobs(batch), learner.logprobs(batch))
-    (tmp_path / WEIGHTS).write_bytes(b"half")
+    (tmp_path / REFERENCE).write_bytes(b"half")
     with pytest.raises(PolicyError, match=r"reference\.safetensors is missing or incomplete"):
         resumed.load(tmp_path)
 
@@ -79,7 +78,7 @@ def test_a_reference_that_stays_is_not_in_the_checkpoint(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     learner_with(tiny_model_dir).save(tmp_path)
-    assert not (tmp_path / WEIGHTS).exists()
+    assert not (tmp_path / REFERENCE).exists()
 
 
 def test_a_model_with_another_vocabulary_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -108,28 +107,28 @@ def test_what_an_algorithm_does_not_read_is_not_loaded(tiny_model_dir: Path) -> 
     start = str(tiny_model_dir)
     settings = config(critic={"model": "copy"}, teacher={"model": start})
     grpo, ppo = catalogue.make("grpo", {}), catalogue.make("ppo", {"kl": 0.1}, streams=EVERY)
-    assert auxiliary.make_frozen_models(settings, grpo, model, tokenizer, start) == {}
-    frozen = auxiliary.make_frozen_models(settings, ppo, model, tokenizer, start)
+    assert factory.make_frozen_models(settings, grpo, model, tokenizer, start) == {}
+    frozen = factory.make_frozen_models(settings, ppo, model, tokenizer, start)
     assert set(frozen) == {"q"}
     assert not any(each.requires_grad for each in frozen["q"].model.parameters())
-    critic = auxiliary.make_critic(settings, model, tokenizer, start)
+    critic = factory.make_critic(settings, model, tokenizer, start)
     assert critic is not None
     assert critic.decoder is not None
     assert critic.decoder is not model.base_model
-    shared = auxiliary.make_critic(config(critic={"model": "shared"}), model, tokenizer, start)
+    shared = factory.make_critic(config(critic={"model": "shared"}), model, tokenizer, start)
     assert shared is not None
     assert (critic.lr, shared.lr) == (1e-5, 0.05 / model.config.hidden_size)
-    assert auxiliary.make_critic(config(), model, tokenizer, start) is None
+    assert factory.make_critic(config(), model, tokenizer, start) is None
     distill = catalogue.make("distill", {}, streams=EVERY)
-    assert set(auxiliary.make_frozen_models(settings, distill, model, tokenizer, start)) == {"t"}
+    assert set(factory.make_frozen_models(settings, distill, model, tokenizer, start)) == {"t"}
 
 
 def test_streams_are_those_that_the_run_file_configures() -> None:
-    assert auxiliary.available_streams(config()) == {"o", "b", "q", "k", "e"}
+    assert factory.available_streams(config()) == {"o", "b", "q", "k", "e"}
     everything = config(critic={"model": "shared"}, teacher={"model": "x"})
-    assert auxiliary.available_streams(everything) == {"o", "b", "q", "t", "v", "k", "e"}
+    assert factory.available_streams(everything) == {"o", "b", "q", "t", "v", "k", "e"}
     with pytest.raises(ConfigError, match=r"set critic\.model"):
-        catalogue.make("ppo", {}, streams=auxiliary.available_streams(config()))
+        catalogue.make("ppo", {}, streams=factory.available_streams(config()))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +156,7 @@ def test_what_could_not_matter_is_refused(
     options = {"kl": 0.1} if preset == "ppo+kl" else {}
     algo = catalogue.make(preset.removesuffix("+kl"), options, streams=EVERY)
     with pytest.raises(ConfigError, match=message):
-        auxiliary.refuse_unused_settings(config(**sections), algo)
+        factory.refuse_unused_settings(config(**sections), algo)
 
 
 def test_the_reference_of_an_adapter_is_the_model_without_it(tiny_model_dir: Path) -> None:
@@ -168,7 +167,7 @@ def test_the_reference_of_an_adapter_is_the_model_without_it(tiny_model_dir: Pat
     adapters.add(POLICY, rank=4, alpha=32.0)
     settings = config(policy={"lora": {"rank": 4}})
     algo = catalogue.make("ppo", {"kl": 0.1}, streams=EVERY)
-    assert auxiliary.make_frozen_models(settings, algo, model, tokenizer, str(tiny_model_dir)) == {}
+    assert factory.make_frozen_models(settings, algo, model, tokenizer, str(tiny_model_dir)) == {}
     critic = ValueModel(model, lr=1e-2)
     learner = TorchLearner(model, tokenizer, adapters=adapters, critic=critic, threads=1)
     assert learner.supplies == {"o", "b", "q", "v", "k", "e"}
@@ -180,7 +179,7 @@ def test_the_reference_of_an_adapter_is_the_model_without_it(tiny_model_dir: Pat
     torch.testing.assert_close(learner.logprobs(batch, "q"), start)
     follows = config(policy={"lora": {"rank": 4}}, reference={"every": 2})
     with pytest.raises(ConfigError, match=r"reference\.every is set, and the reference of an adap"):
-        auxiliary.refuse_unused_settings(follows, algo)
+        factory.refuse_unused_settings(follows, algo)
 
 
 def test_settings_that_matter_pass() -> None:
@@ -189,8 +188,8 @@ def test_settings_that_matter_pass() -> None:
         "critic": {"model": "shared", "coefficient": 1.0, "lr": 0.1},
         "reference": {"every": 3, "target": 0.1, "horizon": 5},
     }
-    auxiliary.refuse_unused_settings(config(**sections), algo)
-    auxiliary.refuse_unused_settings(config(), catalogue.make("grpo", {}))
+    factory.refuse_unused_settings(config(**sections), algo)
+    factory.refuse_unused_settings(config(), catalogue.make("grpo", {}))
 
 
 def test_an_unknown_key_names_the_nearest() -> None:

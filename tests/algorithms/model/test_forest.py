@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.algorithms.model.forest import (
+from agentrl.algorithms.model.packing import (
     Ids,
     build_forest,
     common_prefix,

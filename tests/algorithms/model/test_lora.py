@@ -238,7 +238,7 @@ def test_export_merged_makes_a_directory_that_loads_without_peft(
     torch.testing.assert_close(logits(model), adapted(adapters, "solver"), rtol=0, atol=1e-5)
     assert tokenizer.chat_template
     assert fingerprint(model) != adapters.fingerprint
-    with pytest.raises(PolicyError, match="there already"):
+    with pytest.raises(PolicyError, match="exists already"):
         export_merged(tmp_path / "adapter", tmp_path / "merged")
     moved = base.rename(tmp_path / "moved")
     try:

@@ -5,7 +5,7 @@ import torch
 
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.model.packing import forward_logprobs, pack_rows
-from agentrl.algorithms.model.sft import imitate, rows_of
+from agentrl.algorithms.model.tiny import imitate, rows_of
 from agentrl.errors import TrainingError
 
 TEMPLATE = """\

@@ -5,8 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from agentrl.algorithms.model.load import load_model
-from agentrl.algorithms.model.sft import Conversation
-from agentrl.algorithms.model.tiny import TEMPLATE, imitator, make_tokenizer, word_tokenizer
+from agentrl.algorithms.model.tiny import (
+    TEMPLATE,
+    Conversation,
+    imitator,
+    make_tokenizer,
+    word_tokenizer,
+)
 
 WORDS = ["Oslo", "Lima", "Cairo", "Delhi"]
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from agentrl.algorithms.model import tree_attention
-from agentrl.algorithms.model.forest import Forest, build_forest, depth_first
-from agentrl.algorithms.model.tree_attention import TreePlan, tiles, visible
+from agentrl.algorithms.model import attention
+from agentrl.algorithms.model.attention import TreePlan, tiles, visible
+from agentrl.algorithms.model.packing import Forest, build_forest, depth_first
 
 
 def forest_of(branches: int, longest: int, seed: int) -> Forest:
@@ -54,7 +54,7 @@ def dense(plan: TreePlan, query: Tensor, key: Tensor, value: Tensor, window: int
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree_attention, "BLOCK", 16)
+    monkeypatch.setattr(attention, "BLOCK", 16)
 
 
 @given(forests, windows)
@@ -153,7 +153,7 @@ def test_one_pass_of_many_layers_plans_once_for_each_window() -> None:
 def test_the_kernel_for_gpus_is_the_same_attention(
     monkeypatch: pytest.MonkeyPatch, window: int | None
 ) -> None:
-    monkeypatch.setattr(tree_attention, "_compiled_flex", lambda: flex_attention)
+    monkeypatch.setattr(attention, "_compiled_flex", lambda: flex_attention)
     plan = plan_of(forest_of(6, 40, seed=4))
     tensors = [tensor.detach() for tensor in inputs(len(plan.end), torch.float32)]
     ours = plan.attend(*tensors, 0.3, window)

@@ -17,7 +17,11 @@ from torch import Tensor
 from agentrl.algorithms.data.batch import Batch
 from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.data.state import AlgorithmState
-from agentrl.algorithms.multiagent.critics import (
+from agentrl.algorithms.multiagent.episodes import Episode, JointActionSpace, pad_episodes
+from agentrl.algorithms.objective import core as objective
+from agentrl.algorithms.objective.core import Algo
+from agentrl.algorithms.presets.catalogue import make
+from agentrl.algorithms.presets.zoo.coma import (
     CentralCritic,
     CriticTraining,
     Kind,
@@ -26,11 +30,6 @@ from agentrl.algorithms.multiagent.critics import (
     TeamShape,
     counterfactual_advantage,
 )
-from agentrl.algorithms.multiagent.episodes import Episode, pad_episodes
-from agentrl.algorithms.multiagent.rollout_episodes import JointActionSpace
-from agentrl.algorithms.objective import core as objective
-from agentrl.algorithms.objective.core import Algo
-from agentrl.algorithms.presets.catalogue import make
 from agentrl.algorithms.train.build import make_state
 from agentrl.config import resolve
 from agentrl.errors import PolicyError, TrainingError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from agentrl.algorithms.multiagent.mixers import (
+from agentrl.algorithms.multiagent.qmix import (
     VdnMixer,
     best_action,
     build_mixer,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from agentrl.algorithms.multiagent.rollout_episodes import (
+from agentrl.algorithms.multiagent.episodes import (
     JointActionSpace,
     hashed_words,
     observed_text,

@@ -19,9 +19,13 @@ from agentrl.algorithms.objective.ratios import (
     Truncate,
     TrustRegion,
 )
-from agentrl.algorithms.presets.corrections import OffPolicyMask
-from agentrl.algorithms.presets.zoo.cispo import SoftGate, VespoWeight
-from agentrl.algorithms.presets.zoo.dppo import DivergenceGate, TopKDivergenceGate
+from agentrl.algorithms.presets.zoo.gates import (
+    DivergenceGate,
+    OffPolicyMask,
+    SoftGate,
+    TopKDivergenceGate,
+    VespoWeight,
+)
 
 RHO = torch.tensor([1.5, 0.5, 1.5, 0.5, 4.0, 1.0], dtype=torch.float64)
 SIGN = torch.tensor([1.0, 1, -1, -1, -1, 1], dtype=torch.float64)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from agentrl.algorithms.sampling.branching import branch_metrics, branches, choose_forks, forks
+from agentrl.algorithms.diagnostics.metrics import replay_metrics
+from agentrl.algorithms.sampling.branching import branches, choose_forks, forks
 from agentrl.config import BranchingConfig, RunConfig, resolve
 from agentrl.errors import ConfigError
 from agentrl.types import (
@@ -107,9 +108,9 @@ def test_branches_that_went_astray_are_counted() -> None:
     whole = call(call(rollout("b", 1, 1, 1), 0, repeats="a0"), 1, repeats="a1")
     astray = call(rollout("c", 1, 1), 0, repeats="a0")
     rows = [rollout("a", 1, 1, 1), *(replace(row, branch=branch) for row in (whole, astray))]
-    found = branch_metrics([Group(id="g", run="run", step=0, rollouts=rows)])
+    found = replay_metrics([Group(id="g", run="run", step=0, rollouts=rows)])
     assert found == {"branches": 2, "branches/diverged": 1, "calls/repeated": 3}
-    assert branch_metrics([Group(id="g", run="run", step=0, rollouts=rows[:1])]) == {}
+    assert replay_metrics([Group(id="g", run="run", step=0, rollouts=rows[:1])]) == {}
 
 
 @pytest.mark.parametrize(

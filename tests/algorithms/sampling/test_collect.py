@@ -11,8 +11,13 @@ from typing import Any
 import pytest
 
 from agentrl.algorithms.presets.catalogue import make
-from agentrl.algorithms.sampling import group_checks
-from agentrl.algorithms.sampling.collect import Collected, Collector, resampling_reward
+from agentrl.algorithms.sampling.collect import (
+    Collected,
+    Collector,
+    resampling_reward,
+    split_unreadable,
+    unreadable_reason,
+)
 from agentrl.algorithms.sampling.task_sampler import TaskSampler
 from agentrl.config import AlgorithmConfig, RunConfig, resolve
 from agentrl.errors import ConfigError
@@ -157,11 +162,11 @@ def test_what_an_older_store_did_not_refuse_is_not_learned_from(value: float) ->
         return Group(id="g", run="r", step=0, rollouts=[row])
 
     good, bad = group(1e15, 1e-6), [group(value, -1.0), group(1.0, 0.5)]
-    assert group_checks.split_unreadable([good, group(1.0, 0.5, exact=False)], {}) == (
+    assert split_unreadable([good, group(1.0, 0.5, exact=False)], {}) == (
         [good, group(1.0, 0.5, exact=False)],
         [],
     )
-    assert [group_checks.unreadable_reason(one, {}) is None for one in bad] == [False, False]
+    assert [unreadable_reason(one, {}) is None for one in bad] == [False, False]
 
 
 async def test_groups_that_teach_nothing_are_replaced(store: Store) -> None:

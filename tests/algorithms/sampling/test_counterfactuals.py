@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from agentrl.algorithms.data import rewards as columns
 from agentrl.algorithms.data.merge import build_batch, valid
 from agentrl.algorithms.diagnostics import metrics
+from agentrl.algorithms.diagnostics.metrics import replay_metrics
 from agentrl.algorithms.objective.core import compute_advantages
 from agentrl.algorithms.presets.catalogue import make
 from agentrl.algorithms.sampling import collect
@@ -19,7 +20,6 @@ from agentrl.algorithms.sampling.counterfactuals import (
     RoleRewards,
     check_counterfactuals,
     coalition_formula,
-    counterfactual_metrics,
     counterfactual_rollouts,
     uses_counterfactuals,
     with_optional_reward,
@@ -274,9 +274,9 @@ def test_replays_are_counted() -> None:
     calls = [replace(c, repeats=f"a{c.index}") for c in repeated.transitions[1:]]
     repeated = replace(repeated, transitions=[repeated.transitions[0], *calls])
     rows = [rollout("a"), repeated, played(second, nan)]
-    found = counterfactual_metrics([Group(id="g", run="run", step=0, rollouts=rows)])
+    found = replay_metrics([Group(id="g", run="run", step=0, rollouts=rows)])
     assert found == {"replays": 2, "replays/missing": 1, "calls/repeated": 2}
-    assert counterfactual_metrics([Group(id="g", run="run", step=0, rollouts=rows[:1])]) == {}
+    assert replay_metrics([Group(id="g", run="run", step=0, rollouts=rows[:1])]) == {}
 
 
 def test_replays_that_nobody_reads_are_refused() -> None:

@@ -12,8 +12,12 @@ from msgspec.structs import replace
 
 from agentrl.algorithms.data.state import AlgorithmState, CountedMeans
 from agentrl.algorithms.sampling.collect import Collector
-from agentrl.algorithms.sampling.curriculum import PART, TaskDifficulty, task_name
-from agentrl.algorithms.sampling.task_sampler import TaskSampler
+from agentrl.algorithms.sampling.task_sampler import (
+    DIFFICULTY,
+    TaskDifficulty,
+    TaskSampler,
+    task_name,
+)
 from agentrl.config import resolve
 from agentrl.store import open_store
 from agentrl.types import Branch, StepCommit
@@ -78,13 +82,12 @@ def test_a_task_is_known_by_its_id_or_its_content() -> None:
 
 
 def test_requests_follow_seed_and_checkpoint() -> None:
-    state = AlgorithmState(
-        (), {PART: CountedMeans({task_name(TASKS[1]): (0.5, 9), task_name(TASKS[0]): (1 / 3, 7)})}
-    )
+    means = CountedMeans({task_name(TASKS[1]): (0.5, 9), task_name(TASKS[0]): (1 / 3, 7)})
+    state = AlgorithmState((), {DIFFICULTY: means})
     saved = json.dumps(state.dump())
     again = CountedMeans()
-    AlgorithmState((), {PART: again}).restore(json.loads(saved))
-    part = state.parts[PART]
+    AlgorithmState((), {DIFFICULTY: again}).restore(json.loads(saved))
+    part = state.parts[DIFFICULTY]
     assert isinstance(part, CountedMeans)
     one, other = stream(TaskDifficulty(part)), stream(TaskDifficulty(again))
     for step in range(3):

@@ -257,5 +257,5 @@ def test_what_is_no_whole_checkpoint_is_not_exported(tmp_path: Path) -> None:
     with pytest.raises(PolicyError, match="no checkpoint of a run"):
         export_checkpoint(tmp_path / "none", target)
     assert not target.exists()
-    with pytest.raises(PolicyError, match="it is there already"):
+    with pytest.raises(PolicyError, match="exists already"):
         export_checkpoint(source, tmp_path)

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from agentrl.algorithms.train.empty_steps import EMPTY, check, failure_counts, is_empty
+from agentrl.algorithms.train.loop import check_empty_steps, failure_counts, is_empty
 from agentrl.algorithms.train.policy_set import PolicySet
 from agentrl.algorithms.train.preprocess import count_unseen_tools
 from agentrl.config import RunConfig, resolve
 from agentrl.errors import TrainingError
 from agentrl.store import open_store
 from agentrl.store.base import Store
-from agentrl.types import Group, RolloutState, StepCommit
+from agentrl.types import EMPTY, Group, RolloutState, StepCommit
 from tests.algorithms.train.test_policy_set import config as team_config
 from tests.algorithms.train.test_policy_set import recording, shared
 from tests.algorithms.train.test_update import Recorder, group, updater
@@ -83,11 +83,11 @@ async def commit(store: Store, step: int, **metrics: float) -> None:
 async def test_only_the_last_steps_in_a_row_count(store: Store) -> None:
     for step, empty in enumerate((True, True, False, True, True)):
         await commit(store, step, **({"rollouts__empty": 8.0} if empty else {"loss": 1.0}))
-        await check(store, run_config())
+        await check_empty_steps(store, run_config())
     await commit(store, 5, rollouts__empty=8.0)
     with pytest.raises(TrainingError, match=r"3 steps in a row.*goes on after step 6"):
-        await check(store, run_config())
-    await check(store, run_config(max_empty_steps=4))
+        await check_empty_steps(store, run_config())
+    await check_empty_steps(store, run_config(max_empty_steps=4))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ async def test_the_cause_where_nothing_failed(
 ) -> None:
     await commit(store, 0, rollouts__empty=4.0, **counts)
     with pytest.raises(TrainingError, match=cause):
-        await check(store, run_config(max_empty_steps=1))
+        await check_empty_steps(store, run_config(max_empty_steps=1))
 
 
 def test_an_empty_step_commits_its_failures_alone() -> None:

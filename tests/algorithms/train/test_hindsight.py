@@ -12,9 +12,8 @@ from agentrl.algorithms.data.merge import build_batch
 from agentrl.algorithms.learners.torch import TorchLearner
 from agentrl.algorithms.model.load import load_model
 from agentrl.algorithms.presets.catalogue import make
-from agentrl.algorithms.presets.zoo.hcapo import HINDSIGHT
-from agentrl.algorithms.train.hindsight import HindsightRewards
-from agentrl.algorithms.train.preprocess import Preprocessor
+from agentrl.algorithms.presets.zoo.turns import HINDSIGHT
+from agentrl.algorithms.train.preprocess import HindsightRewards, Preprocessor
 from agentrl.algorithms.train.update import Updater
 from agentrl.config import AlgorithmConfig, RunConfig
 from agentrl.types import (

@@ -9,9 +9,9 @@ from typing import Any
 import openai
 
 import agentrl
-from agentrl.algorithms.train import play
+from agentrl.algorithms.train.main import play_plan
 from agentrl.config import resolve
-from agentrl.config.evaluation_plan import EvaluationPlan, FrozenPolicy
+from agentrl.config.policies import EvaluationPlan, FrozenPolicy
 from agentrl.evaluation import ablation
 from agentrl.runners.main import RunnerThread
 from agentrl.store import open_store
@@ -59,10 +59,10 @@ async def test_lineups_are_played_once(tmp_path: Path, tiny_model_dir: Path) -> 
     runner.start()
     try:
         async with asyncio.timeout(120):
-            await play.run(config, plan)
+            await play_plan(config, plan)
             async with open_store(config.store) as store:
                 before = await store.rollouts(config.name)
-            await play.run(config, plan)
+            await play_plan(config, plan)
     finally:
         await asyncio.to_thread(runner.stop)
     async with open_store(config.store) as store:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.algorithms.train.schedule import learning_rate, mean_kl, minibatches
+from agentrl.algorithms.train.update import learning_rate, mean_kl, minibatches
 from agentrl.config import AlgorithmConfig
 
 STEPS = 5

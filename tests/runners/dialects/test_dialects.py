@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.runners.dialects import DIALECTS, UntranslatableError, messages, of, responses
-from agentrl.runners.dialects.base import ConversationMemory
-from agentrl.runners.dialects.openai import CHAT
+from agentrl.runners.dialects.base import CHAT, ConversationMemory
 from agentrl.runners.gateway.capture import read_request
 
 NAMES = sorted(

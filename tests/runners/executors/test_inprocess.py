@@ -6,8 +6,7 @@ import asyncio
 import threading
 from typing import Any
 
-from agentrl.runners.executors.agents import as_agent
-from agentrl.runners.executors.inprocess import InProcessExecutor
+from agentrl.runners.executors.inprocess import InProcessExecutor, as_agent
 from agentrl.types import ErrorKind
 
 

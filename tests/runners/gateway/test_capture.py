@@ -9,15 +9,13 @@ import msgspec
 import pytest
 
 from agentrl.runners.dialects import Dialect
-from agentrl.runners.dialects.base import ConversationMemory
-from agentrl.runners.dialects.openai import CHAT, TEXT
+from agentrl.runners.dialects.base import CHAT, TEXT, ConversationMemory
 from agentrl.runners.gateway.capture import (
     ModelRequest,
     ModelResponse,
     ResponseChunk,
     read_chunk,
     read_request,
-    transition,
 )
 from agentrl.runners.gateway.routing import Route
 from agentrl.types import Sampling
@@ -134,7 +132,7 @@ def test_a_whole_answer_is_read_exactly() -> None:
     answer = ModelResponse()
     answer.add(part(answer_body()))
     made = call(model="gpt", messages=[{"role": "user", "content": "q"}], tools=[{"a": 1}])
-    row = transition(answer.choices[0], id="t", attempt="a", index=0)
+    row = answer.choices[0].transition(id="t", attempt="a", index=0)
     assert (list(row.prompt), list(row.completion), list(row.logprobs)) == (
         [1, 2],
         [5, 6],
@@ -150,7 +148,7 @@ def test_a_whole_answer_is_read_exactly() -> None:
 def test_unknown_ids_or_logprobs_make_a_call_inexact(extra: dict[str, Any]) -> None:
     answer = ModelResponse()
     answer.add(part(answer_body(**extra)))
-    row = transition(answer.choices[0], id="t", attempt="a", index=0)
+    row = answer.choices[0].transition(id="t", attempt="a", index=0)
     assert not row.exact
     assert len(row.logprobs) == 0
 
@@ -210,7 +208,7 @@ def test_completions() -> None:
         ]
     }
     answer.add(part(body))
-    row = transition(answer.choices[0], id="t", attempt="a", index=0)
+    row = answer.choices[0].transition(id="t", attempt="a", index=0)
     assert (list(row.prompt), list(row.completion), list(row.logprobs)) == ([8], [9], [-0.25])
     assert made.messages == [{"role": "user", "content": "once"}]
     assert row.answer == {"role": "assistant", "content": "upon"}
@@ -237,7 +235,7 @@ def test_odd_answers_are_refused(body: dict[str, Any]) -> None:
 def test_prompt_ids_alone_do_not_make_a_call_exact() -> None:
     answer = ModelResponse()
     answer.add(part(answer_body(token_ids=None, logprobs=None)))
-    assert not transition(answer.choices[0], id="t", attempt="a", index=0).exact
+    assert not answer.choices[0].transition(id="t", attempt="a", index=0).exact
 
 
 def test_what_is_left_of_an_answer_that_was_cut() -> None:

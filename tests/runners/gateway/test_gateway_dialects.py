@@ -226,7 +226,7 @@ def test_every_field_of_the_sdk_is_decided_upon() -> None:
     )
     assert fields.keys() <= known
     assert {*get_args(ResponseIncludable)} <= responses.INCLUDED | {responses.LOGPROBS}
-    told = {"effort"} | responses.REASONING.keys() | responses.UNSAID
+    told = {"effort"} | responses.REASONING.keys() | responses.NO_SUMMARY
     assert Reasoning.__annotations__.keys() <= told
 
 

@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 
 from agentrl.config import UpstreamConfig
-from agentrl.runners.executors.environment import environment
+from agentrl.runners.executors.contract import environment
 from agentrl.runners.gateway.routing import Router
 from agentrl.runners.gateway.server import Gateway
 from agentrl.runners.tracing.roles import NAMES

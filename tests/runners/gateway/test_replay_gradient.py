@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from agentrl.runners.dialects.openai import CHAT
+from agentrl.runners.dialects.base import CHAT
 from agentrl.runners.gateway.capture import ModelRequest
 from agentrl.runners.gateway.replay import Recording, recorded_calls
 from agentrl.team_rewards import difference

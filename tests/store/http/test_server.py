@@ -21,7 +21,7 @@ from schemathesis.specs.openapi import checks
 
 from agentrl.store import base
 from agentrl.store.http import request_limits, serve
-from agentrl.store.http.wire import MSGPACK, SCOPES, VERBS, KeyScope
+from agentrl.store.http.wire import MSGPACK, VERBS, KeyScope
 from agentrl.store.writer import KEPT
 
 ROLLOUT = {"id": "g/0", "run": "run", "group": "g", "index": 0, "task": {}}
@@ -59,7 +59,7 @@ def test_without_a_known_key_nothing_is_answered(admin, key):
 def test_a_runner_may_only_do_what_runners_do(runner):
     allowed = {"claim", "heartbeat", "finish", "add_transitions", "add_spans"}
     allowed |= {"run", "trace", "policies", "cursor", "wait"}
-    for name in SCOPES:
+    for name in VERBS:
         status = runner.post(f"/v1/{name}", json={"unknown": 1}).status_code
         assert status == (422 if name in allowed else 403), name
     calls = [{"verb": "runs", "arguments": {}}, {"verb": "cursor", "arguments": {}}]
@@ -85,7 +85,7 @@ def test_without_keys_only_who_calls_it_this_machine_is_answered(serving, tmp_pa
 def test_the_protocol_says_what_a_runner_may_read():
     (sentence,) = re.findall(r"need: (.*?);", base.__doc__, re.DOTALL)
     does = {"claim", "heartbeat", "finish", "add_transitions", "add_spans"}
-    reads = {name for name, scope in SCOPES.items() if scope is KeyScope.RUNNER} - does
+    reads = {name for name, verb in VERBS.items() if verb.scope is KeyScope.RUNNER} - does
     assert set(re.findall(r"`(\w+)`", sentence)) == reads
 
 

@@ -1,0 +1,287 @@
+"""Other gates than PPO's clip: truncated, smooth, one ratio per row, or on probabilities (DPPO); a
+squared penalty on the log-ratio (Kimi, DRO, distillation); and modifiers that correct for the
+difference between sampler and trainer by detached weights and masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from agentrl.algorithms.credit.core import GroupRelative, ZeroAdvantage
+from agentrl.algorithms.objective import ratios
+from agentrl.algorithms.objective.core import ROW_SUMS, TOKENS, Algo, Average, Gate, KLPenalty
+from agentrl.algorithms.objective.ratios import InRange, Ratio, RatioInRange, Truncate, ratio
+from agentrl.algorithms.presets.registry import Cap, Num, modifier, preset
+from agentrl.config import Count, Positive
+
+SEQUENCE_CLIP = (3e-4, 4e-4)  # of a ratio that is the mean of a row's
+
+
+@dataclass(frozen=True, slots=True)
+class SoftGate:
+    """4 s (1 - s) r with s = sigmoid(tau (r - 1)); tau is tp where A > 0, else tn. SAPO, arXiv
+    2511.20347."""
+
+    tp: float = 1.0
+    tn: float = 1.05
+
+    def __call__(self, lr: Tensor, advantage: Tensor, streams: Mapping[str, Tensor]) -> Tensor:
+        r = ratio(lr)
+        s = torch.where(advantage > 0, self.tp * (r - 1), self.tn * (r - 1)).sigmoid()
+        return 4 * s * (1 - s) * r
+
+
+@dataclass(frozen=True, slots=True)
+class VespoWeight:
+    """r^k e^{c (1 - r)} with (k, c) by the sign of A, pooled as a row sum. VESPO, 2602.10693."""
+
+    positive: tuple[float, float] = (2.0, 3.0)
+    negative: tuple[float, float] = (3.0, 2.0)
+
+    def __call__(self, lr: Tensor, advantage: Tensor, streams: Mapping[str, Tensor]) -> Tensor:
+        lr = lr.clamp(-ratios.LOG_LIMIT, ratios.LOG_LIMIT)
+        up, down = (c * (1 - lr.exp()) + k * lr for k, c in (self.positive, self.negative))
+        return torch.where(advantage >= 0, up, down).exp()
+
+
+@dataclass(frozen=True, slots=True)
+class ClipLog:
+    """lr held below hi where A >= 0 and above -lo elsewhere: what GMPO (arXiv 2507.20673) does to
+    each token before it pools them. For `Gate.pre`: gives log-ratios, not factors."""
+
+    lo: float = 0.4
+    hi: float = 0.4
+
+    def __call__(self, lr: Tensor, advantage: Tensor, streams: Mapping[str, Tensor]) -> Tensor:
+        return torch.where(advantage >= 0, lr.clamp(max=self.hi), lr.clamp(min=-self.lo))
+
+
+@dataclass(frozen=True, slots=True)
+class OffPolicyMask:
+    """0 where A < 0 and -lr > delta, else 1: failures that the policy has moved away from are not
+    learned. Pool as a row mean of p against b. DeepSeek-V3.2, arXiv 2512.02556."""
+
+    delta: float = 0.1
+    is_mask: ClassVar[bool] = True
+
+    def __call__(self, lr: Tensor, advantage: Tensor, streams: Mapping[str, Tensor]) -> Tensor:
+        return (~((advantage < 0) & (-lr > self.delta))).double()
+
+
+@preset("cispo")
+def cispo(reward: str, *, low: Num = 0.0, cap: Cap = 5.0) -> Algo:
+    """GRPO with ratios truncated instead of dropped; bounds are absolute. arXiv 2506.13585."""
+    gate = Gate(Truncate(low, cap))
+    return Algo(GroupRelative(reward, norm="std"), (gate,), agg=TOKENS)
+
+
+@preset("sapo")
+def sapo(reward: str, *, tau_up: Num = 1.0, tau_down: Num = 1.05) -> Algo:
+    """GRPO with a smooth gate around ratio 1. arXiv 2511.20347."""
+    return Algo(GroupRelative(reward, norm="std"), (Gate(SoftGate(tau_up, tau_down)),))
+
+
+@preset("vespo")
+def vespo(reward: str) -> Algo:
+    """GRPO with a smooth gate on the product of a row's ratios. arXiv 2602.10693."""
+    return Algo(GroupRelative(reward, norm="std"), (Gate(VespoWeight(), by="row", how="sum"),))
+
+
+@preset("minirl")
+def minirl(reward: str, *, clip_low: Num = 0.2, clip_high: Num = 0.2) -> Algo:
+    """Weight against the sampler, PPO's clip as a mask against the old policy. arXiv 2512.01374."""
+    gates = (Gate(Ratio(), den="b"), Gate(ratios.TrustRegion(clip_low, clip_high)))
+    return Algo(GroupRelative(reward), gates, agg=TOKENS)
+
+
+@preset("gspo", clip=SEQUENCE_CLIP, clip_by="row")
+def gspo(reward: str) -> Algo:
+    """GRPO with one ratio per row, the geometric mean of its tokens'. arXiv 2507.18071."""
+    return Algo(GroupRelative(reward, norm="std"))
+
+
+@preset("gspo-token", clip=SEQUENCE_CLIP, clip_by="row")
+def gspo_token(reward: str) -> Algo:
+    """GSPO's ratio with credit that may differ inside a row: calls compared by a reward of their
+    own, as in `reward = "transition:name"`. arXiv 2507.18071."""
+    return Algo(GroupRelative(reward, norm="std"))
+
+
+@preset("luspo", clip=SEQUENCE_CLIP, clip_by="row")
+def luspo(reward: str) -> Algo:
+    """GSPO with row sums, free of the bias to short answers. arXiv 2602.05261."""
+    return Algo(GroupRelative(reward, norm="std"), agg=ROW_SUMS)
+
+
+@preset("gmpo")
+def gmpo(reward: str, *, log_low: Num = 0.4, log_high: Num = 0.4) -> Algo:
+    """GRPO with the geometric mean of a row's ratios, clipped per token. arXiv 2507.20673."""
+    gate = Gate(Ratio(), by="row", pre=ClipLog(log_low, log_high))
+    return Algo(GroupRelative(reward, norm="std"), (gate,))
+
+
+@dataclass(frozen=True, slots=True)
+class DivergenceGate:
+    """min(r, cap), but 0 where the update would carry a probability still further from the
+    sampler's than `hi` upwards or `lo` downwards. For num "p", den "b". DPPO, arXiv 2602.04879."""
+
+    kind: Literal["tv", "kl"] = "tv"
+    lo: float = 0.15
+    hi: float = 0.15
+    cap: float = 20.0
+
+    def __call__(self, lr: Tensor, advantage: Tensor, streams: Mapping[str, Tensor]) -> Tensor:
+        mu, pi = streams["b"].exp(), streams["p"].exp()
+        distance = (pi - mu).abs()
+        if self.kind == "kl":
+            rest_mu, rest_pi = (1 - mu).clamp(min=1e-8), (1 - pi).clamp(min=1e-8)
+            distance = rest_mu * (rest_mu / rest_pi).log() - mu * lr
+        return self.factor(lr, advantage * (pi - mu), distance)
+
+    def factor(self, lr: Tensor, onward: Tensor, distance: Tensor) -> Tensor:
+        """From the distance that each probability has moved; onward > 0: the update would move it
+        further that way."""
+        bound = torch.where(lr > 0, self.hi, self.lo)
+        return ratio(lr).clamp(max=self.cap) * ~((onward > 0) & (distance > bound))
+
+
+@dataclass(frozen=True, slots=True)
+class TopKDivergenceGate(DivergenceGate):
+    """As `DivergenceGate`, but the distance is between the distributions over k tokens (the sampled
+    one and the most probable others before the first update) and one symbol for all the rest. For
+    num "p", den "o", with these log-probs as p_K and o_K. In the first step o is p, and the factor
+    1. DPPO, arXiv 2602.04879."""
+
+    k: int = 20
+
+    @property
+    def symbols(self) -> int:
+        return self.k
+
+    def __call__(self, lr: Tensor, advantage: Tensor, streams: Mapping[str, Tensor]) -> Tensor:
+        if "o_K" not in streams:
+            return ratio(lr).clamp(max=self.cap)
+        mu_K, pi_K = (_with_rest(streams[name].exp()) for name in ("o_K", "p_K"))
+        distance = (mu_K - pi_K).abs().sum(-1) / 2
+        if self.kind == "kl":
+            distance = (mu_K * (mu_K / pi_K).log()).sum(-1)
+        return self.factor(lr, advantage * lr, distance)
+
+
+def _with_rest(p_K: Tensor) -> Tensor:
+    """[n, K + 1] probabilities, with that of all other symbols."""
+    rest = (1 - p_K.sum(-1, keepdim=True)).clamp(min=1e-8)
+    return torch.cat((p_K, rest), -1)
+
+
+def _dppo(reward: str, gate: Gate, length: int) -> Algo:
+    return Algo(GroupRelative(reward), (gate,), agg=Average(("row",), "const", length))
+
+
+@preset("dppo-tv")
+def dppo_tv(
+    reward: str, *, low: Num = 0.15, high: Num = 0.15, cap: Cap = 20.0, length: Count = 1024
+) -> Algo:
+    """Trust region on the change of probability instead of its ratio. arXiv 2602.04879."""
+    return _dppo(reward, Gate(DivergenceGate("tv", low, high, cap), den="b"), length)
+
+
+@preset("dppo-kl")
+def dppo_kl(
+    reward: str, *, low: Num = 0.05, high: Num = 0.05, cap: Cap = 20.0, length: Count = 1024
+) -> Algo:
+    """Trust region on the KL divergence of a token's probability. arXiv 2602.04879."""
+    return _dppo(reward, Gate(DivergenceGate("kl", low, high, cap), den="b"), length)
+
+
+@preset("dppo-topk")
+def dppo_topk(
+    reward: str,
+    *,
+    k: Count = 20,
+    kind: Literal["tv", "kl"] = "tv",
+    low: Num | None = None,
+    high: Num | None = None,
+    cap: Cap = 20.0,
+    length: Count = 1024,
+) -> Algo:
+    """Trust region on how far the probabilities of the sampled and the likeliest tokens, k in all,
+    and of the rest have moved from the old policy: total variation (0.15) or KL (0.05). Without
+    minibatches or epochs nothing has moved. arXiv 2602.04879."""
+    bound = 0.15 if kind == "tv" else 0.05
+    down, up = (bound if given is None else given for given in (low, high))
+    return _dppo(reward, Gate(TopKDivergenceGate(kind, down, up, cap, k)), length)
+
+
+@preset("kimi")
+def kimi(reward: str, *, beta: Num = 0.1) -> Algo:
+    """Group mean with a squared penalty on leaving the old policy (DRO). arXiv 2501.12599."""
+    return Algo(GroupRelative(reward), penalties=(KLPenalty("k2", beta, "o"),), agg=TOKENS)
+
+
+@preset("dro")
+def dro(reward: str, *, beta: Num = 0.1) -> Algo:
+    """The same as kimi, by its name in verl: log-prob times advantage, squared penalty. arXiv
+    2501.12599."""
+    return kimi(reward=reward, beta=beta)
+
+
+@preset("distill")
+def distill(*, beta: Positive = 1.0) -> Algo:
+    """On-policy distillation: reverse KL to a teacher on the policy's own rollouts, no rewards.
+    arXiv 2306.13649."""
+    penalties = (KLPenalty("k2", beta, "t"),)
+    return Algo(ZeroAdvantage(), penalties=penalties, agg=TOKENS, rewards=())
+
+
+def _with(algo: Algo, *gates: Gate) -> Algo:
+    return replace(algo, gates=algo.gates + gates)
+
+
+@modifier("tis")
+def tis(algo: Algo, *, tis_cap: Cap = 2.0) -> Algo:
+    """Truncated weight per token for sampler against trainer. fengyao.notion.site/off-policy-rl."""
+    return _with(algo, Gate(Truncate(0.0, tis_cap), "o", "b"))
+
+
+@modifier("seq-tis")
+def seq_tis(algo: Algo, *, seq_tis_cap: Cap = 2.0) -> Algo:
+    """Truncated product of a row's weights. verl `rollout_corr_helper`."""
+    return _with(algo, Gate(Truncate(0.0, seq_tis_cap), "o", "b", "row", "sum"))
+
+
+@modifier("icepop")
+def icepop(algo: Algo, *, icepop_low: Num = 0.5, icepop_high: Cap = 5.0) -> Algo:
+    """Tokens whose weight for sampler against trainer is out of range are dropped. arXiv
+    2510.18855."""
+    return _with(algo, Gate(RatioInRange(icepop_low, icepop_high), "o", "b"))
+
+
+@modifier("mis")
+def mis(algo: Algo, *, mis_cap: Cap = 3.0) -> Algo:
+    """Rows whose product of weights is above the cap are dropped. TRL `sequence_mask`."""
+    return _with(algo, Gate(RatioInRange(0.0, mis_cap), "o", "b", "row", "sum"))
+
+
+@modifier("seq-mask-tis", prefix="seq_mask_")
+def seq_mask_tis(algo: Algo, *, low: Num = 0.99, high: Cap = 1.01, cap: Cap = 2.0) -> Algo:
+    """TIS within rows whose geometric mean weight is near 1. OpenRLHF `seq-mask-tis`."""
+    mask = Gate(InRange(low, high), "o", "b", "row")
+    return _with(algo, Gate(Truncate(0.0, cap), "o", "b"), mask)
+
+
+@modifier("decoupled")
+def decoupled(algo: Algo) -> Algo:
+    """The uncapped weight of old policy against sampler. arXiv 2110.00641, 2505.24298."""
+    return _with(algo, Gate(Ratio(), "o", "b"))
+
+
+@modifier("opsm")
+def opsm(algo: Algo, *, opsm_delta: Num = 0.1) -> Algo:
+    """Failed rows that the policy has moved away from are dropped. arXiv 2512.02556."""
+    return _with(algo, Gate(OffPolicyMask(opsm_delta), "p", "b", "row"))

@@ -1,0 +1,214 @@
+"""Credit of single calls without a critic: by the state they were made in (GiGPO, HGPO, values of
+peers), in hindsight (HCAPO), by subgoals (HiPER)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from agentrl.algorithms.credit import core, turns
+from agentrl.algorithms.credit.core import Column, Credit, GroupRelative, column, weighted_sum
+from agentrl.algorithms.data import ids
+from agentrl.algorithms.data.batch import Batch
+from agentrl.algorithms.data.ids import Unit, key, next_same, previous, reduce_by, scan, units
+from agentrl.algorithms.objective.core import Algo
+from agentrl.algorithms.presets import registry
+from agentrl.algorithms.presets.mixing import GatedByOutcome
+from agentrl.algorithms.presets.registry import PPO_CLIP, Discount, Scale, Share, modifier, preset
+from agentrl.config import Natural
+
+HINDSIGHT = "transition:hindsight"  # a reward that the learner gives, see `train/preprocess.py`
+
+
+@column()
+def SameStateRelative(
+    batch: Batch,
+    reward: str | Column = "outcome",
+    gamma: float = 0.95,
+    depth: int = 0,
+    alpha: float = 1.0,
+    norm: Literal["none", "std"] = "none",
+) -> Tensor:
+    """[N] HGPO, arXiv 2602.22817: calls compared with those in the same state after the same k
+    states before, for k = 0 .. depth; mean of the levels where they differ, weighted
+    (k + 1) ** alpha. depth 0 is the step credit of GiGPO (arXiv 2505.10978)."""
+    x = turns.Returns(reward, gamma)(batch)
+    before = previous(next_same(batch.transition_rollout))
+    state = units(batch, "transition", "state")
+    same, back = units(batch, "transition", "group", "state"), before
+    total, share = torch.zeros_like(x), torch.zeros_like(x)
+    for k in range(depth + 1):
+        advantage = core.standardise(x, same, norm=norm).advantage
+        weight = (k + 1) ** alpha * (advantage != 0)
+        total, share = total + weight * advantage, share + weight
+        same = key(same, torch.where(back >= 0, state[back], -1))
+        back = torch.where(back >= 0, before[back], -1)
+    advantage = torch.where(share > 0, total / share, 0.0)
+    return torch.where(x.isnan(), torch.nan, advantage)[batch.token_transition]
+
+
+@modifier("gigpo", prefix="gigpo_")
+def with_gigpo(
+    algo: Algo, *, weight: Share = 1.0, gamma: Discount = 0.95, norm: Scale = "none"
+) -> Algo:
+    """Adds the comparison with calls in the same state. arXiv 2505.10978."""
+    anchors = SameStateRelative(registry.outcome_of(algo), gamma, norm=norm)
+    return replace(algo, credit=weighted_sum((algo.credit, 1.0), (anchors, weight)))
+
+
+@preset("gigpo", clip=PPO_CLIP, kl=True)
+def gigpo(
+    reward: str, *, weight: Share = 1.0, gamma: Discount = 0.95, norm: Scale = "none"
+) -> Algo:
+    """Rollouts compared within the task, plus calls compared with those in the same state. arXiv
+    2505.10978."""
+    host = Algo(GroupRelative(reward, norm=norm))
+    return with_gigpo(host, weight=weight, gamma=gamma, norm=norm)
+
+
+@registry.as_modifier("hgpo", prefix="hgpo_")
+@preset("hgpo", clip=PPO_CLIP, kl=True)
+def hgpo(
+    reward: str,
+    *,
+    gamma: Discount = 0.95,
+    depth: Natural = 2,
+    alpha: registry.Num = 1.0,
+    norm: Scale = "none",
+) -> Algo:
+    """Calls compared with those in the same state after the same states before, longer histories
+    weighing more. arXiv 2602.22817."""
+    return Algo(SameStateRelative(reward, gamma, depth, alpha, norm))
+
+
+@column("transition")
+def PeerValues(
+    batch: Batch,
+    reward: str | Column = "outcome",
+    gamma: float = 1.0,
+    by: tuple[Unit, ...] = ("group", "state"),
+) -> Tensor:
+    """[S] value of the state before each call: the mean return of the calls that other rollouts of
+    the group made in the same state; missing where none did. With `StepGae` a critic without
+    parameters, unbiased where equal states are equal."""
+    x = turns.Returns(reward, gamma)(batch)
+    same = units(batch, "transition", *by)
+    own = key(same, batch.transition_rollout)
+    known, x = ~x.isnan(), x.nan_to_num(nan=0.0)
+    total, count = (reduce_by(y, same)[same] - reduce_by(y, own)[own] for y in (x, known))
+    return torch.where(count > 0, total / count, torch.nan)
+
+
+@registry.as_modifier("peers", prefix="peers_")
+@preset("peers", clip=PPO_CLIP, kl=True)
+def peers(reward: str, *, gamma: Discount = 0.95, lam: Discount = 0.5) -> Algo:
+    """GAE over calls without a critic: the value of a state is the mean return of the group's other
+    rollouts from there. States as in arXiv 2505.10978, GAE as in 2511.14460."""
+    same_turn = PeerValues(reward, gamma, by=("group", "turn"))
+    gae = turns.StepGae(PeerValues(reward, gamma), reward, gamma, lam, same_turn)
+    return Algo(GroupRelative(gae, base="none"))
+
+
+@column("transition")
+def HindsightReturns(
+    batch: Batch,
+    hindsight: Column,
+    reward: str | Column = "outcome",
+    gamma: float = 0.95,
+    temperature: float = 5.0,
+    low: float = 0.8,
+    high: float = 1.2,
+) -> Tensor:
+    """[S] HCAPO, arXiv 2603.08754: returns of calls, times how much more probable than the others
+    of its rollout a call is once the outcome is known, within [low, high].
+
+    hindsight: per call, the mean log-prob of its tokens where the prompt tells the outcome; a call
+    without one keeps its return. temperature divides it."""
+    p = (hindsight(batch) / temperature).exp()
+    rollout = batch.transition_rollout
+    ratio = (p / ids.known_mean(p, rollout)[rollout]).clamp(low, high)
+    return torch.where(p.isnan(), 1.0, ratio) * turns.Returns(reward, gamma)(batch)
+
+
+@modifier("hcapo", prefix="hcapo_")
+def with_hcapo(
+    algo: Algo, *, reward: str = HINDSIGHT, weight: Share = 1.0, gamma: Discount = 0.95
+) -> Algo:
+    """Adds HCAPO's credit of calls in hindsight to the host's, bad only where the host's is bad.
+    arXiv 2603.08754."""
+    returns = HindsightReturns(turns.CallRewards(reward), registry.outcome_of(algo), gamma)
+    calls = GatedByOutcome(GroupRelative(returns, norm="std"), algo.credit, "negative")
+    credit = weighted_sum((algo.credit, 1.0), (calls, weight))
+    return replace(algo, credit=credit, optional=(*algo.optional, HINDSIGHT))
+
+
+@preset("hcapo", clip=PPO_CLIP, kl=True)
+def hcapo(
+    reward: str, *, hindsight_reward: str = HINDSIGHT, weight: Share = 1.0, gamma: Discount = 0.95
+) -> Algo:
+    """Outcome over rollouts plus returns of calls, which weigh more where the call looks more
+    probable once the outcome is known. The learner gives that probability, unless another reward of
+    calls is named. arXiv 2603.08754."""
+    host = Algo(GroupRelative(reward, norm="std"))
+    return with_hcapo(host, reward=hindsight_reward, weight=weight, gamma=gamma)
+
+
+@column("transition")
+def HiperGae(
+    batch: Batch,
+    high: Column,
+    low: Column,
+    part: Literal["high", "low"],
+    reward: str | Column = "outcome",
+    gamma: float = 1.0,
+    lam: float = 1.0,
+) -> Tensor:
+    """[S] HiPER, arXiv 2602.16165: GAE over the calls that act, inside the segments that calls
+    which choose a subgoal begin ("low"), and over those segments ("high").
+
+    high, low: values per call. A call that has the first begins a segment, one that has the second
+    acts and takes one unit of time; a call that does both earns both, for its tokens are not told
+    apart. What other calls receive belongs to the one before."""
+    rollout, v_high, v_low = batch.transition_rollout, high(batch), low(batch)
+    begins, acts = ~v_high.isnan(), ~v_low.isnan()
+    counts, following = begins | acts, next_same(rollout)
+    r = turns.call_rewards(batch, reward)
+    known = ~turns.discounted_return(r, 1.0, following).isnan()
+    r = scan(r.nan_to_num(nan=0.0), 1.0, torch.where(counts[following], -1, following))
+    time = torch.ones_like(r).masked_fill(acts, gamma)
+    following = next_same(torch.where(counts, rollout, len(batch.rollouts)))
+    inside = torch.where(begins[following], -1, following)  # the next call of the segment
+    if part == "low":
+        after = torch.where(begins, v_high, v_low)[following]
+        after = torch.where(following >= 0, after, 0.0)
+        advantage = scan((r + time * after - v_low).nan_to_num(nan=0.0), time * lam, inside)
+        return torch.where(acts & known, advantage, torch.nan)
+    segment = next_same(torch.where(begins, rollout, len(batch.rollouts)))
+    after = torch.where(segment >= 0, v_high[segment], 0.0)
+    decay = scan(time.log(), 1.0, inside).exp()
+    delta = scan(r, time, inside) + decay * after - v_high
+    advantage = scan(delta.nan_to_num(nan=0.0), decay * lam, segment)
+    return torch.where(begins & known, advantage, torch.nan)
+
+
+@registry.as_modifier("hiper", prefix="hiper_")
+@preset("hiper", clip=PPO_CLIP)
+def hiper(
+    reward: str,
+    *,
+    high: str = "transition:v_high",
+    low: str = "transition:v_low",
+    gamma: Discount = 0.95,
+    lam: Discount = 1.0,
+) -> Algo:
+    """Calls that choose subgoals and calls that pursue them, each whitened over the batch, with
+    values of their own, given as rewards of calls. arXiv 2602.16165."""
+
+    def whitened(part: Literal["high", "low"]) -> Credit:
+        values = turns.CallRewards(high), turns.CallRewards(low)
+        return GroupRelative(HiperGae(*values, part, reward, gamma, lam), by=("all",), norm="std")
+
+    return Algo(weighted_sum((whitened("high"), 1.0), (whitened("low"), 1.0)))
