@@ -25,8 +25,7 @@ from tokenizers import decoders
 from tools import Message, Tool
 from transformers import PreTrainedTokenizerFast
 
-from agentrl.algorithms.model.sft import Conversation
-from agentrl.algorithms.model.tiny import imitator, word_tokenizer
+from agentrl.algorithms.model.tiny import Conversation, imitator, word_tokenizer
 from agentrl.threads import run_blocking
 
 Answer = tuple[str, str]  # the name of a tool, or nothing, and its argument or what is said
