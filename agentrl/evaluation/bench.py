@@ -119,7 +119,7 @@ class BenchPlan:
         files = [build, agent, config.tasks.train, config.tasks.heldout, verifier.path]
         files += [*verifier.rewards.values(), task.measure]
         digest = _digest(config, files, path.read_text(), *settings)
-        settings += [f"name={digest}", f"output={self.work / digest}"]
+        settings += [f"name=bench-{digest}", f"output={self.work / digest}"]
         if build:  # one model for all presets
             model = self.work / "models" / _digest(config, [build], build, str(seed))
             settings.append(f"policy.model={model}")
