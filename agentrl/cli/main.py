@@ -13,6 +13,7 @@ import msgspec
 from rich.console import Console, RenderableType
 
 from agentrl import __version__
+from agentrl.cli.bench import bench
 from agentrl.cli.export import export
 from agentrl.cli.harness import harness
 from agentrl.cli.settings import config as config_group
@@ -30,7 +31,7 @@ def cli() -> None:
     """Reinforcement learning for the agents people already have."""
 
 
-for command in (config_group, export, harness, init, store_group):
+for command in (bench, config_group, export, harness, init, store_group):
     cli.add_command(command)
 
 
