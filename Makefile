@@ -13,7 +13,7 @@ PIP    := python -m pip install --quiet --disable-pip-version-check
 # Without bytecode every process of a test would compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-slow test-engines check clean
+.PHONY: demo test test-slow test-engines test-harnesses check clean
 .DEFAULT_GOAL := help
 
 help: ## Show the targets
@@ -30,6 +30,9 @@ test-slow: $(STAMP) ## Run the tests that take minutes: long faults, whole recip
 
 test-engines: $(ENGINES)/.installed ## Install verl and vLLM for the CPU and run the tests against them
 	$(ENGINES)/bin/python -m pytest -rs $(ENGINE_TESTS)
+
+test-harnesses: $(STAMP) .harnesses/.installed ## Install eight coding harnesses (2.5 GB) and run the tests against them
+	$(BIN)/python -m pytest -rs -m slow tests/runners/harnesses/test_real.py
 
 check: $(STAMP) ## Lint and type-check
 	$(BIN)/ruff check .
@@ -68,5 +71,10 @@ $(ENGINES)/.installed: pyproject.toml constraints-engines.txt
 	@$(ENGINES)/bin/python -m pip uninstall --quiet --yes $(UNUSABLE)
 	@touch $@
 
+.harnesses/.installed: $(STAMP) $(wildcard runners/harnesses/*.toml)
+	@command -v npm >/dev/null || { echo "The harnesses need npm: install Node.js 20 or newer"; exit 1; }
+	@$(BIN)/python -m tests.runners.harnesses.install .harnesses
+	@touch $@
+
 clean: ## Remove the virtual environments and all runs
-	rm -rf $(VENV) $(ENGINES) runs
+	rm -rf $(VENV) $(ENGINES) .harnesses runs

@@ -24,6 +24,7 @@ from agentrl.runners.execution import AttemptRunner
 from agentrl.runners.executors.contract import environment
 from agentrl.runners.executors.factory import make_executor
 from agentrl.runners.gateway.server import Gateway
+from agentrl.runners.harnesses.preset import role_rules
 from agentrl.runners.scoring import verifiers
 from agentrl.runners.tracing import core as tracing
 from agentrl.runners.worker import Worker
@@ -122,6 +123,7 @@ async def _attempt_runner(
         roles=policy_by_role(config),
         policies=config.policies,
         remote=has_no_own_policy(config),
+        rules=role_rules(config, root),
     )
     await asyncio.to_thread(gateway.start)
     try:

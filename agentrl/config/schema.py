@@ -31,6 +31,7 @@ from agentrl.config.infrastructure import (
     RunnerConfig,
     TorchLearnerConfig,
 )
+from agentrl.config.role_rule import RoleRule
 from agentrl.team_rewards import EXACT
 from agentrl.types import Sampling
 
@@ -52,10 +53,16 @@ class RetriesConfig(Section, frozen=True):
 
 
 class AgentConfig(Section, frozen=True):
-    """The unmodified agent and how it is run: a Python object by `path`, or a `command`."""
+    """The unmodified agent and how it is run: a Python object by `path`, a `command`, or a coding
+    `harness` with a preset."""
 
     path: str = ""  # "file.py:name" or "package.module:name"
     command: str | list[str] = []  # in any language; a string is split as a shell would
+    # codex, claude, qwen, gemini, opencode, pi, mini, aider, or your own as "file.toml" or
+    # "file.py:name"; `command` is then where its program is, if not in PATH.
+    harness: str = ""
+    args: list[str] = []  # more arguments of the harness
+    context: Count = 32768  # tokens that the harness believes the model to read
     folder: str = ""  # where the command works; default: the run file's folder, or the image's
     env: dict[str, str] = {}  # the agent's own variables; only their names are stored
     # Patterns of variables of the runner that the agent sees too. A command or a pool sees PATH and
@@ -382,6 +389,9 @@ class RunConfig(Section, frozen=True):
     metrics: MetricsConfig = MetricsConfig()
     upstreams: dict[Name, UpstreamConfig] = {}  # by name, which is a model name for the agent too
     roles: dict[str, str] = {}  # role -> the upstream or policy that answers it
+    # [[roles.match]] in the run file: roles of calls that say none themselves. The first that holds
+    # counts; those of the harness come after.
+    role_rules: list[RoleRule] = []
 
     def path(self, name: str) -> Path:
         """A file named in the run file, relative to its folder."""

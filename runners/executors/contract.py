@@ -155,9 +155,8 @@ def reachable_url(base_url: str, runner: RunnerConfig, host: str) -> str:
 def task_folder(task: bytes, place: AgentPlace | None = None) -> Iterator[Path]:
     """A folder of one attempt, with its task in it: that of its workspace, or one of its own."""
     if place is not None:
-        file = place.private / TASK
-        file.write_bytes(task)
-        file.chmod(0o644)  # its folder is closed to all but the agent's user
+        Path(place.private, TASK).write_bytes(task)
+        place.give(place.private)
         yield place.private
         return
     with tempfile.TemporaryDirectory(prefix="agentrl-", ignore_cleanup_errors=True) as name:

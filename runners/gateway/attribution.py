@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote_plus
 
+from agentrl.config import RoleRule
 from agentrl.runners.dialects.base import ConversationMemory
 from agentrl.runners.gateway.replay import Recording
 from agentrl.runners.gateway.routing import NO_SEATS, Seats
@@ -45,6 +46,7 @@ class AgentPlace(NamedTuple):
     private: Path  # for the files that it and the runner give each other
     env: Mapping[str, str]  # HOME and the like
     prefix: Sequence[str]  # begins its command line: what confines it
+    give: Callable[[Path], None]  # makes a folder's files those of the user that it runs as
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +66,7 @@ class ActiveAttempt:
     tasks: set[asyncio.Task[object]] = field(default_factory=set)  # calls in flight
     memory: ConversationMemory = field(default_factory=ConversationMemory)
     roles: Collection[str] = ()  # those that the run file or a seat names
+    rules: Sequence[RoleRule] = ()  # for calls that do not say their role
     recording: Recording | None = None  # what it repeats of another rollout
     place: AgentPlace | None = None
     tokens: int = 0  # sampled so far
@@ -142,8 +145,10 @@ class AttemptRegistry:
     """The active attempts. `open`: those that are not sealed can be reached, which is safe only
     where no other machine can connect."""
 
-    def __init__(self, *, open: bool = True, roles: Collection[str] = ()) -> None:
-        self.open, self.roles = open, frozenset(roles)
+    def __init__(
+        self, *, open: bool = True, roles: Collection[str] = (), rules: Sequence[RoleRule] = ()
+    ) -> None:
+        self.open, self.roles, self.rules = open, frozenset(roles), rules
         self._active: dict[str, ActiveAttempt] = {}
         self._keys: dict[str, ActiveAttempt] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()  # keys and ids -> id
@@ -154,7 +159,7 @@ class AttemptRegistry:
         deadline = time.monotonic() + attempt.rollout.timeout
         roles = self.roles.union(attempt.rollout.seats)
         active = self._active[attempt.id] = ActiveAttempt(
-            attempt, deadline, sealed, scoring, roles=roles
+            attempt, deadline, sealed, scoring, roles=roles, rules=() if scoring else self.rules
         )
         self._keys[active.key] = active
         return active

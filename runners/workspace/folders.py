@@ -30,6 +30,7 @@ from agentrl.runners.executors.contract import passed_environment
 from agentrl.runners.executors.launcher import OutputPipe, ProcessLauncher, SupervisorLost
 from agentrl.runners.executors.supervisor import ProcessSpec
 from agentrl.runners.gateway.attribution import AgentPlace
+from agentrl.runners.harnesses.preset import private_folders
 from agentrl.runners.workspace import cleaner
 from agentrl.runners.workspace.changes import changes, diff, files_of
 from agentrl.runners.workspace.sandbox import Sandbox
@@ -75,16 +76,9 @@ class Workspace:
     @property
     def place(self) -> AgentPlace:
         """Where the agent's process works."""
-        home, prefix = str(self.home), self._of.sandbox.command(self.folder, self.path, [])
-        env = {"HOME": home, "PWD": str(self.path), "TMPDIR": str(self.folder / "tmp")}
-        for name, below in (
-            ("CONFIG", ".config"),
-            ("DATA", ".local/share"),
-            ("STATE", ".local/state"),
-            ("CACHE", ".cache"),
-        ):
-            env[f"XDG_{name}_HOME"] = f"{home}/{below}"
-        return AgentPlace(self.path, self.folder / "io", env, prefix)
+        env = private_folders(str(self.home), self.path) | {"TMPDIR": str(self.folder / "tmp")}
+        prefix = self._of.sandbox.command(self.folder, self.path, [])
+        return AgentPlace(self.path, self.folder / "io", env, prefix, self._of.sandbox.give)
 
     def diff(self) -> str:
         """What the agent changed, as a unified diff; binary and large files by name."""
