@@ -20,11 +20,21 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import ConfigError
-from agentrl.runners.harnesses.check import check
+from agentrl.runners.harnesses.check import Report, check
 from agentrl.runners.harnesses.preset import HARNESSES, load_preset
 from tests.benchmarks import demo
+from tests.runners.harnesses.refusing_proxy import RefusingProxy
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "harness"
+
+
+async def run(name: str, rollouts: int, concurrency: int) -> tuple[Report, list[str]]:
+    """What the harness did, and which addresses outside of this machine it asked for."""
+    proxy = RefusingProxy()
+    size = {"rollouts": rollouts, "concurrency": concurrency}
+    async with proxy.serving() as env:
+        report = await check(name, Path(), timeout=600.0, env=env, **size)
+    return report, proxy.refused
 
 
 def measure(names: list[str], rollouts: int, concurrency: int) -> dict[str, Any]:
@@ -36,14 +46,12 @@ def measure(names: list[str], rollouts: int, concurrency: int) -> dict[str, Any]
         except ConfigError:
             missing.append(name)
             continue
-        size = {"rollouts": rollouts, "concurrency": concurrency}
-        report = asyncio.run(check(name, Path(), timeout=600.0, **size))
-        all_exact = report.served == report.recorded == report.exact == report.attributed > 0
-        if all_exact and report.fixed == rollouts:
+        report, reached = asyncio.run(run(name, rollouts, concurrency))
+        if report.served == len(report.calls) == report.exact > 0 and not any(report.problems()):
             exact.append(name)
         refused += len(report.refused)
         result[f"{name}_recorded"] = f"{report.exact}/{report.served}"
-        result[f"{name}_reached"] = report.reached
+        result[f"{name}_reached"] = reached
         result[f"{name}_rollouts_per_s"] = round(rollouts / report.seconds, 3)
     counts = {"harnesses_exact": len(exact), "harnesses": len(names), "not_installed": missing}
     return counts | {"refused": refused} | result
