@@ -13,7 +13,7 @@ PIP    := python -m pip install --quiet --disable-pip-version-check
 # Without bytecode every process of a test would compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-slow test-engines test-harnesses check clean
+.PHONY: demo demo-codex demo-pi test test-slow test-engines test-harnesses check clean
 .DEFAULT_GOAL := help
 
 help: ## Show the targets
@@ -21,6 +21,11 @@ help: ## Show the targets
 
 demo: $(STAMP) ## Train the example agent (about three minutes)
 	$(BIN)/agentrl train examples/staff/run.toml
+
+SANDBOX := $(if $(filter 0,$(shell id -u)),user,unshare)
+
+demo-codex demo-pi: demo-%: $(STAMP) .harnesses/bin/% ## Train a tiny policy inside the real Codex CLI, or Pi
+	$(BIN)/agentrl train examples/harness/$*.toml agent.command=$(CURDIR)/.harnesses/bin/$* workspace.sandbox=$(SANDBOX)
 
 test: $(STAMP) ## Run the tests
 	$(BIN)/python -m pytest -rs -n $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -72,9 +77,11 @@ $(ENGINES)/.installed: pyproject.toml constraints-engines.txt
 	@touch $@
 
 .harnesses/.installed: $(STAMP) $(wildcard runners/harnesses/*.toml)
-	@command -v npm >/dev/null || { echo "The harnesses need npm: install Node.js 20 or newer"; exit 1; }
-	@$(BIN)/python -m tests.runners.harnesses.install .harnesses
+	@$(BIN)/python -m tests.runners.harnesses.install
 	@touch $@
+
+.harnesses/bin/%: $(STAMP)
+	@$(BIN)/python -m tests.runners.harnesses.install $*
 
 clean: ## Remove the virtual environments and all runs
 	rm -rf $(VENV) $(ENGINES) .harnesses runs

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import click
-import msgspec
 
 
 @click.group()
@@ -28,35 +27,28 @@ def list_presets() -> None:
 @harness.command("check")
 @click.argument("name")
 @click.option("--program", default="", help="Where its program is; default: looked up in PATH.")
-@click.option("--json", "plain", is_flag=True, help="JSON instead of lines.")
-def check_harness(name: str, program: str, plain: bool) -> None:
+def check_harness(name: str, program: str) -> None:
     """Run the harness NAME, or your own preset, against a scripted model, and print what it calls,
     sends and needs. The exit status is 1 where it could not be trained."""
     from agentrl.runners.harnesses.check import check
     from agentrl.runners.harnesses.preset import load_preset
 
-    report = asyncio.run(check(name, Path(), program=program))
-    problems = list(report.problems())
-    if plain:
-        click.echo(msgspec.json.encode(report))
-        sys.exit(bool(problems))
-    preset = load_preset(name, Path())
-    click.echo(f"{report.program} {report.version}, {report.seconds:g} s")
+    report, preset = asyncio.run(check(name, Path(), program=program)), load_preset(name, Path())
+    click.echo(f"{report.program} {report.version}, {report.seconds:.2f} s")
     click.echo(f"needs  variables {', '.join(sorted(preset.env)) or 'of every agent'}")
     for file in preset.files:
         click.echo(f"       file ~/{file}")
-    for call in report.calls:
-        kind = "stream" if call.stream else "whole"
+    for one in report.seen:
         click.echo(
-            f"calls  {call.seconds:6.2f} s  {call.role or '-':<9} {call.path}  {call.status}"
-            f"  {call.size} bytes  {call.tools} tools  {kind}"
+            f"calls  {one.at - report.begun:6.2f} s  {one.role or '-':<9} {one.path}  {one.status}"
+            f"  {one.size} bytes  {one.tools} tools{'  stream' * bool(one.body.get('stream'))}"
         )
-    fields = sorted({field for call in report.calls for field in call.fields})
-    click.echo(f"sends  {', '.join(fields)}")
+    click.echo(f"sends  {', '.join(sorted({key for one in report.seen for key in one.body}))}")
     roles = ", ".join(f"{count} of {role}" for role, count in report.roles.items())
     click.echo(
         f"found  {report.exact} of {report.served} calls recorded exactly: {roles or 'none'}"
     )
+    problems = list(report.problems())
     for problem in problems:
         click.echo(f"wrong  {problem}")
     sys.exit(bool(problems))

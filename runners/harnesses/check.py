@@ -7,76 +7,83 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
-from agentrl.config import AgentConfig, RetriesConfig, RunnerConfig
+from agentrl.config import AgentConfig, RunnerConfig
 from agentrl.runners.execution import AttemptRunner
 from agentrl.runners.executors.command import CommandExecutor
 from agentrl.runners.gateway.server import Gateway
-from agentrl.runners.harnesses.observe import RefusingProxy, RequestLog, SeenRequest
+from agentrl.runners.harnesses.observe import RequestLog, SeenRequest
 from agentrl.runners.harnesses.preset import load_preset, version_of
 from agentrl.runners.harnesses.scripted import BUG, PROMPT, ScriptedModel
 from agentrl.runners.scoring.verifiers import Verifier
 from agentrl.runners.worker import Worker
 from agentrl.store import open_store
-from agentrl.types import Json, NewRollout, PolicyVersion, Trace, Transition
+from agentrl.types import NewRollout, PolicyVersion, Rollout, Transition
 
 RUN = "check"
-MARK = re.compile(r"ticket-\d+")
+MARK = re.compile(r"ticket-\d+")  # in the prompt of a rollout, and nowhere else
 
 
-class CheckedCall(msgspec.Struct, kw_only=True):
-    path: str
-    status: int
-    size: int  # bytes
-    seconds: float  # since the rollout began
-    role: str  # empty where it was not recorded
-    stream: bool
-    tools: int
-    fields: list[str]  # of the body
-    error: str
-
-
-class Report(msgspec.Struct, kw_only=True):
-    """What a harness did. `exact`: calls recorded with the tokens and log-probs that it got."""
+@dataclass
+class Report:
+    """What a harness did."""
 
     harness: str
     program: str
     version: str
-    tested: bool
-    rollouts: int
-    fixed: int  # rollouts that ended well, if the bug is fixed
+    tested: bool  # its preset was, with this version
     seconds: float
-    served: int  # completions
-    recorded: int
-    exact: int
-    attributed: int  # recorded calls in whose prompt is the mark of their own rollout, and no other
-    roles: dict[str, int]  # calls of each
-    reached: list[str]  # addresses outside of this machine that it asked for
-    failures: list[str]
-    calls: list[CheckedCall]
+    begun: float  # unix seconds
+    model: ScriptedModel
+    rollouts: list[Rollout]
+    calls: list[Transition]  # that were recorded
+    seen: list[SeenRequest]
+    fixed: bool  # the bug
 
     @property
-    def refused(self) -> list[CheckedCall]:
-        return [call for call in self.calls if call.status >= 400]
+    def served(self) -> int:
+        return len(self.model.served)
+
+    @property
+    def exact(self) -> int:
+        """Calls that were recorded with the tokens and log-probs that were served, in the trace of
+        their own rollout."""
+        served = {tuple(one.tokens): one for one in self.model.served}
+        numbers = {row.attempt: f"ticket-{row.index:03d}" for row in self.rollouts}
+        return sum(
+            (one := served.get(tuple(call.completion))) is not None
+            and list(call.prompt) == one.prompt
+            and [round(float(p), 4) for p in call.logprobs] == one.logprobs
+            and set(MARK.findall(str(call.messages))) == {numbers[call.attempt]}
+            for call in self.calls
+        )
+
+    @property
+    def roles(self) -> dict[str, int]:
+        """The number of calls of each role."""
+        found = sorted(call.role for call in self.calls)
+        return {role: found.count(role) for role in found}
+
+    @property
+    def refused(self) -> list[SeenRequest]:
+        return [one for one in self.seen if one.status >= 400]
 
     def problems(self) -> Iterator[str]:
         """One sentence each; none for a harness that can be trained."""
         if not self.served:
             yield f"{self.harness} made no model call that was answered"
-        for call in self.refused[:3]:
-            yield f"{call.path} was refused: {call.error}"
-        yield from self.failures[:3]
-        if self.attributed < self.recorded:
-            yield f"{self.attributed} of {self.recorded} calls are in the trace of their rollout"
+        for one in self.refused[:3]:
+            yield f"{one.path} was refused: {one.error[:300]}"
+        for failed in [row.failure for row in self.rollouts if row.failure][:3]:
+            yield failed.message
         if self.exact < self.served:
             yield f"{self.exact} of {self.served} calls were recorded exactly"
-        if self.reached:
-            yield f"it asked for {', '.join(self.reached)}, and a preset should turn that off"
+        if self.served and not self.fixed:
+            yield "its tools did not mend the bug as the model said"
         if not self.tested:
             yield f"version {self.version or '?'} is not one that its preset was tested with"
 
@@ -89,48 +96,44 @@ async def check(
     rollouts: int = 1,
     concurrency: int = 1,
     timeout: float = 120.0,
+    env: Mapping[str, str] | None = None,
 ) -> Report:
     """Run rollouts of the harness `name`, each of which mends a bug as the scripted model says.
 
     Raises ConfigError where it is not installed."""
     preset = load_preset(name, root)
-    program = preset.find_program(program)
-    model, proxy = ScriptedModel(), RefusingProxy()
+    program, model = preset.find_program(program), ScriptedModel()
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
         store = await stack.enter_async_context(open_store(f"sqlite:///{folder / 'store.db'}"))
         await store.open_run(RUN, {})
+        url = await stack.enter_async_context(model.serving())
+        await store.publish(
+            PolicyVersion(run=RUN, policy="policy", version=0, base_url=url, model="m")
+        )
         gateway = Gateway(store, RUN, rules=preset.match)
         await asyncio.to_thread(gateway.start)
         stack.push_async_callback(asyncio.to_thread, gateway.close)
         log = RequestLog(gateway.base_url.removesuffix("/v1"))
-        for server in (model, proxy, log):
-            await server.start()
-            stack.push_async_callback(server.close)
-        await store.publish(
-            PolicyVersion(run=RUN, policy="policy", version=0, base_url=model.base_url, model="m")
-        )
-        _make_repository(folder / "repository")
+        shown = await stack.enter_async_context(log.serving())
+        repository = folder / "repository"
+        _make_repository(repository)
         agent = AgentConfig(
-            harness=name,
-            command=[program],
-            folder=str(folder / "repository"),
-            env=proxy.environment,
-            retries=RetriesConfig(model_error=0),
+            harness=name, command=[program], folder=str(repository), env=dict(env or {})
         )
-        executor = CommandExecutor(agent, RunnerConfig(), root=root, gateway=f"{log.url}/v1")
+        executor = CommandExecutor(agent, RunnerConfig(), root=root, gateway=f"{shown}/v1")
         await executor.start()
         stack.push_async_callback(executor.close)
-        execution = AttemptRunner(store, gateway, executor, Verifier(lambda result: 1.0))
         runner = RunnerConfig(concurrency=concurrency)
-        tasks = [
-            NewRollout(id=f"{n}", run=RUN, group="g", index=n, task=_task(n), timeout=timeout)
-            for n in range(rollouts)
-        ]
-        begun = time.time()
-        await store.enqueue(tasks)
-        stop = asyncio.Event()
-        working = asyncio.create_task(Worker(RUN, execution, runner, name="check").run(stop))
+        execution = AttemptRunner(store, gateway, executor, Verifier(lambda result: 1.0))
+        worker, stop = Worker(RUN, execution, runner, name=RUN), asyncio.Event()
+        begun, asked = time.time(), []
+        for n in range(rollouts):
+            task = {"input": f"{PROMPT} (ticket-{n:03d})"}
+            new = NewRollout(id=f"{n}", run=RUN, group="g", index=n, task=task, timeout=timeout)
+            asked.append(new)
+        await store.enqueue(asked)
+        working = asyncio.create_task(worker.run(stop))
         await store.settled("g")
         seconds = time.time() - begun
         stop.set()
@@ -138,35 +141,23 @@ async def check(
         ended = await store.rollouts(RUN)
         traces = [await store.trace(row.id) for row in ended]
         calls = [call for trace in traces if trace for call in trace.transitions]
-        fixed = "a + b" in (folder / "repository" / "calc.py").read_text()
-        version = await version_of(program, folder)
+        roles = iter(call.role for call in sorted(calls, key=lambda call: call.started))
+        for one in log.seen:  # calls began in the order of their requests
+            one.role = next(roles, "") if one.asks else ""
+        version, fixed = await version_of(program, folder), (repository / "calc.py").read_text()
         return Report(
             harness=name,
             program=program,
             version=version,
             tested=preset.was_tested(version),
-            rollouts=rollouts,
-            attributed=sum(map(_attributed, filter(None, traces))),
-            fixed=fixed * sum(row.failure is None for row in ended),
-            seconds=round(seconds, 2),
-            served=len(model.served),
-            recorded=len(calls),
-            exact=_exact(calls, model),
-            roles={role: sum(call.role == role for call in calls) for role in _roles(calls)},
-            reached=sorted(set(proxy.refused)),
-            failures=[row.failure.message for row in ended if row.failure],
-            calls=list(_checked(log.seen, calls, begun)),
+            seconds=seconds,
+            begun=begun,
+            model=model,
+            rollouts=ended,
+            calls=calls,
+            seen=log.seen,
+            fixed="a + b" in fixed,
         )
-
-
-def _task(number: int) -> dict[str, Json]:
-    return {"input": f"{PROMPT} (ticket-{number:03d})"}
-
-
-def _attributed(trace: Trace) -> int:
-    own = f"ticket-{int(trace.rollout.id):03d}"
-    marks = (set(MARK.findall(msgspec.json.encode(c.messages).decode())) for c in trace.transitions)
-    return sum(found == {own} for found in marks)
 
 
 def _make_repository(folder: Path) -> None:
@@ -176,42 +167,3 @@ def _make_repository(folder: Path) -> None:
     author = ["-c", "user.name=agentrl", "-c", "user.email=agentrl@localhost"]
     for command in (["init", "-q"], ["add", "-A"], [*author, "commit", "-q", "-m", "start"]):
         subprocess.run(["git", *command], cwd=folder, check=True, capture_output=True)
-
-
-def _roles(calls: list[Transition]) -> list[str]:
-    return sorted({call.role for call in calls})
-
-
-def _exact(calls: list[Transition], model: ScriptedModel) -> int:
-    """Recorded calls whose prompt, completion and log-probs are those that were served."""
-    served = {tuple(one.tokens): one for one in model.served}
-    found = ((call, served.get(tuple(call.completion))) for call in calls)
-    return sum(
-        one is not None
-        and list(call.prompt) == one.prompt
-        and [round(float(p), 4) for p in call.logprobs] == one.logprobs
-        for call, one in found
-    )
-
-
-def _checked(
-    seen: list[SeenRequest], calls: list[Transition], begun: float
-) -> Iterator[CheckedCall]:
-    """The requests in the order of their arrival. An answered one with a prompt is a call, and the
-    recorded calls began in the same order."""
-    roles = iter(call.role for call in sorted(calls, key=lambda call: call.started))
-    for one in seen:
-        body = one.body
-        asks = {"messages", "input", "contents"} & body.keys() and "count" not in one.path
-        tools = body.get("tools") or []
-        yield CheckedCall(
-            path=f"{one.method} {one.path}",
-            status=one.status,
-            size=len(one.raw),
-            seconds=round(one.at - begun, 2),
-            role=next(roles, "") if asks and one.status == 200 else "",
-            stream=bool(body.get("stream")) or "stream" in one.path,
-            tools=sum(len(tool.get("functionDeclarations") or (0,)) for tool in tools),
-            fields=sorted(body),
-            error=one.error[:300],
-        )

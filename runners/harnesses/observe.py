@@ -1,12 +1,11 @@
-"""What a program sends: a proxy in front of the gateway that keeps every request, and one in front
-of the internet that refuses all of them."""
+"""A proxy in front of the gateway that keeps every request of a program, refused ones too."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 
 import aiohttp
 import msgspec
@@ -23,56 +22,55 @@ class SeenRequest:
     """A request and how it was answered."""
 
     at: float  # unix seconds
-    method: str
-    path: str  # with the query
-    headers: dict[str, str]  # names in lower case
-    raw: bytes
+    path: str  # method and path, with the query
+    size: int  # bytes
+    body: dict[str, Json]  # empty where it is no JSON object
     status: int = 0
     error: str = ""  # the body of a refusal
+    role: str = ""  # of the call, where it was recorded
 
     @property
-    def body(self) -> dict[str, Json]:
-        """Empty where the request has no JSON object."""
-        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
-            return msgspec.json.decode(self.raw, type=dict)
-        return {}
+    def asks(self) -> bool:
+        """Whether it is a model call that was answered."""
+        prompt = {"messages", "input", "contents"} & self.body.keys()
+        return bool(prompt) and self.status == 200 and "count" not in self.path
+
+    @property
+    def tools(self) -> int:
+        offered = self.body.get("tools") or ()
+        return sum(len(tool.get("functionDeclarations") or (tool,)) for tool in offered)
 
 
-@dataclass
 class RequestLog:
     """Passes every request on to `target`, an URL without a path, and streams the answer back."""
 
-    target: str
-    seen: list[SeenRequest] = field(default_factory=list)
-    url: str = ""
-    _runner: web.AppRunner | None = None
-    _session: aiohttp.ClientSession | None = None
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self.seen: list[SeenRequest] = []
 
-    async def start(self) -> None:
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[str]:
+        """Listens inside the block, which is given the URL."""
         app = web.Application(client_max_size=2**28)
         app.router.add_route("*", "/{path:.*}", self._pass_on)
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
-        self._runner, self.url = await listen(app, "127.0.0.1", 0)
-
-    async def close(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
-        if self._session is not None:
-            await self._session.close()
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
+            self._session = session
+            runner, url = await listen(app, "127.0.0.1", 0)
+            try:
+                yield url
+            finally:
+                await runner.cleanup()
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
-        assert self._session is not None
-        raw, headers = await request.read(), {k.lower(): v for k, v in request.headers.items()}
-        one = SeenRequest(time.time(), request.method, request.path_qs, headers, raw)
+        raw, body, method = await request.read(), {}, request.method
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+            body = msgspec.json.decode(raw, type=dict)
+        one = SeenRequest(time.time(), f"{method} {request.path_qs}", len(raw), body)
         self.seen.append(one)
-        url, passed = (
-            self.target + request.path_qs,
-            {k: v for k, v in headers.items() if k not in HOP},
-        )
-        async with self._session.request(request.method, url, data=raw, headers=passed) as reply:
+        url, headers = self.target + request.path_qs, _passed(request.headers)
+        async with self._session.request(method, url, data=raw, headers=headers) as reply:
             one.status = reply.status
-            kept = {k: v for k, v in reply.headers.items() if k.lower() not in HOP}
-            answer = web.StreamResponse(status=reply.status, headers=kept)
+            answer = web.StreamResponse(status=reply.status, headers=_passed(reply.headers))
             await answer.prepare(request)
             async for part in reply.content.iter_any():
                 one.error += part.decode(errors="replace") if reply.status >= 400 else ""
@@ -80,52 +78,5 @@ class RequestLog:
         return answer
 
 
-@dataclass
-class RefusingProxy:
-    """An HTTP proxy that refuses every address but this machine's, and remembers it."""
-
-    refused: list[str] = field(default_factory=list)
-    url: str = ""
-    _server: asyncio.Server | None = None
-
-    async def start(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-
-    async def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """Variables by which programs find it."""
-        named = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), self.url)
-        named |= {"NO_PROXY": "127.0.0.1,localhost"}
-        return named | {name.lower(): value for name, value in named.items()}
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, ValueError, asyncio.IncompleteReadError):
-            head = (await reader.readuntil(b"\r\n\r\n")).decode(errors="replace")
-            method, address = head.split()[:2]
-            host, _, port = address.rpartition(":")
-            if method == "CONNECT" and host in ("127.0.0.1", "localhost"):
-                await self._tunnel(reader, writer, int(port))
-            else:  # some programs ask the proxy for this machine too
-                self.refused.append(address)
-                writer.write(b"HTTP/1.1 502 refused\r\ncontent-length: 0\r\n\r\n")
-        writer.close()
-
-    async def _tunnel(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, port: int
-    ) -> None:
-        inner, outer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"HTTP/1.1 200 connected\r\n\r\n")
-
-        async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-            with contextlib.suppress(OSError):
-                while data := await source.read(65536):
-                    target.write(data)
-                    await target.drain()
-            target.close()
-
-        await asyncio.gather(copy(reader, outer), copy(inner, writer))
+def _passed(headers: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in headers.items() if name.lower() not in HOP}

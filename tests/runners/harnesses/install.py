@@ -1,11 +1,12 @@
-"""Installs the harnesses of the presets: `python -m tests.runners.harnesses.install [FOLDER]`.
+"""Installs the harnesses of the presets: `python -m tests.runners.harnesses.install [NAME]...`.
 
 Each gets a folder of its own, because their dependencies exclude each other, and a link in
-FOLDER/bin, where `agentrl` looks beside PATH. What is there already is left alone."""
+.harnesses/bin, where `agentrl` looks beside PATH. What is there already is left alone."""
 
 from __future__ import annotations
 
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,8 @@ def install(name: str, folder: Path) -> None:
     link.parent.mkdir(parents=True, exist_ok=True)
     own.mkdir(exist_ok=True)
     tool, _, *packages = shlex.split(preset.install)
+    if shutil.which(tool) is None and tool == "npm":
+        sys.exit(f"{name} needs npm: install Node.js 20 or newer, then run the same command again")
     if tool == "npm":
         options = ["--prefix", str(own), "--no-audit", "--no-fund", "--loglevel=error"]
         commands = [["npm", "install", *options, *packages]]
@@ -35,6 +38,6 @@ def install(name: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    for harness in HARNESSES:
+    for harness in sys.argv[1:] or HARNESSES:
         print(f"Installing {harness} ...", flush=True)
-        install(harness, Path(*sys.argv[1:] or [INSTALLED]))
+        install(harness, Path(INSTALLED))

@@ -25,11 +25,6 @@ def ask(body, route="chat/completions"):
     headers = {{"authorization": "Bearer " + key, "content-type": "application/json"}}
     url = os.environ["OPENAI_BASE_URL"] + "/" + route
     return json.load(here.open(urllib.request.Request(url, json.dumps(body).encode(), headers)))
-if "home" in sys.argv:
-    try:
-        urllib.request.urlopen("https://telemetry.invalid/")
-    except OSError:
-        pass
 if "odd-route" in sys.argv:
     ask({{}}, "odd")
 shell = {{"type": "object", "properties": {{"command": {{"type": "string"}}}}}}
@@ -39,10 +34,11 @@ while "quiet" not in sys.argv:
     said = ask({{"model": "m", "messages": messages, "tools": tools}})["choices"][0]["message"]
     messages.append(said)
     if not said.get("tool_calls"):
-        ask({{"model": "m", "messages": [{{"role": "user", "content": "title"}}]}})
+        ask({{"model": "m", "messages": [{{"role": "user", "content": sys.argv[1]}}]}})
         break
     for call in said["tool_calls"]:
         command = json.loads(call["function"]["arguments"])["command"]
+        command = "true" if "lazy" in sys.argv else command
         done = subprocess.run(command, shell=True, capture_output=True, text=True)
         result = {{"role": "tool", "tool_call_id": call["id"], "content": done.stdout}}
         messages.append(result)
@@ -70,17 +66,17 @@ def preset(folder: Path, *arguments: str, **fields: Any) -> str:
 async def test_a_program_that_behaves_has_no_problems(odd: Path) -> None:
     report = await check(preset(odd), odd, rollouts=2, concurrency=2)
     assert list(report.problems()) == []
-    assert (report.version, report.fixed, report.served, report.exact) == ("1.2.3", 2, 8, 8)
+    assert (report.version, report.served, report.exact) == ("1.2.3", 8, 8)
     assert report.roles == {"agent": 6, "side": 2}
-    assert {call.path for call in report.calls} == {"POST /v1/chat/completions"}
-    assert report.calls[0].fields == ["messages", "model", "tools"]
+    assert {one.path for one in report.seen} == {"POST /v1/chat/completions"}
+    assert report.seen[0].body.keys() == {"messages", "model", "tools"}
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["quiet"], "made no model call that was answered"),
-        (["home"], "asked for telemetry.invalid:443"),
+        (["lazy"], "its tools did not mend the bug"),
         (["odd-route"], "POST /v1/odd was refused: "),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 from agentrl.errors import ConfigError
 from agentrl.runners.harnesses.check import check
 from agentrl.runners.harnesses.preset import HARNESSES, load_preset
+from tests.runners.harnesses.refusing_proxy import RefusingProxy
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 # Roles of the calls of one rollout.
@@ -25,11 +26,12 @@ async def test_every_call_is_recorded_exactly_and_none_leaves_the_machine(name: 
         load_preset(name, Path()).find_program()
     except ConfigError as error:
         pytest.skip(str(error))
-    report = await check(name, Path(), rollouts=2, concurrency=2)
+    proxy = RefusingProxy()
+    async with proxy.serving() as env:
+        report = await check(name, Path(), rollouts=2, concurrency=2, env=env)
     assert list(report.problems()) == []
-    assert report.fixed == 2
     assert report.roles == {
         role: 2 * count for role, count in ROLES.get(name, {"agent": 3}).items()
     }
-    assert report.served == report.recorded == report.exact == report.attributed
-    assert report.reached == []
+    assert report.served == len(report.calls) == report.exact
+    assert proxy.refused == []
