@@ -50,11 +50,8 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if command:
             found = shutil.which(command)
         else:
-            own = (
-                f"{INSTALLED}/bin/{self.program}",
-                f"{INSTALLED}/node_modules/.bin/{self.program}",
-            )
-            found = next(filter(None, map(shutil.which, (self.program, *own))), None)
+            own = f"{INSTALLED}/bin/{self.program}"
+            found = shutil.which(self.program) or shutil.which(own)
         if found is None:
             how = f": {self.install}" if self.install else ""
             raise ConfigError(
