@@ -13,7 +13,7 @@ PIP    := python -m pip install --quiet --disable-pip-version-check
 # Without bytecode every process of a test would compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-slow test-engines check clean
+.PHONY: demo demo-codex demo-pi test test-slow test-engines test-harnesses check clean
 .DEFAULT_GOAL := help
 
 help: ## Show the targets
@@ -21,6 +21,11 @@ help: ## Show the targets
 
 demo: $(STAMP) ## Train the example agent (about three minutes)
 	$(BIN)/agentrl train examples/staff/run.toml
+
+SANDBOX := $(if $(filter 0,$(shell id -u)),user,unshare)
+
+demo-codex demo-pi: demo-%: $(STAMP) .harnesses/bin/% ## Train a tiny policy inside the real Codex CLI, or Pi
+	$(BIN)/agentrl train examples/harness/$*.toml agent.command=$(CURDIR)/.harnesses/bin/$* workspace.sandbox=$(SANDBOX)
 
 test: $(STAMP) ## Run the tests
 	$(BIN)/python -m pytest -rs -n $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -30,6 +35,9 @@ test-slow: $(STAMP) ## Run the tests that take minutes: long faults, whole recip
 
 test-engines: $(ENGINES)/.installed ## Install verl and vLLM for the CPU and run the tests against them
 	$(ENGINES)/bin/python -m pytest -rs $(ENGINE_TESTS)
+
+test-harnesses: $(STAMP) .harnesses/.installed ## Install eight coding harnesses (2.5 GB) and run the tests against them
+	$(BIN)/python -m pytest -rs -m slow tests/runners/harnesses/test_real.py
 
 check: $(STAMP) ## Lint and type-check
 	$(BIN)/ruff check .
@@ -68,5 +76,12 @@ $(ENGINES)/.installed: pyproject.toml constraints-engines.txt
 	@$(ENGINES)/bin/python -m pip uninstall --quiet --yes $(UNUSABLE)
 	@touch $@
 
+.harnesses/.installed: $(STAMP) $(wildcard runners/harnesses/*.toml)
+	@$(BIN)/python -m tests.runners.harnesses.install
+	@touch $@
+
+.harnesses/bin/%: $(STAMP)
+	@$(BIN)/python -m tests.runners.harnesses.install $*
+
 clean: ## Remove the virtual environments and all runs
-	rm -rf $(VENV) $(ENGINES) runs
+	rm -rf $(VENV) $(ENGINES) .harnesses runs

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from agentrl.errors import ConfigError, nearest
 from agentrl.loading import import_error, load_attribute
 
-Kind = Literal["presets", "executors", "engines", "learners", "sinks", "rewards"]
+Kind = Literal["presets", "executors", "engines", "learners", "sinks", "rewards", "harnesses"]
 
 
 def load_plugin(kind: Kind, name: str, own: Collection[str], root: Path, *, key: str) -> Any:

@@ -67,6 +67,8 @@ def run_file_schema() -> dict[str, Any]:
             table["required"].remove(field)
         if table.get("required") == []:
             del table["required"]
+    properties = made["$defs"]["RunConfig"]["properties"]
+    properties["roles"]["properties"] = {"match": properties.pop("role_rules")}
     for table in made["$defs"].values():
         inner = [one.get("additionalProperties") for one in table["properties"].values()]
         for one in [*table["properties"].values(), *(one for one in inner if one)]:

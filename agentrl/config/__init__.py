@@ -23,6 +23,7 @@ from agentrl.config.load import load as load
 from agentrl.config.load import resolve as resolve
 from agentrl.config.load import store_in as store_in
 from agentrl.config.load import to_toml as to_toml
+from agentrl.config.role_rule import RoleRule as RoleRule
 from agentrl.config.schema import AgentConfig as AgentConfig
 from agentrl.config.schema import AlgorithmConfig as AlgorithmConfig
 from agentrl.config.schema import BranchingConfig as BranchingConfig
@@ -37,3 +38,4 @@ from agentrl.config.schema import RunConfig as RunConfig
 from agentrl.config.schema import SelfplayConfig as SelfplayConfig
 from agentrl.config.schema import SnapshotOpponents as SnapshotOpponents
 from agentrl.config.schema import UpstreamConfig as UpstreamConfig
+from agentrl.config.schema import WorkspaceConfig as WorkspaceConfig

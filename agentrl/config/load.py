@@ -37,6 +37,10 @@ def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
 
 def resolve(data: Mapping[str, Any], *, source: str) -> RunConfig:
     """Typed settings from a mapping, with every path absolute."""
+    roles = data.get("roles")
+    if isinstance(roles, dict) and isinstance(rules := roles.get("match"), list):
+        named = {role: player for role, player in roles.items() if role != "match"}
+        data = {**data, "roles": named, "role_rules": rules}
     try:
         config = msgspec.convert(check_keys(RunConfig, data, source=source), RunConfig)
     except msgspec.ValidationError as error:
@@ -83,6 +87,8 @@ def to_toml(config: RunConfig) -> str:
     for section, field in (("engine", "kind"), ("learner", "kind"), ("runner", "executor")):
         if "factory" in values[section]:
             values[section][field] = values[section].pop("factory")
+    if rules := values.pop("role_rules"):
+        values["roles"]["match"] = rules
     table(values, "")
     return "\n".join(lines) + "\n"
 
@@ -142,4 +148,7 @@ def _toml_value(value: object) -> str:
         return "true" if value else "false"
     if isinstance(value, list):
         return f"[{', '.join(map(_toml_value, value))}]"
+    if isinstance(value, dict):
+        items = (f"{_toml_key(k)} = {_toml_value(v)}" for k, v in value.items() if v is not None)
+        return f"{{{', '.join(items)}}}"
     return msgspec.json.encode(value).decode() if isinstance(value, str) else repr(value)

@@ -89,24 +89,22 @@ class TextStream:
 
     def push(self, tokens: Sequence[int]) -> str:
         """The text that is certain after these tokens."""
-        self._tokens += tokens
-        known = self._codec.decode(self._tokens[self._shown : self._read])
-        text = self._codec.decode(self._tokens[self._shown :])
-        if not text.endswith("\ufffd"):
-            self._text += text[len(known) :]
-            self._shown, self._read = self._read, len(self._tokens)
-        return self._give(self._keep)
+        return self._add(tokens, last=False)
 
     def finish(self) -> str:
         """The rest, incomplete characters included."""
-        known = self._codec.decode(self._tokens[self._shown : self._read])
-        self._text += self._codec.decode(self._tokens[self._shown :])[len(known) :]
-        self._shown = self._read = len(self._tokens)
-        return self._give(0)
+        return self._add((), last=True)
 
-    def _give(self, keep: int) -> str:
+    def _add(self, tokens: Sequence[int], *, last: bool) -> str:
+        self._tokens += tokens
+        known = self._codec.decode(self._tokens[self._shown : self._read])
+        text = self._codec.decode(self._tokens[self._shown :])
+        if last or not text.endswith("\ufffd"):
+            self._text += text[len(known) :]
+            self._shown, self._read = self._read, len(self._tokens)
         if self.stopped:
             return ""
+        keep = 0 if last else self._keep
         whole = text_before_stop(self._text, self._stop)
         if len(whole) < len(self._text):
             self.stopped, keep = True, 0

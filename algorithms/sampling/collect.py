@@ -74,8 +74,10 @@ class Collector:
     async def claim_rounds(self, step: int) -> tuple[list[Group], int]:
         """All claimed groups, and the number of requested replacements."""
         size, replaced = self.config.algorithm.groups, 0
+        run, epoch = self.config.name, self.epoch
         await self.ask(step)
-        claimed = await self.claim(size)
+        # The oldest groups; those that were claimed for this step before are among them.
+        claimed = await self.store.claim_groups(run, epoch, size)
         if self.resample is None:
             return claimed, replaced
         for number in range(self.config.algorithm.max_rounds or ROUNDS):
@@ -87,7 +89,7 @@ class Collector:
             others = self.tasks.replacements(step, number, lacking)
             await self.store.enqueue(others)
             await request_branches(self.store, self.config, others)
-            claimed = await self.claim(len(claimed) + lacking)
+            claimed = await self.store.claim_groups(run, epoch, len(claimed) + lacking)
         return claimed, replaced
 
     async def ask(self, step: int) -> None:
@@ -97,10 +99,6 @@ class Collector:
         for ahead in range(step, last + 1):
             await self.store.enqueue(self.tasks.rollouts(ahead))
         await request_branches(self.store, self.config, self.tasks.rollouts(step))
-
-    async def claim(self, n: int) -> list[Group]:
-        """Waits for the oldest `n` groups, those claimed for this step before included."""
-        return await self.store.claim_groups(self.config.name, self.epoch, n)
 
     def is_informative(self, group: Group) -> bool:
         """Whether enough rollouts of the group have the reward, with different values, and the

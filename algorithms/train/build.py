@@ -39,6 +39,7 @@ from agentrl.config.policies import (
     trained_policies,
     view,
 )
+from agentrl.config.schema import TasksConfig
 from agentrl.config.selfplay import learning_policy
 from agentrl.errors import ConfigError
 from agentrl.types import POLICY
@@ -110,9 +111,9 @@ def make_policies(
     return PolicySet(config, updaters, state)
 
 
-def make_difficulty(config: RunConfig, policies: PolicySet) -> TaskDifficulty | None:
+def make_difficulty(tasks: TasksConfig, policies: PolicySet) -> TaskDifficulty | None:
     """The tasks' difficulty, if tasks are drawn by it; it is saved with the run."""
-    if config.tasks.order != "difficulty":
+    if tasks.order != "difficulty":
         return None
     difficulty = TaskDifficulty()
     policies.memory.parts[DIFFICULTY] = difficulty.means

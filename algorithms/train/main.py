@@ -64,7 +64,7 @@ async def run(config: RunConfig) -> None:
         if any(model.built for model in models):
             await store.log(config.name, 0, {"time/build": time.monotonic() - started})
         policies = build.make_policies(config, algos, models, stack)
-        difficulty = build.make_difficulty(config, policies)
+        difficulty = build.make_difficulty(config.tasks, policies)
         pool = build.make_pool(config, policies)
         state = await resume_run(store, config, state, policies)
         tasks = TaskSampler(config, train, greedy, difficulty, pool)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shlex
 import shutil
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,27 +20,34 @@ from agentrl.runners.executors.contract import FailedAttemptError, SandboxExecut
 from agentrl.runners.executors.launcher import OutputPipe, ProcessLauncher, SupervisorLost
 from agentrl.runners.executors.supervisor import ProcessSpec
 from agentrl.runners.gateway.attribution import ActiveAttempt
+from agentrl.runners.harnesses.preset import Preset, load_preset, places, prompt_of, version_of
 from agentrl.runners.scoring.results import LONGEST_TRACEBACK
 from agentrl.types import ErrorKind, Json
 
+log = logging.getLogger("agentrl.runner")
 MB = 2**20
 
 
 class CommandExecutor(SandboxExecutor):
-    """Starts `agent.command` for each attempt. `runner.memory_mb` limits the data of each of its
-    processes (RLIMIT_DATA); a limit for all of them together needs a container."""
+    """Starts `agent.command` for each attempt, or the program of a harness's preset.
+
+    `runner.memory_mb` limits the data of each of its processes (RLIMIT_DATA); a limit for all of
+    them together needs a container."""
 
     def __init__(
         self, agent: AgentConfig, runner: RunnerConfig, *, root: Path, gateway: str
     ) -> None:
         """`root` is the run file's folder, `gateway` the base URL for agents on this machine."""
         self.argv = shlex.split(agent.command) if isinstance(agent.command, str) else agent.command
+        self.preset = load_preset(agent.harness, root) if agent.harness else None
         self.folder = root / agent.folder
         self.agent, self.runner, self.gateway = agent, runner, gateway
         self._launcher = ProcessLauncher(env=contract.passed_environment(agent.pass_env))
 
     async def start(self) -> None:
         """Raises ConfigError for a command that cannot be started in its folder."""
+        if self.preset is not None:
+            self.argv = [await self._harness(self.preset)]
         if not self.argv:
             raise ConfigError("agent.command is missing: write it as a list, or as in a shell")
         if not self.folder.is_dir():
@@ -48,12 +57,25 @@ class CommandExecutor(SandboxExecutor):
             raise ConfigError(f"agent.command: there is no program {program!r} on this machine")
         await self._launcher.start()
 
+    async def _harness(self, preset: Preset) -> str:
+        """The path of its program, whose version is looked at once."""
+        program = preset.find_program(*self.argv[:1])
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
+            version = await version_of(program, Path(home))
+        if not preset.was_tested(version):
+            log.warning(
+                "%s is version %s, and its preset was tested with %s: look at what it sends with"
+                " `agentrl harness check %s`",
+                *(program, version or "?", " to ".join(preset.tested or ()), self.agent.harness),
+            )
+        return program
+
     async def close(self) -> None:
         await self._launcher.close()
 
     async def _execute(self, active: ActiveAttempt, span: str) -> Json:
         task = msgspec.json.encode(input_of(active))
-        with contract.task_folder(task) as folder:
+        with contract.task_folder(task, active.place) as folder:
             spec = self._spec(active, span, task, folder)
             return self._read(folder, *await self._run_process(active, spec, folder))
 
@@ -62,7 +84,20 @@ class CommandExecutor(SandboxExecutor):
         env |= contract.attempt_environment(active, self.gateway, span, task)
         env["AGENTRL_TASK_FILE"] = str(folder / contract.TASK)
         env["AGENTRL_RESULT_FILE"] = str(folder / contract.RESULT)
-        spec = ProcessSpec(argv=self.argv, env=env, folder=str(self.folder))
+        argv, works_in, home = self.argv, self.folder, folder / "home"
+        if (place := active.place) is not None:
+            works_in, home = place.folder, Path(place.env["HOME"])
+            env |= {**place.env, "AGENTRL_ROOT": str(self.folder)} | self.agent.env
+        if self.preset is not None:
+            asked, context = prompt_of(input_of(active)), self.agent.context
+            known = places(self.gateway, active.key, home, asked, context)
+            self.preset.write_files(known)
+            argv = [*argv, *self.preset.arguments(known), *self.agent.args]
+            env |= self.preset.environment(known, works_in) | self.agent.env
+        if place is not None:
+            place.give(home)
+            argv = [*place.prefix, *argv]
+        spec = ProcessSpec(argv=argv, env=env, folder=str(works_in))
         if self.runner.memory_mb:
             spec["memory"] = self.runner.memory_mb * MB
         return spec
@@ -78,7 +113,9 @@ class CommandExecutor(SandboxExecutor):
         spec["remove"] = str(folder)
         stdout = OutputPipe(contract.LARGEST_RESULT)
         stderr = OutputPipe(LONGEST_TRACEBACK, tail=True)
-        task = os.open(folder / contract.TASK, os.O_RDONLY)
+        # A harness has its prompt already, and would read its input as more of it.
+        stdin = os.devnull if self.preset is not None else folder / contract.TASK
+        task = os.open(stdin, os.O_RDONLY)
         fds = [task, await stdout.open(), await stderr.open()]
         try:
             process = await self._launcher.launch(spec, fds)

@@ -39,9 +39,10 @@ def make_executor(
         return _plugin(make, config, root, gateway, runner, agent)
     path = agent if isinstance(agent, str) else config.agent.path
     own = None if isinstance(agent, str) else agent
-    command = "" if agent else config.agent.command
+    command = "" if agent else config.agent.harness or config.agent.command
     if path and command:
-        raise ConfigError("agent.path and agent.command: which of the two is the agent?")
+        other = "harness" if config.agent.harness else "command"
+        raise ConfigError(f"agent.path and agent.{other}: which of the two is the agent?")
     if kind == "auto":
         kind = "command" if command else "async"
     if kind in ("async", "threads", "pool"):

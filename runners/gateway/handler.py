@@ -25,6 +25,7 @@ from agentrl.runners.gateway import replay
 from agentrl.runners.gateway.attribution import CallOrigin, RefusedError
 from agentrl.runners.gateway.capture import ModelRequest, ModelResponse, read_chunk, read_request
 from agentrl.runners.gateway.replay import CUT, RECORD
+from agentrl.runners.gateway.role_rules import role_of_request
 from agentrl.runners.gateway.routing import Route
 from agentrl.runners.gateway.upstream import (
     Upstream,
@@ -34,7 +35,7 @@ from agentrl.runners.gateway.upstream import (
     stream,
 )
 from agentrl.store.base import Store
-from agentrl.types import Sampling, Transition
+from agentrl.types import SIDE, Sampling, Transition
 
 # What parsing an answer raises when it is no completion; msgspec.DecodeError is a ValueError.
 MALFORMED = (RecursionError, OverflowError, AttributeError, LookupError, TypeError, ValueError)
@@ -76,6 +77,10 @@ class CallHandler:
         self._raw = await read_body(self._http_request)
         self._call = self._active.begin_call(self._raw)
         self._request = self._read_request()
+        if self._caller.role is None:
+            headers = self._http_request.headers
+            role = role_of_request(self._active.rules, self._request, headers, self._raw)
+            self._caller = self._caller._replace(role=role)
         try:
             async with asyncio.timeout(self._active.left):
                 return await self._answer()
@@ -252,6 +257,8 @@ class CallHandler:
         """Returns when the transitions are durable."""
         if self._active.scoring:
             return
+        for choice in answer.choices.values():
+            self._active.memory.remember(choice.message)
         if self._rows is None:
             if any(choice.known for choice in answer.choices.values()):
                 self._upstream.note_token_ids(route, given=True)
@@ -263,6 +270,7 @@ class CallHandler:
         if not all(kept):
             message = f"attempt {self._active.id} has lost its lease"
             raise RefusedError(403, "attempt_ended", message)
+        self._active.tokens += sum(len(row.completion) for row in self._rows)
 
     async def _store_shown(self) -> None:
         """Store the part of an answer that was sent to the agent before it stopped reading, also if
@@ -283,15 +291,20 @@ class CallHandler:
 
     def _transitions(self, answer: ModelResponse, route: Route, version: str) -> list[Transition]:
         call, seconds = self._request, time.monotonic() - self._sent_at
+        role, policy = self._caller.role_of(call.model), route.policy
+        mapped = self._upstream.router.policy_of_role(role, self._active.seats) is not None
+        if role == SIDE and not (mapped or route.frozen):
+            policy = f"{policy}@{SIDE}"  # nobody learns from it
         return [
             choice.transition(
                 **self._identity(),
-                role=self._caller.role_of(call.model),
-                policy=route.policy,
+                role=role,
+                policy=policy,
                 version=int(version) if version.isdigit() else route.version,
                 sampling=self._sampling,
                 messages=call.messages,
                 tools=call.tools,
+                left_out=call.left_out,
                 started=self._started,
                 seconds=seconds,
             )

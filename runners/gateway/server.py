@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import secrets
 import threading
-from collections.abc import Collection, Coroutine, Iterator, Mapping
+from collections.abc import Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -22,7 +22,7 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from agentrl.addresses import is_loopback
-from agentrl.config import UpstreamConfig
+from agentrl.config import RoleRule, UpstreamConfig
 from agentrl.errors import ConfigError
 from agentrl.http_server import listen
 from agentrl.processes import allow_files
@@ -50,14 +50,16 @@ class Gateway:
         roles: Mapping[str, str] | None = None,
         policies: Collection[str] = (),
         remote: bool = False,
+        rules: Sequence[RoleRule] = (),
     ) -> None:
-        """Arguments after `port` are the `Router`'s. With a `host` that other machines can connect
+        """From `upstreams` to `remote` arguments of the `Router`. `rules` find the roles of calls
+        that say none. With a `host` that other machines can connect
         to, only sealed attempts can be reached.
 
         Raises ConfigError for an upstream without its API key."""
         self.base_url = ""  # for agents on this machine, known once started; ends in /v1
         self.port = port
-        self.attempts = AttemptRegistry(open=is_loopback(host), roles=roles or ())
+        self.attempts = AttemptRegistry(open=is_loopback(host), roles=roles or (), rules=rules)
         self.router = Router(store, run, upstreams, roles, policies, remote=remote)
         self._store, self._host = store, host
         self._loop = asyncio.new_event_loop()

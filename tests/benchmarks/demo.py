@@ -21,10 +21,10 @@ RUN_FILE = Path(__file__).parents[2] / "examples" / "staff" / "run.toml"
 PARTS = ("build", "rollouts", "update", "eval")
 
 
-def run(seed: int, folder: Path) -> dict[str, float]:
+def run(seed: int, folder: Path, run_file: Path = RUN_FILE) -> dict[str, float]:
     """Train from nothing with one seed; seconds cover the whole command, warm start included."""
     output = folder / f"seed-{seed}"
-    command = [sys.executable, "-m", "agentrl", "train", str(RUN_FILE)]
+    command = [sys.executable, "-m", "agentrl", "train", str(run_file)]
     started = time.monotonic()
     subprocess.run(
         [*command, f"output={output}", "--seed", str(seed)], check=True, stdout=sys.stderr

@@ -39,6 +39,9 @@ pytestmark = [
 HERE = Path(__file__).parent
 CLOSE = 1e-5
 LRS = [1e-3, 5e-3, 1e-3]
+# Of weights after Adam, and of what is computed with them: Adam divides by the size of a gradient,
+# so how a processor rounds one of about 0 is seen in the step. A hundredth of the largest step.
+STEP = max(LRS) / 100
 RUN: dict[str, Any] = {
     "algorithm": {"max_grad_norm": 0.05, "weight_decay": 0.01},
     "learner": {
@@ -108,10 +111,12 @@ def learned(learner: TorchLearner) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in learner.optimizer.parameters.items()}
 
 
-def same(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+def same(mine: dict[str, Tensor], theirs: dict[str, Tensor], atol: float = CLOSE) -> None:
     assert mine.keys() == theirs.keys()
     for name, tensor in mine.items():
-        torch.testing.assert_close(theirs[name], tensor, rtol=0, atol=CLOSE, msg=name)
+        torch.testing.assert_close(
+            theirs[name], tensor, rtol=0, atol=atol, msg=lambda found, name=name: f"{name}: {found}"
+        )
 
 
 def scored(learner: TorchLearner, batch: Batch) -> dict[str, Tensor]:
@@ -176,22 +181,23 @@ def test_the_numbers_of_the_torch_learner(name: str, ranks: int, cases: dict[str
     case = cases[name]
     found, learner = case.verl[ranks], case.learner()
     same(scored(learner, case.batch), found["scored"])
-    for lr, theirs in zip(LRS, found["steps"], strict=True):
+    for number, (lr, theirs) in enumerate(zip(LRS, found["steps"], strict=True)):
+        close = STEP if number else CLOSE
         mine = learner.step(case.batch, case.psi, lr=lr, critic=case.values)
         report = theirs["report"]
         assert report.applied
-        assert report.loss == pytest.approx(mine.loss, abs=CLOSE)
-        assert report.grad_norm == pytest.approx(mine.grad_norm, abs=CLOSE)
+        assert report.loss == pytest.approx(mine.loss, abs=close)
+        assert report.grad_norm == pytest.approx(mine.grad_norm, abs=close)
         assert mine.grad_norm > 0.05  # so that clipping is compared as well
-        torch.testing.assert_close(report.logprobs, mine.logprobs, rtol=0, atol=CLOSE)
-        torch.testing.assert_close(report.entropy, mine.entropy, rtol=0, atol=CLOSE)
+        torch.testing.assert_close(report.logprobs, mine.logprobs, rtol=0, atol=close)
+        torch.testing.assert_close(report.entropy, mine.entropy, rtol=0, atol=close)
         for key in [key for key in mine.metrics if key.startswith("critic/")]:
-            assert report.metrics[key] == pytest.approx(mine.metrics[key], abs=CLOSE), key
-        same(learned(learner), theirs["weights"])
+            assert report.metrics[key] == pytest.approx(mine.metrics[key], abs=close), key
+        same(learned(learner), theirs["weights"], atol=STEP)
     if name == "ppo":
         assert mine.metrics["critic/clip_fraction"] > 0
         learner.frozen["q"].finish(0)
-    same(scored(learner, case.batch), found["later"])
+    same(scored(learner, case.batch), found["later"], atol=STEP)
 
 
 @pytest.mark.parametrize(("name", "ranks"), EACH)
@@ -220,7 +226,7 @@ def test_a_checkpoint_goes_on_in_either_learner(
             learner.load(case.folder / f"torch-{name}")
         report = learner.step(case.batch, case.psi, lr=1e-3, critic=case.values)
         assert found[step]["report"].loss == pytest.approx(report.loss, abs=CLOSE)
-        same(learned(learner), found[step]["weights"])
+        same(learned(learner), found[step]["weights"], atol=STEP)
 
 
 @pytest.mark.parametrize(("name", "ranks"), EACH)

@@ -231,7 +231,7 @@ def learner_of(whole: PolicySet, name: str) -> Any:
 
 def build(made: RunConfig) -> PolicySet:
     whole = make_policies(made, load_algorithms(made), load_policies(made), AsyncExitStack())
-    make_difficulty(made, whole)
+    make_difficulty(made.tasks, whole)
     return whole
 
 

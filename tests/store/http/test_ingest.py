@@ -109,7 +109,7 @@ def test_json(admin, attempt):
         (b"{", {"content-type": "application/json"}, 400),
         (b"", {"content-type": "text/plain"}, 400),
         (b"junk", {"content-encoding": "gzip"}, 400),
-        (gzip.compress(b"x" * 99)[:20], {"content-encoding": "gzip"}, 400),
+        (gzip.compress(b"x" * 99, mtime=0)[:20], {"content-encoding": "gzip"}, 400),
         (b"", {"content-encoding": "br"}, 415),
     ],
 )

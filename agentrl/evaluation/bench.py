@@ -1,0 +1,180 @@
+"""A bench file: the tasks and presets that are compared, and the runs that this takes.
+
+Every run is a piece: a task, a preset, a learning rate and a seed. Learning rates are chosen by one
+rule for all: of `lrs` the one with the largest mean area under the curve on `tuning_seeds`, which
+are not among the `seeds` that are reported.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from agentrl.config import RunConfig, load
+from agentrl.config.base import Count, Natural, Positive, Section
+from agentrl.config.keys import check_keys, format_validation_error
+from agentrl.errors import ConfigError, nearest
+
+Some = msgspec.Meta(min_length=1)
+Pair = tuple[str, str]  # task, preset
+
+
+class BenchTask(Section, frozen=True):
+    """A run file with settings, and scores by which others are normalised to [0, 1]."""
+
+    run: str  # run file, relative to the bench file
+    settings: tuple[str, ...] = ()  # as on the command line of `agentrl train`
+    best: float = 1.0  # the score of the best policy
+    random: float = 0.0  # the score of a policy that does anything possible
+    measure: str = ""  # "file.py:name": checkpoint folder -> score; default: the held-out outcome
+    presets: tuple[str, ...] = ()  # that make sense here; none: all
+    rollouts: Natural = 0  # of each run; 0: as the bench says
+
+
+class BenchPreset(Section, frozen=True):
+    """An algorithm by its settings."""
+
+    settings: tuple[str, ...]
+    lrs: tuple[Positive, ...] = ()  # none: as the bench says
+    cost: Positive = 1.0  # rollouts played for each of groups x group_size: branches and replays
+
+
+class Bench(Section, frozen=True):
+    """What is compared, at equal numbers of rollouts."""
+
+    baseline: str  # the preset that others are measured by
+    rollouts: Count  # of each run, branches and replays included
+    seeds: Annotated[tuple[Natural, ...], Some]
+    tuning_seeds: Annotated[tuple[Natural, ...], Some]
+    lrs: Annotated[tuple[Positive, ...], Some]
+    tasks: dict[str, BenchTask]
+    presets: dict[str, BenchPreset]
+    evaluations: Count = 8  # evenly spaced, after the one before training
+    heldout: Count = 64  # rollouts of an evaluation
+
+    def presets_of(self, task: str) -> tuple[str, ...]:
+        return self.tasks[task].presets or tuple(self.presets)
+
+
+class Result(msgspec.Struct, frozen=True):
+    """What came of a piece: a line of the results file."""
+
+    digest: str
+    task: str
+    preset: str
+    lr: float
+    seed: int
+    curve: list[tuple[float, float]]  # training rollouts so far, score
+    seconds: float
+    failed: float  # rollouts without success
+    version: str  # of this library
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One run of a bench."""
+
+    task: str
+    preset: str
+    lr: float
+    seed: int
+    config: RunConfig
+    measure: str
+    digest: str  # of its settings and the files that they name, but not of this library
+
+    def __str__(self) -> str:
+        return f"{self.task} {self.preset} lr {self.lr:g} seed {self.seed}"
+
+
+@dataclass(frozen=True, slots=True)
+class BenchPlan:
+    """The pieces of a bench file, which work in folders of `work`. `done`: results by digest."""
+
+    bench: Bench
+    file: Path
+    work: Path
+    done: dict[str, Result]
+
+    def piece(self, pair: Pair, lr: float, seed: int) -> Piece:
+        bench, task, preset = self.bench, self.bench.tasks[pair[0]], self.bench.presets[pair[1]]
+        path = self.file.parent / task.run
+        settings = [*task.settings, *preset.settings, f"algorithm.lr={lr}", f"seed={seed}"]
+        config = load(path, settings)
+        size = config.algorithm.groups * config.algorithm.group_size * preset.cost
+        steps = max(1, math.floor((task.rollouts or bench.rollouts) / size))
+        settings += [
+            f"steps={steps}", f"eval.every={math.ceil(steps / bench.evaluations)}",
+            f"eval.tasks={bench.heldout}", f"eval.curve_tasks={bench.heldout}",
+            "eval.sampled=false", f"keep_checkpoints={steps if task.measure else 1}",
+        ]  # fmt: skip
+        build, agent, verifier = config.policy.build, config.agent.path, config.verifier
+        files = [build, agent, config.tasks.train, config.tasks.heldout, verifier.path]
+        files += [*verifier.rewards.values(), task.measure]
+        digest = _digest(config, files, path.read_text(), *settings)
+        settings += [f"name=bench-{digest}", f"output={self.work / digest}"]
+        if build:  # one model for all presets
+            model = self.work / "models" / _digest(config, [build], build, str(seed))
+            settings.append(f"policy.model={model}")
+        return Piece(*pair, lr, seed, load(path, settings), task.measure, digest)
+
+    def tuning(self, pairs: Iterable[Pair]) -> Iterator[Piece]:
+        """What chooses the learning rates; nothing where there is no choice."""
+        for pair in pairs:
+            grid = self.bench.presets[pair[1]].lrs or self.bench.lrs
+            for seed in self.bench.tuning_seeds if len(grid) > 1 else ():
+                yield from (self.piece(pair, lr, seed) for lr in grid)
+
+    def learning_rate(self, pair: Pair) -> float | None:
+        """The chosen one; None until all that chooses it is done."""
+        grid = self.bench.presets[pair[1]].lrs or self.bench.lrs
+        areas = dict.fromkeys(grid, 0.0)
+        for one in self.tuning([pair]):
+            if one.digest not in self.done:
+                return None
+            areas[one.lr] += area(self.done[one.digest].curve)
+        return max(grid, key=areas.__getitem__)
+
+    def reported(self, pairs: Iterable[Pair], seeds: Iterable[int]) -> Iterator[Piece]:
+        """A seed after the other, of all whose learning rate is chosen."""
+        chosen = {pair: self.learning_rate(pair) for pair in pairs}
+        for seed in seeds:
+            for pair, lr in chosen.items():
+                if lr is not None:
+                    yield self.piece(pair, lr, seed)
+
+
+def read_bench(file: Path) -> Bench:
+    """Raises ConfigError for what is no bench file, and for seeds or presets that cannot be."""
+    try:
+        data = tomllib.loads(file.read_text(encoding="utf-8"))
+        bench = msgspec.convert(check_keys(Bench, data, source=str(file)), Bench)
+    except (OSError, ValueError) as error:  # of TOML, of UTF-8 and of values, too
+        raise ConfigError(f"{file}: {format_validation_error(str(error))}") from None
+    for name in [bench.baseline, *(name for task in bench.tasks.values() for name in task.presets)]:
+        if name not in bench.presets:
+            raise ConfigError(f"{file}: preset {name!r}; {nearest(name, bench.presets)}")
+    if both := set(bench.seeds) & set(bench.tuning_seeds):
+        raise ConfigError(f"{file}: seeds {sorted(both)} are tuned on, so they cannot be reported")
+    return bench
+
+
+def area(curve: list[tuple[float, float]]) -> float:
+    """The mean score over a run, its evaluations joined by straight lines."""
+    parts = [(b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in pairwise(curve)]
+    return sum(parts) / (curve[-1][0] - curve[0][0])
+
+
+def _digest(config: RunConfig, named: Iterable[str], *more: str) -> str:
+    """Of texts, and of the files that settings name as file.py:name."""
+    found = sha256("\0".join(more).encode())
+    for file in sorted({config.path(name.rpartition(":")[0]) for name in named if ".py:" in name}):
+        found.update(file.read_bytes())
+    return found.hexdigest()[:16]

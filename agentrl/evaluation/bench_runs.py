@@ -1,0 +1,140 @@
+"""Runs the pieces of a bench: each by the processes that `agentrl train` would start, which are
+forked from this one, when it has imported what they need.
+
+What is done is a line of the results file, and is not done again. A piece that was killed continues
+after its last committed step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from agentrl import __version__
+from agentrl.config import RunConfig
+from agentrl.errors import TrainingError
+from agentrl.evaluation.bench import Piece, Result
+from agentrl.loading import load_attribute
+from agentrl.processes import PARENT, allow_files, die_with_parent, environment
+from agentrl.store import open_store
+from agentrl.types import StepRow
+
+
+def read_results(file: Path) -> dict[str, Result]:
+    """By digest. A line that was not written to its end is left out."""
+    rows = []
+    for line in file.read_bytes().splitlines() if file.is_file() else ():
+        try:
+            rows.append(msgspec.json.decode(line, type=Result))
+        except msgspec.DecodeError:
+            continue
+    return {row.digest: row for row in rows}
+
+
+def run_pieces(
+    pieces: Iterable[Piece], done: dict[str, Result], file: Path, *, until: float
+) -> int:
+    """Run the pieces that are not in `done`, one after the other, and add them to it and to the
+    file. None is started that would end after `until`, by time.monotonic(), if it took as long as
+    the longest so far. Returns how many were run. Raises TrainingError where one fails."""
+    console, count, longest = Console(soft_wrap=True), 0, 0.0
+    for one in (one for one in pieces if one.digest not in done):
+        started = time.monotonic()
+        if started + longest > until:
+            break
+        run_piece(one.config)
+        row = done[one.digest] = result(one, time.monotonic() - started)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torn = file.is_file() and not file.read_bytes().endswith(b"\n")
+        with file.open("ab") as lines:
+            lines.write(b"\n" * torn + msgspec.json.encode(row) + b"\n")
+        count, longest = count + 1, max(longest, row.seconds)
+        change = f"{row.curve[0][1]:.3f} to {row.curve[-1][1]:.3f}"
+        console.print(f"{one}: {change}, {row.seconds:.0f} s", highlight=False)
+    return count
+
+
+def run_piece(config: RunConfig) -> None:
+    """Train in an algorithm process, with a runner process. Raises TrainingError if it fails."""
+    # Threads of tiny models wait for each other longer than they compute. Torch reads this when it
+    # is imported.
+    os.environ |= {"OMP_NUM_THREADS": "1"} | environment()
+    import openai  # noqa: F401
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    from agentrl.algorithms.train.main import main as algorithm
+    from agentrl.runners.main import main as runner
+
+    gc.freeze()  # what is not touched is not copied
+    allow_files()
+    logs = Path(config.output, "logs")
+    logs.mkdir(parents=True, exist_ok=True)
+    asyncio.run(_open(config))  # the runner waits for the run
+    context = multiprocessing.get_context("fork")
+    processes = [
+        context.Process(target=_child, args=(logs / "algorithm.log", algorithm, config)),
+        context.Process(
+            target=_child, args=(logs / "runner-0.log", runner, config.store, config.name)
+        ),
+    ]
+    try:
+        for process in processes:
+            process.start()
+        first = wait([process.sentinel for process in processes])
+        if processes[0].sentinel in first:  # else the runner has ended, which it should not
+            processes[0].join()
+        if processes[0].exitcode != 0:
+            raise TrainingError(f"{config.name} has failed; its output: {logs}")
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _child(log: Path, function: Callable[..., object], *arguments: object) -> None:
+    """What a process of a run does, which ends with its parent."""
+    os.environ[PARENT] = str(os.getppid())
+    die_with_parent(signal.SIGKILL)
+    with log.open("ab") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    function(*arguments)
+
+
+async def _open(config: RunConfig) -> None:
+    async with open_store(config.store) as store:
+        await store.open_run(config.name, msgspec.to_builtins(config))
+
+
+async def _steps(config: RunConfig) -> list[StepRow]:
+    async with open_store(config.store, create=False) as store:
+        return await store.steps(config.name)
+
+
+def result(one: Piece, seconds: float) -> Result:
+    """What came of a piece that has ended; its folder is deleted."""
+    config, spent, failed = one.config, 0.0, 0.0
+    curve: list[tuple[float, float]] = []
+    for row in asyncio.run(_steps(config)):  # of a step, its evaluation comes before its rollouts
+        if "eval/score" in row.metrics:
+            curve.append((spent, row.metrics["eval/score"]))
+        elif one.measure and (row.step % config.eval.every == 0 or row.step == config.steps):
+            measure = load_attribute(one.measure, Path(config.root), key="measure")
+            saved = Path(config.output, "checkpoints").glob(f"{row.step:06d}*")
+            curve.append((spent, measure(max(saved) if row.step else Path(config.policy.model))))
+        spent += row.metrics.get("rollouts", 0.0)
+        failed += row.metrics.get("rollouts/failed", 0.0)
+    shutil.rmtree(config.output)
+    about = (one.digest, one.task, one.preset, one.lr, one.seed)
+    return Result(*about, curve, round(seconds, 1), failed, __version__)

@@ -1,0 +1,111 @@
+"""FrozenLake in text, slippery: from the start to the goal of a frozen lake, around its holes.
+
+The grid is shown before every step, so states recur within and across rollouts. Of ten steps two
+go to the side. The outcome is 1 at the goal, 0 in a hole or after `STEPS` steps. The game is that
+of Gymnasium's FrozenLake-v1, as RAGEN (arXiv 2504.20073) gives it to language models.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from tools import Message, Tool, choose, tool
+
+MOVES = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
+SIDES = {"left": "up down", "right": "up down", "up": "left right", "down": "left right"}
+SLIP = 0.2  # chance of a step to the side
+STEPS = 10
+LAKES = [
+    "SFFF FHFH FFFH HFFG",
+    "SFFF HFHF FFFF HFHG",
+    "SFHF FFFF HFHF FFFG",
+    "SHFF FFFH FHFF FFFG",
+]
+GO = tool("go", "to", list(MOVES))
+State = tuple[int, int]
+GOAL = (3, 3)
+
+
+def lake(name: str) -> list[str]:
+    return name.split()
+
+
+def moved(state: State, way: str) -> State:
+    row, column = state[0] + MOVES[way][0], state[1] + MOVES[way][1]
+    return min(max(row, 0), 3), min(max(column, 0), 3)
+
+
+def outcomes(state: State, way: str) -> list[tuple[float, State]]:
+    """Where a step leads, with chances. A call that names no way goes nowhere."""
+    if way not in MOVES:
+        return [(1.0, state)]
+    sides = [(SLIP / 2, moved(state, side)) for side in SIDES[way].split()]
+    return [(1 - SLIP, moved(state, way)), *sides]
+
+
+def shown(name: str, state: State) -> str:
+    cells = [list(row) for row in lake(name)]
+    cells[state[0]][state[1]] = "P"
+    return " / ".join(" ".join(row) for row in cells)
+
+
+async def agent(task: dict[str, Any]) -> float:
+    """1 if the goal was reached. Every step is a conversation of its own: the grid says all."""
+    state, dice = (0, 0), random.Random()
+    for _ in range(STEPS):
+        messages: list[Message] = [{"role": "system", "content": "lake"}]
+        messages.append({"role": "user", "content": shown(task["lake"], state)})
+        _, way = await choose(messages, GO)
+        chances, places = zip(*outcomes(state, way), strict=True)
+        (state,) = dice.choices(places, chances)
+        if lake(task["lake"])[state[0]][state[1]] in "HG":
+            break
+    return float(state == GOAL)
+
+
+def verify(result: float) -> float:
+    return result
+
+
+@lru_cache(None)
+def value(name: str, state: State, left: int, uniform: bool = False, fade: float = 1.0) -> float:
+    """Chance of the goal within so many steps, by the best steps or by any. fade: what a step later
+    is worth."""
+    cell = lake(name)[state[0]][state[1]]
+    if cell in "HG" or not left:
+        return float(cell == "G")
+    values = [
+        fade * sum(p * value(name, to, left - 1, uniform, fade) for p, to in outcomes(state, way))
+        for way in MOVES
+    ]
+    return sum(values) / len(values) if uniform else max(values)
+
+
+def best(messages: list[Message], tools: list[Tool]) -> tuple[str, str]:
+    """The best step of a player who is in a hurry, as the grid does not tell how many are left."""
+    rows = [row.split() for row in messages[-1]["content"].split(" / ")]
+    (state,) = ((r, c) for r in range(4) for c in range(4) if rows[r][c] == "P")
+    (name,) = (name for name in LAKES if shown(name, state) == messages[-1]["content"])
+
+    def worth(way: str) -> float:
+        return sum(p * value(name, to, 50, fade=0.9) for p, to in outcomes(state, way))
+
+    return "go", max(MOVES, key=worth)
+
+
+def mean_value(uniform: bool) -> float:
+    return sum(value(name, (0, 0), STEPS, uniform) for name in LAKES) / len(LAKES)
+
+
+BEST, RANDOM = mean_value(False), mean_value(True)  # of who knows how many steps are left
+train = [{"id": str(n), "input": {"lake": name}} for n, name in enumerate(LAKES)]
+heldout = [{"id": f"{n}", "input": {"lake": LAKES[n % len(LAKES)]}} for n in range(1000, 1064)]
+
+
+def build1(folder: Path, seed: int) -> None:
+    from policies import build
+
+    build(agent, best, train, 0.3, folder, seed)

@@ -1,0 +1,75 @@
+"""Roles of calls that say none themselves, found by `[[roles.match]]` and by the harness's preset.
+
+A coding harness makes calls that are not the agent's: titles, summaries, commit messages, the calls
+of sub-agents. None of them says so in a way that the others share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import msgspec
+
+from agentrl.config import RoleRule
+from agentrl.runners.gateway.capture import ModelRequest, value
+from agentrl.types import Json
+
+SYSTEM = ("system", "developer")
+
+
+def role_of_request(
+    rules: Sequence[RoleRule], request: ModelRequest, headers: Mapping[str, str], raw: bytes
+) -> str | None:
+    """The role of the first rule that holds; `raw` is the body as the agent sent it."""
+    return next((rule.role for rule in rules if _holds(rule, request, headers, raw)), None)
+
+
+def _holds(rule: RoleRule, request: ModelRequest, headers: Mapping[str, str], raw: bytes) -> bool:
+    for name, pattern in rule.header.items():
+        if name not in headers or not fnmatchcase(headers[name], pattern):
+            return False
+    if rule.tools not in (None, bool(request.tools)):
+        return False
+    if rule.schema is not None:
+        kind = (value(request.fields, "response_format") or {}).get("type")
+        if rule.schema != (kind == "json_schema"):
+            return False
+    if rule.model and not fnmatchcase(request.model, rule.model):
+        return False
+    leading = next((m for m in request.messages if m.get("role") in SYSTEM), {})
+    if rule.system and not fnmatchcase(_first_text(leading), f"{rule.system}*"):
+        return False
+    last = request.messages[-1] if request.messages else {}
+    if rule.prompt and not fnmatchcase(_last_text(last), f"{rule.prompt}*"):
+        return False
+    body = msgspec.json.decode(raw, type=dict[str, Any]) if rule.field else {}
+    return all(_field_matches(body, key, pattern) for key, pattern in rule.field.items())
+
+
+def _first_text(message: Mapping[str, Json]) -> str:
+    texts = _texts(message)
+    return texts[0] if texts else ""
+
+
+def _last_text(message: Mapping[str, Json]) -> str:
+    texts = _texts(message) if message.get("role") == "user" else []
+    return texts[-1] if texts else ""
+
+
+def _texts(message: Mapping[str, Json]) -> list[str]:
+    content = message.get("content")
+    if isinstance(content, str):
+        return [content]
+    parts = content if isinstance(content, list) else []
+    return [p["text"] for p in parts if isinstance(p, dict) and isinstance(p.get("text"), str)]
+
+
+def _field_matches(body: Json, key: str, pattern: str) -> bool:
+    for name in key.split("."):
+        if not isinstance(body, dict) or name not in body:
+            return False
+        body = body[name]
+    text = body if isinstance(body, str) else msgspec.json.encode(body).decode()
+    return fnmatchcase(text, pattern)

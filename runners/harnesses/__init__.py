@@ -1,0 +1,1 @@
+"""Coding harnesses that run as agents: presets, and what `agentrl harness` does with them."""

@@ -1,0 +1,172 @@
+"""A preset: how a coding harness is pointed at the gateway, unmodified.
+
+It is data: the arguments of the program, its variables, the text of its configuration files, the
+versions it was tested with, and the rules that find the calls which are not the agent's.
+`NAME.toml` beside this module is one; a user's own is a TOML file with the same keys, or a
+`file.py:name` that is a `Preset` or a dict of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from agentrl.config import RoleRule, RunConfig
+from agentrl.errors import ConfigError
+from agentrl.plugins import load_plugin
+from agentrl.types import Json
+
+KEY = "agent.harness"
+HERE = Path(__file__).parent
+HARNESSES = tuple(sorted(file.stem for file in HERE.glob("*.toml")))
+INSTALLED = ".harnesses"  # folder below the working directory into which tests install them
+VERSION = re.compile(r"\d+(\.\d+)+")
+VERSION_TIMEOUT = 30.0  # seconds
+PLACE = re.compile(r"\{(prompt|url|root|key|home|context)\}")
+
+
+class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Texts may hold {prompt}, {url} (of the gateway, ending in /v1), {root} (without /v1), {key}
+    (of the attempt), {home} (a folder of the attempt) and {context} (tokens)."""
+
+    program: str
+    argv: list[str]  # its arguments
+    install: str = ""  # the command that installs it
+    tested: tuple[str, str] | None = None  # the first and the last version it was tested with
+    env: dict[str, str] = {}
+    files: dict[str, str] = {}  # path below HOME -> text
+    match: list[RoleRule] = []  # for calls that are not the agent's
+
+    def find_program(self, command: str = "") -> str:
+        """Path of the program: `command`, or where it is installed. Raises ConfigError."""
+        if command:
+            found = shutil.which(command)
+        else:
+            own = f"{INSTALLED}/bin/{self.program}"
+            found = shutil.which(self.program) or shutil.which(own)
+        if found is None:
+            how = f": {self.install}" if self.install else ""
+            raise ConfigError(
+                f"{KEY}: {command or self.program!r} is not installed on this machine{how}; or say"
+                " in agent.command where it is"
+            )
+        return str(Path(found).absolute())
+
+    def arguments(self, known: Mapping[str, str]) -> list[str]:
+        return [_fill(text, known) for text in self.argv]
+
+    def environment(self, known: Mapping[str, str], repository: Path) -> dict[str, str]:
+        """Its own variables, and those that keep it in the folders of the attempt."""
+        own = {name: _fill(text, known) for name, text in self.env.items()}
+        return private_folders(known["home"], repository) | own
+
+    def write_files(self, known: Mapping[str, str]) -> None:
+        """Makes HOME with its configuration in it."""
+        home = Path(known["home"])
+        home.mkdir(parents=True, exist_ok=True)
+        for name, text in self.files.items():
+            file = home / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(_fill(text, known), encoding="utf-8")
+
+    def was_tested(self, version: str) -> bool:
+        if self.tested is None:
+            return True
+        first, last = map(_numbers, self.tested)
+        return first <= _numbers(version) <= last
+
+
+def private_folders(home: str, repository: Path) -> dict[str, str]:
+    """Variables that keep a program in the folders of its attempt. A shell or a wrapper may leave
+    PWD stale, and some programs believe it."""
+    return {
+        "HOME": home,
+        "XDG_CONFIG_HOME": f"{home}/.config",
+        "XDG_DATA_HOME": f"{home}/.local/share",
+        "XDG_STATE_HOME": f"{home}/.local/state",
+        "XDG_CACHE_HOME": f"{home}/.cache",
+        "PWD": str(repository),
+    }
+
+
+def places(url: str, key: str, home: Path, prompt: str, context: int) -> dict[str, str]:
+    """What the texts of a preset are filled with; `url` ends in /v1."""
+    return {
+        "prompt": prompt,
+        "url": url,
+        "root": url.removesuffix("/v1"),
+        "key": key,
+        "home": str(home),
+        "context": str(context),
+    }
+
+
+def load_preset(name: str, root: Path) -> Preset:
+    """The preset of that name, or in a file below `root`. Raises ConfigError."""
+    if name.endswith(".toml"):
+        return _read(root / name)
+    found = load_plugin("harnesses", name, HARNESSES, root, key=KEY)
+    if found is None:
+        return _read(HERE / f"{name}.toml")
+    return found if isinstance(found, Preset) else _typed(found, name)
+
+
+def role_rules(config: RunConfig, root: Path) -> list[RoleRule]:
+    """Those of the run file, then those of its harness."""
+    own = load_preset(config.agent.harness, root).match if config.agent.harness else []
+    return [*config.role_rules, *own]
+
+
+def prompt_of(task_input: Json) -> str:
+    """What the harness is asked: the input of a task, as JSON if it is no text."""
+    if isinstance(task_input, str):
+        return task_input
+    return msgspec.json.encode(task_input).decode()
+
+
+async def version_of(program: str, home: Path) -> str:
+    """What `program --version` prints of a version; empty where it prints none in time."""
+    env = {"PATH": os.environ.get("PATH", ""), "HOME": str(home)}
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        program, "--version", env=env, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe
+    )
+    try:
+        async with asyncio.timeout(VERSION_TIMEOUT):
+            stdout, stderr = await process.communicate()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        return ""
+    found = VERSION.search((stdout or stderr).decode(errors="replace"))
+    return found[0] if found else ""
+
+
+def _read(file: Path) -> Preset:
+    try:
+        return _typed(tomllib.loads(file.read_text(encoding="utf-8")), str(file))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{KEY}: {file} is no readable TOML file: {error}") from None
+
+
+def _typed(data: Any, name: str) -> Preset:
+    try:
+        return msgspec.convert(data, Preset)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{KEY} = {name!r}: {error}") from None
+
+
+def _fill(text: str, known: Mapping[str, str]) -> str:
+    return PLACE.sub(lambda found: known[found[1]], text)
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)]

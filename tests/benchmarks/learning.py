@@ -1,0 +1,222 @@
+"""What credit is worth: how fast presets learn the tasks of examples/bench, at equal rollouts.
+
+    agentrl bench examples/bench/bench.toml --results tests/benchmarks/results/learning.jsonl
+    python -m tests.benchmarks.learning [--json | --figure FILE]
+
+The first command runs what the results file does not have yet, and may be stopped at any moment;
+`--tasks`, `--presets`, `--seeds` and `--budget-minutes` make pieces of it. The second prints what
+is there: a Markdown table for each task, or one JSON object.
+
+A run is that of `agentrl train`: runner, gateway, store, policy server and learner, with an agent
+on the OpenAI client and a model of 0.1 M parameters. All presets have equal numbers of rollouts,
+those of branches and replays included, and every seed's model, tasks and order. Held-out tasks are
+scored before training and eight times in it, 64 rollouts at temperature 1. Learning rates are
+chosen for each task and preset by one rule: of the bench file's `lrs` the one with the largest area
+under the curve on its `tuning_seeds`, none of which is reported.
+
+Scores are normalised by those of the best and of a random policy. A curve is the interquartile mean
+over seeds, `final` that of the last three evaluations, `area` that of the mean over the run, and
+`ratio` the rollouts after which a preset is at the final level of the baseline, over those that
+the baseline took itself; `ratio_90` of 90 % of this level. Intervals are 95 % of a bootstrap over
+seeds, which are paired, after arXiv 2108.13264.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentrl.evaluation.bench import Bench, BenchPlan, read_bench
+from agentrl.evaluation.bench_runs import read_results
+
+FILE = Path(__file__).parents[2] / "examples" / "bench" / "bench.toml"
+RESULTS = Path(__file__).parent / "results" / "learning.jsonl"
+SAMPLES = 2000  # of the bootstrap
+LAST = 3  # evaluations whose mean is the final level
+HEADINGS = ("preset", "lr", "seeds", "final level", "area", "rollouts to 90 %", "rollouts to 100 %")
+Array = NDArray[np.float64]
+Summary = dict[str, dict[str, dict[str, Any]]]  # by task and preset
+
+
+def on_grid(curve: list[tuple[float, float]], budget: float, points: int) -> Array:
+    """[points] scores at evenly spaced numbers of rollouts, interpolated."""
+    spent, scores = np.array(curve, dtype=np.float64).T
+    return np.interp(np.linspace(0.0, budget, points), spent, scores)
+
+
+def interquartile_mean(x: Array) -> Array:
+    """Over the first axis: the mean without a quarter, rounded down, at each end."""
+    cut = len(x) // 4
+    middle: Array = np.sort(x, axis=0)[cut : len(x) - cut].mean(axis=0)
+    return middle
+
+
+def final_level(x: Array) -> Array:
+    """[..., points] -> [...]"""
+    level: Array = x[..., -LAST:].mean(axis=-1)
+    return level
+
+
+def reached(curve: Array, level: float, budget: float) -> float:
+    """Rollouts after which a curve first is at a level; inf where it never is."""
+    above = np.flatnonzero(curve >= level)
+    if not above.size:
+        return float("inf")
+    at = int(above[0])
+    if at == 0:
+        return 0.0
+    share = (level - curve[at - 1]) / (curve[at] - curve[at - 1])
+    return float((at - 1 + share) * budget / (len(curve) - 1))
+
+
+def bootstrap(estimate: Callable[[NDArray[np.int64]], float], seeds: int) -> list[float]:
+    """The estimate and the ends of its interval. estimate: of drawn seeds, given as indices."""
+    dice = np.random.default_rng(0)
+    drawn = [estimate(dice.integers(0, seeds, seeds)) for _ in range(SAMPLES if seeds > 1 else 1)]
+    low, high = np.quantile(drawn, [0.025, 0.975], method="inverted_cdf")
+    return [estimate(np.arange(seeds)), float(low), float(high)]
+
+
+def rollouts_ratio(curves: Array, base: Array, share: float, budget: float) -> list[float]:
+    """Rollouts of one preset until `share` of the other's final level, over those of the other
+    until there. curves, base: [seeds, points] of the same seeds."""
+
+    def estimate(drawn: NDArray[np.int64]) -> float:
+        ours, theirs = interquartile_mean(curves[drawn]), interquartile_mean(base[drawn])
+        level = share * float(final_level(theirs))
+        spent = reached(theirs, level, budget)
+        return reached(ours, level, budget) / spent if spent else 1.0
+
+    return bootstrap(estimate, len(curves))
+
+
+def summary(curves: Array, base: Array, budget: float) -> dict[str, Any]:
+    """Of one preset on one task against the baseline; [seeds, points] each."""
+    areas = (curves[:, 1:] + curves[:, :-1]).mean(axis=1) / 2
+    final = final_level(curves)
+    return {
+        "seeds": len(curves),
+        "final": bootstrap(lambda drawn: float(interquartile_mean(final[drawn])), len(curves)),
+        "area": bootstrap(lambda drawn: float(interquartile_mean(areas[drawn])), len(curves)),
+        "ratio_90": rollouts_ratio(curves, base, 0.9, budget),
+        "ratio": rollouts_ratio(curves, base, 1.0, budget),
+        "curve": interquartile_mean(curves).round(4).tolist(),
+    }
+
+
+def curves_of(plan: BenchPlan, task: str, preset: str) -> tuple[float, dict[int, Array]]:
+    """Learning rate, and the normalised curve of each seed that is done; none before the learning
+    rate is chosen."""
+    lr = plan.learning_rate((task, preset))
+    if lr is None:
+        return 0.0, {}
+    bench, about = plan.bench, plan.bench.tasks[task]
+    budget, points = about.rollouts or bench.rollouts, bench.evaluations + 1
+    found = {}
+    for seed in bench.seeds:
+        row = plan.done.get(plan.piece((task, preset), lr, seed).digest)
+        if row is not None:
+            scores = on_grid(row.curve, budget, points)
+            found[seed] = (scores - about.random) / (about.best - about.random)
+    return lr, found
+
+
+def baseline_of(bench: Bench, task: str) -> str:
+    """The bench's, or where that makes no sense the task's first preset."""
+    presets = bench.presets_of(task)
+    return bench.baseline if bench.baseline in presets else presets[0]
+
+
+def summarise(plan: BenchPlan) -> Summary:
+    """Every preset on the seeds that the baseline has, too."""
+    found: Summary = {}
+    bench = plan.bench
+    for task in bench.tasks:
+        _, base = curves_of(plan, task, baseline_of(bench, task))
+        for preset in bench.presets_of(task):
+            lr, own = curves_of(plan, task, preset)
+            if shared := sorted(own.keys() & base.keys()):
+                ours, theirs = (np.stack([c[seed] for seed in shared]) for c in (own, base))
+                budget = bench.tasks[task].rollouts or bench.rollouts
+                row = {"lr": lr, **summary(ours, theirs, budget)}
+                found.setdefault(task, {})[preset] = row
+    return found
+
+
+def headline(bench: Bench, found: Summary) -> dict[str, dict[str, Any]]:
+    """By task: final levels of the baseline and of the best preset that plays no extra rollouts,
+    which is the one that is soonest at the former, with its ratio of rollouts."""
+    best: dict[str, dict[str, Any]] = {}
+    for task, rows in found.items():
+        base = baseline_of(bench, task)
+        others = [name for name in rows if name != base and bench.presets[name].cost == 1.0]
+        if others:
+            winner = min(others, key=lambda name: (rows[name]["ratio"][0], -rows[name]["area"][0]))
+            ratio, *interval = rows[winner]["ratio"]
+            best[task] = {
+                "broadcast": rows[base]["final"][0], "best": rows[winner]["final"][0],
+                "preset": winner, "rollouts_ratio": ratio, "interval": interval,
+            }  # fmt: skip
+    return best
+
+
+def markdown(found: Summary) -> str:
+    """A table for each task, the largest area first."""
+    lines = []
+    for task, rows in found.items():
+        lines += [f"### {task}", "", f"| {' | '.join(HEADINGS)} |", "|---" * len(HEADINGS) + "|"]
+        for preset, row in sorted(rows.items(), key=lambda item: -item[1]["area"][0]):
+            cells = [shown(row[key]) for key in ("final", "area", "ratio_90", "ratio")]
+            lines.append(f"| {preset} | {row['lr']:g} | {row['seeds']} | {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def shown(interval: list[float]) -> str:
+    one, low, high = (f"{x:.2f}" if isfinite(x) else "never" for x in interval)
+    return f"{one} ({low} to {high})"
+
+
+def figure(bench: Bench, found: Summary, path: Path) -> None:
+    """The curves over training rollouts, a plot for each task."""
+    from matplotlib.figure import Figure
+
+    columns = min(3, len(found))
+    rows = -(-len(found) // columns)
+    drawing = Figure(figsize=(5 * columns, 3.4 * rows), layout="constrained")
+    plots = np.ravel(drawing.subplots(rows, columns, squeeze=False))
+    for axes, (task, presets) in zip(plots, found.items(), strict=False):
+        for preset, row in presets.items():
+            budget = bench.tasks[task].rollouts or bench.rollouts
+            axes.plot(np.linspace(0, budget, len(row["curve"])), row["curve"], label=preset)
+        axes.set(title=task, xlabel="rollouts", ylabel="score", ylim=(-0.05, 1.05))
+        axes.legend(fontsize=7)
+    drawing.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON object only")
+    parser.add_argument("--figure", type=Path, help="draw the curves into this file, too")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    bench = read_bench(FILE)
+    work = Path("runs")  # any: it is not part of a digest
+    found = summarise(BenchPlan(bench, FILE, work, read_results(options.results)))
+    if options.figure is not None and found:
+        figure(bench, found, options.figure)
+    if options.json:
+        print(json.dumps({"tasks": headline(bench, found), "presets": found}))
+    else:
+        print(markdown(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""What the learning benchmark makes of the curves of its runs."""
+
+from __future__ import annotations
+
+from math import inf
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from agentrl.errors import ConfigError
+from agentrl.evaluation.bench import (
+    Bench,
+    BenchPlan,
+    BenchPreset,
+    BenchTask,
+    Result,
+    area,
+    read_bench,
+)
+from tests.benchmarks.learning import (
+    FILE,
+    baseline_of,
+    bootstrap,
+    headline,
+    interquartile_mean,
+    markdown,
+    on_grid,
+    reached,
+    rollouts_ratio,
+    summarise,
+)  # fmt: skip
+
+BUDGET = 1000.0
+
+
+def line(slope: float, seeds: int = 5) -> np.ndarray:
+    """Curves [seeds, 11] that rise to at most 1, each a little above the one before."""
+    rise = np.minimum(slope * np.linspace(0, 1, 11), 1.0)
+    return np.stack([rise + 0.001 * seed for seed in range(seeds)])
+
+
+def test_the_middle_half_is_the_mean() -> None:
+    assert interquartile_mean(np.array([100.0, 1.0, 2.0, 3.0, -50.0])) == pytest.approx(2.0)
+    assert interquartile_mean(np.array([0.0, 1.0, 5.0])) == pytest.approx(2.0)  # too few to cut
+
+
+def test_a_level_is_reached_between_evaluations() -> None:
+    curve = np.array([0.0, 0.0, 1.0, 0.5, 1.0])
+    assert reached(curve, 0.5, BUDGET) == pytest.approx(375)
+    assert reached(curve, 0.0, BUDGET) == 0
+    assert reached(curve, 1.1, BUDGET) == inf
+
+
+def test_twice_as_fast_is_half_of_the_rollouts() -> None:
+    ratio, low, high = rollouts_ratio(line(2.0), line(1.0), 0.9, BUDGET)
+    assert ratio == pytest.approx(0.5, abs=0.01)
+    assert low <= ratio <= high < 0.6
+    assert rollouts_ratio(line(0.1), line(1.0), 0.9, BUDGET) == [inf, inf, inf]
+    assert rollouts_ratio(line(1.0), line(1.0), 1.0, BUDGET) == [1.0, 1.0, 1.0]
+
+
+def test_one_seed_has_no_interval_and_noise_has_a_wide_one() -> None:
+    assert bootstrap(lambda drawn: float(len(drawn)), 1) == [1, 1, 1]
+    values = np.array([0.0, 1.0, 0.0, 1.0, 1.0])
+    mean, low, high = bootstrap(lambda drawn: float(values[drawn].mean()), 5)
+    assert mean == pytest.approx(0.6)
+    assert low == pytest.approx(0.2)
+    assert high == 1.0
+
+
+def test_curves_are_read_between_their_points() -> None:
+    assert on_grid([(0, 0.0), (100, 1.0)], 100, 5).tolist() == [0, 0.25, 0.5, 0.75, 1]
+    assert area([(0, 0.0), (100, 1.0), (400, 1.0)]) == pytest.approx(0.875)
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> BenchPlan:
+    """Two presets, of which the second learns twice as fast with the larger learning rate."""
+    bench = Bench(
+        baseline="broadcast",
+        rollouts=1536,
+        seeds=(0, 1),
+        tuning_seeds=(100,),
+        lrs=(1e-3, 2e-3),
+        tasks={"chain": BenchTask(run=str(FILE.parent / "run.toml"), best=2.0, random=1.0)},
+        presets={
+            "broadcast": BenchPreset(settings=("algorithm.preset=grpo",)),
+            "gigpo": BenchPreset(settings=("algorithm.preset=gigpo",)),
+        },
+    )
+    plan = BenchPlan(bench, FILE, tmp_path, {})
+    pairs = [("chain", "broadcast"), ("chain", "gigpo")]
+    for one in plan.tuning(pairs):
+        finish(plan, one, one.lr * 100)
+    for one in plan.reported(pairs, bench.seeds):
+        finish(plan, one, 1.0 if one.preset == "gigpo" else 0.5)
+    return plan
+
+
+def finish(plan: BenchPlan, one: object, slope: float) -> None:
+    curve = [(spent, 1 + min(1.0, slope * spent / 768)) for spent in range(0, 1537, 192)]
+    about = (one.digest, one.task, one.preset, one.lr, one.seed)  # type: ignore[attr-defined]
+    plan.done[about[0]] = Result(*about, curve, 1.0, 0.0, "0")
+
+
+def test_learning_rates_are_those_of_the_largest_area(plan: BenchPlan) -> None:
+    assert {row.lr for row in plan.done.values() if row.seed != 100} == {2e-3}
+    assert plan.learning_rate(("chain", "gigpo")) == 2e-3
+    tuned = next(iter(plan.tuning([("chain", "gigpo")])))
+    del plan.done[tuned.digest]
+    assert plan.learning_rate(("chain", "gigpo")) is None
+    assert not list(plan.reported([("chain", "gigpo")], [0]))
+
+
+def test_a_piece_is_known_by_all_that_decides_it(plan: BenchPlan) -> None:
+    pair = ("chain", "gigpo")
+    digests = {plan.piece(pair, lr, seed).digest for lr in (1e-3, 2e-3) for seed in (0, 1)}
+    digests |= {plan.piece(("chain", "broadcast"), 1e-3, 0).digest}
+    assert len(digests) == 5
+    elsewhere = BenchPlan(plan.bench, plan.file, Path("/elsewhere"), {})
+    assert elsewhere.piece(pair, 1e-3, 0).digest in digests
+
+
+def test_the_table_has_normalised_scores_and_ratios(plan: BenchPlan) -> None:
+    found = summarise(plan)
+    rows = found["chain"]
+    assert rows["broadcast"]["final"][0] == pytest.approx(np.mean([0.75, 0.875, 1.0]))
+    assert rows["gigpo"]["final"] == [1.0, 1.0, 1.0]
+    assert rows["gigpo"]["ratio"][0] == pytest.approx(0.5, abs=0.01)
+    assert headline(plan.bench, found)["chain"]["preset"] == "gigpo"
+    assert "| gigpo | 0.002 | 2 | 1.00 (1.00 to 1.00) |" in markdown(found)
+    assert baseline_of(plan.bench, "chain") == "broadcast"
+
+
+def test_a_bench_file_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    text = FILE.read_text()
+    for old, new, said in (
+        ("tuning_seeds = [100]", "tuning_seeds = [4]", "tuned on"),
+        ('baseline = "broadcast"', 'baseline = "broadcst"', "broadcast"),
+        ("heldout = 64", "held = 64", "held"),
+    ):
+        file = tmp_path / "bench.toml"
+        file.write_text(text.replace(old, new))
+        with pytest.raises(ConfigError, match=said):
+            read_bench(file)

@@ -1,0 +1,158 @@
+"""The tasks of the learning benchmark: their known scores, and one small run of the bench file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from agentrl.config.presets import check_presets
+from agentrl.evaluation.bench import BenchPlan, read_bench
+from agentrl.loading import load_attribute, load_tasks
+from tests import warm
+from tests.examples.parts import EXAMPLES, modules
+
+FILE = EXAMPLES / "bench" / "bench.toml"
+BENCH = read_bench(FILE)
+PLAN = BenchPlan(BENCH, FILE, Path("work"), {})
+OWN = [name for name, task in BENCH.tasks.items() if task.run == "run.toml"]
+TASKS = ("chain", "frozenlake", "needle", "shop", "sokoban", "teams")
+ROLLOUTS = 400
+
+
+@pytest.fixture(scope="module")
+def parts() -> Iterator[dict[str, ModuleType]]:
+    with modules("bench", "policies", *TASKS) as found:
+        yield found
+
+
+def played(parts: dict[str, ModuleType], name: str, player: str) -> float:
+    """The mean outcome of the task's best player, or of one that does anything possible."""
+    config = PLAN.piece((name, BENCH.presets_of(name)[0]), 1e-3, 0).config
+    root = Path(config.root)
+    agent, verify = (
+        load_attribute(path, root, key="") for path in (config.agent.path, config.verifier.path)
+    )
+    best = load_attribute(f"{config.agent.path.partition(':')[0]}:best", root, key="")
+    heldout = load_tasks(config.tasks.heldout, root, key="")
+    tasks = [heldout[n % len(heldout)] for n in range(ROLLOUTS)]
+    chosen = best if player == "best" else parts["policies"].anything
+    results, _ = parts["policies"].play(agent, chosen, [task["input"] for task in tasks])
+    given: list[dict[str, Any]] = [
+        {"task": t, "result": r} for t, r in zip(tasks, results, strict=True)
+    ]
+    needed = verify.__code__.co_varnames[: verify.__code__.co_argcount]
+    return sum(verify(**{key: one[key] for key in needed}) for one in given) / ROLLOUTS
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_the_best_and_the_random_score_are_known(parts: dict[str, ModuleType], name: str) -> None:
+    task = BENCH.tasks[name]
+    chance = 0.0 if task.best == 1.0 else 0.09  # the best player of a game without luck always wins
+    assert played(parts, name, "best") == pytest.approx(task.best, abs=chance)
+    assert played(parts, name, "random") == pytest.approx(task.random, abs=0.09)
+    assert task.random < task.best
+
+
+def test_scores_that_are_computed_are_those_of_the_bench_file(parts: dict[str, ModuleType]) -> None:
+    tasks = BENCH.tasks
+    for boxes in (1, 2):
+        known = parts["sokoban"].random_score(boxes)
+        assert tasks[f"sokoban-{boxes}"].random == pytest.approx(known, abs=1e-4)
+    for k in (2, 4, 8):
+        assert tasks[f"chain-{k}"].random == pytest.approx(4.0**-k, rel=1e-2)
+    assert tasks["frozenlake"].best == pytest.approx(parts["frozenlake"].BEST, abs=1e-4)
+    assert tasks["frozenlake"].random == pytest.approx(parts["frozenlake"].RANDOM, abs=1e-4)
+    assert tasks["shop"].random == pytest.approx(parts["shop"].RANDOM, abs=1e-4)
+    assert tasks["workers"].random == pytest.approx(parts["teams"].RANDOM_WORKERS, abs=1e-4)
+
+
+def test_every_preset_of_every_task_is_a_run() -> None:
+    for task in BENCH.tasks:
+        for preset in BENCH.presets_of(task):
+            one = PLAN.piece((task, preset), BENCH.lrs[0], BENCH.seeds[0])
+            check_presets(one.config)
+            played = one.config.algorithm.groups * one.config.algorithm.group_size
+            budget = BENCH.tasks[task].rollouts or BENCH.rollouts
+            spent = one.config.steps * played * BENCH.presets[preset].cost
+            assert 0.9 * budget < spent <= budget, (task, preset)
+
+
+def test_process_rewards_are_right_noisy_or_misleading(parts: dict[str, ModuleType]) -> None:
+    chain = parts["chain"]
+    (task,) = chain.tasks(8, ["Ada"], 1)[:1]
+    way = chain.right_way(task["input"])
+
+    def paid(kind: str, rollout: str = "r") -> list[float]:
+        calls = [
+            type("Call", (), {"id": str(n), "answer": {"tool_calls": [
+                {"function": {"arguments": json.dumps({"exit": exit})}}]}})
+            for n, exit in enumerate(way)
+        ]  # fmt: skip
+        about = type("Trace", (), {"transitions": calls, "rollout": type("R", (), {"id": rollout})})
+        return [row.value for row in getattr(chain, f"process_{kind}")(task, about)]
+
+    assert paid("right") == [1.0] * 8
+    assert paid("misleading") == [0.0] * 8
+    noisy = [value for n in range(100) for value in paid("noisy", str(n))]
+    assert sum(noisy) / len(noisy) == pytest.approx(1 - chain.NOISE, abs=0.06)
+
+
+def bench_file(folder: Path, text: str) -> Path:
+    """A copy of the bench file with other numbers, and its run files where they are."""
+    file = folder / "bench.toml"
+    file.write_text(text.replace('run = "', f'run = "{FILE.parent}/'))
+    return file
+
+
+def bench(file: Path, *options: str) -> str:
+    command = ["-m", "agentrl", "bench", str(file), "--results", str(file.with_suffix(".jsonl"))]
+    ran = warm.run(*command, *options, cwd=file.parent, timeout=110)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def test_a_bench_is_run_once_and_goes_on(tiny_model_dir: Path, tmp_path: Path) -> None:
+    text = f"""
+    baseline = "broadcast"
+    rollouts = 8
+    evaluations = 1
+    heldout = 2
+    seeds = [0]
+    tuning_seeds = [100]
+    lrs = [1e-3, 2e-3]
+    tasks.chain.run = "run.toml"
+    tasks.chain.settings = ["policy.build=", "policy.model={tiny_model_dir}",
+        "tasks.train=chain.py:train2", "tasks.heldout=chain.py:heldout2",
+        "algorithm.groups=1", "algorithm.group_size=4"]
+    presets.broadcast.settings = ["algorithm.preset=grpo"]
+    """
+    file = bench_file(tmp_path, text)
+    assert "3 runs" in bench(file)
+    rows = [json.loads(line) for line in file.with_suffix(".jsonl").read_text().splitlines()]
+    assert [(row["lr"], row["seed"]) for row in rows] == [(1e-3, 100), (2e-3, 100), (1e-3, 0)]
+    for row in rows:
+        assert [spent for spent, _ in row["curve"]] == [0, 8]
+        assert row["failed"] == 0
+    assert not list(tmp_path.glob("runs/bench/*"))  # nothing is left of them
+    lines = file.with_suffix(".jsonl").read_bytes()
+    file.with_suffix(".jsonl").write_bytes(lines[:-20])  # killed as it wrote the last line
+    assert "1 runs, 3 in" in bench(file)
+    assert "0 runs, 3 in" in bench(file)
+
+
+@pytest.mark.slow
+def test_a_small_bench_learns(tmp_path: Path) -> None:
+    """What continuous integration runs of the benchmark."""
+    text = FILE.read_text().replace("rollouts = 1536", "rollouts = 384")
+    text = text.replace("lrs = [1e-3, 2e-3, 4e-3]", "lrs = [4e-3]")
+    file = bench_file(tmp_path, text)
+    bench(file, "--tasks", "chain-2", "--presets", "broadcast,gigpo", "--seeds", "0")
+    rows = [json.loads(line) for line in file.with_suffix(".jsonl").read_text().splitlines()]
+    assert [row["preset"] for row in rows] == ["broadcast", "gigpo"]
+    for row in rows:
+        assert row["curve"][-1][1] > row["curve"][0][1] + 0.2

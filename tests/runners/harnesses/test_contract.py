@@ -1,0 +1,87 @@
+"""What each harness sends is understood, answered and recorded exactly, without the harness."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from agentrl.runners.gateway.attribution import ActiveAttempt
+from agentrl.runners.harnesses.preset import load_preset
+from tests.runners.conftest import Bench, ids
+from tests.runners.harnesses.fillers import PHRASES, SYLLABLES, is_json
+from tests.runners.harnesses.stored import HARNESSES, StoredRequest, stored
+
+SAID = "It is é done."
+FILLER = re.compile(f"({'|'.join(SYLLABLES)}){{2}}")
+OURS = ("arguments", "command", "prompt")
+PENDING = {
+    "gemini": "there is no Google dialect",
+}
+EVERY = [
+    pytest.param(
+        harness,
+        request,
+        id=f"{harness}-{request.call}",
+        marks=[pytest.mark.xfail(reason=PENDING[harness], strict=False)]
+        if harness in PENDING
+        else [],
+    )
+    for harness in HARNESSES
+    for request in stored(harness)
+]
+
+
+async def send(bench: Bench, active: ActiveAttempt, request: StoredRequest) -> httpx.Response:
+    url = bench.gateway.base_url.removesuffix("/v1") + request.path
+    headers = {k: v.replace("KEY", active.key) for k, v in request.headers.items()}
+    async with httpx.AsyncClient(timeout=10) as client:
+        return await client.post(url, json=request.body, headers=headers)
+
+
+@pytest.mark.parametrize(("harness", "request_"), EVERY)
+async def test_a_call_is_answered_and_recorded_exactly(
+    bench: Bench, tmp_path: Path, harness: str, request_: StoredRequest
+) -> None:
+    bench.model.answer = lambda body: {"role": "assistant", "content": SAID}
+    bench.gateway.attempts.rules = load_preset(harness, tmp_path).match
+    active = bench.gateway.register(await bench.attempt(), sealed=True)
+    answer = await send(bench, active, request_)
+    assert answer.status_code == 200, answer.text
+    streams = request_.body.get("stream") or "streamGenerateContent" in request_.path
+    kind = "text/event-stream" if streams else "application/json"
+    assert answer.headers["content-type"].startswith(kind)
+    trace = await bench.store.trace(active.attempt.rollout.id)
+    (call,) = trace.transitions
+    assert call.exact
+    assert call.role == request_.role
+    assert call.policy == ("policy@side" if call.role == "side" else "policy")
+    assert list(call.prompt) == ids(json.dumps(bench.model.requests[-1]["messages"]))
+    assert list(call.completion) == ids(SAID)
+    assert list(call.logprobs) == [-0.5] * len(ids(SAID))
+
+
+@pytest.mark.parametrize("harness", HARNESSES)
+def test_no_sentence_of_a_harness_is_stored(harness: str) -> None:
+    for request in stored(harness):
+        for text in texts(request.body):
+            for phrase in PHRASES:
+                text = text.removeprefix(phrase)
+            assert all(FILLER.fullmatch(word) for word in text.split()), text
+
+
+def texts(value: Any, key: str = "") -> Iterator[str]:
+    """Those of more than two words, but for arguments of tool calls, which our script wrote."""
+    inner = value.items() if isinstance(value, dict) else ((key, item) for item in value)
+    for name, item in inner:
+        if isinstance(item, str) and name not in OURS and is_json(item):
+            item = json.loads(item)
+        if isinstance(item, dict | list):
+            yield from texts(item, name)
+        elif isinstance(item, str) and len(item.split()) > 2 and name not in OURS:
+            yield item

@@ -1,0 +1,37 @@
+"""The real harnesses against a scripted model: `make test-harnesses` installs and runs them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import ConfigError
+from agentrl.runners.harnesses.check import check
+from agentrl.runners.harnesses.preset import HARNESSES, load_preset
+from tests.runners.harnesses.refusing_proxy import RefusingProxy
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+# Roles of the calls of one rollout.
+ROLES = {
+    "aider": {"agent": 1, "side": 1},  # the edit, and the commit message
+    "mini": {"agent": 2},  # it ends when a command says so
+    "opencode": {"agent": 3, "side": 1},  # a title
+}
+
+
+@pytest.mark.parametrize("name", HARNESSES)
+async def test_every_call_is_recorded_exactly_and_none_leaves_the_machine(name: str) -> None:
+    try:
+        load_preset(name, Path()).find_program()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    proxy = RefusingProxy()
+    async with proxy.serving() as env:
+        report = await check(name, Path(), rollouts=2, concurrency=2, env=env)
+    assert list(report.problems()) == []
+    assert report.roles == {
+        role: 2 * count for role, count in ROLES.get(name, {"agent": 3}).items()
+    }
+    assert report.served == len(report.calls) == report.exact
+    assert proxy.refused == []
