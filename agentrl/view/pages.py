@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 from agentrl.config import differences, from_store
@@ -49,7 +50,7 @@ def _read(query: Query, name: str, kind: type[int] | type[float] = int) -> Any:
         raise Invalid(f"{name} must be a {what}, not {query[name]!r}") from None
 
 
-def _choice(query: Query, name: str, kind: type[Any]) -> Any:
+def _choice(query: Query, name: str, kind: type[StrEnum]) -> Any:
     try:
         return kind(query[name]) if query.get(name) else None
     except ValueError:
@@ -138,7 +139,8 @@ class Pages:
         taken = {
             name: int(number) for name in pool if (number := name.rpartition("@")[2]).isdigit()
         }
-        pool, rows = sorted(pool, key=lambda name: taken.get(name, 0)), []
+        pool = sorted(pool, key=lambda name: taken.get(name, 0))
+        rows: list[tuple[str, dict[str, float], float | None]] = []
         for name in pool:  # a snapshot's rates are those of the step that took it
             at = await self.store.steps(run, after=taken.get(name, 0) - 2, limit=1)
             rows.append((name, at[0].metrics if at else {}, last[ELO + name]))
@@ -156,7 +158,7 @@ class Pages:
         return Page("groups.html", f"{run} groups", values)
 
     async def _groups(self, run: str, query: Query, limit: int) -> Values:
-        place = {"state": query.get("state") or None, "before": query.get("before") or None}
+        place: Any = {"state": query.get("state") or None, "before": query.get("before") or None}
         purpose, step = _choice(query, "purpose", Purpose), _read(query, "step")
         rows = await self.store.groups(run, purpose=purpose, step=step, limit=limit, **place)
         return {"groups": rows, "more": rows[-1].id if len(rows) == limit else None}
@@ -174,7 +176,7 @@ class Pages:
         await self._state(run)
         low, high = _read(query, "low", float), _read(query, "high", float)
         name, steps = query.get("reward") or "outcome", (_read(query, "from"), _read(query, "to"))
-        texts = {key: query.get(key) or None for key in ("role", "policy", "text", "before")}
+        texts: Any = {key: query.get(key) or None for key in ("role", "policy", "text", "before")}
         rows, cursor, looked = await self.store.search(
             run,
             rewards=None if low is None and high is None else {name: (low, high)},

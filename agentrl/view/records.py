@@ -154,7 +154,7 @@ def compared(a: Trace, b: Trace, spell_a: Spell, spell_b: Spell) -> list[dict[st
             for call, spell in zip(calls, (spell_a, spell_b), strict=True)
         ]
         parts: tuple[list[Any], list[Any]] = ([], [])
-        for tag, i, j, k, m in SequenceMatcher(None, *ids, autojunk=False).get_opcodes():
+        for tag, i, j, k, m in SequenceMatcher(None, ids[0], ids[1], False).get_opcodes():
             parts[0].append((tag != "equal", "".join(texts[0][i:j])))
             parts[1].append((tag != "equal", "".join(texts[1][k:m])))
         same = None not in calls and ids[0] == ids[1]

@@ -47,6 +47,6 @@ def environment() -> Environment:
 
 def render(page: Page, *, layout: str = "base.html", **more: Any) -> str:
     """A page as HTML. `layout`: base.html, or bare.html for its content alone."""
-    values = {"title": page.title, "run": None, "layout": layout}
+    values: dict[str, Any] = {"title": page.title, "run": None, "layout": layout}
     values |= {"export": False, "tokens_of": None, "values_of": None}
     return environment().get_template(page.template).render(values | page.values | more)
