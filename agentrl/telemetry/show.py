@@ -29,7 +29,8 @@ async def show_rollout(store_url: str, rollout: str, console: Console | None = N
 
 def render_trace(trace: Trace) -> RenderableType:
     """The policies of roles that were set for this rollout, the rollout that it repeats, and then
-    every message once. Model calls show role, policy, version and numbers of tokens."""
+    every message once. Model calls show role, policy, version, numbers of tokens and what was left
+    out of their requests."""
     parts: list[RenderableType] = []
     shown: list[dict[str, Any]] = []
     if trace.rollout.seats:
@@ -76,4 +77,6 @@ def _answer(transition: Transition) -> Text:
         f"   [{transition.role}{by}{version}, {len(transition.prompt)} +"
         f" {len(transition.completion)} tokens, {transition.finish}]"
     )
+    if transition.left_out:
+        note += f"\n          left out: {', '.join(transition.left_out)}"
     return _message({"role": "assistant"} | (transition.answer or {}), note)

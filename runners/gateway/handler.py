@@ -257,6 +257,8 @@ class CallHandler:
         """Returns when the transitions are durable."""
         if self._active.scoring:
             return
+        for choice in answer.choices.values():
+            self._active.memory.remember(choice.message)
         if self._rows is None:
             if any(choice.known for choice in answer.choices.values()):
                 self._upstream.note_token_ids(route, given=True)
@@ -268,6 +270,7 @@ class CallHandler:
         if not all(kept):
             message = f"attempt {self._active.id} has lost its lease"
             raise RefusedError(403, "attempt_ended", message)
+        self._active.tokens += sum(len(row.completion) for row in self._rows)
 
     async def _store_shown(self) -> None:
         """Store the part of an answer that was sent to the agent before it stopped reading, also if
@@ -301,6 +304,7 @@ class CallHandler:
                 sampling=self._sampling,
                 messages=call.messages,
                 tools=call.tools,
+                left_out=call.left_out,
                 started=self._started,
                 seconds=seconds,
             )
