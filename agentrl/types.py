@@ -82,7 +82,9 @@ class ErrorKind(StrEnum):
     TIMEOUT = "timeout"
     MODEL = "model_error"
     VERIFIER = "verifier_error"
+    LIMIT = "limit"  # it used up agent.max_calls or agent.max_tokens
     NO_CALL = "no_model_call"
+    WORKSPACE = "workspace_error"  # its files cannot be made or copied
     LOST_RUNNER = "lost_runner"
     CANCELLED = "cancelled"
 

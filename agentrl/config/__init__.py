@@ -38,3 +38,4 @@ from agentrl.config.schema import RunConfig as RunConfig
 from agentrl.config.schema import SelfplayConfig as SelfplayConfig
 from agentrl.config.schema import SnapshotOpponents as SnapshotOpponents
 from agentrl.config.schema import UpstreamConfig as UpstreamConfig
+from agentrl.config.schema import WorkspaceConfig as WorkspaceConfig

@@ -46,7 +46,9 @@ class RetriesConfig(Section, frozen=True):
     timeout: Natural | None = 0
     model_error: Natural | None = None
     verifier_error: Natural | None = 0
+    limit: Natural | None = 0
     no_model_call: Natural | None = 0
+    workspace_error: Natural | None = 0
     lost_runner: Natural = 2  # lost by the sandbox; dead runners only count for `max_attempts`
 
 
@@ -71,6 +73,29 @@ class AgentConfig(Section, frozen=True):
     retries: RetriesConfig = RetriesConfig()
     calls_optional: bool = False  # a rollout without a model call has not failed
     error_reward: float | None = None  # outcome when the agent itself raises; none: missing
+    max_calls: Natural = 0  # model calls of one attempt, which then ends; 0: any number
+    max_tokens: Natural = 0  # sampled in all its calls, after which it ends; 0: any number
+    # An attempt that ran out of time, calls or tokens has failed. Its trace is scored as if it had
+    # ended by itself, without a result (score), gets the outcome 0 (zero), or none (drop).
+    partial: Literal["score", "zero", "drop"] = "drop"
+
+
+class WorkspaceConfig(Section, frozen=True):
+    """A folder for each attempt of a command: a git repository of one commit in which it works, and
+    a HOME of its own. It is removed when the attempt has been scored."""
+
+    # "git:PATH@REVISION", a folder, or "task.KEY": what a task has there, one of the former or a
+    # mapping of file names to texts. Paths are relative to the run file. Empty: no workspace.
+    source: str = ""
+    # user: as another user (needs root); unshare: in Linux namespaces; bubblewrap: by the program
+    # bwrap; container: as runner.executor says. user, unshare and bubblewrap let the agent write to
+    # its workspace alone and connect to the gateway alone.
+    sandbox: Literal["none", "user", "unshare", "bubblewrap", "container"] = "none"
+    user: str = "nobody"  # of sandbox = "user"
+    hide: list[str] = []  # more files and folders that look empty in the sandbox
+    keep: Literal["never", "failed", "always"] = "never"  # in <output>/workspaces
+    folder: str = ""  # where workspaces are made; default: the system's temporary folder
+    timeout: Seconds = 60.0  # for making one
 
 
 class TasksConfig(Section, frozen=True):
@@ -344,6 +369,7 @@ class RunConfig(Section, frozen=True):
     keep_checkpoints: Count = 2
     max_empty_steps: Count = 3  # steps in a row without one usable rollout, until the run ends
     agent: AgentConfig = AgentConfig()
+    workspace: WorkspaceConfig = WorkspaceConfig()
     tasks: TasksConfig = TasksConfig()
     verifier: VerifierConfig = VerifierConfig()
     policy: PolicyConfig = PolicyConfig()

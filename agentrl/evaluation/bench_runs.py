@@ -127,19 +127,14 @@ def result(one: Piece, seconds: float) -> Result:
     config, spent, failed = one.config, 0.0, 0.0
     curve: list[tuple[float, float]] = []
     for row in asyncio.run(_steps(config)):  # of a step, its evaluation comes before its rollouts
-        if one.measure and (row.step % config.eval.every == 0 or row.step == config.steps):
-            curve.append((spent, measured(one, row.step)))
-        elif not one.measure and "eval/score" in row.metrics:
+        if "eval/score" in row.metrics:
             curve.append((spent, row.metrics["eval/score"]))
+        elif one.measure and (row.step % config.eval.every == 0 or row.step == config.steps):
+            measure = load_attribute(one.measure, Path(config.root), key="measure")
+            saved = Path(config.output, "checkpoints").glob(f"{row.step:06d}*")
+            curve.append((spent, measure(max(saved) if row.step else Path(config.policy.model))))
         spent += row.metrics.get("rollouts", 0.0)
         failed += row.metrics.get("rollouts/failed", 0.0)
     shutil.rmtree(config.output)
     about = (one.digest, one.task, one.preset, one.lr, one.seed)
     return Result(*about, curve, round(seconds, 1), failed, __version__)
-
-
-def measured(one: Piece, step: int) -> float:
-    """What the task's own measure says of the policy after so many steps."""
-    measure = load_attribute(one.measure, Path(one.config.root), key="measure")
-    saved = sorted(Path(one.config.output, "checkpoints").glob(f"{step:06d}*"))
-    return float(measure(saved[-1] if step else Path(one.config.policy.model)))

@@ -12,6 +12,7 @@ after the right one.
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 from tools import Message, Tool, answer_tool, choose, tool
@@ -115,3 +116,21 @@ TRAIN, HELD = PEOPLE[:12], PEOPLE[12:]
 train2, heldout2 = tasks(2, TRAIN, 1), tasks(2, HELD, 8)
 train4, heldout4 = tasks(4, TRAIN, 1), tasks(4, HELD, 8)
 train8, heldout8 = tasks(8, TRAIN, 1), tasks(8, HELD, 8)
+
+
+def build2(folder: Path, seed: int) -> None:
+    from policies import build
+
+    build(agent, best, train2 + heldout2, 0.1, folder, seed)
+
+
+def build4(folder: Path, seed: int) -> None:
+    from policies import build
+
+    build(agent, best, train4 + heldout4, 0.4, folder, seed)
+
+
+def build8(folder: Path, seed: int) -> None:
+    from policies import build
+
+    build(agent, best, train8 + heldout8, 0.6, folder, seed)

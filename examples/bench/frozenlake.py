@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from tools import Message, Tool, choose, tool
@@ -102,3 +103,9 @@ def mean_value(uniform: bool) -> float:
 BEST, RANDOM = mean_value(False), mean_value(True)  # of who knows how many steps are left
 train = [{"id": str(n), "input": {"lake": name}} for n, name in enumerate(LAKES)]
 heldout = [{"id": f"{n}", "input": {"lake": LAKES[n % len(LAKES)]}} for n in range(1000, 1064)]
+
+
+def build1(folder: Path, seed: int) -> None:
+    from policies import build
+
+    build(agent, best, train, 0.3, folder, seed)

@@ -9,6 +9,7 @@ rooms before and after the safe.
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 from tools import Message, Tool, answer_tool, choose, tool
@@ -62,3 +63,9 @@ def house(number: int) -> dict[str, Any]:
 
 train = [house(number) for number in range(HOUSES)]
 heldout = [house(number) for number in range(1000, 1064)]
+
+
+def build1(folder: Path, seed: int) -> None:
+    from policies import build
+
+    build(agent, best, train + heldout, 0.0, folder, seed)

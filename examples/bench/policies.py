@@ -2,7 +2,9 @@
 
 Each imitates a player of its task who does the best thing now and then, and anything else that is
 possible at random. So a run starts with some success, and what is left to learn is which answers
-are right. No weights are downloaded; the results are ordinary Hugging Face checkpoints.
+are right. How often is chosen for each task so that broadcast credit learns it, but not at once, by
+seeds that are not reported. No weights are downloaded; the results are ordinary Hugging Face
+checkpoints.
 """
 
 from __future__ import annotations
@@ -14,15 +16,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import chain
-import frozenlake
-import needle
-import shop
-import sokoban
-import teams
 import tools
 from tokenizers import decoders
-from tools import Message, Tool
+from tools import WORDS, Message, Tool
 from transformers import PreTrainedTokenizerFast
 
 from agentrl.algorithms.model.tiny import Conversation, imitator, word_tokenizer
@@ -31,7 +27,6 @@ from agentrl.threads import run_blocking
 Answer = tuple[str, str]  # the name of a tool, or nothing, and its argument or what is said
 Player = Callable[[list[Message], list[Tool]], Answer]
 Agent = Callable[[Any], Awaitable[Any]]
-Build = Callable[[Path, int], None]
 DEMONSTRATIONS, STEPS = 6000, 500  # conversations, steps of imitation
 OPEN, CLOSE = '<tool_call>\n{{"name": "{}", "arguments": {{"{}": "', '"}}\n</tool_call>'
 TEMPLATE = """\
@@ -99,7 +94,7 @@ def options(tools: list[Tool]) -> list[Answer]:
         for one in functions
         for schema in one["parameters"]["properties"].values()
         for choice in schema["enum"]
-    ] or [("", word) for word in teams.WORDS]
+    ] or [("", word) for word in WORDS]
 
 
 def mixed(best: Player, share: float) -> Player:
@@ -155,35 +150,30 @@ def tokenizer_of(shown: Sequence[Conversation], known: Sequence[Tool]) -> PreTra
     return tokenizer
 
 
-def imitate(agent: Agent, best: Player, tasks: Sequence[dict[str, Any]], share: float) -> Build:
-    """Builds a model that does the best thing with the chance `share`, else anything."""
-
-    def build(folder: Path, seed: int) -> None:
-        random.seed(seed)
-        inputs = [tasks[n % len(tasks)]["input"] for n in range(DEMONSTRATIONS)]
-        _, client = play(agent, mixed(best, share), inputs)
-        shown = conversations(client, DEMONSTRATIONS)
-        known = {one["function"]["name"]: one for _, _, tools in client.seen for one in tools}
-        tokenizer = tokenizer_of(shown, list(known.values()))
-        imitator(
-            folder, shown, seed=seed, tools=list(known.values()) or None, tokenizer=tokenizer,
-            template=TEMPLATE, steps=STEPS, batch=32,
-        )  # fmt: skip
-
-    return build
-
-
-# The shares are chosen so that broadcast credit learns, but not at once, on seeds from 100 on.
-chain2 = imitate(chain.agent, chain.best, chain.train2 + chain.heldout2, 0.1)
-chain4 = imitate(chain.agent, chain.best, chain.train4 + chain.heldout4, 0.4)
-chain8 = imitate(chain.agent, chain.best, chain.train8 + chain.heldout8, 0.6)
-needle1 = imitate(needle.agent, needle.best, needle.train + needle.heldout, 0.0)
-lake = imitate(frozenlake.agent, frozenlake.best, frozenlake.train, 0.3)
-sokoban1 = imitate(sokoban.agent, sokoban.best, sokoban.train1, 0.1)
-sokoban2 = imitate(sokoban.agent, sokoban.best, sokoban.train2, 0.2)
-shopper = imitate(shop.agent, shop.best, shop.train + shop.heldout, 0.2)
-relay2 = imitate(teams.relay, teams.best, teams.relay2 + teams.relay2_heldout, 0.0)
-relay4 = imitate(teams.relay, teams.best, teams.relay4 + teams.relay4_heldout, 0.2)
-debate2 = imitate(teams.debate, teams.best, teams.debate2 + teams.debate2_heldout, 0.0)
-debate4 = imitate(teams.debate, teams.best, teams.debate4 + teams.debate4_heldout, 0.0)
-workers4 = imitate(teams.workers, teams.best, teams.workers4 + teams.workers4_heldout, 0.0)
+def build(
+    agent: Agent,
+    best: Player,
+    tasks: Sequence[dict[str, Any]],
+    share: float,
+    folder: Path,
+    seed: int,
+) -> None:
+    """Write a model that does the best thing with the chance `share`, else anything."""
+    random.seed(seed)
+    inputs = [tasks[n % len(tasks)]["input"] for n in range(DEMONSTRATIONS)]
+    _, client = play(agent, mixed(best, share), inputs)
+    shown = conversations(client, DEMONSTRATIONS)
+    known = list(
+        {tool["function"]["name"]: tool for *_, tools in client.seen for tool in tools}.values()
+    )
+    tokenizer = tokenizer_of(shown, known)
+    imitator(
+        folder,
+        shown,
+        seed=seed,
+        tools=known or None,
+        tokenizer=tokenizer,
+        template=TEMPLATE,
+        steps=STEPS,
+        batch=32,
+    )

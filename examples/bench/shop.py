@@ -10,6 +10,7 @@ training customer wants.
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 from tools import Message, Tool, answer_tool, choose, tool
@@ -77,3 +78,9 @@ RANDOM = random_score()
 WANTED = [" ".join(one) for one in ALL]
 train = [{"id": wanted, "input": wanted} for wanted in WANTED[:18]]
 heldout = [{"id": f"{w}/{n}", "input": w} for n in range(11) for w in WANTED[18:]]
+
+
+def build1(folder: Path, seed: int) -> None:
+    from policies import build
+
+    build(agent, best, train + heldout, 0.2, folder, seed)

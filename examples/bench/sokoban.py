@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from functools import lru_cache
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from tools import Message, Tool, choose, tool
@@ -142,3 +143,15 @@ def tasks(boxes: int, times: int) -> list[dict[str, Any]]:
 
 train1, heldout1 = tasks(1, 1), tasks(1, 11)
 train2, heldout2 = tasks(2, 1), tasks(2, 11)
+
+
+def build1(folder: Path, seed: int) -> None:
+    from policies import build
+
+    build(agent, best, train1, 0.1, folder, seed)
+
+
+def build2(folder: Path, seed: int) -> None:
+    from policies import build
+
+    build(agent, best, train2, 0.2, folder, seed)

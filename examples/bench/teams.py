@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import random
 from itertools import product
+from pathlib import Path
 from typing import Any
 
-from tools import Message, Tool, answer_tool, choose, say, tool
+from tools import WORDS, Message, Tool, answer_tool, choose, say, tool
 
-WORDS = ["alpha", "beta", "gamma", "delta"]
 TOPICS = ["river", "stone", "cloud", "ember", "forest", "meadow", "canyon", "harbor"]
 ROLES = ["role1", "role2", "role3", "role4"]
 WORKERS = ["worker0", "worker1", "worker2", "worker3"]
@@ -135,3 +135,33 @@ relay4, relay4_heldout = split(6, word=WORDS, roles=[4])
 debate2, debate2_heldout = split(3, topic=TOPICS, roles=[2])
 debate4, debate4_heldout = split(3, topic=TOPICS, roles=[4])
 workers4, workers4_heldout = split(3, topic=TOPICS)
+
+
+def build_relay2(folder: Path, seed: int) -> None:
+    from policies import build
+
+    build(relay, best, relay2 + relay2_heldout, 0.0, folder, seed)
+
+
+def build_relay4(folder: Path, seed: int) -> None:
+    from policies import build
+
+    build(relay, best, relay4 + relay4_heldout, 0.2, folder, seed)
+
+
+def build_debate2(folder: Path, seed: int) -> None:
+    from policies import build
+
+    build(debate, best, debate2 + debate2_heldout, 0.0, folder, seed)
+
+
+def build_debate4(folder: Path, seed: int) -> None:
+    from policies import build
+
+    build(debate, best, debate4 + debate4_heldout, 0.0, folder, seed)
+
+
+def build_workers(folder: Path, seed: int) -> None:
+    from policies import build
+
+    build(workers, best, workers4 + workers4_heldout, 0.0, folder, seed)

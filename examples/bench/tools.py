@@ -11,6 +11,8 @@ from openai import AsyncOpenAI
 Message = dict[str, Any]
 Tool = dict[str, Any]
 
+WORDS = ["alpha", "beta", "gamma", "delta"]  # that are said where no tool is called
+
 client = AsyncOpenAI(api_key=os.environ.get("OPENAI_API_KEY", "unused"))
 
 

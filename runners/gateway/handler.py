@@ -268,6 +268,7 @@ class CallHandler:
         if not all(kept):
             message = f"attempt {self._active.id} has lost its lease"
             raise RefusedError(403, "attempt_ended", message)
+        self._active.tokens += sum(len(row.completion) for row in self._rows)
 
     async def _store_shown(self) -> None:
         """Store the part of an answer that was sent to the agent before it stopped reading, also if

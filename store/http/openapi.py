@@ -70,7 +70,7 @@ def _array(type_: type) -> Schema:
 
 
 def _verb(verb: wire.Verb, arguments: Schema, result: Schema) -> Schema:
-    doc = f"{verb.doc}\n\nScope: {verb.scope.name.lower()}."
+    doc = f"{verb.doc}\n\nScope: {', '.join(verb.scopes)}."
     post = _post(verb.name, doc, arguments, result)
     if verb.waits:
         post["responses"]["202"] = {"description": "Not yet: send the same request again."}

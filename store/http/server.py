@@ -268,8 +268,8 @@ class StoreApp:
 
 
 def _check_scope(verb: Verb, caller: KeyGrant) -> None:
-    if caller.scope < verb.scope:
-        raise Forbidden(f"{verb.name} needs a key of scope {verb.scope.name.lower()}.")
+    if caller.scope not in verb.scopes:
+        raise Forbidden(f"{verb.name} needs a key of scope {' or '.join(verb.scopes)}.")
 
 
 def _idempotency_key(given: bytes | None) -> str:

@@ -15,7 +15,7 @@ import typing
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import StrEnum
 from typing import Annotated, Any
 
 import msgspec
@@ -34,16 +34,20 @@ KEY = "^[A-Za-z0-9-]{1,64}$"  # the form of an idempotency key
 Int = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 
 
-class KeyScope(IntEnum):
-    """What a key may do: everything that is not larger than itself."""
+class KeyScope(StrEnum):
+    """Whose key it is; `Verb.scopes` says who may call a verb."""
 
-    RUNNER = 1
-    ADMIN = 2
+    RUNNER = "runner"
+    READER = "reader"
+    ADMIN = "admin"
 
 
-RUNNERS = {"claim", "heartbeat", "finish", "add_transitions", "add_spans"}
+RUNNERS = frozenset({"claim", "heartbeat", "finish", "add_transitions", "add_spans"})
 RUNNERS |= {"run", "trace", "policies", "cursor", "wait"}
-"""Verbs that a runner's key may call. All others need an administrator's."""
+READERS = frozenset({"run", "runs", "rollouts", "groups", "search", "trace", "attempts", "credits"})
+READERS |= {"steps", "metric_names", "series", "counts", "failures", "policies"}
+READERS |= {"cursor", "wait", "settled", "stats"}
+"""Verbs that a runner's or a reader's key may call; an administrator's may call all."""
 ONCE = {"open_run", "enqueue", "cancel", "prune", "vacuum"}
 """Verbs whose repeat would do no harm but answer differently, or would take as long again: the
 client sends a key with each call, and the server answers a key it knows with the same answer."""
@@ -64,8 +68,10 @@ class Verb:
     results: dict[str, Decode]
 
     @property
-    def scope(self) -> KeyScope:
-        return KeyScope.RUNNER if self.name in RUNNERS else KeyScope.ADMIN
+    def scopes(self) -> list[KeyScope]:
+        """Of keys that may call it."""
+        some = {KeyScope.RUNNER: RUNNERS, KeyScope.READER: READERS}
+        return [*(scope for scope in some if self.name in some[scope]), KeyScope.ADMIN]
 
     @property
     def once(self) -> bool:

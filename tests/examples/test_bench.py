@@ -20,16 +20,17 @@ FILE = EXAMPLES / "bench" / "bench.toml"
 BENCH = read_bench(FILE)
 PLAN = BenchPlan(BENCH, FILE, Path("work"), {})
 OWN = [name for name, task in BENCH.tasks.items() if task.run == "run.toml"]
+TASKS = ("chain", "frozenlake", "needle", "shop", "sokoban", "teams")
 ROLLOUTS = 400
 
 
 @pytest.fixture(scope="module")
-def policies() -> Iterator[ModuleType]:
-    with modules("bench", "policies") as parts:
-        yield parts["policies"]
+def parts() -> Iterator[dict[str, ModuleType]]:
+    with modules("bench", "policies", *TASKS) as found:
+        yield found
 
 
-def played(policies: ModuleType, name: str, player: str) -> float:
+def played(parts: dict[str, ModuleType], name: str, player: str) -> float:
     """The mean outcome of the task's best player, or of one that does anything possible."""
     config = PLAN.piece((name, BENCH.presets_of(name)[0]), 1e-3, 0).config
     root = Path(config.root)
@@ -39,8 +40,8 @@ def played(policies: ModuleType, name: str, player: str) -> float:
     best = load_attribute(f"{config.agent.path.partition(':')[0]}:best", root, key="")
     heldout = load_tasks(config.tasks.heldout, root, key="")
     tasks = [heldout[n % len(heldout)] for n in range(ROLLOUTS)]
-    chosen = best if player == "best" else policies.anything
-    results, _ = policies.play(agent, chosen, [task["input"] for task in tasks])
+    chosen = best if player == "best" else parts["policies"].anything
+    results, _ = parts["policies"].play(agent, chosen, [task["input"] for task in tasks])
     given: list[dict[str, Any]] = [
         {"task": t, "result": r} for t, r in zip(tasks, results, strict=True)
     ]
@@ -49,25 +50,25 @@ def played(policies: ModuleType, name: str, player: str) -> float:
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_the_best_and_the_random_score_are_known(policies: ModuleType, name: str) -> None:
+def test_the_best_and_the_random_score_are_known(parts: dict[str, ModuleType], name: str) -> None:
     task = BENCH.tasks[name]
     chance = 0.0 if task.best == 1.0 else 0.09  # the best player of a game without luck always wins
-    assert played(policies, name, "best") == pytest.approx(task.best, abs=chance)
-    assert played(policies, name, "random") == pytest.approx(task.random, abs=0.09)
+    assert played(parts, name, "best") == pytest.approx(task.best, abs=chance)
+    assert played(parts, name, "random") == pytest.approx(task.random, abs=0.09)
     assert task.random < task.best
 
 
-def test_scores_that_are_computed_are_those_of_the_bench_file(policies: ModuleType) -> None:
+def test_scores_that_are_computed_are_those_of_the_bench_file(parts: dict[str, ModuleType]) -> None:
     tasks = BENCH.tasks
     for boxes in (1, 2):
-        known = policies.sokoban.random_score(boxes)
+        known = parts["sokoban"].random_score(boxes)
         assert tasks[f"sokoban-{boxes}"].random == pytest.approx(known, abs=1e-4)
     for k in (2, 4, 8):
         assert tasks[f"chain-{k}"].random == pytest.approx(4.0**-k, rel=1e-2)
-    assert tasks["frozenlake"].best == pytest.approx(policies.frozenlake.BEST, abs=1e-4)
-    assert tasks["frozenlake"].random == pytest.approx(policies.frozenlake.RANDOM, abs=1e-4)
-    assert tasks["shop"].random == pytest.approx(policies.shop.RANDOM, abs=1e-4)
-    assert tasks["workers"].random == pytest.approx(policies.teams.RANDOM_WORKERS, abs=1e-4)
+    assert tasks["frozenlake"].best == pytest.approx(parts["frozenlake"].BEST, abs=1e-4)
+    assert tasks["frozenlake"].random == pytest.approx(parts["frozenlake"].RANDOM, abs=1e-4)
+    assert tasks["shop"].random == pytest.approx(parts["shop"].RANDOM, abs=1e-4)
+    assert tasks["workers"].random == pytest.approx(parts["teams"].RANDOM_WORKERS, abs=1e-4)
 
 
 def test_every_preset_of_every_task_is_a_run() -> None:
@@ -81,8 +82,8 @@ def test_every_preset_of_every_task_is_a_run() -> None:
             assert 0.9 * budget < spent <= budget, (task, preset)
 
 
-def test_process_rewards_are_right_noisy_or_misleading(policies: ModuleType) -> None:
-    chain = policies.chain
+def test_process_rewards_are_right_noisy_or_misleading(parts: dict[str, ModuleType]) -> None:
+    chain = parts["chain"]
     (task,) = chain.tasks(8, ["Ada"], 1)[:1]
     way = chain.right_way(task["input"])
 

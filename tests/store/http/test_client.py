@@ -79,7 +79,7 @@ async def test_keys_come_by_url_or_environment_and_stay_hidden(serving, tmp_path
         for url in (f"http://runner-secret@{host}", f"{address}?key=runner-secret"):
             async with open_store(url) as store:
                 assert await store.cursor() == 0
-                with pytest.raises(Forbidden, match="runs needs a key of scope admin"):
+                with pytest.raises(Forbidden, match="runs needs a key of scope reader or admin"):
                     await store.runs()
                 assert store.url == address
         async with open_store(address) as store:
