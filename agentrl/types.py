@@ -156,8 +156,9 @@ class Transition(Record, frozen=True):
 
     `prompt` [P] and `completion` [C] are int32 token ids, `logprobs` [C] the sampler's own float32
     log-probs at `sampling.temperature`. `exact` is false when the upstream gave no token ids.
-    `messages` and `tools` are what the agent sent, `answer` what it received (chat message). A call
-    that `repeats` another was answered from the record, not by the policy: it is context only.
+    `messages` and `tools` are what the agent sent, `answer` what it received (chat message), and
+    `left_out` the options of its request that had no effect. A call that `repeats` another was
+    answered from the record, not by the policy: it is context only.
     """
 
     id: str
@@ -179,6 +180,7 @@ class Transition(Record, frozen=True):
     started: float = 0.0  # unix seconds
     seconds: float = 0.0
     repeats: str | None = None  # the call of another rollout that it replays
+    left_out: list[str] = []  # fields and hosted tools
 
 
 class Reward(Record, frozen=True):

@@ -24,7 +24,7 @@ LARGEST = 256 * 2**20  # bytes of a request
 PREFIXES = ("", "/a/{attempt}", "/a/{attempt}/{role}")
 KNOWN = [f"POST /v1/{dialect.route}" for dialect in DIALECTS]
 KNOWN += ["POST /v1/messages/count_tokens", "POST /v1/embeddings", "POST /v1/traces"]
-KNOWN += ["GET /v1/models"]
+KNOWN += ["POST /v1/logs", "POST /v1/metrics", "GET /v1/models", "GET /v1/models/MODEL"]
 UNREADABLE = "invalid_body"
 # The gateway has repeated what made sense, so the agent's SDK need not.
 FINAL = {"x-should-retry": "false"}
@@ -51,9 +51,14 @@ class Endpoints:
                 ("messages/count_tokens", partial(count_tokens, self._upstream)),
                 ("embeddings", partial(embeddings, self._upstream)),
                 ("traces", self.traces),
+                ("logs", drop),
+                ("metrics", drop),
             ):
                 app.router.add_post(f"{prefix}/v1/{route}", partial(self._within_attempt, work))
             app.router.add_get(f"{prefix}/v1/models", self.models)
+            app.router.add_get(f"{prefix}/v1/models/{{model}}", self.models)
+            app.router.add_get(f"{prefix}/v1/responses", no_websocket)
+            app.router.add_head(prefix or "/", alive)
 
     async def call(
         self, dialect: Dialect, caller: CallOrigin, request: web.Request
@@ -79,13 +84,21 @@ class Endpoints:
             self._attempts.caller(request.headers, request.match_info)
         served = self._router.policies
         names = sorted({*served, *(p.model for p in served.values()), *self._router.frozen})
+        asked = request.match_info.get("model")
+        if asked is not None and asked not in names:
+            why = f"there is no model {asked!r:.80}; there is {', '.join(map(repr, names))}"
+            raise RefusedError(404, "model_not_found", why)
         if "anthropic-version" in request.headers:
             day = "1970-01-01T00:00:00Z"
             data = [{"type": "model", "id": n, "display_name": n, "created_at": day} for n in names]
+            if asked is not None:
+                return web.json_response(data[names.index(asked)])
             ends = {"first_id": names[0], "last_id": names[-1]} if names else {}
             return web.json_response({"data": data, "has_more": False} | ends)
         about: Body = {"object": "model", "created": 0, "owned_by": "agentrl"}
         data = [{"id": name} | about for name in names]
+        if asked is not None:
+            return web.json_response(data[names.index(asked)])
         return web.json_response({"object": "list", "data": data})
 
     async def _within_attempt(self, work: Work, request: web.Request) -> web.StreamResponse:
@@ -98,6 +111,23 @@ class Endpoints:
             return await work(caller, request)
         finally:
             caller.attempt.tasks.discard(task)
+
+
+async def drop(caller: CallOrigin, request: web.Request) -> web.StreamResponse:
+    """Logs and metrics of OpenTelemetry are taken and not kept: an agent that sends them would try
+    again, and they say nothing that is learned from."""
+    await read_body(request)
+    empty = b"{}" if request.content_type == "application/json" else b""
+    return web.Response(body=empty, content_type=request.content_type)
+
+
+async def no_websocket(request: web.Request) -> web.StreamResponse:
+    """Refuses a websocket at once, so that the agent posts its calls instead."""
+    raise RefusedError(426, "no_websocket", "there are no websockets here; POST the call instead")
+
+
+async def alive(request: web.Request) -> web.StreamResponse:
+    return web.Response()
 
 
 @web.middleware

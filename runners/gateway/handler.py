@@ -257,6 +257,8 @@ class CallHandler:
         """Returns when the transitions are durable."""
         if self._active.scoring:
             return
+        for choice in answer.choices.values():
+            self._active.memory.remember(choice.message)
         if self._rows is None:
             if any(choice.known for choice in answer.choices.values()):
                 self._upstream.note_token_ids(route, given=True)
@@ -302,6 +304,7 @@ class CallHandler:
                 sampling=self._sampling,
                 messages=call.messages,
                 tools=call.tools,
+                left_out=call.left_out,
                 started=self._started,
                 seconds=seconds,
             )

@@ -21,8 +21,6 @@ SAID = "It is é done."
 FILLER = re.compile(f"({'|'.join(SYLLABLES)}){{2}}")
 OURS = ("arguments", "command", "prompt")
 PENDING = {
-    "codex": "namespaces and hints of the Responses API are refused",
-    "claude": "context_management is refused",
     "gemini": "there is no Google dialect",
 }
 EVERY = [
