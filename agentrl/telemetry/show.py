@@ -30,8 +30,8 @@ async def show_rollout(store_url: str, rollout: str, console: Console | None = N
 
 def render_trace(trace: Trace, longest: int | None = None) -> RenderableType:
     """The policies of roles that were set for this rollout, the rollout that it repeats, and then
-    every message once, or its first `longest` characters. Model calls show role, policy, version,
-    numbers of tokens and what was left out of their requests; a workspace what was changed in it."""
+    every message once, or its first `longest` characters, and what changed in the workspace. Model
+    calls show role, policy, version, numbers of tokens and what was left out of their requests."""
     parts: list[RenderableType] = []
     shown: list[dict[str, Any]] = []
     if trace.rollout.seats:
