@@ -19,7 +19,7 @@ STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow
 
 async def show_rollout(store_url: str, rollout: str, console: Console | None = None) -> None:
     """Print one rollout of a store. Raises StoreError when it has none of that id."""
-    async with open_store(store_url, create=False) as store:
+    async with open_store(store_url, readonly=True) as store:
         trace = await store.trace(rollout)
     if trace is None:
         raise StoreError(
