@@ -15,6 +15,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -124,10 +125,18 @@ def result(one: Piece, seconds: float) -> Result:
         if "eval/score" in row.metrics:
             curve.append((spent, row.metrics["eval/score"]))
         elif one.measure and (row.step % config.eval.every == 0 or row.step == config.steps):
-            measure = load_attribute(one.measure, Path(config.root), key="measure")
             saved = Path(config.output, "checkpoints").glob(f"{row.step:06d}*")
-            curve.append((spent, measure(max(saved) if row.step else Path(config.policy.model))))
+            policy = max(saved) if row.step else Path(config.policy.model)
+            with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as apart:
+                curve.append((spent, apart.submit(_measure, one, policy).result()))
         spent += row.metrics.get("rollouts", 0.0)
         failed += row.metrics.get("rollouts/failed", 0.0)
     shutil.rmtree(config.output)
     return Result(one.digest, *one.name, curve, round(seconds, 1), failed, __version__)
+
+
+def _measure(one: Piece, policy: Path) -> float:
+    """What the task's own measure says of a checkpoint. It is loaded in a process of its own, so
+    that those of later pieces load the task's modules with their own environment."""
+    measure = load_attribute(one.measure, Path(one.config.root), key="measure")
+    return float(measure(policy))
