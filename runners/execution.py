@@ -1,21 +1,25 @@
 """One attempt from claim to outcome: the executor runs the agent, then its result is scored here,
 out of the agent's reach.
 
-A failed attempt has a kind and no reward. A failure of the model server is never counted as the
-agent's, even when the agent ignored the error: a model call that failed and was not repeated with
-success fails the attempt, whatever its result.
+A failed attempt has a kind and no reward, but where the run file says otherwise of agents that
+raise (`agent.error_reward`) or that used up their time, calls or tokens (`agent.partial`). A
+failure of the model server is never counted as the agent's, even when the agent ignored the error:
+a model call that failed and was not repeated with success fails the attempt, whatever its result.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from msgspec.structs import replace
 
-from agentrl.config import RetriesConfig
+from agentrl import threads
+from agentrl.config import AgentConfig, RetriesConfig
+from agentrl.errors import ConfigError
 from agentrl.runners.executors import ExecutionResult, Executor
 from agentrl.runners.gateway.attribution import ActiveAttempt
 from agentrl.runners.gateway.replay import recording
@@ -24,10 +28,13 @@ from agentrl.runners.scoring.results import as_json, failure_of
 from agentrl.runners.scoring.rewards import resolve_targets
 from agentrl.runners.scoring.verifiers import Verifier, VerifierError
 from agentrl.runners.tracing import core as tracing
+from agentrl.runners.workspace.folders import Workspace, Workspaces
+from agentrl.runners.workspace.sources import WorkspaceError
 from agentrl.store.base import Store
-from agentrl.types import Attempt, ErrorKind, Failure, Outcome, Reward, Scope, Trace
+from agentrl.types import DIFF, Attempt, ErrorKind, Failure, Outcome, Reward, Scope, Span, Trace
 
 log = logging.getLogger("agentrl.runner")
+LONGEST_DIFF = 20_000  # characters that are stored of what an agent has changed
 
 
 @dataclass(slots=True)
@@ -41,11 +48,42 @@ class AttemptRunner:
     error_reward: float | None = None  # outcome when the agent itself raises
     retries: RetriesConfig = field(default_factory=RetriesConfig)
     calls_optional: bool = False  # whether an agent may succeed without a model call
+    _: KW_ONLY
+    limits: AgentConfig = field(default_factory=AgentConfig)  # calls, tokens, and what then
+    workspaces: Workspaces | None = None
+
+    def __post_init__(self) -> None:
+        if self.verifier.wants_workspace and self.workspaces is None:
+            raise ConfigError("the verifier asks for the workspace; set workspace.source")
 
     async def run(self, active: ActiveAttempt) -> Outcome:
-        """How the attempt ended. Cancelling it stops the agent and raises CancelledError."""
+        """How the attempt ended. Cancelling it stops the agent and raises CancelledError. In both
+        cases nothing is left of its workspace, unless the run file says so."""
+        workspace, outcome, ran = None, None, ExecutionResult()
         try:
-            ran = await self._run_agent(active)
+            if self.workspaces is not None:
+                workspace = await self.workspaces.prepare(active.attempt.rollout.task)
+                active.place = workspace.place
+                active.extend(active.attempt.rollout.timeout)
+            ran = await self.run_agent(active)
+            if workspace is not None:
+                ran = replace(ran, spans=await _with_diff(ran.spans, workspace))
+            outcome = await self._score(active, ran, workspace)
+        except WorkspaceError as error:
+            failure = Failure(kind=ErrorKind.WORKSPACE, message=str(error))
+            outcome = self._failed(active, ran, failure)
+        finally:
+            if workspace is not None and self.workspaces is not None:
+                failed = outcome is not None and outcome.failure is not None
+                name = f"{active.attempt.rollout.id}-{active.attempt.fence}"
+                await self.workspaces.remove(workspace, failed=failed, name=name)
+        return outcome
+
+    async def run_agent(self, active: ActiveAttempt) -> ExecutionResult:
+        """What the agent did, and how it failed if it did. No call comes after this."""
+        active.most_calls, active.most_tokens = self.limits.max_calls, self.limits.max_tokens
+        try:
+            ran = await self._within_limits(active)
         except Exception as error:  # a bug of an executor costs one attempt, not the runner
             log.exception("the executor failed in attempt %s", active.id)
             ran = ExecutionResult(failure=failure_of(ErrorKind.LOST_RUNNER, error))
@@ -54,12 +92,29 @@ class AttemptRunner:
         await asyncio.wrap_future(over)
         if active.failures:
             message = next(iter(active.failures.values()))
-            return self._failed(active, ran, Failure(kind=ErrorKind.MODEL, message=message))
-        if ran.failure:
-            return self._failed(active, ran, ran.failure)
-        if not (active.stored or ran.needs_no_call or self.calls_optional):
-            return self._failed(active, ran, self._no_call(active, ran))
-        return await self._score(active, ran)
+            return replace(ran, failure=Failure(kind=ErrorKind.MODEL, message=message))
+        if not (ran.failure or active.stored or ran.needs_no_call or self.calls_optional):
+            return replace(ran, failure=self._no_call(active, ran))
+        return ran
+
+    async def _within_limits(self, active: ActiveAttempt) -> ExecutionResult:
+        """Ends the agent when it has had all its calls or tokens."""
+        loop, spent = asyncio.get_running_loop(), list[str]()
+
+        def end(why: str) -> None:
+            spent.append(why)
+            loop.call_soon_threadsafe(running.cancel)
+
+        running = asyncio.create_task(self._run_agent(active))
+        active.on_spent = end
+        try:
+            return await running
+        except asyncio.CancelledError:
+            if not spent or not running.cancelled() or _is_cancelled():
+                running.cancel()
+                await asyncio.wait([running])
+                raise
+        return ExecutionResult(failure=Failure(kind=ErrorKind.LIMIT, message=spent[0]))
 
     async def _run_agent(self, active: ActiveAttempt) -> ExecutionResult:
         rollout = active.attempt.rollout
@@ -70,13 +125,38 @@ class AttemptRunner:
         message = f"the task of rollout {rollout.id} has no 'input' to give to the agent"
         return ExecutionResult(failure=Failure(kind=ErrorKind.AGENT, message=message))
 
-    async def _score(self, active: ActiveAttempt, ran: ExecutionResult) -> Outcome:
+    async def _score(
+        self, active: ActiveAttempt, ran: ExecutionResult, workspace: Workspace | None
+    ) -> Outcome:
+        if ran.failure is None:
+            return await self._verified(active, ran, workspace)
+        outcome = self._failed(active, ran, ran.failure)
+        partial = ran.failure.kind in (ErrorKind.TIMEOUT, ErrorKind.LIMIT) and active.stored
+        if not partial or outcome.retry or self.limits.partial == "drop":
+            return outcome
+        if self.limits.partial == "zero":
+            return replace(outcome, rewards=[Reward(value=0.0, source="runner")])
+        scored = await self._verified(active, ran, workspace)
+        failure = ran.failure
+        if scored.failure is not None:
+            message = f"{failure.message}; and it was not scored: {scored.failure.message}"
+            failure = replace(failure, message=message, traceback=scored.failure.traceback)
+        return replace(scored, failure=failure, retry=False)
+
+    async def _verified(
+        self, active: ActiveAttempt, ran: ExecutionResult, workspace: Workspace | None
+    ) -> Outcome:
         rollout = active.attempt.rollout
         trace = await self.store.trace(rollout.id) if self.verifier.wants_trace else None
         trace = trace and replace(trace, spans=[*trace.spans, *ran.spans])
         active.extend(rollout.timeout)
         try:
-            rewards = [*ran.rewards, *await self._verify(active.attempt, ran.result, trace)]
+            rewards = [
+                *ran.rewards,
+                *await self._verify(active.attempt, ran.result, trace, workspace),
+            ]
+        except WorkspaceError:
+            raise
         except Exception as error:  # noqa: BLE001 - the user's verifier is a boundary
             return self._failed(active, ran, failure_of(ErrorKind.VERIFIER, error))
         if trace is None and any(row.scope is not Scope.ROLLOUT for row in rewards):
@@ -87,14 +167,18 @@ class AttemptRunner:
             return self._failed(active, ran, failure_of(ErrorKind.VERIFIER, error))
         return _outcome(active, ran, rewards=rewards)
 
-    async def _verify(self, attempt: Attempt, result: Any, trace: Trace | None) -> list[Reward]:
+    async def _verify(
+        self, attempt: Attempt, result: Any, trace: Trace | None, workspace: Workspace | None
+    ) -> list[Reward]:
         """Run the verifier in a trace of its own, in which its model clients reach the run's frozen
         endpoints."""
         rollout = attempt.rollout
         try:
             with self.gateway.scoring(attempt) as own, tracing.install().attempt(own):
                 async with asyncio.timeout(rollout.timeout) as limit:
-                    return await self.verifier(task=rollout.task, result=result, trace=trace)
+                    return await self.verifier(
+                        task=rollout.task, result=result, trace=trace, workspace=workspace
+                    )
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -128,6 +212,19 @@ class AttemptRunner:
             " or in a function that builds the agent"
         )
         return Failure(kind=ErrorKind.NO_CALL, message=message + hint)
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and bool(task.cancelling())
+
+
+async def _with_diff(spans: list[Span], workspace: Workspace) -> list[Span]:
+    """The spans of an agent; the first says what it has changed."""
+    with contextlib.suppress(OSError):  # an agent can make files that are none
+        diff = (await threads.call(workspace.diff))[:LONGEST_DIFF]
+        spans = [replace(s, attributes={**s.attributes, DIFF: diff}) for s in spans[:1]] + spans[1:]
+    return spans
 
 
 def _outcome(active: ActiveAttempt, ran: ExecutionResult, **ended: Any) -> Outcome:

@@ -28,6 +28,7 @@ from agentrl.runners.harnesses.preset import role_rules
 from agentrl.runners.scoring import verifiers
 from agentrl.runners.tracing import core as tracing
 from agentrl.runners.worker import Worker
+from agentrl.runners.workspace.folders import Workspaces
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.threads import DaemonThreads
@@ -133,8 +134,13 @@ async def _attempt_runner(
             asyncio.get_running_loop().set_default_executor(DaemonThreads())
             if config.runner.framework_spans:
                 tracing.instrument_frameworks()
+            workspaces = None
+            if config.workspace.source:
+                workspaces = Workspaces(config, root=root, gateway=url)
             try:
                 await executor.start()
+                if workspaces is not None:
+                    await workspaces.start()
                 yield AttemptRunner(
                     store,
                     gateway,
@@ -143,9 +149,13 @@ async def _attempt_runner(
                     settings.error_reward,
                     settings.retries,
                     settings.calls_optional,
+                    limits=settings,
+                    workspaces=workspaces,
                 )
             finally:
                 await executor.close()
+                if workspaces is not None:
+                    await workspaces.close()
     finally:
         await asyncio.to_thread(gateway.close)
 

@@ -11,15 +11,24 @@ from agentrl.store.urls import scheme_of
 __all__ = ["Fenced", "Store", "StoreError", "open_store"]
 
 
-def open_store(url: str, *, create: bool = True, clock: Callable[[], float] | None = None) -> Store:
+def open_store(
+    url: str,
+    *,
+    create: bool = True,
+    readonly: bool = False,
+    clock: Callable[[], float] | None = None,
+) -> Store:
     """Open the store at a URL, or at the path of an SQLite file.
 
     `sqlite:///relative.db`, `sqlite:////absolute.db`, with `?synchronous=full` to survive power
     cuts too; `postgresql://user:password@host:port/database`, with the options of libpq;
     `http(s)://[KEY@]host:port`, a store that `agentrl store serve` serves. A missing file, or the
-    tables in an empty database, are created unless `create` is false. Leases are judged by this
-    machine's clock where the store is a file, else by the server's; tests pass another `clock`, of
-    unix seconds. Raises StoreError when the URL is not understood or what it names cannot be used.
+    tables in an empty database, are created unless `create` is false, and an older schema is
+    brought up to date. With `readonly` nothing is ever changed: verbs that write raise Forbidden,
+    and a store that is missing, or too old to be read as it is, is an error. Leases are judged by
+    this machine's clock where the store is a file, else by the server's; tests pass another
+    `clock`, of unix seconds. Raises StoreError when the URL is not understood or what it names
+    cannot be used.
     """
     scheme = scheme_of(url)
     if scheme in ("postgresql", "postgres"):
@@ -29,13 +38,14 @@ def open_store(url: str, *, create: bool = True, clock: Callable[[], float] | No
             raise StoreError(
                 f"postgresql:// needs psycopg ({error}): pip install 'agentrl[postgres]'."
             ) from error
-        return PostgresStore(url, create=create, clock=clock)
+        return PostgresStore(url, create=create, readonly=readonly, clock=clock)
     if scheme in ("http", "https"):
         from agentrl.store.http.client import connect
 
-        return connect(url)
+        return connect(url, readonly=readonly)
 
     from agentrl.store.sqlite.connection import Location
     from agentrl.store.sqlite.store import SqliteStore
 
-    return SqliteStore(Location.parse(url), create=create, clock=clock)
+    location = Location.parse(url, readonly=readonly)
+    return SqliteStore(location, create=create, clock=clock)

@@ -10,7 +10,9 @@ Always true:
   * What was claimed and not committed is given out again.
 Who may call: each section says whose verbs it has; everybody may read. Over HTTP a `runner` key may
 call the verbs of runners and gateways (not `enqueue` and `cancel`) and the reading verbs that these
-need: `run`, `trace`, `policies`, `cursor` and `wait`; the others need an `admin` key.
+need: `run`, `trace`, `policies`, `cursor` and `wait`; a `reader` key may call all verbs that only
+read: those below "reading" and "change feed", and `stats`. The others need an `admin` key. A store
+that was opened with `readonly=True` answers the verbs of a reader.
 Repeats: every verb is idempotent. The caller chooses the ids, and a repeat changes nothing; the
 exceptions are named below. A caller that is not sure whether a call arrived calls again.
 A verb returns after its transaction committed. When it raises, nothing of the call was kept:
@@ -18,17 +20,19 @@ A verb returns after its transaction committed. When it raises, nothing of the c
   * NotFound: the store does not have a run, group or attempt that the call names.
   * Conflict: the present state forbids it. Its subclass Fenced means that another process took
     over: stop.
-  * Forbidden (HTTP): the key is missing, unknown or of too small a scope.
+  * Forbidden: the store was opened for reading only; over HTTP also: the key is missing, unknown
+    or of too small a scope.
   * Unavailable: the store cannot be reached, read or written now. Any verb may raise the last two.
 All times are unix seconds of the store's clock, all timeouts seconds of real time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, Self
 
 from agentrl import types
+from agentrl.store import pages
 
 
 class Store(Protocol):
@@ -185,11 +189,57 @@ class Store(Protocol):
         group: str | None = None,
         state: types.RolloutState | None = None,
         trained: int | None = None,
+        after: str | None = None,
         limit: int | None = None,
     ) -> list[types.Rollout]:
         """Rollouts with their rewards, without transitions, in order of group and index; [] for an
         unknown run. `step` is the one that asked for them, `trained` the one that trained them.
-        At most `limit`; raises Invalid if that is negative."""
+        At most `limit`, from the first one behind the rollout `after`. Raises Invalid for a
+        negative limit; NotFound if there is no rollout `after`."""
+        ...
+
+    async def groups(
+        self,
+        run: str,
+        *,
+        purpose: types.Purpose | None = None,
+        step: int | None = None,
+        trained: int | None = None,
+        state: str | None = None,
+        before: str | None = None,
+        limit: int = 50,
+    ) -> list[pages.GroupRow]:
+        """Up to `limit` groups, the last id first, with the outcomes of their rollouts; [] for an
+        unknown run. `step` is the one that asked for them, `trained` the one that trained or
+        discarded them. `before` is the id of the last group of the page before. Raises Invalid
+        unless `limit` > 0."""
+        ...
+
+    async def search(
+        self,
+        run: str,
+        *,
+        rewards: Mapping[str, tuple[float | None, float | None]] | None = None,
+        state: types.RolloutState | None = None,
+        error: types.ErrorKind | None = None,
+        purpose: types.Purpose | None = None,
+        role: str | None = None,
+        policy: str | None = None,
+        version: int | None = None,
+        steps: tuple[int | None, int | None] | None = None,
+        text: str | None = None,
+        before: str | None = None,
+        limit: int = 50,
+        budget: float = 0.3,
+    ) -> pages.Found:
+        """Up to `limit` rollouts for which all that is given holds, the newest step first.
+
+        `rewards`: by name the lowest and highest value of one of its rewards, of any scope; None:
+        no bound. `role`, `policy`, `version`: those of one of its calls. `steps`: the first and the
+        last step that asked for them. `text`: part of a message, of an answer or of the failure's
+        message, as it is written there. A search that has not filled its page after about `budget`
+        seconds ends with what it has; `before` is the `cursor` from which it goes on. Raises
+        Invalid unless `limit` > 0 and 0 < `budget` <= 10, and for a `before` that is no cursor."""
         ...
 
     async def trace(self, rollout: str) -> types.Trace | None:
@@ -197,14 +247,34 @@ class Store(Protocol):
         late too, transitions and rewards not). None while it has no attempt."""
         ...
 
+    async def attempts(self, rollout: str) -> list[pages.AttemptRow]:
+        """All tries at a rollout, the first first, also with what came late; [] if there is no such
+        rollout or nobody claimed it."""
+        ...
+
     async def credits(self, rollout: str) -> list[types.Credit]:
         """The credit that the step which trained a rollout gave its calls, in their order; [] if no
         step trained it or stored any, or the rollout is pruned."""
         ...
 
-    async def steps(self, run: str, *, after: int = -1) -> list[types.StepRow]:
-        """Steps later than `after`, in order, committed or only logged so far; [] for an unknown
-        run. A metric that is not a number is NaN."""
+    async def steps(
+        self, run: str, *, after: int = -1, limit: int | None = None
+    ) -> list[types.StepRow]:
+        """Steps later than `after`, in order, committed or only logged so far, at most `limit`; []
+        for an unknown run. A metric that is not a number is NaN. Raises Invalid for a negative
+        limit."""
+        ...
+
+    async def metric_names(self, run: str) -> list[str]:
+        """Names of all metrics that a step of the run has, in order."""
+        ...
+
+    async def series(
+        self, run: str, names: Sequence[str], after: int = -1, points: int = 400
+    ) -> dict[str, list[tuple[int, float]]]:
+        """Curves of metrics: of each the steps later than `after` with their values, NaN where it
+        is not a number; [] for an unknown name. Where there are more than `points` steps, the first
+        that has a value of every so many, and the last. Raises Invalid unless `points` > 1."""
         ...
 
     async def counts(self, run: str) -> types.Counts:

@@ -22,6 +22,7 @@ from agentrl.errors import StoreError
 
 T = TypeVar("T")
 Parameters = Mapping[str, Any] | Sequence[Any]
+INDEXES = ("0011_failures", "0012_pages")  # migrations that only add indexes
 SQL_FOLDER = Path(__file__).parent / "sql"
 MARK = re.compile(r"^-- name: (\w+)$", re.MULTILINE)
 NAMED = re.compile(r"(?<![:\w]):(\w+)")  # `:name`, but not the type in `::text`
@@ -30,8 +31,8 @@ NAMED = re.compile(r"(?<![:\w]):(\w+)")  # `:name`, but not the type in `::text`
 class Statement(str):
     """SQL as SQLite reads it; `postgres` is the same for psycopg."""
 
-    noun: str
-    name: str
+    noun = ""
+    name = ""
 
     @cached_property
     def postgres(self) -> str:
@@ -46,6 +47,13 @@ def load_sql(noun: str) -> dict[str, Statement]:
         statement = found[name] = Statement(sql)
         statement.noun, statement.name = noun, name
     return found
+
+
+def joined(*parts: Statement) -> Statement:
+    """One statement of several parts, of which each may have its own form for PostgreSQL."""
+    whole = Statement("\n".join(parts))
+    whole.postgres = "\n".join(part.postgres for part in parts)
+    return whole
 
 
 @cache
@@ -70,6 +78,15 @@ def missing_migrations(scripts: Mapping[str, Path], applied: set[str], store: st
             "or choose another store."
         )
     return [name for name in scripts if name not in applied]
+
+
+def check_readable(missing: Sequence[str], store: str) -> None:
+    """Raises StoreError for a store that lacks more than what makes reading quick."""
+    if older := [name for name in missing if name not in INDEXES]:
+        raise StoreError(
+            f"Store {store} was written by an older agentrl (it lacks {older[0]}) and is open for "
+            "reading only: bring it up to date with `agentrl store stats`, or a copy of it."
+        )
 
 
 class Cursor(Protocol):

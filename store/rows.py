@@ -22,6 +22,7 @@ COLUMNS = {
     "attempt": "attempt_id",
     "created": "created_at",
     "end": "ended_at",
+    "ended": "ended_at",
     "group": "group_id",
     "index": "position",
     "parent": "parent_id",
@@ -119,7 +120,7 @@ def rollout(row: Row, rewards: list[types.Reward]) -> types.Rollout:
         row,
         state=types.RolloutState(row["state"]),
         result=from_json(row["result"]),
-        failure=_failure(row),
+        failure=failure(row),
         rewards=rewards,
         transitions=[],
         **_rollout_fields(row),
@@ -139,7 +140,7 @@ def _rollout_fields(row: Row) -> Columns:
     }
 
 
-def _failure(row: Row) -> types.Failure | None:
+def failure(row: Row) -> types.Failure | None:
     if row["error_kind"] is None:
         return None
     kind, message = types.ErrorKind(row["error_kind"]), row["error_message"]
@@ -161,12 +162,13 @@ def transition_columns(t: types.Transition) -> Columns:
         "completion": to_blob(t.completion),
         "logprobs": to_blob(t.logprobs),
         "answer": answer,
+        "left_out": to_json(t.left_out, "left_out") if t.left_out else None,
     }
 
 
-def transitions(rows: Sequence[Row]) -> dict[str, list[types.Transition]]:
-    """By attempt, in order of index. `rows` holds whole attempts in order of arrival, so that
-    every parent comes before its children."""
+def transitions(rows: Sequence[Row], *, late: bool = False) -> dict[str, list[types.Transition]]:
+    """Those that count, or those that came late, by attempt, in order of index. `rows` holds whole
+    attempts in order of arrival, so that every parent comes before its children."""
     tokens: dict[int, bytes] = {}
     chats: dict[int, list[dict[str, types.Json]]] = {}
     found: dict[str, list[types.Transition]] = {}
@@ -176,7 +178,7 @@ def transitions(rows: Sequence[Row]) -> dict[str, list[types.Transition]]:
         shared, answer = chats.get(row["chat_parent"], []), from_json(row["answer"])
         messages = shared[: row["chat_shared"]] + from_json(row["messages"])
         chats[row["seq"]] = messages if answer is None else [*messages, answer]
-        if not row["late"]:
+        if bool(row["late"]) is late:
             call = record(
                 types.Transition,
                 row,
@@ -188,6 +190,7 @@ def transitions(rows: Sequence[Row]) -> dict[str, list[types.Transition]]:
                 messages=messages,
                 tools=from_json(row["tools_body"]) or [],
                 answer=answer,
+                left_out=from_json(row["left_out"]) or [],
             )
             found.setdefault(row["attempt_id"], []).append(call)
     for calls in found.values():

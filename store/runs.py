@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from agentrl import types
-from agentrl.errors import Conflict, Fenced, NotFound
+from agentrl.errors import Conflict, Fenced, Invalid, NotFound
 from agentrl.store import limits, rows
 from agentrl.store.database import Connection, load_sql
 from agentrl.store.feed import GROUPS
@@ -22,6 +22,7 @@ from agentrl.store.rows import digest
 from agentrl.store.writer import Transaction
 
 SQL = load_sql("runs")
+ALL = 2**62  # as a limit
 
 
 def open_run(tx: Transaction, run: str, config: dict[str, types.Json]) -> types.RunState:
@@ -136,16 +137,28 @@ def names(conn: Connection) -> list[str]:
     return [row["id"] for row in conn.execute(SQL["runs"])]
 
 
-def steps(conn: Connection, run: str, *, after: int = -1) -> list[types.StepRow]:
-    metrics: dict[int, dict[str, float]] = {}
-    for row in conn.execute(SQL["metrics"], (run, after)):
+def steps(
+    conn: Connection, run: str, *, after: int = -1, limit: int | None = None
+) -> list[types.StepRow]:
+    if limit is not None and limit < 0:
+        raise Invalid(f"limit is a number of steps, not {limit}.")
+    columns = {"run": run, "after": after, "limit": ALL if limit is None else limit}
+    found = conn.execute(SQL["steps"], columns).fetchall()
+    metrics: dict[int, dict[str, float]] = {row["step"]: {} for row in found}
+    last = found[-1]["step"] if found else after
+    for row in conn.execute(SQL["metrics"], {**columns, "last": last}):
         value = math.nan if row["value"] is None else row["value"]
         metrics.setdefault(row["step"], {})[row["name"]] = value
-    found = []
-    for row in conn.execute(SQL["steps"], (run, after)):
-        named, committed = metrics.get(row["step"], {}), bool(row["committed"])
-        found.append(rows.record(types.StepRow, row, run=run, metrics=named, committed=committed))
-    return found
+    return [
+        rows.record(
+            types.StepRow,
+            row,
+            run=run,
+            metrics=metrics[row["step"]],
+            committed=bool(row["committed"]),
+        )
+        for row in found
+    ]
 
 
 def policies(conn: Connection, run: str) -> dict[str, types.PolicyVersion]:

@@ -15,12 +15,12 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from agentrl import types
 from agentrl.errors import Invalid
-from agentrl.store import limits, maintenance, rows, traces
+from agentrl.store import browse, limits, maintenance, rows, traces
 from agentrl.store import rollouts as queue
 from agentrl.store import runs as training
 from agentrl.store.database import Connection, ReaderThreads, ReadPool, Session, load_sql
 from agentrl.store.feed import ANY, GROUPS, QUEUE, Feed
-from agentrl.store.writer import Transaction, Writer, answer_once
+from agentrl.store.writer import NoWriter, Transaction, Writer, answer_once
 
 SQL = load_sql("feed")
 P = ParamSpec("P")
@@ -53,12 +53,12 @@ def _newest(conn: Connection) -> int:
 class SqlStore:
     """See `agentrl.store.base.Store` for the verbs. `notify` is called with the topics of
     every commit, `stop_listening` stops the thread that listens to other processes, `shrink` gives
-    free space back to the file system."""
+    free space back to the file system. Without a `session` the store is only read."""
 
     def __init__(
         self,
         url: str,
-        session: Session,
+        session: Session | None,
         read_pool: ReadPool,
         feed: Feed,
         *,
@@ -70,7 +70,8 @@ class SqlStore:
         self._feed = feed
         self._stop_listening, self._shrink = stop_listening, shrink
         self._readers = ReaderThreads(read_pool)
-        self._writer = Writer(read_pool.name, session, notify)
+        name = read_pool.name
+        self._writer = NoWriter(name) if session is None else Writer(name, session, notify)
 
     async def close(self) -> None:
         await asyncio.to_thread(self._close)
@@ -152,6 +153,7 @@ class SqlStore:
         return await self._writer.post(partial(queue.finish, outcomes=clean))
 
     claims = _reading(queue.claims)
+    owner = _reading(queue.owner)
 
     async def cancel(self, rollouts: Sequence[str]) -> int:
         return await self._writer.post(answer_once(partial(queue.cancel, rollouts=rollouts), int))
@@ -171,9 +173,14 @@ class SqlStore:
     run = _reading(training.state)
     runs = _reading(training.names)
     rollouts = _reading(traces.rollouts)
+    groups = _reading(browse.groups)
+    search = _reading(browse.search)
     trace = _reading(traces.trace)
+    attempts = _reading(browse.attempts)
     credits = _reading(traces.credits)
     steps = _reading(training.steps)
+    metric_names = _reading(browse.metric_names)
+    series = _reading(browse.series)
     counts = _reading(training.counts)
     failures = _reading(queue.failures)
     policies = _reading(training.policies)
@@ -196,7 +203,15 @@ class SqlStore:
         def look(tx: Transaction, last: bool) -> bool | None:
             return queue.settled(tx.conn, group) or (False if last else None)
 
-        return await self._until(GROUPS, look, timeout)
+        if not isinstance(self._writer, NoWriter):
+            return await self._until(GROUPS, look, timeout)
+        left = _countdown(timeout)
+        while True:
+            ticket = self._feed.ticket(ANY)
+            found = await self._readers.read(partial(queue.settled, group=group))
+            if found or left() == 0.0:
+                return found
+            await self._feed.changed(ANY, ticket, left())
 
     # -- maintenance -------------------------------------------------------------------------------
 
@@ -213,6 +228,7 @@ class SqlStore:
         return await maintenance.prune(self._readers, self._writer, limits, dry_run=dry_run)
 
     async def vacuum(self) -> None:
+        await self._writer.post(lambda _: None)  # refused by a store that is only read
         await asyncio.to_thread(self._shrink)
         await self.extend_leases()
 

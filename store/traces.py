@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from agentrl import types
 from agentrl.errors import Conflict, Invalid, NotFound
 from agentrl.store import limits, rows
-from agentrl.store.database import Connection, load_sql
+from agentrl.store.database import Connection, joined, load_sql
 from agentrl.store.rows import digest
 from agentrl.store.writer import Transaction
 
@@ -112,7 +112,7 @@ def groups(conn: Connection, run: str, ids: Sequence[str]) -> list[types.Group]:
     found = []
     for id in ids:
         members = rollouts(conn, run, group=id)
-        calls = _transitions(conn, [member.attempt for member in members if member.attempt])
+        calls = transitions(conn, [member.attempt for member in members if member.attempt])
         complete = [
             replace(member, transitions=calls.get(member.attempt or "", [])) for member in members
         ]
@@ -129,23 +129,33 @@ def rollouts(
     group: str | None = None,
     state: types.RolloutState | None = None,
     trained: int | None = None,
+    after: str | None = None,
     limit: int | None = None,
 ) -> list[types.Rollout]:
     if limit is not None and limit < 0:
         raise Invalid(f"limit is a number of rollouts, not {limit}.")
     filters = {
-        "run": run,
         "purpose": None if purpose is None else purpose.value,
         "step": step,
         "group": group,
         "state": None if state is None else state.value,
         "trained": trained,
-        "limit": -1 if limit is None else limit,
+        "after": after,
     }
-    query = SQL["rollouts"] if group is None else SQL["rollouts_of_group"]
-    found = conn.execute(query, filters).fetchall()
-    rewards = _rewards(conn, [row["attempt_id"] for row in found if row["attempt_id"] is not None])
-    return [rows.rollout(row, rewards.get(row["attempt_id"], [])) for row in found]
+    given = [SQL[f"rollouts_{name}"] for name, value in filters.items() if value is not None]
+    if state not in (None, types.RolloutState.SUCCEEDED):
+        given.append(SQL["rollouts_unsuccessful"])
+    if after is not None and conn.execute(SQL["rollout"], (after,)).fetchone() is None:
+        raise NotFound(f"There is no rollout {after!r} any more: begin with the first page.")
+    query = joined(
+        SQL["rollouts"],
+        *given,
+        SQL["rollouts_sorted"],
+        *([] if limit is None else [SQL["rollouts_limit"]]),
+    )
+    found = conn.execute(query, {**filters, "run": run, "limit": limit}).fetchall()
+    given_rewards = rewards(conn, [row["attempt_id"] for row in found if row["attempt_id"]])
+    return [rows.rollout(row, given_rewards.get(row["attempt_id"], [])) for row in found]
 
 
 def trace(conn: Connection, rollout: str) -> types.Trace | None:
@@ -154,15 +164,38 @@ def trace(conn: Connection, rollout: str) -> types.Trace | None:
         return None
     attempt = row["attempt_id"]
     return types.Trace(
-        rollout=rows.rollout(row, _rewards(conn, [attempt]).get(attempt, [])),
+        rollout=rows.rollout(row, rewards(conn, [attempt]).get(attempt, [])),
         attempt=attempt,
-        transitions=_transitions(conn, [attempt]).get(attempt, []),
-        spans=[rows.span(span) for span in conn.execute(SQL["spans"], (attempt,))],
+        transitions=transitions(conn, [attempt]).get(attempt, []),
+        spans=spans(conn, attempt),
     )
 
 
 def credits(conn: Connection, rollout: str) -> list[types.Credit]:
     return [rows.credit(row) for row in conn.execute(SQL["credits"], (rollout,))]
+
+
+def rewards(
+    conn: Connection, attempts: Sequence[str], *, late: bool = False
+) -> dict[str, list[types.Reward]]:
+    """By attempt: those that count, or those that came late."""
+    found: dict[str, list[types.Reward]] = {}
+    columns = {"attempts": rows.to_json(attempts, "attempts"), "late": late}
+    for row in conn.execute(SQL["rewards"], columns):
+        found.setdefault(row["attempt_id"], []).append(rows.reward(row))
+    return found
+
+
+def transitions(
+    conn: Connection, attempts: Sequence[str], *, late: bool = False
+) -> dict[str, list[types.Transition]]:
+    """By attempt: those that count, or those that came late."""
+    query = conn.execute(SQL["transitions"], (rows.to_json(attempts, "attempts"),))
+    return rows.transitions(query.fetchall(), late=late)
+
+
+def spans(conn: Connection, attempt: str) -> list[types.Span]:
+    return [rows.span(span) for span in conn.execute(SQL["spans"], (attempt,))]
 
 
 # -- the token tree ------------------------------------------------------------
@@ -274,15 +307,3 @@ def _deepest(
 ) -> TreeNode | None:
     found = conn.execute(SQL[query], {"attempt": call.attempt, "size": len(data)})
     return deepest_prefix(data, (TreeNode(row["seq"], row["size"], row["digest"]) for row in found))
-
-
-def _rewards(conn: Connection, attempts: Sequence[str]) -> dict[str, list[types.Reward]]:
-    found: dict[str, list[types.Reward]] = {}
-    for row in conn.execute(SQL["rewards"], (rows.to_json(attempts, "attempts"),)):
-        found.setdefault(row["attempt_id"], []).append(rows.reward(row))
-    return found
-
-
-def _transitions(conn: Connection, attempts: Sequence[str]) -> dict[str, list[types.Transition]]:
-    query = conn.execute(SQL["transitions"], (rows.to_json(attempts, "attempts"),))
-    return rows.transitions(query.fetchall())

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from agentrl.errors import Conflict, StoreError, Unavailable
+from agentrl.errors import Conflict, Forbidden, StoreError, Unavailable
 from agentrl.store.database import Connection, Session, load_sql
 from agentrl.store.feed import ANY, GROUPS, resolve
 from agentrl.types import Counts, Purpose
@@ -240,6 +240,19 @@ class Writer:
             tx.conn.execute("rollback to verb")
             job.error = self._session.to_store_error(error)
         tx.conn.execute("release verb")
+
+
+class NoWriter(Writer):
+    """In place of the writer of a store that was opened for reading only."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def post(self, verb: WriteVerb[T]) -> asyncio.Future[T]:
+        raise Forbidden(f"Store {self._name} was opened for reading only: open it for writing.")
+
+    def close(self) -> None:
+        """There is nothing to end."""
 
 
 def _answer(jobs: list[_Job]) -> None:

@@ -16,8 +16,15 @@ import msgspec
 
 from agentrl.config import policies as team
 from agentrl.config import selfplay
+from agentrl.config.agents import WorkspaceConfig
 from agentrl.config.keys import check_keys, flatten, format_validation_error
-from agentrl.config.schema import AlgorithmConfig, LoraConfig, MemberConfig, RunConfig, TeamConfig
+from agentrl.config.schema import (
+    AlgorithmConfig,
+    LoraConfig,
+    MemberConfig,
+    RunConfig,
+    TeamConfig,
+)
 from agentrl.errors import ConfigError, nearest
 from agentrl.types import POLICY
 
@@ -49,6 +56,7 @@ def _problems(config: RunConfig) -> Iterator[str]:
     yield from _stand_ins(config)
     yield from selfplay.problems(config)
     yield from _sinks(config.metrics.sinks)
+    yield from _workspace(config)
 
 
 def _numbers(config: RunConfig) -> Iterator[str]:
@@ -93,6 +101,24 @@ def _roles(config: RunConfig) -> Iterator[str]:
             claimed[role] = f"policies.{name}.roles"
     for name in sorted(set(config.policies) - {POLICY, *team.policy_by_role(config).values()}):
         yield f"policies.{name}.roles is empty: no call would be its; name the roles that it plays"
+
+
+def _workspace(config: RunConfig) -> Iterator[str]:
+    if not config.workspace.source:
+        if config.workspace != WorkspaceConfig():
+            yield "[workspace] is nothing without `source`, what it is a copy of"
+        return
+    kind, sandbox = config.runner.executor, config.workspace.sandbox
+    if config.agent.path or kind not in ("auto", "command", "container"):
+        yield (
+            "[workspace] is for an agent that is a command, run by runner.executor = 'command' or "
+            "'container'"
+        )
+    if (sandbox == "container") != (kind == "container"):
+        yield (
+            f"workspace.sandbox = {sandbox!r} with runner.executor = {kind!r}: a container is the "
+            "sandbox of what runs in one, and of nothing else; set both or neither"
+        )
 
 
 def _member(name: str, member: MemberConfig) -> Iterator[str]:

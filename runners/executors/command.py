@@ -75,7 +75,7 @@ class CommandExecutor(SandboxExecutor):
 
     async def _execute(self, active: ActiveAttempt, span: str) -> Json:
         task = msgspec.json.encode(input_of(active))
-        with contract.task_folder(task) as folder:
+        with contract.task_folder(task, active.place) as folder:
             spec = self._spec(active, span, task, folder)
             return self._read(folder, *await self._run_process(active, spec, folder))
 
@@ -84,14 +84,20 @@ class CommandExecutor(SandboxExecutor):
         env |= contract.attempt_environment(active, self.gateway, span, task)
         env["AGENTRL_TASK_FILE"] = str(folder / contract.TASK)
         env["AGENTRL_RESULT_FILE"] = str(folder / contract.RESULT)
-        argv = self.argv
+        argv, works_in, home = self.argv, self.folder, folder / "home"
+        if (place := active.place) is not None:
+            works_in, home = place.folder, Path(place.env["HOME"])
+            env |= {**place.env, "AGENTRL_ROOT": str(self.folder)} | self.agent.env
         if self.preset is not None:
             asked, context = prompt_of(input_of(active)), self.agent.context
-            known = places(self.gateway, active.key, folder / "home", asked, context)
+            known = places(self.gateway, active.key, home, asked, context)
             self.preset.write_files(known)
             argv = [*argv, *self.preset.arguments(known), *self.agent.args]
-            env |= self.preset.environment(known, self.folder) | self.agent.env
-        spec = ProcessSpec(argv=argv, env=env, folder=str(self.folder))
+            env |= self.preset.environment(known, works_in) | self.agent.env
+        if place is not None:
+            place.give(home)
+            argv = [*place.prefix, *argv]
+        spec = ProcessSpec(argv=argv, env=env, folder=str(works_in))
         if self.runner.memory_mb:
             spec["memory"] = self.runner.memory_mb * MB
         return spec
@@ -132,7 +138,9 @@ class CommandExecutor(SandboxExecutor):
 
     def _read(self, folder: Path, status: int, stdout: str, stderr: str) -> Json:
         """The result of a process that ended by itself. Raises FailedAttemptError."""
-        contract.check_exit(status, stderr)
+        # Harnesses tell on stdout what went wrong, among much else.
+        words = (line for line in stdout.splitlines() if self.preset and "error" in line.lower())
+        contract.check_exit(status, "\n".join([stderr, *words]))
         file = folder / contract.RESULT
         try:
             size = file.stat().st_size

@@ -73,6 +73,8 @@ class ContainerExecutor(CommandExecutor):
 
     def _spec(self, active: ActiveAttempt, span: str, task: bytes, folder: Path) -> ProcessSpec:
         given, memory = self._user_variables(), f"{self.runner.memory_mb}m"
+        if active.place is not None:
+            given = {**active.place.env, **given}
         own = contract.attempt_environment(active, self.gateway, span, task)
         inside = _with_line_breaks(given) | own  # a line of the file holds one variable
         lines = [f"{name}={given[name]}\n" for name in given if name not in inside]
@@ -88,7 +90,10 @@ class ContainerExecutor(CommandExecutor):
             argv += ["--network", self.config.network]
         if not self._on_host and not self.runner.advertise:
             argv += ["--add-host", f"{HOST}:host-gateway"]
-        if self.agent.folder:
+        if (place := active.place) is not None:
+            mounted = str(place.folder.parent)
+            argv += ["--volume", f"{mounted}:{mounted}", "--workdir", str(place.folder)]
+        elif self.agent.folder:
             argv += ["--workdir", self.agent.folder]
         argv += [*self.config.options, self.config.image, *self.argv]
         env = inside | contract.passed_environment(CLI_VARIABLES)

@@ -30,7 +30,7 @@ from agentrl.addresses import is_loopback
 from agentrl.config import RunnerConfig
 from agentrl.errors import ConfigError
 from agentrl.runners.executors import ExecutionResult
-from agentrl.runners.gateway.attribution import ActiveAttempt
+from agentrl.runners.gateway.attribution import ActiveAttempt, AgentPlace
 from agentrl.runners.scoring.results import LONGEST_TRACEBACK
 from agentrl.types import ErrorKind, Failure, Json, Span
 
@@ -152,8 +152,13 @@ def reachable_url(base_url: str, runner: RunnerConfig, host: str) -> str:
 
 
 @contextmanager
-def task_folder(task: bytes) -> Iterator[Path]:
-    """A folder of one attempt, with its task in it."""
+def task_folder(task: bytes, place: AgentPlace | None = None) -> Iterator[Path]:
+    """A folder of one attempt, with its task in it: that of its workspace, or one of its own."""
+    if place is not None:
+        Path(place.private, TASK).write_bytes(task)
+        place.give(place.private)
+        yield place.private
+        return
     with tempfile.TemporaryDirectory(prefix="agentrl-", ignore_cleanup_errors=True) as name:
         Path(name, TASK).write_bytes(task)
         yield Path(name)

@@ -14,10 +14,11 @@ import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import unquote_plus
+from urllib.parse import unquote, unquote_plus
 
 from agentrl.config import RoleRule
 from agentrl.runners.dialects.base import ConversationMemory
@@ -36,6 +37,16 @@ class ModelCall(NamedTuple):
     number: int  # within the attempt
     key: int  # the same for a repetition of the same request
     repeats: tuple[int, ...]  # calls with its key that had failed when it came
+
+
+class AgentPlace(NamedTuple):
+    """Where the process of an agent works, if it has a workspace."""
+
+    folder: Path  # its working directory
+    private: Path  # for the files that it and the runner give each other
+    env: Mapping[str, str]  # HOME and the like
+    prefix: Sequence[str]  # begins its command line: what confines it
+    give: Callable[[Path], None]  # makes a folder's files those of the user that it runs as
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +68,11 @@ class ActiveAttempt:
     roles: Collection[str] = ()  # those that the run file or a seat names
     rules: Sequence[RoleRule] = ()  # for calls that do not say their role
     recording: Recording | None = None  # what it repeats of another rollout
+    place: AgentPlace | None = None
+    tokens: int = 0  # sampled so far
+    most_calls: int = 0  # 0: any number
+    most_tokens: int = 0  # after which no call is answered; 0: any number
+    on_spent: Callable[[str], None] | None = None  # told which of the two is used up
 
     @property
     def id(self) -> str:
@@ -73,7 +89,17 @@ class ActiveAttempt:
         return self.deadline - time.monotonic()
 
     def begin_call(self, raw: bytes) -> ModelCall:
-        """Number a new call, whose request body is `raw`."""
+        """Number a new call, whose request body is `raw`. Raises RefusedError when the attempt has
+        had all its calls or tokens; that ends it."""
+        spent = ""
+        if self.most_calls and self.calls >= self.most_calls:
+            spent = f"the agent made more than agent.max_calls = {self.most_calls} model calls"
+        elif self.most_tokens and self.tokens >= self.most_tokens:
+            spent = f"the agent sampled agent.max_tokens = {self.most_tokens} tokens"
+        if spent:
+            if self.on_spent is not None:
+                self.on_spent(spent)
+            raise RefusedError(403, "attempt_ended", spent)
         number, self.calls = self.calls, self.calls + 1
         key = hash(raw)
         return ModelCall(number, key, self.ended.get(key, ()))
@@ -186,8 +212,10 @@ class AttemptRegistry:
         self, headers: Mapping[str, str], path: Mapping[str, str], trace: str
     ) -> ActiveAttempt:
         """The attempt that a request belongs to."""
-        key = headers.get("x-api-key") or headers.get("authorization", "")
-        key = key.removeprefix("Bearer ").strip()
+        key = headers.get("x-api-key") or headers.get("x-goog-api-key")
+        # A client of OpenTelemetry may send the header of its environment as it is there, encoded.
+        key = key or unquote(headers.get("authorization", "")).removeprefix("Bearer ")
+        key = key.strip()
         if key in self._keys:
             active = self._keys[key]
             stranger = trace != active.id and (trace in self._active or trace in self._ended)

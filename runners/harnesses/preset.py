@@ -64,18 +64,9 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return [_fill(text, known) for text in self.argv]
 
     def environment(self, known: Mapping[str, str], repository: Path) -> dict[str, str]:
-        """Its own variables, and those that keep it in the folders of the attempt. A shell or a
-        wrapper may leave PWD stale, and some programs believe it."""
-        home = known["home"]
-        places = {
-            "HOME": home,
-            "XDG_CONFIG_HOME": f"{home}/.config",
-            "XDG_DATA_HOME": f"{home}/.local/share",
-            "XDG_STATE_HOME": f"{home}/.local/state",
-            "XDG_CACHE_HOME": f"{home}/.cache",
-            "PWD": str(repository),
-        }
-        return places | {name: _fill(text, known) for name, text in self.env.items()}
+        """Its own variables, and those that keep it in the folders of the attempt."""
+        own = {name: _fill(text, known) for name, text in self.env.items()}
+        return private_folders(known["home"], repository) | own
 
     def write_files(self, known: Mapping[str, str]) -> None:
         """Makes HOME with its configuration in it."""
@@ -91,6 +82,19 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             return True
         first, last = map(_numbers, self.tested)
         return first <= _numbers(version) <= last
+
+
+def private_folders(home: str, repository: Path) -> dict[str, str]:
+    """Variables that keep a program in the folders of its attempt. A shell or a wrapper may leave
+    PWD stale, and some programs believe it."""
+    return {
+        "HOME": home,
+        "XDG_CONFIG_HOME": f"{home}/.config",
+        "XDG_DATA_HOME": f"{home}/.local/share",
+        "XDG_STATE_HOME": f"{home}/.local/state",
+        "XDG_CACHE_HOME": f"{home}/.cache",
+        "PWD": str(repository),
+    }
 
 
 def places(url: str, key: str, home: Path, prompt: str, context: int) -> dict[str, str]:

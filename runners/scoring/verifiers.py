@@ -18,7 +18,7 @@ from agentrl.plugins import load_plugin
 from agentrl.store.rows import storable_text
 from agentrl.types import Json, Reward, Scope, Trace
 
-ARGUMENTS = ("task", "result", "trace")
+ARGUMENTS = ("task", "result", "trace", "workspace")
 
 
 class VerifierError(AgentRLError):
@@ -26,8 +26,8 @@ class VerifierError(AgentRLError):
 
 
 class Verifier:
-    """The reward sources of a run, each called with those of `task`, `result` and `trace` that it
-    declares.
+    """The reward sources of a run, each called with those of `task`, `result`, `trace` and
+    `workspace` that it declares.
 
     Each may be async and returns a number, the reward of its name; a mapping of names to numbers;
     or a `Reward` or a list of them, about the rollout, a role, or a transition of the trace."""
@@ -47,12 +47,22 @@ class Verifier:
     def wants_trace(self) -> bool:
         return any("trace" in arguments for _, arguments in self._sources.values())
 
+    @property
+    def wants_workspace(self) -> bool:
+        return any("workspace" in arguments for _, arguments in self._sources.values())
+
     async def __call__(
-        self, *, task: Mapping[str, Json], result: Json, trace: Trace | None
+        self,
+        *,
+        task: Mapping[str, Json],
+        result: Json,
+        trace: Trace | None,
+        workspace: object = None,
     ) -> list[Reward]:
         """Raises VerifierError for anything but finite numbers, and what a function raises.
         Whether the targets of rows exist is not checked."""
-        given, rows = {"task": task, "result": result, "trace": trace}, list[Reward]()
+        given = {"task": task, "result": result, "trace": trace, "workspace": workspace}
+        rows: list[Reward] = []
         for name, (function, arguments) in self._sources.items():
             call = partial(function, **{argument: given[argument] for argument in arguments})
             if inspect.iscoroutinefunction(function):
@@ -143,7 +153,7 @@ def _declared(function: Callable[..., Any]) -> tuple[str, ...]:
     parameters = inspect.signature(function).parameters.values()
     kinds = {parameter.kind for parameter in parameters}
     if inspect.Parameter.VAR_KEYWORD in kinds:
-        return ARGUMENTS
+        return ARGUMENTS[:3]  # whoever wants the files says so
     names = tuple(p.name for p in parameters if p.name in ARGUMENTS)
     foreign = [p.name for p in parameters if p.name not in ARGUMENTS and p.default is p.empty]
     if foreign or not names or inspect.Parameter.POSITIONAL_ONLY in kinds:

@@ -25,7 +25,7 @@ import aiohttp
 import msgspec
 from msgspec.structs import asdict, replace
 
-from agentrl.errors import Invalid, StoreError, Unavailable
+from agentrl.errors import Forbidden, Invalid, StoreError, Unavailable
 from agentrl.store import limits, rows
 from agentrl.store.base import Store
 from agentrl.store.http import wire
@@ -56,10 +56,10 @@ CLEAN: dict[str, Callable[[Any], Any]] = {
 Arguments = msgspec.Struct
 
 
-def connect(url: str) -> Store:
+def connect(url: str, *, readonly: bool = False) -> Store:
     """The store at `http(s)://[KEY@]host[:port][?patience=SECONDS]`. Without a key in the URL, that
     of the variable AGENTRL_STORE_KEY is sent, if there is one. Sends nothing yet."""
-    return cast(Store, HttpStore(url))  # its verbs are made from wire.VERBS
+    return cast(Store, HttpStore(url, readonly=readonly))  # its verbs are made from wire.VERBS
 
 
 def call(name: str, *args: Any, **kwargs: Any) -> tuple[Verb, Arguments]:
@@ -70,8 +70,9 @@ def call(name: str, *args: Any, **kwargs: Any) -> tuple[Verb, Arguments]:
 class HttpStore:
     """See `agentrl.store.base.Store` for the verbs."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, readonly: bool = False) -> None:
         self.url, key, self._patience = _parse(url)
+        self._readonly = readonly
         self._headers = {"content-type": MSGPACK, wire.CLAIM_SECRET: secrets.token_hex(16)}
         if key:
             self._headers["authorization"] = f"Bearer {key}"
@@ -107,6 +108,7 @@ class HttpStore:
         sent: dict[int, wire.BatchCall] = {}  # by place
         for place, (verb, arguments) in enumerate(calls):
             try:
+                self._check_readonly(verb)
                 encoded = msgspec.Raw(_encoded(verb, _with_claim_id(verb, arguments)))
             except StoreError as error:
                 results[place] = error
@@ -127,7 +129,12 @@ class HttpStore:
             )
         return results
 
+    def _check_readonly(self, verb: Verb) -> None:
+        if self._readonly and verb.name not in wire.READERS:
+            raise Forbidden(f"Store {self.url} was opened for reading only: open it for writing.")
+
     async def _call(self, verb: Verb, arguments: Arguments) -> Any:
+        self._check_readonly(verb)
         arguments = _with_claim_id(verb, arguments)
         timeout = getattr(arguments, "timeout", None) or 0.0
         first, end = _encoded(verb, arguments), time.monotonic() + timeout

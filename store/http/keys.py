@@ -70,7 +70,8 @@ class Keys:
                     key, caller = _entry(word)
                 except ValueError:  # whose text may repeat the key
                     raise ConfigError(
-                        f"{source}, line {number}: write runner:KEY, runner@RUN:KEY or admin:KEY"
+                        f"{source}, line {number}: write runner:KEY, reader:KEY, admin:KEY, or"
+                        " runner@RUN:KEY or reader@RUN:KEY for one run,"
                         f" with a key of at least {SHORTEST_KEY} ASCII characters, and if it is to"
                         " expire ;until=YYYY-MM-DD after it"
                     ) from None
@@ -131,7 +132,7 @@ def _entry(word: str) -> tuple[bytes, KeyGrant]:
     name, _, key = word.partition(":")
     kind, at, run = name.partition("@")
     key, expires, date = key.partition(";until=")
-    if (kind, bool(at)) not in (("runner", True), ("runner", False), ("admin", False)):
+    if kind not in tuple(KeyScope) or (at and kind == KeyScope.ADMIN):
         raise ValueError
     if len(key) < SHORTEST_KEY or not key.isascii() or (at and not run):
         raise ValueError
@@ -139,7 +140,7 @@ def _entry(word: str) -> tuple[bytes, KeyGrant]:
     if expires:
         time = datetime.fromisoformat(date)
         until = (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
-    return key.encode(), KeyGrant(KeyScope[kind.upper()], run, until)
+    return key.encode(), KeyGrant(KeyScope(kind), run, until)
 
 
 def is_loopback_host(host: str) -> bool:
@@ -187,6 +188,18 @@ class Claims:
                         f"{verb}: attempt {attempt} was claimed by another caller: send the "
                         f"{CLAIM_SECRET} that it was claimed with."
                     )
+
+    async def check_one_run(self, verb: str, arguments: dict[str, Any], run: str) -> None:
+        """Raises Forbidden for a call about another run than `run`, or about the whole store."""
+        about = {name: arguments[name] for name in ("rollout", "group") if name in arguments}
+        if "run" in arguments:
+            asked = arguments["run"]
+        elif about:
+            asked = await self._store.owner(**about) or run
+        else:
+            asked = "" if verb == "stats" else run
+        if asked != run:
+            raise Forbidden(f"{verb}: this key is for run {run!r} only.")
 
     async def check_run(self, attempts: set[str], caller: KeyGrant) -> None:
         """Raises Forbidden for an attempt of a run that the caller's key is not for."""

@@ -24,7 +24,8 @@ REFUSED = {
 }
 MSGPACK_NOTE = (
     "Bodies may also be `application/msgpack`: the same objects, with token arrays as little-endian"
-    " bytes (int32, float32). The answer comes as the request did."
+    " bytes (int32, float32), and a trace packed, so that each of its messages and tokens is sent"
+    " once. The answer comes as the request did."
 )
 
 
@@ -70,7 +71,7 @@ def _array(type_: type) -> Schema:
 
 
 def _verb(verb: wire.Verb, arguments: Schema, result: Schema) -> Schema:
-    doc = f"{verb.doc}\n\nScope: {verb.scope.name.lower()}."
+    doc = f"{verb.doc}\n\nScope: {', '.join(verb.scopes)}."
     post = _post(verb.name, doc, arguments, result)
     if verb.waits:
         post["responses"]["202"] = {"description": "Not yet: send the same request again."}

@@ -2,8 +2,8 @@
 
 Every method of `agentrl.store.base.Store` is a verb: its signature and docstring make the route,
 the client's method and the OpenAPI document. JSON carries token arrays as lists of numbers, msgpack
-as little-endian bytes (int32, float32). JSON has no NaN: NaN is sent as null, which is read as NaN
-in token arrays and refused elsewhere, so programs use msgpack.
+as little-endian bytes (int32, float32), and a trace as `packing.py` says. JSON has no NaN: NaN is
+sent as null, which is read as NaN in token arrays and refused elsewhere, so programs use msgpack.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import typing
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import StrEnum
 from typing import Annotated, Any
 
 import msgspec
@@ -23,7 +23,8 @@ import msgspec
 from agentrl import errors
 from agentrl.store import rows
 from agentrl.store.base import Store
-from agentrl.types import Int32, Record
+from agentrl.store.http.packing import PackedTrace, pack, unpack
+from agentrl.types import Int32, Record, Trace
 
 JSON, MSGPACK = "application/json", "application/msgpack"
 POLL = 25.0  # seconds until a verb that waits is answered "again"
@@ -34,16 +35,20 @@ KEY = "^[A-Za-z0-9-]{1,64}$"  # the form of an idempotency key
 Int = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 
 
-class KeyScope(IntEnum):
-    """What a key may do: everything that is not larger than itself."""
+class KeyScope(StrEnum):
+    """Whose key it is; `Verb.scopes` says who may call a verb."""
 
-    RUNNER = 1
-    ADMIN = 2
+    RUNNER = "runner"
+    READER = "reader"
+    ADMIN = "admin"
 
 
-RUNNERS = {"claim", "heartbeat", "finish", "add_transitions", "add_spans"}
+RUNNERS = frozenset({"claim", "heartbeat", "finish", "add_transitions", "add_spans"})
 RUNNERS |= {"run", "trace", "policies", "cursor", "wait"}
-"""Verbs that a runner's key may call. All others need an administrator's."""
+READERS = frozenset({"run", "runs", "rollouts", "groups", "search", "trace", "attempts", "credits"})
+READERS |= {"steps", "metric_names", "series", "counts", "failures", "policies"}
+READERS |= {"cursor", "wait", "settled", "stats"}
+"""Verbs that a runner's or a reader's key may call; an administrator's may call all."""
 ONCE = {"open_run", "enqueue", "cancel", "prune", "vacuum"}
 """Verbs whose repeat would do no harm but answer differently, or would take as long again: the
 client sends a key with each call, and the server answers a key it knows with the same answer."""
@@ -64,8 +69,10 @@ class Verb:
     results: dict[str, Decode]
 
     @property
-    def scope(self) -> KeyScope:
-        return KeyScope.RUNNER if self.name in RUNNERS else KeyScope.ADMIN
+    def scopes(self) -> list[KeyScope]:
+        """Of keys that may call it."""
+        some = {KeyScope.RUNNER: RUNNERS, KeyScope.READER: READERS}
+        return [*(scope for scope in some if self.name in some[scope]), KeyScope.ADMIN]
 
     @property
     def once(self) -> bool:
@@ -94,8 +101,18 @@ def _verb(name: str) -> Verb:
         doc=inspect.getdoc(method) or "",
         waits="timeout" in types,
         decoders=decoders(arguments),
-        results=decoders(types["return"]),
+        results=decoders(types["return"]) | ({MSGPACK: _unpacked} if name == "trace" else {}),
     )
+
+
+def encode(form: str, result: Any) -> bytes:
+    """The result of a verb. In msgpack a trace is packed."""
+    return ENCODE[form](pack(result) if form == MSGPACK and type(result) is Trace else result)
+
+
+def _unpacked(body: Any) -> Trace | None:
+    packed = PACKED(body)
+    return None if packed is None else unpack(packed)
 
 
 # -- encodings -------------------------------------------------------------------------------------
@@ -142,6 +159,7 @@ ENCODE: dict[str, Callable[[Any], bytes]] = {
     MSGPACK: msgspec.msgpack.Encoder(enc_hook=_to_bytes).encode,
 }
 
+PACKED = decoders(PackedTrace | None)[MSGPACK]
 VERBS = {
     name: _verb(name)
     for name, method in vars(Store).items()

@@ -65,9 +65,10 @@ class PostgresServer:
 
     url: str
     password: str | None = field(default=None, repr=False)
+    readonly: bool = False  # no connection may write
 
     @classmethod
-    def parse(cls, url: str) -> PostgresServer:
+    def parse(cls, url: str, *, readonly: bool = False) -> PostgresServer:
         public, password = split_password(url)
         try:
             conninfo.conninfo_to_dict(public)
@@ -76,7 +77,7 @@ class PostgresServer:
                 f"Store URL {public!r} is not understood ({str(error).strip()}): use "
                 "postgresql://user@host/database."
             ) from error
-        return cls(public, password)
+        return cls(public, password, readonly)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -96,6 +97,8 @@ class PostgresServer:
         """A connection in autocommit mode: every transaction is begun by hand."""
         conn = psycopg.connect(self.url, autocommit=True, row_factory=dict_row, **self.options)
         configure(conn)
+        if self.readonly:
+            conn.execute("set default_transaction_read_only = on")
         return conn
 
     def wait(self) -> None:

@@ -22,11 +22,15 @@ def prepare(server: PostgresServer, *, create: bool = True) -> None:
 
     Raises StoreError for a database that has no store (unless `create`), one that holds something
     else, or one that a newer version of agentrl has written; Unavailable where no server answers.
+    Nothing of a `readonly` server is changed: see `database.check_readable`.
     """
     try:
         server.wait()
         with server.connect() as conn:
-            if pending(conn, server, create=create):
+            missing = pending(conn, server, create=create and not server.readonly)
+            if server.readonly:
+                database.check_readable(missing, server.url)
+            elif missing:
                 _apply(conn, server, create=create)
     except psycopg.Error as error:
         raise server.to_store_error(error) from error

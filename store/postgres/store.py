@@ -41,14 +41,20 @@ from agentrl.store.sqlstore import SqlStore
 
 class PostgresStore(SqlStore):
     def __init__(
-        self, url: str, *, create: bool = True, clock: Callable[[], float] | None = None
+        self,
+        url: str,
+        *,
+        create: bool = True,
+        readonly: bool = False,
+        clock: Callable[[], float] | None = None,
     ) -> None:
-        server = PostgresServer.parse(url)
+        server = PostgresServer.parse(url, readonly=readonly)
         migrations.prepare(server, create=create)
         feed = Feed()
         try:
-            session = PostgresSession(server, clock)
-            listener = ChangeListener(server, feed.notify, lambda: session.pid)
+            session = None if readonly else PostgresSession(server, clock)
+            own = (lambda: 0) if session is None else (lambda: session.pid)
+            listener = ChangeListener(server, feed.notify, own)
         except psycopg.Error as error:
             raise server.to_store_error(error) from error
         super().__init__(

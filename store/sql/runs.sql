@@ -82,10 +82,12 @@ insert into metrics (run_id, step, name, value) values (?, ?, ?, ?)
 on conflict (run_id, step, name) do update set value = excluded.value;
 
 -- name: metrics
-select step, name, value from metrics where run_id = ? and step > ? order by step, name;
+select step, name, value from metrics
+where run_id = :run and step > :after and step <= :last order by step, name;
 
 -- name: steps
-select step, committed, at from steps where run_id = ? and step > ? order by step;
+select step, committed, at from steps where run_id = :run and step > :after
+order by step limit :limit;
 
 -- name: publish
 insert into policies (run_id, policy, version, base_url, model)

@@ -27,12 +27,12 @@ insert into transitions (
     id, attempt_id, position, late, parent, size, digest,
     chat_parent, chat_shared, chat_size, chat_digest, answer_digest,
     role, policy, version, finish, exact, span_id, started_at, seconds, sampling, tools,
-    prompt, completion, logprobs, messages, answer, repeats
+    prompt, completion, logprobs, messages, answer, repeats, left_out
 ) values (
     :id, :attempt, :index, :late, :parent, :size, :digest,
     :chat_parent, :chat_shared, :chat_size, :chat_digest, :answer_digest,
     :role, :policy, :version, :finish, :exact, :span, :started, :seconds, :sampling, :tools,
-    :prompt, :completion, :logprobs, :messages, :answer, :repeats
+    :prompt, :completion, :logprobs, :messages, :answer, :repeats, :left_out
 )
 on conflict (id) do nothing;
 
@@ -58,25 +58,39 @@ where r.id = ?;
 select r.*, case when g.state = 'trained' then g.trained_step end as trained_step
 from rollouts r join groups g on g.id = r.group_id
 where r.run_id = :run
-  and (:purpose is null or r.purpose = :purpose)
-  and (:step is null or r.step = :step)
-  and (:state is null or r.state = :state)
-  and (:trained is null or (g.state = 'trained' and g.trained_step = :trained))
-order by r.group_id, r.position, r.seq limit :limit;
 
--- name: rollouts_of_group
-select r.*, case when g.state = 'trained' then g.trained_step end as trained_step
-from rollouts r join groups g on g.id = r.group_id
-where r.run_id = :run and r.group_id = :group
-  and (:purpose is null or r.purpose = :purpose)
-  and (:step is null or r.step = :step)
-  and (:state is null or r.state = :state)
-  and (:trained is null or (g.state = 'trained' and g.trained_step = :trained))
-order by r.position, r.seq limit :limit;
+-- name: rollouts_purpose
+and r.purpose = :purpose
+
+-- name: rollouts_step
+and r.step = :step
+
+-- name: rollouts_group
+and r.group_id = :group
+
+-- name: rollouts_state
+and r.state = :state
+
+-- name: rollouts_unsuccessful
+and r.state <> 'succeeded'
+
+-- name: rollouts_trained
+and g.run_id = :run and g.state = 'trained' and g.trained_step = :trained
+
+-- name: rollouts_after
+and (r.group_id, r.position, r.seq) > (
+    select a.group_id, a.position, a.seq from rollouts a where a.id = :after
+)
+
+-- name: rollouts_sorted
+order by r.group_id, r.position, r.seq
+
+-- name: rollouts_limit
+limit :limit
 
 -- name: rewards
 select attempt_id, scope, target, name, value, source from rewards
-where attempt_id in (select value from json_each(?)) and late = 0
+where attempt_id in (select value from json_each(:attempts)) and late = :late
 order by attempt_id, position;
 
 -- name: transitions

@@ -49,11 +49,12 @@ class Location:
 
     path: Path
     synchronous: str = "normal"
+    readonly: bool = False  # no connection may write
 
     @classmethod
-    def parse(cls, url: str) -> Location:
+    def parse(cls, url: str, *, readonly: bool = False) -> Location:
         if "://" not in url:
-            return cls(_file(url, url))
+            return cls(_file(url, url), readonly=readonly)
         base, _, query = url.partition("?")
         path = base.removeprefix("sqlite:///") if base.startswith("sqlite:///") else ""
         options = dict(parse_qsl(query, keep_blank_values=True))
@@ -63,7 +64,7 @@ class Location:
                 f"Store URL {url!r} has an unknown option: use ?synchronous=normal or "
                 "?synchronous=full."
             )
-        return cls(_file(path, url), synchronous)
+        return cls(_file(path, url), synchronous, readonly)
 
     @property
     def url(self) -> str:
@@ -73,7 +74,8 @@ class Location:
     def connect(self, *, readonly: bool = False, timeout: float = BUSY) -> sqlite3.Connection:
         """A connection in autocommit mode: every transaction is begun by hand."""
         conn = sqlite3.connect(
-            self.path,
+            self._readonly_uri() if self.readonly else self.path,
+            uri=self.readonly,
             timeout=timeout,
             isolation_level=None,
             check_same_thread=False,  # each is used by one thread, but closed by another
@@ -82,9 +84,16 @@ class Location:
         conn.row_factory = sqlite3.Row
         conn.execute(f"pragma synchronous = {self.synchronous}")
         conn.execute(f"pragma wal_autocheckpoint = {CHECKPOINT}")
-        if readonly:
+        if readonly or self.readonly:
             conn.execute("pragma query_only = on")
         return conn
+
+    def _readonly_uri(self) -> str:
+        """On a disk that cannot be written, where SQLite cannot make the two files with which
+        readers and writers find each other, there is no writer to be found."""
+        log = self.path.with_name(f"{self.path.name}-wal")
+        frozen = not os.access(self.path.parent, os.W_OK) and not log.exists()
+        return f"{self.path.as_uri()}?mode=ro{'&immutable=1' if frozen else ''}"
 
     def vacuum(self) -> None:
         """Writes the file anew, without free pages. Other writers wait for it, readers do not."""

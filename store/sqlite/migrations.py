@@ -53,6 +53,16 @@ def prepare(location: Location, *, create: bool = True) -> None:
             _apply(conn, location)
 
 
+def check(location: Location) -> None:
+    """Raises StoreError for a file that cannot be read as it is: see `prepare`. Nothing is changed,
+    so one that an older version has written may lack indexes, but no columns."""
+    if not location.path.exists():
+        raise StoreError(f"There is no store at {location.path}: check the path.")
+    with location.translated_errors(), closing(location.connect()) as conn:
+        _check_header(conn, location)
+        database.check_readable(pending(conn, location), str(location.path))
+
+
 def pending(conn: sqlite3.Connection, location: Location) -> list[str]:
     """Names of the migrations that the file lacks. Raises StoreError if it has unknown ones."""
     table = "select 1 from sqlite_master where name = '_sqlite_migrations'"

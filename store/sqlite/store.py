@@ -20,13 +20,20 @@ from agentrl.store.sqlstore import SqlStore
 
 class SqliteStore(SqlStore):
     def __init__(
-        self, location: Location, *, create: bool = True, clock: Callable[[], float] | None = None
+        self,
+        location: Location,
+        *,
+        create: bool = True,
+        clock: Callable[[], float] | None = None,
     ) -> None:
-        migrations.prepare(location, create=create)
+        if location.readonly:
+            migrations.check(location)
+        else:
+            migrations.prepare(location, create=create)
         feed = Feed()
         file = StoreFile(location.path)
         notifier = ChangeNotifier(location, file, feed.notify)
-        checkpoints = WalCheckpointer(location)
+        checkpoints = None if location.readonly else WalCheckpointer(location)
 
         def notify(topics: int) -> None:
             feed.notify(topics)
@@ -34,9 +41,12 @@ class SqliteStore(SqlStore):
 
         def stop_listening() -> None:
             notifier.close()
-            checkpoints.close()
+            if checkpoints is not None:
+                checkpoints.close()
 
-        session = SqliteSession(location, file, checkpoints.committed, clock or time.time)
+        session = None
+        if checkpoints is not None:
+            session = SqliteSession(location, file, checkpoints.committed, clock or time.time)
         read_pool = SqliteReadPool(location, file)
         super().__init__(
             location.url,

@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from agentrl.config import RetriesConfig, RunnerConfig
+from agentrl.config import AgentConfig, RetriesConfig, RunnerConfig
 from agentrl.runners import worker
 from agentrl.runners.execution import AttemptRunner
 from agentrl.runners.executors import Executor
@@ -24,6 +24,7 @@ from agentrl.runners.gateway import upstream
 from agentrl.runners.gateway.server import Gateway
 from agentrl.runners.scoring.verifiers import Verifier
 from agentrl.runners.worker import Worker
+from agentrl.runners.workspace.folders import Workspaces
 from agentrl.store import open_store
 from agentrl.store.base import Store
 from agentrl.types import Attempt, NewRollout, PolicyVersion, Rollout, Sampling
@@ -217,6 +218,8 @@ class Bench:
         error_reward: float | None = None,
         retries: RetriesConfig = RetriesConfig(),  # noqa: B008 - frozen
         calls_optional: bool = True,  # an agent of a test is often one line
+        limits: AgentConfig = AgentConfig(),  # noqa: B008 - frozen
+        workspaces: Workspaces | None = None,
         **config: Any,
     ) -> Worker:
         """`agent` is an agent, or a started executor."""
@@ -229,6 +232,8 @@ class Bench:
             error_reward,
             retries,
             calls_optional,
+            limits=limits,
+            workspaces=workspaces,
         )
         return Worker(RUN, execution, RunnerConfig(**config), name="test")
 

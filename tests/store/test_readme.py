@@ -7,7 +7,7 @@ import sqlite3
 from pathlib import Path
 
 from agentrl.store import database, open_store
-from agentrl.store.http.wire import VERBS, KeyScope
+from agentrl.store.http.wire import READERS, VERBS, KeyScope
 from agentrl.store.rows import from_blob
 
 PAGE = (database.SQL_FOLDER.parent / "README.md").read_text(encoding="utf-8")
@@ -41,5 +41,7 @@ async def test_the_token_tree(tmp_path: Path, kit) -> None:
 
 def test_the_scopes() -> None:
     (row,) = re.findall(r"^\| `runner` \| (.+), and", PAGE, re.MULTILINE)
-    allowed = {name for name, verb in VERBS.items() if verb.scope is KeyScope.RUNNER}
+    allowed = {name for name, verb in VERBS.items() if KeyScope.RUNNER in verb.scopes}
     assert set(re.findall(r"`(\w+)`", row)) == allowed
+    (row,) = re.findall(r"^\| `reader` \| (.+) \|$", PAGE, re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", row)) == READERS

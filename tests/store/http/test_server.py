@@ -85,7 +85,7 @@ def test_without_keys_only_who_calls_it_this_machine_is_answered(serving, tmp_pa
 def test_the_protocol_says_what_a_runner_may_read():
     (sentence,) = re.findall(r"need: (.*?);", base.__doc__, re.DOTALL)
     does = {"claim", "heartbeat", "finish", "add_transitions", "add_spans"}
-    reads = {name for name, verb in VERBS.items() if verb.scope is KeyScope.RUNNER} - does
+    reads = {name for name, verb in VERBS.items() if KeyScope.RUNNER in verb.scopes} - does
     assert set(re.findall(r"`(\w+)`", sentence)) == reads
 
 
@@ -399,12 +399,23 @@ CHECKS = [
 ]
 
 
+def without_tuples(schema):
+    """Schemathesis writes `prefixItems` as draft 4 does and then refuses it in an answer."""
+    if isinstance(schema, dict):
+        schema = {name: without_tuples(part) for name, part in schema.items()}
+        if several := schema.pop("prefixItems", None):
+            schema["items"] = {"anyOf": several}
+    return [without_tuples(part) for part in schema] if isinstance(schema, list) else schema
+
+
 def test_schemathesis_finds_no_flaw(admin, monkeypatch):
     monkeypatch.setattr("agentrl.store.http.wire.POLL", 0.02)
-    schema = openapi.from_url(f"{admin.base_url}/openapi.json")
+    document = without_tuples(httpx.get(f"{admin.base_url}/openapi.json").json())
+    schema = openapi.from_dict(document)
+    schema.config.update(base_url=str(admin.base_url))
     key = {"authorization": admin.headers["authorization"]}
     operations = [result.ok() for result in schema.get_all_operations()]
-    assert len(operations) == len(VERBS) + 3  # batch, traces, healthz; its own page it leaves out
+    assert len(operations) == len(VERBS) + 4  # batch, traces, healthz and the document
     for operation in operations:
         for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
             if mode is GenerationMode.NEGATIVE and operation.method == "get":

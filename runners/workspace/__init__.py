@@ -1,0 +1,1 @@
+"""A folder for each attempt: made from a source, confined, scored, removed."""

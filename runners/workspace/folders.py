@@ -1,0 +1,305 @@
+"""The folder of one attempt: the repository in which its agent works, and a HOME beside it.
+
+Owns: a folder of this runner below `workspace.folder`, locked while the runner lives, with the
+templates and every workspace in it.
+Always true: a workspace is removed when its attempt is over; those of a runner that was killed are
+removed by its cleaner, a process of its own, or else by the next runner that starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from agentrl import threads
+from agentrl.config import RunConfig
+from agentrl.errors import ConfigError
+from agentrl.runners.executors.contract import passed_environment
+from agentrl.runners.executors.launcher import OutputPipe, ProcessLauncher, SupervisorLost
+from agentrl.runners.executors.supervisor import ProcessSpec
+from agentrl.runners.gateway.attribution import AgentPlace
+from agentrl.runners.harnesses.preset import private_folders
+from agentrl.runners.workspace import cleaner
+from agentrl.runners.workspace.changes import changes, diff, files_of
+from agentrl.runners.workspace.sandbox import Sandbox
+from agentrl.runners.workspace.sources import (
+    Template,
+    Templates,
+    WorkspaceError,
+    no_space_or,
+    write_files,
+)
+from agentrl.types import Json, Task
+
+FOLDERS = ("repo", "home", "tmp", "io")
+LARGEST_OUTPUT = 2**20  # bytes of what a test prints
+log = logging.getLogger("agentrl.runner")
+
+
+class Finished(NamedTuple):
+    """How a program in a workspace ended: the exit status (negative: a signal), what it wrote."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Workspace:
+    """What a verifier is given. `path` is the repository as the agent left it, `home` its HOME."""
+
+    folder: Path
+    template: Template
+    _of: Workspaces
+    _copies: list[Path] = field(default_factory=list)
+
+    @property
+    def path(self) -> Path:
+        return self.folder / "repo"
+
+    @property
+    def home(self) -> Path:
+        return self.folder / "home"
+
+    @property
+    def place(self) -> AgentPlace:
+        """Where the agent's process works."""
+        env = private_folders(str(self.home), self.path) | {"TMPDIR": str(self.folder / "tmp")}
+        prefix = self._of.sandbox.command(self.folder, self.path, [])
+        return AgentPlace(self.path, self.folder / "io", env, prefix, self._of.sandbox.give)
+
+    def diff(self) -> str:
+        """What the agent changed, as a unified diff; binary and large files by name."""
+        return diff(self.template.folder, self.path)
+
+    async def fresh(self, files: Mapping[str, Json] | None = None) -> Workspace:
+        """A new copy of what the agent was given, with its changes, and `files` over them: hidden
+        tests that no agent has seen. It is removed with this workspace. Raises WorkspaceError."""
+        copy = await self._of.copy(self.template)
+        self._copies.append(copy.folder)
+        await threads.call(partial(self._carry_over, copy, files or {}))
+        return copy
+
+    def _carry_over(self, copy: Workspace, files: Mapping[str, Json]) -> None:
+        """What is gone is deleted first: then no name leads through a link of either side."""
+        try:
+            before, after = files_of(copy.path), files_of(self.path)
+            changed = changes(copy.path, self.path)
+            for name in before.keys() & changed:
+                before[name].unlink()
+            for name in [name for name in changed if name in after]:
+                target = copy.path / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                if target.is_dir():
+                    cleaner.remove(target)
+                shutil.copy2(after[name], target, follow_symlinks=False)
+            write_files(copy.path, files)
+            self._of.sandbox.give(copy.folder)
+        except OSError as error:
+            raise no_space_or(error, "copy") from None
+
+    async def run(
+        self, argv: Sequence[str], *, timeout: float = 60.0, env: Mapping[str, str] | None = None
+    ) -> Finished:
+        """Run a program in the repository, confined as the agent is and with its HOME. Nothing that
+        it started is left. Raises TimeoutError after `timeout` seconds."""
+        return await self._of.run(self, argv, timeout=timeout, env=env or {})
+
+
+class Workspaces:
+    """Makes workspaces as the run file says."""
+
+    def __init__(self, config: RunConfig, *, root: Path, gateway: str) -> None:
+        """`gateway` is its base URL on this machine, all that a confined agent can connect to."""
+        self.config = settings = config.workspace
+        self._kept = Path(config.output or root, "workspaces")
+        self._everybody = Path(settings.folder or tempfile.gettempdir()).resolve()
+        self._everybody /= f"agentrl-workspaces-{os.getuid()}"
+        self.folder = self._everybody / f"{os.getpid()}-{os.urandom(4).hex()}"
+        self._memory, self._count = config.runner.memory_mb * 2**20, 0
+        hidden = [self._everybody, *_answers(config, root)]
+        self.sandbox = Sandbox(settings, root.resolve(), gateway, hidden)
+        self._templates = Templates(self.folder / "templates", root, self.sandbox.owner)
+        self._launcher = ProcessLauncher(env=passed_environment(()))
+        self._open: list[int] = []
+        self._cleaner: subprocess.Popen[bytes] | None = None
+
+    async def start(self) -> None:
+        """Raises ConfigError for a source that is not there, and for a sandbox that does not work
+        on this machine."""
+        try:
+            await threads.call(self._make_folder)
+        except OSError as error:
+            raise ConfigError(f"workspace.folder: {no_space_or(error, 'make')}") from None
+        await self._launcher.start()
+        if not (source := self.config.source).startswith("task."):
+            try:
+                await self._templates.take(source)  # never evicted
+            except WorkspaceError as error:
+                raise ConfigError(f"workspace.source = {source!r}: {error}") from None
+        if self.sandbox.confines:
+            workspace = await self._copy_of({})
+            try:
+                tried = await self.run(workspace, ["true"], timeout=20.0, env={})
+            finally:
+                await self.remove(workspace)
+            if tried.status:
+                raise ConfigError(
+                    f"workspace.sandbox = {self.config.sandbox!r} does not work on this machine:"
+                    f" {tried.stderr.strip() or tried.status}; choose another"
+                )
+
+    async def prepare(self, task: Task) -> Workspace:
+        """Raises WorkspaceError."""
+        source: Json = self.config.source
+        if source.startswith("task."):
+            key = source.removeprefix("task.")
+            if key not in task:
+                raise WorkspaceError(f"the task has no {key!r} to make a workspace of")
+            source = task[key]
+        try:
+            async with asyncio.timeout(self.config.timeout):
+                return await self._copy_of(source)
+        except TimeoutError:
+            message = f"a workspace was not ready after {self.config.timeout:g} s"
+            raise WorkspaceError(message) from None
+
+    async def copy(self, template: Template) -> Workspace:
+        """Raises WorkspaceError, and leaves nothing then, or when it is cancelled."""
+        self._count += 1
+        folder = self.folder / str(self._count)
+        copying = asyncio.ensure_future(threads.call(self._copy, template.folder, folder))
+        try:
+            await asyncio.shield(copying)
+        except BaseException:
+            await asyncio.wait([copying])
+            await threads.call(cleaner.remove, folder)
+            raise
+        return Workspace(folder, template, self)
+
+    async def _copy_of(self, source: Json) -> Workspace:
+        template = await self._templates.take(source)
+        try:
+            return await self.copy(template)
+        except BaseException:
+            await self._templates.release(template)
+            raise
+
+    async def remove(self, workspace: Workspace, *, failed: bool = False, name: str = "") -> None:
+        """Remove it, or keep it as `workspace.keep` says."""
+        keep = self.config.keep
+        if name and (keep == "always" or (keep == "failed" and failed)):
+            kept = self._kept / name.replace("/", "_")
+            await threads.call(_move, workspace.folder, kept)
+            log.info("kept the workspace of %s in %s", name, kept)
+        for folder in (workspace.folder, *workspace._copies):
+            await asyncio.shield(threads.call(cleaner.remove, folder))
+        await self._templates.release(workspace.template)
+
+    async def close(self) -> None:
+        await self._launcher.close()
+        await threads.call(cleaner.remove, self.folder)
+        for fd in self._open:
+            os.close(fd)
+        if self._cleaner is not None:
+            await threads.call(self._cleaner.wait)
+
+    async def run(
+        self, workspace: Workspace, argv: Sequence[str], *, timeout: float, env: Mapping[str, str]
+    ) -> Finished:
+        stdout = OutputPipe(LARGEST_OUTPUT, tail=True)
+        stderr = OutputPipe(LARGEST_OUTPUT, tail=True)
+        spec = ProcessSpec(
+            argv=self.sandbox.command(workspace.folder, workspace.path, argv),
+            env=passed_environment(()) | dict(workspace.place.env) | dict(env),
+            folder=str(workspace.path),
+        )
+        if self._memory:
+            spec["memory"] = self._memory
+        fds = [os.open(os.devnull, os.O_RDONLY), await stdout.open(), await stderr.open()]
+        process = await self._launcher.launch(spec, fds)
+        try:
+            async with asyncio.timeout(timeout):
+                status = await process.wait()
+        except BaseException:
+            process.kill()
+            with contextlib.suppress(SupervisorLost):
+                await process.wait()
+            raise
+        return Finished(status, await stdout.text(), await stderr.text())
+
+    def _copy(self, template: Path, folder: Path) -> None:
+        try:
+            folder.mkdir(mode=0o700)
+            for name in FOLDERS:
+                (folder / name).mkdir()
+            self.sandbox.give(folder)
+            copy = ["cp", "-a", "--", f"{template}/.", str(folder / "repo")]
+            done = subprocess.run(copy, capture_output=True, text=True, check=False)
+            if done.returncode:
+                last = done.stderr.strip().rpartition("\n")[2]
+                raise WorkspaceError(f"cannot copy a workspace: {last}")
+        except OSError as error:
+            raise no_space_or(error, "make") from None
+
+    def _make_folder(self) -> None:
+        self._everybody.mkdir(mode=0o711, parents=True, exist_ok=True)
+        if self._everybody.stat().st_uid != os.getuid():
+            raise ConfigError(f"workspace.folder: {self._everybody} belongs to another user")
+        for lock in self._everybody.glob("*.lock"):
+            _clear_if_dead(lock)
+        lock = self.folder.with_suffix(".lock")
+        new = self.folder.with_suffix(".new")
+        self._open.append(os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        fcntl.flock(self._open[0], fcntl.LOCK_EX)
+        new.rename(lock)  # nobody ever sees it unlocked
+        (self.folder / "templates").mkdir(parents=True)
+        theirs, ours = os.pipe()
+        self._open.append(ours)
+        program = [sys.executable, "-I", "-S", cleaner.__file__]
+        self._cleaner = subprocess.Popen(
+            [*program, str(self.folder), str(lock), str(theirs)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[theirs],
+            start_new_session=True,
+        )
+        os.close(theirs)
+
+
+def _clear_if_dead(lock: Path) -> None:
+    with contextlib.suppress(FileNotFoundError, BlockingIOError):
+        fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            cleaner.remove(lock.with_suffix(""))
+            lock.unlink(missing_ok=True)
+        finally:
+            os.close(fd)
+
+
+def _move(folder: Path, kept: Path) -> None:
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    cleaner.remove(kept)
+    shutil.move(folder, kept)
+
+
+def _answers(config: RunConfig, root: Path) -> list[Path]:
+    """Where answers are: the run's store, its tasks and its verifiers, and what the user adds."""
+    named = [config.tasks.train, config.tasks.heldout, config.verifier.path]
+    named += [*config.verifier.rewards.values(), *config.workspace.hide]
+    files = [root / name.partition(":")[0] for name in named if name]
+    return [*files, Path(config.output)] if config.output else files

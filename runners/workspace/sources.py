@@ -1,0 +1,186 @@
+"""What workspaces are copies of. Each source is brought to this machine once, as a template: a git
+repository with a single commit, so that nothing later than the revision can be found in it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path, PurePosixPath
+
+import msgspec
+
+from agentrl import threads
+from agentrl.errors import AgentRLError
+from agentrl.runners.workspace import cleaner
+from agentrl.types import Json
+
+MOST = 64  # templates on disk that no workspace is a copy of
+PACK = 200  # files from which on their objects are packed, as fewer files are copied faster
+GIT_TIMEOUT = 300.0  # seconds
+# The user's own settings, hooks and filters have no say in what agents and tests see.
+GIT = {
+    "GIT_CONFIG_NOSYSTEM": "1",
+    "GIT_CONFIG_GLOBAL": os.devnull,
+    "GIT_AUTHOR_NAME": "agentrl",
+    "GIT_AUTHOR_EMAIL": "agentrl@localhost",
+    "GIT_AUTHOR_DATE": "2000-01-01T00:00:00Z",
+    "GIT_COMMITTER_NAME": "agentrl",
+    "GIT_COMMITTER_EMAIL": "agentrl@localhost",
+    "GIT_COMMITTER_DATE": "2000-01-01T00:00:00Z",
+}
+
+
+class WorkspaceError(AgentRLError):
+    """A workspace cannot be made, copied or written to. The message is one sentence."""
+
+
+@dataclass(slots=True)
+class Template:
+    folder: Path
+    users: int = 0  # workspaces that are copies of it
+
+
+class Templates:
+    """Owns the folder of the templates; the ones used last are kept."""
+
+    def __init__(self, folder: Path, root: Path, owner: tuple[int, int] | None) -> None:
+        """`root` is what paths are relative to, `owner` the user and group of the files."""
+        self._folder, self._root, self._owner = folder, root, owner
+        self._building: OrderedDict[bytes, asyncio.Task[Template]] = OrderedDict()
+
+    async def take(self, source: Json) -> Template:
+        """The template of "git:PATH@REV", of a folder, or of a mapping of names to texts. Give it
+        back with `release`. Raises WorkspaceError."""
+        key = msgspec.json.encode(source, order="deterministic")
+        if key not in self._building:
+            folder = self._folder / f"{len(self._building)}-{os.urandom(6).hex()}"
+            work = partial(_build, source, folder, self._root, self._owner)
+            self._building[key] = asyncio.create_task(_template(work, folder))
+        building = self._building[key]
+        self._building.move_to_end(key)
+        try:
+            template = await asyncio.shield(building)
+        except WorkspaceError:
+            if self._building.get(key) is building:
+                del self._building[key]  # the repository may be there the next time
+            raise
+        template.users += 1
+        return template
+
+    async def release(self, template: Template) -> None:
+        template.users -= 1
+        for key, task in list(self._building.items())[: max(0, len(self._building) - MOST)]:
+            if task.done() and not (unused := task.result()).users:
+                del self._building[key]
+                await threads.call(partial(cleaner.remove, unused.folder))
+
+
+async def _template(work: partial[None], folder: Path) -> Template:
+    try:
+        await threads.call(work)
+    except BaseException:
+        cleaner.remove(folder)
+        raise
+    return Template(folder)
+
+
+def _build(source: Json, folder: Path, root: Path, owner: tuple[int, int] | None) -> None:
+    try:
+        folder.mkdir()
+        if isinstance(source, Mapping):
+            write_files(folder, source)
+        elif not isinstance(source, str) or not source:
+            raise WorkspaceError(
+                f"the source of a workspace is 'git:PATH@REV', a folder or a mapping of names to"
+                f" texts, not {source!r:.80}"
+            )
+        elif source.startswith("git:"):
+            _check_out(source, folder, root)
+        elif not (root / source).is_dir():
+            raise WorkspaceError(f"there is no folder {root / source} to make a workspace of")
+        else:
+            ignore = shutil.ignore_patterns(".git")
+            shutil.copytree(root / source, folder, symlinks=True, ignore=ignore, dirs_exist_ok=True)
+        files = sum(len(names) for _, _, names in os.walk(folder))
+        _git(["init", "--quiet", "--template=", "--initial-branch=main"], folder)
+        _git(["add", "--all", "--force"], folder)
+        _git(["commit", "--quiet", "--allow-empty", "--no-verify", "--message=start"], folder)
+        if files > PACK:
+            _git(["repack", "-adq"], folder)
+        if owner is not None:
+            for parent, folders, names in os.walk(folder):
+                for name in (".", *folders, *names):
+                    os.chown(Path(parent, name), *owner, follow_symlinks=False)
+    except OSError as error:
+        raise no_space_or(error, "make") from None
+
+
+def _check_out(source: str, folder: Path, root: Path) -> None:
+    name, at, revision = source.removeprefix("git:").rpartition("@")
+    path = root / (name if at else revision)
+    if not path.is_dir():
+        raise WorkspaceError(f"{source}: there is no repository {path}")
+    env = {"GIT_INDEX_FILE": str(folder.with_suffix(".index"))}
+    try:
+        _git(["read-tree", f"{revision if at else 'HEAD'}^{{tree}}"], path, env)
+        _git(["checkout-index", "--all", f"--prefix={folder}/"], path, env)
+    except WorkspaceError as error:
+        raise WorkspaceError(f"{source} cannot be checked out: {error}") from None
+    finally:
+        folder.with_suffix(".index").unlink(missing_ok=True)
+
+
+def write_files(folder: Path, files: Mapping[str, Json]) -> None:
+    """Raises WorkspaceError for a name that leads out of the folder."""
+    for name, text in files.items():
+        parts = PurePosixPath(name).parts
+        if not parts or parts[0] == "/" or {"..", ".git"}.intersection(parts):
+            raise WorkspaceError(f"{name!r} is no name of a file in a workspace")
+        if not isinstance(text, str):
+            raise WorkspaceError(f"the file {name!r} has no text, but {text!r:.80}")
+        file = folder
+        for part in parts[:-1]:
+            file /= part
+            if file.is_symlink() or file.is_file():  # an agent may have left it there
+                file.unlink()
+            file.mkdir(exist_ok=True)
+        file /= parts[-1]
+        if file.is_symlink():
+            file.unlink()
+        elif file.is_dir():
+            cleaner.remove(file)
+        file.write_text(text, encoding="utf-8")
+
+
+def no_space_or(error: OSError, verb: str) -> WorkspaceError:
+    where = f" ({error.filename})" if error.filename else ""
+    return WorkspaceError(f"cannot {verb} a workspace: {error.strerror or error}{where}")
+
+
+def _git(arguments: list[str], folder: Path, env: Mapping[str, str] | None = None) -> None:
+    """Raises WorkspaceError with the last line that git wrote."""
+    safe = ["-c", "safe.directory=*", "-c", "gc.auto=0", "-c", "core.hooksPath=/dev/null"]
+    try:
+        done = subprocess.run(
+            ["git", *safe, "-C", str(folder), *arguments],
+            env={"PATH": os.environ.get("PATH", ""), **GIT, **(env or {})},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=GIT_TIMEOUT,
+            check=False,
+        )
+    except FileNotFoundError:
+        raise WorkspaceError("git is not installed on this machine") from None
+    except subprocess.TimeoutExpired:
+        raise WorkspaceError(f"git {arguments[0]} ran longer than {GIT_TIMEOUT:g} s") from None
+    if done.returncode:
+        last = done.stderr.strip().rpartition("\n")[2] or f"exit status {done.returncode}"
+        raise WorkspaceError(f"git {arguments[0]}: {last}")

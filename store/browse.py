@@ -1,0 +1,215 @@
+"""Reading for people: curves, pages of groups and rollouts, searches. Verbs that only read.
+
+Always true: the cost of an answer depends on what it shows, not on how much the store holds. Pages
+follow each other by key, so rows that arrive meanwhile repeat nothing and hide nothing; a search
+ends when its time is up and says where to go on.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Mapping, Sequence
+
+from agentrl import types
+from agentrl.errors import Invalid
+from agentrl.store import limits, rows, traces
+from agentrl.store.database import Connection, Statement, joined, load_sql
+from agentrl.store.pages import AttemptRow, Found, GroupRow, RolloutRow
+
+SQL = load_sql("browse")
+FIRST_CHUNK, LARGEST_CHUNK = 125, 2000  # rollouts that a search looks at with one statement
+LONGEST_SEARCH = 10.0  # seconds
+NEWEST = 2**62
+Range = tuple[float | None, float | None]
+
+
+def metric_names(conn: Connection, run: str) -> list[str]:
+    return [row["name"] for row in conn.execute(SQL["metric_names"], {"run": run})]
+
+
+def series(
+    conn: Connection, run: str, names: Sequence[str], after: int = -1, points: int = 400
+) -> dict[str, list[tuple[int, float]]]:
+    if points < 2:
+        raise Invalid(f"points is the most that a curve may have, at least 2, not {points}.")
+    last = conn.execute(SQL["last_step"], (run,)).fetchone()["step"]
+    last = after if last is None else last
+    stride = max(1, math.ceil((last - after) / (points - 1)))
+    columns = {"run": run, "first": after + 1, "last": last, "stride": stride}
+    found = {}
+    for name in names:
+        points_of = conn.execute(SQL["series"], {**columns, "name": name})
+        found[name] = [
+            (row["step"], math.nan if row["value"] is None else row["value"]) for row in points_of
+        ]
+    return found
+
+
+def groups(
+    conn: Connection,
+    run: str,
+    *,
+    purpose: types.Purpose | None = None,
+    step: int | None = None,
+    trained: int | None = None,
+    state: str | None = None,
+    before: str | None = None,
+    limit: int = 50,
+) -> list[GroupRow]:
+    limits.check_positive("limit", limit)
+    filters = {
+        "purpose": None if purpose is None else purpose.value,
+        "step": step,
+        "trained": trained,
+        "state": state,
+        "before": before,
+    }
+    given = [SQL[f"group_{name}"] for name, value in filters.items() if value is not None]
+    query = joined(SQL["groups"], *given, SQL["group_members"])
+    found: dict[str, GroupRow] = {}
+    for row in conn.execute(query, {**filters, "run": run, "limit": limit}):
+        group = found.get(row["id"])
+        if group is None:
+            group = found[row["id"]] = rows.record(
+                GroupRow,
+                row,
+                purpose=types.Purpose(row["purpose"]),
+                rollouts=[],
+                states=[],
+                outcomes=[],
+            )
+        if row["rollout"] is not None:
+            group.rollouts.append(row["rollout"])
+            group.states.append(types.RolloutState(row["rollout_state"]))
+            group.outcomes.append(row["outcome"])
+    return list(found.values())
+
+
+def search(
+    conn: Connection,
+    run: str,
+    *,
+    rewards: Mapping[str, Range] | None = None,
+    state: types.RolloutState | None = None,
+    error: types.ErrorKind | None = None,
+    purpose: types.Purpose | None = None,
+    role: str | None = None,
+    policy: str | None = None,
+    version: int | None = None,
+    steps: Range | None = None,
+    text: str | None = None,
+    before: str | None = None,
+    limit: int = 50,
+    budget: float = 0.3,
+) -> Found:
+    limits.check_positive("limit", limit)
+    if not 0 < budget <= LONGEST_SEARCH:
+        raise Invalid(f"budget is up to {LONGEST_SEARCH:g} seconds of search, not {budget}.")
+    if error is not None and state is None:  # of which there is an index
+        cancelled = error is types.ErrorKind.CANCELLED
+        state = types.RolloutState.CANCELLED if cancelled else types.RolloutState.FAILED
+    filters = {
+        "purpose": None if purpose is None else purpose.value,
+        "state": None if state is None else state.value,
+        "error": None if error is None else error.value,
+    }
+    calls = {"role": role, "policy": policy, "version": version}
+    wanted = [SQL[f"with_{name}"] for name, value in filters.items() if value is not None]
+    columns = {**filters, **calls, **_end(steps, before), "run": run, "limit": limit}
+    for i, (name, (low, high)) in enumerate((rewards or {}).items()):
+        wanted.append(Statement(SQL["with_reward"].replace("_0", f"_{i}")))
+        columns[f"name_{i}"] = name
+        columns[f"low_{i}"] = -math.inf if low is None else low
+        columns[f"high_{i}"] = math.inf if high is None else high
+    if of_call := [SQL[f"call_{name}"] for name, value in calls.items() if value is not None]:
+        wanted += [SQL["with_call"], *of_call, SQL["call_end"]]
+    if text:
+        wanted.append(SQL["with_text"])
+        columns |= {"words": text, "text": rows.to_json(text, "text")[1:-1]}
+    chunk = [SQL["chunk"]]
+    if columns["first"] is not None:
+        chunk.append(SQL["chunk_from"])
+    if state is not None and state is not types.RolloutState.SUCCEEDED:
+        chunk.append(SQL["chunk_state"])
+    chunk.append(SQL["chunk_size"])
+    end_of = joined(*chunk, SQL["chunk_end"])
+    matches = joined(*chunk, SQL["search"], *wanted, SQL["newest_first"])
+    return _search(conn, end_of, matches, columns, budget)
+
+
+def attempts(conn: Connection, rollout: str) -> list[AttemptRow]:
+    tries = conn.execute(SQL["attempts"], (rollout,)).fetchall()
+    ids = [row["id"] for row in tries]
+    calls, late_calls = traces.transitions(conn, ids), traces.transitions(conn, ids, late=True)
+    rewards, late_rewards = traces.rewards(conn, ids), traces.rewards(conn, ids, late=True)
+    return [
+        rows.record(
+            AttemptRow,
+            row,
+            state=types.AttemptState(row["state"]),
+            failure=rows.failure(row),
+            transitions=calls.get(row["id"], []),
+            rewards=rewards.get(row["id"], []),
+            spans=traces.spans(conn, row["id"]),
+            late_transitions=late_calls.get(row["id"], []),
+            late_rewards=late_rewards.get(row["id"], []),
+        )
+        for row in tries
+    ]
+
+
+# -- parts -----------------------------------------------------------------------------------------
+
+
+def _search(
+    conn: Connection, end_of: Statement, matches: Statement, columns: rows.Columns, budget: float
+) -> Found:
+    """Chunks grow while they are quick, so that one of large rollouts ends in time too."""
+    since, size = time.monotonic(), FIRST_CHUNK
+    found: list[rows.Row] = []
+    looked, cursor = 0, None
+    while True:
+        columns["size"] = size
+        end = conn.execute(end_of, columns).fetchone()
+        if end is None:
+            break
+        left = {**columns, "limit": columns["limit"] - len(found)}
+        found += conn.execute(matches, left).fetchall()
+        looked += end["number"]
+        full = len(found) == columns["limit"]
+        columns["step"], columns["seq"] = key = _key(found[-1] if full else end)
+        if full or time.monotonic() - since >= budget:
+            cursor = f"{key[0]}.{key[1]}"
+            break
+        size = min(2 * size, LARGEST_CHUNK)
+    given = traces.rewards(conn, [row["attempt_id"] for row in found if row["attempt_id"]])
+    return Found([_row(row, given.get(row["attempt_id"], [])) for row in found], cursor, looked)
+
+
+def _key(row: rows.Row) -> tuple[int, int]:
+    return row["step"], row["seq"]
+
+
+def _end(steps: Range | None, before: str | None) -> rows.Columns:
+    """Where a search begins, at the newest of its steps or at the cursor `before`, and the `first`
+    step it looks at."""
+    first, last = steps or (None, None)
+    if before is None:
+        return {"first": first, "step": NEWEST if last is None else last + 1, "seq": 0}
+    if not re.fullmatch(r"-?\d{1,18}\.\d{1,18}", before):
+        raise Invalid(f"before is the cursor of the page before, not {before!r}.")
+    step, _, seq = before.partition(".")
+    return {"first": first, "step": int(step), "seq": int(seq)}
+
+
+def _row(row: rows.Row, rewards: list[types.Reward]) -> RolloutRow:
+    return rows.record(
+        RolloutRow,
+        row,
+        purpose=types.Purpose(row["purpose"]),
+        state=types.RolloutState(row["state"]),
+        error=None if row["error_kind"] is None else types.ErrorKind(row["error_kind"]),
+        rewards=rewards,
+    )

@@ -1,0 +1,322 @@
+"""A workspace: what an agent finds, what a verifier is given, and that nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.errors import ConfigError
+from agentrl.runners.workspace.folders import Workspace, Workspaces
+from agentrl.types import ErrorKind, RolloutState
+from tests.runners.workspace.conftest import configured
+
+FILES = {"calc.py": "def add(a, b):\n    return a - b\n", "lib/deep.txt": "deep\n"}
+FIX = """
+call("fix it")
+from pathlib import Path
+file = Path("calc.py")
+file.write_text(file.read_text().replace("-", "+"))
+Path("lib/deep.txt").unlink()
+Path("new").symlink_to("calc.py")
+"""
+
+
+def git(folder: Path, *arguments: str) -> str:
+    own = ["-c", "user.name=t", "-c", "user.email=t@t", "-C", str(folder)]
+    done = subprocess.run(["git", *own, *arguments], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """Two commits: the second is what an agent must not find."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    git(folder, "init", "-q")
+    for text in ("wrong\n", "the answer\n"):
+        (folder / "file.txt").write_text(text)
+        git(folder, "add", "-A")
+        git(folder, "commit", "-qm", text)
+    return folder
+
+
+async def test_an_agent_works_in_a_repository_and_home_of_its_own(play: Any) -> None:
+    code = """
+call("hello")
+import pathlib, subprocess
+log = subprocess.run(["git", "log", "--oneline"], capture_output=True, text=True).stdout
+status = subprocess.run(["git", "status", "--short"], capture_output=True, text=True).stdout
+names = ["HOME", "PWD", "TMPDIR", "XDG_CONFIG_HOME", "XDG_STATE_HOME"]
+print(json.dumps({n: os.environ[n] for n in names} | {
+    "cwd": os.getcwd(), "log": log, "status": status,
+    "text": pathlib.Path("lib/deep.txt").read_text(), "home": os.listdir(os.environ["HOME"])}))
+"""
+    one, two = await play(code, {"files": FILES}, {"files": FILES})
+    first, second = one.result, two.result
+    assert first["cwd"] == first["PWD"] != second["cwd"]
+    folder = str(Path(first["cwd"]).parent)
+    assert all(first[name].startswith(folder) for name in first if name.isupper())
+    assert (first["text"], first["home"], first["status"]) == ("deep\n", [], "")
+    assert first["log"].count("\n") == 1
+    assert one.reward() == 1.0
+
+
+async def test_a_git_revision_has_no_later_history(play: Any, repository: Path) -> None:
+    code = """
+call("hello")
+import subprocess
+print(open("file.txt").read(), subprocess.run(
+    ["git", "log", "--all", "-p"], capture_output=True, text=True).stdout)
+"""
+    settings = {"workspace": {"source": f"git:{repository}@HEAD~1"}}
+    (rollout,) = await play(code, {}, settings=settings)
+    assert "wrong" in rollout.result
+    assert "the answer" not in rollout.result
+    assert git(repository, "worktree", "list").count("\n") == 1
+    assert git(repository, "status", "--short") == ""
+
+
+async def test_the_verifier_gets_the_files_and_a_fresh_copy(play: Any) -> None:
+    async def verify(workspace: Workspace) -> float:
+        copy = await workspace.fresh({"test_calc.py": "import calc\nassert calc.add(2, 2) == 4\n"})
+        assert not (workspace.path / "test_calc.py").exists()
+        assert sorted(path.name for path in copy.path.iterdir()) == [
+            ".git", "calc.py", "lib", "new", "test_calc.py",
+        ]  # fmt: skip
+        assert not (copy.path / "lib" / "deep.txt").exists()
+        assert "+    return a + b" in workspace.diff()
+        done = await copy.run([sys.executable, "test_calc.py"])
+        return 1.0 - done.status
+
+    (rollout,) = await play(FIX, {"files": FILES}, verifier=verify)
+    assert rollout.failure is None
+    assert rollout.reward() == 1.0
+
+
+async def test_links_of_an_agent_lead_nowhere(play: Any, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "deep.txt").write_text("kept")
+    code = f"""
+call("x")
+import shutil
+shutil.rmtree("lib")
+os.symlink({str(outside)!r}, "lib")
+os.symlink({str(outside)!r}, "tests")
+"""
+
+    async def verify(workspace: Workspace) -> float:
+        copy = await workspace.fresh({"tests/deep.txt": "hidden", "lib/deep.txt": "hidden"})
+        return float((copy.path / "tests" / "deep.txt").read_text() == "hidden")
+
+    (rollout,) = await play(code, {"files": FILES}, verifier=verify)
+    assert rollout.failure is None
+    assert rollout.reward() == 1.0
+    assert (outside / "deep.txt").read_text() == "kept"
+
+
+@pytest.fixture
+def space() -> Iterator[Path]:
+    """A folder that other users may enter; those of pytest are closed to them."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+SEES = """
+call("hello")
+import pathlib, socket
+def tried(work):
+    try:
+        return str(work())
+    except OSError as error:
+        return type(error).__name__
+print(json.dumps({
+    "uid": os.getuid(),
+    "answers": tried(lambda: open(ANSWERS).read()),
+    "outside": tried(lambda: open(OUTSIDE, "w").write("x")),
+    "inside": tried(lambda: open("own.txt", "w").write("x")),
+    "tmp": tried(lambda: open("/tmp/scratch", "w").write("x")),
+    "network": tried(lambda: socket.create_connection(("127.0.0.1", PORT), timeout=2)),
+    "others": [p for p in os.listdir("/proc") if p.isdigit() and int(p) > 100],
+    "remount": os.system("mount -o remount,rw / 2>/dev/null"),
+}))
+"""
+
+
+@pytest.mark.parametrize("sandbox", ["user", "unshare"])
+async def test_a_sandbox_reaches_the_gateway_and_its_folder_only(
+    play: Any, tmp_path: Path, sandbox: str, space: Path
+) -> None:
+    python = sys.executable if sandbox == "unshare" else "/usr/bin/python3"
+    if sandbox == "user" and (os.getuid() or not Path(python).exists()):
+        pytest.skip("needs root, and a Python that another user may run")
+    (tmp_path / "tasks.py").write_text("the answers")
+    outside = Path.home() / f"agentrl-{os.getpid()}"
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        code = SEES.replace("PORT", str(port)).replace("OUTSIDE", repr(str(outside)))
+        code = code.replace("ANSWERS", repr(str(tmp_path / "tasks.py")))
+        workspace = {"sandbox": sandbox, "folder": str(space)}
+        settings = {"python": python, "workspace": workspace, "tasks": {"train": "tasks.py:train"}}
+        verify = lambda workspace: float((workspace.path / "own.txt").read_text() == "x")  # noqa: E731
+        (rollout,) = await play(code, {"files": FILES}, verifier=verify, settings=settings)
+    assert rollout.failure is None
+    assert rollout.reward() == 1.0
+    seen = rollout.result
+    assert (seen["uid"] == os.getuid()) == (sandbox == "unshare")
+    assert seen["answers"] in ("", "PermissionError")
+    assert seen["outside"] in ("OSError", "PermissionError")
+    assert (seen["inside"], seen["tmp"]) == ("1", "1")
+    assert seen["network"] == "ConnectionRefusedError"
+    assert not outside.exists()
+    assert seen["others"] == []
+    assert seen["remount"] != 0
+
+
+@pytest.mark.parametrize(
+    ("task", "workspace", "says"),
+    [
+        ({"files": "git:nothing@main"}, {}, "there is no repository"),
+        ({"files": "git:project@nowhere"}, {}, "nowhere"),
+        ({"files": {"../out": "x"}}, {}, "is no name of a file"),
+        ({"files": {"a": 1}}, {}, "has no text"),
+        ({}, {"source": "task.repo"}, "the task has no 'repo'"),
+    ],
+)
+async def test_a_workspace_that_cannot_be_made_fails_its_rollout(
+    play: Any, repository: Path, task: dict[str, Any], workspace: dict[str, str], says: str
+) -> None:
+    (rollout,) = await play("call('x')", task, settings={"workspace": workspace})
+    assert rollout.state is RolloutState.FAILED
+    assert rollout.failure.kind is ErrorKind.WORKSPACE
+    assert says in rollout.failure.message
+    assert "\n" not in rollout.failure.message
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="mounts a small file system")
+async def test_a_full_disk_fails_the_rollout_and_leaves_nothing(play: Any, tmp_path: Path) -> None:
+    disk = tmp_path / "spaces"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    subprocess.run(mount, check=True)  # noqa: ASYNC221
+    try:
+        (full,) = await play("call('x')", {"files": {"big": "x" * 2**20}})
+        (fits,) = await play("call('x')", {"files": {"small": "x"}})
+        (agents,) = await play("call('x'); open('big', 'w').write('x' * 2**21)", {})
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)  # noqa: ASYNC221
+    assert full.failure.kind is ErrorKind.WORKSPACE
+    assert "No space left" in full.failure.message
+    assert fits.reward() == 1.0
+    assert agents.failure.kind is ErrorKind.AGENT
+    assert "No space left" in agents.failure.message
+
+
+async def test_a_workspace_is_kept_if_asked(play: Any, tmp_path: Path) -> None:
+    code = "call('x'); open('made', 'w').close(); raise SystemExit(AGENTRL)".replace(
+        "AGENTRL", "json.loads(os.environ['AGENTRL_TASK'])"
+    )
+    tasks = [{"input": 0, "files": FILES}, {"input": 1, "files": FILES}]
+    _, failed = await play(code, *tasks, settings={"workspace": {"keep": "failed"}})
+    (kept,) = (tmp_path / "out" / "workspaces").iterdir()
+    assert kept.name == f"{failed.id}-1"
+    assert (kept / "repo" / "made").exists()
+
+
+RUNNER = """
+import asyncio, sys
+from pathlib import Path
+from agentrl.runners.workspace.folders import Workspaces
+from tests.runners.workspace.conftest import configured
+async def main():
+    root = Path(sys.argv[1])
+    spaces = Workspaces(configured(root, ""), root=root, gateway="http://127.0.0.1:1/v1")
+    await spaces.start()
+    for _ in range(20):
+        space = await spaces.prepare({"files": {"a": "x"}})
+        (space.path / "sub").mkdir()
+        (space.path / "sub").chmod(0)
+    print(spaces._cleaner.pid, flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("cleaner_dies", [False, True])
+async def test_a_killed_runner_leaves_nothing(tmp_path: Path, cleaner_dies: bool) -> None:
+    runner = subprocess.Popen(  # noqa: ASYNC220
+        [sys.executable, "-c", RUNNER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert runner.stdout is not None
+    cleaner = int(runner.stdout.readline())
+    runner.stdout.close()
+    (everybody,) = (tmp_path / "spaces").iterdir()
+    assert len(list(everybody.glob("*/*"))) == 21
+    if cleaner_dies:
+        os.kill(cleaner, signal.SIGKILL)
+    runner.kill()
+    runner.wait()
+    if cleaner_dies:
+        assert list(everybody.glob("*/*"))
+        following = Workspaces(
+            configured(tmp_path, ""), root=tmp_path, gateway="http://127.0.0.1:1/v1"
+        )
+        await following.start()
+        await following.close()
+    for _ in range(1000):
+        if not list(everybody.iterdir()):
+            break
+        await asyncio.sleep(0.02)
+    assert not list(everybody.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("tables", "says"),
+    [
+        ({"agent": {"path": "a.py:agent", "command": []}}, "is for an agent that is a command"),
+        ({"runner": {"executor": "pool"}}, "is for an agent that is a command"),
+        ({"workspace": {"sandbox": "container"}}, "set both or neither"),
+        ({"workspace": {"source": "", "keep": "always"}}, "without `source`"),
+    ],
+)
+def test_what_a_run_file_cannot_ask_for(tmp_path: Path, tables: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        configured(tmp_path, "", **tables)
+
+
+async def test_a_source_that_is_not_there_is_said_at_the_start(tmp_path: Path) -> None:
+    config = configured(tmp_path, "", workspace={"source": "git:.@main"})
+    spaces = Workspaces(config, root=tmp_path, gateway="http://127.0.0.1:1/v1")
+    try:
+        with pytest.raises(ConfigError, match=r"workspace\.source = 'git:\.@main'"):
+            await spaces.start()
+    finally:
+        await spaces.close()
+
+
+async def test_it_is_ready_soon(tmp_path: Path) -> None:
+    spaces = Workspaces(configured(tmp_path, ""), root=tmp_path, gateway="http://127.0.0.1:1/v1")
+    await spaces.start()
+    try:
+        taken = []
+        for _ in range(20):
+            began = time.perf_counter()
+            space = await spaces.prepare({"files": FILES})
+            taken.append(time.perf_counter() - began)
+            await spaces.remove(space)
+        assert json.loads(json.dumps(sorted(taken)))[10] < 0.1  # 10 ms on an idle machine
+    finally:
+        await spaces.close()
