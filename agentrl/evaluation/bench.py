@@ -74,7 +74,7 @@ class Result(msgspec.Struct, frozen=True):
     seed: int
     curve: list[tuple[float, float]]  # training rollouts so far, score
     seconds: float
-    failed: float  # rollouts without success
+    failed: float  # rollouts without an outcome, those of evaluations too
     version: str  # of this library
 
 

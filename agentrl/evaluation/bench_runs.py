@@ -130,7 +130,9 @@ def result(one: Piece, seconds: float) -> Result:
             with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as apart:
                 curve.append((spent, apart.submit(_measure, one, policy).result()))
         spent += row.metrics.get("rollouts", 0.0)
-        failed += row.metrics.get("rollouts/failed", 0.0)
+        failed += sum(
+            row.metrics.get(key, 0.0) for key in ("rollouts/failed", "eval/score_missing")
+        )
     shutil.rmtree(config.output)
     return Result(one.digest, *one.name, curve, round(seconds, 1), failed, __version__)
 
