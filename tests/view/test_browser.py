@@ -247,7 +247,7 @@ def test_a_redacted_export_has_no_match(
 def test_screenshots_of_the_readme(new_page: NewPage) -> None:
     folder = Path(os.environ["AGENTRL_SCREENSHOTS"])
     process, address = start(os.environ.get("AGENTRL_SCREENSHOTS_OF", "runs/staff/store.db"))
-    paths = {"run": "run/staff", "rollout": "rollout/staff/train/0000007/0003#call-0.16"}
+    paths = {"run": "run/staff", "rollout": "rollout/staff/train/0000007/0003#call-0.18"}
     for scheme in ("light", "dark"):
         page = new_page(color_scheme=scheme)
         for name, path in paths.items():

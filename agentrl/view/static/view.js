@@ -1,6 +1,5 @@
 "use strict";
-// Every page works without this file, except curves with a cursor, colours of tokens, live updates
-// and single keys. Text of agents is only ever set as textContent.
+// Without this file pages lack only colours, cursors, updates and keys. Agents' text is textContent.
 const $ = (selector, root = document) => root.querySelector(selector);
 const $$ = (selector, root = document) => [...root.querySelectorAll(selector)];
 const make = (tag, text, name) => {
@@ -29,7 +28,6 @@ function columns(lines) {
 }
 
 const short = value => (value == null ? "" : String(+value.toPrecision(3)));
-
 /** A colour of the page as one that a canvas understands. */
 function colour(name) {
   const probe = make("i");
@@ -213,8 +211,8 @@ function inspect(span) {
   row("token id", data.ids[i]);
   row("call, token", `${block.dataset.call}, ${i}`);
   const text = data.text[i] === "" ? "part of the next character" : data.text[i].replace(/\n/g, "↵").replace(/ /g, "␣");
-  const lost = data.advantage.length && at(data.advantage, i) == null ? [make("p", "not in the loss", "cut")] : [];
-  place.replaceChildren(make("span", text, "token"), meter, list, ...lost);
+  place.replaceChildren(make("span", text, "token"), meter, list);
+  if (data.advantage.length && at(data.advantage, i) == null) place.append(make("p", "not in the loss", "cut"));
 }
 
 function hold(span, scroll) {
@@ -398,6 +396,5 @@ if (exported) {
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
   for (const [figure, chart] of charts) draw(figure, chart.lines, json($("#labels")) || [figure.dataset.name]);
 });
-addEventListener("resize", () => {
-  for (const [figure, chart] of charts) chart.plot.setSize({width: $(".plot", figure).clientWidth, height: 150});
-});
+addEventListener("resize", () => charts.forEach((chart, figure) =>
+  chart.plot.setSize({width: $(".plot", figure).clientWidth, height: 150})));
