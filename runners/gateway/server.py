@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 from msgspec.structs import replace
 
 from agentrl.addresses import is_loopback
@@ -51,9 +52,10 @@ class Gateway:
         policies: Collection[str] = (),
         remote: bool = False,
         rules: Sequence[RoleRule] = (),
+        watch: Middleware | None = None,
     ) -> None:
         """From `upstreams` to `remote` arguments of the `Router`. `rules` find the roles of calls
-        that say none. With a `host` that other machines can connect
+        that say none, and `watch` sees every request. With a `host` that other machines can connect
         to, only sealed attempts can be reached.
 
         Raises ConfigError for an upstream without its API key."""
@@ -62,6 +64,7 @@ class Gateway:
         self.attempts = AttemptRegistry(open=is_loopback(host), roles=roles or (), rules=rules)
         self.router = Router(store, run, upstreams, roles, policies, remote=remote)
         self._store, self._host = store, host
+        self._watch = (watch,) if watch is not None else ()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="agentrl-gateway", daemon=True)
         self._listening: Future[int] = Future()
@@ -142,7 +145,7 @@ class Gateway:
 
     async def _main(self) -> None:
         upstream = Upstream(self.router)
-        app = web.Application(client_max_size=LARGEST)
+        app = web.Application(client_max_size=LARGEST, middlewares=self._watch)
         Endpoints(self.attempts, self.router, upstream, self._store).add_to(app)
         following, runner = asyncio.create_task(self.router.follow()), None
         try:
