@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Coroutine
@@ -35,6 +36,7 @@ from agentrl.types import (
 )
 
 RUN, STEPS, SIZE = "run", 6, 4
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\"><b>bold</b> <!--"
 SYSTEM = {"role": "system", "content": "Answer shortly."}
 LONG = "0123456789" * 2000
