@@ -17,6 +17,7 @@ Json = Any  # the payload of a user: whatever JSON can say
 Task = Mapping[str, Json]
 """JSON object. `input` goes to the agent, the whole object to the verifier; `id` is optional."""
 SIDE = "side"  # role of calls beside the agent's own work, such as titles: no policy learns them
+DIFF = "agentrl.diff"  # attribute of a span: what the agent changed in its workspace
 POLICY = "policy"  # name of the trained policy of a run that has only one
 EMPTY = "rollouts/empty"  # metric of a step without a usable rollout: how many it had
 ENDED = "run/ended"  # metric of a run's last step: 1 once no rollout will be queued any more
@@ -102,13 +103,15 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Sampling(Record, frozen=True):
-    """Sampling parameters. In a rollout: defaults for those that the agent does not set."""
+    """Sampling parameters. In a rollout: defaults for those that the agent does not set, and with
+    `force` temperature, top_p and top_k whatever it sets."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: no limit
     max_tokens: int | None = None
     seed: int | None = None
+    force: bool = False
 
 
 class Branch(Record, frozen=True):

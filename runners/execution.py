@@ -10,12 +10,14 @@ a model call that failed and was not repeated with success fails the attempt, wh
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from msgspec.structs import replace
 
+from agentrl import threads
 from agentrl.config import AgentConfig, RetriesConfig
 from agentrl.errors import ConfigError
 from agentrl.runners.executors import ExecutionResult, Executor
@@ -29,9 +31,10 @@ from agentrl.runners.tracing import core as tracing
 from agentrl.runners.workspace.folders import Workspace, Workspaces
 from agentrl.runners.workspace.sources import WorkspaceError
 from agentrl.store.base import Store
-from agentrl.types import Attempt, ErrorKind, Failure, Outcome, Reward, Scope, Trace
+from agentrl.types import DIFF, Attempt, ErrorKind, Failure, Outcome, Reward, Scope, Span, Trace
 
 log = logging.getLogger("agentrl.runner")
+LONGEST_DIFF = 20_000  # characters that are stored of what an agent has changed
 
 
 @dataclass(slots=True)
@@ -63,6 +66,8 @@ class AttemptRunner:
                 active.place = workspace.place
                 active.extend(active.attempt.rollout.timeout)
             ran = await self.run_agent(active)
+            if workspace is not None:
+                ran = replace(ran, spans=await _with_diff(ran.spans, workspace))
             outcome = await self._score(active, ran, workspace)
         except WorkspaceError as error:
             failure = Failure(kind=ErrorKind.WORKSPACE, message=str(error))
@@ -212,6 +217,14 @@ class AttemptRunner:
 def _is_cancelled() -> bool:
     task = asyncio.current_task()
     return task is not None and bool(task.cancelling())
+
+
+async def _with_diff(spans: list[Span], workspace: Workspace) -> list[Span]:
+    """The spans of an agent; the first says what it has changed."""
+    with contextlib.suppress(OSError):  # an agent can make files that are none
+        diff = (await threads.call(workspace.diff))[:LONGEST_DIFF]
+        spans = [replace(s, attributes={**s.attributes, DIFF: diff}) for s in spans[:1]] + spans[1:]
+    return spans
 
 
 def _outcome(active: ActiveAttempt, ran: ExecutionResult, **ended: Any) -> Outcome:

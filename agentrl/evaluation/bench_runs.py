@@ -8,7 +8,6 @@ after its last committed step.
 from __future__ import annotations
 
 import asyncio
-import gc
 import multiprocessing
 import os
 import shutil
@@ -19,7 +18,6 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 
 from agentrl import __version__
 from agentrl.config import RunConfig
@@ -29,6 +27,8 @@ from agentrl.loading import load_attribute
 from agentrl.processes import PARENT, allow_files, die_with_parent, environment
 from agentrl.store import open_store
 from agentrl.types import StepRow
+
+FORK = multiprocessing.get_context("fork")
 
 
 def read_results(file: Path) -> dict[str, Result]:
@@ -44,11 +44,11 @@ def read_results(file: Path) -> dict[str, Result]:
 
 def run_pieces(
     pieces: Iterable[Piece], done: dict[str, Result], file: Path, *, until: float
-) -> int:
+) -> None:
     """Run the pieces that are not in `done`, one after the other, and add them to it and to the
     file. None is started that would end after `until`, by time.monotonic(), if it took as long as
-    the longest so far. Returns how many were run. Raises TrainingError where one fails."""
-    console, count, longest = Console(soft_wrap=True), 0, 0.0
+    the longest so far. Raises TrainingError where one fails."""
+    longest = 0.0
     for one in (one for one in pieces if one.digest not in done):
         started = time.monotonic()
         if started + longest > until:
@@ -59,16 +59,14 @@ def run_pieces(
         torn = file.is_file() and not file.read_bytes().endswith(b"\n")
         with file.open("ab") as lines:
             lines.write(b"\n" * torn + msgspec.json.encode(row) + b"\n")
-        count, longest = count + 1, max(longest, row.seconds)
-        change = f"{row.curve[0][1]:.3f} to {row.curve[-1][1]:.3f}"
-        console.print(f"{one}: {change}, {row.seconds:.0f} s", highlight=False)
-    return count
+        longest = max(longest, row.seconds)
+        change = f"{row.curve[0][1]:.3f} to {row.curve[-1][1]:.3f}, {row.seconds:.0f} s"
+        print("{} {} lr {:g} seed {}:".format(*one.name), change, flush=True)
 
 
 def run_piece(config: RunConfig) -> None:
     """Train in an algorithm process, with a runner process. Raises TrainingError if it fails."""
-    # Threads of tiny models wait for each other longer than they compute. Torch reads this when it
-    # is imported.
+    # Read when torch is imported: threads of tiny models mostly wait for each other.
     os.environ |= {"OMP_NUM_THREADS": "1"} | environment()
     import openai  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
@@ -76,17 +74,13 @@ def run_piece(config: RunConfig) -> None:
     from agentrl.algorithms.train.main import main as algorithm
     from agentrl.runners.main import main as runner
 
-    gc.freeze()  # what is not touched is not copied
     allow_files()
     logs = Path(config.output, "logs")
     logs.mkdir(parents=True, exist_ok=True)
-    asyncio.run(_open(config))  # the runner waits for the run
-    context = multiprocessing.get_context("fork")
+    started = {"algorithm": (algorithm, config), "runner-0": (runner, config.store, config.name)}
     processes = [
-        context.Process(target=_child, args=(logs / "algorithm.log", algorithm, config)),
-        context.Process(
-            target=_child, args=(logs / "runner-0.log", runner, config.store, config.name)
-        ),
+        FORK.Process(target=_child, args=(logs / f"{name}.log", *call))
+        for name, call in started.items()
     ]
     try:
         for process in processes:
@@ -112,11 +106,6 @@ def _child(log: Path, function: Callable[..., object], *arguments: object) -> No
     function(*arguments)
 
 
-async def _open(config: RunConfig) -> None:
-    async with open_store(config.store) as store:
-        await store.open_run(config.name, msgspec.to_builtins(config))
-
-
 async def _steps(config: RunConfig) -> list[StepRow]:
     async with open_store(config.store, create=False) as store:
         return await store.steps(config.name)
@@ -130,11 +119,18 @@ def result(one: Piece, seconds: float) -> Result:
         if "eval/score" in row.metrics:
             curve.append((spent, row.metrics["eval/score"]))
         elif one.measure and (row.step % config.eval.every == 0 or row.step == config.steps):
-            measure = load_attribute(one.measure, Path(config.root), key="measure")
             saved = Path(config.output, "checkpoints").glob(f"{row.step:06d}*")
-            curve.append((spent, measure(max(saved) if row.step else Path(config.policy.model))))
+            policy = max(saved) if row.step else Path(config.policy.model)
+            with FORK.Pool(1) as apart:
+                curve.append((spent, apart.apply(_measure, (one, policy))))
         spent += row.metrics.get("rollouts", 0.0)
-        failed += row.metrics.get("rollouts/failed", 0.0)
+        failed += row.metrics.get("rollouts/failed", 0) + row.metrics.get("eval/score_missing", 0)
     shutil.rmtree(config.output)
-    about = (one.digest, one.task, one.preset, one.lr, one.seed)
-    return Result(*about, curve, round(seconds, 1), failed, __version__)
+    return Result(one.digest, *one.name, curve, round(seconds, 1), failed, __version__)
+
+
+def _measure(one: Piece, policy: Path) -> float:
+    """What the task's own measure says of a checkpoint. It is loaded in a process of its own, so
+    that those of later pieces load the task's modules with their own environment."""
+    measure = load_attribute(one.measure, Path(one.config.root), key="measure")
+    return float(measure(policy))

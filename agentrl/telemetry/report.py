@@ -39,7 +39,7 @@ async def print_report(
         trace = await store.trace(rollout.id)
         if trace:
             console.print(f"[bold]{title}[/]")
-            console.print(render_trace(trace))
+            console.print(render_trace(trace, longest=400))
     rows = [_times(steps, seconds), await _failures(store, config), _refused(steps)]
     for row in (*rows, *policies_without_calls(config, steps).values()):
         if row:

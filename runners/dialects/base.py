@@ -160,6 +160,7 @@ class Dialect:
     api: str  # where the policy server is asked, below its base URL
     error: Callable[[int, str, str], Body]  # of HTTP status, code and message
     translate: Callable[[Body, ConversationMemory], Translation] | None = None  # None: the same API
+    tells_errors: bool = False  # also in a stream that has begun, as its last event
 
 
 @contextmanager
@@ -214,6 +215,10 @@ def _same_json(given: str, written: str) -> bool:
         return bool(msgspec.json.decode(given or "{}") == msgspec.json.decode(written or "{}"))
     except (msgspec.DecodeError, RecursionError):
         return False
+
+
+def data_event(body: Body) -> bytes:
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
 def tool_call(id: Json, name: Json, arguments: Json) -> Body:

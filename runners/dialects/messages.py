@@ -35,7 +35,6 @@ EDITS = {"clear_thinking_20251015", "clear_tool_uses_20250919"}  # of `context_m
 HOSTED = ("code_execution_", "web_fetch_", "web_search_")
 TRANSLATED = {"max_tokens", "messages", "output_config", "stop_sequences", "system", "thinking"}
 TRANSLATED |= {"tool_choice", "tools"}
-RENDERED = ("messages", "tools", "chat_template_kwargs")
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 TYPES |= {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
 TYPES |= {504: "timeout_error", 529: "overloaded_error"}
@@ -91,10 +90,9 @@ def chat_request(body: Body, memory: ConversationMemory) -> Body:
 
 
 def prompt_of(body: Body, memory: ConversationMemory) -> Body:
-    """The fields of a request that its prompt is rendered from, as those of a chat completion."""
+    """The chat completion with the prompt of a request to count_tokens."""
     with base.typed():
-        chat = chat_request(body | {"max_tokens": 1}, memory)
-    return {k: chat[k] for k in ("model", *RENDERED) if k in chat}
+        return chat_request(body | {"max_tokens": 1}, memory)
 
 
 def left_out(body: Body) -> list[str]:
@@ -173,7 +171,7 @@ def _assistant(blocks: list[Body], where: str, memory: ConversationMemory) -> Bo
             turn["reasoning_content"] = turn.get("reasoning_content", "") + said
         elif kind == "tool_use":
             id = block.get("id")
-            arguments = _arguments(block.get("input"), memory.arguments.get(str(id)))
+            arguments = written_arguments(block.get("input"), memory.arguments.get(str(id)))
             call = base.tool_call(id, block.get("name"), arguments)
             turn.setdefault("tool_calls", []).append(call)
         else:
@@ -181,11 +179,11 @@ def _assistant(blocks: list[Body], where: str, memory: ConversationMemory) -> Bo
     return turn
 
 
-def _arguments(given: Json, written: str | None) -> str:
+def written_arguments(given: Json, written: str | None) -> str:
     """Arguments of a tool call, from the input that the agent gives. Where the agent was shown what
     the model has `written`, exactly that: with other white space the tokens would differ, and the
     call would not continue the one before."""
-    if written is not None and _input(written) == given:
+    if written is not None and input_of(written) == given:
         return written
     if isinstance(given, dict) and given.keys() == {BROKEN} and isinstance(given[BROKEN], str):
         return str(given[BROKEN])
@@ -261,7 +259,7 @@ class MessagesTranslation(base.Translation):
     def _close(self) -> None:
         block = self._blocks[-1]
         if block["type"] == "tool_use":
-            block["input"] = _input(self._arguments)
+            block["input"] = input_of(self._arguments)
             shown = msgspec.json.encode(block["input"]).decode()
             self._delta({"type": "input_json_delta", "partial_json": shown})
         self._event("content_block_stop", index=len(self._blocks) - 1)
@@ -283,7 +281,7 @@ class MessagesTranslation(base.Translation):
         self._event("content_block_delta", index=len(self._blocks) - 1, delta=delta)
 
 
-def _input(arguments: str) -> Body:
+def input_of(arguments: str) -> Body:
     try:
         return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError):

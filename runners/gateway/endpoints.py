@@ -13,17 +13,25 @@ from agentrl.errors import AgentRLError, Invalid
 from agentrl.http_server import read_body
 from agentrl.runners import dialects
 from agentrl.runners.dialects import DIALECTS, Dialect, UntranslatableError
-from agentrl.runners.dialects.base import Body
+from agentrl.runners.dialects.base import Body, ConversationMemory
 from agentrl.runners.gateway.attribution import AttemptRegistry, CallOrigin, RefusedError
 from agentrl.runners.gateway.handler import CallHandler, translate_error
 from agentrl.runners.gateway.routing import Route, Router
-from agentrl.runners.gateway.upstream import Upstream, UpstreamError, forwarded_headers, read
+from agentrl.runners.gateway.upstream import (
+    RENDERED,
+    PromptSize,
+    Upstream,
+    UpstreamError,
+    forwarded_headers,
+    read,
+)
 from agentrl.store.base import Store
 
 LARGEST = 256 * 2**20  # bytes of a request
 PREFIXES = ("", "/a/{attempt}", "/a/{attempt}/{role}")
 KNOWN = [f"POST /v1/{dialect.route}" for dialect in DIALECTS]
 KNOWN += ["POST /v1/messages/count_tokens", "POST /v1/embeddings", "POST /v1/traces"]
+KNOWN += ["POST /v1beta/models/MODEL:generateContent (streamGenerateContent, countTokens)"]
 KNOWN += ["POST /v1/logs", "POST /v1/metrics", "GET /v1/models", "GET /v1/models/MODEL"]
 UNREADABLE = "invalid_body"
 # The gateway has repeated what made sense, so the agent's SDK need not.
@@ -48,13 +56,16 @@ class Endpoints:
                 call = partial(self._within_attempt, partial(self.call, dialect))
                 app.router.add_post(f"{prefix}/v1/{dialect.route}", call)
             for route, work in (
-                ("messages/count_tokens", partial(count_tokens, self._upstream)),
+                ("messages/count_tokens", self.count_tokens),
                 ("embeddings", partial(embeddings, self._upstream)),
                 ("traces", self.traces),
                 ("logs", drop),
                 ("metrics", drop),
             ):
                 app.router.add_post(f"{prefix}/v1/{route}", partial(self._within_attempt, work))
+            for version in ("v1", "v1beta"):
+                google = partial(self._within_attempt, self.google)
+                app.router.add_post(f"{prefix}/{version}/models/{{model}}:{{verb}}", google)
             app.router.add_get(f"{prefix}/v1/models", self.models)
             app.router.add_get(f"{prefix}/v1/models/{{model}}", self.models)
             app.router.add_get(f"{prefix}/v1/responses", no_websocket)
@@ -64,6 +75,28 @@ class Endpoints:
         self, dialect: Dialect, caller: CallOrigin, request: web.Request
     ) -> web.StreamResponse:
         return await CallHandler(self._upstream, self._store, caller, request, dialect).run()
+
+    async def count_tokens(self, caller: CallOrigin, request: web.Request) -> web.StreamResponse:
+        """https://docs.anthropic.com/en/api/messages-count-tokens"""
+        kind, prompt_of = dialects.messages.DIALECT, dialects.messages.prompt_of
+        return await count_tokens(self._upstream, caller, request, kind, prompt_of, "input_tokens")
+
+    async def google(self, caller: CallOrigin, request: web.Request) -> web.StreamResponse:
+        """A method of Google's API, whose path names the model."""
+        model, verb = request.match_info["model"], request.match_info["verb"]
+        if verb == "countTokens":
+            prompt_of = partial(dialects.google.prompt_of, model=model)
+            return await count_tokens(
+                self._upstream, caller, request, dialects.google.DIALECT, prompt_of, "totalTokens"
+            )
+        stream = verb == "streamGenerateContent"
+        if verb not in ("generateContent", "streamGenerateContent"):
+            raise UntranslatableError(
+                verb, "there is generateContent, streamGenerateContent and countTokens", status=404
+            )
+        if stream and request.query.get("alt") != "sse":
+            raise UntranslatableError("alt", "a stream is sent as events only; add ?alt=sse")
+        return await self.call(dialects.google.dialect(model, stream=stream), caller, request)
 
     async def traces(self, caller: CallOrigin, request: web.Request) -> web.StreamResponse:
         """Stores spans of the caller's own attempt; others are rejected as OTLP prescribes."""
@@ -168,15 +201,6 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     return answer
 
 
-class _Count(msgspec.Struct):
-    """The part that is read of the answer of vLLM and the embedded server to /tokenize."""
-
-    count: int
-
-
-_count = msgspec.json.Decoder(_Count)
-
-
 # -- calls that are routed and repeated like any other, but not recorded ---------------------------
 
 
@@ -197,17 +221,23 @@ async def embeddings(
 
 
 async def count_tokens(
-    upstream: Upstream, caller: CallOrigin, request: web.Request
+    upstream: Upstream,
+    caller: CallOrigin,
+    request: web.Request,
+    dialect: Dialect,
+    prompt_of: Callable[[Body, ConversationMemory], Body],
+    field: str,
 ) -> web.StreamResponse:
-    """The number of prompt tokens of an Anthropic request, as the policy server renders it.
-
-    Source: https://docs.anthropic.com/en/api/messages-count-tokens"""
+    """The number of prompt tokens of a request, as the policy server renders it. `prompt_of` makes
+    it the request for a chat completion; `field` names the number in the answer."""
     raw = await read_body(request)
-    chat = dialects.messages.prompt_of(msgspec.json.decode(raw, type=Body), caller.attempt.memory)
+    chat = prompt_of(msgspec.json.decode(raw, type=Body), caller.attempt.memory)
     model = str(chat.get("model") or "")
 
     async def once(route: Route) -> web.StreamResponse:
-        body = msgspec.json.encode(chat | {"model": route.model or model})
+        asked = {name: chat[name] for name in RENDERED if name in chat}
+        asked |= {"messages": await upstream.adapt(route, chat["messages"])}
+        body = msgspec.json.encode(asked | {"model": route.model or model})
         server = route._replace(base_url=route.base_url.removesuffix("/v1"))
         try:
             async with upstream.post(server, "tokenize", body, request.headers) as reply:
@@ -217,10 +247,10 @@ async def count_tokens(
                 raise
             raise _not_countable(route) from None
         if status in (400, 422):
-            words = translate_error(dialects.messages.DIALECT, status, found)
+            words = translate_error(dialect, status, found)
             return web.Response(status=status, body=words, content_type="application/json")
         try:
-            return web.json_response({"input_tokens": _count.decode(found).count})
+            return web.json_response({field: msgspec.json.decode(found, type=PromptSize).count})
         except msgspec.DecodeError:
             raise _not_countable(route) from None
 

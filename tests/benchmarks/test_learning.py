@@ -14,14 +14,16 @@ from agentrl.evaluation.bench import (
     BenchPlan,
     BenchPreset,
     BenchTask,
+    Piece,
     Result,
-    area,
     read_bench,
 )
 from tests.benchmarks.learning import (
     FILE,
     baseline_of,
     bootstrap,
+    figure,
+    finite,
     headline,
     interquartile_mean,
     markdown,
@@ -71,7 +73,6 @@ def test_one_seed_has_no_interval_and_noise_has_a_wide_one() -> None:
 
 def test_curves_are_read_between_their_points() -> None:
     assert on_grid([(0, 0.0), (100, 1.0)], 100, 5).tolist() == [0, 0.25, 0.5, 0.75, 1]
-    assert area([(0, 0.0), (100, 1.0), (400, 1.0)]) == pytest.approx(0.875)
 
 
 @pytest.fixture
@@ -92,16 +93,15 @@ def plan(tmp_path: Path) -> BenchPlan:
     plan = BenchPlan(bench, FILE, tmp_path, {})
     pairs = [("chain", "broadcast"), ("chain", "gigpo")]
     for one in plan.tuning(pairs):
-        finish(plan, one, one.lr * 100)
+        finish(plan, one, one.name[2] * 100)
     for one in plan.reported(pairs, bench.seeds):
-        finish(plan, one, 1.0 if one.preset == "gigpo" else 0.5)
+        finish(plan, one, 1.0 if one.name[1] == "gigpo" else 0.5)
     return plan
 
 
-def finish(plan: BenchPlan, one: object, slope: float) -> None:
+def finish(plan: BenchPlan, one: Piece, slope: float) -> None:
     curve = [(spent, 1 + min(1.0, slope * spent / 768)) for spent in range(0, 1537, 192)]
-    about = (one.digest, one.task, one.preset, one.lr, one.seed)  # type: ignore[attr-defined]
-    plan.done[about[0]] = Result(*about, curve, 1.0, 0.0, "0")
+    plan.done[one.digest] = Result(one.digest, *one.name, curve, 1.0, 0.0, "0")
 
 
 def test_learning_rates_are_those_of_the_largest_area(plan: BenchPlan) -> None:
@@ -122,7 +122,7 @@ def test_a_piece_is_known_by_all_that_decides_it(plan: BenchPlan) -> None:
     assert elsewhere.piece(pair, 1e-3, 0).digest in digests
 
 
-def test_the_table_has_normalised_scores_and_ratios(plan: BenchPlan) -> None:
+def test_the_table_has_normalised_scores_and_ratios(plan: BenchPlan, tmp_path: Path) -> None:
     found = summarise(plan)
     rows = found["chain"]
     assert rows["broadcast"]["final"][0] == pytest.approx(np.mean([0.75, 0.875, 1.0]))
@@ -131,6 +131,9 @@ def test_the_table_has_normalised_scores_and_ratios(plan: BenchPlan) -> None:
     assert headline(plan.bench, found)["chain"]["preset"] == "gigpo"
     assert "| gigpo | 0.002 | 2 | 1.00 (1.00 to 1.00) |" in markdown(found)
     assert baseline_of(plan.bench, "chain") == "broadcast"
+    assert finite({"a": [inf, 1.0]}) == {"a": [None, 1.0]}
+    figure(plan.bench, found, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
 def test_a_bench_file_that_cannot_be_is_refused(tmp_path: Path) -> None:
