@@ -74,7 +74,7 @@ class Pages:
     async def _run_row(self, run: str) -> Values:
         state = await self._state(run)
         last = await self._recent(state, 1)
-        found = await self.store.series(run, ["eval/score", "reward/mean"], points=60)
+        found = await self._series(run, ["eval/score", "reward/mean"], points=60)
         metric = "eval/score" if found["eval/score"] else "reward/mean"
         row = {"run": run, "state": state, "counts": await self.store.counts(run), "metric": metric}
         row["ended"] = bool(last and last[-1].metrics.get("run/ended"))
@@ -85,7 +85,7 @@ class Pages:
         if not 2 <= len(runs) <= 4:
             raise Invalid("choose two to four runs to compare")
         states = await asyncio.gather(*map(self._state, runs))
-        found = [await self.store.series(run, SHOWN, points=POINTS) for run in runs]
+        found = [await self._series(run, SHOWN) for run in runs]
         names = [name for name in SHOWN if any(one[name] for one in found)]
         rows = []
         for state in states[1:]:
@@ -110,7 +110,7 @@ class Pages:
         values["at"] = recent[-1].at if recent else state.created
         values["last"] = {name: value for row in recent for name, value in row.metrics.items()}
         wanted = [*SHOWN, *({query["metric"]} - set(SHOWN) if "metric" in query else ())]
-        found = {} if live else await self.store.series(run, wanted, points=POINTS)
+        found = {} if live else await self._series(run, wanted)
         values["shown"] = [name for name in wanted if found.get(name)]
         values["series"] = {name: records.finite(points) for name, points in found.items()}
         values["curves"] = {name: records.curve(points) for name, points in found.items()}
@@ -149,7 +149,7 @@ class Pages:
         table = [(name, [row.get(WIN_RATE + one) for one in pool], elo) for name, row, elo in rows]
         values = {"run": run, "pool": pool, "table": table, "last": last}
         values["served"] = await self.store.policies(run)
-        found = await self.store.series(run, ["selfplay/elo"], points=POINTS)
+        found = await self._series(run, ["selfplay/elo"])
         values["curve"] = records.curve(found["selfplay/elo"])
         return Page("policies.html", f"{run} policies", values)
 
@@ -282,6 +282,12 @@ class Pages:
         if (state := await self.store.run(run)) is None:
             raise NotFound(f"there is no run {run!r} in this store")
         return state
+
+    async def _series(self, run: str, names: list[str], points: int = POINTS) -> Values:
+        """Curves; one that the run does not have costs nothing and is empty."""
+        known = await self.store.metric_names(run)
+        wanted = [name for name in names if name in known]
+        return dict.fromkeys(names, []) | await self.store.series(run, wanted, points=points)
 
     async def _recent(self, state: RunState, steps: int) -> list[StepRow]:
         return await self.store.steps(state.run, after=max(state.step - 1 - steps, -1))

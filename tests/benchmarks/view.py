@@ -2,9 +2,10 @@
 
 python -m tests.benchmarks.view --json [--quick] [--keep FILE]
 
-Pages and searches are timed over HTTP on the store of `view_store`: 1.0 M calls of 400,000 rollouts,
-with `--quick` 25,000. A store of its own has a hard rollout (60 calls, 24,000 tokens, 1.2 MB of tool
-output), and a run on which the time from a commit until Chromium shows it is measured.
+Pages and searches are timed over HTTP on the store of `view_store`: 1.0 M calls of 400,000
+rollouts, with `--quick` 25,000. A store of its own has a hard rollout (60 calls, 24,000 tokens,
+1.2 MB of tool output), and a run on which the time from a commit until Chromium shows it is
+measured.
 """
 
 from __future__ import annotations
