@@ -142,12 +142,15 @@ class NewRollout(Record, frozen=True):
 
 
 class Attempt(Record, frozen=True):
-    """One try at a rollout: a lease. `id` is the 32-hex-digit OpenTelemetry trace id."""
+    """One try at a rollout: a lease. `id` is the 32-hex-digit OpenTelemetry trace id.
+
+    With `ran`, an earlier attempt ran the agent and its trace is this one's now: only score it."""
 
     id: str
     rollout: NewRollout
     fence: int  # 1 for the first attempt of a rollout; only the highest fence may write
     lease_until: float  # unix seconds
+    ran: AgentRun | None = None
 
 
 class Transition(Record, frozen=True):
@@ -219,8 +222,21 @@ class FailureCount(Record, frozen=True):
     message: str
 
 
+class AgentRun(Record, frozen=True):
+    """What an agent did, kept until it is scored: then a runner that dies costs no second run."""
+
+    result: Json = None
+    failure: Failure | None = None  # of time, calls or tokens; it is scored all the same
+    rewards: list[Reward] = []  # its own, about spans of its calls
+    calls: int = 0  # that were stored
+    files: bytes | None = None  # what it changed in its workspace
+
+
 class Outcome(Record, frozen=True):
-    """How an attempt ended. Exactly one of `failure` (failed) or none (succeeded)."""
+    """How an attempt ended. Exactly one of `failure` (failed) or none (succeeded).
+
+    With `ran` it has not ended: its agent has, whose spans these are, and it goes on to be scored.
+    """
 
     attempt: str
     fence: int
@@ -229,6 +245,7 @@ class Outcome(Record, frozen=True):
     spans: list[Span] = []
     failure: Failure | None = None
     retry: bool = False  # try again with the next fence while attempts are left
+    ran: AgentRun | None = None
 
 
 class Rollout(Record, frozen=True):

@@ -19,7 +19,6 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,7 +31,7 @@ from agentrl.runners.executors.supervisor import ProcessSpec
 from agentrl.runners.gateway.attribution import AgentPlace
 from agentrl.runners.harnesses.preset import private_folders
 from agentrl.runners.workspace import cleaner
-from agentrl.runners.workspace.changes import changes, diff, files_of
+from agentrl.runners.workspace.changes import carry_over, diff, pack, unpack
 from agentrl.runners.workspace.sandbox import Sandbox
 from agentrl.runners.workspace.sources import (
     Template,
@@ -41,7 +40,7 @@ from agentrl.runners.workspace.sources import (
     no_space_or,
     write_files,
 )
-from agentrl.types import Json, Task
+from agentrl.types import AgentRun, Json, Task
 
 FOLDERS = ("repo", "home", "tmp", "io")
 LARGEST_OUTPUT = 2**20  # bytes of what a test prints
@@ -84,31 +83,23 @@ class Workspace:
         """What the agent changed, as a unified diff; binary and large files by name."""
         return diff(self.template.folder, self.path)
 
+    def packed(self) -> bytes:
+        """The changes, from which `prepare` makes the same files again. Raises WorkspaceError where
+        they are too large."""
+        return pack(self.template.folder, self.path)
+
     async def fresh(self, files: Mapping[str, Json] | None = None) -> Workspace:
         """A new copy of what the agent was given, with its changes, and `files` over them: hidden
         tests that no agent has seen. It is removed with this workspace. Raises WorkspaceError."""
         copy = await self._of.copy(self.template)
         self._copies.append(copy.folder)
-        await threads.call(partial(self._carry_over, copy, files or {}))
-        return copy
-
-    def _carry_over(self, copy: Workspace, files: Mapping[str, Json]) -> None:
-        """What is gone is deleted first: then no name leads through a link of either side."""
         try:
-            before, after = files_of(copy.path), files_of(self.path)
-            changed = changes(copy.path, self.path)
-            for name in before.keys() & changed:
-                before[name].unlink()
-            for name in [name for name in changed if name in after]:
-                target = copy.path / name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                if target.is_dir():
-                    cleaner.remove(target)
-                shutil.copy2(after[name], target, follow_symlinks=False)
-            write_files(copy.path, files)
-            self._of.sandbox.give(copy.folder)
+            await threads.call(carry_over, self.template.folder, self.path, copy.path)
+            await threads.call(write_files, copy.path, files or {})
+            await threads.call(self._of.sandbox.give, copy.folder)
         except OSError as error:
             raise no_space_or(error, "copy") from None
+        return copy
 
     async def run(
         self, argv: Sequence[str], *, timeout: float = 60.0, env: Mapping[str, str] | None = None
@@ -161,8 +152,9 @@ class Workspaces:
                     f" {tried.stderr.strip() or tried.status}; choose another"
                 )
 
-    async def prepare(self, task: Task) -> Workspace:
-        """Raises WorkspaceError."""
+    async def prepare(self, task: Task, ran: AgentRun | None = None) -> Workspace:
+        """A copy of the source, or where an agent `ran` the files as that left them. Raises
+        WorkspaceError."""
         source: Json = self.config.source
         if source.startswith("task."):
             key = source.removeprefix("task.")
@@ -171,7 +163,14 @@ class Workspaces:
             source = task[key]
         try:
             async with asyncio.timeout(self.config.timeout):
-                return await self._copy_of(source)
+                workspace = await self._copy_of(source)
+                if ran is not None and ran.files is not None:
+                    try:
+                        await threads.call(unpack, workspace.path, ran.files)
+                    except BaseException:
+                        await self.remove(workspace)
+                        raise
+                return workspace
         except TimeoutError:
             message = f"a workspace was not ready after {self.config.timeout:g} s"
             raise WorkspaceError(message) from None
