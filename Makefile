@@ -25,7 +25,8 @@ demo: $(STAMP) ## Train the example agent (about three minutes)
 SANDBOX := $(if $(filter 0,$(shell id -u)),user,unshare)
 
 demo-codex demo-pi: demo-%: $(STAMP) .harnesses/bin/% ## Train a tiny policy inside the real Codex CLI, or Pi
-	$(BIN)/agentrl train examples/harness/$*.toml agent.command=$(CURDIR)/.harnesses/bin/$* workspace.sandbox=$(SANDBOX)
+	$(BIN)/agentrl train examples/harness/run.toml name=$* workspace.sandbox=$(SANDBOX) \
+		agent.harness=$* agent.command=$(CURDIR)/.harnesses/bin/$* policy.build=policy.py:$*
 
 test: $(STAMP) ## Run the tests
 	$(BIN)/python -m pytest -rs -n $(WORKERS) --dist loadfile --no-loadscope-reorder

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from agentrl.runners.scoring.rewards import reward
     from agentrl.runners.tracing.roles import role
     from agentrl.trainer import Trainer
+    from agentrl.view.notebook import show
 
 __version__ = "0.1.0"
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "__version__",
     "reward",
     "role",
+    "show",
 ]
 
 # Imported late: `import agentrl` stays fast in every agent process.
@@ -30,6 +32,7 @@ LATE = {
     "Trainer": "agentrl.trainer",
     "reward": "agentrl.runners.scoring.rewards",
     "role": "agentrl.runners.tracing.roles",
+    "show": "agentrl.view.notebook",
 }
 
 

@@ -17,6 +17,7 @@ Json = Any  # the payload of a user: whatever JSON can say
 Task = Mapping[str, Json]
 """JSON object. `input` goes to the agent, the whole object to the verifier; `id` is optional."""
 SIDE = "side"  # role of calls beside the agent's own work, such as titles: no policy learns them
+DIFF = "agentrl.diff"  # attribute of a span: what the agent changed in its workspace
 POLICY = "policy"  # name of the trained policy of a run that has only one
 EMPTY = "rollouts/empty"  # metric of a step without a usable rollout: how many it had
 ENDED = "run/ended"  # metric of a run's last step: 1 once no rollout will be queued any more
@@ -158,8 +159,9 @@ class Transition(Record, frozen=True):
 
     `prompt` [P] and `completion` [C] are int32 token ids, `logprobs` [C] the sampler's own float32
     log-probs at `sampling.temperature`. `exact` is false when the upstream gave no token ids.
-    `messages` and `tools` are what the agent sent, `answer` what it received (chat message). A call
-    that `repeats` another was answered from the record, not by the policy: it is context only.
+    `messages` and `tools` are what the agent sent, `answer` what it received (chat message), and
+    `left_out` the options of its request that had no effect. A call that `repeats` another was
+    answered from the record, not by the policy: it is context only.
     """
 
     id: str
@@ -181,6 +183,7 @@ class Transition(Record, frozen=True):
     started: float = 0.0  # unix seconds
     seconds: float = 0.0
     repeats: str | None = None  # the call of another rollout that it replays
+    left_out: list[str] = []  # fields and hosted tools
 
 
 class Reward(Record, frozen=True):

@@ -10,6 +10,7 @@ a model call that failed and was not repeated with success fails the attempt, wh
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from agentrl.runners.workspace.folders import Workspace, Workspaces
 from agentrl.runners.workspace.sources import WorkspaceError
 from agentrl.store.base import Store
 from agentrl.types import (
+    DIFF,
     AgentRun,
     Attempt,
     ErrorKind,
@@ -40,10 +42,12 @@ from agentrl.types import (
     Outcome,
     Reward,
     Scope,
+    Span,
     Trace,
 )
 
 log = logging.getLogger("agentrl.runner")
+LONGEST_DIFF = 20_000  # characters that are stored of what an agent has changed
 
 
 class Stages:
@@ -133,6 +137,8 @@ class AttemptRunner:
                 async with stages.run:
                     active.extend(attempt.rollout.timeout)
                     ran = await self.run_agent(active)
+                    for workspace in opened:
+                        ran = replace(ran, spans=await _with_diff(ran.spans, workspace))
                     if not (stages.scored_apart and self._is_scored(active, ran)):
                         return await self._score(active, ran, *opened)
                 active.extend(math.inf)
@@ -317,6 +323,14 @@ class AttemptRunner:
 def _is_cancelled() -> bool:
     task = asyncio.current_task()
     return task is not None and bool(task.cancelling())
+
+
+async def _with_diff(spans: list[Span], workspace: Workspace) -> list[Span]:
+    """The spans of an agent; the first says what it has changed."""
+    with contextlib.suppress(OSError):  # an agent can make files that are none
+        diff = (await threads.call(workspace.diff))[:LONGEST_DIFF]
+        spans = [replace(s, attributes={**s.attributes, DIFF: diff}) for s in spans[:1]] + spans[1:]
+    return spans
 
 
 def _outcome(active: ActiveAttempt, ran: ExecutionResult, **ended: Any) -> Outcome:

@@ -164,6 +164,12 @@ def claims(conn: Connection, attempts: Sequence[str]) -> dict[str, tuple[str, st
     return {row["id"]: (row["run_id"], row["claim_id"]) for row in found}
 
 
+def owner(conn: Connection, *, rollout: str | None = None, group: str | None = None) -> str | None:
+    """The run of a rollout or group; None if there is none of that id."""
+    row = conn.execute(SQL["owner"], {"rollout": rollout, "group": group}).fetchone()
+    return None if row is None else str(row["run_id"])
+
+
 def failures(conn: Connection, run: str) -> list[types.FailureCount]:
     found: dict[str, types.FailureCount] = {}
     for row in conn.execute(SQL["failures"], {"run": run}):

@@ -163,6 +163,7 @@ def transition_columns(t: types.Transition) -> Columns:
         "completion": to_blob(t.completion),
         "logprobs": to_blob(t.logprobs),
         "answer": answer,
+        "left_out": to_json(t.left_out, "left_out") if t.left_out else None,
     }
 
 
@@ -190,6 +191,7 @@ def transitions(rows: Sequence[Row], *, late: bool = False) -> dict[str, list[ty
                 messages=messages,
                 tools=from_json(row["tools_body"]) or [],
                 answer=answer,
+                left_out=from_json(row["left_out"]) or [],
             )
             found.setdefault(row["attempt_id"], []).append(call)
     for calls in found.values():

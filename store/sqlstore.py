@@ -153,6 +153,7 @@ class SqlStore:
         return await self._writer.post(partial(queue.finish, outcomes=clean))
 
     claims = _reading(queue.claims)
+    owner = _reading(queue.owner)
 
     async def cancel(self, rollouts: Sequence[str]) -> int:
         return await self._writer.post(answer_once(partial(queue.cancel, rollouts=rollouts), int))

@@ -59,7 +59,7 @@ async def explain_rollout(store_url: str, rollout: str, *, tokens: bool) -> list
     """How the tokens of a rollout got their credit, from the data of its step in the store.
 
     Raises StoreError for an unknown rollout."""
-    async with open_store(store_url, create=False) as store:
+    async with open_store(store_url, readonly=True) as store:
         trace = await store.trace(rollout)
         state = await store.run(trace.rollout.run) if trace else None
         if trace is None or state is None:

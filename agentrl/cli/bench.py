@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from math import inf
 from pathlib import Path
 
@@ -33,19 +34,19 @@ def bench(
     about, work = read_bench(file), Path("runs/bench").resolve()
     results = results or work / f"{file.stem}.jsonl"
     plan = BenchPlan(about, file, work, read_results(results))
-    wanted = _named(presets, list(about.presets), "--presets")
-    chosen = _named(tasks, list(about.tasks), "--tasks")
+    wanted = _named(presets, about.presets, "--presets")
+    chosen = _named(tasks, about.tasks, "--tasks")
     pairs = [(t, p) for t in chosen for p in about.presets_of(t) if p in wanted]
-    numbers = [int(seed) for seed in _named(seeds, list(map(str, about.seeds)), "--seeds")]
+    numbers = [int(seed) for seed in _named(seeds, map(str, about.seeds), "--seeds")]
     until, count = time.monotonic() + 60 * budget_minutes, 0
     for pieces in (plan.tuning(pairs), plan.reported(pairs, numbers)):
         count += run_pieces(pieces, plan.done, results, until=until)
     click.echo(f"{count} runs, {len(plan.done)} in {results}")
 
 
-def _named(given: str | None, known: list[str], option: str) -> list[str]:
-    names = given.split(",") if given else known
-    for name in names:
-        if name not in known:
-            raise ConfigError(f"{option} {name!r}; {nearest(name, known)}")
-    return names
+def _named(given: str | None, known: Iterable[str], option: str) -> list[str]:
+    names = list(known)
+    for name in given.split(",") if given else ():
+        if name not in names:
+            raise ConfigError(f"{option} {name!r}; {nearest(name, names)}")
+    return given.split(",") if given else names

@@ -106,7 +106,7 @@ async def _last_checkpoint(store_url: str, run: str) -> Path:
     """Beside the store's file, wherever that was moved, or in the folder that the run began in."""
     from agentrl.store import open_store
 
-    async with open_store(store_url, create=False) as store:
+    async with open_store(store_url, readonly=True) as store:
         state = await store.run(run)
         if state is None or state.checkpoint is None:
             raise NotFound(
@@ -134,7 +134,7 @@ async def send(
     target = url if url.rstrip("/").endswith(ROUTE) else url.rstrip("/") + ROUTE
     about = {"service.name": "agentrl", "openinference.project.name": run}
     async with (
-        open_store(store_url, create=False) as store,
+        open_store(store_url, readonly=True) as store,
         httpx.AsyncClient(timeout=TIMEOUT, headers=dict(headers)) as client,
     ):
         batch: list[Span] = []

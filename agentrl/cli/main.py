@@ -19,6 +19,7 @@ from agentrl.cli.harness import harness
 from agentrl.cli.settings import config as config_group
 from agentrl.cli.settings import init
 from agentrl.cli.store import store as store_group
+from agentrl.cli.view import view
 from agentrl.config import RunConfig, load, store_in, to_toml
 from agentrl.errors import AgentRLError
 from agentrl.processes import ERROR_MARK, LOG_LEVEL, PARENT, USER_ERROR, die_with_parent, seal
@@ -31,7 +32,7 @@ def cli() -> None:
     """Reinforcement learning for the agents people already have."""
 
 
-for command in (bench, config_group, export, harness, init, store_group):
+for command in (bench, config_group, export, harness, init, store_group, view):
     cli.add_command(command)
 
 

@@ -18,7 +18,7 @@ from agentrl.types import StepRow
 
 async def read(url: str, run: str) -> list[StepRow]:
     """The steps of a run. Raises NotFound if the store does not have it."""
-    async with open_store(url, create=False) as store:
+    async with open_store(url, readonly=True) as store:
         if await store.run(run) is None:
             raise NotFound(f"there is no run {run!r} in {store.url}; it has {await store.runs()}")
         return await store.steps(run)

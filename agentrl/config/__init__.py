@@ -4,6 +4,10 @@
 file; other packages import from here.
 """
 
+from agentrl.config.agents import AgentConfig as AgentConfig
+from agentrl.config.agents import RetriesConfig as RetriesConfig
+from agentrl.config.agents import RoleRule as RoleRule
+from agentrl.config.agents import WorkspaceConfig as WorkspaceConfig
 from agentrl.config.base import Count as Count
 from agentrl.config.base import Natural as Natural
 from agentrl.config.base import Positive as Positive
@@ -23,8 +27,6 @@ from agentrl.config.load import load as load
 from agentrl.config.load import resolve as resolve
 from agentrl.config.load import store_in as store_in
 from agentrl.config.load import to_toml as to_toml
-from agentrl.config.role_rule import RoleRule as RoleRule
-from agentrl.config.schema import AgentConfig as AgentConfig
 from agentrl.config.schema import AlgorithmConfig as AlgorithmConfig
 from agentrl.config.schema import BranchingConfig as BranchingConfig
 from agentrl.config.schema import CounterfactualConfig as CounterfactualConfig
@@ -33,9 +35,7 @@ from agentrl.config.schema import LoraConfig as LoraConfig
 from agentrl.config.schema import MetricsConfig as MetricsConfig
 from agentrl.config.schema import PfspOpponents as PfspOpponents
 from agentrl.config.schema import PolicyConfig as PolicyConfig
-from agentrl.config.schema import RetriesConfig as RetriesConfig
 from agentrl.config.schema import RunConfig as RunConfig
 from agentrl.config.schema import SelfplayConfig as SelfplayConfig
 from agentrl.config.schema import SnapshotOpponents as SnapshotOpponents
 from agentrl.config.schema import UpstreamConfig as UpstreamConfig
-from agentrl.config.schema import WorkspaceConfig as WorkspaceConfig

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from agentrl.config.agents import AgentConfig, RoleRule, WorkspaceConfig
 from agentrl.config.base import (
     Count,
     KindSection,
@@ -19,7 +20,6 @@ from agentrl.config.base import (
     Natural,
     NonNegative,
     Positive,
-    Seconds,
     Section,
     kind_of,
 )
@@ -31,71 +31,10 @@ from agentrl.config.infrastructure import (
     RunnerConfig,
     TorchLearnerConfig,
 )
-from agentrl.config.role_rule import RoleRule
 from agentrl.team_rewards import EXACT
 from agentrl.types import Sampling
 
 MODEL_LR = 1e-5  # default learning rate of a critic that is a model of its own
-
-
-class RetriesConfig(Section, frozen=True):
-    """How often a rollout is tried again after a failure of each kind. None: as often as
-    `max_attempts` allows, which is the limit in any case."""
-
-    agent_error: Natural | None = 0
-    timeout: Natural | None = 0
-    model_error: Natural | None = None
-    verifier_error: Natural | None = 0
-    limit: Natural | None = 0
-    no_model_call: Natural | None = 0
-    workspace_error: Natural | None = 0
-    lost_runner: Natural = 2  # lost by the sandbox; dead runners only count for `max_attempts`
-
-
-class AgentConfig(Section, frozen=True):
-    """The unmodified agent and how it is run: a Python object by `path`, a `command`, or a coding
-    `harness` with a preset."""
-
-    path: str = ""  # "file.py:name" or "package.module:name"
-    command: str | list[str] = []  # in any language; a string is split as a shell would
-    # codex, claude, qwen, gemini, opencode, pi, mini, aider, or your own as "file.toml" or
-    # "file.py:name"; `command` is then where its program is, if not in PATH.
-    harness: str = ""
-    args: list[str] = []  # more arguments of the harness
-    context: Count = 32768  # tokens that the harness believes the model to read
-    folder: str = ""  # where the command works; default: the run file's folder, or the image's
-    env: dict[str, str] = {}  # the agent's own variables; only their names are stored
-    # Patterns of variables of the runner that the agent sees too. A command or a pool sees PATH and
-    # the like without them, an agent in the runner's process all but the keys of models.
-    pass_env: list[str] = []
-    timeout: Seconds = 60.0  # for one attempt
-    max_attempts: Count = 3  # tries at one rollout when the infrastructure fails
-    retries: RetriesConfig = RetriesConfig()
-    calls_optional: bool = False  # a rollout without a model call has not failed
-    error_reward: float | None = None  # outcome when the agent itself raises; none: missing
-    max_calls: Natural = 0  # model calls of one attempt, which then ends; 0: any number
-    max_tokens: Natural = 0  # sampled in all its calls, after which it ends; 0: any number
-    # An attempt that ran out of time, calls or tokens has failed. Its trace is scored as if it had
-    # ended by itself, without a result (score), gets the outcome 0 (zero), or none (drop).
-    partial: Literal["score", "zero", "drop"] = "drop"
-
-
-class WorkspaceConfig(Section, frozen=True):
-    """A folder for each attempt of a command: a git repository of one commit in which it works, and
-    a HOME of its own. It is removed when the attempt has been scored."""
-
-    # "git:PATH@REVISION", a folder, or "task.KEY": what a task has there, one of the former or a
-    # mapping of file names to texts. Paths are relative to the run file. Empty: no workspace.
-    source: str = ""
-    # user: as another user (needs root); unshare: in Linux namespaces; bubblewrap: by the program
-    # bwrap; container: as runner.executor says. user, unshare and bubblewrap let the agent write to
-    # its workspace alone and connect to the gateway alone.
-    sandbox: Literal["none", "user", "unshare", "bubblewrap", "container"] = "none"
-    user: str = "nobody"  # of sandbox = "user"
-    hide: list[str] = []  # more files and folders that look empty in the sandbox
-    keep: Literal["never", "failed", "always"] = "never"  # in <output>/workspaces
-    folder: str = ""  # where workspaces are made; default: the system's temporary folder
-    timeout: Seconds = 60.0  # for making one
 
 
 class TasksConfig(Section, frozen=True):

@@ -16,6 +16,7 @@ import msgspec
 
 from agentrl.config import policies as team
 from agentrl.config import selfplay
+from agentrl.config.agents import WorkspaceConfig
 from agentrl.config.keys import check_keys, flatten, format_validation_error
 from agentrl.config.schema import (
     AlgorithmConfig,
@@ -23,7 +24,6 @@ from agentrl.config.schema import (
     MemberConfig,
     RunConfig,
     TeamConfig,
-    WorkspaceConfig,
 )
 from agentrl.errors import ConfigError, nearest
 from agentrl.types import POLICY

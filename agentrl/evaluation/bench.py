@@ -82,16 +82,10 @@ class Result(msgspec.Struct, frozen=True):
 class Piece:
     """One run of a bench."""
 
-    task: str
-    preset: str
-    lr: float
-    seed: int
+    name: tuple[str, str, float, int]  # task, preset, learning rate, seed
     config: RunConfig
     measure: str
     digest: str  # of its settings and the files that they name, but not of this library
-
-    def __str__(self) -> str:
-        return f"{self.task} {self.preset} lr {self.lr:g} seed {self.seed}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +117,7 @@ class BenchPlan:
         if build:  # one model for all presets
             model = self.work / "models" / _digest(config, [build], build, str(seed))
             settings.append(f"policy.model={model}")
-        return Piece(*pair, lr, seed, load(path, settings), task.measure, digest)
+        return Piece((*pair, lr, seed), load(path, settings), task.measure, digest)
 
     def tuning(self, pairs: Iterable[Pair]) -> Iterator[Piece]:
         """What chooses the learning rates; nothing where there is no choice."""
@@ -139,7 +133,7 @@ class BenchPlan:
         for one in self.tuning([pair]):
             if one.digest not in self.done:
                 return None
-            areas[one.lr] += area(self.done[one.digest].curve)
+            areas[one.name[2]] += area(self.done[one.digest].curve)
         return max(grid, key=areas.__getitem__)
 
     def reported(self, pairs: Iterable[Pair], seeds: Iterable[int]) -> Iterator[Piece]:

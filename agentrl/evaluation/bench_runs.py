@@ -15,6 +15,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -48,7 +49,7 @@ def run_pieces(
     """Run the pieces that are not in `done`, one after the other, and add them to it and to the
     file. None is started that would end after `until`, by time.monotonic(), if it took as long as
     the longest so far. Returns how many were run. Raises TrainingError where one fails."""
-    console, count, longest = Console(soft_wrap=True), 0, 0.0
+    console, count, longest = Console(soft_wrap=True, highlight=False), 0, 0.0
     for one in (one for one in pieces if one.digest not in done):
         started = time.monotonic()
         if started + longest > until:
@@ -61,7 +62,7 @@ def run_pieces(
             lines.write(b"\n" * torn + msgspec.json.encode(row) + b"\n")
         count, longest = count + 1, max(longest, row.seconds)
         change = f"{row.curve[0][1]:.3f} to {row.curve[-1][1]:.3f}"
-        console.print(f"{one}: {change}, {row.seconds:.0f} s", highlight=False)
+        console.print("{} {} lr {:g} seed {}:".format(*one.name), f"{change}, {row.seconds:.0f} s")
     return count
 
 
@@ -80,7 +81,6 @@ def run_piece(config: RunConfig) -> None:
     allow_files()
     logs = Path(config.output, "logs")
     logs.mkdir(parents=True, exist_ok=True)
-    asyncio.run(_open(config))  # the runner waits for the run
     context = multiprocessing.get_context("fork")
     processes = [
         context.Process(target=_child, args=(logs / "algorithm.log", algorithm, config)),
@@ -112,11 +112,6 @@ def _child(log: Path, function: Callable[..., object], *arguments: object) -> No
     function(*arguments)
 
 
-async def _open(config: RunConfig) -> None:
-    async with open_store(config.store) as store:
-        await store.open_run(config.name, msgspec.to_builtins(config))
-
-
 async def _steps(config: RunConfig) -> list[StepRow]:
     async with open_store(config.store, create=False) as store:
         return await store.steps(config.name)
@@ -130,11 +125,18 @@ def result(one: Piece, seconds: float) -> Result:
         if "eval/score" in row.metrics:
             curve.append((spent, row.metrics["eval/score"]))
         elif one.measure and (row.step % config.eval.every == 0 or row.step == config.steps):
-            measure = load_attribute(one.measure, Path(config.root), key="measure")
             saved = Path(config.output, "checkpoints").glob(f"{row.step:06d}*")
-            curve.append((spent, measure(max(saved) if row.step else Path(config.policy.model))))
+            policy = max(saved) if row.step else Path(config.policy.model)
+            with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as apart:
+                curve.append((spent, apart.submit(_measure, one, policy).result()))
         spent += row.metrics.get("rollouts", 0.0)
         failed += row.metrics.get("rollouts/failed", 0.0)
     shutil.rmtree(config.output)
-    about = (one.digest, one.task, one.preset, one.lr, one.seed)
-    return Result(*about, curve, round(seconds, 1), failed, __version__)
+    return Result(one.digest, *one.name, curve, round(seconds, 1), failed, __version__)
+
+
+def _measure(one: Piece, policy: Path) -> float:
+    """What the task's own measure says of a checkpoint. It is loaded in a process of its own, so
+    that those of later pieces load the task's modules with their own environment."""
+    measure = load_attribute(one.measure, Path(one.config.root), key="measure")
+    return float(measure(policy))

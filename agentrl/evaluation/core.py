@@ -84,7 +84,7 @@ def evaluate(
 
 async def _score(config: RunConfig, level: int) -> trainer.TrainingResult:
     result = await trainer.front(config, level=level)
-    async with open_store(config.store) as store:
+    async with open_store(config.store, readonly=True) as store:
         check_any_succeeded(await store.rollouts(config.name, purpose=Purpose.EVAL), config.name)
     return result
 
@@ -240,7 +240,7 @@ def last_checkpoint(config: RunConfig) -> Path:
         raise ConfigError(f"{untrained} (there is no {config.store})")
 
     async def read() -> RunState | None:
-        async with open_store(config.store, create=False) as store:
+        async with open_store(config.store, readonly=True) as store:
             return await store.run(config.name)
 
     state = run_blocking(read())

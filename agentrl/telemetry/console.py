@@ -30,6 +30,7 @@ REFRESH = 0.5  # seconds between redraws
 PLAIN_LINES = 20  # step lines of a whole run where there is no terminal to redraw
 LINE = re.compile(r"\S+ \S+ ([A-Z]+) (agentrl[\w.]*): (.*)")  # as `log_to_stderr` writes it
 POLL = 0.5  # seconds between looks at log files
+PREPARING = "preparing the policy and starting the agents ..."
 UNSEEN_TOOLS = (
     "tools are not seen: {:.0f} model calls sent tools, and no prompt has the name of one. The chat"
     " template of the policy's server renders none; choose a model or template that does"
@@ -79,6 +80,9 @@ async def _print_lines(
 ) -> None:
     printed = -1
     every = max(1, progress.config.steps // PLAIN_LINES)
+    await _update(store, progress, warnings)
+    if not (quiet or progress.ready):
+        warnings.console.print(PREPARING, highlight=False)
     while True:
         await _update(store, progress, warnings)
         printed = min(printed, len(progress.committed) - 1)
@@ -136,7 +140,7 @@ class Progress:
         remaining = f"{left:.0f} s left" if left is not None else ""
         grid.add_row(bar, f"step {done}/{self.config.steps}", remaining)
         if not self.ready:
-            grid.add_row("preparing the policy and starting the agents ...")
+            grid.add_row(PREPARING)
         elif not done:
             finished = self.counts.succeeded + self.counts.failed
             grid.add_row(f"scoring the untrained policy: {finished} rollouts done")

@@ -13,8 +13,10 @@ from agentrl.config import RunConfig
 from agentrl.config import policies as team
 from agentrl.store.base import Store
 from agentrl.telemetry.show import render_trace
-from agentrl.types import Purpose, Rollout, StepRow
+from agentrl.types import Purpose, Rollout, RolloutState, StepRow
 
+LOOK_BACK = 3  # evaluations among which examples are looked for
+NAMED = 1000  # failed rollouts whose kinds are counted
 WIN_RATE, ELO = "selfplay/win_rate/", "selfplay/elo/"
 
 
@@ -33,11 +35,11 @@ async def print_report(
         console.print(table)
     if (pool := win_rate_table(steps)) is not None:
         console.print(pool)
-    for title, rollout in (await _examples(store, config)).items():
+    for title, rollout in (await _examples(store, config, steps)).items():
         trace = await store.trace(rollout.id)
         if trace:
             console.print(f"[bold]{title}[/]")
-            console.print(render_trace(trace))
+            console.print(render_trace(trace, longest=400))
     rows = [_times(steps, seconds), await _failures(store, config), _refused(steps)]
     for row in (*rows, *policies_without_calls(config, steps).values()):
         if row:
@@ -125,23 +127,33 @@ def _score(value: float | None) -> str:
     return f"{value:.1%}" if 0.0 <= value <= 1.0 else f"{value:.3g}"
 
 
-async def _examples(store: Store, config: RunConfig) -> dict[str, Rollout]:
-    """The latest evaluated rollout that succeeded and the latest that did not, by title."""
+async def _examples(store: Store, config: RunConfig, steps: list[StepRow]) -> dict[str, Rollout]:
+    """A rollout that succeeded and one that did not, of the last evaluations, by title."""
     found: dict[str, Rollout] = {}
-    rollouts = await store.rollouts(config.name, purpose=Purpose.EVAL)
-    for row in sorted(rollouts, key=lambda row: row.step, reverse=True):
-        found.setdefault("A success" if row.reward() > 0 else "A failure", row)
+    evaluated = [row.step for row in steps if any(name.startswith("eval/") for name in row.metrics)]
+    for step in evaluated[: -LOOK_BACK - 1 : -1]:
+        for row in await store.rollouts(config.name, purpose=Purpose.EVAL, step=step):
+            found.setdefault("A success" if row.reward() > 0 else "A failure", row)
+        if len(found) == 2:
+            break
     titles = sorted(found, reverse=True)
     return {f"{title}, after {found[title].step} steps": found[title] for title in titles}
 
 
 async def _failures(store: Store, config: RunConfig) -> str:
-    failed = [row.failure for row in await store.rollouts(config.name) if row.failure]
-    if not failed:
+    """How many rollouts failed, of what the last of them did, and what the last one says."""
+    found = await store.search(config.name, state=RolloutState.FAILED, limit=NAMED, budget=5.0)
+    if not found.rows:
         return ""
-    kinds = Counter(failure.kind for failure in failed)
+    kinds = Counter(row.error for row in found.rows if row.error is not None)
     counts = ", ".join(f"{kinds[kind]} {kind}" for kind in sorted(kinds))
-    return f"{len(failed)} rollouts failed ({counts}); the last one: {failed[-1].message}"
+    number, rows = len(found.rows), found.rows
+    if number == NAMED:
+        number, counts = (await store.counts(config.name)).failed, f"of the last {NAMED} {counts}"
+    last = await store.trace(rows[0].id)
+    failure = last.rollout.failure if last is not None else None
+    message = "" if failure is None else failure.message
+    return f"{number} rollouts failed ({counts}); the last one: {message}"
 
 
 def untrained_calls(steps: Iterable[StepRow]) -> tuple[int, int]:

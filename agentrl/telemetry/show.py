@@ -7,18 +7,19 @@ from typing import Any
 import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
+from rich.syntax import Syntax
 from rich.text import Text
 
 from agentrl.errors import StoreError
 from agentrl.store import open_store
-from agentrl.types import POLICY, Trace, Transition
+from agentrl.types import DIFF, POLICY, Trace, Transition
 
 STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
 
 async def show_rollout(store_url: str, rollout: str, console: Console | None = None) -> None:
     """Print one rollout of a store. Raises StoreError when it has none of that id."""
-    async with open_store(store_url, create=False) as store:
+    async with open_store(store_url, readonly=True) as store:
         trace = await store.trace(rollout)
     if trace is None:
         raise StoreError(
@@ -27,9 +28,10 @@ async def show_rollout(store_url: str, rollout: str, console: Console | None = N
     (console or Console()).print(render_trace(trace))
 
 
-def render_trace(trace: Trace) -> RenderableType:
+def render_trace(trace: Trace, longest: int | None = None) -> RenderableType:
     """The policies of roles that were set for this rollout, the rollout that it repeats, and then
-    every message once. Model calls show role, policy, version and numbers of tokens."""
+    every message once, or its first `longest` characters, and what changed in the workspace. Model
+    calls show role, policy, version, numbers of tokens and what was left out of their requests."""
     parts: list[RenderableType] = []
     shown: list[dict[str, Any]] = []
     if trace.rollout.seats:
@@ -39,15 +41,20 @@ def render_trace(trace: Trace) -> RenderableType:
         lost = f" without {', '.join(branch.without)}" if branch.without else ""
         parts.append(Text(f"repeats   {branch.rollout}{lost}", style="dim"))
     for transition in trace.transitions:
-        known = len(shown) if transition.messages[: len(shown)] == shown else 0
-        parts += [_message(message) for message in transition.messages[known:]]
+        messages = transition.messages
+        known = len(shown) if messages[: len(shown)] == shown else 0
+        if known and len(messages) > known and messages[known].get("role") == "assistant":
+            known += 1  # the last answer, as the agent wrote it down
+        parts += [_message(message, longest=longest) for message in messages[known:]]
         parts.append(_answer(transition))
-        shown = [*transition.messages, transition.answer or {}]
+        shown = messages
     if trace.rollout.failure:
         failure = trace.rollout.failure
         parts.append(Text(f"{failure.kind}: {failure.message}", style="bold red"))
         if failure.traceback:
             parts.append(Text(failure.traceback.rstrip(), style="red dim"))
+    diffs = [str(span.attributes[DIFF]) for span in trace.spans if span.attributes.get(DIFF)]
+    parts += [Syntax(diff, "diff", background_color="default") for diff in diffs]
     rollout = trace.rollout
     rewards = ", ".join(f"{row.name} {row.value:g}" for row in rollout.rewards) or "no reward"
     tries = f", attempt {rollout.attempts}" if rollout.attempts > 1 else ""
@@ -55,12 +62,14 @@ def render_trace(trace: Trace) -> RenderableType:
     return Panel(Group(*parts), title=Text(title), title_align="left")
 
 
-def _message(message: dict[str, Any], note: str = "") -> Text:
+def _message(message: dict[str, Any], note: str = "", longest: int | None = None) -> Text:
     role = str(message.get("role", "?"))
     text = Text(f"{role:<10}", style=f"bold {STYLES.get(role, '')}")
     content = message.get("content") or ""
     if not isinstance(content, str):
         content = msgspec.json.encode(content).decode()
+    if longest is not None and len(content) > longest:
+        content = f"{content[:longest]} ... ({len(content) - longest} characters more)"
     text.append(content, style=STYLES.get(role, ""))
     for call in message.get("tool_calls") or []:
         function = call.get("function", {})
@@ -76,4 +85,6 @@ def _answer(transition: Transition) -> Text:
         f"   [{transition.role}{by}{version}, {len(transition.prompt)} +"
         f" {len(transition.completion)} tokens, {transition.finish}]"
     )
+    if transition.left_out:
+        note += f"\n          left out: {', '.join(transition.left_out)}"
     return _message({"role": "assistant"} | (transition.answer or {}), note)

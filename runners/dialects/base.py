@@ -2,12 +2,16 @@
 
 Policy servers give exact token ids for chat completions and completions only, so every other API
 is translated: the request into a chat completion, the answer back into that API's own objects and
-events. Always true: what has a meaning and no equivalent is refused, never left out.
+events. Fields are of three classes, which each dialect writes down. Those with a meaning that a
+chat completion cannot express are refused. Options of the API's own server, and offers of tools
+that it would run itself, are left out and recorded with the call. Always true: no message, image
+or tool of the agent is ever left out.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,6 +34,25 @@ class ConversationMemory:
     arguments: dict[str, str] = field(default_factory=dict)
     """Arguments of tool calls by their id, byte for byte as the model wrote them."""
 
+    def remember(self, answer: Json) -> None:
+        """Keep the arguments of the tool calls in a chat message of the model."""
+        for id, function in _functions([answer]):
+            self.arguments[id] = function.get("arguments") or ""
+
+    def restore(self, messages: Json) -> bool:
+        """Give the tool calls in chat messages the arguments as the model wrote them, where the
+        agent gives back the same JSON; true if that changed any. With other white space the tokens
+        would differ, and the call would not continue the one before."""
+        changed = False
+        for id, function in _functions(messages) if self.arguments else ():
+            written, given = self.arguments.get(id), function.get("arguments")
+            if written is None or written == given or not isinstance(given, str):
+                continue
+            if _same_json(given, written):
+                function["arguments"] = written
+                changed = True
+        return changed
+
 
 class UntranslatableError(Exception):
     """A request that its API would refuse, or that a chat completion cannot express."""
@@ -51,6 +74,7 @@ class Translation(ABC):
         self.chat, self.answer = chat, answer
         if streamed:
             chat["stream_options"] = {"include_usage": True}
+        self.left_out: list[str] = []  # options of the request that have no effect here
         self._events: list[bytes] = []
         self._started = False
         self._open: object = None  # which block, part or tool call is being written
@@ -136,6 +160,7 @@ class Dialect:
     api: str  # where the policy server is asked, below its base URL
     error: Callable[[int, str, str], Body]  # of HTTP status, code and message
     translate: Callable[[Body, ConversationMemory], Translation] | None = None  # None: the same API
+    tells_errors: bool = False  # also in a stream that has begun, as its last event
 
 
 @contextmanager
@@ -176,9 +201,47 @@ def text(value: Json, where: str) -> str:
     return value
 
 
+def _functions(messages: Json) -> Iterator[tuple[str, Body]]:
+    """Id and function of each tool call in chat messages."""
+    for message in messages if isinstance(messages, list) else ():
+        calls = message.get("tool_calls") if isinstance(message, dict) else None
+        for call in calls if isinstance(calls, list) else ():
+            if isinstance(call, dict) and isinstance(function := call.get("function"), dict):
+                yield str(call.get("id")), function
+
+
+def _same_json(given: str, written: str) -> bool:
+    try:
+        return bool(msgspec.json.decode(given or "{}") == msgspec.json.decode(written or "{}"))
+    except (msgspec.DecodeError, RecursionError):
+        return False
+
+
+def data_event(body: Body) -> bytes:
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
 def tool_call(id: Json, name: Json, arguments: Json) -> Body:
     """As an assistant's chat message has it."""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+SEALED = "agentrl:"
+
+
+def seal(thought: str) -> str:
+    """Reasoning as text that an agent gives back without reading it."""
+    return SEALED + b64encode(thought.encode()).decode()
+
+
+def unseal(given: Json) -> str:
+    """The reasoning in such a text; empty if it is none."""
+    if not isinstance(given, str) or not given.startswith(SEALED):
+        return ""
+    try:
+        return b64decode(given.removeprefix(SEALED), validate=True).decode()
+    except ValueError:
+        return ""
 
 
 def error(status: int, code: str, message: str) -> Body:

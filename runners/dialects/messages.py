@@ -1,7 +1,8 @@
 """Anthropic's Messages API on top of chat completions.
 
 Text, images, client tools, parallel calls, thinking and structured output are translated. Tools
-that run on Anthropic's servers, documents, prefilled answers and thinking budgets are refused.
+that run on Anthropic's servers are left out of the offer; documents, prefilled answers and thinking
+budgets are refused.
 Source: https://docs.anthropic.com/en/api/messages
 """
 
@@ -16,20 +17,24 @@ from agentrl.runners.dialects import base
 from agentrl.runners.dialects.base import Body, ConversationMemory, Dialect, UntranslatableError
 from agentrl.types import Json
 
-# Fields that change the answer as no chat completion can, and the values at which they do not.
+# Meaning: fields that change the answer as no chat completion can, and the values at which they do
+# not. Any other value is refused.
 ALLOWED: dict[str, tuple[Json, ...]] = {
     "container": (None,),
-    "context_management": (None,),
     "inference_geo": (None,),
     "mcp_servers": (None, []),
     "service_tier": (None, "auto", "standard_only"),
     "speed": (None, "standard"),
 }
-# Fields that do not change the answer.
-IDLE = {"cache_control", "diagnostics", "metadata", "user_profile_id", "workspace_id"}
+# Options of the server, which are left out. `context_management` lets it forget earlier thinking
+# and tool results; here the policy reads all that the agent sends.
+IDLE = {"cache_control", "context_management", "diagnostics", "metadata", "user_profile_id"}
+IDLE |= {"workspace_id"}
+EDITS = {"clear_thinking_20251015", "clear_tool_uses_20250919"}  # of `context_management`
+# Tools that run on Anthropic's servers begin so, and are left out of the offer.
+HOSTED = ("code_execution_", "web_fetch_", "web_search_")
 TRANSLATED = {"max_tokens", "messages", "output_config", "stop_sequences", "system", "thinking"}
 TRANSLATED |= {"tool_choice", "tools"}
-RENDERED = ("messages", "tools", "chat_template_kwargs")
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 TYPES |= {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
 TYPES |= {504: "timeout_error", 529: "overloaded_error"}
@@ -63,7 +68,11 @@ def chat_request(body: Body, memory: ConversationMemory) -> Body:
         raise UntranslatableError("messages", why)
     if body.get("stop_sequences"):
         chat["stop"] = body["stop_sequences"]
-    if tools := [_tool(tool, i) for i, tool in enumerate(base.objects(body.get("tools"), "tools"))]:
+    for index, edit in enumerate((body.get("context_management") or {}).get("edits") or ()):
+        if edit.get("type") not in EDITS:
+            raise base.impossible(f"context_management.edits[{index}]", f"{edit.get('type')!r:.80}")
+    offered = enumerate(base.objects(body.get("tools"), "tools"))
+    if tools := [_tool(tool, index) for index, tool in offered if not _hosted(tool)]:
         chat["tools"] = tools
     kind = (body.get("thinking") or {}).get("type")
     if kind not in (None, "adaptive", "disabled"):
@@ -74,14 +83,26 @@ def chat_request(body: Body, memory: ConversationMemory) -> Body:
     if wanted := config.get("format"):
         schema = {"name": "answer", "schema": wanted.get("schema"), "strict": True}
         chat["response_format"] = {"type": "json_schema", "json_schema": schema}
-    return chat | _tool_choice(body.get("tool_choice") or {})
+    choice = body.get("tool_choice") or {}
+    if not tools and choice.get("type") in ("auto", "none"):
+        return chat
+    return chat | _tool_choice(choice)
 
 
 def prompt_of(body: Body, memory: ConversationMemory) -> Body:
-    """The fields of a request that its prompt is rendered from, as those of a chat completion."""
+    """The chat completion with the prompt of a request to count_tokens."""
     with base.typed():
-        chat = chat_request(body | {"max_tokens": 1}, memory)
-    return {k: chat[k] for k in ("model", *RENDERED) if k in chat}
+        return chat_request(body | {"max_tokens": 1}, memory)
+
+
+def left_out(body: Body) -> list[str]:
+    """The options of a request that have no effect here, and the hosted tools that it offers."""
+    found = [name for name in sorted(IDLE & body.keys()) if body[name]]
+    return found + [f"tools: {tool['type']}" for tool in body.get("tools") or () if _hosted(tool)]
+
+
+def _hosted(tool: Body) -> bool:
+    return str(tool.get("type")).startswith(HOSTED)
 
 
 def _system(system: Json) -> list[Body]:
@@ -150,7 +171,7 @@ def _assistant(blocks: list[Body], where: str, memory: ConversationMemory) -> Bo
             turn["reasoning_content"] = turn.get("reasoning_content", "") + said
         elif kind == "tool_use":
             id = block.get("id")
-            arguments = _arguments(block.get("input"), memory.arguments.get(str(id)))
+            arguments = written_arguments(block.get("input"), memory.arguments.get(str(id)))
             call = base.tool_call(id, block.get("name"), arguments)
             turn.setdefault("tool_calls", []).append(call)
         else:
@@ -158,11 +179,11 @@ def _assistant(blocks: list[Body], where: str, memory: ConversationMemory) -> Bo
     return turn
 
 
-def _arguments(given: Json, written: str | None) -> str:
+def written_arguments(given: Json, written: str | None) -> str:
     """Arguments of a tool call, from the input that the agent gives. Where the agent was shown what
     the model has `written`, exactly that: with other white space the tokens would differ, and the
     call would not continue the one before."""
-    if written is not None and _input(written) == given:
+    if written is not None and input_of(written) == given:
         return written
     if isinstance(given, dict) and given.keys() == {BROKEN} and isinstance(given[BROKEN], str):
         return str(given[BROKEN])
@@ -202,7 +223,6 @@ class MessagesTranslation(base.Translation):
     object, or the broken text inside one."""
 
     def __init__(self, body: Body, memory: ConversationMemory) -> None:
-        self._memory = memory
         self._arguments = ""  # of the tool call that is being written
         self._blocks: list[Body] = []
         self._usage = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
@@ -211,6 +231,7 @@ class MessagesTranslation(base.Translation):
         message |= {"content": self._blocks, "stop_reason": None, "stop_sequence": None}
         message["usage"] = self._usage
         super().__init__(chat_request(body, memory), message, streamed=bool(body.get("stream")))
+        self.left_out = left_out(body)
 
     def _start(self, model: str, prompt_tokens: int) -> None:
         self.answer["model"] = model
@@ -238,8 +259,7 @@ class MessagesTranslation(base.Translation):
     def _close(self) -> None:
         block = self._blocks[-1]
         if block["type"] == "tool_use":
-            block["input"] = _input(self._arguments)
-            self._memory.arguments[str(block["id"])] = self._arguments
+            block["input"] = input_of(self._arguments)
             shown = msgspec.json.encode(block["input"]).decode()
             self._delta({"type": "input_json_delta", "partial_json": shown})
         self._event("content_block_stop", index=len(self._blocks) - 1)
@@ -261,7 +281,7 @@ class MessagesTranslation(base.Translation):
         self._event("content_block_delta", index=len(self._blocks) - 1, delta=delta)
 
 
-def _input(arguments: str) -> Body:
+def input_of(arguments: str) -> Body:
     try:
         return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError):

@@ -1,7 +1,8 @@
 """OpenAI's Responses API on top of chat completions.
 
-Function tools, parallel calls, reasoning, structured output and `previous_response_id` within one
-attempt are translated. Built-in tools, files and server-side conversations are refused.
+Client tools, parallel calls, reasoning, structured output and `previous_response_id` within one
+attempt are translated. Hosted tools are left out of the offer; files and conversations that a
+server keeps are refused.
 Source: https://platform.openai.com/docs/api-reference/responses
 """
 
@@ -13,9 +14,16 @@ from uuid import uuid4
 
 from agentrl.runners.dialects import base
 from agentrl.runners.dialects.base import Body, ConversationMemory, Dialect, UntranslatableError
+from agentrl.runners.dialects.client_tools import (
+    ClientTools,
+    arguments_of,
+    custom_input,
+    flat_name,
+)
 from agentrl.types import Json
 
-# Fields that change the answer as no chat completion can, and the values at which they do not.
+# Meaning: fields that change the answer as no chat completion can, and the values at which they do
+# not. Any other value is refused.
 ALLOWED: dict[str, tuple[Json, ...]] = {
     "background": (None, False),
     "context_management": (None, []),
@@ -24,23 +32,25 @@ ALLOWED: dict[str, tuple[Json, ...]] = {
     "prompt": (None,),
     "truncation": (None, "auto", "disabled"),  # a prompt that is too long is refused either way
 }
-# Fields that then change nothing: limits of built-in tools, hints to caches, data stored with an
-# answer. `service_tier` and `user` change nothing either; chat completions have them, so they are
-# passed on.
-IDLE = {"access_programs", "background_options", "image", "max_tool_calls", "metadata"}
-IDLE |= {"prompt_cache_options", "store", "stream_options"}
+# Options of the server, which then change nothing and are left out: limits of hosted tools, hints
+# to caches, data stored with an answer. `service_tier` and `user` change nothing either; chat
+# completions have them, so they are passed on. The third class, offers of hosted tools, is
+# `client_tools.HOSTED`.
+IDLE = {"access_programs", "background_options", "client_metadata", "image", "max_tool_calls"}
+IDLE |= {"metadata", "prompt_cache_options", "stream_options"}
 TRANSLATED = {"include", "input", "instructions", "max_output_tokens", "previous_response_id"}
-TRANSLATED |= {"reasoning", "text", "tool_choice", "tools"}
+TRANSLATED |= {"reasoning", "store", "text", "tool_choice", "tools"}
 LOGPROBS = "message.output_text.logprobs"
-# What else an answer may include: its reasoning is shown anyway, and the others are about built-in
-# tools or the agent's own input.
-INCLUDED = {"reasoning.encrypted_content", "message.input_image.image_url"}
+ENCRYPTED = "reasoning.encrypted_content"
+# What else an answer may include; the others are about hosted tools or the agent's own input.
+INCLUDED = {ENCRYPTED, "message.input_image.image_url"}
 INCLUDED |= {"code_interpreter_call.outputs", "computer_call_output.output.image_url"}
 INCLUDED |= {"file_search_call.results", "web_search_call.action.sources"}
 INCLUDED |= {"web_search_call.results"}
-# Of `reasoning`, as in `ALLOWED`; a summary would not change the answer, and is left out.
-REASONING: dict[str, tuple[Json, ...]] = {"context": (None, "auto"), "mode": (None, "standard")}
-NO_SUMMARY = {"generate_summary", "summary"}
+# Of `reasoning`, as in `ALLOWED`. A summary would not change the answer, and which turns keep their
+# reasoning is for the policy's chat template to say: both are left out.
+REASONING: dict[str, tuple[Json, ...]] = {"mode": (None, "standard")}
+NO_SUMMARY = {"context", "generate_summary", "summary"}
 REASONS = {"length": "max_output_tokens", "content_filter": "content_filter"}
 
 # By the key of a chat message: type of the item, of its part, and the part's field.
@@ -54,41 +64,66 @@ PARTS = {
 # -- the request -----------------------------------------------------------------------------------
 
 
-def chat_request(body: Body, earlier: list[Body]) -> Body:
-    """The chat completion that a request asks for, behind the `earlier` messages."""
+def chat_request(
+    body: Body, memory: ConversationMemory, tools: ClientTools, earlier: list[Body]
+) -> Body:
+    """The chat completion that a request asks for, behind the `earlier` messages. The tools that
+    it offers are added to `tools`."""
     base.refuse_unless(body, ALLOWED)
     chat = {k: v for k, v in body.items() if k not in ALLOWED.keys() | IDLE | TRANSLATED}
     instructions = body.get("instructions")
     system = [] if instructions is None else [{"role": "system", "content": instructions}]
-    chat["messages"] = [*system, *earlier, *_messages(body.get("input"))]
+    tools.add(body.get("tools"), "tools")
+    items, reasoning = body.get("input"), body.get("reasoning") or {}
+    if not isinstance(items, str):
+        items, reasoning = _settings(base.objects(items, "input"), tools, reasoning)
+    chat["messages"] = [*system, *earlier, *_messages(items, memory)]
     if not chat["messages"]:
         raise UntranslatableError("input", "is missing; say something", code="missing_parameter")
     if body.get("max_output_tokens") is not None:
         chat["max_completion_tokens"] = body["max_output_tokens"]
-    if tools := [_tool(tool, i) for i, tool in enumerate(base.objects(body.get("tools"), "tools"))]:
-        chat["tools"] = tools
-    if (choice := body.get("tool_choice")) is not None:
+    if tools.chat:
+        chat["tools"] = tools.chat
+    choice = body.get("tool_choice")
+    if choice is not None and (tools.chat or choice not in ("auto", "none")):
         chat["tool_choice"] = _tool_choice(choice)
     for item in body.get("include") or ():
         if item != LOGPROBS and item not in INCLUDED:
             raise UntranslatableError("include", f"{item!r:.80} does not exist behind this gateway")
         if item == LOGPROBS:
             chat["logprobs"] = True
-    return chat | _format(body.get("text") or {}) | _reasoning(body.get("reasoning") or {})
+    return chat | _format(body.get("text") or {}) | _reasoning(reasoning)
 
 
-def _tool(tool: Body, index: int) -> Body:
-    if tool.get("type") != "function":
-        what = f"{tool.get('type')!r:.80} runs on OpenAI's servers; only functions are possible"
-        raise UntranslatableError(f"tools[{index}].type", what)
-    return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+def left_out(body: Body) -> list[str]:
+    """The options of a request that have no effect here; see `ClientTools.left_out` for tools."""
+    found = [name for name in sorted(IDLE & body.keys()) if body[name]]
+    said = body.get("reasoning") or {}
+    return found + [f"reasoning.{name}" for name in sorted(NO_SUMMARY & said.keys()) if said[name]]
+
+
+def _settings(items: list[Body], tools: ClientTools, reasoning: Body) -> tuple[list[Body], Body]:
+    """The items that are no settings, and the reasoning that those which are ask for."""
+    rest = []
+    for index, item in enumerate(items):
+        here = f"input[{index}]"
+        if item.get("type") == "additional_tools":
+            tools.add(item.get("tools"), f"{here}.tools")
+        elif item.get("type") == "configuration_update":
+            if unknown := sorted(item.keys() - {"type", "id", "role", "reasoning"}):
+                raise base.impossible(here, ", ".join(unknown))
+            reasoning = reasoning | (item.get("reasoning") or {})
+        else:
+            rest.append(item)
+    return rest, reasoning
 
 
 def _tool_choice(choice: Json) -> Json:
     if isinstance(choice, str):
         return choice
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
+    if isinstance(choice, dict) and choice.get("type") in ("function", "custom"):
+        name = flat_name(choice.get("name"), choice.get("namespace"))
+        return {"type": "function", "function": {"name": name}}
     raise UntranslatableError("tool_choice", f"{choice!r:.80} is not possible behind this gateway")
 
 
@@ -112,17 +147,17 @@ def _reasoning(options: Body) -> Body:
     return {} if effort is None else {"reasoning_effort": effort}
 
 
-def _messages(items: Json) -> list[Body]:
+def _messages(items: Json, memory: ConversationMemory) -> list[Body]:
     """Input items as chat messages: what the assistant did in one turn is one message."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     turns: list[Body] = []
     for index, item in enumerate(base.objects(items, "input")):
-        _add(turns, item, f"input[{index}]")
+        _add(turns, item, f"input[{index}]", memory)
     return turns
 
 
-def _add(turns: list[Body], item: Body, where: str) -> None:
+def _add(turns: list[Body], item: Body, where: str, memory: ConversationMemory) -> None:
     kind = item.get("type", "message")
     if kind == "message":
         role, content = base.text(item.get("role"), f"{where}.role"), item.get("content")
@@ -131,19 +166,24 @@ def _add(turns: list[Body], item: Body, where: str) -> None:
             turn["content"] = content
         else:
             turns.append({"role": role, "content": content})
-    elif kind == "function_call":
+    elif kind in ("function_call", "custom_tool_call"):
+        id, arguments = item.get("call_id"), item.get("arguments")
+        if kind == "custom_tool_call":
+            said = base.text(item.get("input"), f"{where}.input")
+            arguments = arguments_of(said, memory.arguments.get(str(id)))
         turn = _turn(turns)
         turn.setdefault("content", None)
-        call = base.tool_call(item.get("call_id"), item.get("name"), item.get("arguments"))
+        call = base.tool_call(id, flat_name(item.get("name"), item.get("namespace")), arguments)
         turn.setdefault("tool_calls", []).append(call)
-    elif kind == "function_call_output":
+    elif kind in ("function_call_output", "custom_tool_call_output"):
         said = _content(item.get("output"), f"{where}.output", plain=True)
         turns.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": said})
     elif kind == "reasoning":
         thoughts = base.objects(item.get("content"), f"{where}.content")
-        if not thoughts:
-            raise UntranslatableError(where, "encrypted reasoning is of no use to this model")
         said = "".join(base.text(part.get("text"), f"{where}.content") for part in thoughts)
+        said = said or base.unseal(item.get("encrypted_content"))
+        if not said:
+            raise UntranslatableError(where, "encrypted reasoning is of no use to this model")
         turns.append({"role": "assistant", "reasoning_content": said})
     else:
         raise UntranslatableError(where, f"an item of type {kind!r:.80} is not possible here")
@@ -190,11 +230,15 @@ class ResponsesTranslation(base.Translation):
             code = "previous_response_not_found"
             raise UntranslatableError("previous_response_id", why, code=code)
         earlier = [] if previous is None else memory.answers[previous]
-        chat = chat_request(body, earlier)
+        self._tools = ClientTools()
+        chat = chat_request(body, memory, self._tools, earlier)
         super().__init__(chat, _envelope(body), streamed=bool(body.get("stream")))
+        self.left_out = left_out(body) + self._tools.left_out
+        self._sealed = ENCRYPTED in (body.get("include") or ())
         self._memory = memory if body.get("store") is not False else ConversationMemory()
         self._conversation = chat["messages"][body.get("instructions") is not None :]
         self._items: list[Body] = self.answer["output"]
+        self._arguments = ""  # of the tool call that is being written
         self._sequence = 0
 
     def _start(self, model: str, prompt_tokens: int) -> None:
@@ -228,17 +272,27 @@ class ResponsesTranslation(base.Translation):
 
     def _call(self, index: int, delta: Body, function: Body) -> None:
         if self._switch(("call", index)):
-            item = {"type": "function_call", "id": _id("fc"), "status": "in_progress"}
-            item |= {"call_id": delta["id"], "name": function["name"], "arguments": ""}
-            self._add_item(item)
+            head = self._tools.item(function["name"])
+            custom = head["type"] == "custom_tool_call"
+            item = {"id": _id("ctc" if custom else "fc"), "status": "in_progress"} | head
+            self._arguments = ""
+            self._add_item(item | {"call_id": delta["id"], "input" if custom else "arguments": ""})
         if arguments := function.get("arguments"):
-            self._items[-1]["arguments"] += arguments
-            self._event("response.function_call_arguments.delta", delta=arguments, **self._where())
+            self._arguments += arguments
+            if self._items[-1]["type"] == "function_call":
+                said = {"delta": arguments} | self._where()
+                self._items[-1]["arguments"] += arguments
+                self._event("response.function_call_arguments.delta", **said)
 
     def _close(self) -> None:
         item = self._items[-1]
         item["status"] = "completed" if self._finish not in REASONS else "incomplete"
-        if item["type"] == "function_call":
+        if item["type"] == "custom_tool_call":  # its input is known once the arguments are whole
+            item["input"] = said = custom_input(self._arguments)
+            self._memory.arguments[str(item["call_id"])] = self._arguments
+            self._event("response.custom_tool_call_input.delta", delta=said, **self._where())
+            self._event("response.custom_tool_call_input.done", input=said, **self._where())
+        elif item["type"] == "function_call":
             call = {"arguments": item["arguments"], "name": item["name"]}
             self._event("response.function_call_arguments.done", **call, **self._where())
         else:
@@ -247,6 +301,8 @@ class ResponsesTranslation(base.Translation):
             done = {k: v for k, v in part.items() if k not in ("type", "annotations")}
             self._event(f"response.{part['type']}.done", **done, **where)
             self._event("response.content_part.done", part=part, **where)
+            if item["type"] == "reasoning" and self._sealed:
+                item["encrypted_content"] = base.seal(part["text"])
         self._event("response.output_item.done", item=item, output_index=len(self._items) - 1)
 
     def _end(self) -> None:
@@ -254,7 +310,10 @@ class ResponsesTranslation(base.Translation):
             self.answer |= {"status": "incomplete", "incomplete_details": {"reason": reason}}
         else:
             self.answer |= {"status": "completed", "completed_at": int(time.time())}
-        self._memory.answers[self.answer["id"]] = [*self._conversation, *_messages(self._items)]
+        self._memory.answers[self.answer["id"]] = [
+            *self._conversation,
+            *_messages(self._items, self._memory),
+        ]
         self._event(f"response.{self.answer['status']}", response=self.answer)
 
     def _add_item(self, item: Body) -> None:

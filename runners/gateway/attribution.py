@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import unquote_plus
+from urllib.parse import unquote, unquote_plus
 
 from agentrl.config import RoleRule
 from agentrl.runners.dialects.base import ConversationMemory
@@ -212,8 +212,10 @@ class AttemptRegistry:
         self, headers: Mapping[str, str], path: Mapping[str, str], trace: str
     ) -> ActiveAttempt:
         """The attempt that a request belongs to."""
-        key = headers.get("x-api-key") or headers.get("authorization", "")
-        key = key.removeprefix("Bearer ").strip()
+        key = headers.get("x-api-key") or headers.get("x-goog-api-key")
+        # A client of OpenTelemetry may send the header of its environment as it is there, encoded.
+        key = key or unquote(headers.get("authorization", "")).removeprefix("Bearer ")
+        key = key.strip()
         if key in self._keys:
             active = self._keys[key]
             stranger = trace != active.id and (trace in self._active or trace in self._ended)

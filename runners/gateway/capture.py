@@ -1,8 +1,9 @@
 """What the gateway adds to a model call, and how it reads the answer.
 
 The additions are `return_token_ids` and `logprobs`, plus the rollout's sampling parameters where
-the agent sets none. The agent's own fields are passed on byte for byte, and what it did not ask for
-is removed from the answer, so the agent sees what the real API would have shown.
+the agent sets none. The agent's own fields are passed on byte for byte, but for tool calls, whose
+arguments go back to the model as it wrote them. What the agent did not ask for is removed from the
+answer, so the agent sees what the real API would have shown.
 """
 
 from __future__ import annotations
@@ -62,6 +63,11 @@ class ModelRequest:
     messages: list[dict[str, Json]]  # the conversation; a text prompt is one user message
     tools: list[dict[str, Json]]
 
+    @property
+    def left_out(self) -> list[str]:
+        """Options that its API has and that have no effect here."""
+        return [] if self.translation is None else self.translation.left_out
+
     def encode(self, route: Route, defaults: Sampling, *, capture: bool) -> tuple[bytes, Sampling]:
         """The body for that server, and the sampling parameters that are in force there.
 
@@ -110,6 +116,8 @@ def read_request(
         why = f"{stream!r:.80} is neither true nor false"
         raise UntranslatableError("stream", why, code="invalid_type")
     logprobs, messages, prompt = (value(fields, k) for k in ("logprobs", "messages", "prompt"))
+    if translation is None and memory.restore(messages):
+        fields["messages"] = messages
     if "messages" not in fields and isinstance(prompt, str):
         messages = [{"role": "user", "content": prompt}]
     return ModelRequest(

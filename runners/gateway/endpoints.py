@@ -13,7 +13,7 @@ from agentrl.errors import AgentRLError, Invalid
 from agentrl.http_server import read_body
 from agentrl.runners import dialects
 from agentrl.runners.dialects import DIALECTS, Dialect, UntranslatableError
-from agentrl.runners.dialects.base import Body
+from agentrl.runners.dialects.base import Body, ConversationMemory
 from agentrl.runners.gateway.attribution import AttemptRegistry, CallOrigin, RefusedError
 from agentrl.runners.gateway.handler import CallHandler, translate_error
 from agentrl.runners.gateway.routing import Route, Router
@@ -24,7 +24,9 @@ LARGEST = 256 * 2**20  # bytes of a request
 PREFIXES = ("", "/a/{attempt}", "/a/{attempt}/{role}")
 KNOWN = [f"POST /v1/{dialect.route}" for dialect in DIALECTS]
 KNOWN += ["POST /v1/messages/count_tokens", "POST /v1/embeddings", "POST /v1/traces"]
-KNOWN += ["GET /v1/models"]
+KNOWN += ["POST /v1beta/models/MODEL:generateContent (streamGenerateContent, countTokens)"]
+KNOWN += ["POST /v1/logs", "POST /v1/metrics", "GET /v1/models", "GET /v1/models/MODEL"]
+RENDERED = ("model", "messages", "tools", "chat_template_kwargs")  # what a prompt is made of
 UNREADABLE = "invalid_body"
 # The gateway has repeated what made sense, so the agent's SDK need not.
 FINAL = {"x-should-retry": "false"}
@@ -48,17 +50,47 @@ class Endpoints:
                 call = partial(self._within_attempt, partial(self.call, dialect))
                 app.router.add_post(f"{prefix}/v1/{dialect.route}", call)
             for route, work in (
-                ("messages/count_tokens", partial(count_tokens, self._upstream)),
+                ("messages/count_tokens", self.count_tokens),
                 ("embeddings", partial(embeddings, self._upstream)),
                 ("traces", self.traces),
+                ("logs", drop),
+                ("metrics", drop),
             ):
                 app.router.add_post(f"{prefix}/v1/{route}", partial(self._within_attempt, work))
+            for version in ("v1", "v1beta"):
+                google = partial(self._within_attempt, self.google)
+                app.router.add_post(f"{prefix}/{version}/models/{{model}}:{{verb}}", google)
             app.router.add_get(f"{prefix}/v1/models", self.models)
+            app.router.add_get(f"{prefix}/v1/models/{{model}}", self.models)
+            app.router.add_get(f"{prefix}/v1/responses", no_websocket)
+            app.router.add_head(prefix or "/", alive)
 
     async def call(
         self, dialect: Dialect, caller: CallOrigin, request: web.Request
     ) -> web.StreamResponse:
         return await CallHandler(self._upstream, self._store, caller, request, dialect).run()
+
+    async def count_tokens(self, caller: CallOrigin, request: web.Request) -> web.StreamResponse:
+        """https://docs.anthropic.com/en/api/messages-count-tokens"""
+        kind, prompt_of = dialects.messages.DIALECT, dialects.messages.prompt_of
+        return await count_tokens(self._upstream, caller, request, kind, prompt_of, "input_tokens")
+
+    async def google(self, caller: CallOrigin, request: web.Request) -> web.StreamResponse:
+        """A method of Google's API, whose path names the model."""
+        model, verb = request.match_info["model"], request.match_info["verb"]
+        if verb == "countTokens":
+            prompt_of = partial(dialects.google.prompt_of, model=model)
+            return await count_tokens(
+                self._upstream, caller, request, dialects.google.DIALECT, prompt_of, "totalTokens"
+            )
+        stream = verb == "streamGenerateContent"
+        if verb not in ("generateContent", "streamGenerateContent"):
+            raise UntranslatableError(
+                verb, "there is generateContent, streamGenerateContent and countTokens", status=404
+            )
+        if stream and request.query.get("alt") != "sse":
+            raise UntranslatableError("alt", "a stream is sent as events only; add ?alt=sse")
+        return await self.call(dialects.google.dialect(model, stream=stream), caller, request)
 
     async def traces(self, caller: CallOrigin, request: web.Request) -> web.StreamResponse:
         """Stores spans of the caller's own attempt; others are rejected as OTLP prescribes."""
@@ -79,13 +111,21 @@ class Endpoints:
             self._attempts.caller(request.headers, request.match_info)
         served = self._router.policies
         names = sorted({*served, *(p.model for p in served.values()), *self._router.frozen})
+        asked = request.match_info.get("model")
+        if asked is not None and asked not in names:
+            why = f"there is no model {asked!r:.80}; there is {', '.join(map(repr, names))}"
+            raise RefusedError(404, "model_not_found", why)
         if "anthropic-version" in request.headers:
             day = "1970-01-01T00:00:00Z"
             data = [{"type": "model", "id": n, "display_name": n, "created_at": day} for n in names]
+            if asked is not None:
+                return web.json_response(data[names.index(asked)])
             ends = {"first_id": names[0], "last_id": names[-1]} if names else {}
             return web.json_response({"data": data, "has_more": False} | ends)
         about: Body = {"object": "model", "created": 0, "owned_by": "agentrl"}
         data = [{"id": name} | about for name in names]
+        if asked is not None:
+            return web.json_response(data[names.index(asked)])
         return web.json_response({"object": "list", "data": data})
 
     async def _within_attempt(self, work: Work, request: web.Request) -> web.StreamResponse:
@@ -98,6 +138,23 @@ class Endpoints:
             return await work(caller, request)
         finally:
             caller.attempt.tasks.discard(task)
+
+
+async def drop(caller: CallOrigin, request: web.Request) -> web.StreamResponse:
+    """Logs and metrics of OpenTelemetry are taken and not kept: an agent that sends them would try
+    again, and they say nothing that is learned from."""
+    await read_body(request)
+    empty = b"{}" if request.content_type == "application/json" else b""
+    return web.Response(body=empty, content_type=request.content_type)
+
+
+async def no_websocket(request: web.Request) -> web.StreamResponse:
+    """Refuses a websocket at once, so that the agent posts its calls instead."""
+    raise RefusedError(426, "no_websocket", "there are no websockets here; POST the call instead")
+
+
+async def alive(request: web.Request) -> web.StreamResponse:
+    return web.Response()
 
 
 @web.middleware
@@ -167,13 +224,18 @@ async def embeddings(
 
 
 async def count_tokens(
-    upstream: Upstream, caller: CallOrigin, request: web.Request
+    upstream: Upstream,
+    caller: CallOrigin,
+    request: web.Request,
+    dialect: Dialect,
+    prompt_of: Callable[[Body, ConversationMemory], Body],
+    field: str,
 ) -> web.StreamResponse:
-    """The number of prompt tokens of an Anthropic request, as the policy server renders it.
-
-    Source: https://docs.anthropic.com/en/api/messages-count-tokens"""
+    """The number of prompt tokens of a request, as the policy server renders it. `prompt_of` makes
+    it the request for a chat completion; `field` names the number in the answer."""
     raw = await read_body(request)
-    chat = dialects.messages.prompt_of(msgspec.json.decode(raw, type=Body), caller.attempt.memory)
+    chat = prompt_of(msgspec.json.decode(raw, type=Body), caller.attempt.memory)
+    chat = {name: chat[name] for name in RENDERED if name in chat}
     model = str(chat.get("model") or "")
 
     async def once(route: Route) -> web.StreamResponse:
@@ -187,10 +249,10 @@ async def count_tokens(
                 raise
             raise _not_countable(route) from None
         if status in (400, 422):
-            words = translate_error(dialects.messages.DIALECT, status, found)
+            words = translate_error(dialect, status, found)
             return web.Response(status=status, body=words, content_type="application/json")
         try:
-            return web.json_response({"input_tokens": _count.decode(found).count})
+            return web.json_response({field: _count.decode(found).count})
         except msgspec.DecodeError:
             raise _not_countable(route) from None
 

@@ -21,6 +21,7 @@ from aiohttp import web
 from agentrl.errors import StoreError
 from agentrl.http_server import read_body
 from agentrl.runners.dialects import Dialect
+from agentrl.runners.dialects.base import data_event
 from agentrl.runners.gateway import replay
 from agentrl.runners.gateway.attribution import CallOrigin, RefusedError
 from agentrl.runners.gateway.capture import ModelRequest, ModelResponse, read_chunk, read_request
@@ -90,9 +91,13 @@ class CallHandler:
             raise
         except DisconnectedError:
             await self._store_shown()
-        except (UpstreamError, RefusedError):
+        except (UpstreamError, RefusedError) as error:
             if self._response is None:
                 raise
+            if self._dialect.tells_errors:
+                told = data_event(self._dialect.error(502, "model_unavailable", error.message))
+                with contextlib.suppress(DisconnectedError):
+                    await self._send(told, {})
         except TimeoutError:
             if self._response is None:
                 self._record_silence()
@@ -257,6 +262,8 @@ class CallHandler:
         """Returns when the transitions are durable."""
         if self._active.scoring:
             return
+        for choice in answer.choices.values():
+            self._active.memory.remember(choice.message)
         if self._rows is None:
             if any(choice.known for choice in answer.choices.values()):
                 self._upstream.note_token_ids(route, given=True)
@@ -302,6 +309,7 @@ class CallHandler:
                 sampling=self._sampling,
                 messages=call.messages,
                 tools=call.tools,
+                left_out=call.left_out,
                 started=self._started,
                 seconds=seconds,
             )

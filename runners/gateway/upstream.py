@@ -45,7 +45,7 @@ HOP_BY_HOP |= {
     "te",
     "trailer",
 }
-HOP_BY_HOP |= {"transfer-encoding", "upgrade", "x-api-key", "x-policy-version"}
+HOP_BY_HOP |= {"transfer-encoding", "upgrade", "x-api-key", "x-goog-api-key", "x-policy-version"}
 # For the policies that are trained only; a frozen endpoint may belong to anybody.
 PRIVATE = {"baggage", "cookie", "traceparent", "tracestate"}
 

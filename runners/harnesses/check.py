@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -12,7 +11,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl.config import AgentConfig, RunnerConfig
+from agentrl.config import AgentConfig, RunConfig, RunnerConfig, WorkspaceConfig
 from agentrl.runners.execution import AttemptRunner
 from agentrl.runners.executors.command import CommandExecutor
 from agentrl.runners.gateway.server import Gateway
@@ -21,6 +20,7 @@ from agentrl.runners.harnesses.preset import load_preset, version_of
 from agentrl.runners.harnesses.scripted import BUG, PROMPT, ScriptedModel
 from agentrl.runners.scoring.verifiers import Verifier
 from agentrl.runners.worker import Worker
+from agentrl.runners.workspace.folders import Workspace, Workspaces
 from agentrl.store import open_store
 from agentrl.types import NewRollout, PolicyVersion, Rollout, Transition
 
@@ -42,7 +42,6 @@ class Report:
     rollouts: list[Rollout]
     calls: list[Transition]  # that were recorded
     seen: list[SeenRequest]
-    fixed: bool  # the bug
 
     @property
     def served(self) -> int:
@@ -82,7 +81,7 @@ class Report:
             yield failed.message
         if self.exact < self.served:
             yield f"{self.exact} of {self.served} calls were recorded exactly"
-        if self.served and not self.fixed:
+        if any(row.failure is None and row.reward() != 1 for row in self.rollouts):
             yield "its tools did not mend the bug as the model said"
         if not self.tested:
             yield f"version {self.version or '?'} is not one that its preset was tested with"
@@ -116,20 +115,23 @@ async def check(
         stack.push_async_callback(asyncio.to_thread, gateway.close)
         log = RequestLog(gateway.base_url.removesuffix("/v1"))
         shown = await stack.enter_async_context(log.serving())
-        repository = folder / "repository"
-        _make_repository(repository)
-        agent = AgentConfig(
-            harness=name, command=[program], folder=str(repository), env=dict(env or {})
+        config = RunConfig(
+            agent=AgentConfig(harness=name, command=[program], env=dict(env or {})),
+            workspace=WorkspaceConfig(source="task.files", folder=str(folder)),
+            runner=RunnerConfig(concurrency=concurrency),
         )
-        executor = CommandExecutor(agent, RunnerConfig(), root=root, gateway=f"{shown}/v1")
-        await executor.start()
-        stack.push_async_callback(executor.close)
-        runner = RunnerConfig(concurrency=concurrency)
-        execution = AttemptRunner(store, gateway, executor, Verifier(lambda result: 1.0))
-        worker, stop = Worker(RUN, execution, runner, name=RUN), asyncio.Event()
+        executor = CommandExecutor(config.agent, config.runner, root=root, gateway=f"{shown}/v1")
+        workspaces = Workspaces(config, root=root, gateway=shown)
+        for started in (executor, workspaces):
+            await started.start()
+            stack.push_async_callback(started.close)
+        execution = AttemptRunner(
+            store, gateway, executor, Verifier(_is_fixed), workspaces=workspaces
+        )
+        worker, stop = Worker(RUN, execution, config.runner, name=RUN), asyncio.Event()
         begun, asked = time.time(), []
         for n in range(rollouts):
-            task = {"input": f"{PROMPT} (ticket-{n:03d})"}
+            task = {"input": f"{PROMPT} (ticket-{n:03d})", "files": BUG}
             new = NewRollout(id=f"{n}", run=RUN, group="g", index=n, task=task, timeout=timeout)
             asked.append(new)
         await store.enqueue(asked)
@@ -144,7 +146,7 @@ async def check(
         roles = iter(call.role for call in sorted(calls, key=lambda call: call.started))
         for one in log.seen:  # calls began in the order of their requests
             one.role = next(roles, "") if one.asks else ""
-        version, fixed = await version_of(program, folder), (repository / "calc.py").read_text()
+        version = await version_of(program, folder)
         return Report(
             harness=name,
             program=program,
@@ -156,14 +158,8 @@ async def check(
             rollouts=ended,
             calls=calls,
             seen=log.seen,
-            fixed="a + b" in fixed,
         )
 
 
-def _make_repository(folder: Path) -> None:
-    folder.mkdir()
-    for name, text in BUG.items():
-        (folder / name).write_text(text)
-    author = ["-c", "user.name=agentrl", "-c", "user.email=agentrl@localhost"]
-    for command in (["init", "-q"], ["add", "-A"], [*author, "commit", "-q", "-m", "start"]):
-        subprocess.run(["git", *command], cwd=folder, check=True, capture_output=True)
+def _is_fixed(workspace: Workspace) -> float:
+    return float("a + b" in (workspace.path / "calc.py").read_text())

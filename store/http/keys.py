@@ -189,6 +189,18 @@ class Claims:
                         f"{CLAIM_SECRET} that it was claimed with."
                     )
 
+    async def check_one_run(self, verb: str, arguments: dict[str, Any], run: str) -> None:
+        """Raises Forbidden for a call about another run than `run`, or about the whole store."""
+        about = {name: arguments[name] for name in ("rollout", "group") if name in arguments}
+        if "run" in arguments:
+            asked = arguments["run"]
+        elif about:
+            asked = await self._store.owner(**about) or run
+        else:
+            asked = "" if verb == "stats" else run
+        if asked != run:
+            raise Forbidden(f"{verb}: this key is for run {run!r} only.")
+
     async def check_run(self, attempts: set[str], caller: KeyGrant) -> None:
         """Raises Forbidden for an attempt of a run that the caller's key is not for."""
         if not caller.run:

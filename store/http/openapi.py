@@ -24,7 +24,8 @@ REFUSED = {
 }
 MSGPACK_NOTE = (
     "Bodies may also be `application/msgpack`: the same objects, with token arrays as little-endian"
-    " bytes (int32, float32). The answer comes as the request did."
+    " bytes (int32, float32), and a trace packed, so that each of its messages and tokens is sent"
+    " once. The answer comes as the request did."
 )
 
 

@@ -9,8 +9,10 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import uvicorn
+from starlette.types import Receive, Scope, Send
 
 from agentrl.errors import ConfigError
 from agentrl.processes import allow_files
@@ -26,10 +28,17 @@ UNREAD = 60_000  # milliseconds after which an answer that the client does not r
 GRACE = 10  # seconds for calls in progress to end after SIGTERM
 
 
+class DrainingApp(Protocol):
+    """An application that ends its waits when it is told to."""
+
+    def drain(self) -> None: ...
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+
+
 class StoreServer(uvicorn.Server):
     """At shutdown, first ends the long polls, then waits for the calls being executed."""
 
-    def __init__(self, app: StoreApp, ready: Callable[[StoreServer], None]) -> None:
+    def __init__(self, app: DrainingApp, ready: Callable[[StoreServer], None]) -> None:
         self._app, self._ready = app, ready
         super().__init__(
             uvicorn.Config(
@@ -90,7 +99,9 @@ def listen(host: str, port: int, keys: Keys | KeyFile) -> socket.socket:
 
 
 async def serve(
-    app: StoreApp, listening: socket.socket, ready: Callable[[StoreServer], None] = lambda _: None
+    app: DrainingApp,
+    listening: socket.socket,
+    ready: Callable[[StoreServer], None] = lambda _: None,
 ) -> None:
     """Answers until SIGTERM, SIGINT or `should_exit` of the server, which is passed to `ready`.
     Calls that came before are finished, unless they take longer than GRACE."""

@@ -36,7 +36,6 @@ from agentrl.store.http.keys import Claims, KeyFile, KeyGrant, Keys, is_for_this
 from agentrl.store.http.request_limits import BodyReader
 from agentrl.store.http.wire import ENCODE, JSON, VERBS, Verb
 from agentrl.store.writer import IdempotentCall, start_call
-from agentrl.types import Trace
 
 CLAIM_SECRET = wire.CLAIM_SECRET.encode()
 LARGEST = 64 * 2**20  # bytes of a request
@@ -138,8 +137,8 @@ class StoreApp:
         """The result of one verb. Without `receive`, as in a batch, it must not wait."""
         arguments = _decoded(verb.decoders[form], body)
         given = {name: getattr(arguments, name) for name in verb.arguments.__struct_fields__}
-        if caller.run and given.get("run", caller.run) != caller.run:
-            raise Forbidden(f"{verb.name}: this key is for run {caller.run!r} only.")
+        if caller.run:
+            await self._claims.check_one_run(verb.name, given, caller.run)
         await self._claims.check(verb.name, given, caller)
         method = getattr(self.store, verb.name)
         try:
@@ -150,8 +149,8 @@ class StoreApp:
                 request = IdempotentCall(f"{verb.name} {key}", digest)
                 return await self._remembered(request, method(**given))
             result = await method(**given)
-            if caller.run and isinstance(result, Trace) and result.rollout.run != caller.run:
-                raise Forbidden(f"{verb.name}: this key is for run {caller.run!r} only.")
+            if caller.run and verb.name == "runs":
+                return [run for run in result if run == caller.run]
             return result
         except OverflowError as error:
             raise Invalid(f"{verb.name}: a number is out of range: {error}.") from error
@@ -293,7 +292,7 @@ def _decoded(decode: wire.Decode, body: bytes) -> Any:
 def _encoded(form: str, result: Any) -> bytes:
     """Raises StoreError for a stored value that this encoding cannot represent."""
     try:
-        return ENCODE[form](result)
+        return wire.encode(form, result)
     except (OverflowError, RecursionError, TypeError, ValueError) as error:
         raise StoreError(f"The answer cannot be written as {form}: {error}.") from error
 

@@ -2,8 +2,8 @@
 
 Every method of `agentrl.store.base.Store` is a verb: its signature and docstring make the route,
 the client's method and the OpenAPI document. JSON carries token arrays as lists of numbers, msgpack
-as little-endian bytes (int32, float32). JSON has no NaN: NaN is sent as null, which is read as NaN
-in token arrays and refused elsewhere, so programs use msgpack.
+as little-endian bytes (int32, float32), and a trace as `packing.py` says. JSON has no NaN: NaN is
+sent as null, which is read as NaN in token arrays and refused elsewhere, so programs use msgpack.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import msgspec
 from agentrl import errors
 from agentrl.store import rows
 from agentrl.store.base import Store
-from agentrl.types import Int32, Record
+from agentrl.store.http.packing import PackedTrace, pack, unpack
+from agentrl.types import Int32, Record, Trace
 
 JSON, MSGPACK = "application/json", "application/msgpack"
 POLL = 25.0  # seconds until a verb that waits is answered "again"
@@ -100,8 +101,18 @@ def _verb(name: str) -> Verb:
         doc=inspect.getdoc(method) or "",
         waits="timeout" in types,
         decoders=decoders(arguments),
-        results=decoders(types["return"]),
+        results=decoders(types["return"]) | ({MSGPACK: _unpacked} if name == "trace" else {}),
     )
+
+
+def encode(form: str, result: Any) -> bytes:
+    """The result of a verb. In msgpack a trace is packed."""
+    return ENCODE[form](pack(result) if form == MSGPACK and type(result) is Trace else result)
+
+
+def _unpacked(body: Any) -> Trace | None:
+    packed = PACKED(body)
+    return None if packed is None else unpack(packed)
 
 
 # -- encodings -------------------------------------------------------------------------------------
@@ -148,6 +159,7 @@ ENCODE: dict[str, Callable[[Any], bytes]] = {
     MSGPACK: msgspec.msgpack.Encoder(enc_hook=_to_bytes).encode,
 }
 
+PACKED = decoders(PackedTrace | None)[MSGPACK]
 VERBS = {
     name: _verb(name)
     for name, method in vars(Store).items()

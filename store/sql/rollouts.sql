@@ -62,6 +62,11 @@ order by a.rowid;
 -- name: claims
 select id, run_id, claim_id from attempts where id in (select value from json_each(?));
 
+-- name: owner
+select run_id from rollouts where id = :rollout
+union all
+select run_id from groups where id = :group;
+
 -- name: any_suspect
 select 1 from rollouts where together is not null and state in ('queued', 'running') limit 1;
 

@@ -1,14 +1,17 @@
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 
 from agentrl.telemetry.show import render_trace
 from agentrl.types import (
+    DIFF,
     Branch,
     ErrorKind,
     Failure,
     Reward,
     RolloutState,
+    Span,
     Trace,
     Transition,
     float32,
@@ -38,8 +41,15 @@ def transition(index: int, messages: list[dict], answer: dict) -> Transition:
     )
 
 
-def printed(failure: Failure | None = None, **more: Any) -> str:
-    second = [*OPENING, CALL, {"role": "tool", "content": "1", "tool_call_id": "c1"}]
+def printed(
+    failure: Failure | None = None,
+    *,
+    echoed: dict[str, Any] = CALL,
+    spans: Sequence[Span] = (),
+    longest: int | None = None,
+    **more: Any,
+) -> str:
+    second = [*OPENING, echoed, {"role": "tool", "content": "1", "tool_call_id": "c1"}]
     rollout = factories.rollout(
         "staff/train/0000001/0002",
         run="staff",
@@ -59,11 +69,36 @@ def printed(failure: Failure | None = None, **more: Any) -> str:
         transition(0, OPENING, CALL),
         transition(1, second, {"role": "assistant", "content": "one"}),
     ]
-    trace = Trace(rollout=rollout, attempt="a" * 32, transitions=transitions, spans=[])
+    trace = Trace(rollout=rollout, attempt="a" * 32, transitions=transitions, spans=[*spans])
     console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
-    console.print(render_trace(trace))
+    console.print(render_trace(trace, longest))
     console.file.close()
     return console.export_text()
+
+
+def test_an_answer_that_the_agent_wrote_down_differently_is_shown_once() -> None:
+    text = printed(echoed={key: value for key, value in CALL.items() if value is not None})
+    assert text.count("What is one?") == text.count("SELECT 1") == 1
+
+
+def test_long_messages_are_cut_where_it_is_asked_for() -> None:
+    assert "Be ex ... (4 characters more)" in printed(longest=5)
+
+
+def test_what_changed_in_the_workspace_is_shown() -> None:
+    diff = "--- a/calc.py\n+++ b/calc.py\n-    return a - b\n+    return a + b\n"
+    span = Span(
+        id="a" * 16,
+        attempt="a" * 32,
+        parent=None,
+        name="attempt",
+        kind="agent",
+        start=0,
+        end=1,
+        ok=True,
+        attributes={DIFF: diff},
+    )
+    assert "+    return a + b" in printed(spans=[span])
 
 
 def test_every_message_once_in_order() -> None:

@@ -123,6 +123,26 @@ async def test_lines_where_there_is_no_terminal(config: RunConfig) -> None:
     assert "step 1/4  reward 0.500 ± 0.250  30 rollouts/s" in console.file.getvalue()
 
 
+async def test_a_line_says_that_the_policy_is_prepared(config: RunConfig) -> None:
+    """Without a terminal too, and not where it is ready already."""
+    console = Console(file=io.StringIO(), width=120)
+    assert isinstance(console.file, io.StringIO)
+    async with open_store(config.store) as store:
+        await store.open_run("r", {})
+        for expected in (1, 1):
+            following = asyncio.create_task(view.show_progress(store, config, console))
+            while "preparing" not in console.file.getvalue():
+                await store.wait(2**62, timeout=0.05)
+            await store.wait(2**62, timeout=0.2)
+            following.cancel()
+            await asyncio.wait((following,))
+            assert console.file.getvalue().count("preparing the policy") == expected
+            version = PolicyVersion(
+                run="r", policy="policy", version=0, base_url="http://x/v1", model="p"
+            )
+            await store.publish(version)
+
+
 async def test_the_first_failure_of_each_kind_is_said_at_once(config: RunConfig) -> None:
     """Once, on a line of its own, with the way to all of it; that of an earlier start is not."""
     console = Console(file=io.StringIO(), width=300)
@@ -184,6 +204,30 @@ async def test_report(config: RunConfig) -> None:
     assert "9 s in all: build 0, rollouts 4, update 2, eval 0" in text
     assert "4 model calls without token ids were not trained; 2 model calls longer than" in text
     assert Path(config.output, "curve.png").stat().st_size > 1000
+
+
+async def test_the_report_reads_what_it_shows_and_not_the_run(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    console = Console(file=io.StringIO(), width=120)
+    async with open_store(config.store) as store:
+        await short_run(store)
+        many = [
+            NewRollout(id=f"m/{i}", run="r", group="m", index=i, task={}, step=3) for i in range(40)
+        ]
+        await finished(store, many, 1.0)
+        read = []
+
+        async def rollouts(run: str, **filters: object) -> list:
+            read.extend(found := await type(store).rollouts(store, run, **filters))
+            return found
+
+        monkeypatch.setattr(store, "rollouts", rollouts)
+        steps = await store.steps("r")
+        await report.print_report(store, config, steps, None, 9.0, console)
+    assert isinstance(console.file, io.StringIO)
+    assert "1 rollouts failed (1 agent_error); the last" in console.file.getvalue()
+    assert {row.purpose for row in read} == {Purpose.EVAL}
 
 
 async def test_a_role_of_the_run_file_that_never_speaks_is_named(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ python -m tests.benchmarks.harness --json
 
 Every installed harness mends a bug in `--rollouts` repositories, `--concurrency` at a time, as a
 scripted model says; a harness is exact if every call was recorded in the trace of its rollout with
-the tokens and log-probs that were served. Then `examples/harness/codex.toml` is trained once a
+the tokens and log-probs that were served. Then `examples/harness/run.toml` is trained once a
 seed: the scores are of held-out tasks, greedy, and the seconds cover the whole command.
 """
 
@@ -25,7 +25,7 @@ from agentrl.runners.harnesses.preset import HARNESSES, load_preset
 from tests.benchmarks import demo
 from tests.runners.harnesses.refusing_proxy import RefusingProxy
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "harness"
+RUN_FILE = Path(__file__).parents[2] / "examples" / "harness" / "run.toml"
 
 
 async def run(name: str, rollouts: int, concurrency: int) -> tuple[Report, list[str]]:
@@ -62,15 +62,13 @@ def main() -> None:
     parser.add_argument("--harnesses", nargs="*", default=list(HARNESSES))
     parser.add_argument("--rollouts", type=int, default=16)
     parser.add_argument("--concurrency", type=int, default=16)
-    parser.add_argument("--run-file", default="codex.toml", help="in examples/harness")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
     options = parser.parse_args()
     logging.getLogger("agentrl").setLevel(logging.ERROR)
     result = measure(options.harnesses, options.rollouts, options.concurrency)
     with tempfile.TemporaryDirectory() as folder:
-        run_file = EXAMPLE / options.run_file
-        rows = [demo.run(seed, Path(folder), run_file) for seed in options.seeds]
+        rows = [demo.run(seed, Path(folder), RUN_FILE) for seed in options.seeds]
     for key in ("before", "after", "before_sampled", "after_sampled", "seconds", "rollouts_per_s"):
         result[key] = [round(row[key], 3) for row in rows]
     if options.json:

@@ -14,6 +14,7 @@ from agentrl.evaluation.bench import (
     BenchPlan,
     BenchPreset,
     BenchTask,
+    Piece,
     Result,
     area,
     read_bench,
@@ -92,16 +93,15 @@ def plan(tmp_path: Path) -> BenchPlan:
     plan = BenchPlan(bench, FILE, tmp_path, {})
     pairs = [("chain", "broadcast"), ("chain", "gigpo")]
     for one in plan.tuning(pairs):
-        finish(plan, one, one.lr * 100)
+        finish(plan, one, one.name[2] * 100)
     for one in plan.reported(pairs, bench.seeds):
-        finish(plan, one, 1.0 if one.preset == "gigpo" else 0.5)
+        finish(plan, one, 1.0 if one.name[1] == "gigpo" else 0.5)
     return plan
 
 
-def finish(plan: BenchPlan, one: object, slope: float) -> None:
+def finish(plan: BenchPlan, one: Piece, slope: float) -> None:
     curve = [(spent, 1 + min(1.0, slope * spent / 768)) for spent in range(0, 1537, 192)]
-    about = (one.digest, one.task, one.preset, one.lr, one.seed)  # type: ignore[attr-defined]
-    plan.done[about[0]] = Result(*about, curve, 1.0, 0.0, "0")
+    plan.done[one.digest] = Result(one.digest, *one.name, curve, 1.0, 0.0, "0")
 
 
 def test_learning_rates_are_those_of_the_largest_area(plan: BenchPlan) -> None:

@@ -13,14 +13,16 @@ import pytest
 from agentrl.config.presets import check_presets
 from agentrl.evaluation.bench import BenchPlan, read_bench
 from agentrl.loading import load_attribute, load_tasks
+from agentrl.runners.games import Game
+from agentrl.runners.games.scripted import _solved
 from tests import warm
 from tests.examples.parts import EXAMPLES, modules
 
 FILE = EXAMPLES / "bench" / "bench.toml"
 BENCH = read_bench(FILE)
 PLAN = BenchPlan(BENCH, FILE, Path("work"), {})
-OWN = [name for name, task in BENCH.tasks.items() if task.run == "run.toml"]
-TASKS = ("chain", "frozenlake", "needle", "shop", "sokoban", "teams")
+OWN = [n for n, task in BENCH.tasks.items() if task.run == "run.toml" and not task.measure]
+TASKS = ("chain", "frozenlake", "needle", "poker", "shop", "sokoban", "teams")
 ROLLOUTS = 400
 
 
@@ -69,6 +71,45 @@ def test_scores_that_are_computed_are_those_of_the_bench_file(parts: dict[str, M
     assert tasks["frozenlake"].random == pytest.approx(parts["frozenlake"].RANDOM, abs=1e-4)
     assert tasks["shop"].random == pytest.approx(parts["shop"].RANDOM, abs=1e-4)
     assert tasks["workers"].random == pytest.approx(parts["teams"].RANDOM_WORKERS, abs=1e-4)
+
+
+@pytest.mark.parametrize(("name", "prompts"), [("kuhn", 12), ("leduc", 288)])
+def test_poker_players_see_all_that_matters(
+    parts: dict[str, ModuleType], name: str, prompts: int
+) -> None:
+    """As many prompts as there are information states but for suits, and the uniform policy's
+    exploitability."""
+    pytest.importorskip("pyspiel")
+    from open_spiel.python.algorithms.exploitability import exploitability
+    from open_spiel.python.policy import TabularPolicy
+
+    poker = parts["poker"]
+    rules = Game(f"{name}_poker")
+    policy = TabularPolicy(rules.rules)
+    views = [rules.view(state, state.current_player()) for state in policy.states]
+    assert len({poker.describe(view)[0]["content"] for view in views}) == prompts
+    uniform = -exploitability(rules.rules, policy)
+    assert BENCH.tasks[name].random == pytest.approx(uniform, abs=1e-5)
+    assert len(getattr(poker, name)()) == {"kuhn": 6, "leduc": 30}[name]
+
+
+def test_random_moves_seldom_hold_against_the_perfect_player() -> None:
+    pytest.importorskip("pyspiel")
+    game, known = Game("tic_tac_toe"), dict[tuple[str, int], float]()
+    best = _solved(str(game.rules))
+
+    def held(state: Any, learner: int) -> float:
+        """The chance not to lose."""
+        if state.is_terminal():
+            return float(state.returns()[learner] >= 0)
+        if (key := (str(state), learner)) not in known:
+            mine = state.current_player() == learner
+            moves = state.legal_actions() if mine else best(state)
+            known[key] = sum(held(state.child(move), learner) for move in moves) / len(moves)
+        return known[key]
+
+    chance = sum(held(game.start(), learner) for learner in (0, 1)) / 2
+    assert BENCH.tasks["tictactoe"].random == pytest.approx(chance, abs=1e-4)
 
 
 def test_every_preset_of_every_task_is_a_run() -> None:
@@ -129,20 +170,34 @@ def test_a_bench_is_run_once_and_goes_on(tiny_model_dir: Path, tmp_path: Path) -
     tasks.chain.settings = ["policy.build=", "policy.model={tiny_model_dir}",
         "tasks.train=chain.py:train2", "tasks.heldout=chain.py:heldout2",
         "algorithm.groups=1", "algorithm.group_size=4"]
+    tasks.chain.presets = ["broadcast"]
+    tasks.measured.run = "run.toml"
+    tasks.measured.settings = ["policy.build=", "policy.model={tiny_model_dir}", "tasks.heldout=",
+        "algorithm.groups=1", "algorithm.group_size=4"]
+    tasks.measured.measure = "{tmp_path}/measure.py:version"
+    tasks.measured.presets = ["fixed"]
     presets.broadcast.settings = ["algorithm.preset=grpo"]
+    presets.fixed.settings = ["algorithm.preset=grpo"]
+    presets.fixed.lrs = [1e-3]
     """
+    (tmp_path / "measure.py").write_text(
+        "def version(folder):\n    known = folder.parent.name == 'checkpoints'\n"
+        "    return float(folder.name[:6]) if known else 0.0\n"
+    )
     file = bench_file(tmp_path, text)
-    assert "3 runs" in bench(file)
+    assert "4 runs" in bench(file)
     rows = [json.loads(line) for line in file.with_suffix(".jsonl").read_text().splitlines()]
-    assert [(row["lr"], row["seed"]) for row in rows] == [(1e-3, 100), (2e-3, 100), (1e-3, 0)]
+    of_chain = [(1e-3, 100), (2e-3, 100), (1e-3, 0)]
+    assert [(row["lr"], row["seed"]) for row in rows] == [*of_chain, (1e-3, 0)]
+    assert rows[-1]["curve"] == [[0, 0.0], [8, 2.0]]  # the checkpoint after two steps
     for row in rows:
         assert [spent for spent, _ in row["curve"]] == [0, 8]
         assert row["failed"] == 0
     assert not list(tmp_path.glob("runs/bench/*"))  # nothing is left of them
     lines = file.with_suffix(".jsonl").read_bytes()
     file.with_suffix(".jsonl").write_bytes(lines[:-20])  # killed as it wrote the last line
-    assert "1 runs, 3 in" in bench(file)
-    assert "0 runs, 3 in" in bench(file)
+    assert "1 runs, 4 in" in bench(file)
+    assert "0 runs, 4 in" in bench(file)
 
 
 @pytest.mark.slow

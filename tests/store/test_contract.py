@@ -954,6 +954,7 @@ async def test_a_conversation_comes_back_exactly(store, kit):
             span="00ff",
             finish="length",
             repeats="call-x",
+            left_out=["metadata", "tools: web_search"],
         ),
     ]
     assert await store.add_transitions(calls[:3]) == [True] * 3

@@ -96,7 +96,7 @@ class SinkThread(threading.Thread):
             log.warning("%s", error)
 
     async def _write(self) -> None:
-        async with open_store(self.config.store) as store:
+        async with open_store(self.config.store, readonly=True) as store:
             await write_steps(store, self.config, self.sink, self.run_ended)
 
 

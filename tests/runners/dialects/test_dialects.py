@@ -10,17 +10,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.runners.dialects import DIALECTS, UntranslatableError, messages, of, responses
+from agentrl.runners.dialects import (
+    DIALECTS,
+    UntranslatableError,
+    google,
+    messages,
+    of,
+    responses,
+)
 from agentrl.runners.dialects.base import CHAT, ConversationMemory
 from agentrl.runners.gateway.capture import read_request
 
 NAMES = sorted(
     {*responses.ALLOWED, *responses.IDLE, *responses.TRANSLATED}
     | {*messages.ALLOWED, *messages.IDLE, *messages.TRANSLATED}
+    | {*google.ALLOWED, *google.IDLE, *google.TRANSLATED, "parts", "functionCall", "response"}
+    | {"functionResponse", "functionDeclarations", "functionCallingConfig", "thought"}
     | {"type", "role", "content", "text", "source", "output", "name", "format", "effort", "stream"}
 )
 WORDS = ["user", "assistant", "message", "function_call", "function", "tool_use", "tool_result"]
 WORDS += ["thinking", "image", "base64", "reasoning", "input_text", "text", "json_schema", "tool"]
+WORDS += ["model", "ANY", "STRING"]
+TRANSLATED = [responses.DIALECT, messages.DIALECT, google.dialect("m", stream=False)]
+SAID = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}
+SAID |= {"input": "x"}
+CONTENTS = {"contents": [{"parts": [{"text": "x"}]}]}
 LEAVES = st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from(WORDS)
 JSON = st.recursive(
     LEAVES,
@@ -33,13 +47,11 @@ BODIES = st.dictionaries(st.sampled_from(NAMES), JSON, max_size=6)
 
 
 @settings(max_examples=200, deadline=None)
-@given(body=BODIES, dialect=st.sampled_from([responses.DIALECT, messages.DIALECT]))
+@given(body=BODIES, dialect=st.sampled_from(TRANSLATED))
 def test_any_request(body: dict[str, Any], dialect: Any) -> None:
-    said = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}
+    said = CONTENTS if dialect.tells_errors else SAID
     try:
-        call = read_request(
-            dialect, json.dumps(said | {"input": "x"} | body).encode(), ConversationMemory(), 0
-        )
+        call = read_request(dialect, json.dumps(said | body).encode(), ConversationMemory(), 0)
     except UntranslatableError:
         return
     assert call.messages
@@ -47,19 +59,17 @@ def test_any_request(body: dict[str, Any], dialect: Any) -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(chunk=JSON, dialect=st.sampled_from([responses.DIALECT, messages.DIALECT]))
+@given(chunk=JSON, dialect=st.sampled_from(TRANSLATED))
 def test_any_answer(chunk: Any, dialect: Any) -> None:
-    said = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}
-    call = read_request(
-        dialect, json.dumps(said | {"input": "x"}).encode(), ConversationMemory(), 0
-    )
+    said = CONTENTS if dialect.tells_errors else SAID
+    call = read_request(dialect, json.dumps(said).encode(), ConversationMemory(), 0)
     assert call.translation is not None
     answer = {"model": "m", "choices": [{"message": chunk, "finish_reason": "stop"}]}
     try:
         whole = call.translation.whole(answer, 1)
     except (AttributeError, LookupError, TypeError, ValueError):
         return
-    assert msgspec.json.decode(whole)["id"]
+    assert {"id", "responseId"} & msgspec.json.decode(whole).keys()
 
 
 @pytest.mark.parametrize("dialect", [CHAT, responses.DIALECT, messages.DIALECT])
@@ -76,3 +86,4 @@ def test_the_dialect_of_a_path() -> None:
     assert of("/v1/rewards") is CHAT
     assert of("/v1/rewards", anthropic=True) is messages.DIALECT
     assert of("/v1/messages/count_tokens") is messages.DIALECT
+    assert of("/a/x/v1beta/models/m:countTokens") is google.DIALECT

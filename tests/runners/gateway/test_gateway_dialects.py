@@ -199,7 +199,7 @@ IDLE = {
     "prompt_cache_key": "k",
     "prompt_cache_options": {"mode": "explicit"},
     "prompt_cache_retention": "24h",
-    "reasoning": {"summary": "auto", "generate_summary": "concise", "context": "auto"},
+    "reasoning": {"summary": "auto", "generate_summary": "concise", "context": "all_turns"},
     "safety_identifier": "s",
     "service_tier": "flex",
     "store": False,
@@ -233,12 +233,17 @@ def test_every_field_of_the_sdk_is_decided_upon() -> None:
 @pytest.mark.parametrize(
     ("extra", "param"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "local_shell"}]}, "tools[0].type"),
+        ({"tools": [{"type": "computer_use_preview"}]}, "tools[0].type"),
+        (
+            {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "x"}]}]},
+            "tools[0].tools[0].type",
+        ),
         ({"background": True}, "background"),
         ({"truncation": "always"}, "truncation"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"include": ["everything"]}, "include"),
-        ({"reasoning": {"context": "all_turns"}}, "reasoning.context"),
+        ({"input": [{"type": "configuration_update", "tools": []}]}, "input[0]"),
         ({"reasoning": {"mode": "pro"}}, "reasoning.mode"),
         ({"reasoning": {"budget": 5}}, "reasoning"),
         ({"moderation": {"model": "x"}}, "moderation"),
@@ -408,6 +413,7 @@ async def test_messages_with_images_thinking_and_a_schema(
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0]"),
         ({"system": [{"type": "image"}]}, "system[0]"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+        ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, "context_management"),
     ],
 )
 async def test_what_messages_cannot_say_is_refused(

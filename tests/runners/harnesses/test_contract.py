@@ -20,20 +20,8 @@ from tests.runners.harnesses.stored import HARNESSES, StoredRequest, stored
 SAID = "It is é done."
 FILLER = re.compile(f"({'|'.join(SYLLABLES)}){{2}}")
 OURS = ("arguments", "command", "prompt")
-PENDING = {
-    "codex": "namespaces and hints of the Responses API are refused",
-    "claude": "context_management is refused",
-    "gemini": "there is no Google dialect",
-}
 EVERY = [
-    pytest.param(
-        harness,
-        request,
-        id=f"{harness}-{request.call}",
-        marks=[pytest.mark.xfail(reason=PENDING[harness], strict=False)]
-        if harness in PENDING
-        else [],
-    )
+    pytest.param(harness, request, id=f"{harness}-{request.call}")
     for harness in HARNESSES
     for request in stored(harness)
 ]

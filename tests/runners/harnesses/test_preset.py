@@ -94,6 +94,19 @@ async def test_success_without_a_call_is_a_failed_rollout(bench: Bench, odd: Pat
     assert rollout.failure.kind is ErrorKind.NO_CALL
 
 
+async def test_the_error_that_a_harness_prints_is_the_failure(bench: Bench, odd: Path) -> None:
+    program = PROGRAM.replace(
+        "print(json.dumps(seen))", "sys.exit(print('error: too long\\nbye') or 3)"
+    )
+    (odd / "odd").write_text(program)
+    started = executor(bench, odd)
+    await started.start()
+    (rollout,) = await bench.run(started, {"input": "x"})
+    await started.close()
+    assert rollout.failure is not None
+    assert rollout.failure.message == "the agent ended with exit status 3: error: too long"
+
+
 async def test_an_untested_version_is_said_and_a_tested_one_is_not(
     bench: Bench, odd: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 from agentrl.errors import ConfigError
 from agentrl.runners.harnesses.check import check
 from agentrl.runners.harnesses.preset import HARNESSES, load_preset
+from agentrl.types import Transition
 from tests.runners.harnesses.refusing_proxy import RefusingProxy
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -35,3 +36,21 @@ async def test_every_call_is_recorded_exactly_and_none_leaves_the_machine(name: 
     }
     assert report.served == len(report.calls) == report.exact
     assert proxy.refused == []
+    # A row for the agent's conversation, and one for each call beside it.
+    assert rows(report.calls) == 2 + report.roles.get("side", 0)
+
+
+def rows(calls: list[Transition]) -> int:
+    """The number of calls that continue no other, word for word, tool calls included."""
+    return sum(not any(continues(new, old) for old in calls) for new in calls)
+
+
+def continues(new: Transition, old: Transition) -> bool:
+    known, answer = len(old.messages), old.answer or {}
+    if new.attempt != old.attempt or len(new.messages) <= known:
+        return False
+    echo = new.messages[known]
+    said = [call["function"] for call in answer.get("tool_calls") or ()]
+    back = [call["function"] for call in echo.get("tool_calls") or ()]
+    same = said == back and (echo.get("content") or "") == (answer.get("content") or "")
+    return same and new.messages[:known] == old.messages

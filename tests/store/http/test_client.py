@@ -12,6 +12,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
+import msgspec
 import psutil
 import pytest
 from aiohttp import web
@@ -88,6 +90,34 @@ async def test_keys_come_by_url_or_environment_and_stay_hidden(serving, tmp_path
         monkeypatch.setenv(VARIABLE, "admin-secret")
         async with open_store(address) as store:
             assert await store.runs() == []
+
+
+async def test_a_trace_sends_every_message_and_token_once(address, kit):
+    """Else forty turns of 4 kB would be sent as 3.5 MB."""
+    async with open_store(address) as store:
+        await store.open_run("run", {})
+        await store.enqueue(kit.group("g", 1))
+        (attempt,) = await store.claim(1, runner="r", lease=60)
+        tokens, chat, sent = [], [], []
+        for turn in range(40):
+            chat = [*chat, {"role": "tool", "content": f"{turn}" * 2000}]
+            tokens = [*tokens, *range(turn, turn + 500)]
+            answer = {"role": "assistant", "content": f"{turn}"}
+            tools = [{"name": "tool", "description": "x" * 2000}]
+            sent.append(
+                kit.call(attempt, tokens, [1, 2], messages=chat, answer=answer, tools=tools)
+            )
+            tokens, chat = [*tokens, 1, 2], [*chat, answer]
+            await store.add_transitions(sent[-1:])
+        trace = await store.trace("g/0")
+        assert trace.transitions == sent
+        body = msgspec.msgpack.encode({"rollout": "g/0"})
+        headers = {"content-type": "application/msgpack"}
+        async with httpx.AsyncClient(base_url=address) as client:
+            answer = await client.post("/v1/trace", content=body, headers=headers)
+            whole = await client.post("/v1/trace", json={"rollout": "g/0"})
+        contents = sum(len(message["content"]) for message in chat)
+        assert len(answer.content) < 1.2 * (contents + 4 * len(tokens)) < len(whole.content) / 10
 
 
 async def test_what_is_no_store(address):

@@ -12,11 +12,12 @@ import pytest
 from agentrl.errors import ConfigError, Forbidden
 from agentrl.store import Store, open_store
 from agentrl.store.http.keys import LOOK, KeyFile, Keys
-from agentrl.store.http.wire import CLAIM_SECRET, KeyScope
+from agentrl.store.http.wire import CLAIM_SECRET, READERS, VERBS, KeyScope
 
 OF_RUN = "of-one-run-only"
 RUNNERS = "admin:admin-secret\nrunner:runner-secret"
-KEYS = f"admin:admin-secret\nrunner@mine:{OF_RUN}"
+READER = "reads-one-run-only"
+KEYS = f"admin:admin-secret\nrunner@mine:{OF_RUN}\nreader@mine:{READER}\nreader:reads-all"
 
 
 def bearer(key: str) -> bytes:
@@ -122,6 +123,50 @@ def test_a_runner_key_needs_a_claim_secret(serving, tmp_path: Path) -> None:
                 f"{address}/v1/claim", json=body | {"claim_id": claim_id}, headers=headers
             )
             assert answer.status_code == status, answer.text
+
+
+READS = {
+    "rollouts": {"run": "RUN"},
+    "groups": {"run": "RUN"},
+    "search": {"run": "RUN"},
+    "steps": {"run": "RUN"},
+    "series": {"run": "RUN", "names": []},
+    "trace": {"rollout": "RUN/0"},
+    "attempts": {"rollout": "RUN/0"},
+    "credits": {"rollout": "RUN/0"},
+    "settled": {"group": "RUN", "timeout": 0},
+}
+
+
+@pytest.mark.parametrize("verb", READS)
+def test_a_reader_of_a_run_reads_no_other(stranger: httpx.Client, verb: str) -> None:
+    for key, run, status in (
+        (READER, "other", 403),
+        (READER, "mine", 200),
+        ("reads-all", "other", 200),
+    ):
+        body = {
+            name: value.replace("RUN", run) if isinstance(value, str) else value
+            for name, value in READS[verb].items()
+        }
+        headers = {"authorization": f"Bearer {key}"}
+        assert stranger.post(f"/v1/{verb}", json=body, headers=headers).status_code == status
+
+
+def test_a_reader_of_a_run_learns_nothing_of_others(stranger: httpx.Client) -> None:
+    headers = {"authorization": f"Bearer {READER}"}
+    assert stranger.post("/v1/runs", json={}, headers=headers).json() == ["mine"]
+    assert stranger.post("/v1/stats", json={}, headers=headers).status_code == 403
+    assert stranger.post("/v1/cursor", json={}, headers=headers).status_code == 200
+    assert stranger.post("/v1/trace", json={"rollout": "gone"}, headers=headers).json() is None
+
+
+def test_a_reader_may_only_read(stranger: httpx.Client) -> None:
+    headers = {"authorization": "Bearer reads-all"}
+    for name in VERBS:
+        status = stranger.post(f"/v1/{name}", json={"unknown": 1}, headers=headers).status_code
+        assert status == (422 if name in READERS else 403), name
+    assert stranger.post("/v1/traces", json={}, headers=headers).status_code == 403
 
 
 WRITES = {

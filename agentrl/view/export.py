@@ -1,0 +1,166 @@
+"""One HTML file of a run, which opens from disk without a network and can be passed on.
+
+It holds the pages that the server shows, as compressed chunks that the browser unpacks when a page
+is opened, with the same style and script.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import random
+import re
+from collections.abc import AsyncIterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from agentrl.errors import ConfigError, NotFound
+from agentrl.store.base import Store
+from agentrl.types import RolloutState
+from agentrl.view.pages import Pages
+from agentrl.view.templates import STATIC, environment, island, render
+
+CHUNK = 100  # pages that are compressed together
+GROUPS = 200  # groups that are read at once
+HIDDEN = "█"
+TEXTS = {"task", "result", "messages", "answer", "failure", "message", "traceback", "transitions"}
+
+
+class RedactedStore:
+    """A store that hides what matches a pattern in the texts of agents, tasks and failures."""
+
+    def __init__(self, store: Store, pattern: re.Pattern[str]) -> None:
+        self._store, self._pattern = store, pattern
+
+    def __getattr__(self, verb: str) -> Any:
+        method = getattr(self._store, verb)
+
+        async def hidden(*place: Any, **named: Any) -> Any:
+            return self.hide(await method(*place, **named))
+
+        return hidden if verb in ("trace", "rollouts", "failures", "attempts") else method
+
+    def hide(self, value: Any) -> Any:
+        if isinstance(value, msgspec.Struct):
+            own = {name: getattr(value, name) for name in value.__struct_fields__}
+            own |= {name: self.hide(own[name]) for name in TEXTS & own.keys()}
+            if isinstance(own.get("rollout"), msgspec.Struct):
+                own["rollout"] = self.hide(own["rollout"])
+            return type(value)(**own)
+        if isinstance(value, dict):
+            return {key: self.hide(one) for key, one in value.items()}
+        if isinstance(value, list):
+            return [self.hide(one) for one in value]
+        return self._pattern.sub(HIDDEN, value) if isinstance(value, str) else value
+
+    def hide_tokens(self, values: dict[str, Any]) -> None:
+        """Hide the tokens that have a part in a match, and their ids."""
+        at, spans = 0, [one.span() for one in self._pattern.finditer("".join(values["text"]))]
+        for i, piece in enumerate(values["text"]):
+            if any(start < at + len(piece) and at < end for start, end in spans):
+                values["text"][i], values["ids"][i] = HIDDEN, None
+            at += len(piece)
+
+
+async def export(
+    store: Store, run: str, file: Path, *, rollouts: str = "all", redact: str = ""
+) -> str:
+    """Write a run to `file`; returns a sentence about what it holds. `rollouts`: all, failures or
+    sample:N; `redact`: a regular expression whose matches are hidden in texts and tokens.
+
+    Raises ConfigError where either is not understood, NotFound for an unknown run."""
+    try:
+        redacted = RedactedStore(store, re.compile(redact)) if redact else None
+    except re.error as error:
+        raise ConfigError(f"--redact {redact!r} is no regular expression: {error}") from None
+    pages = Pages(cast(Store, redacted or store))
+    chosen, total = await _chosen(store, run, rollouts)
+    note = f"{sum(map(len, chosen.values())):,} of {total:,} rollouts"
+    style = _static("uPlot.min.css", "view.css")
+    script = _static("uPlot.iife.min.js", "view.js")
+    hashes = {"style": _hash(style), "script": _hash(script)}
+    head = environment().get_template("export.html")
+    partial, size = file.with_name(f"{file.name}.partial"), 0
+    with partial.open("w", encoding="utf-8") as out:
+        out.write(head.render(run=run, style=style, hashes=hashes, note=note))
+        index: dict[str, int] = {}
+        chunk: dict[str, str] = {}
+        async for url, html in _pages(pages, redacted, run, chosen):
+            chunk[url], index[url] = html, len(index) // CHUNK
+            if len(chunk) == CHUNK:
+                out.write(_packed(index[url], chunk))
+                chunk = {}
+        out.write(_packed(len(index) // CHUNK, chunk))
+        out.write(f'<script type="application/json" id="index">{island(index)}</script>')
+        out.write(f"<script>{script}</script></body></html>\n")
+        size = out.tell()
+    partial.replace(file)
+    return f"{note} in {file}, {size / 1e6:.2f} MB"
+
+
+async def _pages(
+    pages: Pages, redacted: RedactedStore | None, run: str, chosen: dict[str, list[str]]
+) -> AsyncIterator[tuple[str, str]]:
+    """The address and content of every page of the file."""
+    yield f"/run/{run}", _content(await pages.run(run, {}))
+    yield f"/policies/{run}", _content(await pages.policies(run))
+    yield f"/groups/{run}", _content(await pages.groups(run, {}))
+    steps: set[int] = set()
+    for group, ids in chosen.items():
+        page = await pages.group(run, group)
+        first = page.values["first"]
+        steps |= {first.step, first.step if first.trained is None else first.trained}
+        yield f"/group/{group}", _content(page)
+        for id in ids:
+            try:
+                page = await pages.rollout(id)
+            except NotFound:
+                continue  # nobody has claimed it yet
+            tokens = await pages.tokens(id, range(len(page.values["calls"])))
+            for values in tokens.values() if redacted else ():
+                cast(RedactedStore, redacted).hide_tokens(values)
+            yield f"/rollout/{id}", _content(page, tokens_of=tokens)
+            yield f"/lanes/{id}", _content(await pages.lanes(id))
+    for step in sorted(steps):
+        yield f"/step/{step}/{run}", _content(await pages.step(run, step))
+
+
+async def _chosen(store: Store, run: str, rollouts: str) -> tuple[dict[str, list[str]], int]:
+    """The rollouts to write by their group, and how many the run has."""
+    sample = re.fullmatch(r"sample:(\d+)", rollouts)
+    if not sample and rollouts not in ("all", "failures"):
+        raise ConfigError(f"--rollouts {rollouts}: write all, failures or sample:N")
+    found, total, before = list[tuple[str, str]](), 0, None
+    while rows := await store.groups(run, before=before, limit=GROUPS):
+        before = rows[-1].id
+        for row in rows:
+            total += len(row.rollouts)
+            for id, state in zip(row.rollouts, row.states, strict=True):
+                if rollouts != "failures" or state is RolloutState.FAILED:
+                    found.append((row.id, id))
+    if sample and int(sample[1]) < len(found):
+        found = sorted(random.Random(0).sample(found, int(sample[1])), reverse=True)
+    chosen: dict[str, list[str]] = {}
+    for group, id in found:
+        chosen.setdefault(group, []).append(id)
+    return chosen, total
+
+
+def _content(page: Any, **more: Any) -> str:
+    return render(page, layout="bare.html", export=True, **more)
+
+
+def _packed(n: int, pages: dict[str, str]) -> str:
+    data = base64.b64encode(gzip.compress(msgspec.json.encode(pages), 9, mtime=0)).decode()
+    return f'<script type="text/plain" id="chunk-{n}">{data}</script>\n'
+
+
+def _static(*names: str) -> str:
+    return "\n".join((STATIC / name).read_text() for name in names)
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(sha256(text.encode()).digest()).decode()}'"

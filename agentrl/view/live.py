@@ -1,0 +1,56 @@
+"""Server-sent events: open pages hear that the store has changed, and ask for what they show."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+from agentrl.errors import StoreError
+from agentrl.store.base import Store
+
+QUIET = 15.0  # seconds after which a comment shows that the connection is alive
+PAUSE = 0.3  # seconds between two events of one stream
+AGAIN = 2.0  # seconds until a store that cannot be read is asked again
+
+
+class ChangeFeed:
+    """The event streams of one server."""
+
+    def __init__(self, store: Store) -> None:
+        self._store, self._ending = store, asyncio.Event()
+
+    def end(self) -> None:
+        """End every stream, so that the server can stop."""
+        self._ending.set()
+
+    async def stream(self, last: str) -> AsyncIterator[str]:
+        """Events `change` whose id is the store's cursor. `last`: the id of the last event that the
+        client saw; '' for the present."""
+        cursor = int(last) if last.isdecimal() else await self._store.cursor()
+        yield f"retry: 2000\nid: {cursor}\nevent: hello\ndata: {cursor}\n\n"
+        while not self._ending.is_set():
+            try:
+                newest = await self._changed(cursor)
+            except StoreError as error:
+                yield f"event: lost\ndata: {' '.join(str(error).split())}\n\n"
+                await self._rest(AGAIN)
+                continue
+            changed, cursor = newest > cursor, newest
+            yield f"id: {cursor}\nevent: change\ndata: {cursor}\n\n" if changed else ": quiet\n\n"
+            await self._rest(PAUSE if changed else 0)
+
+    async def _changed(self, cursor: int) -> int:
+        """The newest cursor: after a change, after QUIET, or at the end."""
+        wait = asyncio.ensure_future(self._store.wait(cursor, timeout=QUIET))
+        end = asyncio.ensure_future(self._ending.wait())
+        try:
+            await asyncio.wait((wait, end), return_when=asyncio.FIRST_COMPLETED)
+            return wait.result() if wait.done() else cursor
+        finally:
+            wait.cancel()
+            end.cancel()
+
+    async def _rest(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._ending.wait(), seconds)

@@ -1,0 +1,53 @@
+"""A rollout or a run in Jupyter, drawn by the templates of the pages."""
+
+from __future__ import annotations
+
+import asyncio
+import html
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from agentrl.config import store_in
+from agentrl.store import open_store
+from agentrl.view.pages import Page, Pages
+from agentrl.view.templates import STATIC, render
+
+
+class Shown:
+    """What a notebook draws; `html` is the whole document."""
+
+    def __init__(self, title: str, document: str, height: int) -> None:
+        self.title, self.html, self._height = title, document, height
+
+    def __repr__(self) -> str:
+        return f"<{self.title}>"
+
+    def _repr_html_(self) -> str:
+        """In a frame without scripts: its style stays inside, and so does what agents wrote."""
+        return (
+            f'<iframe sandbox srcdoc="{html.escape(self.html)}" title="{html.escape(self.title)}" '
+            f'width="100%" height="{self._height}" style="border:0;resize:vertical"></iframe>'
+        )
+
+
+def show(name: str, *, store: str | None = None) -> Shown:
+    """A rollout by its id, such as staff/train/0000007/0003, or a run by its name, with its curves,
+    for a notebook. `store`: URL; default: the one that `agentrl train` makes for the run.
+
+    Raises StoreError where the store has neither."""
+    url = store or store_in(Path("runs", name.split("/")[0]).resolve())
+    with ThreadPoolExecutor(1) as pool:  # a notebook's own event loop is running in this thread
+        page, values = pool.submit(asyncio.run, _read(url, name)).result()
+    style = (STATIC / "view.css").read_text()
+    document = render(page, layout="notebook.html", export=True, style=style, values_of=values)
+    return Shown(page.title, document, 620)
+
+
+async def _read(url: str, name: str) -> tuple[Page, dict[str, Any]]:
+    async with open_store(url, readonly=True) as store:
+        pages = Pages(store)
+        if await store.run(name) is not None:
+            return await pages.run(name, {}), {}
+        page = await pages.rollout(name)
+        return page, await pages.tokens(name, range(len(page.values["calls"])))

@@ -1,0 +1,302 @@
+"""What each page shows: one method a page, from the address to a template and its values."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from agentrl.config import differences, from_store
+from agentrl.errors import AgentRLError, Invalid, NotFound
+from agentrl.store.base import Store
+from agentrl.telemetry.report import ELO, WIN_RATE, policies_without_calls, untrained_calls
+from agentrl.types import Credit, ErrorKind, Purpose, Reward, RolloutState, RunState, StepRow, Trace
+from agentrl.view import records
+from agentrl.view.tokens import Spelling, spelling
+
+SHOWN = ["reward/mean", "eval/score", "policy/entropy", "sampler/kl", "grad_norm"]
+SHOWN += ["reward/outcome/frac_zero_std", "completion/length_mean", "time/rollouts"]
+RUNS, GROUPS, FOUND = 50, 30, 50  # rows of one page
+POINTS = 400  # of a curve
+RECENT = 12  # steps of which notes are shown
+KEPT = 8  # rollouts that stay in memory until the store changes
+Query = Mapping[str, str]
+Values = dict[str, Any]
+
+
+class Page(NamedTuple):
+    """A template and what it is filled with."""
+
+    template: str
+    title: str
+    values: Values
+
+
+class Loaded(NamedTuple):
+    """What is stored of a rollout that has begun."""
+
+    trace: Trace
+    credits: list[Credit]
+    state: RunState
+
+
+def _read(query: Query, name: str, kind: type[int] | type[float] = int) -> Any:
+    """A number of a form; None where the field is empty."""
+    try:
+        return kind(query[name]) if query.get(name) else None
+    except ValueError:
+        what = "whole number" if kind is int else "number"
+        raise Invalid(f"{name} must be a {what}, not {query[name]!r}") from None
+
+
+def _choice(query: Query, name: str, kind: type[StrEnum]) -> Any:
+    try:
+        return kind(query[name]) if query.get(name) else None
+    except ValueError:
+        raise Invalid(f"{name} must be one of {', '.join(kind)}, not {query[name]!r}") from None
+
+
+class Pages:
+    """The pages of one store. Remembers the last rollouts while the store is unchanged."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._kept: dict[tuple[str, int], Loaded] = {}
+        self._spellings: dict[tuple[str, int, str], Spelling] = {}
+
+    async def runs(self, query: Query) -> Page:
+        names, start = (await self.store.runs())[::-1], _read(query, "from") or 0
+        rows = await asyncio.gather(*map(self._run_row, names[start : start + RUNS]))
+        more = start + RUNS if len(names) > start + RUNS else None
+        return Page("runs.html", "Runs", {"rows": rows, "all": len(names), "more": more})
+
+    async def _run_row(self, run: str) -> Values:
+        state = await self._state(run)
+        last = await self._recent(state, 1)
+        found = await self.store.series(run, ["eval/score", "reward/mean"], points=60)
+        metric = "eval/score" if found["eval/score"] else "reward/mean"
+        row = {"run": run, "state": state, "counts": await self.store.counts(run), "metric": metric}
+        row["ended"] = bool(last and last[-1].metrics.get("run/ended"))
+        row["at"] = last[-1].at if last else state.created
+        return row | {"curve": records.curve(found[metric], 140, 28)}
+
+    async def compare_runs(self, runs: Sequence[str]) -> Page:
+        if not 2 <= len(runs) <= 4:
+            raise Invalid("choose two to four runs to compare")
+        states = await asyncio.gather(*map(self._state, runs))
+        found = [await self.store.series(run, SHOWN, points=POINTS) for run in runs]
+        names = [name for name in SHOWN if any(one[name] for one in found)]
+        rows = []
+        for state in states[1:]:
+            try:
+                lines = differences(from_store(states[0].config), from_store(state.config))
+            except AgentRLError as error:
+                lines = [str(error)]
+            rows.append((state.run, lines))
+        series = {name: [records.finite(one[name]) for one in found] for name in names}
+        values = {"runs": list(runs), "names": names, "series": series, "differences": rows}
+        return Page("compare_runs.html", "Compare runs", values)
+
+    async def run(self, run: str, query: Query) -> Page:
+        """With `live` in the query only the parts that change."""
+        state, live = await self._state(run), "live" in query
+        recent = await self._recent(state, RECENT)
+        values: Values = {"run": run, "state": state, "notes": _notes(state, recent)}
+        values["counts"] = await self.store.counts(run)
+        values["failures"] = await self.store.failures(run)
+        values["names"] = [] if live else await self.store.metric_names(run)
+        values["pool"] = any(name.startswith(ELO) for name in values["names"])
+        values["at"] = recent[-1].at if recent else state.created
+        values["last"] = {name: value for row in recent for name, value in row.metrics.items()}
+        found = {} if live else await self.store.series(run, SHOWN, points=POINTS)
+        values["shown"] = [name for name in SHOWN if found.get(name)]
+        values["series"] = {name: records.finite(points) for name, points in found.items()}
+        values["curves"] = {name: records.curve(points) for name, points in found.items()}
+        return Page("run.html", run, values | await self._groups(run, {}, 12))
+
+    async def series(self, run: str, query: Query, names: Sequence[str]) -> Values:
+        """The points of curves later than the step `after`."""
+        after = _read(query, "after")
+        start = -1 if after is None else after
+        found = await self.store.series(run, names, after=start, points=POINTS)
+        return {name: records.finite(points) for name, points in found.items()}
+
+    async def step(self, run: str, step: int) -> Page:
+        values: Values = {"run": run, "step": step, "state": await self._state(run)}
+        rows = await self.store.steps(run, after=step - 1, limit=1)
+        values["row"] = rows[0] if rows and rows[0].step == step else None
+        values |= await self._groups(run, {"step": str(step)}, GROUPS)
+        if values["row"] is None and not values["groups"]:
+            raise NotFound(f"run {run!r} has no step {step}")
+        return Page("step.html", f"{run} step {step}", values)
+
+    async def policies(self, run: str) -> Page:
+        """Versions that are served and, of self-play, the ratings and who beats whom."""
+        recent = await self._recent(await self._state(run), RECENT)
+        last = {name: value for row in recent for name, value in row.metrics.items()}
+        pool = [key.removeprefix(ELO) for key in last if key.startswith(ELO)]
+        taken = {
+            name: int(number) for name in pool if (number := name.rpartition("@")[2]).isdigit()
+        }
+        pool = sorted(pool, key=lambda name: taken.get(name, 0))
+        rows: list[tuple[str, dict[str, float], float | None]] = []
+        for name in pool:  # a snapshot's rates are those of the step that took it
+            at = await self.store.steps(run, after=taken.get(name, 0) - 2, limit=1)
+            rows.append((name, at[0].metrics if at else {}, last[ELO + name]))
+        rows += [("now", last, last.get("selfplay/elo"))] if pool else []
+        table = [(name, [row.get(WIN_RATE + one) for one in pool], elo) for name, row, elo in rows]
+        values = {"run": run, "pool": pool, "table": table, "last": last}
+        values["served"] = await self.store.policies(run)
+        found = await self.store.series(run, ["selfplay/elo"], points=POINTS)
+        values["curve"] = records.curve(found["selfplay/elo"])
+        return Page("policies.html", f"{run} policies", values)
+
+    async def groups(self, run: str, query: Query) -> Page:
+        await self._state(run)
+        values = {"run": run, "query": query} | await self._groups(run, query, GROUPS)
+        return Page("groups.html", f"{run} groups", values)
+
+    async def _groups(self, run: str, query: Query, limit: int) -> Values:
+        place: Any = {"state": query.get("state") or None, "before": query.get("before") or None}
+        purpose, step = _choice(query, "purpose", Purpose), _read(query, "step")
+        rows = await self.store.groups(run, purpose=purpose, step=step, limit=limit, **place)
+        return {"groups": rows, "more": rows[-1].id if len(rows) == limit else None}
+
+    async def group(self, run: str, group: str) -> Page:
+        rows = await self.store.rollouts(run, group=group)
+        if not rows:
+            raise NotFound(f"run {run!r} has no group {group!r}; a prune may have removed it")
+        names = {row.name for one in rows for row in one.rewards if row.target is None}
+        values: Values = {"run": run, "group": group, "rows": records.below_originals(rows)}
+        values["names"] = sorted(names, key=lambda name: (name != "outcome", name))
+        return Page("group.html", group, values | {"first": rows[0]})
+
+    async def find(self, run: str, query: Query) -> Page:
+        await self._state(run)
+        low, high = _read(query, "low", float), _read(query, "high", float)
+        name, steps = query.get("reward") or "outcome", (_read(query, "from"), _read(query, "to"))
+        texts: Any = {key: query.get(key) or None for key in ("role", "policy", "text", "before")}
+        rows, cursor, looked = await self.store.search(
+            run,
+            rewards=None if low is None and high is None else {name: (low, high)},
+            state=_choice(query, "state", RolloutState),
+            error=_choice(query, "error", ErrorKind),
+            version=_read(query, "version"),
+            steps=None if steps == (None, None) else steps,
+            limit=FOUND,
+            **texts,
+        )
+        values = {"run": run, "rows": rows, "cursor": cursor, "looked": looked, "query": query}
+        values |= {"name": name, "states": list(RolloutState), "errors": list(ErrorKind)}
+        return Page("find.html", f"{run} rollouts", values)
+
+    async def rollout(self, id: str) -> Page:
+        loaded = await self.load(id)
+        row, calls = loaded.trace.rollout, loaded.trace.transitions
+        values = {"run": row.run, "o": row, "spans": loaded.trace.spans}
+        values["roles"] = sorted({call.role for call in calls})
+        values["rewards"] = sorted(row.rewards, key=lambda one: one.target or "")
+        values["calls"] = records.call_rows(loaded.trace, loaded.credits, self._speller(loaded))
+        values["siblings"] = await self.store.rollouts(row.run, group=row.group)
+        return Page("rollout.html", id, values)
+
+    async def attempts(self, id: str) -> Page:
+        """Every try at a rollout, with what came late."""
+        values = {"id": id, "rows": await self.store.attempts(id)}
+        return Page("attempts.html", f"{id} attempts", values)
+
+    async def tokens(self, id: str, calls: Sequence[int]) -> dict[str, Any]:
+        """Every number of the tokens of some calls, by call: see `records.token_values`."""
+        loaded = await self.load(id)
+        trace, spell = loaded.trace, self._speller(loaded)
+        by_call, found = records.credit_by_call(trace, loaded.credits), {}
+        k = records.baseline_count(trace, by_call)
+        for at in calls:
+            if not 0 <= at < len(trace.transitions):
+                raise NotFound(f"rollout {id!r} has no call {at}")
+            call = trace.transitions[at]
+            found[str(at)] = records.token_values(call, by_call.get(call.id), spell(call.policy), k)
+        return found
+
+    async def numbers(self, id: str, at: int) -> Page:
+        """One call as a table of its tokens, for readers without JavaScript."""
+        tokens, trace = await self.tokens(id, [at]), (await self.load(id)).trace
+        values = {"id": id, "at": at, "tokens": tokens[str(at)], "call": trace.transitions[at]}
+        return Page("numbers.html", f"{id} call {at}", values | {"run": trace.rollout.run})
+
+    async def raw(self, id: str, query: Query) -> str:
+        """The whole of what a page cuts: the task, the result, or a message of a call."""
+        trace = (await self.load(id)).trace
+        if (what := query.get("what")) in ("task", "result"):
+            return records.text_of(getattr(trace.rollout, str(what)))
+        at, index = _read(query, "call"), _read(query, "message")
+        try:
+            call = trace.transitions[at]
+            return records.text_of(call.answer if index == -1 else call.messages[index])
+        except (IndexError, TypeError):
+            raise NotFound(f"rollout {id!r} has no message {index} of call {at}") from None
+
+    async def lanes(self, id: str) -> Page:
+        trace = (await self.load(id)).trace
+        values = {"o": trace.rollout, "run": trace.rollout.run, "calls": trace.transitions}
+        values["tools"] = [span for span in trace.spans if span.kind == "tool"]
+        return Page("lanes.html", f"{id} lanes", values)
+
+    async def compare(self, a: str, b: str) -> Page:
+        """Two rollouts call by call, by their tokens."""
+        left, right = await self.load(a), await self.load(b)
+        rows = records.compared(left.trace, right.trace, self._speller(left), self._speller(right))
+        values = {"a": left.trace.rollout, "b": right.trace.rollout, "rows": rows}
+        return Page("compare.html", "Compare rollouts", values | {"run": left.state.run})
+
+    async def load(self, id: str) -> Loaded:
+        """What is stored of a rollout. Raises NotFound where it has not begun."""
+        key = (id, await self.store.cursor())
+        if key not in self._kept:
+            trace, credits = await asyncio.gather(self.store.trace(id), self.store.credits(id))
+            if trace is None:
+                raise NotFound(
+                    f"there is no rollout {id!r} that has begun; it may be queued, or a prune may "
+                    "have removed it"
+                )
+            while len(self._kept) >= KEPT:
+                del self._kept[next(iter(self._kept))]
+            self._kept[key] = Loaded(trace, credits, await self._state(trace.rollout.run))
+        return self._kept[key]
+
+    def _speller(self, loaded: Loaded) -> records.Spell:
+        """The spelling of each policy of a rollout's run; looked up once for each owner of it."""
+        state = loaded.state
+
+        def spell(policy: str) -> Spelling:
+            key = (state.identity, state.epoch, policy)
+            if key not in self._spellings:
+                self._spellings[key] = spelling(state.config, policy)
+            return self._spellings[key]
+
+        return spell
+
+    async def _state(self, run: str) -> RunState:
+        if (state := await self.store.run(run)) is None:
+            raise NotFound(f"there is no run {run!r} in this store")
+        return state
+
+    async def _recent(self, state: RunState, steps: int) -> list[StepRow]:
+        return await self.store.steps(state.run, after=max(state.step - 1 - steps, -1))
+
+
+def _notes(state: RunState, recent: list[StepRow]) -> list[str]:
+    """What a user should know of the last steps: calls that were not trained, policies unheard."""
+    without, long = untrained_calls(recent)
+    found = [f"{without} model calls without token ids were not trained"] if without else []
+    found += [f"{long} model calls longer than the context were not trained"] if long else []
+    try:
+        return found + list(policies_without_calls(from_store(state.config), recent).values())
+    except AgentRLError as error:
+        return [*found, str(error)]
+
+
+def outcome(rewards: Sequence[Reward], name: str = "outcome") -> Reward | None:
+    """The first reward of that name."""
+    return next((row for row in rewards if row.name == name), None)

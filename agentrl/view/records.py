@@ -1,0 +1,175 @@
+"""Stored records as plain values for templates. Pure functions; a missing number is None."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import SequenceMatcher
+from typing import Any
+
+import msgspec
+
+from agentrl.types import Credit, Json, Rollout, Trace, Transition
+from agentrl.view.tokens import Spelling
+
+CAP = 2000  # characters of a message, task or result on a page; the rest has a page of its own
+COLUMNS = ("advantage", "psi", "weight", "gate")
+Spell = Callable[[str], Spelling]
+
+
+def number(value: float | None) -> float | None:
+    """A float32 in as few digits as keep it exact; None for one that is missing."""
+    return float(f"{value:.9g}") if value is not None and math.isfinite(value) else None
+
+
+def finite(points: Iterable[tuple[int, float]]) -> list[tuple[int, float | None]]:
+    """A curve for JSON, which has no NaN."""
+    return [(step, y if math.isfinite(y) else None) for step, y in points]
+
+
+def text_of(value: Json) -> str:
+    """A message's content, a task or a result as text."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    return msgspec.json.format(msgspec.json.encode(value), indent=1).decode()
+
+
+def ago(at: float) -> str:
+    """How long ago a time was, by the clock of this machine."""
+    seconds = max(time.time() - at, 0)
+    units = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+    size, unit = next((one for one in units if seconds >= one[0]), units[-1])
+    return f"{seconds / size:.0f} {unit} ago"
+
+
+def message(row: dict[str, Json], index: int) -> dict[str, Any]:
+    """One chat message, cut at CAP. `index` is its place in its call, -1 for the answer."""
+    calls = []
+    for call in row.get("tool_calls") or []:
+        function = call.get("function") or {}
+        arguments = text_of(function.get("arguments"))
+        calls.append((function.get("name"), arguments[:CAP], len(arguments) > CAP))
+    text = text_of(row.get("content"))
+    found = {"role": str(row.get("role", "?")), "text": text[:CAP], "size": len(text)}
+    return found | {"tools": calls, "index": index}
+
+
+def continues(calls: Sequence[Transition], at: int) -> tuple[int | None, int]:
+    """The earlier call whose conversation a call goes on with (None: it begins one), and how many
+    of its messages are shown there. The longest counts; the agent may have written the answer in
+    another form."""
+    messages = calls[at].messages
+    for i in sorted(range(at), key=lambda i: (len(calls[i].messages), i), reverse=True):
+        known = calls[i].messages
+        if known and messages[: len(known)] == known:
+            more = messages[len(known) : len(known) + 1]
+            return i, len(known) + (bool(more) and more[0].get("role") == "assistant")
+    return None, 0
+
+
+def credit_by_call(trace: Trace, credits: Sequence[Credit]) -> dict[str, Credit]:
+    """The credit of each call by the step of its own policy, else of another one."""
+    own = {call.id: call.policy for call in trace.transitions}
+    ordered = sorted(credits, key=lambda credit: credit.policy == own.get(credit.transition))
+    return {credit.transition: credit for credit in ordered}
+
+
+def baseline_count(trace: Trace, credits: Mapping[str, Credit]) -> int:
+    """How many baselines the step compared with: a call stores all of them once, or once for each
+    of its tokens, and the number is the same for every call."""
+    found: set[int] = set()
+    for call in trace.transitions:
+        if (credit := credits.get(call.id)) and (n := len(call.completion)):
+            stored = len(credit.baseline)
+            one = {stored} if stored % n else {stored, stored // n}
+            found = found & one or one
+    return min(found, default=0)
+
+
+def token_values(
+    call: Transition, credit: Credit | None, spelling: Spelling, baselines: int
+) -> dict[str, Any]:
+    """What is known of each token of a call: lists with one value for each, or a single one where
+    all are equal, or none. `logp` is of the sampler, `baseline` a list for each baseline."""
+    ids = list(call.completion)
+    found: dict[str, Any] = {"ids": ids, "text": spelling.pieces(ids)}
+    found["logp"] = [number(x) for x in call.logprobs]
+    found |= {key: [number(x) for x in getattr(credit, key, ())] for key in COLUMNS}
+    compared = [number(x) for x in credit.baseline] if credit else []
+    width = len(compared) // max(baselines, 1)
+    found["baseline"] = [compared[i * width : (i + 1) * width] for i in range(baselines)]
+    return found
+
+
+def call_rows(trace: Trace, credits: Sequence[Credit], spell: Spell) -> list[dict[str, Any]]:
+    """The calls of a rollout in order, each with the messages that it adds to those shown before,
+    its text, its reward rows and what it was credited."""
+    calls, by_call = trace.transitions, credit_by_call(trace, credits)
+    rows: list[dict[str, Any]] = []
+    for at, call in enumerate(calls):
+        parent, known = continues(calls, at)
+        credit, spelling = by_call.get(call.id), spell(call.policy)
+        row: dict[str, Any] = {"call": call, "at": at, "parent": parent, "credit": credit}
+        row["fresh"], row["forked"] = parent is None and at > 0, parent not in (None, at - 1)
+        row["depth"] = 0 if parent is None else rows[parent]["depth"] + row["forked"]
+        row["new"] = [message(call.messages[i], i) for i in range(known, len(call.messages))]
+        row["exact"] = call.exact and len(call.completion) > 0
+        row["answer"] = message({"role": "assistant"} | (call.answer or {}), -1)
+        row["missing"] = spelling.missing
+        text = spelling.text(call.completion) if row["exact"] else ""
+        row["text"], row["size"] = text[: 2 * CAP], len(text)
+        advantages = set(map(number, credit.advantage)) if credit else set()
+        row["varies"] = len(advantages) > 1
+        row["advantage"] = advantages.pop() if len(advantages) == 1 else None
+        row["rewards"] = [one for one in trace.rollout.rewards if one.target == call.id]
+        rows.append(row)
+    return rows
+
+
+def below_originals(rows: Sequence[Rollout]) -> list[tuple[int, Rollout]]:
+    """The rollouts of a group with their depth, each branch after what it repeats."""
+    ids, below = {row.id for row in rows}, dict[str, list[Rollout]]()
+    for row in rows:
+        origin = row.branch.rollout if row.branch and row.branch.rollout in ids else ""
+        below.setdefault(origin, []).append(row)
+
+    def walk(origin: str, depth: int) -> Iterable[tuple[int, Rollout]]:
+        for row in below.get(origin, []):
+            yield depth, row
+            yield from walk(row.id, depth + 1)
+
+    return list(walk("", 0))
+
+
+def compared(a: Trace, b: Trace, spell_a: Spell, spell_b: Spell) -> list[dict[str, Any]]:
+    """The calls of two rollouts in pairs; where their tokens differ, each side as (differs, text)
+    parts, compared token by token and not by characters."""
+    rows: list[dict[str, Any]] = []
+    for at in range(max(len(a.transitions), len(b.transitions))):
+        calls = [one.transitions[at] if at < len(one.transitions) else None for one in (a, b)]
+        ids = [list(call.completion) if call else [] for call in calls]
+        texts = [
+            spell(call.policy).pieces(list(call.completion)) if call else []
+            for call, spell in zip(calls, (spell_a, spell_b), strict=True)
+        ]
+        parts: tuple[list[Any], list[Any]] = ([], [])
+        for tag, i, j, k, m in SequenceMatcher(None, ids[0], ids[1], False).get_opcodes():
+            parts[0].append((tag != "equal", "".join(texts[0][i:j])))
+            parts[1].append((tag != "equal", "".join(texts[1][k:m])))
+        same = None not in calls and ids[0] == ids[1]
+        rows.append({"at": at, "x": calls[0], "y": calls[1], "same": same, "texts": parts})
+    return rows
+
+
+def curve(points: Iterable[tuple[int, float]], width: int = 300, height: int = 90) -> Any:
+    """A metric as the path of an SVG, with its extremes; None without a finite value."""
+    known = [(x, y) for x, y in points if math.isfinite(y)]
+    if not known:
+        return None
+    start, wide = known[0][0], max(known[-1][0] - known[0][0], 1) / width
+    low, high = min(y for _, y in known), max(y for _, y in known)
+    tall = ((high - low) or 1.0) / height
+    path = "L".join(f"{(x - start) / wide:.1f} {height - (y - low) / tall:.1f}" for x, y in known)
+    size = {"width": width, "height": height, "low": low, "high": high, "last": known[-1][1]}
+    return size | {"path": f"M{path}{'h.1' * (len(known) == 1)}"}

@@ -1,0 +1,197 @@
+"""`agentrl view`: answers GET requests about a store that it only reads."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import sys
+import webbrowser
+from collections.abc import Awaitable, Callable
+from typing import Any
+from urllib.parse import urlencode
+
+import uvicorn
+from msgspec.json import encode
+from starlette import responses
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import Request
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import Message, Receive, Scope, Send
+
+from agentrl.errors import Forbidden, Invalid, NotFound, StoreError, Unavailable
+from agentrl.store import open_store
+from agentrl.store.base import Store
+from agentrl.store.http.keys import Keys, is_for_this_machine, is_loopback_host
+from agentrl.store.http.serve import listen, serve
+from agentrl.store.urls import split_secret
+from agentrl.view.live import ChangeFeed
+from agentrl.view.pages import Page, Pages
+from agentrl.view.templates import STATIC, render
+
+KEY, COOKIE = "AGENTRL_VIEW_KEY", "agentrl-view"
+EXPLAIN = 120.0  # seconds that the explanation of a rollout may take
+STATUS = {NotFound: 404, Invalid: 400, KeyError: 400, Forbidden: 403, Unavailable: 503}
+SECURITY = {
+    b"content-security-policy": b"default-src 'none'; script-src 'self'; style-src 'self'; img-src"
+    b" 'self'; connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
+    b"x-content-type-options": b"nosniff",
+    b"referrer-policy": b"no-referrer",
+    b"cross-origin-resource-policy": b"same-origin",
+}
+
+# A path and what is shown there: a page, text as it is, or JSON of anything else.
+Shown = Callable[[Pages, str, Request], Awaitable[Any]]
+PATHS: dict[str, Shown] = {
+    "/": lambda pages, _, asked: pages.runs(asked.query_params),
+    "/runs": lambda pages, _, asked: pages.compare_runs(asked.query_params.getlist("run")),
+    "/run/{id:path}": lambda pages, id, asked: pages.run(id, asked.query_params),
+    "/step/{n:int}/{id:path}": lambda pages, id, asked: pages.step(id, asked.path_params["n"]),
+    "/groups/{id:path}": lambda pages, id, asked: pages.groups(id, asked.query_params),
+    "/find/{id:path}": lambda pages, id, asked: pages.find(id, asked.query_params),
+    "/policies/{id:path}": lambda pages, id, _: pages.policies(id),
+    "/group/{id:path}": lambda pages, id, asked: pages.group(asked.query_params["run"], id),
+    "/rollout/{id:path}": lambda pages, id, _: pages.rollout(id),
+    "/attempts/{id:path}": lambda pages, id, _: pages.attempts(id),
+    "/lanes/{id:path}": lambda pages, id, _: pages.lanes(id),
+    "/call/{n:int}/{id:path}": lambda pages, id, asked: pages.numbers(id, asked.path_params["n"]),
+    "/compare": lambda pages, _, asked: pages.compare(
+        asked.query_params["a"], asked.query_params["b"]
+    ),
+    "/raw/{id:path}": lambda pages, id, asked: pages.raw(id, asked.query_params),
+    "/series/{id:path}": lambda pages, id, asked: pages.series(
+        id, asked.query_params, asked.query_params.getlist("name")
+    ),
+    "/tokens/{id:path}": lambda pages, id, asked: pages.tokens(
+        id, [int(at) for at in asked.query_params.getlist("call") if at.isdecimal()]
+    ),
+}
+
+
+class ViewApp:
+    """Pages, their data as JSON, and the stream of changes. Always true: only GET and HEAD are
+    answered, without a key only to requests that name this machine, and nothing is written."""
+
+    def __init__(self, store: Store, keys: Keys, url: str) -> None:
+        self._keys, self._url, self._pages = keys, url, Pages(store)
+        self._feed, self._explaining = ChangeFeed(store), asyncio.Semaphore(1)
+        routes: list[Any] = [Route(path, self._answer(shown)) for path, shown in PATHS.items()]
+        routes.append(Route("/explain/{id:path}", self._answer(self._explain)))
+        routes += [Route("/events", self._events), Mount("/static", StaticFiles(directory=STATIC))]
+        handlers: Any = dict.fromkeys((StoreError, HTTPException, KeyError), _refusal)
+        app = Starlette(routes=routes, exception_handlers=handlers)
+        self._app = GZipMiddleware(app, minimum_size=2000, compresslevel=5)
+
+    def drain(self) -> None:
+        self._feed.end()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        static = scope["path"].startswith("/static/")
+        headers = SECURITY | {b"cache-control": b"no-cache" if static else b"no-store"}
+
+        async def secured(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *headers.items()]
+            await send(message)
+
+        await (self._refused(Request(scope)) or self._app)(scope, receive, secured)
+
+    def _refused(self, request: Request) -> responses.Response | None:
+        """The answer to a request that may not see a page; None for one that may."""
+        if request.method not in ("GET", "HEAD"):
+            return _sentence("Only GET is answered here: nothing can be written.", 405)
+        if not self._keys:
+            if is_for_this_machine(request.headers.get("host", "").encode("latin-1")):
+                return None
+            return _sentence("Without a key this is only served as localhost or 127.0.0.1.", 403)
+        given = request.query_params.get("key")
+        key = request.cookies.get(COOKIE, "") if given is None else given
+        if self._keys.caller(f"Bearer {key}".encode(), 0.0) is None:
+            text = "The key is missing or wrong: open the address that agentrl view printed."
+            return _sentence(text, 401)
+        if given is None:
+            return None
+        answer = responses.RedirectResponse(request.url.path)
+        answer.set_cookie(COOKIE, given, httponly=True, samesite="strict")
+        return answer
+
+    def _answer(self, shown: Shown) -> Callable[[Request], Awaitable[responses.Response]]:
+        async def answer(request: Request) -> responses.Response:
+            found = await shown(self._pages, request.path_params.get("id", ""), request)
+            if isinstance(found, Page):
+                return responses.HTMLResponse(render(found))
+            if isinstance(found, str):
+                return responses.PlainTextResponse(found)
+            return responses.Response(encode(found), media_type="application/json")
+
+        return answer
+
+    async def _explain(self, pages: Pages, id: str, _: Request) -> Page:
+        """The chain behind a rollout's credit, by `agentrl explain` in a process of its own: it
+        needs torch, which this one does not load."""
+        url, secret = split_secret(self._url)
+        run = (await pages.load(id)).state.run
+        command = [sys.executable, "-m", "agentrl", "explain", "--store", url, "--", id]
+        pipes: Any = {"stdin": -3, "stdout": -1, "stderr": -2, "env": os.environ | secret}
+        async with self._explaining:
+            process = await asyncio.create_subprocess_exec(*command, **pipes)
+            try:
+                out, _err = await asyncio.wait_for(process.communicate(), EXPLAIN)
+            except TimeoutError:
+                raise Unavailable(f"The explanation took more than {EXPLAIN:.0f} s.") from None
+            finally:
+                if process.returncode is None:
+                    process.kill()
+                    await process.wait()
+        values = {"run": run, "id": id, "text": out.decode(errors="replace")}
+        return Page("explain.html", f"{id} explained", values)
+
+    async def _events(self, request: Request) -> responses.Response:
+        last = request.headers.get("last-event-id", "")
+        stream = self._feed.stream(last)
+        return responses.StreamingResponse(stream, media_type="text/event-stream")
+
+
+def _sentence(text: str, status: int) -> responses.Response:
+    """An error as a page: what is wrong, in words."""
+    return responses.HTMLResponse(render(Page("error.html", "Not shown", {"text": text})), status)
+
+
+async def _refusal(_: Request, error: Exception) -> responses.Response:
+    if isinstance(error, HTTPException):
+        return _sentence(f"{error.detail}: this address shows nothing.", error.status_code)
+    status = next((code for kind, code in STATUS.items() if isinstance(error, kind)), 500)
+    lacks = isinstance(error, KeyError)
+    return _sentence(f"The address lacks {error.args[0]}=." if lacks else str(error), status)
+
+
+def run(url: str, host: str, port: int, *, start: str = "/", browse: bool = False) -> None:
+    """The whole life of the server; prints its address. Raises ConfigError for a port in use and
+    StoreError for a store that cannot be read.
+
+    Where other machines can reach it, it asks for a key: that of AGENTRL_VIEW_KEY, else a new one,
+    which is part of the address that it prints."""
+    key = os.environ.get(KEY) or ("" if is_loopback_host(host) else secrets.token_urlsafe(24))
+    keys = Keys.parse(f"admin:{key}", KEY) if key else Keys()
+    query = f"?{urlencode({'key': key})}" if key else ""
+
+    async def main() -> None:
+        async with open_store(url, readonly=True) as store:
+            await store.cursor()  # a store that cannot be read is said before the address
+            where = f"[{host}]" if ":" in host else host
+            address = f"http://{where}:{listening.getsockname()[1]}{start}{query}"
+
+            def ready(_: object) -> None:
+                print(f"Viewing {store.url} at {address}", flush=True)
+                if browse:
+                    webbrowser.open(address)
+
+            await serve(ViewApp(store, keys, url), listening, ready)
+
+    with listen(host, port, keys) as listening:
+        factory = uvicorn.Config("", loop="auto").get_loop_factory()
+        with asyncio.Runner(loop_factory=factory) as runner:
+            runner.run(main())

@@ -1,0 +1,439 @@
+"use strict";
+// Every page works without this file, except curves with a cursor, colours of tokens, live updates
+// and single keys. Text of agents is only ever set as textContent.
+const $ = (selector, root = document) => root.querySelector(selector);
+const $$ = (selector, root = document) => [...root.querySelectorAll(selector)];
+const make = (tag, text, name) => {
+  const element = document.createElement(tag);
+  if (text !== undefined) element.textContent = text;
+  if (name) element.className = name;
+  return element;
+};
+const json = element => (element ? JSON.parse(element.textContent) : null);
+const path = text => text.split("/").map(encodeURIComponent).join("/");
+const exported = document.body.dataset.export !== undefined;
+document.body.classList.add("scripted");
+
+// -- curves: one cursor for all; a click on a step opens it ---------------------------------------
+const charts = new Map(); // figure -> {plot, data}
+const COLOURS = ["--accent", "--good", "--bad", "--dim"];
+
+/** Columns for uPlot from one list of [step, value] for each line. */
+function columns(lines) {
+  const steps = [...new Set(lines.flatMap(points => points.map(p => p[0])))].sort((a, b) => a - b);
+  const rows = lines.map(points => {
+    const known = new Map(points);
+    return steps.map(step => known.get(step) ?? null);
+  });
+  return [steps, ...rows];
+}
+
+const short = value => (value == null ? "" : String(+value.toPrecision(3)));
+
+/** A colour of the page as one that a canvas understands. */
+function colour(name) {
+  const probe = make("i");
+  probe.style.color = `var(${name})`;
+  document.body.append(probe);
+  const found = getComputedStyle(probe).color;
+  probe.remove();
+  return found;
+}
+
+function draw(figure, lines, labels) {
+  const place = $(".plot", figure), data = columns(lines), stroke = colour("--dim"), grid = colour("--line");
+  const axis = {stroke, grid: {stroke: grid, width: 1}, ticks: {show: false}, font: "11px system-ui"};
+  charts.get(figure)?.plot.destroy();
+  place.replaceChildren();
+  const plot = new uPlot({
+    width: place.clientWidth, height: 150, padding: [8, 8, 0, 0], legend: {show: labels.length > 1},
+    cursor: {sync: {key: "steps"}, y: false, points: {size: 7}},
+    scales: {x: {time: false}},
+    axes: [{...axis, space: 60, size: 26}, {...axis, size: 46, space: 28, values: (_, all) => all.map(short)}],
+    series: [{label: "step"}, ...labels.map((label, i) => ({
+      label, stroke: colour(COLOURS[i]), width: 1.75, spanGaps: true,
+      fill: labels.length > 1 ? undefined : colour(COLOURS[i]).replace(/^rgb\((.*)\)$/, "rgba($1, 0.07)"),
+      points: {show: data[0].length < 40, size: 4},
+    }))],
+    hooks: {setCursor: [u => {
+      const now = $(".now", figure), i = u.cursor.idx;
+      if (now && lines.length === 1) {
+        const at = i ?? data[0].length - 1, value = u.data[1][at];
+        now.textContent = value == null ? "–" : +value.toPrecision(4) + (i == null ? "" : ` at ${u.data[0][at]}`);
+      }
+    }]},
+  }, data, place);
+  plot.over.addEventListener("click", () => {
+    if (plot.cursor.idx != null && document.body.dataset.run) {
+      visit(`/step/${plot.data[0][plot.cursor.idx]}/${path(document.body.dataset.run)}`);
+    }
+  });
+  charts.set(figure, {plot, lines});
+}
+
+function drawAll(root = document) {
+  const all = json($("#series", root)), labels = json($("#labels", root));
+  if (!all) return;
+  for (const figure of $$(".chart", root)) {
+    const name = figure.dataset.name;
+    draw(figure, labels ? all[name] : [all[name] || []], labels || [name]);
+  }
+  for (const button of $$(".metric", root)) button.addEventListener("click", () => addChart(button.dataset.name));
+}
+
+async function addChart(name) {
+  if ($$(".chart").some(figure => figure.dataset.name === name)) return;
+  const found = await (await fetch(seriesUrl([name], -1))).json();
+  const figure = make("figure", undefined, "chart"), caption = make("figcaption", name + " ");
+  figure.dataset.name = name;
+  caption.append(make("b", "", "now"));
+  figure.append(caption, make("div", undefined, "plot"));
+  $(".charts").append(figure);
+  draw(figure, [found[name] || []], [name]);
+}
+
+const seriesUrl = (names, after) =>
+  `/series/${path(document.body.dataset.run)}?after=${after}&` + names.map(n => `name=${encodeURIComponent(n)}`).join("&");
+
+/** Ask for the points after those that are drawn, and add them. */
+async function extendCharts() {
+  const drawn = [...charts].filter(([figure]) => figure.isConnected);
+  if (!drawn.length || $("#labels")) return;
+  const last = ([, chart]) => chart.lines[0].at(-1)?.[0] ?? -1;
+  const names = drawn.map(([figure]) => figure.dataset.name);
+  const found = await (await fetch(seriesUrl(names, Math.min(...drawn.map(last))))).json();
+  for (const [figure, chart] of drawn) {
+    const from = chart.lines[0].at(-1)?.[0] ?? -1;
+    const fresh = (found[figure.dataset.name] || []).filter(p => p[0] > from);
+    if (!fresh.length) continue;
+    chart.lines[0].push(...fresh);
+    chart.plot.setData(columns(chart.lines));
+    $(".now", figure).textContent = fresh.at(-1)[1] == null ? "–" : +fresh.at(-1)[1].toPrecision(4);
+  }
+}
+
+// -- tokens: values are asked for and painted when a call comes into view ------------------------
+const BINS = 8, values = new WeakMap(), asked = new WeakSet();
+let shade = "p", held = null, waiting = [], seen = null;
+
+const at = (list, i) => (list.length === 0 ? null : list.length === 1 ? list[0] : list[i]);
+const blocks = () => $$(".tokens");
+
+function classOf(data, i) {
+  if (shade === "none") return "";
+  if (shade === "p") {
+    const logp = at(data.logp, i);
+    const bin = logp == null ? 0 : Math.round((1 - Math.exp(logp)) * BINS);
+    return bin ? "d" + bin : "";
+  }
+  const value = at(data[shade], i);
+  if (!value) return "";
+  return (value > 0 ? "u" : "d") + Math.max(1, Math.min(BINS, Math.ceil(Math.abs(value) / scale() * BINS)));
+}
+
+let scales = {};
+/** The largest absolute value of the measure among the calls that are loaded. */
+function scale() {
+  if (!scales[shade]) {
+    let most = 1e-12;
+    for (const block of blocks()) for (const v of values.get(block)?.[shade] ?? []) if (v != null) most = Math.max(most, Math.abs(v));
+    scales[shade] = most;
+  }
+  return scales[shade];
+}
+
+function paint(block) {
+  const data = values.get(block);
+  if (!data || block.dataset.by === shade) return;
+  block.classList.toggle("signed", shade === "advantage" || shade === "psi");
+  if (block.childElementCount !== data.ids.length) {
+    const out = document.createDocumentFragment();
+    data.ids.forEach((_, i) => out.append(make("span", data.text[i])));
+    block.replaceChildren(out);
+  }
+  for (let i = 0, span = block.firstElementChild; span; span = span.nextElementSibling, i++) {
+    const name = classOf(data, i) + (data.text[i] === "" ? " void" : "") + (span === held ? " on" : "");
+    if (span.className !== name) span.className = name;
+  }
+  block.dataset.by = shade;
+}
+
+async function load(calls) {
+  const todo = calls.filter(block => !asked.has(block));
+  for (const block of todo) asked.add(block);
+  const fetched = [];
+  for (const block of todo) {
+    const own = block.nextElementSibling;
+    if (own?.classList.contains("values")) values.set(block, json(own));
+    else fetched.push(block);
+  }
+  if (fetched.length) {
+    const query = fetched.map(block => `call=${block.dataset.call}`).join("&");
+    const answer = await fetch(`/tokens/${path($(".rollout").dataset.rollout)}?${query}`);
+    if (!answer.ok) return;
+    const found = await answer.json();
+    for (const block of fetched) values.set(block, found[block.dataset.call]);
+  }
+  if (todo.length) scales = {};
+  for (const block of blocks()) if (block.inView) paint(block);
+  legend();
+}
+
+function legend() {
+  const place = $("#legend");
+  if (!place) return;
+  const words = {p: "the more orange, the less probable it was", none: ""};
+  place.textContent = words[shade] ?? `blue: made likelier, orange underlined: less likely, up to ±${scale().toPrecision(3)}`;
+}
+
+function watchTokens(root = document) {
+  held = null;
+  scales = {};
+  seen?.disconnect();
+  seen = new IntersectionObserver(found => {
+    for (const one of found) {
+      one.target.inView = one.isIntersecting;
+      if (!one.isIntersecting) continue;
+      if (values.has(one.target)) paint(one.target);
+      else waiting.push(one.target);
+    }
+    if (waiting.length) load(waiting.splice(0));
+  }, {rootMargin: "500px"});
+  for (const block of $$(".tokens", root)) seen.observe(block);
+  const calls = new IntersectionObserver(found => {
+    for (const one of found) $(`.outline a[href="#${one.target.id}"]`)?.classList.toggle("here", one.isIntersecting);
+  }, {rootMargin: "-120px 0px -60% 0px"});
+  for (const call of $$(".call", root)) calls.observe(call);
+  legend();
+  if (location.hash) openHash();
+}
+
+function shadeBy(by) {
+  const start = performance.now();
+  shade = by;
+  scales = {};
+  for (const block of blocks()) {
+    if (block.inView) paint(block);
+    else delete block.dataset.by;
+  }
+  legend();
+  performance.measure("recolour", {start});
+}
+
+const figures = value => (value == null ? "–" : String(+value.toPrecision(6)));
+
+/** Show everything known of a token at the side. */
+function inspect(span) {
+  const block = span.parentElement, data = values.get(block), place = $("#inspector");
+  if (!data || !place) return;
+  const i = [...block.children].indexOf(span), logp = at(data.logp, i), list = make("dl");
+  const row = (name, value) => list.append(make("dt", name), make("dd", value));
+  const meter = make("meter");
+  meter.max = 1;
+  meter.value = logp == null ? 0 : Math.exp(logp);
+  meter.setAttribute("aria-label", "probability");
+  row("probability", figures(logp == null ? null : Math.exp(logp)));
+  row("log-prob", figures(logp));
+  for (const name of ["advantage", "psi", "weight", "gate"]) row(name === "psi" ? "psi ψ" : name, figures(at(data[name], i)));
+  data.baseline.forEach((one, n) => row(data.baseline.length > 1 ? `baseline ${n + 1}` : "baseline", figures(at(one, i))));
+  row("token id", data.ids[i]);
+  row("call, token", `${block.dataset.call}, ${i}`);
+  const text = data.text[i] === "" ? "part of the next character" : data.text[i].replace(/\n/g, "↵").replace(/ /g, "␣");
+  const lost = data.advantage.length && at(data.advantage, i) == null ? [make("p", "not in the loss", "cut")] : [];
+  place.replaceChildren(make("span", text, "token"), meter, list, ...lost);
+}
+
+function hold(span, scroll) {
+  held?.classList.remove("on");
+  held = span;
+  if (!span) return;
+  span.classList.add("on");
+  inspect(span);
+  if (scroll) span.scrollIntoView({block: "center"});
+  const block = span.parentElement, i = [...block.children].indexOf(span);
+  if (!exported) history.replaceState(null, "", `#call-${block.dataset.call}.${i}`);
+}
+
+/** A link such as #call-7.123 leads to a token. */
+async function openHash() {
+  const found = /^#call-(\d+)\.(\d+)$/.exec(location.hash);
+  if (!found) return;
+  const block = $(`.tokens[data-call="${found[1]}"]`);
+  if (!block) return;
+  block.scrollIntoView({block: "center"});
+  await load([block]);
+  block.inView = true;
+  paint(block);
+  const span = block.children[+found[2]];
+  if (span) {
+    hold(span, true);
+    block.focus({preventScroll: true});
+  }
+}
+
+document.addEventListener("mouseover", event => {
+  const span = event.target.closest?.(".tokens span");
+  if (span) inspect(span);
+  else if (held && event.target.closest?.(".talk")) inspect(held);
+});
+document.addEventListener("click", event => {
+  const span = event.target.closest?.(".tokens span");
+  if (span) hold(span === held ? null : span, false);
+});
+document.addEventListener("change", event => { if (event.target.name === "by") shadeBy(event.target.value); });
+
+// -- keys -----------------------------------------------------------------------------------------
+function move(steps) {
+  const block = document.activeElement, span = held?.parentElement === block ? held : null;
+  const next = span ? (steps > 0 ? span.nextElementSibling : span.previousElementSibling) : block.firstElementChild;
+  if (next) hold(next, false);
+  next?.scrollIntoView({block: "nearest"});
+}
+
+function nextCall(steps) {
+  const calls = $$(".call"), now = calls.findIndex(call => call.getBoundingClientRect().bottom > 140);
+  const block = $(".tokens", calls[Math.max(0, Math.min(calls.length - 1, (now < 0 ? calls.length - 1 : now) + steps))] ?? document);
+  block?.closest(".call").scrollIntoView({block: "start"});
+  block?.focus({preventScroll: true});
+}
+
+const KEYS = {
+  j: () => $(".siblings [aria-current]")?.nextElementSibling?.click(),
+  k: () => $(".siblings [aria-current]")?.previousElementSibling?.click(),
+  n: () => nextCall(1),
+  p: () => nextCall(-1),
+  c: () => {
+    const all = $$("#paint input"), next = all[(all.findIndex(one => one.checked) + 1) % all.length];
+    if (next) { next.checked = true; shadeBy(next.value); }
+  },
+  "/": () => ($("#text") ? $("#text").focus() : document.body.dataset.run && visit(`/find/${path(document.body.dataset.run)}`)),
+  "?": () => $("#help").showModal(),
+  Escape: () => hold(null),
+};
+document.addEventListener("keydown", event => {
+  const typing = event.target.matches?.("input:not([type=radio]), select, textarea");
+  if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
+  const inTokens = document.activeElement?.classList.contains("tokens");
+  if (inTokens && (event.key === "ArrowRight" || event.key === "ArrowLeft")) move(event.key === "ArrowRight" ? 1 : -1);
+  else if (KEYS[event.key] && !$("dialog[open]")) KEYS[event.key]();
+  else return;
+  event.preventDefault();
+});
+$("#help-open")?.addEventListener("click", KEYS["?"]);
+
+// -- live: of all tabs one holds the event stream and tells the others (a browser opens six
+// connections to a server and no more); a hidden tab asks for nothing until it is seen -----------
+function follow() {
+  const status = $("#live"), channel = new BroadcastChannel("agentrl-live");
+  let busy = false, missed = false;
+  const say = (text, on) => {
+    status.textContent = text;
+    status.classList.toggle("on", on);
+  };
+  async function refresh() {
+    if (busy || document.hidden) { missed = true; return; }
+    busy = true;
+    missed = false;
+    try {
+      const url = new URL(location.href);
+      url.searchParams.set("live", "1");
+      const [answer] = await Promise.all([fetch(url), extendCharts()]);
+      if (answer.ok) replaceParts(new DOMParser().parseFromString(await answer.text(), "text/html"));
+      status.classList.remove("beat");
+      void status.offsetWidth;
+      status.classList.add("beat");
+      status.dataset.updates = +(status.dataset.updates || 0) + 1;
+      say("live", true);
+    } catch { say("offline, trying again", false); } finally { busy = false; }
+    if (missed && !document.hidden) refresh();
+  }
+  const hear = what => {
+    if (what === "change") refresh();
+    else say(what === "hello" ? "live" : what, what === "hello");
+  };
+  channel.onmessage = event => hear(event.data);
+  document.addEventListener("visibilitychange", () => { if (!document.hidden && missed) refresh(); });
+  const tell = what => { channel.postMessage(what); hear(what); };
+  say("live", true);
+  navigator.locks.request("agentrl-live", () => new Promise(() => {
+    const source = new EventSource("/events");
+    source.addEventListener("hello", () => tell("hello"));
+    source.addEventListener("change", () => tell("change"));
+    source.addEventListener("lost", event => tell(event.data));
+    source.onerror = () => tell("offline, trying again");
+  }));
+}
+
+/** Put the parts that can change in the place of those shown; what has focus stays. */
+function replaceParts(fresh) {
+  for (const old of $$("[data-live]")) {
+    const next = $(`[data-live="${old.dataset.live}"]`, fresh);
+    if (!next) continue;
+    if (old.dataset.live === "calls") {
+      const more = $$(".call", next).slice($$(".call", old).length);
+      for (const call of more) {
+        old.append(document.adoptNode(call));
+        for (const block of $$(".tokens", call)) seen.observe(block);
+      }
+    } else if (old.innerHTML !== next.innerHTML && !old.contains(document.activeElement)) {
+      old.replaceWith(document.adoptNode(next));
+    }
+  }
+}
+
+// -- an exported run: pages are unpacked from the file when they are opened ----------------------
+const chunks = new Map();
+function visit(url) {
+  if (exported) location.hash = url;
+  else location.href = url;
+}
+
+async function unpack(n) {
+  if (!chunks.has(n)) {
+    const bytes = Uint8Array.from(atob($(`#chunk-${n}`).textContent), c => c.charCodeAt(0));
+    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+    chunks.set(n, JSON.parse(await new Response(stream).text()));
+  }
+  return chunks.get(n);
+}
+
+async function openPage() {
+  const index = json($("#index")), main = $("#main");
+  const [url, hash] = decodeURIComponent(location.hash.slice(1) || `/run/${document.body.dataset.run}`).split("#");
+  const bare = url.split("?")[0];
+  main.replaceChildren();
+  if (index[bare] === undefined) {
+    main.append(make("h1", "Not in this file"), make("p", `${bare} was not exported.`, "empty"));
+  } else {
+    const page = new DOMParser().parseFromString((await unpack(index[bare]))[bare], "text/html");
+    for (const child of [...page.body.childNodes]) main.append(document.adoptNode(child));
+  }
+  drawAll(main);
+  watchTokens(main);
+  if (hash) document.getElementById(hash)?.scrollIntoView();
+  else scrollTo(0, 0);
+  main.focus();
+}
+
+if (exported) {
+  addEventListener("hashchange", openPage);
+  document.addEventListener("click", event => {
+    const link = event.target.closest?.("a[href]"), href = link?.getAttribute("href");
+    if (!href) return;
+    if (href.startsWith("#")) document.getElementById(href.slice(1))?.scrollIntoView();
+    else location.hash = href;
+    event.preventDefault();
+  });
+  openPage();
+} else {
+  drawAll();
+  watchTokens();
+  addEventListener("hashchange", openHash);
+  if ($("[data-live]") && window.EventSource && navigator.locks) follow();
+}
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+  for (const [figure, chart] of charts) draw(figure, chart.lines, json($("#labels")) || [figure.dataset.name]);
+});
+addEventListener("resize", () => {
+  for (const [figure, chart] of charts) chart.plot.setSize({width: $(".plot", figure).clientWidth, height: 150});
+});

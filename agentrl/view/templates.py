@@ -1,0 +1,52 @@
+"""The templates, shared by the server, the export and notebooks."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from msgspec.json import encode
+
+from agentrl.view.pages import Page, outcome
+from agentrl.view.records import CAP, ago, text_of
+
+HERE = Path(__file__).parent
+STATIC = HERE / "static"
+
+
+def shown(value: float | None, form: str = ".4g") -> str:
+    """A number; a dash where it is missing, which is never 0."""
+    return "–" if value is None or math.isnan(value) else format(value, form)  # noqa: RUF001
+
+
+def island(value: Any) -> str:
+    """JSON that can stand inside a script element whatever the texts in it contain."""
+    return encode(value).decode().replace("<", "\\u003c")
+
+
+def heat(logp: float | None) -> str:
+    """The class of a token that is coloured by its probability, as `view.js` does it."""
+    bin = 0 if logp is None else round((1 - math.exp(logp)) * 8)
+    return f"d{bin}" if bin else ""
+
+
+@cache
+def environment() -> Environment:
+    options: Any = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
+    found = Environment(
+        loader=FileSystemLoader(HERE / "templates"), undefined=StrictUndefined, **options
+    )
+    found.filters |= {"shown": shown, "ago": ago, "text": text_of, "island": island, "heat": heat}
+    found.filters["outcome"] = outcome
+    found.globals["cap"] = CAP
+    return found
+
+
+def render(page: Page, *, layout: str = "base.html", **more: Any) -> str:
+    """A page as HTML. `layout`: base.html, or bare.html for its content alone."""
+    values: dict[str, Any] = {"title": page.title, "run": None, "layout": layout}
+    values |= {"export": False, "tokens_of": None, "values_of": None}
+    return environment().get_template(page.template).render(values | page.values | more)

@@ -1,0 +1,71 @@
+"""The text of tokens, by the policy's own tokenizer and without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from agentrl.config import from_store
+from agentrl.config import policies as team
+from agentrl.errors import AgentRLError
+from agentrl.types import Json
+
+REPLACEMENT = "\ufffd"  # how a tokenizer decodes half a character
+
+
+class Spelling:
+    """Decodes the tokens of one policy. `missing` says why it cannot; ids are shown then."""
+
+    def __init__(self, file: Path | None, missing: str = "") -> None:
+        self._tokenizer, self.missing = None, missing
+        if file is not None:
+            try:
+                from tokenizers import Tokenizer
+
+                self._tokenizer = Tokenizer.from_buffer(file.read_bytes())
+            except (ImportError, OSError, ValueError) as error:
+                self.missing = f"{file} cannot be read ({error})"
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of all tokens, special ones included; their ids without a tokenizer."""
+        if self._tokenizer is None:
+            return " ".join(map(str, ids))
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token; together they are `text(ids)`. A token that is part of a
+        character gets '', and the one that completes it all of it.
+
+        Each is decoded behind the one before it, so that the time is linear in their number."""
+        if self._tokenizer is None:
+            return [f"{id} " for id in ids[:-1]] + [str(id) for id in ids[-1:]]
+        found, start, read = list[str](), 0, 0
+        for end in range(1, len(ids) + 1):
+            text, known = self.text(ids[start:end]), self.text(ids[start:read])
+            if text.endswith(REPLACEMENT) and end < len(ids):
+                found.append("")
+                continue
+            found.append(text[len(known) :])
+            start, read = read, end
+        return found
+
+
+def spelling(config: dict[str, Json], policy: str) -> Spelling:
+    """How the tokens of a policy are spelt, from the settings that its run stored."""
+    try:
+        run = from_store(config)
+        name = (team.view(run, policy) if policy in run.policies else run).model_path()
+    except AgentRLError as error:
+        return Spelling(None, f"the settings of the run cannot be read: {error}")
+    file = Path(name, "tokenizer.json")
+    if name and file.is_file():
+        return Spelling(file)
+    try:
+        from huggingface_hub import try_to_load_from_cache  # never downloads
+
+        cached = try_to_load_from_cache(name, file.name)
+    except (ImportError, ValueError):  # no name of the hub
+        cached = None
+    if isinstance(cached, str):
+        return Spelling(Path(cached))
+    return Spelling(None, f"the tokenizer of {name or policy} is not on this machine")

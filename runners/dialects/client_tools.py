@@ -1,0 +1,98 @@
+"""The tools of a Responses request as functions of a chat completion, and calls of them back.
+
+A tool of a namespace becomes the function `namespace__name`. A custom tool, whose input is plain
+text, becomes a function with the one argument `input`. What the agent's machine runs is offered to
+the model or refused; only tools that run on OpenAI's servers are left out.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from agentrl.runners.dialects import base
+from agentrl.runners.dialects.base import Body, UntranslatableError
+from agentrl.types import Json
+
+SEPARATOR = "__"
+HOSTED = {"code_interpreter", "file_search", "image_generation", "mcp", "programmatic_tool_calling"}
+HOSTED |= {"web_search", "web_search_2025_08_26", "web_search_preview"}
+HOSTED |= {"web_search_preview_2025_03_11"}
+INPUT: Body = {"type": "object", "properties": {"input": {"type": "string"}}}
+INPUT |= {"required": ["input"], "additionalProperties": False}
+
+
+class Origin(NamedTuple):
+    """What the agent calls a function that the model is offered."""
+
+    kind: str  # function or custom
+    name: str
+    namespace: str
+
+
+class ClientTools:
+    """The tools that a request offers; of two with one name the later."""
+
+    def __init__(self) -> None:
+        self.left_out: list[str] = []
+        self._functions: dict[str, Body] = {}
+        self._origins: dict[str, Origin] = {}
+
+    def add(self, tools: Json, where: str, namespace: str = "") -> None:
+        for index, tool in enumerate(base.objects(tools, where)):
+            here, kind = f"{where}[{index}]", tool.get("type")
+            if kind == "namespace" and not namespace:
+                self.add(tool.get("tools"), f"{here}.tools", base.text(tool.get("name"), here))
+            elif kind in ("function", "custom"):
+                self._add(tool, here, namespace)
+            elif kind in HOSTED:
+                self.left_out.append(f"{where}: {kind}")
+            else:
+                what = f"{kind!r:.80} is not possible behind this gateway"
+                raise UntranslatableError(f"{here}.type", f"{what}; offer it as a function")
+
+    @property
+    def chat(self) -> list[Body]:
+        """As a chat completion offers them."""
+        return [{"type": "function", "function": made} for made in self._functions.values()]
+
+    def item(self, function: str) -> Body:
+        """The head of the output item for a call of a function."""
+        kind, name, namespace = self._origins.get(function) or Origin("function", function, "")
+        item: Body = {"type": f"{kind}_tool_call" if kind == "custom" else "function_call"}
+        return item | {"name": name} | ({"namespace": namespace} if namespace else {})
+
+    def _add(self, tool: Body, where: str, namespace: str) -> None:
+        name = base.text(tool.get("name"), f"{where}.name")
+        made = {k: v for k, v in tool.items() if k not in ("type", "format")}
+        if tool["type"] == "custom":
+            made |= {"parameters": INPUT}
+            if (syntax := tool.get("format") or {}).get("type") == "grammar":
+                rules = f"The input follows this grammar ({syntax.get('syntax')}):"
+                said = [made.get("description"), f"{rules}\n{syntax.get('definition')}"]
+                made["description"] = "\n\n".join(filter(None, said))
+        made["name"] = flat = flat_name(name, namespace)
+        self._functions[flat] = made
+        self._origins[flat] = Origin(tool["type"], name, namespace)
+
+
+def flat_name(name: Json, namespace: Json) -> Json:
+    """The name of the function that stands for a tool."""
+    return f"{namespace}{SEPARATOR}{name}" if namespace else name
+
+
+def custom_input(arguments: str) -> str:
+    """The input of a custom tool, from the arguments of the function; what is none is the input."""
+    try:
+        return str(msgspec.json.decode(arguments, type=dict[str, str])["input"])
+    except (msgspec.DecodeError, KeyError):
+        return arguments
+
+
+def arguments_of(said: str, written: str | None) -> str:
+    """Arguments of the function, from the input of a custom tool: as the model has `written` them
+    where that is the same."""
+    if written is not None and custom_input(written) == said:
+        return written
+    return msgspec.json.encode({"input": said}).decode()

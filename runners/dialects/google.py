@@ -1,0 +1,253 @@
+"""Google's generateContent on top of chat completions, whole or as server-sent events.
+
+Text, thoughts, function calls and their responses, and structured output are translated. Tools that
+run on Google's servers are left out of the offer; images, files and several candidates are refused.
+Source: https://ai.google.dev/api/generate-content
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from uuid import uuid4
+
+import msgspec
+
+from agentrl.runners.dialects import base
+from agentrl.runners.dialects.base import Body, ConversationMemory, Dialect, UntranslatableError
+from agentrl.runners.dialects.messages import input_of, written_arguments
+from agentrl.types import Json
+
+# Meaning: values that change nothing; any other value, and a field that is not named here, is
+# refused.
+ALLOWED: dict[str, tuple[Json, ...]] = {
+    "cachedContent": (None, ""),
+    "candidateCount": (None, 1),
+    "responseModalities": (None, [], ["TEXT"]),
+    "responseMimeType": (None, "", "application/json", "text/plain"),
+}
+# Options of the server, which are left out. The policy thinks as long as it has learned to.
+IDLE = {"labels", "safetySettings", "serviceTier", "store", "thinkingBudget", "includeThoughts"}
+# Tools that run on Google's servers.
+HOSTED = {"codeExecution", "fileSearch", "googleMaps", "googleSearch", "googleSearchRetrieval"}
+HOSTED |= {"urlContext"}
+TRANSLATED = {"contents", "generationConfig", "model", "systemInstruction", "toolConfig", "tools"}
+TRANSLATED |= {"responseJsonSchema", "responseSchema", "thinkingConfig", "thinkingLevel"}
+SAME = {"temperature": "temperature", "topP": "top_p", "topK": "top_k", "seed": "seed"}
+SAME |= {"maxOutputTokens": "max_completion_tokens", "stopSequences": "stop"}
+SAME |= {"presencePenalty": "presence_penalty", "frequencyPenalty": "frequency_penalty"}
+TYPES = {"ARRAY", "BOOLEAN", "INTEGER", "NULL", "NUMBER", "OBJECT", "STRING"}
+MODES = {"AUTO": "auto", "VALIDATED": "auto", "ANY": "required", "NONE": "none"}
+REASONS = {"length": "MAX_TOKENS", "content_filter": "SAFETY"}
+STATUS = {400: "INVALID_ARGUMENT", 401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED"}
+STATUS |= {
+    404: "NOT_FOUND",
+    429: "RESOURCE_EXHAUSTED",
+    503: "UNAVAILABLE",
+    504: "DEADLINE_EXCEEDED",
+}
+
+
+def error(status: int, code: str, message: str) -> Body:
+    """https://ai.google.dev/gemini-api/docs/troubleshooting"""
+    kind = STATUS.get(status, "INTERNAL" if status >= 500 else "FAILED_PRECONDITION")
+    return {"error": {"code": status, "message": message, "status": kind}}
+
+
+# -- the request -----------------------------------------------------------------------------------
+
+
+def chat_request(body: Body, memory: ConversationMemory, model: str) -> Body:
+    config = body.get("generationConfig") or {}
+    thinking = config.get("thinkingConfig") or {}
+    for fields, where in ((body, ""), (config, "generationConfig."), (thinking, "thinkingConfig.")):
+        base.refuse_unless(fields, ALLOWED, where)
+        for name in fields.keys() - ALLOWED.keys() - IDLE - TRANSLATED - SAME.keys():
+            raise base.impossible(f"{where}{name}", f"{fields[name]!r:.80}")
+    chat: Body = {SAME[k]: v for k, v in config.items() if k in SAME and v is not None}
+    said = _text(body.get("systemInstruction") or {}, "systemInstruction")
+    turns = [{"role": "system", "content": said}] if said else []
+    for index, content in enumerate(base.objects(body.get("contents"), "contents")):
+        _add(turns, content, f"contents[{index}]", memory)
+    if not turns:
+        raise UntranslatableError("contents", "is missing; say something", code="missing_parameter")
+    chat |= {"model": model, "messages": turns}
+    if thinking.get("thinkingLevel"):
+        chat["reasoning_effort"] = str(thinking["thinkingLevel"]).lower()
+    if schema := config.get("responseJsonSchema") or config.get("responseSchema"):
+        wanted = {"name": "answer", "schema": _schema(schema), "strict": True}
+        chat["response_format"] = {"type": "json_schema", "json_schema": wanted}
+    elif config.get("responseMimeType") == "application/json":
+        chat["response_format"] = {"type": "json_object"}
+    if tools := _tools(body.get("tools")):
+        chat["tools"] = tools
+    calling = (body.get("toolConfig") or {}).get("functionCallingConfig") or {}
+    return chat | _tool_choice(calling, bool(tools))
+
+
+def prompt_of(body: Body, memory: ConversationMemory, model: str) -> Body:
+    """As `messages.prompt_of`, of a request to countTokens."""
+    with base.typed():
+        return chat_request(body.get("generateContentRequest") or body, memory, model)
+
+
+def left_out(body: Body) -> list[str]:
+    """The options of a request that have no effect here, and the hosted tools that it offers."""
+    thinking = (body.get("generationConfig") or {}).get("thinkingConfig") or {}
+    found = sorted(IDLE & (body.keys() | thinking.keys()))
+    hosted = (name for tool in body.get("tools") or () for name in tool if name in HOSTED)
+    return found + [f"tools: {name}" for name in hosted]
+
+
+def _tools(tools: Json) -> list[Body]:
+    made = []
+    for index, tool in enumerate(base.objects(tools, "tools")):
+        for name in tool.keys() - HOSTED - {"functionDeclarations"}:
+            raise base.impossible(f"tools[{index}]", f"{name!r:.80}")
+        where = f"tools[{index}].functionDeclarations"
+        for declared in base.objects(tool.get("functionDeclarations"), where):
+            schema = declared.get("parametersJsonSchema") or declared.get("parameters")
+            function: Body = {k: declared[k] for k in ("name", "description") if k in declared}
+            function["parameters"] = _schema(schema or {"type": "object", "properties": {}})
+            made.append({"type": "function", "function": function})
+    return made
+
+
+def _tool_choice(calling: Body, offered: bool) -> Body:
+    mode, names = calling.get("mode"), calling.get("allowedFunctionNames") or []
+    if mode not in (None, "MODE_UNSPECIFIED", *MODES) or (
+        names and (mode, len(names)) != ("ANY", 1)
+    ):
+        what = f"mode {mode!r:.80} with {names!r:.80}"
+        raise base.impossible("toolConfig.functionCallingConfig", what)
+    if names:
+        return {"tool_choice": {"type": "function", "function": {"name": names[0]}}}
+    return {"tool_choice": MODES[mode]} if mode in MODES and offered else {}
+
+
+def _schema(schema: Json) -> Json:
+    """Google's types are in capitals, those of JSON Schema are not."""
+    if isinstance(schema, list):
+        return [_schema(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {name: _schema(inner) for name, inner in schema.items()}
+    kind = made.get("type")
+    return made | ({"type": kind.lower()} if isinstance(kind, str) and kind in TYPES else {})
+
+
+def _add(turns: list[Body], content: Body, where: str, memory: ConversationMemory) -> None:
+    """One content as one or more chat messages."""
+    role, thought = content.get("role") or "user", ""
+    if role not in ("user", "model", "function"):
+        raise UntranslatableError(f"{where}.role", f"{role!r:.80} is not possible here")
+    turn: Body = {"role": "assistant" if role == "model" else "user", "content": None}
+    for index, part in enumerate(base.objects(content.get("parts"), f"{where}.parts")):
+        here = f"{where}.parts[{index}]"
+        thought = thought or base.unseal(part.get("thoughtSignature"))
+        if call := part.get("functionCall"):
+            id = str(call.get("id") or f"{where}.parts[{index}]")
+            arguments = written_arguments(call.get("args"), memory.arguments.get(id))
+            calls = turn.setdefault("tool_calls", [])
+            calls.append(base.tool_call(id, call.get("name"), arguments))
+        elif answer := part.get("functionResponse"):
+            said = answer.get("response")
+            if not (isinstance(said, dict) and [*said] == ["output"]):
+                said = {"output": msgspec.json.encode(said).decode()}
+            output = said["output"]
+            output = output if isinstance(output, str) else msgspec.json.encode(output).decode()
+            result = {"role": "tool", "tool_call_id": answer.get("id") or _pending(turns, answer)}
+            turns.append(result | {"content": output})
+        elif part.get("thought"):
+            said = base.text(part.get("text"), here)
+            turn["reasoning_content"] = turn.get("reasoning_content", "") + said
+        elif "text" in part:
+            turn["content"] = (turn["content"] or "") + base.text(part["text"], here)
+        else:
+            what = f"a part with {', '.join(sorted(part)) or 'nothing'}"
+            why = f"{what} is not possible here, only text and functions; describe it in words"
+            raise UntranslatableError(here, why)
+    if role == "model":
+        hidden = {"reasoning_content": thought} if thought else {}
+        turns.append(hidden | turn)
+    elif turn["content"] is not None:
+        turns.append(turn)
+
+
+def _pending(turns: list[Body], answer: Body) -> Json:
+    """The id of the call that a response without an id answers: the first of its name left."""
+    answered = {turn.get("tool_call_id") for turn in turns}
+    calls = [call for turn in turns for call in turn.get("tool_calls") or ()]
+    same = (c for c in calls if c["function"]["name"] == answer.get("name"))
+    return next((c["id"] for c in same if c["id"] not in answered), None)
+
+
+def _text(content: Body, where: str) -> str:
+    parts = base.objects(content.get("parts"), f"{where}.parts")
+    return "".join(base.text(part.get("text"), f"{where}.parts") for part in parts)
+
+
+# -- the answer ------------------------------------------------------------------------------------
+
+
+class GoogleTranslation(base.Translation):
+    """A function call is shown once it is whole, as Google does. The signature of a call is the
+    thought before it, so that an agent gives back what it does not show."""
+
+    def __init__(self, body: Body, memory: ConversationMemory, *, model: str, stream: bool) -> None:
+        chat = chat_request(body, memory, model) | ({"stream": True} if stream else {})
+        self._arguments, self._thought = "", ""
+        self._parts: list[Body] = []
+        self._candidate: Body = {"content": {"role": "model", "parts": self._parts}, "index": 0}
+        answer: Body = {"candidates": [self._candidate], "responseId": uuid4().hex}
+        super().__init__(chat, answer, streamed=stream)
+        self.left_out = left_out(body)
+
+    def _start(self, model: str, prompt_tokens: int) -> None:
+        self.answer["modelVersion"] = model
+
+    def _count(self, usage: Body) -> None:
+        thought = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
+        asked, made = usage["prompt_tokens"], usage["completion_tokens"]
+        counts = {"promptTokenCount": asked, "candidatesTokenCount": made - thought}
+        counts |= {"thoughtsTokenCount": thought, "totalTokenCount": asked + made}
+        self.answer["usageMetadata"] = counts
+
+    def _write(self, key: str, text: str, choice: Body) -> None:
+        kind = {"thought": True} if key == "reasoning_content" else {}
+        if self._switch(key):
+            self._parts.append({"text": ""} | kind)
+        self._parts[-1]["text"] += text
+        self._thought += text if kind else ""
+        self._show({"text": text} | kind)
+
+    def _call(self, index: int, delta: Body, function: Body) -> None:
+        if self._switch(("call", index)):
+            self._parts.append({"functionCall": {"id": delta["id"], "name": function["name"]}})
+            self._arguments = ""
+        self._arguments += function.get("arguments") or ""
+
+    def _close(self) -> None:
+        part = self._parts[-1]
+        if "functionCall" in part:
+            part["functionCall"]["args"] = input_of(self._arguments)
+            if self._thought:
+                part["thoughtSignature"] = base.seal(self._thought)
+            self._thought = ""
+            self._show(part)
+
+    def _end(self) -> None:
+        self._candidate["finishReason"] = REASONS.get(self._finish, "STOP")
+        self._show()
+
+    def _show(self, *parts: Body) -> None:
+        shown = self._candidate | {"content": {"role": "model", "parts": parts}}
+        self._events.append(base.data_event(self.answer | {"candidates": [shown]}))
+
+
+DIALECT = Dialect("models", "chat/completions", error)
+
+
+def dialect(model: str, *, stream: bool) -> Dialect:
+    """That of a request whose path names these."""
+    translate = partial(GoogleTranslation, model=model, stream=stream)
+    return Dialect("models", "chat/completions", error, translate, tells_errors=True)

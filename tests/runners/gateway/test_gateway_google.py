@@ -1,0 +1,204 @@
+"""Google's generateContent: the upstream only ever sees chat completions."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from aiohttp import web
+
+SCHEMA = {"type": "OBJECT", "properties": {"text": {"type": "STRING"}, "type": {"type": "ARRAY"}}}
+PLAIN = {"type": "object", "properties": {"text": {"type": "string"}, "type": {"type": "array"}}}
+DECLARED = [{"name": "f", "description": "d", "parameters": SCHEMA}]
+DECLARED += [{"name": "g", "parametersJsonSchema": PLAIN}, {"name": "h"}]
+USER = {"role": "user", "parts": [{"text": "hel"}, {"text": "lo"}]}
+STREAM = "/models/m:streamGenerateContent?alt=sse"
+WHOLE = "/models/m:generateContent"
+
+
+@pytest.fixture
+async def active(bench: Any) -> Any:
+    return bench.gateway.register(await bench.attempt(), sealed=True)
+
+
+@pytest.fixture
+async def http(bench: Any, active: Any) -> Any:
+    url, headers = bench.gateway.base_url, {"x-goog-api-key": active.key}
+    async with httpx.AsyncClient(base_url=f"{url}beta", headers=headers) as client:
+        yield client
+
+
+def events(answer: httpx.Response) -> list[dict[str, Any]]:
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    parts = answer.text.removesuffix("\n\n").split("\n\n")
+    assert all(part.startswith("data: {") for part in parts)
+    return [json.loads(part.removeprefix("data: ")) for part in parts]
+
+
+async def rows(bench: Any, active: Any) -> list[Any]:
+    return list((await bench.store.trace(active.attempt.rollout.id)).transitions)
+
+
+def call(arguments: str, thought: str = "") -> Any:
+    function = {"name": "f", "arguments": arguments}
+    made = {"role": "assistant", "content": None}
+    made |= {"tool_calls": [{"id": "c1", "type": "function", "function": function}]}
+    return lambda body: made | ({"reasoning_content": thought} if thought else {})
+
+
+async def test_a_request_is_a_chat_completion(bench: Any, active: Any, http: Any) -> None:
+    config = {"temperature": 0.5, "topP": 0.9, "topK": 7, "maxOutputTokens": 9, "seed": 3}
+    config |= {"stopSequences": ["x"], "thinkingConfig": {"includeThoughts": True}}
+    config |= {"responseMimeType": "application/json", "responseJsonSchema": SCHEMA}
+    system = {"role": "user", "parts": [{"text": "be brief"}]}
+    body = {"contents": [USER], "systemInstruction": system, "generationConfig": config}
+    answer = (await http.post(WHOLE, json=body)).json()
+    (candidate,) = answer["candidates"]
+    assert candidate["content"] == {"role": "model", "parts": [{"text": "echo hello"}]}
+    assert (candidate["finishReason"], answer["modelVersion"]) == ("STOP", "m")
+    assert answer["usageMetadata"]["totalTokenCount"] == 2
+    sent = bench.model.requests[0]
+    system_turn = {"role": "system", "content": "be brief"}
+    assert sent["messages"] == [system_turn, {"role": "user", "content": "hello"}]
+    assert (sent["temperature"], sent["top_p"], sent["top_k"], sent["seed"]) == (0.5, 0.9, 7, 3)
+    assert (sent["max_completion_tokens"], sent["stop"]) == (9, ["x"])
+    assert sent["response_format"]["json_schema"]["schema"] == PLAIN
+    assert "x-goog-api-key" not in bench.model.headers[0]
+    (row,) = await rows(bench, active)
+    assert row.exact
+    assert row.left_out == ["includeThoughts"]
+    assert row.sampling.max_tokens == 9
+
+
+@pytest.mark.parametrize("path", [WHOLE, STREAM])
+async def test_functions_thoughts_and_their_signatures(
+    bench: Any, active: Any, http: Any, path: str
+) -> None:
+    written = '{"text":  "\\u00e9"}'
+    bench.model.answer = call(written, thought="hm é")
+    tools = [{"functionDeclarations": DECLARED}, {"googleSearch": {}}]
+    calling = {"functionCallingConfig": {"mode": "AUTO"}}
+    body: dict[str, Any] = {"contents": [USER], "tools": tools, "toolConfig": calling}
+    answer = await http.post(path, json=body)
+    chunks = [answer.json()] if path == WHOLE else events(answer)
+    parts = [part for chunk in chunks for part in chunk["candidates"][0]["content"]["parts"]]
+    *thoughts, called = parts
+    assert "".join(part["text"] for part in thoughts) == "hm é"
+    assert all(part["thought"] for part in thoughts)
+    assert called["functionCall"] == {"id": "c1", "name": "f", "args": {"text": "é"}}
+    assert chunks[-1]["candidates"][0]["finishReason"] == "STOP"
+    assert chunks[-1]["usageMetadata"]["promptTokenCount"] == 1
+    sent = bench.model.requests[0]
+    assert [tool["function"]["name"] for tool in sent["tools"]] == ["f", "g", "h"]
+    assert [t["function"]["parameters"] for t in sent["tools"]][:2] == [PLAIN, PLAIN]
+    assert sent["tool_choice"] == "auto"
+    # The agent gives the call back with its signature and without the thought.
+    result = {"functionResponse": {"name": "f", "response": {"output": "ok"}}}
+    said = [USER, {"role": "model", "parts": [called]}, {"role": "user", "parts": [result]}]
+    bench.model.answer = lambda body: {"role": "assistant", "content": "done"}
+    assert (await http.post(path, json=body | {"contents": said})).status_code == 200
+    _, turn, told = bench.model.requests[1]["messages"]
+    assert turn["reasoning_content"] == "hm é"
+    assert turn["tool_calls"][0]["function"] == {"name": "f", "arguments": written}
+    assert told == {"role": "tool", "tool_call_id": "c1", "content": "ok"}
+    first, second = await rows(bench, active)
+    assert first.exact
+    assert second.exact
+    assert first.left_out == ["tools: googleSearch"]
+
+
+async def test_a_stream_is_sent_as_it_comes(bench: Any, http: Any) -> None:
+    chunks = events(await http.post(STREAM, json={"contents": [USER]}))
+    texts = [part["text"] for c in chunks for part in c["candidates"][0]["content"]["parts"]]
+    assert texts == [*"echo hello"]
+    assert [c["candidates"][0].get("finishReason") for c in chunks] == [None] * 10 + ["STOP"]
+
+
+async def test_calls_without_ids_are_answered_in_order(bench: Any, http: Any) -> None:
+    made = [{"functionCall": {"name": "f", "args": {"text": t}}} for t in "ab"]
+    told = [{"functionResponse": {"name": "f", "response": {"n": n}}} for n in (1, 2)]
+    said = [USER, {"role": "model", "parts": made}, {"role": "function", "parts": told}]
+    assert (await http.post(WHOLE, json={"contents": said})).status_code == 200
+    _, turn, *results = bench.model.requests[0]["messages"]
+    ids = [made["id"] for made in turn["tool_calls"]]
+    assert [result["tool_call_id"] for result in results] == ids
+    assert len(set(ids)) == 2
+    assert [result["content"] for result in results] == ['{"n":1}', '{"n":2}']
+
+
+INLINE = {"parts": [{"inlineData": {"mimeType": "image/png", "data": "aGk="}}]}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"contents": [INLINE]}, "contents[0].parts[0]: a part with inlineData"),
+        ({"contents": []}, "contents"),
+        ({"contents": [USER], "cachedContent": "x"}, "cachedContent"),
+        ({"contents": [USER], "generationConfig": {"candidateCount": 2}}, "generationConfig.cand"),
+        ({"contents": [USER], "generationConfig": {"dice": 2}}, "generationConfig.dice"),
+        ({"contents": [USER], "tools": [{"computerUse": {}}]}, "tools[0]"),
+        ({"contents": [{"role": "tool", "parts": []}]}, "contents[0].role"),
+        ({"contents": 5}, "contents"),
+        (
+            {"contents": [USER], "toolConfig": {"functionCallingConfig": {"mode": "SOME"}}},
+            "toolConfig.functionCallingConfig",
+        ),
+    ],
+)
+async def test_what_google_cannot_say_is_refused(
+    bench: Any, http: Any, body: dict[str, Any], param: str
+) -> None:
+    answer = await http.post(WHOLE, json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["status"]) == (400, 400, "INVALID_ARGUMENT")
+    assert error["message"].startswith(param)
+    assert bench.model.requests == []
+
+
+async def test_tokens_are_counted(bench: Any, active: Any, http: Any) -> None:
+    tools = [{"functionDeclarations": DECLARED}]
+    whole = {"model": "models/m", "contents": [USER], "tools": tools}
+    for body in ({"contents": [USER], "tools": tools}, {"generateContentRequest": whole}):
+        answer = await http.post("/models/m:countTokens", json=body)
+        sent = bench.model.requests[-1]
+        assert answer.json() == {"totalTokens": len(json.dumps(sent["messages"]))}
+        assert sent.keys() == {"model", "messages", "tools"}
+    assert await rows(bench, active) == []
+
+
+async def test_errors_are_googles(bench: Any, active: Any, http: Any) -> None:
+    unknown = await http.post("/models/m:embedContent", json={})
+    assert (unknown.status_code, unknown.json()["error"]["status"]) == (404, "NOT_FOUND")
+    no_events = await http.post("/models/m:streamGenerateContent", json={"contents": [USER]})
+    assert no_events.status_code == 400
+    assert "?alt=sse" in no_events.json()["error"]["message"]
+    bench.gateway.unregister(active)
+    ended = await http.post(STREAM, json={"contents": [USER]})
+    assert (ended.status_code, ended.json()["error"]["status"]) == (403, "PERMISSION_DENIED")
+
+
+async def test_a_stream_that_breaks_ends_with_an_error(bench: Any, active: Any, http: Any) -> None:
+    async def broken(request: web.Request, body: Any) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        choice = {"index": 0, "delta": {"content": "half"}}
+        event = {"model": "m", "choices": [choice]}
+        await response.write(f"data: {json.dumps(event)}\n\n".encode())
+        return response
+
+    bench.model.then(broken)
+    said, cut = b"", False
+    try:
+        async with http.stream("POST", STREAM, json={"contents": [USER]}) as answer:
+            async for part in answer.aiter_bytes():
+                said += part
+    except httpx.RemoteProtocolError:
+        cut = True
+    assert cut
+    half, failed = [json.loads(part[6:]) for part in said.decode().strip().split("\n\n")]
+    assert half["candidates"][0]["content"]["parts"] == [{"text": "half"}]
+    assert failed["error"]["code"] == 502
+    assert "half a stream" in failed["error"]["message"]

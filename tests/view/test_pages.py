@@ -1,0 +1,244 @@
+"""The server of `agentrl view`, asked over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import quote
+
+import httpx
+import pytest
+
+from agentrl.cli.main import cli
+from agentrl.store import open_store
+from agentrl.types import Credit, Trace, float32
+from agentrl.view.templates import STATIC
+from tests.view import filled
+from tests.view.filled import start, stop
+
+ROLLOUT = "run/train/0000003/0000"
+PATHS = [
+    "/", "/runs?run=run&run=other", "/run/run", "/run/run?live=1", "/run/empty", "/step/3/run",
+    "/groups/run", "/groups/run?step=3&purpose=train", "/groups/empty",
+    "/group/run/train/0000003?run=run", "/group/run/queued?run=run", f"/rollout/{ROLLOUT}",
+    "/rollout/run/train/0000003/0003", f"/attempts/{ROLLOUT}", f"/lanes/{ROLLOUT}",
+    f"/call/1/{ROLLOUT}", f"/compare?a={ROLLOUT}&b=run/train/0000003/0001",
+    "/find/run", "/find/run?reward=style&low=0.2&state=succeeded&role=critic&from=1&to=4",
+    "/policies/run", f"/tokens/{ROLLOUT}?call=0&call=2", "/series/run?name=reward/mean&after=2",
+    f"/raw/{ROLLOUT}?what=result",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def client(viewed: str):
+    with httpx.Client(base_url=viewed) as client:
+        yield client
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_page_answers(client: httpx.Client, path: str) -> None:
+    answer = client.get(path)
+    assert answer.status_code == 200, answer.text
+    assert "script-src 'self'" in answer.headers["content-security-policy"]
+    if not answer.headers["content-type"].startswith("text/plain"):
+        assert "<img" not in answer.text
+        assert "<b>bold" not in answer.text
+
+
+def test_nothing_is_written(filled_store: str, client: httpx.Client) -> None:
+    file = Path(filled_store.removeprefix("sqlite:///"))
+    before = hashlib.sha256(file.read_bytes()).digest()
+    for path in PATHS:
+        client.get(path)
+    assert hashlib.sha256(file.read_bytes()).digest() == before
+
+
+def test_numbers_equal_the_store(filled_store: str, client: httpx.Client) -> None:
+    async def stored() -> tuple[Trace | None, list[Credit]]:
+        async with open_store(filled_store, readonly=True) as store:
+            return await store.trace(ROLLOUT), await store.credits(ROLLOUT)
+
+    trace, credits = asyncio.run(stored())
+    assert trace is not None
+    assert len(credits) == 3
+    shown = client.get(f"/tokens/{ROLLOUT}?call=0&call=1&call=2").json()
+    for at, (call, credit) in enumerate(zip(trace.transitions, credits, strict=True)):
+        values = shown[str(at)]
+        assert values["ids"] == list(call.completion)
+        assert float32(values["logp"]) == call.logprobs
+        for name in ("advantage", "psi", "weight", "gate"):
+            back = float32([math.nan if x is None else x for x in values[name]])
+            assert back.tobytes() == getattr(credit, name).tobytes()
+        assert [x for row in values["baseline"] for x in row] == list(credit.baseline)
+    table = client.get(f"/call/0/{ROLLOUT}").text
+    assert f"{credits[0].psi[5]:.6g}" in table
+    assert f"{trace.transitions[0].logprobs[4]:.6g}" in table
+
+
+def test_missing_is_not_zero(client: httpx.Client) -> None:
+    failed = client.get("/rollout/run/train/0000003/0003").text
+    assert "no reward" in failed
+    assert "line 2" in failed
+    queued = client.get("/group/run/queued?run=run").text
+    assert re.search(r'class="n strong">–</td>|<td class="n">0\.00</td>', queued)  # noqa: RUF001
+    assert "first 2,000 of 20,000 characters" in client.get("/rollout/run/train/0000003/0001").text
+
+
+def test_the_whole_message_has_its_own_address(client: httpx.Client) -> None:
+    page = client.get("/rollout/run/train/0000003/0001").text
+    link = re.search(r'href="(/raw/[^"]+message=[^"]+)"', page)
+    assert link
+    answer = client.get(link[1].replace("&amp;", "&"))
+    assert filled.LONG in answer.text
+    assert answer.headers["content-type"].startswith("text/plain")
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "sentence"),
+    [
+        ("/run/none", 404, "no run"),
+        ("/rollout/none", 404, "no rollout"),
+        ("/rollout/run/queued/0", 404, "may be queued"),
+        ("/group/none?run=run", 404, "prune"),
+        ("/group/none", 400, "lacks run="),
+        ("/step/99/run", 404, "no step"),
+        ("/find/run?low=much", 400, "low must be a number"),
+        ("/find/run?state=odd", 400, "must be one of"),
+        ("/runs?run=run", 400, "two to four"),
+        (f"/tokens/{ROLLOUT}?call=9", 404, "no call 9"),
+        (f"/raw/{ROLLOUT}?call=0&message=77", 404, "no message"),
+        ("/other", 404, "shows nothing"),
+    ],
+)
+def test_what_cannot_be_shown_is_a_sentence(client, path: str, status: int, sentence: str) -> None:
+    answer = client.get(path)
+    assert (answer.status_code, sentence in answer.text) == (status, True), answer.text
+    assert "Traceback" not in answer.text
+
+
+def test_strangers_are_refused(client: httpx.Client) -> None:
+    assert client.get("/", headers={"host": "evil.example"}).status_code == 403
+    assert client.post("/").status_code == 405
+    assert client.get("/").status_code == 200
+
+
+def test_a_key_becomes_a_cookie(filled_store: str) -> None:
+    process, address = start(filled_store, "--host", "0.0.0.0", AGENTRL_VIEW_KEY="secret-key")
+    try:
+        port = httpx.URL(address).port
+        assert httpx.URL(address).params["key"] == "secret-key"
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+            assert client.get("/").status_code == 401
+            assert client.get("/?key=wrong-key").status_code == 401
+            answer = client.get("/run/run?key=secret-key")
+            assert (answer.status_code, answer.headers["location"]) == (307, "/run/run")
+            cookie = answer.headers["set-cookie"]
+            assert "HttpOnly" in cookie
+            assert "SameSite=strict" in cookie
+            assert client.get("/", headers={"host": "evil.example"}).status_code == 200
+            assert client.get("/run/run").status_code == 200
+    finally:
+        stop(process)
+
+
+def test_the_server_imports_no_torch(filled_store: str) -> None:
+    code = (
+        "import asyncio, sys\n"
+        "import agentrl.view.server, agentrl.view.export, agentrl.view.notebook\n"
+        "from agentrl.view.pages import Pages\n"
+        "from agentrl.view.templates import render\n"
+        "from agentrl.store import open_store\n"
+        "async def main():\n"
+        f"    async with open_store({filled_store!r}, readonly=True) as store:\n"
+        f"        assert len(render(await Pages(store).rollout({ROLLOUT!r}))) > 1000\n"
+        "asyncio.run(main())\n"
+        "assert not {'torch', 'transformers', 'matplotlib'} & sys.modules.keys()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ)
+
+
+def test_a_stream_of_changes_ends_with_the_server(filled_store: str) -> None:
+    process, address = start(filled_store)
+    with httpx.stream("GET", f"{address}events", timeout=10) as stream:
+        lines = stream.iter_lines()
+        assert "event: hello" in [next(lines) for _ in range(3)]
+        process.terminate()
+        list(lines)
+    stop(process)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["nothing/store.db"], "store.db"),
+        (["STORE", "--port", "TAKEN"], "cannot listen"),
+        (["STORE", "--rollouts", "all", "--redact", "x"], "--export"),
+        (["STORE", "--export", "x.html", "--run", "none"], "none"),
+        (["STORE", "--export", "x.html", "--run", "run", "--redact", "("], "regular expression"),
+        (["STORE", "--export", "x.html", "--run", "run", "--rollouts", "few"], "sample:N"),
+        (["STORE", "--export", "x.html"], "choose one with --run"),
+    ],
+)
+def test_a_wrong_command_is_a_sentence(
+    filled_store: str, tmp_path: Path, arguments: list[str], sentence: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        words = {"STORE": filled_store, "TAKEN": str(taken.getsockname()[1])}
+        command = [sys.executable, "-m", "agentrl", "view", *(words.get(a, a) for a in arguments)]
+        ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert ran.returncode == 2
+    assert sentence in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+def test_the_command_is_listed() -> None:
+    assert "view" in cli.commands
+
+
+async def test_a_run_that_goes_away_is_a_sentence(tmp_path: Path, tiny_model_dir: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'store.db'}"
+    await filled.fill(url, tmp_path, tiny_model_dir, steps=2)
+    process, address = await asyncio.to_thread(start, url)
+    try:
+        async with httpx.AsyncClient(base_url=address) as client:
+            assert (await client.get("/rollout/run/train/0000000/0000")).status_code == 200
+            async with open_store(url) as store:
+                await store.prune(run="run", keep_last=1)
+            gone = await client.get("/rollout/run/train/0000000/0000")
+            assert (gone.status_code, "prune" in gone.text) == (404, True)
+            assert ">pruned<" in (await client.get("/groups/run")).text
+            assert (await client.get("/run/run")).status_code == 200
+    finally:
+        await asyncio.to_thread(stop, process)
+
+
+def test_without_a_tokenizer_ids_are_shown_and_why(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'store.db'}"
+    asyncio.run(filled.fill(url, tmp_path, None, steps=1))
+    process, address = start(url)
+    page = httpx.get(f"{address}rollout/run/train/0000000/0000").text
+    stop(process)
+    assert "Token ids, because the tokenizer of not/there is not on this machine" in page
+    assert " ".join(map(str, filled.WORDS)) in page
+
+
+def test_vendored_files_are_those_that_are_listed() -> None:
+    listed = dict(
+        re.findall(r"\| `(\S+)` \| ([0-9a-f]{64}) \|", (STATIC / "VENDORED.md").read_text())
+    )
+    assert set(listed) == {"uPlot.iife.min.js", "uPlot.min.css"}
+    for name, digest in listed.items():
+        assert hashlib.sha256((STATIC / name).read_bytes()).hexdigest() == digest
+
+
+def test_ids_may_have_any_characters(client: httpx.Client) -> None:
+    answer = client.get(f"/run/{quote('a b/ü?#', safe='')}")
+    assert answer.status_code == 404
+    assert "ü?#" in answer.text
