@@ -50,8 +50,15 @@ def carry_over(old: Path, new: Path, copy: Path) -> None:
 
 
 def pack(old: Path, new: Path) -> bytes:
-    """The changes as an archive: the names of the files, then those that are still there."""
-    changed, after = changes(old, new), files_of(new)
+    """The changes as an archive: the names of the files, then those that are still there. Raises
+    WorkspaceError where they cannot be read or are too large."""
+    try:
+        return _pack(changes(old, new), files_of(new))
+    except OSError as error:
+        raise no_space_or(error, "read") from None
+
+
+def _pack(changed: list[str], after: dict[str, Path]) -> bytes:
     size = sum(after[name].lstat().st_size for name in changed if name in after)
     if size > LARGEST_PACK:
         raise WorkspaceError(f"its changed files have {size} bytes, over {LARGEST_PACK}")

@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from agentrl import threads
-from agentrl.config import RunConfig
+from agentrl.config import ContainerRunnerConfig, RunConfig
 from agentrl.errors import ConfigError
+from agentrl.runners.executors.container import CLI_VARIABLES
 from agentrl.runners.executors.contract import passed_environment
 from agentrl.runners.executors.launcher import OutputPipe, ProcessLauncher, SupervisorLost
 from agentrl.runners.executors.supervisor import ProcessSpec
@@ -119,6 +120,8 @@ class Workspaces:
         self._everybody = Path(settings.folder or tempfile.gettempdir()).resolve()
         self._everybody /= f"agentrl-workspaces-{os.getuid()}"
         self.folder = self._everybody / f"{os.getpid()}-{os.urandom(4).hex()}"
+        runner = config.runner
+        self._container = runner.container if isinstance(runner, ContainerRunnerConfig) else None
         self._memory, self._count = config.runner.memory_mb * 2**20, 0
         hidden = [self._everybody, *_answers(config, root)]
         self.sandbox = Sandbox(settings, root.resolve(), gateway, hidden)
@@ -201,8 +204,11 @@ class Workspaces:
         keep = self.config.keep
         if name and (keep == "always" or (keep == "failed" and failed)):
             kept = self._kept / name.replace("/", "_")
-            await threads.call(_move, workspace.folder, kept)
-            log.info("kept the workspace of %s in %s", name, kept)
+            try:
+                await threads.call(_move, workspace.folder, kept)
+                log.info("kept the workspace of %s in %s", name, kept)
+            except OSError as error:
+                log.warning("the workspace of %s is not kept: %s", name, error)
         for folder in (workspace.folder, *workspace._copies):
             await asyncio.shield(threads.call(cleaner.remove, folder))
         await self._templates.release(workspace.template)
@@ -225,7 +231,12 @@ class Workspaces:
             env=passed_environment(()) | dict(workspace.place.env) | dict(env),
             folder=str(workspace.path),
         )
-        if self._memory:
+        if self._container is not None:
+            name, own = f"agentrl-{os.urandom(8).hex()}", {**workspace.place.env, **env}
+            prefix = self.sandbox.in_container(self._container, name, workspace.folder, own)
+            spec["argv"], spec["env"] = [*prefix, *argv], passed_environment(CLI_VARIABLES)
+            spec["after"] = [self._container.cli, "rm", "--force", name]
+        elif self._memory:
             spec["memory"] = self._memory
         fds = [os.open(os.devnull, os.O_RDONLY), await stdout.open(), await stderr.open()]
         process = await self._launcher.launch(spec, fds)
