@@ -44,6 +44,9 @@ class FakeSpaces:
     async def remove(self, workspace: Any, **how: Any) -> None:
         self.open -= 1
 
+    def diff(self) -> str:
+        return ""
+
     def packed(self) -> bytes:
         return b""
 
